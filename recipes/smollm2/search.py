@@ -49,7 +49,12 @@ from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks.splits import DEVELOPMENT, split_corpus
 from restorekv.train.examples import TrainingContext
 from restorekv.train.loop import weigh_loss
-from restorekv.train.loss import compute_hidden_divergence, compute_state_distance, run_answers
+from restorekv.train.loss import (
+    compute_hidden_divergence,
+    compute_state_distance,
+    run_answers,
+    weigh_answer_tokens,
+)
 from restorekv.train.teacher import Teacher, TeacherTarget
 
 WORDING = "Question: {question}\nAnswer:"
@@ -80,6 +85,7 @@ class Variant:
     ratio_weight: float = 0.0
     loss_power: float = 1.0  # minimized; 0: the logarithm, so that all ratios weigh the same
     hidden_weight: float = 0.0  # of the distance of the last hidden states
+    answer_decay: float = 0.0  # token t of an answer weighs exp(-t / this); 0: all the same
     knows_ratio: bool = False  # learn vectors that tell the restore tokens the ratio
     means: bool = False  # add the mean of a chunk's embeddings to each restore token
     made: bool = True  # train on made documents too
@@ -96,6 +102,7 @@ VARIANTS = {
     "knows r": Variant(knows_ratio=True),
     "knows r, relative": Variant(knows_ratio=True, loss_power=0.0),
     "shared": Variant(init="shared", loss_power=0.5),
+    "shared, decay 8": Variant(init="shared", loss_power=0.5, answer_decay=8.0),
     "shared, knows r": Variant(init="shared", loss_power=0.5, knows_ratio=True),
     "shared, knows r, relative": Variant(init="shared", loss_power=0.0, knows_ratio=True),
     "lr 1e-3": Variant(lr=1e-3),
@@ -301,7 +308,8 @@ def train_variant(
         targets = rng.sample(targets, min(variant.questions, len(targets)))
         ratio = math.exp(rng.uniform(math.log(variant.ratio_min), math.log(variant.ratio_max)))
         losses = bench.compute_losses(prepared, targets, ratio, restorer, variant.hidden_weight)
-        loss = losses.mean()
+        lengths = [target.answer_length for target in targets]
+        loss = (losses * weigh_answer_tokens(lengths, variant.answer_decay)).mean()
         if loss.requires_grad:
             weight = (ratio / variant.ratio_max) ** variant.ratio_weight
             weight *= weigh_loss(variant.loss_power, float(loss.detach()))

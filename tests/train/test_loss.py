@@ -11,6 +11,7 @@ from restorekv.train.loss import (
     compute_state_distance,
     mark_answer_positions,
     reduce_losses,
+    weigh_answer_tokens,
 )
 from tests.helpers.models import build_model
 
@@ -78,3 +79,10 @@ def test_the_last_question_token_predicts_the_first_answer_token():
         [False, False, True, True, False, False],
         [True, True, True, True, False, False],
     ]
+
+
+def test_the_first_tokens_of_every_answer_weigh_most():
+    assert weigh_answer_tokens([2, 3], 0).equal(torch.ones(5))
+    weights = weigh_answer_tokens([2, 3], 2.0)
+    expected = torch.tensor([0, 1, 0, 1, 2]).div(-2.0).exp()
+    torch.testing.assert_close(weights, expected * 5 / expected.sum())

@@ -38,6 +38,7 @@ AT_LEAST_ZERO = (
     "attention_weight",
     "ratio_weight",
     "loss_power",
+    "answer_decay",
 )
 
 
@@ -108,6 +109,11 @@ class TrainConfig:
     kl: Direction = setting("symmetric", "symmetric; forward: KL(teacher, student); reverse.")
     reduction: Reduction = setting(
         "mean", "mean over the answer tokens, or sum, in which long answers weigh more."
+    )
+    answer_decay: float = setting(
+        0.0,
+        "Tokens after which an answer's token weighs 1/e of its first one, since the first ones "
+        "decide what the answer is about; 0: all weigh the same.",
     )
     hidden_weight: float = setting(
         0.0, "Weight of matching the teacher's hidden states at the answer."

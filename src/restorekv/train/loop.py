@@ -36,6 +36,7 @@ from restorekv.train.loss import (
     compute_state_distance,
     reduce_losses,
     run_answers,
+    weigh_answer_tokens,
 )
 from restorekv.train.parallel import SINGLE_PROCESS, ProcessGroup
 from restorekv.train.teacher import TeacherTarget
@@ -78,6 +79,8 @@ def compute_sample_loss(
     for name, weight in weights.items():
         states = torch.cat([target.states[name] for target in chosen], 1)
         losses = losses + weight * compute_state_distance(states, output.states[name])
+    token_weights = weigh_answer_tokens(answer_lengths, config.answer_decay)
+    losses = losses * token_weights.to(losses.device)
     return reduce_losses(losses, len(chosen), config.reduction)
 
 

@@ -1,6 +1,6 @@
 """The distillation loss (Eq. 8), its variants, and the pass over given answers that it compares."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -79,6 +79,18 @@ def compute_state_distance(teacher: Tensor, student: Tensor) -> Tensor:
     # A teacher's state of length zero has no direction; the bound keeps the quotient finite.
     length = teacher.square().sum(-1).clamp(min=1e-12)
     return (distance / length).mean(0)
+
+
+def weigh_answer_tokens(lengths: Sequence[int], decay: float) -> Tensor:
+    """Return a weight for every answer token, (M,) float32 with mean 1, answer after answer.
+
+    Token t of an answer weighs exp(-t / decay), all tokens the same where `decay` is 0. The first
+    tokens decide what an answer is about; the later ones are predicted after the teacher's own.
+    """
+    if not decay:
+        return torch.ones(sum(lengths))
+    weights = torch.cat([torch.exp(-torch.arange(length) / decay) for length in lengths])
+    return weights / weights.mean()
 
 
 def reduce_losses(losses: Tensor, questions: int, reduction: Reduction) -> Tensor:
