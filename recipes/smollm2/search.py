@@ -4,12 +4,15 @@ steps for all.
     python -m recipes.smollm2.search prepare FOLDER --corpus CORPUS --data DATA [DATA ...]
     python -m recipes.smollm2.search run FOLDER VARIANT [VARIANT ...] [--steps 400] [--seed 0]
     python -m recipes.smollm2.search table FOLDER
+    python -m recipes.smollm2.search ship FOLDER VARIANT NAME --data DATA [DATA ...]
 
 `prepare` computes once what every variant needs: full caches (float16), KVzip's scores and the
 teacher's targets of the shorter training contexts, and of one development passage of every genre
 and some made documents. `run` trains a variant and measures its divergence from the full cache on
 the development passages; the adapter is kept beside the result. `table` compares the variants pair
-by pair with the first one. Everything is resumable: what is in FOLDER is not computed again.
+by pair with the first one. `ship` puts a variant's adapter into the package, with the record of
+what it was trained on, and its losses into NAME-loss.csv beside this file. Everything is resumable:
+what is in FOLDER is not computed again.
 """
 
 from __future__ import annotations
@@ -47,8 +50,8 @@ from restorekv.model.names import shipped_path
 from restorekv.model.prompt import BETWEEN, encode_question, make_context
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks.splits import DEVELOPMENT, split_corpus
-from restorekv.train.examples import TrainingContext
-from restorekv.train.loop import weigh_loss
+from restorekv.train.examples import TrainingContext, count_sources, read_examples
+from restorekv.train.loop import inherit_data, weigh_loss
 from restorekv.train.loss import (
     compute_hidden_divergence,
     compute_state_distance,
@@ -449,9 +452,8 @@ def run_variants(options: argparse.Namespace) -> None:
     """Train and measure variants, each into a file of its own."""
     bench = Bench(options.folder)
     for name in options.variants:
-        path = (
-            options.folder / "results" / f"{name}, seed {options.seed}, {options.steps} steps.json"
-        )
+        stem = name_result(name, options.seed, options.steps)
+        path = options.folder / "results" / f"{stem}.json"
         if path.exists():
             continue
         losses = []
@@ -548,6 +550,53 @@ def print_table(options: argparse.Namespace) -> None:
     print(compare_results(results))
 
 
+def ship_variant(options: argparse.Namespace) -> None:
+    """Put an adapter of the search, which knows KVzip alone, into the package."""
+    bench = Bench(options.folder)
+    name = name_result(options.variant, options.seed, options.steps)
+    result = json.loads((options.folder / "results" / f"{name}.json").read_text("utf-8"))
+    trained_on = {case.text for case in bench.load_cases("train")}
+    examples = [
+        example
+        for folder in options.data
+        for example in read_examples(folder, bench.model, bench.tokenizer)
+        if example.context in trained_on
+    ]
+    assert len(examples) == len(trained_on), "every training context is in one of the folders"
+    adapter = RestoreAdapter.from_pretrained(bench.model, options.folder / "results" / name)
+    own = count_sources(examples)
+    variant = VARIANTS[options.variant]
+    settings = asdict(variant) | {
+        "init": f"smollm2:{variant.init}" if variant.init else "",
+        "evictor": "kvzip",
+        "ratio_law": "log-uniform",
+        "max_new_tokens": ANSWER_TOKENS,
+        "seed": options.seed,
+        "steps": options.steps,
+    }
+    adapter.describe(
+        evictor="kvzip",
+        prefix_policy="free",
+        ratio_range=(variant.ratio_min, variant.ratio_max),
+        settings=settings,
+        data=own + inherit_data(adapter.card.data or [], own),
+        between=BETWEEN,
+    )
+    target = shipped_path("smollm2", "adapters", options.name)
+    # A model card of the adapter that it replaces would be taken for a person's.
+    (target / "README.md").unlink(missing_ok=True)
+    adapter.save_pretrained(target, dtype=torch.bfloat16)
+    lines = ["step,ratio,loss\n"]
+    for step, (ratio, loss) in enumerate(result["losses"]):
+        lines.append(f"{step},{ratio:.6f},{loss:.6f}\n")
+    Path(__file__).with_name(f"{options.name}-loss.csv").write_text("".join(lines), "utf-8")
+
+
+def name_result(variant: str, seed: int, steps: int) -> str:
+    """Return the name of a variant's files among the results."""
+    return f"{variant}, seed {seed}, {steps} steps"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(required=True)
@@ -565,6 +614,14 @@ def main() -> None:
     third = commands.add_parser("table")
     third.add_argument("folder", type=Path)
     third.set_defaults(call=print_table)
+    fourth = commands.add_parser("ship")
+    fourth.add_argument("folder", type=Path)
+    fourth.add_argument("variant")
+    fourth.add_argument("name", help="The folder of the shipped adapter: an evictor.")
+    fourth.add_argument("--steps", type=int, default=400)
+    fourth.add_argument("--seed", type=int, default=0)
+    fourth.add_argument("--data", type=Path, nargs="+", required=True)
+    fourth.set_defaults(call=ship_variant)
     options = parser.parse_args()
     options.call(options)
 

@@ -347,7 +347,7 @@ def _save_adapter(
     config = teachers.config
     data = count_sources(teachers.examples)
     if config.init:
-        data = data + _inherit_data(adapter.card.data or [], data)
+        data = data + inherit_data(adapter.card.data or [], data)
     adapter.describe(
         evictor=checkpoint.identify_scores(config, teachers.model),
         prefix_policy=config.prefix_policy,
@@ -363,7 +363,7 @@ def _save_adapter(
     group.wait()
 
 
-def _inherit_data(before: list[dict], own: list[dict]) -> list[dict]:
+def inherit_data(before: list[dict], own: list[dict]) -> list[dict]:
     """Return the rows of data that an adapter was trained on before this run.
 
     The very same data, trained on again, are named once.
