@@ -582,6 +582,7 @@ def ship_variant(options: argparse.Namespace) -> None:
         data=own + inherit_data(adapter.card.data or [], own),
         between=BETWEEN,
     )
+    adapter.report(adapter.card.results or [], options.helps_up_to)
     target = shipped_path("smollm2", "adapters", options.name)
     # A model card of the adapter that it replaces would be taken for a person's.
     (target / "README.md").unlink(missing_ok=True)
@@ -621,6 +622,12 @@ def main() -> None:
     fourth.add_argument("--steps", type=int, default=400)
     fourth.add_argument("--seed", type=int, default=0)
     fourth.add_argument("--data", type=Path, nargs="+", required=True)
+    fourth.add_argument(
+        "--helps-up-to",
+        type=float,
+        help="The highest measured ratio at which KL on the development passages is not above that "
+        "of KVzip alone.",
+    )
     fourth.set_defaults(call=ship_variant)
     options = parser.parse_args()
     options.call(options)
