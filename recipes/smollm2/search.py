@@ -514,7 +514,9 @@ def compare_results(results: list[dict]) -> str:
         + " |"
     ]
     lines.append("|" + "---|" * (4 + 2 * len(RATIOS)))
-    first = next((result for result in results if result["variant"] == FIRST), results[0])
+    first = next(
+        (result for result in results if result["variant"] in (FIRST, "shared")), results[0]
+    )
     expected = {row["name"]: row["kl"] for row in first["development"]}
     for result in results:
         cells = [
@@ -544,6 +546,10 @@ def print_table(options: argparse.Namespace) -> None:
     if not results:
         raise SystemExit(f"{options.folder} has no results; run some variants first.")
     order = [*UNTRAINED, *VARIANTS]
+    for result in results:
+        # A variant of an earlier search that is not offered any more comes last.
+        if result["variant"] not in order:
+            order.append(result["variant"])
     results.sort(
         key=lambda result: (order.index(result["variant"]), result["seed"], result["steps"])
     )
