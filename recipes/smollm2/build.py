@@ -282,7 +282,7 @@ def train_per_head(folder: Path) -> None:
     for evictor, steps in PER_HEAD.items():
         shipped = shipped_path(SMOLLM2, "adapters", evictor)
         options = ("--allocation", "per-head", "--lr", "1e-3", "--warmup", "30", "--seed", "13")
-        options += ("--init", str(shipped), "--steps", steps)
+        options += ("--init", str(shipped), "--knows-ratio", "--steps", steps)
         process = start_training(folder, evictor, *options, kind=".per-head")
         if process is not None:
             wait_for(process)
@@ -295,7 +295,8 @@ def train_shared(folder: Path) -> None:
     if (out / "adapter").exists():
         return
     command = ("train", "--model", SMOLLM2, *list_data_flags(folder), *SHAPE, *OF_SHARED)
-    command += ("--init", str(shipped), "--checkpoint-every", "20", "--resume")
+    # The adapter that ships knows the ratio, and so will what begins with it.
+    command += ("--init", str(shipped), "--knows-ratio", "--checkpoint-every", "20", "--resume")
     wait_for(start_command(*command, "--out", str(out)))
 
 
