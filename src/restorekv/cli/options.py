@@ -155,6 +155,13 @@ class SamplingFlags:
     stop: list[str] | None = field(
         default=None, metadata={"help": "End an answer before this text; repeatable."}
     )
+    stop_repeats: int = field(
+        default=3,
+        metadata={
+            "help": "End an answer that says the same so many times in a row, and keep it once; 0 "
+            "lets it go on."
+        },
+    )
     json_schema: Path | None = field(
         default=None, metadata={"help": "A file with the JSON schema of every answer."}
     )

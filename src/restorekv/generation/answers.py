@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import RestoreKVError
 from restorekv.generation import decoding
+from restorekv.generation.repetition import drop_repetition
 from restorekv.generation.sampling import (
     GREEDY,
     SamplingConfig,
@@ -34,7 +35,8 @@ class Answer:
     """An answer and how it came about.
 
     `ids` are all that was written, with the EOS. `finish` is "stop" where the model, a stop string
-    or a criterion ended it, "length" where the limit did. `read` counts the tokens of the question
+    or a criterion ended it, "length" where the limit did, "repetition" where `stop_repeats` did;
+    `text` then lacks what was repeated. `read` counts the tokens of the question
     with the template around it. With `logprobs` asked for, there is a log-probability for every id,
     and the likeliest ids with theirs.
     """
@@ -143,7 +145,7 @@ def make_answer(
     chooser: TokenChooser | None,
 ) -> Answer:
     """Return what was written as an Answer, whose text starts with no space and ends before any
-    stop string.
+    stop string and any repetition that ended it.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -152,7 +154,8 @@ def make_answer(
         prompt_tokens: How many tokens the question has, with the template around it.
         chooser: What chose the ids, None where the likeliest ones were taken.
     """
-    text = decoding.decode_answer(tokenizer, ids, stops)
+    repeated = chooser.count_repeated() if chooser else 0
+    text = decoding.decode_answer(tokenizer, ids[: len(ids) - repeated], stops)
     cut = None
     logprobs = None
     top = None
@@ -163,7 +166,11 @@ def make_answer(
         if chooser.sampling.logprobs is not None:
             logprobs = tuple(chooser.logprobs)
             top = tuple(chooser.top)
-    finish = "stop" if ended else "length"
+    finish = "length"
+    if repeated and cut is None:
+        finish = "repetition"
+    elif ended:
+        finish = "stop"
     return Answer(text[:cut].lstrip(), tuple(ids), finish, prompt_tokens, logprobs, top)
 
 
@@ -191,8 +198,11 @@ def stream_answer(
         sampling, tokenizer, [torch.cat([context.ids[0], prompt])[None]], [sampling.seed], stops
     )
     limits = decoding.parse_limits(max_new_tokens, 1)
-    written = decoding.generate_tokens(model, tokenizer, cache, [prompt], limits, choosers=choosers)
-    return stream_text(tokenizer, (token for _, token in written), stops, sampling.stop)
+    steps = decoding.generate_tokens(model, tokenizer, cache, [prompt], limits, choosers=choosers)
+    written = (token for _, token in steps)
+    if sampling.copies:
+        written = drop_repetition(written, tokenizer, sampling.copies)
+    return stream_text(tokenizer, written, stops, sampling.stop)
 
 
 def stream_text(

@@ -28,6 +28,7 @@ from restorekv.files import matches_type, read_json, write_json
 from restorekv.generation import decoding
 from restorekv.generation.answers import Answer, make_answer, stream_text
 from restorekv.generation.constraint import Constraint
+from restorekv.generation.repetition import DEFAULT_REPEATS, drop_repetition
 from restorekv.generation.sampling import (
     SamplingConfig,
     SamplingOptions,
@@ -57,7 +58,7 @@ SAVED = {
     "answer": str,
     "read": list[int],
     "written": list[int],
-    "finish": Literal["stop", "length"],
+    "finish": Literal["stop", "length", "repetition"],
 }
 
 
@@ -186,12 +187,16 @@ class Chat:
             stream: Return the pieces of the answer as they are written.
             details: Return an `Answer`, with ids and log-probabilities.
             **options: How tokens are chosen: the fields of `SamplingConfig` but `samples`, or
-                `config`, a `SamplingConfig` or transformers' `GenerationConfig`.
+                `config`, a `SamplingConfig` or transformers' `GenerationConfig`. Without a
+                `SamplingConfig`, `stop_repeats` is 3 unless given.
 
         Returns:
             The answer, or an iterator over its pieces.
         """
         max_new_tokens = take_limit(options, max_new_tokens)
+        # A loop that stays in a conversation is what the model reads next, and continues.
+        if not isinstance(options.get("config"), SamplingConfig):
+            options.setdefault("stop_repeats", DEFAULT_REPEATS)
         sampling = SamplingConfig.make(**options)
         document = self.document
         if stream and details:
@@ -295,27 +300,34 @@ class Chat:
                 written.append(token)
                 yield token
 
-        yield from stream_text(tokenizer, record_tokens(), stops, sampling.stop)
+        tokens = record_tokens()
+        if sampling.copies:
+            tokens = drop_repetition(tokens, tokenizer, sampling.copies)
+        yield from stream_text(tokenizer, tokens, stops, sampling.stop)
         warn_if_beyond_positions(document.model, self.cache.get_seq_length(), "The conversation")
         answer = make_answer(tokenizer, written, stops, len(ids), chooser)
-        answer = self._drop_stop_string(answer, sampling)
+        answer = self._drop_cut_tokens(answer, sampling, chooser)
         if len(answer.ids) < len(written):
             self._cut_to(self.columns - len(written) + len(answer.ids))
         self.turns.append(Turn(question, answer, tuple(ids), (times[0], times[-1])))
 
-    def _drop_stop_string(self, answer: Answer, sampling: SamplingConfig) -> Answer:
-        """Return an answer without the tokens of the stop string that ended it: the next turn does
-        not read them.
+    def _drop_cut_tokens(
+        self, answer: Answer, sampling: SamplingConfig, chooser: TokenChooser | None
+    ) -> Answer:
+        """Return an answer without the tokens that its text lacks, of a stop string or of a
+        repetition: the next turn does not read them.
         """
-        decode = partial(decode_ids, self.document.tokenizer)
         ids = list(answer.ids)
+        end = len(ids)
+        if answer.finish == "repetition" and chooser is not None:
+            end -= chooser.count_repeated()
+        decode = partial(decode_ids, self.document.tokenizer)
         cut = find_first_stop(sampling.stop, decode(ids)) if sampling.stop else None
-        if cut is None:
-            return answer
-        # The stop string is among the last few tokens; at least one token stays.
-        end = max(len(ids) - 1, 1)
-        while end > 1 and len(decode(ids[:end])) > cut:
-            end -= 1
+        if cut is not None:
+            # The stop string is among the last few tokens; at least one token stays.
+            end = max(len(ids) - 1, 1)
+            while end > 1 and len(decode(ids[:end])) > cut:
+                end -= 1
         return replace(
             answer,
             ids=answer.ids[:end],

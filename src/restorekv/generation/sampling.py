@@ -32,6 +32,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.errors import RestoreKVError
 from restorekv.files import matches_type
 from restorekv.generation.constraint import Constraint
+from restorekv.generation.repetition import RepetitionWatch
 from restorekv.model.tokenize import TextStream
 
 TAKEN = {
@@ -68,6 +69,11 @@ CHECKS: dict[str, tuple[object, Callable[[Any], bool], str]] = {
     "seed": (int, lambda x: 0 <= x < 2**62, "a number of at least 0, below 2^62"),
     "samples": (int, lambda x: 1 <= x <= 10_000, "a number of at least 1"),
     "stop": (list[str] | tuple[str, ...], all, "one or more strings that are not empty"),
+    "stop_repeats": (
+        int,
+        lambda x: x == 0 or 2 <= x <= 1000,
+        "0, or a number of copies from 2 to 1000",
+    ),
     "logprobs": (
         int | None,
         lambda x: x is None or 0 <= x <= 100,
@@ -114,6 +120,7 @@ class SamplingOptions(TypedDict, total=False):
     repetition_penalty: float
     seed: int
     stop: str | Sequence[str]
+    stop_repeats: int
     logprobs: int | None
     json_schema: str | dict | type | None
     regex: str | None
@@ -135,6 +142,7 @@ OTHER_NAMES = {
     "stop_strings": "stop takes them.",
     "stopping_criteria": "criteria takes them.",
     "logits_processor": "processors takes them.",
+    "no_repeat_ngram_size": "stop_repeats ends an answer that repeats itself.",
     "num_beams": "answers are written greedily or sampled, without beams.",
 }
 
@@ -164,7 +172,10 @@ class SamplingConfig:
     `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are transformers' and are
     applied in its order; the penalty counts the whole context. A row's random numbers follow from
     `seed` alone; `samples` answers to one question take `seed`, `seed + 1` and so on. An answer
-    ends before the first of the strings `stop`. `logprobs` records the log-probability of every
+    ends before the first of the strings `stop`. `stop_repeats` of k ends it when its last tokens
+    are one block of tokens k times in a row or more, and 32 tokens or more in all; the text has the
+    block once. 0, the default, lets it repeat itself, and so do `regex` and `json_schema`, whose
+    answers must match as a whole. `logprobs` records the log-probability of every
     token, and of so many likeliest ones, before any processing. `json_schema` (a dict, JSON, or a
     pydantic class, of which the schema is kept) and `regex` allow only texts that match; they need
     the extra `constrained`. `logit_bias` is added to the logits of those ids.
@@ -182,6 +193,7 @@ class SamplingConfig:
     seed: int = 0
     samples: int = 1
     stop: str | Sequence[str] = ()
+    stop_repeats: int = 0
     logprobs: int | None = None
     json_schema: str | dict | None = None
     regex: str | None = None
@@ -228,6 +240,12 @@ class SamplingConfig:
     def plain(self) -> bool:
         """Whether the likeliest token is all that is needed."""
         return self == SamplingConfig(seed=self.seed, samples=self.samples)
+
+    @property
+    def copies(self) -> int:
+        """How often a block of tokens comes in a row where it ends an answer; 0 for never."""
+        matches_as_a_whole = self.regex is not None or self.json_schema is not None
+        return 0 if matches_as_a_whole else self.stop_repeats
 
     def warpers(self) -> LogitsProcessorList:
         """Return transformers' processors, in the order in which its `generate` applies them."""
@@ -334,6 +352,7 @@ class TokenChooser:
     def __post_init__(self) -> None:
         self.random = torch.Generator().manual_seed(self.seed)
         self.stream = TextStream(self.tokenizer, skip_special_tokens=False)
+        self.watch = RepetitionWatch(self.tokenizer, self.sampling.copies)
         check_bias(self.sampling.logit_bias, self.tokenizer)
         self.warpers, self.criteria = (
             self.sampling.warpers(),
@@ -399,8 +418,8 @@ class TokenChooser:
         return ((self.logprobs[-1], self.top[-1]),) if self.logprobs else ()
 
     def ends(self) -> bool:
-        """Whether a stop string, the criteria, the constraint or a caller who has gone end the
-        answer here.
+        """Whether a stop string, a repetition, the criteria, the constraint or a caller who has
+        gone end the answer here.
         """
         if self.cancelled():
             return True
@@ -408,7 +427,19 @@ class TokenChooser:
             return True
         if self.sampling.stop and find_first_stop(self.sampling.stop, self.text()) is not None:
             return True
+        if self.count_repeated():
+            return True
         return bool(self.criteria) and bool(self.criteria(self._long_ids, None).all())
+
+    def count_repeated(self) -> int:
+        """Return how many tokens at the end of the answer repeat what is before them, where the
+        options let that end it.
+        """
+        if not self.sampling.copies:
+            return 0
+        for token in self.answer[self.watch.count :]:
+            self.watch.push(token)
+        return self.watch.repeated
 
     def text(self) -> str:
         """Return the text of the answer, control tokens included."""

@@ -49,7 +49,7 @@ from restorekv.serve.vllm_files import VllmFiles
 
 REMEMBERED = 256  # texts whose ids are remembered
 PATIENCE = 0.5  # seconds after which an answer that nobody waits for is broken off
-UNSUPPORTED = ("repetition_penalty", "regex", "processors", "criteria")
+UNSUPPORTED = ("repetition_penalty", "stop_repeats", "regex", "processors", "criteria")
 
 
 @dataclass(kw_only=True)

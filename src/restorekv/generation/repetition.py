@@ -1,0 +1,85 @@
+"""Where an answer repeats itself: small models write one sentence over and over until the limit.
+
+The rule: an answer ends when its last tokens are one block of tokens, k times in a row or more, and
+these copies are at least LEAST_TOKENS tokens. The first copy stays and the others are cut off; a
+block does not begin with punctuation, which is the end of the sentence before it. Two tokens are
+the same if their texts differ in leading spaces and capitals at most, because an answer's first
+word has other ones than the next.
+
+For every period p, `runs` holds how many of the last tokens are the same as the token p places
+before them. The last run + p tokens are then made of copies of one block of p tokens.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+DEFAULT_REPEATS = 3  # of conversations and the command line; 0 lets an answer repeat itself
+LEAST_TOKENS = 32  # so that rows of dashes, zeros or table cells are no repetition
+SPACES = " \u0120\u2581"  # how vocabularies write the space before a word
+
+
+class RepetitionWatch:
+    """Follows an answer and finds out when it repeats itself `copies` times."""
+
+    def __init__(self, tokenizer: Tokenizer, copies: int) -> None:
+        self.tokenizer = tokenizer
+        self.copies = copies
+        self.count = 0  # tokens so far
+        self.places: dict[str | int, list[int]] = {}  # of every token
+        self.is_punctuation: list[bool] = []
+        self.runs: dict[int, int] = {}  # by period
+
+    def push(self, token: int) -> None:
+        """Go on to the next token of the answer."""
+        piece = (self.tokenizer.convert_ids_to_tokens(token) or "").lstrip(SPACES).lower()
+        places = self.places.setdefault(piece or token, [])
+        runs = {}
+        for place in places:
+            period = self.count - place
+            runs[period] = self.runs.get(period, 0) + 1
+        self.runs = runs
+        places.append(self.count)
+        has_words = any(letter.isalnum() or letter.isspace() for letter in piece)
+        self.is_punctuation.append(bool(piece) and not has_words)
+        self.count += 1
+
+    @property
+    def repeated(self) -> int:
+        """How many tokens at the end are copies of those before them; 0 while they are too few for
+        the rule.
+        """
+        for period in sorted(self.runs):
+            run = self.runs[period]
+            whole_copies = run + period >= self.copies * period
+            if whole_copies and run + period >= LEAST_TOKENS:
+                return run - self._count_punctuation(period)
+        return 0
+
+    def _count_punctuation(self, period: int) -> int:
+        """Return how many tokens of punctuation the run of a period begins with, such as a full
+        stop that the sentence before it has, too.
+        """
+        start = self.count - self.runs[period]
+        block = self.is_punctuation[start : start + period]
+        return block.index(False) if False in block else 0
+
+    @property
+    def uncertain(self) -> int:
+        """How many tokens at the end may turn out to be copies."""
+        return max(self.runs.values(), default=0)
+
+
+def drop_repetition(written: Iterable[int], tokenizer: Tokenizer, copies: int) -> Iterator[int]:
+    """Yield the tokens of a growing answer without the copies at its end, as soon as it is certain
+    that they are none.
+    """
+    watch = RepetitionWatch(tokenizer, copies)
+    held: list[int] = []
+    for token in written:
+        watch.push(token)
+        held.append(token)
+        certain = len(held) - watch.uncertain
+        yield from held[:certain]
+        held = held[certain:]
+    yield from held[: len(held) - watch.repeated]
