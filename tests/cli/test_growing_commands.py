@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from restorekv import Chat, CompressedContext, compose
+from restorekv import Chat, CompressedContext, compose, compress
+from restorekv.cli.errors import make_visible
+from restorekv.errors import RestoreKVError
 from restorekv.model.load import load_model
-from tests.helpers.cli_world import QUESTION, World, build_world, cli
+from tests.helpers.cli_world import QUESTION, TEXT, World, build_world, cli
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +51,7 @@ def test_a_conversation_in_a_pipe(world, document, tmp_path):
     assert result.out.startswith(said)
     for part in (
         "read ",
-        "the conversation holds",
+        "pairs per head: cache",
         "Turns taken back: 1; 1 are left",
         "no command /never",
         "/fold",
@@ -115,6 +118,47 @@ def test_a_conversation_goes_on_after_what_fails(world, tmp_path, monkeypatch):
         "not Unicode",
     ):
         assert part in result.err
+
+
+def test_a_conversation_is_folded_before_it_exceeds_the_full_cache(world, document, tmp_path):
+    """Cache and turns hold at most what the full cache of the text does, whatever is said."""
+    document = compress(document.model, document.tokenizer, TEXT, ratio=0.3, adapter=None)
+    made = tmp_path / "a.rkv"
+    document.save(made)
+    lines = [f"and the house {number}?" for number in range(16)]
+    options = ("--model", world.model, "--max-new-tokens", 6)
+    result = cli("chat", made, *options, stdin="\n".join(lines).encode())
+    folds = re.findall(r"Folded (\d+) pairs per head.* holds (\d+) now.*cache's (\d+);", result.err)
+    told = re.findall(r"cache (\d+), turns (\d+) \(full cache (\d+)\)", result.err)
+    assert len(told) == 16 and folds
+    assert all(int(cache) + int(turns) <= int(full) for cache, turns, full in told)
+
+    # The answers are those of a conversation that is folded by hand at the same turns.
+    chat = document.chat()
+    answers = []
+    fulls = [int(full) for _, _, full in told]
+    for number, line in enumerate(lines):
+        if number and fulls[number] > fulls[number - 1]:
+            chat.fold()
+        answers.append(chat.ask(line, 6))
+    assert result.out == "".join(f"{make_visible(answer)}\n" for answer in answers)
+    first = int(folds[0][2])
+    assert document.context.positions == first == fulls[0]
+
+    alone = cli("chat", made, *options, "--no-fold", stdin="\n".join(lines).encode())
+    assert "Folded" not in alone.err and f"(full cache {first})" in alone.err.splitlines()[-1]
+
+
+def test_a_conversation_that_cannot_be_folded_goes_on(world, monkeypatch):
+    def refuse(*_, **__):
+        raise RestoreKVError("No room.")
+
+    monkeypatch.setattr(Chat, "fold", refuse)
+    lines = [f"and the house {number}?" for number in range(8)]
+    options = ("--model", world.model, "--max-new-tokens", 6)
+    result = cli("chat", world.cache, *options, stdin="\n".join(lines).encode())
+    assert result.code == 0 and result.err.count("cannot be folded: No room.") == 1
+    assert result.err.count("pairs per head: cache") == 8
 
 
 def test_what_was_folded_is_saved_with_the_document(world, tmp_path):

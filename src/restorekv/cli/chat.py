@@ -22,6 +22,12 @@ def run(
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="The longest answer, in tokens.")
     ] = 128,
+    fold: Annotated[
+        bool,
+        typer.Option(
+            help="Compress the turns before cache and turns hold more than the text's full cache."
+        ),
+    ] = True,
     model: options.OtherModel = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
@@ -39,4 +45,4 @@ def run(
     sampling = make_sampling(options.SamplingFlags(**flags))
     (document,) = open_documents([file], model, dtype, device)
     chat = Chat.load(resume, document) if resume else document.chat(system)
-    run_conversation(chat, max_new_tokens, sampling)
+    run_conversation(chat, max_new_tokens, sampling, fold)

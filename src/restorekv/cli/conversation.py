@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
@@ -31,8 +32,17 @@ HELP = {
 }
 
 
-def run_conversation(chat: Chat, max_new_tokens: int, sampling: SamplingConfig) -> None:
-    """Read questions and commands until the input ends."""
+def run_conversation(
+    chat: Chat, max_new_tokens: int, sampling: SamplingConfig, fold: bool = True
+) -> None:
+    """Read questions and commands until the input ends.
+
+    Args:
+        chat: The conversation, which may have turns already.
+        max_new_tokens: How long an answer may be.
+        sampling: How tokens are chosen.
+        fold: Fold the conversation before it holds more than the full cache of its text.
+    """
     if sys.stdin is None:
         raise RestoreKVError(
             "The standard input is closed; type questions or pipe them in, one a line."
@@ -53,6 +63,8 @@ def run_conversation(chat: Chat, max_new_tokens: int, sampling: SamplingConfig) 
             if line.startswith("/"):
                 _run_command(chat, line)
             elif line:
+                if fold:
+                    fold = _fold_in_time(chat, line, max_new_tokens)
                 _print_answer(chat, line, max_new_tokens, sampling)
 
 
@@ -87,6 +99,60 @@ def read_lines() -> Iterable[str]:
                 return
 
 
+@dataclass(frozen=True)
+class HeldPairs:
+    """Pairs per head, on average: of the document's small cache, of the turns, and of the full
+    cache.
+    """
+
+    cache: float
+    turns: int
+    full: int
+
+    @classmethod
+    def count(cls, chat: Chat) -> "HeldPairs":
+        cache = chat.document.cache
+        heads = cache.lengths.numel()
+        return cls(cache.pairs / heads, len(chat.ids()), chat.document.context.positions)
+
+    def should_fold(self, coming: int) -> bool:
+        """Return whether the cache and the turns, with `coming` further pairs, exceed the full
+        cache, and would not after folding.
+        """
+        if not self.turns or self.cache + self.turns + coming <= self.full:
+            return False
+        grown = self.full + self.turns  # the turns are part of the text then
+        return self.cache / self.full * grown + coming <= grown
+
+
+def _fold_in_time(chat: Chat, question: str, max_new_tokens: int) -> bool:
+    """Fold a conversation that could exceed the full cache with the next turn; return whether it
+    can be folded.
+    """
+    before = HeldPairs.count(chat)
+    if not before.should_fold(len(chat.question_ids(question)) + max_new_tokens):
+        return True
+    try:
+        with notes.status("folding"):
+            chat.fold()
+    except RestoreKVError as error:
+        notes.print(
+            f"The conversation grows beyond the full cache, as it cannot be folded: {error}",
+            soft_wrap=True,
+            markup=False,
+        )
+        return False
+    after = HeldPairs.count(chat)
+    notes.print(
+        f"Folded {before.turns:,} pairs per head into the document, which holds {after.cache:,.0f} "
+        f"now, because the next turn could have exceeded the full cache's {before.full:,}; /undo "
+        "takes back later turns only.",
+        soft_wrap=True,
+        highlight=False,
+    )
+    return True
+
+
 def _print_answer(chat: Chat, question: str, max_new_tokens: int, sampling: SamplingConfig) -> None:
     """Print an answer while it grows, and what the turn cost."""
     start = time.perf_counter()
@@ -94,11 +160,15 @@ def _print_answer(chat: Chat, question: str, max_new_tokens: int, sampling: Samp
         print(make_visible(piece), end="", flush=True)
     print()
     turn = chat.turns[-1]
+    held = HeldPairs.count(chat)
+    if turn.answer.finish == "repetition":
+        notes.print("(ended, because it repeated itself)", style="dim", highlight=False)
     seconds = time.perf_counter() - start
     notes.print(
         f"read {len(turn.read)} tokens, wrote {len(turn.answer.ids)}; {turn.seconds[0]:.2f} s to "
         "the first, "
-        f"{seconds:.2f} s in all; the conversation holds {format_bytes(chat.nbytes)}",
+        f"{seconds:.2f} s in all; pairs per head: cache {held.cache:,.0f}, turns {held.turns:,} "
+        f"(full cache {held.full:,})",
         style="dim",
         highlight=False,
         soft_wrap=True,
