@@ -7,6 +7,10 @@ python examples/ask_langchain.py examples/lighthouse.txt "What was the name of t
 import sys
 from pathlib import Path
 
+# Before the clients are imported, so that the usage needs none of them.
+if __name__ == "__main__" and len(sys.argv) < 3:
+    raise SystemExit(__doc__)
+
 import openai
 from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
@@ -31,7 +35,5 @@ def ask(url: str, document: Path, questions: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 3:
-        raise SystemExit(__doc__)
     for answer in ask("http://127.0.0.1:8080/v1", Path(sys.argv[1]), sys.argv[2:]):
         print(answer)

@@ -11,6 +11,10 @@ it once.
 import sys
 from pathlib import Path
 
+# Before the clients are imported, so that the usage needs none of them.
+if __name__ == "__main__" and len(sys.argv) < 3:
+    raise SystemExit(__doc__)
+
 from llama_index.core.llms import ChatMessage, DocumentBlock, TextBlock
 from llama_index.llms.openai_like import OpenAILike
 
@@ -33,7 +37,5 @@ def ask(
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 3:
-        raise SystemExit(__doc__)
     for answer in ask("http://127.0.0.1:8080/v1", Path(sys.argv[1]), sys.argv[2:]):
         print(answer)

@@ -125,6 +125,8 @@ def answer_alike(family: str) -> bool:
 
 
 def main(*families: str) -> None:
+    if not set(families) <= set(FAMILIES):
+        raise SystemExit(f"{__doc__}\nFamilies: {', '.join(FAMILIES)}")
     for family in families or FAMILIES:
         print(f"{family:26} {'equal' if answer_alike(family) else 'different'}", flush=True)
 

@@ -21,6 +21,8 @@ TEXTS = {
 
 
 def main(name: str = "smollm2") -> None:
+    if name not in TEXTS:
+        raise SystemExit(__doc__)
     file, questions = TEXTS[name]
     model, tokenizer = load_model(name)
     text = (HERE / file).read_text(encoding="utf-8")

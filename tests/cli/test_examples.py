@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,29 @@ def test_a_notebook_is_valid_and_has_the_outputs_of_one_run(path):
     assert 'TEXT = Path("lighthouse.txt")' in "".join(code[0]["source"])
     assert any(outputs(notebook))
     assert "Traceback" not in "".join(outputs(notebook))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("ask_server.py",),
+        ("ask_server.py", "a.txt"),
+        ("ask_langchain.py",),
+        ("ask_llamaindex.py",),
+        ("quickstart.py", "large"),
+        ("families.py", "dinosaurs"),
+    ],
+    ids=" ".join,
+)
+def test_an_example_prints_its_usage(words, monkeypatch):
+    """Also where the clients that it uses are not installed."""
+    for client in ("openai", "langchain_core", "langchain_openai", "llama_index"):
+        monkeypatch.setitem(sys.modules, client, None)
+    path = EXAMPLES / words[0]
+    monkeypatch.setattr(sys, "argv", [str(path), *words[1:]])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(path), run_name="__main__")
+    assert f"python examples/{words[0]}" in str(ended.value)
 
 
 @pytest.mark.slow
