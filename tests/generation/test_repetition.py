@@ -68,9 +68,9 @@ def find_cut(text, copies):
             while covered < end and word[-covered - 1] == block[-1 - covered % size]:
                 covered += 1
             if covered >= copies * size and covered >= LEAST_TOKENS:
-                # The other copies begin there, after punctuation if there is anything else.
+                # The other copies begin there, at the first space if there is one.
                 copy = text[end - covered + size : end - covered + 2 * size]
-                skipped = next((at for at, sign in enumerate(copy) if sign != "."), 0)
+                skipped = next((at for at, sign in enumerate(copy) if sign.isupper()), 0)
                 return text[: end - covered + size + skipped], end
     return None
 
@@ -91,8 +91,8 @@ def test_the_rule():
     assert follow("x" + "abcdefghijkl" * 4, 3) == ("xabcdefghijkl", 37)
     assert follow("abcdefghijkl" * 4, 4) == ("abcdefghijkl", 48)
     assert follow("Abcdefghijkl" + "abcdefghijkl" * 2, 3) == ("Abcdefghijkl", 36)
-    assert follow("Yes.abcdefghijk." + "abcdefghijk." * 2, 3) == ("Yes.abcdefghijk.", 39)
-    assert follow("no " + "-." * 30, 3) == ("no -.", 35)  # as a whole
+    assert follow("no9." + "Acdefghijk9." * 3, 3) == ("no9.Acdefghijk9.", 38)
+    assert follow("no " + "-." * 30, 3) == ("no -.", 35)
     assert follow("abcdefghijklmnop" * 2 + "abcdefghijklmno", 3) is None
     assert follow("".join(f"abcdefghijkl{number}" for number in range(9)), 3) is None
 
@@ -124,6 +124,13 @@ def test_a_repetition_ends_an_answer_and_leaves_the_first_copy(small):
     assert "".join(pieces) == CUT
     asked = [(small, QUESTIONS[0])]
     assert ask_many(asked, stop_repeats=3, **dictate(small)) == [CUT]
+
+
+def test_no_number_is_cut_in_two(small):
+    """The sentence before the loop ends with the digits with which the loop's block ends."""
+    text = "It was made in 1759." + " The tower was made in 1879." * 9
+    answer = small.ask(QUESTIONS[0], stop_repeats=3, **dictate(small, text))
+    assert answer == "It was made in 1759. The tower was made in 1879."
 
 
 def test_answers_that_are_asked_in_one_batch_end_by_themselves(small):

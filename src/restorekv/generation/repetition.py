@@ -2,9 +2,9 @@
 
 The rule: an answer ends when its last tokens are one block of tokens, k times in a row or more, and
 these copies are at least LEAST_TOKENS tokens. The first copy stays and the others are cut off; a
-block does not begin with punctuation, which is the end of the sentence before it. Two tokens are
-the same if their texts differ in leading spaces and capitals at most, because an answer's first
-word has other ones than the next.
+block begins with a space or a line break if it has one, so that no word and no number is cut in
+two. Two tokens are the same if their texts differ in leading spaces and capitals at most, because
+an answer's first word has other ones than the next.
 
 For every period p, `runs` holds how many of the last tokens are the same as the token p places
 before them. The last run + p tokens are then made of copies of one block of p tokens.
@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 DEFAULT_REPEATS = 3  # of conversations and the command line; 0 lets an answer repeat itself
 LEAST_TOKENS = 32  # so that rows of dashes, zeros or table cells are no repetition
 SPACES = " \u0120\u2581"  # how vocabularies write the space before a word
+BREAKS = ("\n", "\u010a", "<0x0A>")  # and line breaks
 
 
 class RepetitionWatch:
@@ -27,21 +28,21 @@ class RepetitionWatch:
         self.copies = copies
         self.count = 0  # tokens so far
         self.places: dict[str | int, list[int]] = {}  # of every token
-        self.is_punctuation: list[bool] = []
+        self.continues: list[bool] = []  # what is before it, without a space
         self.runs: dict[int, int] = {}  # by period
 
     def push(self, token: int) -> None:
         """Go on to the next token of the answer."""
-        piece = (self.tokenizer.convert_ids_to_tokens(token) or "").lstrip(SPACES).lower()
-        places = self.places.setdefault(piece or token, [])
+        piece = self.tokenizer.convert_ids_to_tokens(token) or ""
+        word = piece.lstrip(SPACES).lower()
+        places = self.places.setdefault(word or token, [])
         runs = {}
         for place in places:
             period = self.count - place
             runs[period] = self.runs.get(period, 0) + 1
         self.runs = runs
         places.append(self.count)
-        has_words = any(letter.isalnum() or letter.isspace() for letter in piece)
-        self.is_punctuation.append(bool(piece) and not has_words)
+        self.continues.append(not piece.startswith((*SPACES, *BREAKS)))
         self.count += 1
 
     @property
@@ -53,15 +54,15 @@ class RepetitionWatch:
             run = self.runs[period]
             whole_copies = run + period >= self.copies * period
             if whole_copies and run + period >= LEAST_TOKENS:
-                return run - self._count_punctuation(period)
+                return run - self._count_before_space(period)
         return 0
 
-    def _count_punctuation(self, period: int) -> int:
-        """Return how many tokens of punctuation the run of a period begins with, such as a full
-        stop that the sentence before it has, too.
+    def _count_before_space(self, period: int) -> int:
+        """Return how many tokens the run of a period has before its first space, such as the last
+        digit of a year and a full stop that the sentence before ends with, too.
         """
         start = self.count - self.runs[period]
-        block = self.is_punctuation[start : start + period]
+        block = self.continues[start : start + period]
         return block.index(False) if False in block else 0
 
     @property
