@@ -102,7 +102,7 @@ def measure_efficiency(
     tokenizer: Tokenizer,
     out: Path,
     options: CostOptions,
-    conventions: CompressionConfig = CompressionConfig(),
+    conventions: CompressionConfig = CompressionConfig(on_small_budget="error"),
     label: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Path:

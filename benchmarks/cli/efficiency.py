@@ -46,7 +46,7 @@ def run(
     prefix_policy: Annotated[
         str | None, typer.Option(help="free or counted; the protocol's unless given.")
     ] = None,
-    on_small_budget: options.OnSmallBudget = "fewer",
+    on_small_budget: options.ScoredOnSmallBudget = "fewer",
     allocation: options.Allocation = "global",
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",

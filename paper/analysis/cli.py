@@ -43,7 +43,7 @@ def run(
     model: options.Model = "tiny",
     restore_tokens: options.RestoreTokens = None,
     prefix_policy: options.ScoredPrefixPolicy = "free",
-    on_small_budget: options.OnSmallBudget = "fewer",
+    on_small_budget: options.ScoredOnSmallBudget = "fewer",
     allocation: options.Allocation = "global",
     restore_from: options.RestoreFrom = "full",
     offset: options.Offset = 0,

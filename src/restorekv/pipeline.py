@@ -108,6 +108,7 @@ def compress(
     )
     if loaded:
         budget = budget.reserve(loaded.restore_tokens)
+    if loaded and not budget.kept_whole:
         compressor = compressor.with_adapter(loaded)
     compressor = compressor.specialize(parsed, budget)
 

@@ -182,5 +182,9 @@ def test_a_measurement_runs_in_a_process_of_its_own(saved_model):
     assert row["adapter"] == "random" and row["seconds"]["total"] > 0
     with pytest.raises(RestoreKVError, match="restore tokens do not fit"):
         cost.measure_compression_apart(
-            model, replace(options, ratio="0.01"), CompressionConfig(), "knorm", True
+            model,
+            replace(options, ratio="0.01"),
+            CompressionConfig(on_small_budget="error"),
+            "knorm",
+            True,
         )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from restorekv.compression.budget import Budget
-from restorekv.errors import BudgetError
+from restorekv.errors import BudgetError, RestoreKVWarning
 
 
 def test_a_tenth_of_thirty_is_three():
@@ -64,6 +64,11 @@ def test_tight_budgets():
     with pytest.raises(BudgetError, match=r"smallest workable ratio is 0\.0157"):
         Budget.of_ratio(0.01, 512, 2, 2, 8)
     assert Budget.of_ratio(0.0157, 512, 2, 2, 8).retained >= 0
+    with pytest.warns(RestoreKVWarning, match="512 tokens is too short for ratio 0.01"):
+        whole = Budget.of_ratio(0.01, 512, 2, 2, 8, "whole")
+    assert (whole.ratio, whole.restore_tokens, whole.pairs) == (1, 0, 512 * 4)
+    assert whole.reserve(8) == whole
+    assert Budget.of_ratio(0.0157, 512, 2, 2, 8, "whole").restore_tokens == 8
     fewer = Budget.of_ratio(0.01, 512, 2, 2, 8, "fewer")
     assert (fewer.restore_tokens, fewer.pairs) == (5, fewer.total)
     clip = Budget.of_ratio(0.01, 512, 2, 2, 8, "clip")

@@ -246,7 +246,14 @@ def test_tight_policies(case):
     shape, adapter = CacheShape.from_model(model), make_adapter(model)
     per_layer = shape.layers * shape.heads
     with pytest.raises(BudgetError, match="smallest workable ratio"):
-        compress(model, tokenizer, text, tokens_per_head=2, adapter=adapter)
+        compress(
+            model,
+            tokenizer,
+            text,
+            tokens_per_head=2,
+            adapter=adapter,
+            config=CompressionConfig(on_small_budget="error"),
+        )
     fewer = compress(
         model,
         tokenizer,
@@ -271,6 +278,28 @@ def test_tight_policies(case):
     assert (clip.cache.restore_length, clip.manifest.pairs) == (TOKENS, TOKENS * per_layer)
     # The first tokens of a causal restore pass do not depend on the later ones.
     assert fewer.cache.layers[-1].restore_keys.equal(clip.cache.layers[-1].restore_keys[:, :, :2])
+
+
+def test_a_text_too_short_for_its_ratio_is_kept_whole_with_a_warning(case):
+    model, tokenizer, text = case
+    tokens = make_context(tokenizer, text).tokens
+    sentence = (
+        f"^A text of {tokens} tokens is too short for ratio 0.01, which has no room for {TOKENS} "
+        "restore tokens: everything is kept, at ratio 1, and nothing is restored.$"
+    )
+    with pytest.warns(RestoreKVWarning, match=sentence) as caught:
+        made = compress(model, tokenizer, text, ratio=0.01, adapter=make_adapter(model))
+    assert len(caught) == 1
+    whole = compress(model, tokenizer, text, ratio=1)
+    assert made.digest == whole.digest and bool(made.kept.all())
+    recorded = made.manifest
+    assert (recorded.ratio, recorded.restore_tokens, recorded.adapter) == ("1", 0, None)
+    assert recorded.pairs == whole.manifest.pairs
+    assert made.ask(QUESTIONS[0], 8) == whole.ask(QUESTIONS[0], 8)
+
+    with pytest.warns(RestoreKVWarning, match=r"ratio 0.001, which has no room for one token"):
+        made = compress(model, tokenizer, text, ratio=0.001, adapter=None)
+    assert made.digest == whole.digest
 
 
 BAD = [
@@ -380,8 +409,13 @@ def test_every_preparation_evicts_alike(case):
 
 def test_contexts_shorter_than_the_restore_cache(case):
     model, tokenizer, _ = case
+    adapter = make_adapter(model)
+    refusing = CompressionConfig(on_small_budget="error")
     with pytest.raises(BudgetError, match="restore tokens"):
-        compress(model, tokenizer, "a", ratio=1, adapter=make_adapter(model))
+        compress(model, tokenizer, "a", ratio=1, adapter=adapter, config=refusing)
+    with pytest.warns(RestoreKVWarning, match="everything is kept"):
+        made = compress(model, tokenizer, "a", ratio=1, adapter=adapter)
+    assert made.manifest.restore_tokens == 0 and bool(made.kept.all())
 
 
 def test_adapters_for_another_model_are_refused_and_leave_nothing(case, tmp_path):

@@ -185,7 +185,9 @@ CASES: dict[str, tuple[Build, str]] = {
     "a folder without documents": (compress("."), "has no document"),
     "Ray for one file": (flags("--ray", "local"), "spreads the documents of a folder"),
     "context shorter than n": (
-        lambda world, tmp: text(b"a", "--ratio", 1, "--adapter", world.adapter)(world, tmp),
+        lambda world, tmp: text(
+            b"a", "--ratio", 1, "--adapter", world.adapter, "--on-small-budget", "error"
+        )(world, tmp),
         "fewer than the 8 restore tokens",
     ),
     # the budget
@@ -202,13 +204,15 @@ CASES: dict[str, tuple[Build, str]] = {
     "tokens per head negative": (flags("--tokens-per-head", -3), "at least 1"),
     "tokens per head too many": (flags("--tokens-per-head", 10**6), "lower it"),
     "budget below the restore tokens": (
-        lambda world, tmp: flags("--ratio", 0.01, "--adapter", world.adapter)(world, tmp),
+        lambda world, tmp: flags(
+            "--ratio", 0.01, "--adapter", world.adapter, "--on-small-budget", "error"
+        )(world, tmp),
         r"smallest workable ratio is 0\.\d+",
     ),
     "unknown evictor": (flags("--evictor", "h3o"), "no evictor 'h3o'.*kvzip"),
     "unknown setting of an evictor": (flags("--evictor", "kvzip:colour=3"), "no setting"),
     "unknown prefix policy": (flags("--prefix-policy", "maybe"), "free, counted"),
-    "unknown on-small-budget": (flags("--on-small-budget", "shrug"), "error, fewer, clip"),
+    "unknown on-small-budget": (flags("--on-small-budget", "shrug"), "whole, error, fewer, clip"),
     # the model
     "missing model": (compress(None, "no/such-model"), "Cannot load the model"),
     "missing model folder": (compress(None, "nowhere"), "Cannot load the model"),

@@ -36,7 +36,7 @@ def run(
     system: options.System = "",
     model: options.Model = options.DEFAULT_MODEL,
     prefix_policy: options.PrefixPolicy = "free",
-    on_small_budget: options.OnSmallBudget = "error",
+    on_small_budget: options.OnSmallBudget = "whole",
     allocation: options.Allocation = "global",
     restore_from: options.RestoreFrom = "full",
     offset: options.Offset = 0,

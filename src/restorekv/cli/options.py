@@ -85,6 +85,14 @@ ScoredPrefixPolicy = Annotated[
     ),
 ]
 OnSmallBudget = Annotated[
+    str,
+    typer.Option(
+        help="When the restore tokens exceed the budget: whole (keep the text whole), error, fewer "
+        "or clip."
+    ),
+]
+# Scores are of caches of one size.
+ScoredOnSmallBudget = Annotated[
     str, typer.Option(help="When the restore tokens exceed the budget: error, fewer or clip.")
 ]
 Allocation = Annotated[str, typer.Option(help=f"Which pairs compete: {', '.join(ALLOCATIONS)}.")]

@@ -13,11 +13,11 @@ from fractions import Fraction
 from math import ceil, floor
 from typing import Literal
 
-from restorekv.errors import BudgetError
+from restorekv.errors import BudgetError, warn
 
 PrefixPolicy = Literal["free", "counted"]
-OnSmallBudget = Literal["error", "fewer", "clip"]
-ON_SMALL_BUDGET: tuple[str, ...] = ("error", "fewer", "clip")
+OnSmallBudget = Literal["whole", "error", "fewer", "clip"]
+ON_SMALL_BUDGET: tuple[str, ...] = ("whole", "error", "fewer", "clip")
 PREFIX_POLICIES: tuple[str, ...] = ("free", "counted")
 
 
@@ -29,10 +29,11 @@ class Budget:
     `restore_tokens` is the n in use; under on_small_budget="fewer" it may be lower than what was
     asked for.
 
-    on_small_budget says what happens when B < n*L*H: "error" refuses, "fewer" lowers n to what
-    fits, "clip" keeps n, retains nothing and exceeds B, as kvpress does. whole_tokens rounds to
-    whole tokens per head, for allocations that give every head the same: B = floor(r * T_b) * L *
-    H.
+    on_small_budget says what happens when B < n*L*H: "whole" keeps every pair without restoring,
+    at ratio 1 and with a warning, also where B has no whole token for a head; "error" refuses;
+    "fewer" lowers n to what fits; "clip" keeps n, retains nothing and exceeds B, as kvpress does.
+    `kept_whole` says that "whole" did so. whole_tokens rounds to whole tokens per head, for
+    allocations that give every head the same: B = floor(r * T_b) * L * H.
     """
 
     ratio: Fraction
@@ -42,6 +43,7 @@ class Budget:
     restore_tokens: int = 0
     on_small_budget: OnSmallBudget = "error"
     whole_tokens: bool = False
+    kept_whole: bool = False
 
     @classmethod
     def of_ratio(
@@ -92,7 +94,12 @@ class Budget:
 
     def reserve(self, restore_tokens: int) -> "Budget":
         """Return this budget with room for n restore tokens, as `on_small_budget` says."""
+        if self.kept_whole:
+            return self  # nothing is restored where nothing was lost
         room = self.ratio * self.tokens
+        if self.on_small_budget == "whole" and max(restore_tokens, 1) > floor(room):
+            warn(_explain_kept_whole(self.ratio, self.tokens, restore_tokens))
+            return replace(self, ratio=Fraction(1), restore_tokens=0, kept_whole=True)
         if self.on_small_budget == "fewer":
             restore_tokens = min(restore_tokens, floor(room))
         # `room` is r * T_b, the pairs of an average head; n restore tokens take n of them.
@@ -149,6 +156,17 @@ def parse_ratio(ratio: float | str | Fraction) -> Fraction:
     if not 0 < exact <= 1:
         raise BudgetError(f"The ratio is a number above 0 and at most 1, not {text}.")
     return exact
+
+
+def _explain_kept_whole(ratio: Fraction, tokens: int, restore_tokens: int) -> str:
+    """Return what happens to a text that is too short for its ratio."""
+    wanted = "one token for each head"
+    if restore_tokens:
+        wanted = f"{restore_tokens} restore tokens"
+    return (
+        f"A text of {tokens} tokens is too short for ratio {float(ratio):g}, which has no room for "
+        f"{wanted}: everything is kept, at ratio 1, and nothing is restored."
+    )
 
 
 def _explain_small_budget(ratio: Fraction, tokens: int, restore_tokens: int) -> str:

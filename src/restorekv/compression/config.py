@@ -40,7 +40,8 @@ class CompressionConfig:
     Args:
         prefix_policy: "free" keeps the chat prefix and does not count it; "counted" lets it compete
             with the context for the budget.
-        on_small_budget: What to do when the restore tokens alone exceed the budget. "error"
+        on_small_budget: What to do when the restore tokens alone exceed the budget. "whole" keeps
+            the whole text without restoring and warns; the record then says ratio 1. "error"
             refuses, "fewer" uses as many as fit, "clip" exceeds the budget, as kvpress does.
         allocation: Which pairs compete with which: an Allocation, or its spec, such as "global",
             "per-layer", "per-head" or "adakv:safeguard=0.3".
@@ -65,7 +66,7 @@ class CompressionConfig:
     """
 
     prefix_policy: PrefixPolicy = "free"
-    on_small_budget: OnSmallBudget = "error"
+    on_small_budget: OnSmallBudget = "whole"
     allocation: Allocation | str = GLOBAL
     restore_from: RestoreFrom = "full"
     offset: int = 0

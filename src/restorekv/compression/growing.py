@@ -97,9 +97,11 @@ class Growth:
         shape = CacheShape.from_model(self.model)
         adapter = self.eviction.adapter
         tokens = adapter.restore_tokens if adapter else 0
-        return self.eviction.config.make_budget(
-            self.ratio, self.grown_context, shape.layers, shape.heads, tokens
-        )
+        config = self.eviction.config
+        if config.on_small_budget == "whole":
+            # What was evicted is gone, so the grown text cannot be kept whole.
+            config = replace(config, on_small_budget="error")
+        return config.make_budget(self.ratio, self.grown_context, shape.layers, shape.heads, tokens)
 
     @torch.no_grad()
     def run(self) -> RaggedCache:

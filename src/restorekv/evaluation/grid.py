@@ -63,6 +63,13 @@ class Cell:
     storage: str = "model"
     streaming: int = 0
 
+    def __post_init__(self) -> None:
+        if self.on_small_budget == "whole":
+            raise RestoreKVError(
+                "Scores compare caches of one size, and on_small_budget='whole' makes others; use "
+                "error, fewer or clip."
+            )
+
     @classmethod
     def full_cache(cls, **common: Any) -> Self:
         """Return the cell of the full cache, which every method of a grid is measured against."""
