@@ -185,11 +185,32 @@ def compose(contexts: Sequence[CompressedContext]) -> CompressedContext:
 
 def refuse_unlike(manifests: Sequence[Manifest]) -> None:
     """Raise RestoreKVError unless caches were made alike, so that they can be composed."""
+    first = manifests[0]
     for name in ALIKE:
-        if any(getattr(each, name) != getattr(manifests[0], name) for each in manifests):
-            raise RestoreKVError(
-                f"The contexts differ in {name}; compress them alike to compose them."
-            )
+        for each in manifests:
+            if getattr(each, name) != getattr(first, name):
+                raise RestoreKVError(_explain_difference(name, first, each))
+
+
+def _explain_difference(name: str, first: Manifest, other: Manifest) -> str:
+    """Return how two caches differ in a field, with their ratios where these differ, too: "auto"
+    restores nothing at high ratios, and a text too short for its ratio is kept whole.
+    """
+    if first.ratio == other.ratio:
+        return f"The contexts differ in {name}; compress them alike to compose them."
+    values = []
+    for each in (first, other):
+        value = getattr(each, name)
+        if name == "adapter":
+            value = value["hash"] if value else "none"
+        values.append(f"{value} at ratio {float(Fraction(each.ratio)):g}")
+    fix = "alike"
+    if name == "adapter":
+        fix = "at one ratio, or with adapter=None (in the shell --adapter none),"
+    return (
+        f"The contexts differ in {name}, {values[0]} and {values[1]}; compress them {fix} to "
+        "compose them."
+    )
 
 
 def _check_one_model(contexts: Sequence[CompressedContext]) -> CompressedContext:

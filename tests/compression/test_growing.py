@@ -2,6 +2,8 @@
 where not.
 """
 
+from fractions import Fraction
+
 import pytest
 import torch
 from transformers import AttentionInterface
@@ -260,6 +262,30 @@ def test_what_cannot_be_composed_says_so(model, tiny_tokenizer):
             compose([small, other])
     with pytest.raises(RestoreKVError, match="nothing to compose"):
         compose([])
+
+
+def test_caches_of_several_ratios_are_composed_or_the_ratios_are_named(model, tiny_tokenizer):
+    """As "auto" makes them: restored at a low ratio, and not at a high one."""
+    first, second = halves(tiny_tokenizer)
+    adapter = make_adapter(model)
+    low = compress(model, tiny_tokenizer, first, ratio=0.25, adapter=adapter)
+    high = compress(model, tiny_tokenizer, second, ratio=0.75, adapter=None)
+    code = adapter.identity()["hash"]
+    sentence = (
+        f"differ in adapter, {code} at ratio 0.25 and none at ratio 0.75; compress them at one "
+        r"ratio, or with adapter=None \(in the shell --adapter none\), to compose them"
+    )
+    with pytest.raises(RestoreKVError, match=sentence):
+        compose([low, high])
+    other = compress(model, tiny_tokenizer, second, ratio=0.75, adapter=None, evictor="knorm")
+    with pytest.raises(RestoreKVError, match=r"evictor, kvzip at ratio 0.25 and knorm at ratio 0"):
+        compose([low, other])
+
+    alone = compress(model, tiny_tokenizer, first, ratio=0.25, adapter=None)
+    both = compose([alone, high])
+    tokens = [each.manifest.tokens for each in (alone, high)]
+    mean = (Fraction(1, 4) * tokens[0] + Fraction(3, 4) * tokens[1]) / sum(tokens)
+    assert Fraction(both.manifest.ratio) == mean
 
 
 def test_restore_pairs_stay_where_the_new_part_has_none(model, tiny_tokenizer):
