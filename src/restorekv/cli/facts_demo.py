@@ -24,6 +24,7 @@ from restorekv.compression.budget import parse_ratio
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.context import format_bytes
+from restorekv.evaluation.tables import fit_widths, measure_cells
 from restorekv.model.names import TINY, to_canonical_name
 from restorekv.tasks import Question, Sample
 from restorekv.tasks.facts import load_facts
@@ -164,16 +165,24 @@ def tabulate_answers(text: ShownText) -> Table:
         f"{text.asked} questions right"
     )
     table = Table(title=title, title_justify="left", title_style="bold", show_lines=True)
-    table.add_column("question", ratio=3)
-    table.add_column("truth", ratio=2)
-    for cache in text.questions[0].answers:
-        table.add_column(cache, ratio=3)
+    rows = []
     for each in text.questions:
-        cells = []
+        cells = [Text(each.question), Text(each.truth)]
         for cache, answer in each.answers.items():
             sign = "✓" if each.right[cache] else "✗"
             cells.append(Text(f"{sign} {answer}", style="" if each.right[cache] else "red"))
-        table.add_row(Text(each.question), Text(each.truth), *cells)
+        rows.append(cells)
+
+    # Widths that leave every number whole; rich would break words of any kind.
+    names = ["question", "truth", *text.questions[0].answers]
+    sizes = []
+    for column, name in enumerate(names):
+        sizes.append(measure_cells([name, *(cells[column].plain for cells in rows)]))
+    widths = fit_widths(sizes, output.width - 3 * len(names) - 1)
+    for name, width in zip(names, widths, strict=True):
+        table.add_column(name, width=width, overflow="fold")
+    for cells in rows:
+        table.add_row(*cells)
     return table
 
 

@@ -110,17 +110,19 @@ def tabulate_heads(survivors: Survivors) -> Table:
     counts = survivors.per_head
     shares = survivors.per_layer
     most = max(int(counts.max()), 1)
-    numbered = counts.shape[1] * 8 + 40 <= output.width
+    # A head's column has its title or the count, a sign and a rule; 46 letters are for the others.
+    head_width = max(len(f"head {counts.shape[1]}"), len(f"{most:,}") + 2) + 3
+    numbered = counts.shape[1] * head_width + len(f"{most:,.1f}") + 46 <= output.width
     table = Table(
         title="Context tokens kept, by layer and KV head", title_justify="left", title_style="bold"
     )
-    table.add_column("layer", justify="right")
+    table.add_column("layer", justify="right", no_wrap=True)
     if numbered:
         for head in range(counts.shape[1]):
-            table.add_column(f"head {head}", justify="right")
+            table.add_column(f"head {head}", justify="right", no_wrap=True)
     else:
         table.add_column(f"heads 0-{counts.shape[1] - 1} (█ = {most:,})")
-    table.add_column("mean", justify="right")
+    table.add_column("mean", justify="right", no_wrap=True)
     table.add_column("share of all")
     for layer, row in enumerate(counts.tolist()):
         shades = [_choose_shade(count / most) for count in row]

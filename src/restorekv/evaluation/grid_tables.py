@@ -103,14 +103,18 @@ def make_scores_table(rows: Sequence[Row], kind: str = ALL) -> Table:
             notes.append(f"Left out of means, because the full cache is below 10: {left_out}.")
     name = make_slug(what, own[0]["name"])
     title = f"{own[0]['condition']}: {what}"
-    return Table.from_figures(name, title, own, columns, " ".join(notes), left=(0, 1))
+    return Table.from_figures(
+        name, title, own, columns, " ".join(notes), left=(0, 1), keys=len(NAMES)
+    )
 
 
 def make_held_table(rows: Sequence[Row]) -> Table:
     """Return pairs and bytes of one condition's caches, means over the contexts answered so far."""
     held = [row for row in rows if row["kind"] == ALL and "pairs" in row]
     title = f"{rows[0]['condition']}: what the caches held"
-    return Table.from_figures(make_slug("held", rows[0]["name"]), title, held, HELD_COLUMNS, HELD)
+    return Table.from_figures(
+        make_slug("held", rows[0]["name"]), title, held, HELD_COLUMNS, HELD, keys=len(NAMES)
+    )
 
 
 def count_gains(rows: Sequence[Row]) -> str:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from rich import table as rich_table
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
 from restorekv.errors import import_extra
@@ -44,6 +46,7 @@ METHOD_NAMES = {
 RESTORED_NAMES = {"kvzip": "RestoreKV", "kvzip+": "RestoreKV+"}
 # Where a terminal continues a cell on the next line: before a gain, and before an interval.
 LINE_BREAK = re.compile(r" (?=[▲▼] |= \d|\([+−\d])")
+BREAKABLE = 12  # letters of a word without digits, after which it may go on in the next line
 
 
 def name_evictor(spec: str) -> str:
@@ -131,7 +134,8 @@ class Table:
 
     `name` is the name of its CSV file and its id on a page. `figures` are the rows of the CSV file,
     not rounded; without them the CSV file holds the texts. The columns in `left` hold words.
-    `strong` rows stand out.
+    `strong` rows stand out. The first `keys` columns name a row; a terminal that is too narrow for
+    the table gets several, each with these columns, so that no number is broken or cut.
     """
 
     name: str
@@ -142,6 +146,7 @@ class Table:
     figures: Sequence[Mapping[str, object]] = ()
     left: Collection[int] = (0,)
     strong: Collection[int] = ()
+    keys: int = 1
 
     @classmethod
     def from_figures(
@@ -152,13 +157,15 @@ class Table:
         columns: Mapping[str, Callable[[Mapping[str, object]], str]],
         note: str = "",
         left: Collection[int] = (0,),
+        keys: int = 1,
     ) -> Self:
         """Return a table with a line for each row of `figures`; empty columns are left out."""
         # Column by column, so that a column without any text can be left out.
         texts = {title: [show(row) for row in figures] for title, show in columns.items()}
         texts = {title: cells for title, cells in texts.items() if any(cells)}
         rows = list(zip(*texts.values(), strict=True))
-        return cls(name, title, list(texts), rows, note, figures, left)
+        remaining_keys = sum(title in texts for title in list(columns)[:keys])
+        return cls(name, title, list(texts), rows, note, figures, left, keys=remaining_keys)
 
     def to_frame(self) -> DataFrame:
         """Return the figures, or the texts where there are no figures, as a DataFrame."""
@@ -176,17 +183,96 @@ class Table:
             lines.append([cell.replace("|", "\\|") for cell in (first, *row[1:])])
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
-    def __rich__(self) -> rich_table.Table:
-        title = Text(self.title)
-        note = Text(self.note)
-        table = rich_table.Table(title=title, caption=note, title_justify="left", min_width=72)
-        for index, title in enumerate(self.columns):
-            justify = "left" if index in self.left else "right"
-            table.add_column(Text(title), justify=justify, no_wrap=index == 0, overflow="fold")
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[rich_table.Table]:
+        groups = self._split_columns(options.max_width)
+        for number, group in enumerate(groups):
+            title = self.title if number == 0 else ""
+            note = self.note if number == len(groups) - 1 else ""
+            yield self._draw_columns(group, options.max_width, title, note)
+
+    def _split_columns(self, width: int) -> list[list[int]]:
+        """Return the columns of each table that a terminal shows: as many as have room for their
+        longest words.
+        """
+        keys = list(range(self.keys))
+        least = [self._measure_column(column)[0] for column in range(len(self.columns))]
+        groups: list[list[int]] = []
+        own: list[int] = []
+        for column in range(self.keys, len(self.columns)):
+            together = [*keys, *own, column]
+            if own and sum(least[each] for each in together) > _count_letters(width, together):
+                groups.append([*keys, *own])
+                own = []
+            own.append(column)
+        return [*groups, [*keys, *own]]
+
+    def _measure_column(self, column: int) -> tuple[int, int]:
+        """Return the least width of a column, and the one at which no line breaks."""
+        cells = [self._break_cell(row[column], column) for row in self.rows]
+        return measure_cells([self.columns[column], *cells])
+
+    def _break_cell(self, cell: str, column: int) -> str:
+        """Return a cell's lines. The first cell names the row and keeps one; the others break
+        before gains and intervals.
+        """
+        return LINE_BREAK.sub("\n", cell) if column else cell
+
+    def _draw_columns(
+        self, group: Sequence[int], width: int, title: str, note: str
+    ) -> rich_table.Table:
+        """Return a table of some columns for a terminal of that width."""
+        sizes = [self._measure_column(column) for column in group]
+        widths = fit_widths(sizes, _count_letters(width, group))
+        table = rich_table.Table(
+            title=Text(title) if title else None,
+            caption=Text(note) if note else None,
+            title_justify="left",
+            min_width=min(72, width),
+        )
+        for column, own_width in zip(group, widths, strict=True):
+            justify = "left" if column in self.left else "right"
+            table.add_column(
+                Text(self.columns[column]), justify=justify, overflow="fold", width=own_width
+            )
         for index, row in enumerate(self.rows):
-            # The first cell names the row and keeps one line; gains and intervals of the others
-            # break.
-            first, *others = row
-            cells = [first, *(LINE_BREAK.sub("\n", cell) for cell in others)]
-            table.add_row(*map(Text, cells), style="bold" if index in self.strong else None)
+            cells = [Text(self._break_cell(row[column], column)) for column in group]
+            table.add_row(*cells, style="bold" if index in self.strong else None)
         return table
+
+
+def measure_cells(cells: Sequence[str]) -> tuple[int, int]:
+    """Return the letters of the longest word of a column's cells, where a word without digits may
+    be broken, and of their longest line.
+    """
+    longest_word = 1
+    for word in " ".join(cells).split():
+        length = cell_len(word)
+        if not any(letter.isdigit() for letter in word):
+            length = min(length, BREAKABLE)
+        longest_word = max(longest_word, length)
+    lines = "\n".join(cells).split("\n")
+    return longest_word, max(longest_word, *map(cell_len, lines))
+
+
+def _count_letters(width: int, group: Sequence[int]) -> int:
+    """Return how many letters a line of a table has between its rules, of three letters each."""
+    return width - 3 * len(group) - 1
+
+
+def fit_widths(sizes: Sequence[tuple[int, int]], letters: int) -> list[int]:
+    """Return the widths of columns that need the first of their sizes and would fill the second,
+    from the letters of all of them.
+
+    Columns that lack little of that get it first.
+    """
+    widths = [least for least, _ in sizes]
+    spare = max(letters - sum(widths), 0)
+    order = sorted(range(len(sizes)), key=lambda column: sizes[column][1] - sizes[column][0])
+    for done, column in enumerate(order):
+        least, whole = sizes[column]
+        more = min(whole - least, spare // (len(order) - done))
+        widths[column] += more
+        spare -= more
+    return widths
