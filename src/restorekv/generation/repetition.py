@@ -33,7 +33,7 @@ class RepetitionWatch:
 
     def push(self, token: int) -> None:
         """Go on to the next token of the answer."""
-        piece = self.tokenizer.convert_ids_to_tokens(token) or ""
+        piece = str(self.tokenizer.convert_ids_to_tokens(token) or "")  # of one id, one text
         word = piece.lstrip(SPACES).lower()
         places = self.places.setdefault(word or token, [])
         runs = {}
