@@ -97,8 +97,10 @@ def compress(
 
     # The budget is computed once; the restore tokens take their part of it when n is known.
     kept_share = choose_ratio(ratio, compression_ratio)
+    shape = CacheShape.from_model(model)
+    budget = make_budget(shape, parsed, config, kept_share, tokens_per_head)
+    # A hash of all weights, which takes a while: only after the budget has been checked.
     identity = identify_model(model, tokenizer)
-    budget = make_budget(identity.shape, parsed, config, kept_share, tokens_per_head)
     restore_tokens = config.restore_tokens
     if budget.ratio == 1 and adapter == "auto":
         adapter = None
@@ -118,7 +120,7 @@ def compress(
             progress("evict")
         cache, seconds = prepared.evict_timed(budget, consume=True)
         with time_phase(seconds, "evict"):
-            attention.store_context(cache, config.storage, identity.shape.groups)
+            attention.store_context(cache, config.storage, shape.groups)
         seconds = prepared.seconds | seconds
         manifest = make_manifest(
             identity, compressor, prepared, budget, cache, seconds, cut, system

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from restorekv import CompressedContext, compress, load_model
+from restorekv import CompressedContext, compress, load_model, pipeline
 from restorekv.compression.adapters import ADAPTERS, load_adapter
 from restorekv.compression.eviction import make_compressor
 from restorekv.errors import BudgetError, CacheFileError, RestoreKVError, RestoreKVWarning
@@ -312,3 +312,15 @@ def test_another_training_does_not_inherit_up_to_which_ratio_an_adapter_helps(ti
     assert loaded.card.helps_up_to == 0.3
     loaded.describe(evictor="snapkv")
     assert loaded.card.helps_up_to is None
+
+
+def test_a_wrong_budget_is_refused_before_the_weights_are_read(
+    tiny_model, tiny_tokenizer, monkeypatch
+):
+    def identify(*given):
+        raise AssertionError("a hash of all weights takes a while")
+
+    monkeypatch.setattr(pipeline, "identify_model", identify)
+    for size in ({"ratio": 1.5}, {"tokens_per_head": 0}, {"ratio": 0.5, "tokens_per_head": 3}):
+        with pytest.raises(BudgetError):
+            compress(tiny_model, tiny_tokenizer, "a text", **size)
