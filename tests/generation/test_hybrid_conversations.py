@@ -155,8 +155,9 @@ def test_a_file_holds_both_kinds_of_layers(model, tiny_tokenizer, tmp_path, opti
     assert again.ask(QUESTIONS, 2 * WINDOW) == small.ask(QUESTIONS, 2 * WINDOW)
     m = small.manifest
     assert m.windows == [WINDOW * (kind[0] == "s") for kind in model.config.layer_types]
-    assert m.sliding_bytes == small.cache.sliding_nbytes
     of_layers = small.cache.sliding
+    tensors = [tensor for layer in of_layers for tensor in layer.list_tensors()]
+    assert m.sliding_bytes == sum(tensor.nbytes for tensor in tensors)
     held = sum(layer.heads * (layer.context_columns + layer.restore_length) for layer in of_layers)
     assert m.sliding_pairs == held and m.bytes_held == small.cache.nbytes
     assert execute(["inspect", str(path)]) == 0

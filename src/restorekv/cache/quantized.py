@@ -192,10 +192,16 @@ def _quantize_rows(
         # Empty tensors of the right dtypes and widths, which a file and a kernel can take.
         codes.append(rows.to(dtype))
         scales.append(rows.new_zeros(0, width, dtype=torch.float32))
+    if len(codes) > 1:
+        all_codes = torch.cat(codes)
+        all_scales = torch.cat(scales)
+    else:
+        # `torch.cat` would copy a single head.
+        all_codes = codes[0]
+        all_scales = scales[0]
     return QuantizedRows(
-        # A single head is not copied.
-        codes=torch.cat(codes) if len(codes) > 1 else codes[0],
-        scales=torch.cat(scales) if len(scales) > 1 else scales[0],
+        codes=all_codes,
+        scales=all_scales,
         starts=_find_group_starts(bounds, size, rows.device),
         dtype=rows.dtype,
     )

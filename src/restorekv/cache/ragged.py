@@ -381,11 +381,6 @@ class RaggedCache(Cache):
             total += sum(getattr(plan, "nbytes", 0) for plan in layer.plans.values())
         return total
 
-    @property
-    def sliding_nbytes(self) -> int:
-        """Bytes of the layers with a window among them."""
-        return sum(tensor.nbytes for layer in self.sliding for tensor in layer.list_tensors())
-
 
 def _gather_layer(dense: DenseLayer, kept: Tensor, seen: int, restored: Pair) -> RaggedLayer:
     """Return a layer with the pairs of a dense one that `kept` (H, S + T) bool marks."""

@@ -226,10 +226,14 @@ class Growth:
         masks = iter(keep)
         for index, (old, new) in enumerate(zip(self.cache.layers, read.layers, strict=True)):
             if isinstance(new, SlidingLayer):
+                # The budget does not count windows: the layer slides to the end of the text.
                 recent = new.move_to(seen)
-                layers.append(recent.with_restore_cache(restored[index]) if restored else recent)
+                if restored:
+                    recent = recent.with_restore_cache(restored[index])
+                layers.append(recent)
                 continue
             assert isinstance(old, RaggedLayer), "both caches are one model's"
+            # Evictors score layers without a window alone, so `keep` has one entry for each.
             keep_layer = next(masks)
             pairs = ContextPairs.from_layer(old)
             parts = [pairs.select(pairs.positions < self.context.positions)]
@@ -239,10 +243,14 @@ class Growth:
                 earlier = pairs.select(pairs.positions >= self.context.positions)
                 parts.append(replace(earlier, positions=earlier.positions + moved_by))
                 parts.append(ContextPairs.from_restore_cache(old, seen + self.earlier))
+            # The new part was prefilled after the chat prefix, so its column `slot` is at
+            # prefix + slot of the tail (1, H, S + t, D). Rows come out sorted by head.
             heads, slots = keep_layer.to(new.device).nonzero(as_tuple=True)
             keys, values = (tail[0, heads, prefix + slots] for tail in new.pair)
             parts.append(ContextPairs(keys, values, heads, self.context.positions + slots))
-            tail_keys, tail_values = restored[index] if restored else _make_empty_pairs(old)
+            tail_keys, tail_values = _make_empty_pairs(old)
+            if restored:
+                tail_keys, tail_values = restored[index]
             gathered = ContextPairs.concatenate(parts)
             layers.append(gathered.to_layer(old.heads, seen, tail_keys, tail_values))
         return RaggedCache(layers)
@@ -312,7 +320,10 @@ def _compose_layer(
     for number, (context, cache) in enumerate(parts):
         layer = cache.full_attention[index]
         own = ContextPairs.from_layer(layer)
-        first = context.prefix if number else 0
+        # All texts were compressed after the same chat prefix; the first cache's stays.
+        first = 0
+        if number:
+            first = context.prefix
         text = own.select((own.positions < context.positions) & (own.positions >= first))
         pairs.append(_move_pairs(model, text, start))
         restored = [own.select(own.positions >= context.positions)]

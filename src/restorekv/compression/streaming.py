@@ -237,10 +237,14 @@ class Stream:
         masks = iter(keep)
         for index, layer in enumerate(cache.layers):
             if isinstance(layer, SlidingLayer):
-                recent = layer.move_to(part.scored_end, seen if last else None)
-                cache.layers[index] = (
-                    recent.with_restore_cache(restored[index]) if restored else recent
-                )
+                # Only the last part ends where questions begin; `offset` moves that place.
+                if last:
+                    recent = layer.move_to(part.scored_end, seen)
+                else:
+                    recent = layer.move_to(part.scored_end)
+                if restored:
+                    recent = recent.with_restore_cache(restored[index])
+                cache.layers[index] = recent
                 continue
             keep_layer = next(masks)
             # Of the tail: the prefix's columns, then this part's. What stays moves into the
@@ -256,7 +260,9 @@ class Stream:
                 keys, values = restored[index]
             else:
                 # The prefix stays in the tail until the last part has been read.
-                end = 0 if last else prefix
+                end = prefix
+                if last:
+                    end = 0
                 keys = layer.keys[:, :, :end].clone()
                 values = layer.values[:, :, :end].clone()
             cache.layers[index] = rows.to_layer(layer.heads, seen, keys, values)

@@ -140,8 +140,10 @@ def _split_answers(answers: Sequence[KeptAnswer]) -> dict[str, list[KeptAnswer]]
     """Return the answers over all texts, by kind of text if there are several, and by length."""
     parts = {EVERY: list(answers)}
     titles = list(dict.fromkeys(each.text for each in answers))
-    for title in titles if len(titles) > 1 else ():
-        parts[title] = [each for each in answers if each.text == title]
+    # With one kind of text its row would repeat that of all texts.
+    if len(titles) > 1:
+        for title in titles:
+            parts[title] = [each for each in answers if each.text == title]
     lowest = 0
     for highest in LENGTHS:
         own = [each for each in answers if lowest < each.tokens <= highest]

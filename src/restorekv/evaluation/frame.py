@@ -79,7 +79,10 @@ class GridEntry:
         if not pool.done:
             yield whole
             return
-        full = self.full if self.full and self.full.done else None
+        # An unfinished full cache is not a reference: its mean is over fewer contexts.
+        full = None
+        if self.full and self.full.done:
+            full = self.full
         if self.base:
             # Context by context: only then is a gain that of the restore pass.
             same = pool.get_values("pairs") == self.base.get_values("pairs")
@@ -142,7 +145,9 @@ def make_frame(results: Sequence[Result]) -> DataFrame:
 
 def load_grid(folder: Path) -> GridResults:
     """Load every cell of the folder, which may hold none. Raises RestoreKVError for a mix-up."""
-    results = load_results(folder) if (folder / CELLS).is_dir() else []
+    results = []
+    if (folder / CELLS).is_dir():
+        results = load_results(folder)
     # What shares a name must share weights and questions, or a mean would mix two experiments.
     first: dict[tuple[str, ...], tuple[str, Result]] = {}
     for result in results:
@@ -184,7 +189,10 @@ def _pool_seeds(results: Sequence[Result]) -> dict[tuple[Cell, Cell, float], See
             tuple(result for _, result in sorted(seeds[condition, method, ratio].items()))
         )
         if method == FULL_METHOD:
-            pool = replace(pool, left_out=pool.find_tasks_without_loss() if pool.done else ())
+            # An unfinished full cache has not shown yet where there is nothing to lose.
+            if pool.done:
+                pool = replace(pool, left_out=pool.find_tasks_without_loss())
+        # The order above puts a condition's full cache first, so it is here by now.
         elif full := pools.get((condition, FULL_METHOD, 1.0)):
             pool = replace(pool, left_out=full.left_out)
         pools[condition, method, ratio] = pool

@@ -209,13 +209,17 @@ def _name_press(cell: Cell, facts: Mapping) -> str:
         "offset": 0,
     }
     changed = [f"{key}={facts[key]}" for key, value in kvpress_own.items() if facts[key] != value]
-    changed += [cell.storage] if cell.storage != "model" else []
-    changed += [f"streaming={cell.streaming}"] if cell.streaming else []
+    if cell.storage != "model":
+        changed.append(cell.storage)
+    if cell.streaming:
+        changed.append(f"streaming={cell.streaming}")
     if not changed and (cell.evictor, cell.restored) in PRESSES:
         return PRESSES[cell.evictor, cell.restored]
     # A name of our own for what kvpress does not have, with what is unusual about it.
-    words = ["restorekv", cell.evictor, *(["restored"] if cell.restored else []), *changed]
-    return _make_safe("_".join(words))
+    words = ["restorekv", cell.evictor]
+    if cell.restored:
+        words.append("restored")
+    return _make_safe("_".join([*words, *changed]))
 
 
 def _describe_cell(cell: Cell, facts: Mapping) -> str:

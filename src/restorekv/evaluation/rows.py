@@ -245,11 +245,15 @@ def _make_row(result: Result, base: Result | None, full: Result | None) -> dict:
     left_out = ()
     if full:
         left_out = SeedPool((full,)).find_tasks_without_loss()
-    base = base if cell.restored else None
     # The same tasks are left out of all three, so that their means compare.
     pool = SeedPool((result,), left_out)
-    of_base = SeedPool((base,), left_out) if base else None
-    of_full = SeedPool((full,), left_out) if full else None
+    of_base = None
+    # A cell that restores nothing is its own base, over which there is no gain.
+    if base and cell.restored:
+        of_base = SeedPool((base,), left_out)
+    of_full = None
+    if full:
+        of_full = SeedPool((full,), left_out)
     score = pool.score_tasks(base=of_base, full=of_full)
     recovered = {}
     if "recovered" in score:

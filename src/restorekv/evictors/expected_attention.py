@@ -73,10 +73,12 @@ class ExpectedAttention(Evictor):
         """Return (L, H, T), at least 0."""
         scores = torch.zeros(*observer.mean.shape[:2], context.positions, device=model.device)
         for index, layer in enumerate(list_full_attention(full)):
+            # (H, S + T - sinks, D): the sinks get no score here, they are pinned below.
             keys = layer.keys[0, :, self.sinks :].float()
             mean, covariance = observer.predict_moments(
                 model, index, full.get_seq_length(), self.future
             )
+            # covariance=false makes the second term zero instead of skipping it.
             weights = compute_expected_weights(
                 keys,
                 mean,
@@ -85,6 +87,7 @@ class ExpectedAttention(Evictor):
                 observer.sinks[index],
             )
             if self.values:
+                # epsilon > 0 lets a long value count even where hardly any query looks.
                 values = layer.values[0, :, self.sinks :].float()
                 weights = (weights + self.epsilon) * values.norm(dim=-1)
             scores[index, :, self.sinks :] = weights

@@ -184,6 +184,8 @@ def find_column_maxima(
             view.query, own, (keys, values), view.scale, sinks, start, end
         )
         if row_weight is not None:
+            # exp2(logit - lse) * weight = exp2(logit - (lse - log2 weight)): the kernel needs no
+            # argument for weights. Its logarithms are to base 2.
             lse = lse - row_weight.log2()
         best = triton_maxima.find_maxima(view.query, keys[:, start:end], lse, view.scale)
         return best, output
@@ -193,6 +195,8 @@ def find_column_maxima(
         return _gather_head_pairs(cached, head)
 
     def on_weights(head: int, low: int, high: int, weights: Tensor) -> None:
+        # (G, rows, sinks + chunk + own): the softmax runs over all of them, the maxima over the
+        # chunk's columns alone.
         columns = weights[..., sinks : sinks + end - start]
         if row_weight is not None:
             columns = columns.mul_(row_weight[low:high, None])

@@ -105,6 +105,7 @@ def solve_in_box(matrix: Tensor, target: Tensor, steps: int, box: float) -> Tens
     # 1 / sigma_max^2, the longest step for which a gradient step cannot overshoot.
     step = 1 / (matrix @ vector).square().sum()
     for _ in range(steps):
+        # M^T (M B - y) is half the gradient of |M B - y|^2; clamping projects onto the box.
         factors = (factors - step * (matrix.T @ (matrix @ factors - target))).clamp(low, high)
     return factors
 
@@ -131,10 +132,16 @@ def _solve_ridge(matrix: Tensor, target: Tensor) -> Tensor:
     exact = matrix.double()
     wanted = target.double()
     wide = len(exact) < exact.shape[1]
-    # The smaller of X^T X (t, t) and X X^T (n, n), both of which give the same solution.
-    gram = exact @ exact.T if wide else exact.T @ exact
-    gram.diagonal().add_(RIDGE)
-    factor = torch.linalg.cholesky(gram)
+    # The smaller of X^T X (t, t) and X X^T (n, n), both of which give the same solution:
+    # (X^T X + r)^-1 X^T = X^T (X X^T + r)^-1.
     if wide:
+        factor = _factorize(exact @ exact.T)
         return (exact.T @ torch.cholesky_solve(wanted, factor)).to(matrix.dtype)
+    factor = _factorize(exact.T @ exact)
     return torch.cholesky_solve(exact.T @ wanted, factor).to(matrix.dtype)
+
+
+def _factorize(gram: Tensor) -> Tensor:
+    """Return Cholesky's factor of gram + RIDGE, in place; RIDGE > 0 makes it positive definite."""
+    gram.diagonal().add_(RIDGE)
+    return torch.linalg.cholesky(gram)
