@@ -1,10 +1,11 @@
-"""Draw what small caches keep of SmolLM2's answers, from stored results of `restorekv eval --json`.
+"""Draw what small caches keep of SmolLM2's answers, from the result of `recipes.smollm2.scores`.
 
     python -m recipes.smollm2.chart paper/results/smollm2-scores.json     # make charts
 
-Writes docs/charts/smollm2.svg, which the README shows, and the table between two marks of
-docs/evaluation.md. The chart has a panel for each benchmark: score against the share of the full
-cache's bytes that is held, chat prefix included, for an evictor alone and with its restore adapter.
+Writes docs/charts/smollm2.svg, which the README shows, and the tables between marks of the README
+and of docs/evaluation.md. The chart has a panel for each of PANELS: score against the share of the
+full cache's bytes that is held, chat prefix included, for an evictor alone and with its restore
+adapter.
 """
 
 import argparse
@@ -21,8 +22,12 @@ from restorekv.files import read_json, replace_file
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "docs" / "charts" / "smollm2.svg"
 PAGE = ROOT / "docs" / "evaluation.md"
+README = ROOT / "README.md"
 BEGIN = "<!-- made by `make charts` -->"
+BEGIN_KEPT = "<!-- answers kept, made by `make charts` -->"
 END = "<!-- end -->"
+END_KEPT = "<!-- end of answers kept -->"
+PANELS = ("RULER", "FairytaleQA")
 EVICTOR_NAMES = {
     "kvzip": "KVzip",
     "kvzip+": "KVzip+",
@@ -84,7 +89,9 @@ def find_small_caches(result: Mapping, benchmark: str, evictor: str, restored: b
 
 def draw_chart(result: Mapping, evictor: str, path: Path) -> None:
     """Write the chart of one evictor as an SVG on white, which reads in light and dark themes."""
-    titles = collect_titles(result)
+    titles = {
+        benchmark: title for benchmark, title in collect_titles(result).items() if title in PANELS
+    }
     with rc_context(CHART_STYLE):
         figure = Figure(figsize=(4.6 * len(titles), 3.9), layout="constrained", facecolor="white")
         panels = figure.subplots(1, len(titles), squeeze=False)[0]
@@ -116,8 +123,8 @@ def make_table(result: Mapping) -> str:
     restored.
     """
     lines = [
-        "| benchmark | evictor | r | MB | score alone | restored | KL alone | restored |",
-        "|---" * 8 + "|",
+        "| benchmark | evictor | r | MB | score alone | restored | gain | KL alone | restored |",
+        "|---" * 9 + "|",
     ]
     methods = [evictor_of(row) for row in result["rows"] if row["method"] != "full"]
     for benchmark, title in collect_titles(result).items():
@@ -129,6 +136,7 @@ def make_table(result: Mapping) -> str:
                 1,
                 format_megabytes(full),
                 format_score(full),
+                "",
                 "",
                 0,
                 "",
@@ -148,11 +156,69 @@ def make_table(result: Mapping) -> str:
                         format_megabytes(row),
                         format_score(row),
                         format_score(partner) if partner else "",
+                        format_gain(partner) if partner else "",
                         format_divergence(row),
                         format_divergence(partner) if partner else "",
                     )
                 )
     return "\n".join(lines)
+
+
+def make_summary(result: Mapping, evictor: str) -> str:
+    """Return the README's table of one evictor: scores and divergence on every benchmark."""
+    lines = [
+        "| texts | r | full cache | alone | restored | distance alone | restored |",
+        "|---" * 7 + "|",
+    ]
+    for benchmark, title in collect_titles(result).items():
+        full = find_full_cache(result, benchmark)
+        restored = {}
+        for row in find_small_caches(result, benchmark, evictor, True):
+            restored[row["ratio"]] = row
+        alone = find_small_caches(result, benchmark, evictor, False)
+        for row in reversed(alone):
+            is_first = row is alone[-1]
+            partner = restored.get(row["ratio"])
+            lines.append(
+                format_line(
+                    f"{title}, {full['samples']} texts" if is_first else "",
+                    row["ratio"],
+                    format_score(full) if is_first else "",
+                    format_score(row),
+                    format_score(partner) if partner else "",
+                    f"{row['kl']:.3f}",
+                    f"{partner['kl']:.3f}" if partner else "",
+                )
+            )
+    return "\n".join(lines)
+
+
+def make_kept_table(result: Mapping) -> str:
+    """Return how many of the full cache's right answers every small cache keeps, by kind of text;
+    benchmarks on which it has fewer than ten are counted in the first rows alone.
+    """
+    by_part: dict[str, dict[tuple[str, float], Row]] = {}
+    for row in result["kept"]:
+        if "tokens" not in row["part"] and row["right"] >= 10:
+            by_part.setdefault(row["part"], {})[row["method"], row["ratio"]] = row
+    methods = list(dict.fromkeys(row["method"] for row in result["kept"]))
+    lines = [
+        "| texts | r | right with the full cache | " + " | ".join(methods) + " |",
+        "|---" * (3 + len(methods)) + "|",
+    ]
+    for part, rows in by_part.items():
+        title = part.partition(", prefix policy")[0]
+        for ratio in sorted({ratio for _, ratio in rows}, reverse=True):
+            own = [rows.get((method, ratio)) for method in methods]
+            right = next(row["right"] for row in own if row)
+            cells = [f"{row['kept']} ({format_share(row)})" if row else "" for row in own]
+            lines.append(format_line(title, f"{ratio:g}", right, *cells))
+    return "\n".join(lines)
+
+
+def format_share(row: Row) -> str:
+    """Return the share of answers kept with its 95 % interval over texts."""
+    return f"{100 * row['share']:.0f} %, {100 * row['low']:.0f} to {100 * row['high']:.0f}"
 
 
 def format_line(*cells: object) -> str:
@@ -165,6 +231,11 @@ def format_megabytes(row: Row) -> str:
 
 def format_score(row: Row) -> str:
     return f"{row['score']:.1f}"
+
+
+def format_gain(row: Row) -> str:
+    """Return the score over that of the evictor alone, with its paired 95 % interval."""
+    return f"{row['gain']:+.1f} ({row['gain_low']:+.1f} to {row['gain_high']:+.1f})"
 
 
 def format_divergence(row: Row) -> str:
@@ -183,10 +254,13 @@ def main(args: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--chart", type=Path, default=CHART)
     parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--readme", type=Path, default=README)
     given = parser.parse_args(args)
     result = read_json(given.result, str(given.result))
     draw_chart(result, given.evictor, given.chart)
     fill_page(given.page, BEGIN, END, make_table(result))
+    fill_page(given.page, BEGIN_KEPT, END_KEPT, make_kept_table(result))
+    fill_page(given.readme, BEGIN, END, make_summary(result, given.evictor))
 
 
 if __name__ == "__main__":

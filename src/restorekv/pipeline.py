@@ -77,8 +77,9 @@ def compress(
             "best" (kvzip).
         adapter: "auto" for the adapter that ships for model and evictor, "published" for the one
             that the paper's authors publish, a folder or hub id, a RestoreAdapter made for `model`,
-            or None. "auto" restores nothing above the ratios of the adapter's training, unless the
-            config's `restore_tokens` or `restore_from` asks for it.
+            or None. "auto" restores nothing above the ratio up to which the adapter helps, by its
+            record or else by its training, unless the config's `restore_tokens` or `restore_from`
+            asks for it.
         config: The settings that are rarely changed.
         progress: Called with the name of each phase when it begins.
 

@@ -85,6 +85,9 @@ def test_a_printed_command_has_the_flags_it_shows(page, command, monkeypatch):
         assert_flags(help_of(), words)
     elif program in ("benchmarks", "paper", "paper.analysis"):
         assert_flags(help_of(program, *words[: program == "benchmarks"]), words)
+    elif program.startswith("recipes."):
+        source = (ROOT / f"{program.replace('.', '/')}.py").read_text()
+        assert all(f'"{word}"' in source for word in words if word.startswith("--"))
     elif program == "python":
         assert (ROOT / words[0]).exists()
     elif program == "make":

@@ -1,5 +1,5 @@
-"""`make charts`: the README's chart and the table of docs/evaluation.md say what the stored result
-holds.
+"""`make charts`: the README's chart and table and the tables of docs/evaluation.md say what the
+stored result holds.
 """
 
 import json
@@ -13,10 +13,14 @@ RESULT = ROOT / "paper" / "results" / "smollm2-scores.json"
 
 def test_the_chart_is_drawn_and_the_page_is_up_to_date(tmp_path):
     page = tmp_path / "page.md"
+    readme = tmp_path / "readme.md"
     drawn = tmp_path / "chart.svg"
     page.write_bytes(chart.PAGE.read_bytes())
-    chart.main([str(RESULT), "--page", str(page), "--chart", str(drawn)])
+    readme.write_bytes(chart.README.read_bytes())
+    places = ["--page", str(page), "--readme", str(readme), "--chart", str(drawn)]
+    chart.main([str(RESULT), *places])
     assert page.read_text() == chart.PAGE.read_text()
+    assert readme.read_text() == chart.README.read_text()
     text = drawn.read_text()
     assert "<svg" in text and all(
         f">{word}<" in text for word in ("RULER", "FairytaleQA", "KVzip restored")
@@ -40,3 +44,18 @@ def test_an_evictor_without_an_adapter_has_empty_cells(tmp_path):
     result["rows"] = [row for row in result["rows"] if not row["restored"]]
     assert "|  |" in chart.make_table(result).splitlines()[3]
     chart.draw_chart(result, "kvzip", tmp_path / "chart.svg")
+
+
+def test_answers_kept_are_a_row_for_each_ratio_and_text():
+    counts = {"right": 20, "kept": 15, "contexts": 12, "share": 0.75, "low": 0.5, "high": 0.9}
+    rows = []
+    for method, kept in (("KVzip", 15), ("KVzip restored", 18)):
+        for ratio in (0.1, 0.05):
+            row = counts | {"method": method, "ratio": ratio, "part": "all texts", "kept": kept}
+            rows += [row, row | {"part": "513 to 1,024 tokens"}, row | {"part": "few", "right": 9}]
+    lines = chart.make_kept_table({"kept": rows}).splitlines()
+    assert lines[0].endswith("| KVzip | KVzip restored |")
+    assert lines[2:] == [
+        "| all texts | 0.1 | 20 | 15 (75 %, 50 to 90) | 18 (75 %, 50 to 90) |",
+        "| all texts | 0.05 | 20 | 15 (75 %, 50 to 90) | 18 (75 %, 50 to 90) |",
+    ]
