@@ -130,6 +130,7 @@ class Chat:
 
     def __getstate__(self) -> dict[str, Any]:
         with self._hold_turn():
+            # A lock cannot be pickled, and a copy begins with no turn being written.
             return {name: value for name, value in vars(self).items() if name != "running"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -213,9 +214,11 @@ class Chat:
         constraint = Constraint.make(
             document.tokenizer, sampling.json_schema, sampling.regex, stops
         )
+        # Nothing runs before the first piece is taken: this is a generator.
         pieces = self._generate_or_undo(question, limit, sampling, stops, constraint)
         if stream:
             return pieces
+        # Without streaming the pieces are not wanted, only the turn that they end in.
         for _ in pieces:
             pass
         answer = self.turns[-1].answer
@@ -260,6 +263,7 @@ class Chat:
             columns = self.columns
             try:
                 yield from self._generate_turn(question, limit, sampling, stops, constraint)
+            # Also GeneratorExit, which a caller raises who drops the iterator, and Ctrl-C.
             except BaseException:
                 self._cut_to(columns)
                 raise
@@ -283,6 +287,7 @@ class Chat:
         )
         chooser = None
         if not sampling.plain:
+            # Penalties count what stands in the whole conversation, the document included.
             read = torch.cat([document.context.ids, torch.tensor([[*self.ids(), *ids]])], -1)
             chooser = TokenChooser(sampling, tokenizer, read, sampling.seed, constraint)
         start = time.perf_counter()
@@ -307,6 +312,7 @@ class Chat:
         warn_if_beyond_positions(document.model, self.cache.get_seq_length(), "The conversation")
         answer = make_answer(tokenizer, written, stops, len(ids), chooser)
         answer = self._drop_cut_tokens(answer, sampling, chooser)
+        # What the text lacks must not be read by the next turn, so its columns go too.
         if len(answer.ids) < len(written):
             self._cut_to(self.columns - len(written) + len(answer.ids))
         self.turns.append(Turn(question, answer, tuple(ids), (times[0], times[-1])))
@@ -344,6 +350,7 @@ class Chat:
             raise RestoreKVError("A question is text that is not empty; ask something.")
         tokenizer = document.tokenizer
         context = document.context
+        # The first turn after the document: the document ends where a question begins.
         if len(self.turns) == self.folded:
             system = "" if self.turns or self.system == document.manifest.system else self.system
             return encode_conversation(tokenizer, context, [], question, system).tolist()
@@ -364,6 +371,7 @@ class Chat:
         every answer.
         """
         ids: list[int] = []
+        # The last id of an answer is written but not read, so it has no column yet.
         for turn in self.turns[self.folded :]:
             ids += turn.read
             ids += turn.answer.ids[:-1]
@@ -380,6 +388,7 @@ class Chat:
         total = 0
         for layer in self.cache.layers:
             keys, values = layer.pair
+            # The tail begins with the restore cache, which is the document's.
             total += keys[:, :, layer.restore_length :].nbytes
             total += values[:, :, layer.restore_length :].nbytes
         return total
@@ -410,6 +419,8 @@ class Chat:
                 )
             dropped = self.turns[-turns:]
             self._cut_to(
+                # A turn has a column for each id of its question and of its answer but the last
+                # one.
                 self.columns - sum(len(turn.read) + len(turn.answer.ids) - 1 for turn in dropped)
             )
             del self.turns[-turns:]
@@ -420,6 +431,7 @@ class Chat:
             other = type(self)(self.document, self.system, list(self.turns), self.folded)
             other.cache = self.cache.fork()
             for new, old in zip(other.cache.layers, self.cache.layers, strict=True):
+                # The new conversation must not write into the columns of this one.
                 new.keys, new.values = (x.clone() for x in old.pair)
         return other
 
@@ -488,6 +500,7 @@ class Chat:
             chat.turns.append(Turn(turn["question"], answer, tuple(turn["read"])))
         if chat.turns:
             check_length(path, chat)
+            # A file has ids and no pairs; reading the ids once more makes the same pairs.
             prefill(document.model, torch.tensor([chat.ids()]), into=chat.cache)
         return chat
 
@@ -507,6 +520,7 @@ def encode_conversation(
     """
     ids = []
     before = ""
+    # The last "answer" is what the model is made to begin its answer with.
     for number, (asked, answered) in enumerate([*turns, (question, answer_prefix)]):
         check_question(asked, empty=number < len(turns))  # an earlier turn may be a file alone
         if not number:

@@ -105,6 +105,7 @@ def generate_tokens(
     limits = parse_limits(max_new_tokens, len(prompts))
     if isinstance(caches, RaggedCache):
         caches = [caches] * len(prompts)
+    # The warning comes once, before any work, for the question that reaches furthest.
     furthest = 0
     for cache, prompt, limit in zip(caches, prompts, limits, strict=True):
         furthest = max(furthest, cache.get_seq_length() + len(prompt) + limit)
@@ -146,11 +147,13 @@ async def run_in_thread(ask: Callable[[], T]) -> T:
     cancelled = threading.Event()
 
     def run() -> T:
+        # `decode_batch` looks at it between two tokens.
         CANCELLED.set(cancelled)  # in the thread's own copy of the task's context
         return ask()
 
     asked = asyncio.ensure_future(asyncio.to_thread(run))
     try:
+        # Cancelling the task must not orphan the thread, which holds the model.
         return await asyncio.shield(asked)
     except asyncio.CancelledError:
         cancelled.set()
@@ -180,6 +183,7 @@ def decode_batch(
     steps = None
     while any(not row.ended for row in active):
         if steps:
+            # Fixed steps go on for rows that have ended, too; what these write is not looked at.
             every = steps()[:, 0].tolist()
             if min(every[row.number] for row in active if not row.ended) < 0:
                 refuse_not_finite()
@@ -192,12 +196,15 @@ def decode_batch(
             raise RestoreKVError("The answer was cancelled; ask again.")
         for row, token in written:
             yield row.number, token
+        # After the first token: the prompt's pass has another shape than all later ones.
         if graph and not steps:
             graph = can_graph(model, batch[0].device)
         if graph and not steps:
             ids = torch.cat([group.ids for group in groups])
             steps = FixedSteps(model, cache, ids, batch[1][:, -1:] + 1, batch[2], max(limits))
         elif not graph:
+            # Rows that have ended leave the batch. A CUDA graph, whose shapes are fixed, keeps
+            # them.
             groups = [group for group in groups if group.drop_ended()]
 
 
@@ -253,6 +260,7 @@ class Group(Generic[Row]):
             return Block(count, queries, None)
         mask = self.visible[:, None, None]
         if queries > 1:
+            # (B, 1, 1, columns) and (q, columns) make (B, 1, q, columns).
             mask = mask & make_causal_mask(queries, self.visible.shape[1], mask.device)
         return Block(count, queries, mask)
 
@@ -261,6 +269,7 @@ class Group(Generic[Row]):
         self.ids = ids
         self.positions = self.positions[:, -1:] + 1
         if self.visible is not None:
+            # Every row sees what it writes itself.
             self.visible = torch.nn.functional.pad(self.visible, (0, 1), value=True)
 
     def drop_ended(self) -> bool:
@@ -303,6 +312,8 @@ def make_groups(
         for place in places:
             chooser = choosers[place] if choosers else None
             active.append(ActiveRow(place, limits[place], chooser))
+        # The mask is as wide as the longest restore cache of the batch; this group's may be
+        # shorter.
         sees = visible[part, visible.shape[1] - columns :] if hides else None
         groups.append(Group(list(own), active, ids[part], positions[part], sees))
         first = places.stop
@@ -388,6 +399,7 @@ def pad_prompts(
     pad = torch.tensor([[width - len(prompt)] for prompt in prompts])
     first = torch.tensor([[cache.get_seq_length()] for cache in caches])
     columns = torch.arange(width)
+    # Padding has the position of the first token; nothing sees it.
     positions = first + (columns - pad).clamp(min=0)
     # The tail holds the restore cache before the question, which every row sees.
     before = max(cache.layers[0].columns for cache in caches)
@@ -417,6 +429,7 @@ def to_finite_ids(marked: Tensor) -> list[int]:
 
 def decode_answer(tokenizer: Tokenizer, ids: Sequence[int], stops: set[int]) -> str:
     """Return the text of an answer, without the EOS that ended it."""
+    # An EOS id need not be a special token, which the tokenizer would leave out.
     if ids and ids[-1] in stops:
         ids = ids[:-1]
     return decode_ids(tokenizer, ids, skip_special_tokens=True)

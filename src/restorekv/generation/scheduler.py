@@ -49,6 +49,7 @@ class IsolatedChooser:
 
     def choose(self, logits: Tensor) -> int:
         try:
+            # The pass goes on for the other rows, so this one needs an id: an EOS, if there is one.
             return self.row.choose(logits)
         except Exception as error:
             self.task.error = error
@@ -190,6 +191,7 @@ class Scheduler:
     def step(self) -> list[Event]:
         """Run one pass and return what it wrote, in the order of the rows."""
         events: list[Event] = []
+        # Who leaves, who comes, who gets a row, what is read: the order of a step.
         self.drop_cancelled(events)
         while self.pending and len(self.tasks) < self.most:
             self.begin(self.pending.popleft())
@@ -205,6 +207,7 @@ class Scheduler:
     def begin(self, task: AnswerTask) -> None:
         """Give a task a tail of its own."""
         fork = task.cache.fork()
+        # No ids yet: `take_pieces` decides in each pass how much of the prompt is read.
         nothing = torch.empty(1, 0, dtype=torch.long, device=self.model.device)
         row = self.row_of(task, 0)
         task.group = Group(list(fork.layers), [row], nothing, nothing, None)
@@ -236,15 +239,18 @@ class Scheduler:
 
     def give_rows(self, events: list[Event]) -> None:
         """Give every task that has been read a row, then the free rows to those with fewest."""
+        # A copy, since resuming may end a task and so take it out of the list.
         for task in list(self.tasks):
             while task.waiting and not task.active:
                 self.resume(task, events)
+        # Tasks that just got their first row may have made more rows than a pass may have.
         while len(self.active_rows) > self.most:
             self.pause_one()
         while len(self.active_rows) < self.most:
             waiting = [task for task in self.tasks if task.waiting]
             if not waiting:
                 return
+            # Ties go to the task that came first: `min` returns the first of equals.
             self.resume(min(waiting, key=lambda task: task.active), events)
 
     def resume(self, task: AnswerTask, events: list[Event]) -> None:
@@ -260,17 +266,25 @@ class Scheduler:
         row = self.row_of(task, task.begun)
         task.begun += 1
         assert row.chooser is not None
+        # All samples of a question begin after the same logits, with random numbers of their own.
         token = row.chooser.choose(task.logits)
         row.count_token(token, self.stops)
         if not row.ended:
             source = task.get_group()
             ids = torch.tensor([[token]], device=self.model.device)
             group = Group(
-                [share_tail(part) for part in source.parts], [row], ids, source.positions, None
+                # The samples of a question share the pairs of its prompt, until each writes its
+                # own.
+                [share_tail(part) for part in source.parts],
+                [row],
+                ids,
+                source.positions,
+                None,
             )
             row.columns = group.parts[0].columns
             self.joining.append(Selection(group, [0]))
         task.active += 1
+        # The last sample has begun; the prompt's logits and tail are not needed again.
         if task.begun == len(task.choosers):
             task.group = task.logits = None
         self.note(row, token, events)
@@ -279,6 +293,7 @@ class Scheduler:
         """Take the latest sample of the task with most rows out of the next pass."""
         rows = self.active_rows
         task = max(self.tasks, key=lambda each: each.active)
+        # The one that began last has written least, so least waits.
         chosen = max((row for row in rows if row.task is task), key=lambda row: row.number)
         joining = next((selection for selection in self.joining if chosen in selection.rows), None)
         if joining:
@@ -306,6 +321,7 @@ class Scheduler:
             if places:
                 buckets.append([Selection(group, places)])
         for selection in self.joining:
+            # A task may have been cancelled since its row was added.
             if all(row.ended for row in selection.rows):
                 continue
             fitting = next((bucket for bucket in buckets if _can_join(bucket, selection)), None)
@@ -321,24 +337,30 @@ class Scheduler:
         readers = [task for task in self.tasks if not task.is_read]
         if not readers:
             return []
+        # Half is for the oldest question, half for the others, so that neither waits for all of the
+        # other.
         first, *others = readers
         sizes = {
             first: min(len(first.prompt) - first.read, self.piece // 2 if others else self.piece)
         }
         free = self.piece - sizes[first]
+        # Short rests first: they are finished in this pass and begin to write in the next.
         for task in sorted(others, key=lambda each: len(each.prompt) - each.read):
             rest = len(task.prompt) - task.read
             size = min(rest, free)
+            # So small a piece is not worth its share of the pass; it waits for the next one.
             if size < rest and size < SMALLEST:
                 break
             sizes[task] = size
             free -= size
+        # What the others left goes to the oldest.
         sizes[first] = min(len(first.prompt) - first.read, sizes[first] + free)
         for task, size in sizes.items():
             start = task.cache.get_seq_length() + task.read
             group = task.get_group()
             group.ids = task.prompt[task.read : task.read + size][None].to(self.model.device)
             group.positions = torch.arange(start, start + size, device=self.model.device)[None]
+            # No token is chosen after a piece that is not the prompt's last.
             group.unfinished = task.read + size < len(task.prompt)
         return list(sizes)
 
@@ -351,6 +373,7 @@ class Scheduler:
         groups = [*self.running, *(task.get_group() for task in reading)]
         if not groups:
             return
+        # Layers that ran before a failure have grown, others have not: all are cut to this.
         columns = [group.parts[0].columns for group in groups]
         read = {id(task.group): task for task in reading}
 
@@ -362,6 +385,7 @@ class Scheduler:
         try:
             written = write_tokens(self.model, groups, self.stops, keep_logits=keep_logits)
         except Exception as error:
+            # A question that is read is what was new in this pass, so it is to blame first.
             failed = reading or list(
                 dict.fromkeys(row.task for group in self.running for row in group.rows)
             )
@@ -414,6 +438,7 @@ class Scheduler:
                 self.end(task)
                 events.append(Event(task, done=True, error=task.error))
             return
+        # The first token of the first sample: the question has waited until here.
         if row.count == 1 and row.number == 0:
             self.longest_wait = max(self.longest_wait, self.steps - task.arrived - task.passes + 1)
         if row.ended:
@@ -429,15 +454,18 @@ def _can_join(bucket: Sequence[Selection], selection: Selection) -> bool:
     """Return whether a row may join a bucket: it has the same context, and padding is no more than
     what is held.
     """
+    # The same tensor, not equal ones: rows of a group share one context in memory.
     if bucket[0].group.parts[0].context_keys is not selection.group.parts[0].context_keys:
         return False
     columns = [row.columns for each in (*bucket, selection) for row in each.rows]
+    # Every row is padded to the widest, (rows x widest) columns in all.
     return len(columns) * max(columns) <= 2 * sum(columns) + SLACK * len(columns)
 
 
 def _join_rows(selections: Sequence[Selection]) -> Group[SampleRow]:
     """Return a group of the chosen rows of groups over one context."""
     first = selections[0].group
+    # The very same rows: nothing is copied.
     if len(selections) == 1 and len(selections[0].places) == len(first.rows):
         return first
     rows = [row for selection in selections for row in selection.rows]
@@ -448,6 +476,7 @@ def _join_rows(selections: Sequence[Selection]) -> Group[SampleRow]:
     parts = [gather_rows(list(zip(own, places, strict=True)), widths, ROOM) for own in layers]
     ids = torch.cat([selection.group.ids[selection.places] for selection in selections])
     positions = torch.cat([selection.group.positions[selection.places] for selection in selections])
+    # Rows are padded on the left, so that all end at the same column; padding is not seen.
     visible = None
     if any(row.columns < width for row in rows):
         lead = torch.tensor([[width - row.columns] for row in rows], device=ids.device)

@@ -142,6 +142,7 @@ class RaggedAttention:
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Attend as vLLM's own backend does, and to documents where a request asks one."""
+        # vLLM passes no metadata while it measures memory.
         plan = None if attn_metadata is None else self._plan_of(kv_cache, attn_metadata)
         if plan is None or plan.plain:
             # The outputs of tokens that ask documents are overwritten below.
@@ -159,6 +160,7 @@ class RaggedAttention:
         if plan is not None:
             queries = query.view(-1, self.num_heads, self.head_size)[plan.tokens]
             tail, tail_lse = self.attend_tail(layer, queries, kv_cache, plan.tail)
+            # vLLM calls layers by their names; documents number theirs.
             number = worker_state.layer_number(layer.layer_name)
             document, document_lse = self._attend_documents(queries, plan, number)
             merged = merge(tail, tail_lse, document, document_lse)
@@ -171,6 +173,7 @@ class RaggedAttention:
         if plan is _NOT_PLANNED:
             documents = worker_state.current_step()
             plan = self._make_plan(documents, kv_cache, metadata) if documents else None
+            # One object for all layers of a step, so the first layer plans for all.
             metadata.restorekv_plan = plan
         return plan  # type: ignore[return-value]
 
@@ -193,17 +196,21 @@ class RaggedAttention:
         tail = Sequences(
             starts=make_starts(row_counts, device),
             lengths=torch.tensor(row_tails, dtype=torch.int32, device=device),
+            # A request begins with so many placeholders, which stand for the document: whole blocks
+            # whose pairs are never attended to.
             table=metadata.block_table[table_rows, PLACEHOLDERS // block_size :].contiguous(),
             most_queries=max(row_counts),
             longest=max(row_tails),
             schedule={},
         )
+        # Requests that ask one document are attended together, as more queries of its heads.
         counts: dict[str, int] = {}
         for row in rows:
             counts[row.document] = counts.get(row.document, 0) + row.count
         tokens = index_tokens(rows)
         return StepPlan(
             tokens=tokens.to(device),
+            # Padding of a CUDA graph is no token.
             plain=len(tokens) < metadata.num_actual_tokens,
             tail=tail,
             batch=self._make_batch(counts, device),
@@ -236,6 +243,7 @@ class RaggedAttention:
         count = len(queries)
         groups = self.num_heads // self.num_kv_heads
         batch = plan.batch
+        # Query heads of one KV head stand together: (R, Hq, D) -> (R * H, G, D).
         by_head = queries.reshape(count * self.num_kv_heads, groups, self.head_size)[batch.order]
         outputs = []
         sums = []
@@ -258,6 +266,7 @@ class RaggedAttention:
         all_outputs = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         all_sums = sums[0] if len(sums) == 1 else torch.cat(sums)
         return (
+            # Back into the order of the tokens.
             all_outputs[batch.places].view(count, self.num_heads, self.head_size),
             all_sums[batch.places].view(count, self.num_heads),
         )
