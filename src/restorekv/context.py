@@ -179,6 +179,7 @@ class CompressedContext:
         sampling = SamplingConfig.make(**options)
         single = isinstance(question, str)
         asked = [(self.context, self.cache, each) for each in answers.list_questions(question)]
+        # Pieces of several answers would arrive mixed, and neither details nor a graph has any.
         if stream:
             if not single or details or graph:
                 raise RestoreKVError(
@@ -219,6 +220,7 @@ class CompressedContext:
         continue. The options are those of `ask`.
         """
         pieces = self.ask(question, stream=True, **options)
+        # Each piece is waited for in a thread, so the event loop is free between two tokens.
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             yield piece
 
@@ -296,6 +298,8 @@ class CompressedContext:
         if restore == "none":
             adapter = None
         eviction = self._eviction_for_append(adapter, evictor)
+        # What was evicted stays evicted: the old pairs are kept as they are, and the new part gets
+        # what the budget of the whole leaves.
         growth = Growth(
             model=self.model,
             tokenizer=self.tokenizer,
@@ -311,6 +315,7 @@ class CompressedContext:
         context = growth.grown_context
         if between is not None:
             context = replace(context, between=between)
+        # The grown cache is held as the old one was, in 8 bits too.
         attention.store_context(cache, old.storage, CacheShape.from_model(self.model).groups)
         manifest = old.for_other_cache(
             context,
@@ -331,6 +336,8 @@ class CompressedContext:
         """Return the eviction that made this cache, or one like it for a cache that was loaded."""
         made = self.compressor
         if isinstance(made, Eviction) and evictor is None and adapter in ("auto", None):
+            # The very objects of before. The new part is read at once, and its scores are needed
+            # even where the first part kept everything.
             return replace(
                 made,
                 config=replace(made.config, streaming=None),
@@ -360,6 +367,7 @@ class CompressedContext:
                 "The adapter that made this cache is not available; pass its folder, or "
                 "adapter=None."
             )
+        # The cache may have been made with the first tokens of the adapter alone.
         if recorded["restore_tokens"] < loaded.restore_tokens:
             loaded = loaded.first(recorded["restore_tokens"])
         if loaded.identity()["hash"] != recorded["hash"]:
@@ -393,6 +401,7 @@ class CompressedContext:
         """
         config = options.get("generation_config")
 
+        # An option of the call goes before the same one in generation_config.
         def find_option(name: str) -> Any:
             return options.get(name) or getattr(config, name, None) or 1
 
@@ -448,6 +457,7 @@ class CompressedContext:
             CacheFileError: The file is damaged, contradicts itself, or was made with another model.
         """
         refuse_processor(tokenizer)
+        # Everything that a stranger's file claims is checked before the first tensor is used.
         stored = file if isinstance(file, CacheFile) else cache_file.read_cache(file)
         check_fit(stored, model, tokenizer)
         support.prepare_model(model)

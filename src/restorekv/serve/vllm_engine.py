@@ -153,6 +153,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
 
     async def get_document(self, sha256: str, variant: Variant, content: Content) -> ServedDocument:
         """Return a document from memory, from disk, or compressed now; a full one as its ids."""
+        # Without a method the document is a text for vLLM, which caches what it reads itself.
         if not variant.method:
             context = await asyncio.to_thread(self._read_text, sha256, content)
             if context:
@@ -195,6 +196,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
             with explain_length():
                 context = make_context(self.tokenizer, text, get_default_between(self.tokenizer))
                 known, _ = fit_context(self.model, context)
+            # Tokenizing a long text takes longer than many an answer.
             self.texts[sha256] = known
             while len(self.texts) > REMEMBERED:
                 self.texts.popitem(last=False)
@@ -229,6 +231,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
                 contexts.append(document.context)
             else:
                 caches.append(self.load_document(document))
+        # vLLM reads the one from ids and the other from a file; a prompt can begin with one alone.
         if contexts and caches:
             raise RestoreKVError(
                 "A .rkv file cannot stand beside documents in the full cache; choose a method."
@@ -268,6 +271,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
         """Have vLLM write the answers, unless nobody waits for them any more."""
         try:
             task = await run_while_wanted(active.question, self._stream(active), PATIENCE)
+            # Raises the error of the task, if it had one; it was cancelled where nobody waits.
             if not task.cancelled():
                 task.result()
         finally:
@@ -280,6 +284,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
         ids = [*active.document_ids, *active.prompt.tolist()]
         limit = question.limit
         if self.client.longest:
+            # Prompt and answer share vLLM's max_model_len.
             limit = min(limit, self.client.longest - len(ids))
         if limit < 1:
             raise RestoreKVError(
@@ -300,6 +305,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
             if likely:
                 logprob, likeliest = likely
                 row.logprobs.append(logprob)
+                # vLLM adds the chosen token, which may make one more than was asked for.
                 best = sorted(likeliest.items(), key=lambda pair: -pair[1])
                 row.top.append(dict(best[: active.question.sampling.logprobs]))
             row.answer.append(token)
@@ -310,6 +316,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
         sampling = question.sampling
         rows = []
         for number in range(sampling.samples):
+            # The rows only collect: vLLM applies penalties and seeds itself.
             nothing_read = torch.empty(1, 0, dtype=torch.long)
             row = TokenChooser(sampling, self.tokenizer, nothing_read, sampling.seed + number)
             row.cancelled = lambda: question.cancelled
@@ -341,9 +348,11 @@ def make_sampling_params(sampling: SamplingConfig, limit: int, stops: set[int]) 
         "n": sampling.samples,
         "max_tokens": limit,
         "stop_token_ids": sorted(stops),
+        # The library's EOS ids are among stop_token_ids; vLLM's own might be others.
         "ignore_eos": True,
         "skip_special_tokens": False,
     }
+    # A greedy answer has no use for one.
     if sampling.temperature:
         params["seed"] = sampling.seed
     for name in ("frequency_penalty", "presence_penalty"):
@@ -391,6 +400,7 @@ def find_model_folder(
     if (origin / "config.json").is_file():
         return str(origin)
     copy = copies / f"{fingerprint}-{model.dtype}"
+    # Written under another name first, so that a kill leaves no half a model.
     if not copy.exists():
         part = copy.with_suffix(".part")
         model.save_pretrained(part)

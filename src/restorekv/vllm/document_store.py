@@ -73,6 +73,7 @@ class EngineModel:
         Raises:
             CacheFileError: the document was made for something else.
         """
+        # vLLM keeps the pairs of a window itself, and there is no way to hand it those of a file.
         if manifest.windows:
             raise CacheFileError(
                 f"{path} was made by a model with sliding-window layers, whose state vLLM cannot "
@@ -94,6 +95,7 @@ class EngineModel:
             raise CacheFileError(
                 f"{path} was made for {vocabulary} token ids, not {self.vocabulary}."
             )
+        # An engine that was not told the hash of its weights can check the shape alone.
         if self.fingerprint not in (None, manifest.fingerprint):
             raise CacheFileError(
                 f"{path} was made with other weights ({manifest.fingerprint}, {manifest.model})."
@@ -165,6 +167,7 @@ class DocumentStore(ABC):
     @property
     def documents(self) -> list[StoredDocument]:
         """Every file that was found so far, those that are served first."""
+        # False sorts before True: those without a problem come first.
         found = [document for _, document in self._files.values()]
         return sorted(found, key=lambda document: bool(document.problem))
 
@@ -179,6 +182,7 @@ class DocumentStore(ABC):
             RestoreKVError: the placeholders are of no document here, of one that does not fit, or
                 of another than `wanted`, or no question follows them.
         """
+        # The first ids mark a document; a prompt that begins otherwise is an ordinary one.
         if list(ids[:MARK]) not in self.marks:
             if wanted:
                 raise RestoreKVError(
@@ -190,6 +194,7 @@ class DocumentStore(ABC):
             sentences = [
                 "The prompt begins with placeholders of a document that the store does not have."
             ]
+            # A file that cannot be read has no placeholders, and may be the one that is wanted.
             for each in self.documents:
                 if not each.ids and each.path.exists():
                     sentences.append(each.problem)
@@ -199,6 +204,7 @@ class DocumentStore(ABC):
             raise RestoreKVError(
                 f"The prompt begins with placeholders of {path.name}, not of {wanted}."
             )
+        # Something must follow: the engine computes the last token of a prompt itself.
         if len(ids) <= len(document.ids):
             raise RestoreKVError(f"The prompt has placeholders of {path.name} and no question.")
         return document
@@ -209,6 +215,7 @@ class DocumentStore(ABC):
         Raises:
             RestoreKVError: its file is not served.
         """
+        # Folders are read again only for a document that is not known, not for every prompt.
         document = self._match(is_asked)
         if document is None and self.scan():
             document = self._match(is_asked)
@@ -244,6 +251,7 @@ def find_heads(rank: int, ranks: int, heads: int) -> slice:
 
     Of more ranks than heads, neighbors share one.
     """
+    # 8 ranks of 2 heads: ranks 0 to 3 hold head 0, ranks 4 to 7 head 1, as in vLLM.
     own = max(heads // ranks, 1)
     first = rank * heads // ranks
     return slice(first, first + own)

@@ -92,6 +92,7 @@ class LoadReport(KVConnectorWorkerMetadata):
         loaded = dict(self.loaded)
         for load, count in other.loaded.items():
             loaded[load] = loaded.get(load, 0) + count
+        # One rank that fails decides for all: a document is in every pool or in none.
         return LoadReport(loaded, {**other.failed, **self.failed})
 
 
@@ -134,6 +135,7 @@ class RaggedConnector(DocumentConnector):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        # False: the tokens count as computed at once, nothing is loaded into vLLM's own pool.
         return self.scheduler.match(request, num_computed_tokens), False
 
     def update_state_after_alloc(
@@ -223,6 +225,7 @@ class SchedulerHalf:
         """
         name = request.request_id
         ids: list[int] = list(request.prompt_token_ids or ())
+        # vLLM asks again in every step in which the request waits.
         if name not in self.asked and name not in self.problems:
             self._find(request, ids)
         document = self.asked.get(name)
@@ -234,6 +237,7 @@ class SchedulerHalf:
             request.skip_reading_prefix_cache = False
             self.prompt_lengths[name] = len(ids)
             return max(len(ids) - 1 - computed, 0)
+        # The placeholders count as computed: nothing ever attends to their blocks.
         return 0 if document is None else max(PLACEHOLDERS - computed, 0)
 
     def _find(self, request: Request, ids: list[int]) -> None:
@@ -246,6 +250,7 @@ class SchedulerHalf:
             return
         if document is None:
             return
+        # vLLM then computes the whole prompt itself, placeholders included.
         if request.skip_reading_prefix_cache:
             self._give_up(
                 request.request_id,
@@ -261,6 +266,7 @@ class SchedulerHalf:
         pages = self.page_counts.get(document.name)
         if pages is None:
             assert document.lengths is not None
+            # Heads differ in length and ranks hold different heads, so the fullest rank decides.
             pages = pages_of_largest_rank(document.lengths, self.ranks, self.page_size)
             self.page_counts[document.name] = pages
         residency = self.ledger.ask(request, document.name, pages)
@@ -269,6 +275,7 @@ class SchedulerHalf:
                 request,
                 describe_excess(document.path, pages, self.ledger.pages),
             )
+        # A document that is too large will never fit: its request goes on, to end with an error.
         return residency in (Residency.RESIDENT, Residency.TOO_LARGE)
 
     def _give_up(self, request: str, problem: str) -> None:
@@ -283,6 +290,7 @@ class SchedulerHalf:
         if request in self.asked:
             self.first_blocks[request] = blocks[0]
         elif request in self.problems:
+            # The last token of the prompt is not promised, so the blocks up to it are.
             end = self.prompt_lengths[request] - 1
             last = (end - 1) // self.block_size
             first = min((end - external) // self.block_size, last)
@@ -294,6 +302,7 @@ class SchedulerHalf:
             if number != self.loads.get(name):
                 continue  # of a load that failed elsewhere, and was dropped everywhere
             self.loaded_by[name] = self.loaded_by.get(name, 0) + count
+            # Requests go on when every rank has the document, not before.
             if self.loaded_by[name] >= self.workers:
                 self.ledger.finish_load(name)
         for (name, number), problem in report.failed.items():
@@ -312,6 +321,7 @@ class SchedulerHalf:
             for request, document in self.asked.items()
             if request in scheduled and request in self.first_blocks
         }
+        # Drops come first: a load may need the pages of what leaves.
         drops, names = self.ledger.take_orders()
         loads = []
         for name in names:
@@ -348,6 +358,8 @@ class WorkerHalf:
         rank = get_tensor_model_parallel_rank()
         ranks = get_tensor_model_parallel_world_size()
         self.heads = find_heads(rank, ranks, model.heads)
+        # Reading and checking a file takes many steps' time, which vLLM must not wait for. One
+        # thread keeps the order of the loads.
         self.reader = ThreadPoolExecutor(1, "restorekv-reader")
         self.reading: dict[str, tuple[int, Future[DocumentPairs]]] = {}  # with the load's number
         self.bad_blocks: set[int] = set()
@@ -362,6 +374,7 @@ class WorkerHalf:
         for load in orders.loads:
             future = self.reader.submit(self._read, load.files)
             self.reading[load.name] = load.number, future
+        # Attention would read pages of something else: better no answer than a wrong one.
         missing = set(orders.documents.values()) - set(pool.tables)
         if missing:
             raise RuntimeError(f"The pool of documents lacks {', '.join(sorted(missing))}.")
@@ -384,6 +397,7 @@ class WorkerHalf:
 
     def report_loads(self) -> LoadReport | None:
         """Put what the thread has read into the pool; return what is new, if anything is."""
+        # The pool is written between two steps, in this thread, and never while a layer reads it.
         done = [name for name, (_, future) in self.reading.items() if future.done()]
         report = LoadReport()
         for name in done:
