@@ -171,6 +171,7 @@ class CacheEngine(Engine, Generic[Active]):
         """End; documents that wait to be compressed get an UnavailableError."""
         self.stop_asking()
         # They come one after another, so the last has ended when this one has.
+        # Does nothing itself: it stands at the end of the queue.
         wait([self.compressor.submit(bool)], timeout=JOIN)
         self.compressor.shutdown(wait=False)
 
@@ -187,6 +188,7 @@ class CacheEngine(Engine, Generic[Active]):
                 if self.ending:
                     raise UnavailableError(ENDING)
                 loop = asyncio.get_running_loop()
+                # Loading a cache and tokenizing take long enough to hold up everybody else.
                 active = await loop.run_in_executor(self.preparers, self.prepare, question)
                 await self.write(active)
                 if not question.done.done():  # the server's end may have come first
@@ -229,6 +231,7 @@ class CacheEngine(Engine, Generic[Active]):
             if row.answer:
                 answers.append(make_answer(self.tokenizer, row.answer, self.stops, read, row))
             else:
+                # Nobody waited for this sample any more before its first token.
                 answers.append(Answer("", (), "stop", read))
         self.counts["questions"] += 1
         self.counts["tokens"] += sum(len(answer.ids) for answer in answers)
@@ -254,6 +257,7 @@ class CacheEngine(Engine, Generic[Active]):
 
     async def get_document(self, sha256: str, variant: Variant, content: Content) -> ServedDocument:
         """Return a document from memory or disk at once, else from the thread that compresses."""
+        # What is there is answered past the queue, however many documents wait in it.
         document = await self.find_document(sha256, variant)
         if document is None:
             making = self.compressor.submit(self.make_document, sha256, variant, content)
@@ -279,10 +283,12 @@ class CacheEngine(Engine, Generic[Active]):
         """
         if self.ending:
             raise UnavailableError(ENDING)
+        # Two requests for one new document queue twice; the second finds what the first made.
         key = self.make_key(sha256, variant)
         context = self.load_cache(key, sha256)
         fresh = context is None
         if context is None:
+            # A disk that takes nothing is noticed before minutes of work, not after.
             self.store.check_writable()
             context = self.make_cache(content(), variant, key)
             with self.store.write_cache(key, sha256) as path:
@@ -294,9 +300,11 @@ class CacheEngine(Engine, Generic[Active]):
         """Compress a text; of a path, load the cache file."""
         if isinstance(content, Path):
             return CompressedContext.load(content, self.model, self.tokenizer)
+        # By its characters, before a huge text is tokenized.
         check_size(content, self.tokenizer, count_usable_positions(self.model))
 
         def note_phase(name: str) -> None:
+            # One assignment of a tuple: who reads it from another thread sees a phase of its key.
             self.making = (key, name)
 
         try:
@@ -351,6 +359,7 @@ class CacheEngine(Engine, Generic[Active]):
         making, phase = self.making
         if making == key:
             return phase
+        # Without the lock: the answer may be old by the time it arrives anyway.
         is_here = (sha256, key) in self.held or self.store.has_cache(key)
         return "ready" if is_here else "waiting"
 
@@ -376,6 +385,7 @@ class CacheEngine(Engine, Generic[Active]):
     @property
     def bytes_held(self) -> int:
         """Bytes of all documents in memory."""
+        # A copy, because another thread may hold or drop a document meanwhile.
         return sum(context.manifest.bytes_held for context in list(self.held.values()))
 
     def _note_compressing_thread(self) -> None:
@@ -410,5 +420,6 @@ class CacheEngine(Engine, Generic[Active]):
         """Keep a cache in memory; those used least recently go, but never this one."""
         with self.lock:
             self.held[sha256, key] = context
+            # Oldest first: `_find_in_memory` moves what is used to the end.
             while len(self.held) > 1 and self.bytes_held > self.memory:
                 self.held.popitem(last=False)

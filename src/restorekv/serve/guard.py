@@ -83,11 +83,13 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; give it an id, and log how it ended."""
+        # The lifespan of the application, which has no headers to check.
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         request = Request(scope)
         start = time.perf_counter()
+        # What the log says if the application fails before it begins to answer.
         status = 500
         begun = False
         request_id = request.headers.get("x-request-id", "")[:64] or secrets.token_hex(8)
@@ -111,8 +113,10 @@ class Guard:
             else:
                 await self._run_app(scope, receive, send_with_id)
         except asyncio.CancelledError:
+            # Cancelled by someone else than the end of the server: not ours to answer.
             if not self.open_requests.broken_off:
                 raise
+            # Without this the next await would raise again, and no answer could be sent.
             task.uncancel()
             if not begun:
                 headers = {"retry-after": "5", "connection": "close"}
@@ -163,15 +167,18 @@ class Guard:
                 await send(message)
 
         try:
+            # Refused before a byte of it is read. A length that is not true is counted as it comes.
             if int(headers.get("content-length", "0")) > self.largest:
                 body.refused = self.make_size_error()
             else:
                 await self.app(scope, body.receive_piece, send_unless_refused)
+        # Raised out of `receive_piece`, through the application, to end it.
         except RefusedError:
             pass
         finally:
             self.held -= body.held
         if body.refused is not None and not begun:
+            # A client that is still sending would see a reset connection instead of the answer.
             if not body.over and body.refused.status != 408 and "expect" not in headers:
                 await drain_body(receive)
             answer = make_problem_response(
@@ -226,18 +233,21 @@ class Body:
         """Count a piece; return why no more of the body is read, None where it continues."""
         size = len(message.get("body", b""))
         self.over = message["type"] != "http.request" or not message.get("more_body", False)
+        # The framework spools the parts of forms to disk, so these bytes are not in memory.
         self.bytes += size
         if not self.spooled:
             self.held += size
             self.guard.held += size
         if self.bytes > self.guard.largest:
             return self.guard.make_size_error()
+        # Small requests always pass: it is the large ones that fill the memory together.
         if self.held > AROUND and self.guard.held > AT_ONCE * self.guard.largest:
             return RefusedError(
                 429,
                 "Too many large requests come at once; send it again in a moment.",
                 {"retry-after": "1"},
             )
+        # A drip of single bytes would otherwise keep a connection for ever.
         if not self.over and self.bytes < SLOWEST * (time.monotonic() - self.start - PATIENCE):
             return RefusedError(
                 408, f"The request comes slower than {SLOWEST:,} bytes a second; send it again."
@@ -272,6 +282,7 @@ class Connection(H11Protocol):
         """End a connection on which nothing has moved since the last check."""
         if self not in self.connections:
             return
+        # A request that is being answered may take its time; silence then is the server's own.
         idle = self.cycle is None or self.cycle.response_complete
         unread = self.transport.get_write_buffer_size()
         if (idle or unread) and self.seen == (self.cycle, unread):
@@ -291,8 +302,10 @@ def is_from_here(request: Request, keys: Sequence[str]) -> bool:
         return True
     host = request.headers.get("host", "")
     origin = request.headers.get("origin")
+    # Browsers send it with every request of a page to another origin.
     if origin is not None and origin.split("://", 1)[-1] != host:
         return False
+    # DNS rebinding: the page's own name resolves to 127.0.0.1, and its Host header tells.
     is_local = request.client is None or request.client.host in LOOPBACK
     name = host.rsplit(":", 1)[0].strip("[]").lower()
     return not is_local or name in (*LOOPBACK, "localhost")
@@ -301,6 +314,7 @@ def is_from_here(request: Request, keys: Sequence[str]) -> bool:
 def has_key(header: str, keys: Sequence[str]) -> bool:
     """Return whether a header has one of the keys; each is compared, in constant time."""
     given = header.removeprefix("Bearer ").encode()
+    # A list, so that `any` cannot stop early and tell by its time which key was near.
     return any([hmac.compare_digest(given, key.encode()) for key in keys])  # noqa: C419
 
 

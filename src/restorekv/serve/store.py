@@ -84,9 +84,11 @@ class Store:
         # Takes the SHA-256 of every content that no upload has any more.
         self.on_delete: Callable[[str], object] = bool
 
+        # A folder that links elsewhere would have files of others deleted as orphans.
         for name in FOLDERS:
             check_not_link(folder / name)
         has_index = (folder / "index.sqlite").exists()
+        # All these files would be taken for orphans and removed.
         if not has_index and any(_is_own(path) for path in folder.glob("files/*")):
             raise RestoreKVError(
                 f"The store {folder} has files and no index; move the whole folder away."
@@ -99,6 +101,7 @@ class Store:
         try:
             self._remove_links()
             self._remove_orphans()
+        # Nobody gets the object, so nobody else can close its index.
         except BaseException:
             self.index.close()
             raise
@@ -125,6 +128,7 @@ class Store:
             wanted = {self.upload_path(name) for name in uploads}
             wanted |= {self.cache_path(key) for key in keys}
             for path in self._list_files():
+                # Written, and dead before its row: nobody was told of it.
                 if path not in wanted and _is_own(path):
                     with suppress(OSError):  # such as of a disk that can only be read
                         path.unlink(missing_ok=True)
@@ -157,6 +161,7 @@ class Store:
         """End; what the shared folder does not know yet is pushed after the next start."""
         with self.lock:
             self.closed = True
+            # Wakes the thread, which then sees that the store is closed.
             self.news.set()
             self.index.close()
 
@@ -181,6 +186,7 @@ class Store:
         path = self.upload_path(upload_id)
         created = int(time.time())
         size = 0
+        # The same bytes read as HTML and as text are two documents.
         digest = start_document_hash(find_kind(name))
         with replace_file(path, follow=False) as temporary, temporary.open("wb") as file:
             while piece := content.read(PIECE):
@@ -203,6 +209,7 @@ class Store:
             with self.lock:
                 self.index.apply((f"insert into files values ({places})", row))
         except sqlite3.Error:
+            # Without a row the client gets an error, and the file would be an orphan.
             path.unlink()
             raise
         return upload
@@ -306,6 +313,7 @@ class Store:
     @contextmanager
     def write_cache(self, key: str, sha256: str) -> Iterator[Path]:
         """Give the block a path for a cache, which is known once the block has ended."""
+        # An error in the block leaves no row, and a file that the next start removes.
         yield self.cache_path(key)
         self._index_cache(key, sha256)
         if self.shared:
@@ -341,6 +349,7 @@ class Store:
         Returns:
             Whether the cache is here.
         """
+        # One at a time: of two threads that want one cache, the second finds it here.
         with self.fetching:
             if self.shared and not self.has_cache(key):
                 path = self.cache_path(key)
@@ -361,6 +370,7 @@ class Store:
                 # Where the disk can only be read, the file stays, no longer in the index.
                 with suppress(OSError):
                     path.replace(self.folder / "damaged" / f"{key}.rkv")
+        # Only what came from there is damaged there; a cache of our own was pushed whole.
         if self.shared and key in self.fetched:
             self.fetched.discard(key)
             self.shared.set_aside(sha256, key)
@@ -379,6 +389,7 @@ class Store:
         """Drop the caches used least recently until the quota holds, but never the newest."""
         total = self.index.select("select coalesce(sum(bytes), 0) from caches")[0][0]
         for key, size in self.index.select("select key, bytes from caches order by used"):
+            # The newest stays even where it alone is larger than the quota, for it is being used.
             if total <= self.disk or key == newest:
                 continue
             self.drop_caches([key])
@@ -401,6 +412,7 @@ class Store:
         Nothing happens where that is not pending any more.
         """
         row = (sha256, key)
+        # Pushing takes long, so the index is locked for its parts alone.
         with self.pushing:
             with self.lock:
                 select = "select 1 from pending where sha256 = ? and key = ?"
@@ -440,6 +452,7 @@ class Store:
                 return
             own = {row[0] for row in self.index.select("select sha256 from files")}
             for key, sha256 in self.index.select("select key, sha256 from caches"):
+                # A document that was deleted elsewhere and uploaded here stays.
                 if sha256 not in removed or sha256 in own:
                     continue
                 # A cache that was made after the deletion stays.
