@@ -97,7 +97,9 @@ def ask_many(
     questions_of = [answers.list_questions(questions) for _, questions in pairs]
     rows = []
     for (context, _), questions in zip(pairs, questions_of, strict=True):
+        # Neighbors with one context share its pairs in the batch, so questions stay together.
         rows += [(context.context, context.cache, question) for question in questions]
+    # Only empty lists of questions, which are answered by empty lists.
     if not rows:
         return [[] for _ in pairs]
     first = _check_one_model([context for context, _ in pairs])
@@ -176,6 +178,7 @@ def compose(contexts: Sequence[CompressedContext]) -> CompressedContext:
         seconds={"compose": round(time.perf_counter() - start, 4)},
         cut=sum(each.cut for each in manifests),
         parts=parts,
+        # The restore pairs of all contexts but the last are ordinary pairs of the whole by now.
         earlier=restored - cache.restore_length,
     )
     return CompressedContext(
@@ -221,6 +224,7 @@ def _check_one_model(contexts: Sequence[CompressedContext]) -> CompressedContext
             raise RestoreKVError(
                 f"A compressed context is what compress returns, not {type(each).__name__}."
             )
+        # The object and not its name: two loads of one model have weights in different places.
         if each.model is not first.model:
             raise RestoreKVError(
                 "A batch has one model; load the cache files with the same model object."

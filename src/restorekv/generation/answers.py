@@ -161,12 +161,14 @@ def make_answer(
     top = None
     ended = ids[-1] in stops
     if chooser is not None:
+        # Found again in the final text: a stop string may end in the middle of a token.
         cut = find_first_stop(chooser.sampling.stop, text)
         ended = ended or cut is not None or chooser.ends()
         if chooser.sampling.logprobs is not None:
             logprobs = tuple(chooser.logprobs)
             top = tuple(chooser.top)
     finish = "length"
+    # A stop string that comes before the repetition is what the caller asked for.
     if repeated and cut is None:
         finish = "repetition"
     elif ended:
@@ -199,6 +201,7 @@ def stream_answer(
     )
     limits = decoding.parse_limits(max_new_tokens, 1)
     steps = decoding.generate_tokens(model, tokenizer, cache, [prompt], limits, choosers=choosers)
+    # One prompt, so the number of its row says nothing.
     written = (token for _, token in steps)
     if sampling.copies:
         written = drop_repetition(written, tokenizer, sampling.copies)
@@ -240,12 +243,14 @@ class GrowingText:
 
     def push(self, token: int) -> str:
         """Return what has become certain with this token."""
+        # Something follows the EOS id, so it did not end the answer and belongs to the text.
         if self.end is not None:
             self.stream.push(self.end)
         self.end = token if token in self.eos_ids else None
         if self.end is None:
             self.stream.push(token)
         text = self.shorten(self.stream.certain)
+        # What may become a stop string is held back until the next token decides.
         return self.upto(text, len(text) - count_uncertain(text, self.stop_strings))
 
     def rest(self) -> str:
@@ -260,6 +265,7 @@ class GrowingText:
     def upto(self, text: str, end: int) -> str:
         """Return what was not returned before of the first `end` characters."""
         start = self.sent
+        # Never less: a longer tail may become uncertain than at the token before.
         self.sent = max(start, end)
         return text[start : self.sent]
 
@@ -293,6 +299,7 @@ def make_generate_inputs(
     asked = encode_question(tokenizer, context, question, answer_prefix)
     placeholder = get_padding_id(tokenizer)
     if plain:
+        # A rectangle: the first head holds as many pairs as all others.
         held = cache.full_attention[0].bounds[1] + cache.restore_length
         first = cache.get_seq_length()
         ids = torch.cat([asked.new_full((1, held), placeholder), asked], -1)
@@ -300,6 +307,7 @@ def make_generate_inputs(
             None
         ]
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions}
+    # Positions without a token of the text: restore tokens, or those that an offset skips.
     between = cache.positions - context.positions + cache.restore_length
     ids = torch.cat([context.ids, asked.new_full((1, between), placeholder), asked], -1)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

@@ -45,6 +45,7 @@ class Questions:
     async def end(self) -> None:
         """Refuse what has not begun; after GRACE seconds, end the other answers with an error."""
         self.service.end()
+        # `wait` refuses an empty list.
         if self.answering:
             await asyncio.wait(list(self.answering), timeout=GRACE)
         for question in list(self.answering.values()):
@@ -82,6 +83,7 @@ class Questions:
         chat = parse_chat(request, service.base, service.limits.tokens)
         service.check_open()
 
+        # Compressing may outlast the server, whose end is then the answer.
         async def is_over() -> bool:
             service.check_open()
             return await is_gone()
@@ -161,6 +163,7 @@ class PendingAnswer:
         So what is wrong with the question is raised while the response can still have a status.
         """
         first = await self._wait(asyncio.ensure_future(self.tokens.get()))
+        # The end came before any token: an error, which is raised here.
         if first is None:
             self.reply.result()
         self.first = [first]
@@ -179,17 +182,21 @@ class PendingAnswer:
                     break
                 sample, token, *more = item
                 for each in more:
+                    # A token whose text is not certain yet sends nothing; its log-probabilities
+                    # wait for it.
                     likely[sample].append((token, *each))
                 piece = self.texts[sample].push(token)
                 if piece:
                     yield sample, piece, likely[sample]
                     likely[sample] = []
+            # The reply comes after the last token, and an error with it.
             await self.reply
             for number, text in enumerate(self.texts):
                 rest = text.rest()
                 if rest or likely[number]:
                     yield number, rest, likely[number]
         finally:
+            # Also after the last piece, when nobody looks at it any more.
             self.question.cancelled = True
 
     async def _wait(self, future: asyncio.Future[T]) -> T:
@@ -206,6 +213,7 @@ async def stream_chat(pending: PendingAnswer, request: ChatRequest) -> AsyncIter
     header = pending.header
     try:
         for number in range(len(pending.texts)):
+            # OpenAI's clients expect the role before the first piece, in every sample.
             delta = ChoiceDelta(role="assistant", content="")
             yield format_event(replies.make_chunk(header, number, delta))
         async for number, piece, rows in pending.iter_pieces():
@@ -222,6 +230,7 @@ async def stream_chat(pending: PendingAnswer, request: ChatRequest) -> AsyncIter
             yield format_event(replies.make_usage_chunk(header, reply))
         yield "data: [DONE]\n\n"
     except RestoreKVError as error:
+        # The status has been sent, so the stream itself must say what went wrong.
         yield format_event(schemas.make_problem("server_error", str(error)))
 
 

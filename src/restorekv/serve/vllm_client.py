@@ -116,6 +116,7 @@ class InProcessVllm:
     def start(self) -> None:
         """Start the engine in the event loop that runs."""
         self.form.check_version()
+        # Importing vLLM takes many seconds, and no other engine needs it.
         arguments = import_module("vllm.engine.arg_utils")
         config = import_module("vllm.config")
         connector = self.form.make_config(self.store, self.fingerprint, self.documents_memory)
@@ -127,6 +128,7 @@ class InProcessVllm:
             engine = import_module("vllm.v1.engine.async_llm").AsyncLLM
             # vLLM's processes end with this one (plugin.py).
             server = {plugin.SERVER: str(os.getpid())}
+            # vLLM starts processes of its own, which read the variables once.
             with _set_environment({**self.form.environment, **server}):
                 self.llm = engine.from_engine_args(arguments.AsyncEngineArgs(**options))
         except (TypeError, ValueError, RuntimeError) as error:
@@ -154,16 +156,21 @@ class InProcessVllm:
             sampling_params = sampling.SamplingParams(
                 **params,
                 structured_outputs=structured,
+                # Only what is new, not the whole answer at every token.
                 output_kind=sampling.RequestOutputKind.DELTA,
+                # The library makes the text itself; vLLM needs it to look for stop strings.
                 detokenize=bool(params.get("stop")),
             )
             outputs = self.llm.generate(
                 {"prompt_token_ids": ids}, sampling_params, secrets.token_hex(8)
             )
+            # Closing vLLM's generator aborts the request, so an answer that nobody wants ends.
             async with aclosing(outputs):
                 async for output in outputs:
                     for each in output.outputs:
                         if each.finish_reason == "error":
+                            # vLLM says only that something failed. Loading the document here finds
+                            # out what.
                             problem = await asyncio.to_thread(self._explain_failure, ids)
                             raise RestoreKVError(problem)
                         yield Piece(
@@ -193,6 +200,7 @@ class InProcessVllm:
 @contextmanager
 def _set_environment(values: Mapping[str, str]) -> Iterator[None]:
     """Set variables of the environment for processes that the block starts."""
+    # None for those that were not set, which are removed again.
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -251,6 +259,7 @@ class RemoteVllm:
                 raise RestoreKVError(self._describe_start())
         self.client = httpx2.AsyncClient(
             headers=self.headers,
+            # An answer may take any time, and the first token waits for a document to be loaded.
             timeout=httpx2.Timeout(None, connect=10),
             limits=httpx2.Limits(max_connections=None),  # the engine bounds the questions
         )
@@ -279,6 +288,7 @@ class RemoteVllm:
             "prompt": ids,
             "stream": True,
             "stream_options": {"include_usage": True},
+            # The library decodes ids by its own rules, as its own engine does.
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
@@ -305,6 +315,7 @@ class RemoteVllm:
             raise self._make_refusal(json.dumps(event))
         usage = event.get("usage") or {}
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        # The last event of a stream has the usage and no tokens.
         if not event.get("choices") and cached is not None:
             return [Piece(0, (), cached=cached)]
         pieces = []
