@@ -60,6 +60,8 @@ def base(world: World, tmp: Path) -> dict[str, Words]:
         "convert-gate": ["convert-gate", tmp / "no.pt", *model, "-o", tmp / "gate"],
         "push": ["push", world.adapter, "owner/name", "--dry-run"],
         "demo": ["demo", "--json", tmp / "no" / "f.json"],
+        "chat": ["chat", world.cache, *model],
+        "serve": ["serve", *model, "--store", tmp / "store", "--port", 0],
     }
 
 

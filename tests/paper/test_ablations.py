@@ -93,6 +93,7 @@ def test_what_ships_was_trained_as_its_name_says(tmp_path):
                 }
                 # Settings that were not there yet.
                 added = {"init": "", "draws": 1, "ratio_weight": 0.0, "loss_power": 1.0}
+                added |= {"answer_decay": 0.0, "knows_ratio": False}
                 assert {**same, "processes": 1} == {**added, **told}, place
 
 
