@@ -23,10 +23,12 @@ from restorekv import __version__
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.adapters import load_adapter
 from restorekv.compression.budget import Budget, parse_ratio
-from restorekv.compression.compressor import Compressor, PreparedContext, Progress, time_phase
+from restorekv.compression.compressor import Compressor, PreparedContext, time_phase
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor
+from restorekv.compression.prepared_memory import PreparedMemory
 from restorekv.compression.presets import DEFAULT_EVICTOR, PRESETS
+from restorekv.compression.progress import OnProgress, measure_progress
 from restorekv.context import CompressedContext
 from restorekv.errors import BudgetError, RestoreKVError
 from restorekv.files import read_bytes
@@ -60,7 +62,8 @@ def compress(
     evictor: str = DEFAULT_EVICTOR,
     adapter: RestoreAdapter | str | Path | None = "auto",
     config: CompressionConfig = CompressionConfig(),
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
+    memory: PreparedMemory | None = None,
 ) -> CompressedContext:
     """Compress a context to a share of its KV pairs.
 
@@ -81,7 +84,10 @@ def compress(
             record or else by its training, unless the config's `restore_tokens` or `restore_from`
             asks for it.
         config: The settings that are rarely changed.
-        progress: Called with the name of each phase when it begins.
+        progress: Called with the phase ("prefill", "score" and so on) and the share of the whole
+            that is done, whenever a phase begins or the share has grown by a hundredth.
+        memory: Keeps the full cache, where it fits, so that the next cache of the same text needs
+            no reading; by default it is freed while the small one is made.
 
     Returns:
         The small cache, which answers questions and can be saved.
@@ -115,11 +121,13 @@ def compress(
         compressor = compressor.with_adapter(loaded)
     compressor = compressor.specialize(parsed, budget)
 
-    with torch.no_grad():
-        prepared = compressor.prepare(model, tokenizer, parsed, progress)
-        if progress and prepared.full is not None:
-            progress("evict")
-        cache, seconds = prepared.evict_timed(budget, consume=True)
+    tokens = parsed.positions * compressor.count_reads()
+    with torch.no_grad(), measure_progress(model, tokens, progress) as begin_phase:
+        memory = memory or PreparedMemory(limit=0)
+        prepared = memory.prepare(model, tokenizer, parsed, compressor, begin_phase)
+        if prepared.full is not None:
+            begin_phase("evict")
+        cache, seconds = prepared.evict_timed(budget, consume=not memory.holds(prepared))
         with time_phase(seconds, "evict"):
             attention.store_context(cache, config.storage, shape.groups)
         seconds = prepared.seconds | seconds

@@ -81,8 +81,9 @@ class Work:
         """
         seen = []
 
-        def stop(phase: str) -> None:
-            seen.append(phase)
+        def stop(phase: str, _: float) -> None:
+            if phase not in seen:
+                seen.append(phase)
             if len(seen) == 2:
                 raise MemoryError(phase)
 

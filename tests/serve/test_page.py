@@ -22,10 +22,20 @@ from restorekv.serve import (  # noqa: E402
     page,
     survivors,
 )
+from restorekv.serve.run import Settings, build_app  # noqa: E402
 from restorekv.serve.variants import Variant  # noqa: E402
 from tests.helpers.compressing import make_adapter  # noqa: E402
 from tests.helpers.models import build_model  # noqa: E402
-from tests.helpers.serving import KEY, TEXT, VARIANT, client_of, expected, serving, upload  # noqa: E402
+from tests.helpers.serving import (  # noqa: E402
+    KEY,
+    TEXT,
+    VARIANT,
+    client_of,
+    expected,
+    listening,
+    serving,
+    upload,
+)
 
 
 @pytest.fixture(scope="module")
@@ -255,10 +265,11 @@ def test_phases_are_those_of_compress(url, file, monkeypatch):
     started, real = [], caches.compress
 
     def slow(*args, progress, **options):
-        def waiting(name: str) -> None:
-            progress(name)
-            started.append(name)
-            time.sleep(0.3)
+        def waiting(name: str, share: float) -> None:
+            progress(name, share)
+            if name not in started:
+                started.append(name)
+                time.sleep(0.3)
 
         return real(*args, progress=waiting, **options)
 
@@ -287,3 +298,30 @@ def test_with_keys_the_page_is_open_and_documents_are_not(model, tiny_tokenizer,
         ):
             assert fetch(url, path)[0] == 401
         assert fetch(url, "/v1/variants", KEY)[0] == 200
+
+
+def test_three_caches_of_a_document_are_read_once(url):
+    """The page compares them; the one that is open is there before."""
+    client = client_of(url)
+    made = upload(client, f"A text of its own. {TEXT}", "once.txt")
+    for name in (VARIANT, "tiny", f"{VARIANT}-base"):
+        kept(url, made.id, model=name)
+    about = [{"role": "user", "content": [{"type": "file", "file": {"file_id": made.id}}]}]
+    about[0]["content"].append({"type": "text", "text": "Which code?"})
+    seconds = []
+    for name in (VARIANT, "tiny", f"{VARIANT}-base"):
+        reply = client.chat.completions.create(model=name, messages=about, max_tokens=2)
+        seconds.append(reply.model_extra["restorekv"]["seconds"])
+    assert "prefill" in seconds[0]
+    assert "prefill" not in seconds[1] and "prefill" not in seconds[2]
+
+
+def test_a_deleted_document_is_not_kept_whole(model, tiny_tokenizer, tmp_path):
+    app = build_app(model, tiny_tokenizer, Settings(tmp_path, "tiny", VARIANT))
+    with listening(app) as url:
+        client = client_of(url)
+        made = upload(client)
+        prepared = app.state.service.engine.prepared_memory
+        assert prepared.bytes_held > 0
+        client.files.delete(made.id)
+        assert prepared.bytes_held == 0

@@ -17,7 +17,7 @@ pytest.importorskip("openai")
 
 from restorekv.errors import RestoreKVError
 from restorekv.generation.answers import Answer
-from restorekv.serve.engine import BusyError, Reply, ServedDocument, settle_future
+from restorekv.serve.engine import READY, BusyError, Reply, ServedDocument, settle_future
 from restorekv.serve.run import Settings, build_engine_app, open_store
 from tests.helpers.models import build_tokenizer
 from tests.helpers.serving import KEY, listening
@@ -53,8 +53,8 @@ class Scripted:
             raise RestoreKVError("The text cannot be compressed; give another one.")
         return ServedDocument(sha256, variant, 40, "fresh" in text)
 
-    def get_phase(self, sha256, variant):
-        return "ready"
+    def get_state(self, sha256, variant):
+        return READY
 
     async def find_survivors(self, document, layer, head):
         sizes = {"before": 20, "after": 8}

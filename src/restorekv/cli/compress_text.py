@@ -6,7 +6,7 @@ from pathlib import Path
 
 from restorekv.cli.folder import CompressionRecipe
 from restorekv.cli.session import describe_method, open_model, read_text
-from restorekv.cli.terminal import notes, print_figures, write_figures
+from restorekv.cli.terminal import print_figures, show_progress_share, write_figures
 from restorekv.context import CompressedContext, format_bytes
 from restorekv.pipeline import compress
 
@@ -16,17 +16,12 @@ def compress_file(file: str, out: Path, recipe: CompressionRecipe, json: Path | 
     text = read_text(file)
     model, tokenizer = open_model(recipe.model, recipe.dtype, recipe.device, recipe.yarn)
     start = time.perf_counter()
-    with notes.status("compressing") as status:
+    with show_progress_share("compressing", lines=False) as show:
         compressed = compress(
-            model,
-            tokenizer,
-            text,
-            config=recipe.config,
-            progress=status.update,
-            **recipe.options,
+            model, tokenizer, text, config=recipe.config, progress=show, **recipe.options
         )
         seconds = time.perf_counter() - start
-        status.update("saving")
+        show("saving", 1.0)
         compressed.save(out)
     if json:
         sizes = {"file": str(out), "file_bytes": out.stat().st_size}

@@ -88,9 +88,11 @@ def show_progress_bar(title: str, lines: bool = False) -> Iterator[Callable[...,
 
 
 @contextmanager
-def show_progress_share(title: str) -> Iterator[Callable[[str, float], None]]:
+def show_progress_share(title: str, lines: bool = True) -> Iterator[Callable[[str, float], None]]:
     """Show a progress bar for work of unequal parts; the block gets the callback (current part,
     share done).
+
+    With `lines`, print a line for every tenth where there is no terminal.
     """
     with _make_progress(TaskProgressColumn()) as progress:
         task = progress.add_task(title, total=1.0)
@@ -99,7 +101,7 @@ def show_progress_share(title: str) -> Iterator[Callable[[str, float], None]]:
         def update(what: str, share: float) -> None:
             nonlocal printed
             progress.update(task, completed=share, description=what)
-            if not notes.is_terminal and share - printed >= 0.1:
+            if lines and not notes.is_terminal and share - printed >= 0.1:
                 printed = share
                 notes.print(f"{share:.0%} {what}", highlight=False)
 

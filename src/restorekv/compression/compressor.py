@@ -54,6 +54,10 @@ class Compressor(ABC):
         """Return the method with an adapter that restores what it loses."""
         raise AdapterError(f"{self.spec} restores nothing; leave out the adapter.")
 
+    def count_reads(self) -> int:
+        """Return how many times all layers read the context in `prepare` and `evict`."""
+        return 1
+
     def as_published(self, prefix: int) -> Self:
         """Return the method with its authors' own settings where the spec leaves the defaults;
         `prefix` is S.

@@ -99,6 +99,9 @@ class Eviction(Compressor):
         """Return the evictor's identity."""
         return self.evictor.identity(model)
 
+    def count_reads(self) -> int:
+        return 1 + self.evictor.rereads if self.scoring else 1
+
     def with_config(self, config: CompressionConfig) -> Eviction:
         return replace(self, config=config)
 

@@ -28,6 +28,8 @@ class Evictor(ABC):
     streams: ClassVar[bool] = True
     # Whether it only reads the full cache that it gets, which may then lie in host memory.
     offloads: ClassVar[bool] = True
+    # How many times scoring reads the context again, after the prefill.
+    rereads: ClassVar[int] = 0
 
     @property
     def spec(self) -> str:

@@ -54,6 +54,7 @@ class KVzip(Evictor):
     """
 
     name: ClassVar[str] = "kvzip"
+    rereads: ClassVar[int] = 1
 
     chunk: int = 2048
     sinks: int = 4

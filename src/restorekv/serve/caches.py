@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.compression.config import CompressionConfig
+from restorekv.compression.prepared_memory import PreparedMemory
 from restorekv.context import CompressedContext
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.generation import decoding
@@ -37,6 +38,9 @@ from restorekv.pipeline import compress
 from restorekv.serve.documents import check_size, explain_length
 from restorekv.serve.engine import (
     ENDING,
+    READY,
+    WAITING,
+    CacheState,
     Content,
     Engine,
     Reply,
@@ -143,10 +147,13 @@ class CacheEngine(Engine, Generic[Active]):
         # By the document's hash and the cache's key.
         self.held: OrderedDict[tuple[str, str], CompressedContext] = OrderedDict()
         self.lock = threading.Lock()  # of `held`
+        # The last full cache, while there is room beside the documents: the page compares three
+        # caches of one document, which is read once.
+        self.prepared_memory = PreparedMemory(memory)
         self.loading = threading.Lock()  # while a cache is read from disk
         store.on_delete = self.forget_document
-        # The key of the cache that is being made, and the phase that it is in.
-        self.making = ("", "")
+        # The key of the cache that is being made, and how far it is.
+        self.making = ("", WAITING)
         self.counts = {"questions": 0, "tokens": 0, "compressed": 0, "loaded": 0, "hits": 0}
         self.compressor = ThreadPoolExecutor(
             1, "restorekv-compress", initializer=self._note_compressing_thread
@@ -303,22 +310,24 @@ class CacheEngine(Engine, Generic[Active]):
         # By its characters, before a huge text is tokenized.
         check_size(content, self.tokenizer, count_usable_positions(self.model))
 
-        def note_phase(name: str) -> None:
-            # One assignment of a tuple: who reads it from another thread sees a phase of its key.
-            self.making = (key, name)
+        def note_progress(phase: str, share: float) -> None:
+            # One assignment of a tuple: who reads it from another thread sees a state of its key.
+            self.making = (key, CacheState(phase, share))
 
+        self.prepared_memory.limit = self.memory - self.bytes_held
         try:
             with explain_length():
                 context = compress(
                     self.model,
                     self.tokenizer,
                     content,
-                    progress=note_phase,
+                    progress=note_progress,
+                    memory=self.prepared_memory,
                     config=CompressionConfig(**variant.settings, **self.compress_settings),
                     **variant.options,
                 )
         finally:
-            self.making = ("", "")
+            self.making = ("", WAITING)
         self.counts["compressed"] += 1
         return context
 
@@ -349,19 +358,20 @@ class CacheEngine(Engine, Generic[Active]):
 
     def forget_document(self, sha256: str) -> None:
         """Take a deleted document out of memory; questions being answered keep it to their end."""
+        self.prepared_memory.clear()
         with self.lock:
             for place in list(self.held):
                 if place[0] == sha256:
                     del self.held[place]
 
-    def get_phase(self, sha256: str, variant: Variant) -> str:
+    def get_state(self, sha256: str, variant: Variant) -> CacheState:
         key = self.make_key(sha256, variant)
-        making, phase = self.making
+        making, state = self.making
         if making == key:
-            return phase
+            return state
         # Without the lock: the answer may be old by the time it arrives anyway.
         is_here = (sha256, key) in self.held or self.store.has_cache(key)
-        return "ready" if is_here else "waiting"
+        return READY if is_here else WAITING
 
     async def find_survivors(
         self, document: ServedDocument, layer: int | None, head: int | None
@@ -377,6 +387,7 @@ class CacheEngine(Engine, Generic[Active]):
         now = {
             "documents_held": len(self.held),
             "bytes_held": self.bytes_held,
+            "bytes_prepared": self.prepared_memory.bytes_held,
             "questions_waiting": waiting,
             "questions_answering": len(self.tasks) - waiting,
         }
@@ -420,6 +431,8 @@ class CacheEngine(Engine, Generic[Active]):
         """Keep a cache in memory; those used least recently go, but never this one."""
         with self.lock:
             self.held[sha256, key] = context
+            if self.bytes_held + self.prepared_memory.bytes_held > self.memory:
+                self.prepared_memory.clear()
             # Oldest first: `_find_in_memory` moves what is used to the end.
             while len(self.held) > 1 and self.bytes_held > self.memory:
                 self.held.popitem(last=False)

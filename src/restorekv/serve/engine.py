@@ -17,7 +17,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -36,6 +36,19 @@ SHORTAGES = DISK_FULL | READ_ONLY | OTHER_SHORTAGES
 ENDING = "The server is shutting down; retry when it is back."
 
 ResourceShortage = OSError | MemoryError | sqlite3.OperationalError
+
+
+class CacheState(NamedTuple):
+    """How far a document's cache is: "waiting", a phase of `compress`, or "ready", and the share
+    of the compression that is done.
+    """
+
+    phase: str
+    share: float
+
+
+WAITING = CacheState("waiting", 0.0)
+READY = CacheState("ready", 1.0)
 
 # Returns a text, or the path of a cache file. It is called only where the content is needed.
 Content = Callable[[], str | Path]
@@ -246,8 +259,8 @@ class Engine(ABC):
         """Return a document from memory, from disk, or compressed now."""
 
     @abstractmethod
-    def get_phase(self, sha256: str, variant: Variant) -> str:
-        """Return how far a cache is: "waiting", a phase of `compress`, or "ready"."""
+    def get_state(self, sha256: str, variant: Variant) -> CacheState:
+        """Return how far a cache is."""
 
     @abstractmethod
     async def find_survivors(

@@ -14,6 +14,7 @@ from fastapi.responses import Response
 from restorekv.compression.presets import PRESETS
 from restorekv.evictors import EVICTORS
 from restorekv.serve import schemas
+from restorekv.serve.engine import WAITING
 from restorekv.serve.index import FAILED
 from restorekv.serve.service import ApiError, Service
 from restorekv.serve.variants import Variant
@@ -57,10 +58,10 @@ def add_page(app: FastAPI, service: Service) -> None:
     @app.get("/v1/files/{name}/progress", response_model=schemas.CompressionProgress)
     async def progress(name: str, model: str) -> dict:
         upload = service.find_upload(name)
-        phase = service.engine.get_phase(upload.sha256, Variant.parse(model, service.base))
-        if phase == "waiting" and upload.status == FAILED:
-            phase = FAILED
-        return {"phase": phase}
+        state = service.engine.get_state(upload.sha256, Variant.parse(model, service.base))
+        if state == WAITING and upload.status == FAILED:
+            return {"phase": FAILED, "share": 0.0}
+        return {"phase": state.phase, "share": state.share}
 
     @app.get("/v1/files/{name}/kept", response_model=schemas.Kept)
     async def kept(

@@ -66,6 +66,7 @@ class Files(BaseModel):
 
 class CompressionProgress(BaseModel):
     phase: str = Field(description='"waiting", a phase of the compression, "error" or "ready"')
+    share: float = Field(description="the share of the compression that is done, from 0 to 1")
 
 
 class Default(BaseModel):

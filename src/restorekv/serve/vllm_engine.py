@@ -36,6 +36,8 @@ from restorekv.model.shape import CacheShape
 from restorekv.serve.caches import NO_CACHE, ActiveQuestion, CacheCost, CacheEngine
 from restorekv.serve.documents import explain_length
 from restorekv.serve.engine import (
+    READY,
+    CacheState,
     Content,
     ServedDocument,
     ServedQuestion,
@@ -173,9 +175,9 @@ class VllmEngine(CacheEngine[VllmQuestion]):
         super().forget_document(sha256)
         self.texts.pop(sha256, None)
 
-    def get_phase(self, sha256: str, variant: Variant) -> str:
-        """Return what is done now to make a cache; a full one is always ready."""
-        return super().get_phase(sha256, variant) if variant.method else "ready"
+    def get_state(self, sha256: str, variant: Variant) -> CacheState:
+        """Return how far a cache is; a full one is always ready."""
+        return super().get_state(sha256, variant) if variant.method else READY
 
     async def find_survivors(
         self, document: ServedDocument, layer: int | None, head: int | None

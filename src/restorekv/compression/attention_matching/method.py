@@ -111,6 +111,9 @@ class AttentionMatching(Compressor):
         """The method's name and the settings that are not the defaults."""
         return spec.format_spec(self.name, self)
 
+    def count_reads(self) -> int:
+        return 2
+
     def with_config(self, config: CompressionConfig) -> AttentionMatching:
         return replace(self, config=config)
 

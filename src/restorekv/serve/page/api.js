@@ -52,13 +52,13 @@ export const json = async (path, options) => (await request(path, options)).json
 
 export const ofFile = (id, what = "") => `/v1/files/${encodeURIComponent(id)}${what}`;
 
-// Waits for `work`, and meanwhile passes the phase of the compression of a file to `show`.
+// Waits for `work`, and meanwhile passes the phase of a file's compression, and its share that is done, to `show`.
 export async function watched(id, model, work, show) {
   let done = false;
   const poll = async () => {
     while (!done) {
-      const { phase } = await json(ofFile(id, `/progress?model=${encodeURIComponent(model)}`));
-      if (!done) show(phase);
+      const { phase, share } = await json(ofFile(id, `/progress?model=${encodeURIComponent(model)}`));
+      if (!done) show(phase, share);
       await sleep(0.25);
     }
   };
@@ -84,13 +84,13 @@ async function* events(response) {
 }
 
 // Streams an answer to `onText`, and returns it with what the server says of its cache and seconds.
-export async function answer(file, model, messages, limit, { onText, onPhase, signal }) {
+export async function answer(file, model, messages, limit, { onText, onProgress, signal }) {
   const body = { model, messages, max_tokens: limit, temperature: 0, stream: true };
   body.stream_options = { include_usage: true };
   const headers = { "content-type": "application/json" };
   const sent = request("/v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal });
   const result = { text: "", held: null };
-  for await (const chunk of events(await watched(file, model, sent, onPhase))) {
+  for await (const chunk of events(await watched(file, model, sent, onProgress))) {
     if (chunk.error) throw new Error(chunk.error.message);
     const piece = chunk.choices[0]?.delta.content;
     if (piece) onText(result.text += piece);

@@ -13,10 +13,10 @@ const chosen = () => `${state.variants.base}:${$("method").value}-${Number($("ra
 
 const asItIs = (file) => file.filename.endsWith(".rkv"); // whatever the model id says
 
-function busy(phase) {
+function busy(phase, share = 0) {
   $("bar").hidden = !phase;
-  $("bar").value = ask.phaseNumber(phase);
-  $("phase").textContent = phase ? `${ask.phaseName(phase)} …` : "";
+  $("bar").value = share;
+  $("phase").textContent = phase ? ask.describePhase(phase, share) : "";
 }
 
 async function compress() {
@@ -27,8 +27,8 @@ async function compress() {
   $("results").hidden = true;
   busy("waiting");
   try {
-    const found = await watched(state.file.id, state.model, kept(state.file, state.model), (phase) => {
-      if (own === turn) busy(phase);
+    const found = await watched(state.file.id, state.model, kept(state.file, state.model), (phase, share) => {
+      if (own === turn) busy(phase, share);
     });
     if (own !== turn) return;
     showSizes(found);

@@ -9,8 +9,11 @@ const PHASES = {
   restore: "Computing restore tokens", evict: "Evicting tokens", ready: "Ready",
 };
 
-export const phaseName = (phase) => PHASES[phase] ?? "";
-export const phaseNumber = (phase) => Math.max(Object.keys(PHASES).indexOf(phase), 0);
+// What is done now, and how much of the whole is done.
+export function describePhase(phase, share) {
+  const done = share > 0 && share < 1 ? `, ${Math.round(100 * share)} % done` : "";
+  return phase in PHASES ? `${PHASES[phase]}${done} …` : "";
+}
 
 let running = null;
 
@@ -39,12 +42,14 @@ const opening = (file, question) => ({
 
 async function write(into, about, state, model, messages, signal) {
   into.setAttribute("aria-busy", "true");
-  const onPhase = (phase) => { about.textContent = phase === "ready" ? "Answering …" : `${phaseName(phase)} …`; };
-  onPhase("waiting");
+  const onProgress = (phase, share) => {
+    about.textContent = phase === "ready" ? "Answering …" : describePhase(phase, share);
+  };
+  onProgress("waiting", 0);
   const onText = (text) => { into.textContent = text; };
   try {
     const limit = Math.min(LIMIT, state.variants.max_tokens);
-    const result = await answer(state.file.id, model, messages, limit, { onText, onPhase, signal });
+    const result = await answer(state.file.id, model, messages, limit, { onText, onProgress, signal });
     if (!result.text) into.textContent = "(The answer is empty.)";
     const { pairs, bytes, seconds } = result.held;
     about.textContent = `first word ${seconds.first.toFixed(2)} s, all ${seconds.total.toFixed(2)} s; `

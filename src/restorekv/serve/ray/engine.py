@@ -26,6 +26,9 @@ from restorekv.errors import import_extra
 from restorekv.files import HOST
 from restorekv.serve.caches import make_cache_key
 from restorekv.serve.engine import (
+    READY,
+    WAITING,
+    CacheState,
     Content,
     Engine,
     Reply,
@@ -63,7 +66,7 @@ class RayEngine(Engine):
         self.errors = import_module("ray.exceptions")
         self.tokenizer, self.stops, self.made_with = handle.describe_model.remote().result()
         self.lengths: OrderedDict[str, int] = OrderedDict()  # tokens of documents, by key
-        self.phases: dict[str, str] = {}  # of the documents that are being made, by key
+        self.states: dict[str, CacheState] = {}  # of the documents that are being made, by key
         self.reports: dict[str, Any] = {}  # the last ReplicaReport of every replica
 
     def start(self) -> None:
@@ -96,7 +99,7 @@ class RayEngine(Engine):
         """Have the replica of `beside` load a document, or make it of its content."""
         key = self.make_key(document.sha256, document.variant)
         route = self.make_key(beside.sha256, beside.variant)
-        self.phases.setdefault(key, "waiting")
+        self.states.setdefault(key, WAITING)
         try:
             try:
                 tokens, fresh = await self._try_replicas(
@@ -109,7 +112,7 @@ class RayEngine(Engine):
                     lambda: self._place(key, route, document, content)
                 )
         finally:
-            self.phases.pop(key, None)
+            self.states.pop(key, None)
         self.lengths[key] = tokens
         while len(self.lengths) > REMEMBERED:
             self.lengths.popitem(last=False)
@@ -120,7 +123,7 @@ class RayEngine(Engine):
     async def _place(
         self, key: str, route: str, document: ServedDocument, content: str | bytes | None
     ) -> tuple[int, bool]:
-        """Have a replica load or make a document, and note its phases.
+        """Have a replica load or make a document, and note how far it is.
 
         Returns:
             The document's tokens, and whether it was compressed now.
@@ -128,17 +131,17 @@ class RayEngine(Engine):
         found = (0, False)
         place = (document.sha256, document.variant)
         async for item in self._call("get_document", route, place, content):
-            if isinstance(item, str):
-                self.phases[key] = item
+            if isinstance(item, CacheState):
+                self.states[key] = item
             else:
                 found = item
         return found
 
-    def get_phase(self, sha256: str, variant: Variant) -> str:
+    def get_state(self, sha256: str, variant: Variant) -> CacheState:
         key = self.make_key(sha256, variant)
-        if key in self.phases:
-            return self.phases[key]
-        return "ready" if key in self.lengths else "waiting"
+        if key in self.states:
+            return self.states[key]
+        return READY if key in self.lengths else WAITING
 
     async def find_survivors(
         self, document: ServedDocument, layer: int | None, head: int | None

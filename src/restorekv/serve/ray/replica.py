@@ -25,14 +25,14 @@ from restorekv.files import file_lock
 from restorekv.generation import decoding
 from restorekv.model.load import load_model
 from restorekv.serve.embedded import EmbeddedEngine
-from restorekv.serve.engine import ServedDocument, ServedQuestion, ask_engine
+from restorekv.serve.engine import CacheState, ServedDocument, ServedQuestion, ask_engine
 from restorekv.serve.ray.router import DocumentRouter
 from restorekv.serve.run import check_loading
 from restorekv.serve.shared import SharedFolder
 from restorekv.serve.store import Store
 from restorekv.serve.variants import Variant
 
-LOOK = 0.1  # seconds between two looks at the phase of a compression
+LOOK = 0.1  # seconds between two looks at how far a compression is
 Place = tuple[str, Variant]  # of a document: the SHA-256 of its content, and how it is held
 
 
@@ -104,7 +104,7 @@ class Replica:
     async def get_document(
         self, place: Place, content: str | bytes | None
     ) -> AsyncIterator[object]:
-        """Yield the phases of a compression, then (tokens, fresh), then a report.
+        """Yield the states of a compression, then (tokens, fresh), then a report.
 
         Without a content, the document is loaded; raises MissingError where it is not there.
         """
@@ -124,13 +124,13 @@ class Replica:
                     source = content
                 getting = self.engine.get_document(*place, lambda: source)
             task = asyncio.ensure_future(getting)
-            phase = ""
+            state: CacheState | None = None
             while not task.done():
                 await asyncio.wait([task], timeout=LOOK)
-                now = self.engine.get_phase(*place)
-                if not task.done() and now != phase:
-                    phase = now
-                    yield phase
+                now = self.engine.get_state(*place)
+                if not task.done() and now != state:
+                    state = now
+                    yield state
             document = task.result()
         yield document.tokens, document.fresh
         yield self._make_report()

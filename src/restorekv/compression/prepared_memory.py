@@ -1,0 +1,120 @@
+"""The last context that was read and scored, kept for caches of other ratios.
+
+Reading a text takes far longer than evicting from it. Whoever compares the caches of one text, with
+and without restoring and at several ratios, reads it once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.cache.dense import list_dense_layers
+from restorekv.compression.compressor import Compressor, PreparedContext, Progress
+from restorekv.compression.eviction import Eviction
+from restorekv.compression.full_cache import ScoredContext
+from restorekv.model.prompt import Context
+from restorekv.model.shape import CacheShape
+
+
+@dataclass(frozen=True)
+class PreparedKey:
+    """What a prepared context depends on."""
+
+    model: int  # the id of a model that is held by what is prepared
+    ids: bytes
+    prefix: int
+    evictor: str  # with its settings
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, context: Context, compressor: Eviction) -> PreparedKey:
+        """Return the key of what `compressor` prepares."""
+        ids = context.ids.cpu().contiguous().numpy().tobytes()
+        return cls(id(model), ids, context.prefix, compressor.identity(model))
+
+
+class PreparedMemory:
+    """Keeps the last context whole, with its scores, as long as it fits.
+
+    Args:
+        limit: The largest size of a full cache that is kept, in bytes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.kept: tuple[PreparedKey, ScoredContext] | None = None
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of the full cache that is kept."""
+        kept = self.kept
+        if kept is None:
+            return 0
+        layers = list_dense_layers(kept[1].full)
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+
+    def clear(self) -> None:
+        """Let the kept context go."""
+        self.kept = None
+
+    def holds(self, prepared: PreparedContext) -> bool:
+        """Return whether a context's full cache is the one that is kept, and must stay whole."""
+        kept = self.kept
+        return kept is not None and kept[1].full is prepared.full
+
+    def prepare(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        context: Context,
+        compressor: Compressor,
+        progress: Progress,
+    ) -> PreparedContext:
+        """Return what the compressor would prepare: of the kept context, or anew.
+
+        The `seconds` of a kept one are those of its restore pass alone, since nothing was read.
+        """
+        if not isinstance(compressor, Eviction) or not self._can_keep(model, context, compressor):
+            return compressor.prepare(model, tokenizer, context, progress)
+        prepared = self._find(model, context, compressor)
+        if prepared is None:
+            # Before a new one is made, so that never two are in memory.
+            self.clear()
+            if not compressor.scoring:
+                return compressor.prepare(model, tokenizer, context, progress)
+            # Without the adapter: what is kept serves caches that are not restored too.
+            alone = replace(compressor, adapter=None)
+            prepared = alone.prepare(model, tokenizer, context, progress)
+            assert isinstance(prepared, ScoredContext), "only streaming prepares another kind"
+            self.kept = (PreparedKey.of(model, context, compressor), prepared)
+        if compressor.adapter is None:
+            return prepared
+        progress("restore")
+        return prepared.with_restore_cache(compressor.adapter)
+
+    def _find(
+        self, model: PreTrainedModel, context: Context, compressor: Eviction
+    ) -> ScoredContext | None:
+        """Return the kept context under the compressor's config, if it is the one asked for."""
+        kept = self.kept
+        if kept is None:
+            return None
+        key, prepared = kept
+        asked = PreparedKey.of(model, context, compressor)
+        if not compressor.scoring:
+            # Nothing competes, so that it does not matter what was scored by which evictor.
+            asked = replace(asked, evictor=key.evictor)
+        if key != asked:
+            return None
+        return replace(prepared, context=context, config=compressor.config, seconds={})
+
+    def _can_keep(self, model: PreTrainedModel, context: Context, compressor: Eviction) -> bool:
+        """Return whether the full cache of a context is in memory, and fits."""
+        config = compressor.config
+        shape = CacheShape.from_model(model)
+        # Keys and values of every pair. Layers with a window hold little, and are left out.
+        numbers = 2 * context.positions * shape.layers * shape.heads * shape.head_dim
+        fits = numbers * model.dtype.itemsize <= self.limit
+        return fits and config.streaming is None and not config.offload

@@ -1,0 +1,101 @@
+"""A context that is kept whole gives the same caches as one that is read anew, and is read once."""
+
+import pytest
+
+from restorekv import CompressionConfig, compress
+from restorekv.compression.eviction import Eviction
+from restorekv.compression.prepared_memory import PreparedMemory
+from tests.helpers.compressing import TEXT, compress_with, make_adapter
+from tests.helpers.models import build_model
+
+PLENTY = 1 << 30
+
+
+@pytest.fixture
+def preparations(monkeypatch):
+    """The contexts that are prepared anew."""
+    made = []
+    prepare = Eviction.prepare
+
+    def note(*arguments):
+        made.append(arguments[0])
+        return prepare(*arguments)
+
+    monkeypatch.setattr(Eviction, "prepare", note)
+    return made
+
+
+def list_bits(compressed):
+    return [tensor for layer in compressed.cache.layers for tensor in layer.list_tensors()]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("evictor", ["kvzip", "snapkv"])
+def test_kept_and_anew_are_equal(family, evictor, tiny_tokenizer, preparations):
+    model = build_model(family)
+    adapter = make_adapter(model)
+    memory = PreparedMemory(PLENTY)
+    ways = (
+        {"ratio": 0.4, "adapter": adapter},
+        {"ratio": 0.4, "adapter": None},
+        {"ratio": 1, "adapter": None},
+        {"ratio": 0.2, "adapter": None, "allocation": "per-head"},
+        {"ratio": 0.6, "adapter": adapter, "restore_from": "evicted"},
+    )
+    for way in ways:
+        options = {"evictor": evictor, **way}
+        kept = compress_with(model, tiny_tokenizer, TEXT, memory=memory, **options)
+        assert len(preparations) == 1
+        anew = compress_with(model, tiny_tokenizer, TEXT, **options)
+        assert preparations.pop() is not None
+        assert len(preparations) == 1
+        assert all(a.equal(b) for a, b in zip(list_bits(kept), list_bits(anew), strict=True))
+        assert kept.manifest.ratio == anew.manifest.ratio
+        assert kept.manifest.pairs_held == anew.manifest.pairs_held
+        if way is not ways[0]:
+            assert "prefill" not in kept.manifest.seconds
+
+
+def test_another_text_or_evictor_is_read(tiny_tokenizer, preparations):
+    model = build_model("qwen3")
+    memory = PreparedMemory(PLENTY)
+    cases = ((TEXT, "kvzip"), (TEXT, "snapkv"), (TEXT + "More.", "snapkv"))
+    for number, (text, evictor) in enumerate(cases, 1):
+        compress(model, tiny_tokenizer, text, ratio=0.4, evictor=evictor, adapter=None)
+        preparations.clear()
+        made = compress(
+            model, tiny_tokenizer, text, ratio=0.4, evictor=evictor, adapter=None, memory=memory
+        )
+        assert len(preparations) == 1, number
+        assert made.manifest.evictor == evictor
+    other = build_model("qwen3")
+    compress(other, tiny_tokenizer, text, ratio=0.4, evictor=evictor, memory=memory)
+    assert len(preparations) == 2
+
+
+def test_what_does_not_fit_is_not_kept(tiny_tokenizer):
+    model = build_model("qwen3")
+    options = {"ratio": 0.4, "evictor": "kvzip", "adapter": None}
+    whole = compress(model, tiny_tokenizer, TEXT, **options).manifest.bytes_full
+    for limit, held in ((whole - 1, 0), (whole, whole)):
+        memory = PreparedMemory(limit)
+        compress(model, tiny_tokenizer, TEXT, memory=memory, **options)
+        assert memory.bytes_held == held
+    memory.clear()
+    assert memory.bytes_held == 0
+
+
+@pytest.mark.parametrize("config", [{"streaming": 16}, {"offload": True}])
+def test_what_is_never_whole_in_memory_is_not_kept(config, tiny_tokenizer):
+    memory = PreparedMemory(PLENTY)
+    compress(
+        build_model("qwen3"),
+        tiny_tokenizer,
+        TEXT,
+        ratio=0.4,
+        evictor="kvzip",
+        adapter=None,
+        config=CompressionConfig(**config),
+        memory=memory,
+    )
+    assert memory.kept is None
