@@ -5,7 +5,7 @@ holds.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -25,7 +25,7 @@ from restorekv.compression.eviction import Eviction, make_compressor
 from restorekv.compression.growing import Growth
 from restorekv.errors import CacheFileError, RestoreKVError, warn
 from restorekv.generation import answers, decoding
-from restorekv.generation.answers import Answer
+from restorekv.generation.answers import Answer, AnswerStream
 from restorekv.generation.chat import Chat
 from restorekv.generation.sampling import FiniteLogits, SamplingConfig, SamplingOptions, take_limit
 from restorekv.model import attention, support
@@ -75,7 +75,7 @@ class CompressedContext:
         stream: Literal[True],
         answer_prefix: str = ...,
         **options: Unpack[SamplingOptions],
-    ) -> Iterator[str]: ...
+    ) -> AnswerStream: ...
 
     @overload
     def ask(
@@ -151,7 +151,7 @@ class CompressedContext:
         graph: bool = False,
         details: bool = False,
         **options: Any,
-    ) -> str | list[Any] | Answer | Iterator[str]:
+    ) -> str | list[Any] | Answer | AnswerStream:
         """Answer one question, or a list of questions in one batch.
 
         With samples=N, N above 1, the answer to each question is a list of N.
@@ -173,7 +173,8 @@ class CompressedContext:
                 or `config`, a `SamplingConfig` or transformers' `GenerationConfig`.
 
         Returns:
-            A text for one question, a list for a list, an iterator with stream=True.
+            A text for one question, a list for a list; with stream=True an iterator, whose `answer`
+            says at its end why the answer ended.
         """
         max_new_tokens = take_limit(options, max_new_tokens)
         sampling = SamplingConfig.make(**options)

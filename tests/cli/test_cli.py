@@ -101,6 +101,7 @@ def test_compress_then_ask_as_the_library_does(world, tmp_path):
     expected = loaded.ask([QUESTION, "is the code seven?"], 6)
     one = cli("ask", out, QUESTION, "--model", world.model, "--max-new-tokens", 6)
     assert one.code == 0 and one.out == expected[0] + "\n"
+    assert "(the answer was cut after 6 tokens; --max-new-tokens sets the limit)" in one.err
     # The file says which folder, which is only its word.
     unnamed = cli("ask", out, QUESTION, "--max-new-tokens", 6)
     assert unnamed.code == 1 and "with --model" in unnamed.err
@@ -122,6 +123,8 @@ def test_compress_then_ask_as_the_library_does(world, tmp_path):
     assert [row["answer"] for row in rows] == expected and {row["file"] for row in rows} == {
         str(out)
     }
+    assert {row["finish"] for row in rows} == {"length"}
+    assert "(2 answers were cut after 6 tokens" in both.err
 
 
 def test_several_files_answer_in_one_batch(world, tmp_path):

@@ -48,7 +48,8 @@ def test_inspect_shows_a_character_that_is_cut_and_one_that_replaces(world, tmp_
 
 def test_answers_act_on_no_terminal(world, tmp_path, monkeypatch):
     said = [[answers.Answer(HOSTILE, (1,), "stop", 1)]] * 2
-    monkeypatch.setattr(answers, "stream_answer", lambda *_, **__: iter([HOSTILE]))
+    stream = answers.AnswerStream((each for each in [HOSTILE]), lambda: said[0][0])
+    monkeypatch.setattr(answers, "stream_answer", lambda *_, **__: stream)
     monkeypatch.setattr(answers, "answer_questions", lambda *_, **__: said)
     ask = ("ask", world.cache, "--model", world.model)
     assert cli(*ask, QUESTION).out == f"{SHOWN}\n"

@@ -121,6 +121,7 @@ def test_a_repetition_ends_an_answer_and_leaves_the_first_copy(small):
     words = len(small.tokenizer.encode(SENTENCE))
     assert len(answer.ids) <= len(small.tokenizer.encode(CUT)) + 3 * words
     pieces = small.ask(QUESTIONS[0], stream=True, stop_repeats=3, **dictate(small))
+    assert pieces.answer is None
     assert "".join(pieces) == CUT
     asked = [(small, QUESTIONS[0])]
     assert ask_many(asked, stop_repeats=3, **dictate(small)) == [CUT]

@@ -257,3 +257,18 @@ def test_the_path_of_a_page_is_read_as_its_text(small, tmp_path):
     text = extract_text("page.html", page.read_bytes())
     plain = compress(small.model, small.tokenizer, text, ratio=0.5, adapter=None)
     assert made.context.ids.tolist() == plain.context.ids.tolist()
+
+
+@pytest.mark.parametrize("limit", [3, 40])
+@pytest.mark.parametrize("options", [{}, {"stop": ["e", "a"]}, {"stop_repeats": 2}])
+def test_a_stream_tells_at_its_end_how_the_answer_ended(small, limit, options):
+    expected = small.ask(QUESTIONS[0], limit, details=True, **options)
+    stream = small.ask(QUESTIONS[0], limit, stream=True, **options)
+    assert stream.answer is None
+    assert "".join(stream) == expected.text
+    assert (stream.answer.finish, stream.answer.ids) == (expected.finish, expected.ids)
+    assert next(stream, None) is None and stream.answer.text == expected.text
+    left = small.ask(QUESTIONS[0], limit, stream=True, **options)
+    next(left, None)
+    left.close()
+    assert next(left, None) is None and left.answer is None

@@ -59,16 +59,22 @@ def run(
     # One question of one file is answered piece by piece; more in one batch.
     start = time.perf_counter()
     if len(files) * len(asked) == 1 and json is None:
-        for piece in documents[0].ask(asked[0], max_new_tokens, stream=True, config=sampling):
+        stream = documents[0].ask(asked[0], max_new_tokens, stream=True, config=sampling)
+        for piece in stream:
             print(make_visible(piece), end="", flush=True)
         print()
+        if stream.answer and stream.answer.finish == "length":
+            _say_cut(1, max_new_tokens)
         return
     with notes.status(f"answering {len(files) * len(asked)} questions"):
-        by_file = ask_many([(each, asked) for each in documents], max_new_tokens, config=sampling)
+        by_file = ask_many(
+            [(each, asked) for each in documents], max_new_tokens, details=True, config=sampling
+        )
     rows = []
     for each, answers in zip(files, by_file, strict=True):
         for question, answer in zip(asked, answers, strict=True):
-            rows.append({"file": str(each), "question": question, "answer": answer})
+            row = {"file": str(each), "question": question, "answer": answer.text}
+            rows.append({**row, "finish": answer.finish})
 
     if json:  # before anything is printed, because whoever reads that may go away
         write_figures(json, {"answers": rows, "seconds": round(time.perf_counter() - start, 4)})
@@ -76,11 +82,25 @@ def run(
         return
     if len(rows) == 1:
         print(make_visible(rows[0]["answer"]))
-        return
-    for row in rows:
-        title = f"{row['file']}: {row['question']}" if len(files) > 1 else row["question"]
-        output.print(Text(make_visible(title), style="bold"), soft_wrap=True)
-        output.print(Text("  " + make_visible(row["answer"])), soft_wrap=True)
+    else:
+        for row in rows:
+            title = f"{row['file']}: {row['question']}" if len(files) > 1 else row["question"]
+            output.print(Text(make_visible(title), style="bold"), soft_wrap=True)
+            output.print(Text("  " + make_visible(row["answer"])), soft_wrap=True)
+    cut = sum(row["finish"] == "length" for row in rows)
+    if cut:
+        _say_cut(cut, max_new_tokens)
+
+
+def _say_cut(answers: int, max_new_tokens: int) -> None:
+    """Tell on stderr how many answers ended at the limit and not by themselves."""
+    which = "the answer was" if answers == 1 else f"{answers} answers were"
+    notes.print(
+        f"({which} cut after {max_new_tokens} tokens; --max-new-tokens sets the limit)",
+        style="dim",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _split_words(words: list[str]) -> tuple[list[Path], list[str]]:

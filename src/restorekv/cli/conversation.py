@@ -163,6 +163,9 @@ def _print_answer(chat: Chat, question: str, max_new_tokens: int, sampling: Samp
     held = HeldPairs.count(chat)
     if turn.answer.finish == "repetition":
         notes.print("(ended, because it repeated itself)", style="dim", highlight=False)
+    elif turn.answer.finish == "length":
+        limit = f"(cut after {max_new_tokens} tokens; --max-new-tokens sets the limit)"
+        notes.print(limit, style="dim", highlight=False, soft_wrap=True)
     seconds = time.perf_counter() - start
     notes.print(
         f"read {len(turn.read)} tokens, wrote {len(turn.answer.ids)}; {turn.seconds[0]:.2f} s to "

@@ -4,7 +4,7 @@ own `generate`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,6 +182,38 @@ def to_result(written: list[Answer], details: bool, samples: int) -> str | Answe
     return results if samples > 1 else results[0]
 
 
+class AnswerStream(Iterator[str]):
+    """The pieces of an answer as they are written, which together are its text.
+
+    `answer` is the whole `Answer`, which says why it ended, once its end was reached; None before.
+
+    Args:
+        pieces: The pieces of the text.
+        make_whole: Returns the whole answer after the last piece.
+    """
+
+    def __init__(
+        self, pieces: Generator[str, None, None], make_whole: Callable[[], Answer]
+    ) -> None:
+        self.pieces = pieces
+        self.make_whole = make_whole
+        self.answer: Answer | None = None
+        self.closed = False
+
+    def __next__(self) -> str:
+        try:
+            return next(self.pieces)
+        except StopIteration:
+            if self.answer is None and not self.closed:
+                self.answer = self.make_whole()
+            raise
+
+    def close(self) -> None:
+        """End the answer here; there is no whole one then."""
+        self.closed = True
+        self.pieces.close()
+
+
 def stream_answer(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
@@ -189,7 +221,7 @@ def stream_answer(
     max_new_tokens: int | Sequence[int] = 128,
     answer_prefix: str = "",
     sampling: SamplingConfig = GREEDY,
-) -> Iterator[str]:
+) -> AnswerStream:
     """Return an iterator over the pieces of an answer, which together are its text."""
     context, cache, question = asked
     if sampling.samples > 1:
@@ -201,11 +233,22 @@ def stream_answer(
     )
     limits = decoding.parse_limits(max_new_tokens, 1)
     steps = decoding.generate_tokens(model, tokenizer, cache, [prompt], limits, choosers=choosers)
-    # One prompt, so the number of its row says nothing.
-    written = (token for _, token in steps)
+    written: list[int] = []
+
+    def record_tokens() -> Iterator[int]:
+        # One prompt, so the number of its row says nothing.
+        for _, token in steps:
+            written.append(token)
+            yield token
+
+    def make_whole() -> Answer:
+        chooser = choosers[0] if choosers else None
+        return make_answer(tokenizer, written, stops, len(prompt), chooser)
+
+    tokens = record_tokens()
     if sampling.copies:
-        written = drop_repetition(written, tokenizer, sampling.copies)
-    return stream_text(tokenizer, written, stops, sampling.stop)
+        tokens = drop_repetition(tokens, tokenizer, sampling.copies)
+    return AnswerStream(stream_text(tokenizer, tokens, stops, sampling.stop), make_whole)
 
 
 def stream_text(
@@ -213,7 +256,7 @@ def stream_text(
     written: Iterable[int],
     eos_ids: set[int],
     stop_strings: Sequence[str] = (),
-) -> Iterator[str]:
+) -> Generator[str, None, None]:
     """Yield the text of a growing answer as soon as it is certain."""
     text = GrowingText(tokenizer, eos_ids, stop_strings)
     for token in written:
