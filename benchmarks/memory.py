@@ -196,6 +196,14 @@ def measure(job: dict) -> dict:
 
 def _compress_text(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, int]:
     """Compress a text; return the bytes of what is kept, and S + T."""
+    current = ""
+
+    def note_phase(phase: str, _: float) -> None:
+        nonlocal current
+        if phase != current:
+            current = phase
+            phases(phase)
+
     made = compress(
         model,
         tokenizer,
@@ -203,7 +211,7 @@ def _compress_text(model, tokenizer, text, job, mode, adapter, phases) -> tuple[
         evictor=job["evictor"],
         ratio=job["ratio"],
         adapter=adapter,
-        progress=phases,
+        progress=note_phase,
         config=CompressionConfig(on_small_budget="fewer", **mode),
     )
     return made.manifest.bytes_held, made.context.positions

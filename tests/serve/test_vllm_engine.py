@@ -17,6 +17,7 @@ openai = pytest.importorskip("openai")
 
 from restorekv import compose, compress, load_model  # noqa: E402
 from restorekv.errors import RestoreKVError  # noqa: E402
+from restorekv.generation.decoding import get_stop_ids  # noqa: E402
 from restorekv.model.identity import fingerprint_model  # noqa: E402
 from restorekv.serve.run import find_engine_class  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
@@ -118,6 +119,17 @@ def test_a_plain_chat_is_vllms_own(client, fake, model, tiny_tokenizer):
     assert answer.choices[0].message.content == text
     assert answer.usage.prompt_tokens == tokens
     assert (answer.restorekv["pairs"], answer.restorekv["bytes"]) == (0, 0)
+
+
+@pytest.mark.parametrize("prompt", ["The blue house", "t"])
+def test_a_completion_is_vllms_own(client, fake, model, tiny_tokenizer, prompt):
+    ids = tiny_tokenizer(prompt, return_tensors="pt").input_ids
+    stops = sorted(get_stop_ids(model, tiny_tokenizer))
+    written = model.generate(ids, do_sample=False, max_new_tokens=12, eos_token_id=stops)
+    answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=12, temperature=0)
+    expected = tiny_tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
+    assert answer.choices[0].text == expected
+    assert answer.usage.prompt_tokens == ids.shape[1]
 
 
 def test_usage_is_true(client, file, fake, model, tiny_tokenizer):

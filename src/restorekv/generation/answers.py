@@ -143,6 +143,7 @@ def make_answer(
     stops: set[int],
     prompt_tokens: int,
     chooser: TokenChooser | None,
+    keeps_space: bool = False,
 ) -> Answer:
     """Return what was written as an Answer, whose text starts with no space and ends before any
     stop string and any repetition that ended it.
@@ -153,6 +154,7 @@ def make_answer(
         stops: The EOS ids.
         prompt_tokens: How many tokens the question has, with the template around it.
         chooser: What chose the ids, None where the likeliest ones were taken.
+        keeps_space: Leave a space at the start, as in a text's continuation.
     """
     repeated = chooser.count_repeated() if chooser else 0
     text = decoding.decode_answer(tokenizer, ids[: len(ids) - repeated], stops)
@@ -173,7 +175,8 @@ def make_answer(
         finish = "repetition"
     elif ended:
         finish = "stop"
-    return Answer(text[:cut].lstrip(), tuple(ids), finish, prompt_tokens, logprobs, top)
+    text = text[:cut] if keeps_space else text[:cut].lstrip()
+    return Answer(text, tuple(ids), finish, prompt_tokens, logprobs, top)
 
 
 def to_result(written: list[Answer], details: bool, samples: int) -> str | Answer | list[Any]:
@@ -270,15 +273,20 @@ class GrowingText:
     """The text of an answer that is being written, of which whole characters are certain, and no
     part of a stop string.
 
-    As a whole it starts with no space and ends before any stop string.
+    As a whole it starts with no space, unless it `keeps_space`, and ends before any stop string.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, eos_ids: set[int], stop_strings: Sequence[str] = ()
+        self,
+        tokenizer: Tokenizer,
+        eos_ids: set[int],
+        stop_strings: Sequence[str] = (),
+        keeps_space: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.stop_strings = stop_strings
+        self.keeps_space = keeps_space
         self.stream = TextStream(tokenizer, skip_special_tokens=True)
         # An id of `eos_ids`, which is part of the text only if another one follows.
         self.end: int | None = None
@@ -302,8 +310,9 @@ class GrowingText:
         return self.upto(text, len(text))
 
     def shorten(self, text: str) -> str:
-        """Return a text without spaces at its start, up to the first stop string."""
-        return text[: find_first_stop(self.stop_strings, text)].lstrip()
+        """Return a text up to the first stop string, as it starts."""
+        shortened = text[: find_first_stop(self.stop_strings, text)]
+        return shortened if self.keeps_space else shortened.lstrip()
 
     def upto(self, text: str, end: int) -> str:
         """Return what was not returned before of the first `end` characters."""

@@ -73,6 +73,21 @@ def make_full_cache(model: PreTrainedModel, margin: int = 0) -> DynamicCache:
     return full
 
 
+@torch.no_grad()
+def make_empty_cache(model: PreTrainedModel) -> RaggedCache:
+    """Return the ragged cache of a context without tokens, to which passes append from position 0.
+
+    A pass over one token, of which nothing is kept, gives the shapes of all layers.
+    """
+    full = prefill(model, torch.zeros(1, 1, dtype=torch.long))
+    layers = list_dense_layers(full)
+    nothing = [(layer.keys[:, :, :0], layer.values[:, :, :0]) for layer in layers]
+    full_attention = [layer for layer in layers if not layer.is_sliding]
+    heads = full_attention[0].keys.shape[1]
+    keep = torch.zeros(len(full_attention), heads, 0, dtype=torch.bool)
+    return RaggedCache.from_dense(full, keep, nothing)
+
+
 class ReadOnlyLayer(DynamicLayer):
     """Shows a dense layer's pairs followed by those of the current pass.
 

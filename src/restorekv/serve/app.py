@@ -20,6 +20,7 @@ from starlette.routing import Match, Route
 from restorekv.errors import RestoreKVError
 from restorekv.serve import replies, schemas
 from restorekv.serve.body import BodyError, CheckedRoute
+from restorekv.serve.completions import add_completions
 from restorekv.serve.engine import BusyError, UnavailableError, explain_resource_shortage
 from restorekv.serve.guard import AROUND, Guard, OpenRequests, make_problem_response
 from restorekv.serve.page import PATHS, add_page
@@ -75,6 +76,7 @@ def make_app(
     add_errors(app, service)
     add_routes(app, questions, is_ready)
     add_files(app, service)
+    add_completions(app, questions)
     add_responses(app, questions)
     add_page(app, service)
     add_reference(app)

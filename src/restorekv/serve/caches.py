@@ -204,7 +204,7 @@ class CacheEngine(Engine, Generic[Active]):
             settle_future(question.done, error=error)
 
     def encode_plain(self, question: ServedQuestion, first: int) -> tuple[Context, Tensor]:
-        """Return a conversation without a document, cut in two after its first tokens.
+        """Return a conversation without a document, or a prompt, cut in two after its first tokens.
 
         Args:
             question: what is asked.
@@ -213,10 +213,33 @@ class CacheEngine(Engine, Generic[Active]):
         Returns:
             A context, and the ids (q,) that follow it.
         """
-        ids = encode_plain_chat(self.tokenizer, question.turns, question.text, question.system)
+        if question.prompt:
+            ids = torch.tensor(self._encode_prompt(question.prompt), dtype=torch.long)
+        else:
+            ids = encode_plain_chat(self.tokenizer, question.turns, question.text, question.system)
         nothing = torch.empty(1, 0, dtype=torch.long)
         context = Context(ids[None, :first], prefix=0, suffix=nothing)
         return context, ids[first:]
+
+    def _encode_prompt(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        """Return a prompt that stands alone as ids; refuse one that the model cannot read."""
+        most = count_usable_positions(self.model)
+        if isinstance(prompt, str):
+            check_size(prompt, self.tokenizer, most)
+            # Control tokens are read as such: the prompt is the whole of what the model gets.
+            ids = self.tokenizer(prompt).input_ids
+        elif all(0 <= token < len(self.tokenizer) for token in prompt):
+            ids = prompt
+        else:
+            raise RestoreKVError(
+                f"A prompt of ids has numbers from 0 to {len(self.tokenizer) - 1}; send a text."
+            )
+        if len(ids) >= most:
+            raise RestoreKVError(
+                f"The prompt has {len(ids):,} tokens, and the model {most:,} positions for prompt "
+                "and answer; shorten it."
+            )
+        return ids
 
     def take_place(self, question: ServedQuestion) -> AbstractAsyncContextManager[None]:
         """Wait until a question may be prepared and answered; an engine may bound how many are."""
@@ -236,7 +259,10 @@ class CacheEngine(Engine, Generic[Active]):
         answers = []
         for row in active.rows:
             if row.answer:
-                answers.append(make_answer(self.tokenizer, row.answer, self.stops, read, row))
+                # What continues a prompt may begin with a space.
+                keeps_space = bool(active.question.prompt)
+                answer = make_answer(self.tokenizer, row.answer, self.stops, read, row, keeps_space)
+                answers.append(answer)
             else:
                 # Nobody waited for this sample any more before its first token.
                 answers.append(Answer("", (), "stop", read))

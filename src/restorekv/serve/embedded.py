@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -31,7 +30,7 @@ from restorekv.generation.sampling import make_choosers
 from restorekv.generation.scheduler import AnswerTask, Event, Scheduler
 from restorekv.many_contexts import compose
 from restorekv.model.observer import HOOKS_LOCK
-from restorekv.model.prefill import prefill
+from restorekv.model.prefill import make_empty_cache
 from restorekv.model.prompt import count_usable_positions
 from restorekv.model.shape import get_backbone
 from restorekv.serve.caches import JOIN, NO_CACHE, ActiveQuestion, CacheCost, CacheEngine
@@ -75,8 +74,8 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         self.preparers = ThreadPoolExecutor(PREPARING, "restorekv-prepare")
         self.prepared: queue.SimpleQueue[LocalQuestion | None] = queue.SimpleQueue()
         self.scheduler = Scheduler(model, self.stops)
-        # The token with which the last conversation without a document began, and its cache.
-        self.first_cache: tuple[int, RaggedCache] | None = None
+        # What questions without a document append to; they share it, and with it their passes.
+        self.empty_cache: RaggedCache | None = None
         self.beginning = threading.Lock()
         self.idle = threading.Event()  # cleared while a pass of the model writes tokens
         self.idle.set()
@@ -152,8 +151,8 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
             computed = 0
             too_long = "Documents and question are longer than {}; shorten them."
         else:
-            context, prompt = self.encode_plain(question, 1)
-            cache = self._find_first_cache(context.ids)
+            context, prompt = self.encode_plain(question, 0)
+            cache = self._get_empty_cache()
             cost = NO_CACHE
             computed = context.positions
             too_long = "The conversation is longer than {}; shorten it."
@@ -179,18 +178,12 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
             computed=computed,
         )
 
-    def _find_first_cache(self, ids: Tensor) -> RaggedCache:
-        """Return the cache of the first token of a conversation without a document.
-
-        The scheduler needs a context to append to, and questions with one cache share its passes.
-        A chat template always begins with the same token, so the last cache is nearly always it.
-        """
-        token = int(ids[0, 0])
+    def _get_empty_cache(self) -> RaggedCache:
+        """Return the cache of a context without tokens."""
         with self.beginning:
-            if self.first_cache is None or self.first_cache[0] != token:
-                cache = RaggedCache.from_full_cache(prefill(self.model, ids))
-                self.first_cache = token, cache
-            return self.first_cache[1]
+            if self.empty_cache is None:
+                self.empty_cache = make_empty_cache(self.model)
+            return self.empty_cache
 
     # In the event loop.
 

@@ -130,6 +130,8 @@ class ServedQuestion:
         turns: earlier questions with their answers.
         text: the question.
         system: the system message, or "".
+        prompt: a text or token ids that are all the model reads, in place of documents, turns, text
+            and system; the answer is then what follows, with any space that it begins with.
         limit: how many tokens an answer may have.
         sampling: how the answers are written.
         on_token: called with (sample, id, *TokenChooser.likely) for every token, from any thread.
@@ -145,6 +147,7 @@ class ServedQuestion:
     system: str
     limit: int
     sampling: SamplingConfig
+    prompt: str | Sequence[int] = ""
     on_token: Callable[..., object] = bool
     done: Future[Reply] = field(default_factory=Future)
     started: bool = False

@@ -49,6 +49,13 @@ CHAT_REFUSED: Refused = {
     "web_search_options": ((), TOOLS),
 }
 
+COMPLETION_IDLE = frozenset({"service_tier", "user"})
+COMPLETION_REFUSED: Refused = {
+    "best_of": ((1,), "every answer is returned; ask for n of them"),
+    "echo": ((False,), "an answer is what follows the prompt"),
+    "suffix": (("",), "the models here write after a text, not before one"),
+}
+
 RESPONSES_IDLE = (IDLE_ALWAYS - {"metadata"}) | {"max_tool_calls", "stream_options"}
 RESPONSES_REFUSED: Refused = {
     **REFUSED_ALWAYS,
@@ -120,6 +127,17 @@ def take_known(
             raise make_field_error(
                 "unknown_parameter", place + name, "is not a field of this request; leave it out"
             )
+    return taken
+
+
+def take_request(
+    given: Any, honored: Mapping[str, object], idle: frozenset[str], refused: Refused
+) -> Any:
+    """Return a request that may be streamed without the fields that have no effect."""
+    taken = take_known(given, honored, idle, refused)
+    if isinstance(taken, dict):
+        options = taken.get("stream_options")
+        take_known(options, dict.fromkeys(STREAM), frozenset(), {}, "stream_options.")
     return taken
 
 

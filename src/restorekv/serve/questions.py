@@ -103,6 +103,20 @@ class Questions:
             limit=chat.limit,
             sampling=chat.sampling,
         )
+        return self.begin(question, request.model, kind, is_gone)
+
+    def begin(
+        self, question: ServedQuestion, model: str, kind: str, is_gone: IsGone
+    ) -> PendingAnswer:
+        """Have the engine begin to answer a question.
+
+        Args:
+            question: what is asked.
+            model: the model id of the request.
+            kind: how the id of the answer begins.
+            is_gone: returns whether the client has gone.
+        """
+        service = self.service
         # While it is in `answering`, the server's end can settle it.
         reply, tokens = ask_engine(service.engine, question)
         self.answering[reply] = question
@@ -110,13 +124,18 @@ class Questions:
 
         header = replies.AnswerHeader(
             id=f"{kind}-{secrets.token_hex(12)}",
-            model=request.model,
+            model=model,
             created=int(time.time()),
-            documents=documents,
+            documents=question.documents,
         )
         texts = []
-        for _ in range(chat.sampling.samples):
-            text = GrowingText(service.engine.tokenizer, service.engine.stops, chat.sampling.stop)
+        for _ in range(question.sampling.samples):
+            text = GrowingText(
+                service.engine.tokenizer,
+                service.engine.stops,
+                question.sampling.stop,
+                keeps_space=bool(question.prompt),
+            )
             texts.append(text)
         return PendingAnswer(
             question=question,
@@ -226,7 +245,7 @@ async def stream_chat(pending: PendingAnswer, request: ChatRequest) -> AsyncIter
                 header, number, ChoiceDelta(), finish=replies.find_finish(answer)
             )
             yield format_event(chunk)
-        if (request.stream_options or {}).get("include_usage"):
+        if request.includes_usage:
             yield format_event(replies.make_usage_chunk(header, reply))
         yield "data: [DONE]\n\n"
     except RestoreKVError as error:

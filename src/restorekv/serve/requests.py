@@ -176,25 +176,17 @@ class Format(BaseModel):
         return schema
 
 
-class ChatRequest(BaseModel):
-    """What `/v1/chat/completions` takes; fields.py says what becomes of OpenAI's other fields."""
+class SamplingRequest(BaseModel):
+    """How answers are written and sent: what all requests for completions have."""
 
-    model_config = fields.make_config(fields.CHAT_IDLE, fields.CHAT_REFUSED)
-
-    model: Text
-    messages: list[Message] = Field(min_length=1, max_length=1000)
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
     n: int | None = Field(None, ge=1, le=16)
     stop: str | list[str] | None = Field(None, max_length=64)
     seed: int | None = Field(None, ge=0, lt=2**62)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: Format | None = None
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, float] | None = Field(None, max_length=1024)
@@ -203,34 +195,20 @@ class ChatRequest(BaseModel):
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
 
-    @model_validator(mode="before")
-    @classmethod
-    def take_fields(cls, given: Any) -> Any:
-        """Refuse fields that would be ignored."""
-        taken = fields.take_known(given, cls.model_fields, fields.CHAT_IDLE, fields.CHAT_REFUSED)
-        if isinstance(taken, dict):
-            fields.take_known(
-                taken.get("stream_options"),
-                dict.fromkeys(fields.STREAM),
-                frozenset(),
-                {},
-                "stream_options.",
-            )
-        return taken
-
-    @model_validator(mode="after")
-    def check_logprobs(self) -> Self:
-        if self.top_logprobs and not self.logprobs:
-            raise fields.make_field_error(
-                "invalid_value", "top_logprobs", "needs logprobs: true; add it"
-            )
-        return self
+    @property
+    def includes_usage(self) -> bool:
+        """Whether the last event of a stream says what the answer cost."""
+        return bool((self.stream_options or {}).get("include_usage"))
 
     def make_sampling(self) -> SamplingConfig:
         """Return how the answers are written: sampled at temperature 1 by default, as OpenAI's are.
 
         The seed is random unless the request has one.
         """
+        return SamplingConfig.make(**self.list_options())
+
+    def list_options(self) -> dict[str, Any]:
+        """Return the settings of `SamplingConfig` that the request asks for."""
         options: dict[str, Any] = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": self.top_p or 1.0,
@@ -245,12 +223,43 @@ class ChatRequest(BaseModel):
         }
         if self.logit_bias:
             options["logit_bias"] = _parse_bias(self.logit_bias)
+        return options
+
+
+class ChatRequest(SamplingRequest):
+    """What `/v1/chat/completions` takes; fields.py says what becomes of OpenAI's other fields."""
+
+    model_config = fields.make_config(fields.CHAT_IDLE, fields.CHAT_REFUSED)
+
+    model: Text
+    messages: list[Message] = Field(min_length=1, max_length=1000)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: Format | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def take_fields(cls, given: Any) -> Any:
+        """Refuse fields that would be ignored."""
+        return fields.take_request(given, cls.model_fields, fields.CHAT_IDLE, fields.CHAT_REFUSED)
+
+    @model_validator(mode="after")
+    def check_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise fields.make_field_error(
+                "invalid_value", "top_logprobs", "needs logprobs: true; add it"
+            )
+        return self
+
+    def list_options(self) -> dict[str, Any]:
+        options = super().list_options()
         if self.logprobs:
             options["logprobs"] = self.top_logprobs or 0
         schema = (self.response_format or Format()).find_schema()
         if schema is not None:
             options["json_schema"] = schema
-        return SamplingConfig.make(**options)
+        return options
 
 
 def _parse_bias(given: Mapping[str, float]) -> dict[int, float]:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from openai.types import FileObject, Model, responses
+from openai.types import Completion as TextCompletionBase
+from openai.types import CompletionChoice, FileObject, Model, responses
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.shared import ErrorObject
 from pydantic import BaseModel, Field
@@ -123,6 +124,19 @@ class Completion(ChatCompletion):
 class Chunk(ChatCompletionChunk):
     """A piece of a streamed chat completion; the last one may have what the answer cost."""
 
+    restorekv: Cost | None = None
+
+
+class TextChoice(CompletionChoice):
+    """A continuation, or a piece of one, which ends for no reason yet."""
+
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class TextCompletion(TextCompletionBase):
+    """The continuation of a text, whole or a piece of a stream."""
+
+    choices: list[TextChoice]
     restorekv: Cost | None = None
 
 

@@ -204,6 +204,7 @@ def pack_question(question: ServedQuestion) -> dict[str, Any]:
         "system": question.system,
         "limit": question.limit,
         "sampling": question.sampling,
+        "prompt": question.prompt,
     }
 
 

@@ -1,0 +1,214 @@
+"""`/v1/completions`: the plain model continues a text, without a chat template or documents.
+
+This is the older form of OpenAI's API, which base models and editors still use. A prompt is read as
+the tokenizer reads it, control tokens included: it is the whole of what the model gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any, Self
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from openai.types import CompletionUsage
+from openai.types.completion_choice import Logprobs
+from pydantic import Field, model_validator
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.errors import RestoreKVError
+from restorekv.serve import fields, replies, schemas
+from restorekv.serve.engine import Reply, ServedQuestion
+from restorekv.serve.questions import IsGone, PendingAnswer, Questions, format_event
+from restorekv.serve.requests import SamplingRequest, Text
+from restorekv.serve.variants import Variant
+
+MOST_PROMPTS = 64
+DEFAULT_TOKENS = 16  # OpenAI's
+
+
+class CompletionRequest(SamplingRequest):
+    """What `/v1/completions` takes; fields.py says what becomes of OpenAI's other fields."""
+
+    model_config = fields.make_config(fields.COMPLETION_IDLE, fields.COMPLETION_REFUSED)
+
+    model: Text
+    prompt: Text | list[Text] | list[int] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    @model_validator(mode="before")
+    @classmethod
+    def take_fields(cls, given: Any) -> Any:
+        """Refuse fields that would be ignored."""
+        return fields.take_request(
+            given, cls.model_fields, fields.COMPLETION_IDLE, fields.COMPLETION_REFUSED
+        )
+
+    @model_validator(mode="after")
+    def check_prompts(self) -> Self:
+        prompts = self.list_prompts()
+        why = ""
+        if not all(prompts):
+            why = "is empty; give a text to continue"
+        elif len(prompts) > MOST_PROMPTS:
+            why = f"has more than {MOST_PROMPTS} texts; send fewer"
+        elif self.stream and len(prompts) > 1:
+            why = "is a single one in a stream; send them one by one"
+        if why:
+            raise fields.make_field_error("invalid_value", "prompt", why)
+        return self
+
+    def list_prompts(self) -> list[str | list[int]]:
+        """Return the prompts, each a text or token ids."""
+        given: Any = self.prompt
+        is_single = isinstance(given, str) or not given or isinstance(given[0], int)
+        return [given] if is_single else list(given)
+
+    def list_options(self) -> dict[str, Any]:
+        options = super().list_options()
+        if self.logprobs is not None:
+            options["logprobs"] = self.logprobs
+        return options
+
+
+def add_completions(app: FastAPI, questions: Questions) -> None:
+    """Add the path."""
+
+    @app.post("/v1/completions", responses=schemas.describe_stream(schemas.TextCompletion))
+    async def continue_text(request: Request, asked: CompletionRequest) -> Response:
+        return await complete_text(questions, asked, request.is_disconnected)
+
+
+async def complete_text(
+    questions: Questions, request: CompletionRequest, is_gone: IsGone
+) -> Response:
+    """Continue the prompts of a request, whole or as a stream."""
+    service = questions.service
+    service.check_open()
+    variant = Variant.parse(request.model, service.base)
+    if variant.method:
+        raise RestoreKVError(
+            f"A completion has no document to compress; use {service.base} as the model."
+        )
+    sampling = request.make_sampling()
+    limit = min(request.max_tokens or DEFAULT_TOKENS, service.limits.tokens)
+    pending = []
+    for prompt in request.list_prompts():
+        question = ServedQuestion(
+            documents=(),
+            turns=(),
+            text="",
+            system="",
+            limit=limit,
+            sampling=sampling,
+            prompt=prompt,
+        )
+        pending.append(questions.begin(question, request.model, "cmpl", is_gone))
+    if request.stream:
+        return await pending[0].start_stream(stream_text(pending[0], request))
+    try:
+        parts = [await each.wait_for_reply() for each in pending]
+    finally:
+        # Where one fails, nobody waits for the others.
+        for each in pending:
+            each.question.cancelled = True
+    whole = make_text_completion(pending[0].header, parts, service.engine.tokenizer)
+    return JSONResponse(schemas.to_json(whole))
+
+
+async def stream_text(pending: PendingAnswer, request: CompletionRequest) -> AsyncIterator[str]:
+    """Yield the server-sent events of a continued text."""
+    header = pending.header
+    offsets = [0] * len(pending.texts)
+    try:
+        async for number, piece, rows in pending.iter_pieces():
+            logprobs = None
+            if request.logprobs is not None:
+                logprobs = list_logprobs(rows, pending.texts[number].tokenizer, offsets[number])
+                offsets[number] += len(piece)
+            choice = schemas.TextChoice(index=number, text=piece, logprobs=logprobs)
+            yield format_event(make_text_chunk(header, [choice]))
+        reply = pending.reply.result()
+        for number, answer in enumerate(reply.answers):
+            finish = replies.find_finish(answer)
+            choice = schemas.TextChoice(index=number, text="", finish_reason=finish)
+            yield format_event(make_text_chunk(header, [choice]))
+        if request.includes_usage:
+            chunk = make_text_chunk(header, [])
+            chunk.usage = replies.count_usage(header, reply)
+            chunk.restorekv = replies.make_cost(header, reply)
+            yield format_event(chunk)
+        yield "data: [DONE]\n\n"
+    except RestoreKVError as error:
+        # The status has been sent, so the stream itself must say what went wrong.
+        yield format_event(schemas.make_problem("server_error", str(error)))
+
+
+def make_text_chunk(
+    header: replies.AnswerHeader, choices: list[schemas.TextChoice]
+) -> schemas.TextCompletion:
+    """Return a piece of a streamed continuation."""
+    return schemas.TextCompletion(
+        id=header.id,
+        object="text_completion",
+        created=header.created,
+        model=header.model,
+        choices=choices,
+    )
+
+
+def make_text_completion(
+    header: replies.AnswerHeader, parts: Sequence[Reply], tokenizer: Tokenizer
+) -> schemas.TextCompletion:
+    """Return the continuations of all prompts, those of the first prompt first."""
+    choices = []
+    usage = []
+    for reply in parts:
+        usage.append(replies.count_usage(header, reply))
+        for answer in reply.answers:
+            logprobs = None
+            if answer.logprobs is not None:
+                rows = zip(answer.ids, answer.logprobs, answer.top or (), strict=True)
+                logprobs = list_logprobs(rows, tokenizer, 0)
+            choices.append(
+                schemas.TextChoice(
+                    index=len(choices),
+                    text=answer.text,
+                    finish_reason=replies.find_finish(answer),
+                    logprobs=logprobs,
+                )
+            )
+    completion = make_text_chunk(header, choices)
+    completion.usage = CompletionUsage(
+        prompt_tokens=sum(each.prompt_tokens for each in usage),
+        completion_tokens=sum(each.completion_tokens for each in usage),
+        total_tokens=sum(each.total_tokens for each in usage),
+    )
+    completion.restorekv = replies.make_cost(header, parts[0])
+    return completion
+
+
+def list_logprobs(
+    rows: Iterable[tuple[int, float, dict[int, float]]], tokenizer: Tokenizer, offset: int
+) -> Logprobs:
+    """Return log-probabilities in the form of this API: lists over the tokens.
+
+    Args:
+        rows: ids with their log-probabilities and those of the likeliest ones.
+        tokenizer: for the texts of tokens.
+        offset: where the text of the first token begins.
+    """
+    texts: list[str] = []
+    values: list[float] = []
+    offsets: list[int] = []
+    likeliest: list[dict[str, float]] = []
+    for token, value, top in rows:
+        text = str(tokenizer.decode([token]))
+        texts.append(text)
+        values.append(value)
+        offsets.append(offset)
+        likeliest.append({str(tokenizer.decode([other])): each for other, each in top.items()})
+        offset += len(text)
+    return Logprobs(
+        tokens=texts, token_logprobs=values, text_offset=offsets, top_logprobs=likeliest
+    )

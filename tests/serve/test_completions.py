@@ -1,0 +1,144 @@
+"""`/v1/completions`: the plain model continues a prompt, as transformers does."""
+
+import json
+import typing
+
+import pytest
+import torch
+
+openai = pytest.importorskip("openai")
+
+from openai.types import completion_create_params  # noqa: E402
+
+from restorekv.serve import fields  # noqa: E402
+from restorekv.serve.completions import CompletionRequest  # noqa: E402
+from restorekv.serve.service import Limits  # noqa: E402
+from tests.helpers.models import build_model  # noqa: E402
+from tests.helpers.serving import VARIANT, client_of, serving  # noqa: E402
+
+TEXT = "The blue house has a green door"
+SINGLE = "t"  # one token
+
+
+@pytest.fixture(scope="module")
+def url(model, tiny_tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("store")
+    with serving(model, tiny_tokenizer, folder, limits=Limits(tokens=64)) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    return client_of(url)
+
+
+def generated(model, tokenizer, ids, tokens=12) -> tuple[str, list[int]]:
+    """What transformers writes after the ids."""
+    ids = torch.tensor([ids])
+    stops = model.generation_config.eos_token_id or tokenizer.eos_token_id
+    out = model.generate(ids, max_new_tokens=tokens, do_sample=False, eos_token_id=stops)
+    written = out[0, ids.shape[1] :]
+    return tokenizer.decode(written, skip_special_tokens=True), written.tolist()
+
+
+def complete(client, prompt, **options):
+    return client.completions.create(
+        **{"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0, **options}
+    )
+
+
+@pytest.mark.parametrize("text", [TEXT, SINGLE, " ", "<|im_end|>", TEXT * 9])
+def test_the_text_is_transformers(client, model, tiny_tokenizer, text):
+    ids = tiny_tokenizer(text).input_ids
+    expected, written = generated(model, tiny_tokenizer, ids)
+    assert expected
+    for prompt in (text, ids, [text], [ids]):
+        answer = complete(client, prompt)
+        assert [choice.text for choice in answer.choices] == [expected]
+        usage = answer.usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(ids), len(written))
+    pieces = list(complete(client, text, stream=True, stream_options={"include_usage": True}))
+    assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == expected
+    assert pieces[-2].choices[0].finish_reason == answer.choices[0].finish_reason
+    assert pieces[-1].usage.completion_tokens == len(written)
+
+
+def test_one_token_is_enough_for_a_model_with_windows(tiny_tokenizer, tmp_path):
+    model = build_model("gemma3")
+    with serving(model, tiny_tokenizer, tmp_path) as url:
+        for text in (SINGLE, TEXT):
+            expected, _ = generated(model, tiny_tokenizer, tiny_tokenizer(text).input_ids, 24)
+            answer = complete(client_of(url), text, max_tokens=24)
+            assert answer.choices[0].text == expected
+
+
+def test_a_space_at_the_start_belongs_to_the_continuation(client, tiny_tokenizer):
+    space = tiny_tokenizer(" ").input_ids[0]
+    options = {"logit_bias": {str(space): 100}, "max_tokens": 3}
+    assert complete(client, TEXT, **options).choices[0].text == "   "
+    pieces = complete(client, TEXT, stream=True, **options)
+    assert "".join(piece.choices[0].text for piece in pieces) == "   "
+
+
+def test_several_prompts_and_samples(client):
+    alone = [complete(client, text, n=2, seed=5, temperature=1).choices for text in (TEXT, SINGLE)]
+    both = complete(client, [TEXT, SINGLE], n=2, seed=5, temperature=1)
+    assert [each.text for each in both.choices] == [each.text for own in alone for each in own]
+    assert [each.index for each in both.choices] == [0, 1, 2, 3]
+    assert both.usage.total_tokens == both.usage.prompt_tokens + both.usage.completion_tokens
+
+
+def test_log_probabilities_are_the_models(client, model, tiny_tokenizer):
+    ids = tiny_tokenizer(TEXT).input_ids
+    whole = complete(client, TEXT, logprobs=2).choices[0]
+    _, written = generated(model, tiny_tokenizer, ids)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids + written])).logits[0, len(ids) - 1 : -1]
+    expected = logits.log_softmax(-1)[torch.arange(len(written)), written]
+    assert whole.logprobs.token_logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+    assert "".join(whole.logprobs.tokens).startswith(whole.text[:4])
+    assert all(len(top) in (1, 2) for top in whole.logprobs.top_logprobs)
+    streamed = [piece.choices[0] for piece in complete(client, TEXT, logprobs=2, stream=True)]
+    told = [each.logprobs.token_logprobs for each in streamed if each.logprobs]
+    assert [value for values in told for value in values] == whole.logprobs.token_logprobs
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"prompt": ""}, "prompt is empty"),
+        ({"prompt": []}, "prompt is empty"),
+        ({"prompt": ["a", ""]}, "prompt is empty"),
+        ({"prompt": ["a"] * 65}, "more than 64"),
+        ({"prompt": ["a", "b"], "stream": True}, "single one"),
+        ({"prompt": [10**9]}, "numbers from 0 to"),
+        ({"prompt": [-1]}, "numbers from 0 to"),
+        ({"prompt": "a " * 10_000}, "shorten it"),
+        ({"prompt": "a " * 100_000}, "split it"),
+        ({"echo": True}, "echo is not supported"),
+        ({"suffix": "x"}, "suffix is not supported"),
+        ({"best_of": 3}, "best_of is not supported"),
+        ({"extra_body": {"strange": 1}}, "strange is not a field"),
+        ({"model": VARIANT}, "no document"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_wrong_requests_get_a_sentence(client, options, sentence):
+    with pytest.raises(openai.BadRequestError) as refused:
+        complete(client, **{"prompt": TEXT, **options})
+    assert sentence in refused.value.message
+
+
+def test_every_field_of_the_client_is_in_one_class():
+    theirs = typing.get_type_hints(completion_create_params.CompletionCreateParamsStreaming)
+    ours = (CompletionRequest.model_fields, fields.COMPLETION_IDLE, fields.COMPLETION_REFUSED)
+    classes = [set(each) for each in ours]
+    assert set(theirs) - {"extra_headers"} <= set.union(*classes)
+    assert sum(map(len, classes)) == len(set.union(*classes))
+
+
+def test_unknown_models_and_the_description(client, url):
+    with pytest.raises(openai.NotFoundError):
+        complete(client, TEXT, model="other")
+    paths = json.loads(client._client.get(url.removesuffix("/v1") + "/openapi.json").read())
+    assert "post" in paths["paths"]["/v1/completions"]
