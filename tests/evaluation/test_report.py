@@ -13,7 +13,7 @@ from matplotlib.image import imread
 
 from restorekv.cli import execute
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation import charts
+from restorekv.evaluation import charts, plots
 from restorekv.evaluation.frame import (
     get_base,
     get_condition,
@@ -357,6 +357,10 @@ def test_needles_in_two_haystacks_count_twice(tmp_path):
         report_world.write_cell(tmp_path, Cell("m", spec, "kvzip", "0.1"))
     [entry] = load_grid(tmp_path).entries
     assert len(entry.pool.lines) == 12
+    # The scale beside its map has the look of all charts.
+    [chart] = plots.plot_needles(load_grid(tmp_path))
+    [*_, last] = chart.figure.axes[-1].yaxis.get_ticklabels()
+    assert last.get_color() == "#1d2530" and last.get_fontsize() == 9
 
 
 def test_what_stands_in_for_official_data_is_told_beside_the_chart(tmp_path):

@@ -80,8 +80,10 @@ def plot_scores(rows: Sequence[Row]) -> Chart | None:
 
 
 @with_style
-def plot_needles(grid: GridResults) -> Iterator[Chart]:
-    """Yield a map of every finished cache, for every benchmark of needles and every ratio."""
+def plot_needles(grid: GridResults) -> list[Chart]:
+    """Return a map of every finished cache, for every benchmark of needles and every ratio."""
+    # A list, because a generator's body would run outside of the style.
+    charts: list[Chart] = []
     needles = [entry for entry in grid.entries if entry.pool.benchmark.name == "needle"]
     done = [entry for entry in needles if entry.pool.done]
     compressed = [entry for entry in done if entry.columns["method"] != FULL_CACHE]
@@ -102,7 +104,7 @@ def plot_needles(grid: GridResults) -> Iterator[Chart]:
             plot_map(axes, scores, 100)
             axes.set(xlabel="length of the text (tokens)", ylabel="depth of the needle (%)")
         title = f"{own[0].columns['condition']}: needles found at {format_ratio(ratio)}"
-        yield Chart(
+        chart = Chart(
             make_slug("needle", name, f"{ratio:g}"),
             title,
             figure,
@@ -110,6 +112,8 @@ def plot_needles(grid: GridResults) -> Iterator[Chart]:
             note="100 times the share of needles found, the mean over seeds.",
             figures=found.to_dict("records"),
         )
+        charts.append(chart)
+    return charts
 
 
 def _find_needles(answers: Sequence[ScoredAnswer]) -> Iterator[dict[str, float]]:

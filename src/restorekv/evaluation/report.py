@@ -83,7 +83,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
         if parts:
             scores.append(Details(f"{condition}: by task", parts))
     charts = [plots.plot_scores(rows) for rows in by_condition.values()]
-    needles = list(plots.plot_needles(grid))
+    needles = plots.plot_needles(grid)
     kept = make_kept_table(grid)
     gains = count_gains([row for rows in by_condition.values() for row in rows])
     gains = gains or "No pair of a base and its restored cell is finished yet."
