@@ -47,6 +47,7 @@ class Worker:
         support.prepare_model(self.model)
         self.identity = identify_model(self.model)  # once, as it reads every weight
         self.adapters = {cell: self._load_adapter(cell) for cell in job.cells}
+        # A method of its own conventions prepares a context in one way, so its cells must agree.
         methods = {cell: self._make_compressor(cell) for cell in job.cells if cell.evictor != FULL}
         fixed = {method.config for method in methods.values() if not method.any_config}
         if len(fixed) > 1:
@@ -100,9 +101,11 @@ class Worker:
         full: FullAnswers | None = None
         reading: Seconds = {}
         for cell, view, cache, seconds in self._make_caches(context, cells):
-            # The full cache answers once, whatever the first cell is.
+            # The full cache answers once, whatever the first cell is: its answers are what
+            # divergences are measured on.
             full = full or self._answer_from_full_cache(context, view, sample, reading)
             if cell.evictor == FULL:
+                # It is as near to itself as can be.
                 answers = self._score_answers(sample, full, full.answers, [0.0] * len(full.answers))
                 seconds["ask"] = reading["ask"]
             else:
@@ -135,6 +138,8 @@ class Worker:
         One restore pass serves an adapter and config, one eviction a ratio, of which every storage
         is a copy. What several cells share is charged to the first.
         """
+        # Cells that differ in ratio and storage alone share a treatment, and with it one restore
+        # pass.
         prepared = self._prepare(context, only_full=all(cell.evictor == FULL for cell in cells))
         seconds = dict(prepared.seconds)
         for members in group_by(cells, self._get_treatment).values():
@@ -155,6 +160,7 @@ class Worker:
                             cache = plain.fork()
                             attention.store_context(cache, cell.storage, self.identity.shape.groups)
                     yield cell, view, cache, seconds
+                    # What was shared has been charged.
                     seconds = {}
 
     def _get_treatment(self, cell: Cell) -> tuple:
@@ -186,6 +192,7 @@ class Worker:
         whole for it.
         """
         full = view.full
+        # Streaming never holds it.
         if full is None:
             full = prefill(self.model, context.ids)
         cache = self._make_unscored(context, full, {}).evict(1)
@@ -220,6 +227,7 @@ class Worker:
         """Return every question's answer with its scores and its fidelity to the full cache's
         answer.
         """
+        # One line a question, with all that is needed to score it again without the benchmark.
         lines = []
         figures = zip(answers, full.answers, divergences, strict=True)
         for question, (ids, whole, kl) in zip(sample.questions, figures, strict=True):

@@ -35,6 +35,7 @@ from restorekv.generation.constraint import Constraint
 from restorekv.generation.repetition import RepetitionWatch
 from restorekv.model.tokenize import TextStream
 
+# What is honored of transformers' GenerationConfig, and what changes no answer here.
 TAKEN = {
     "do_sample",
     "temperature",
@@ -250,6 +251,7 @@ class SamplingConfig:
     def warpers(self) -> LogitsProcessorList:
         """Return transformers' processors, in the order in which its `generate` applies them."""
         chosen: list[LogitsProcessor] = []
+        # Penalties apply to greedy answers too; the rest only shapes what is drawn from.
         if self.repetition_penalty != 1:
             chosen.append(RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
         chosen += self.processors
@@ -361,6 +363,7 @@ class TokenChooser:
 
     def choose(self, logits: Tensor) -> int:
         """Return the next id; logits (V,) are the model's."""
+        # On the CPU, whose generator draws the same numbers whatever device the model is on.
         logits = logits.detach().cpu().float()[None]
         if not math.isfinite(logits.max()):
             refuse_not_finite()
@@ -371,6 +374,7 @@ class TokenChooser:
             raise RestoreKVError(
                 "The logits processors leave no token to choose; change or leave out processors."
             )
+        # A tie goes to the lowest id.
         if self.sampling.temperature:
             token = int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self.random))
         else:
@@ -390,6 +394,7 @@ class TokenChooser:
         presence = sampling.presence_penalty
         if not (sampling.logit_bias or frequency or presence):
             return logits
+        # Callers keep the logits, for log-probabilities.
         adjusted = logits.clone()
         for token, bias in (sampling.logit_bias or {}).items():
             adjusted[0, token] += bias

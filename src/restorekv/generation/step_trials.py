@@ -55,6 +55,7 @@ class SmallDecoder:
             }
             for _ in range(LAYERS)
         ]
+        # RoPE with a small base, so that positions differ in every frequency.
         powers = torch.arange(0, target.dim // 2, dtype=torch.float32, device="cpu") / max(
             target.dim // 2, 1
         )
@@ -62,6 +63,7 @@ class SmallDecoder:
 
     def draw(self, *shape: int, size: float = 1.0) -> Tensor:
         """Return random numbers on the device."""
+        # On the CPU, so that every device gets the same numbers.
         numbers = (
             torch.randn(*shape, generator=self.generator, dtype=torch.float32, device="cpu") * size
         )
@@ -106,6 +108,7 @@ class SmallDecoder:
         target = self.target
         layers = []
         for number in range(LAYERS):
+            # Every layer and head has another length, as after a global eviction.
             lengths = [
                 LENGTHS[(first + number + head) % len(LENGTHS)] % 70 for head in range(target.heads)
             ]
@@ -158,12 +161,14 @@ def _measure_rows(
     plain = fork_caches(caches)
     fixed = fork_caches(caches)
     mask = visible[:, None, None] & make_causal_mask(ids.shape[1], visible.shape[1], ids.device)
+    # Both caches read the questions in the usual way; only the steps after them differ.
     for cache in (plain, fixed):
         logits = decoder(ids, mask, positions, cache).logits[:, -1]
     ids = logits.max(-1, keepdim=True).indices
     positions = positions[:, -1:] + 1
     steps = make_steps(decoder, fixed, ids, positions, visible, STEPS, strict=True)
     for number in range(STEPS):
+        # Copies, since a replayed graph writes its results to the same memory again.
         chosen = steps().clone()
         found = steps.logits.clone()
         visible = torch.nn.functional.pad(visible, (0, 1), value=True)
@@ -173,6 +178,7 @@ def _measure_rows(
             measure_distance(found, wanted),
             get_tolerance(decoder.dtype),
         )
+        # The id must be one of the likeliest; a tie may be broken in another way.
         highest = found.amax(-1, keepdim=True)
         yield Measurement(
             f"{name}, ids of step {number + 1}",

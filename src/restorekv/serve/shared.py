@@ -41,6 +41,7 @@ def pause_on_error(
 
     @wraps(method)
     def run(self: SharedFolder, *args: Given.args, **options: Given.kwargs) -> Result | None:
+        # A folder that is away would hold up every request until its time-out.
         if time.monotonic() < self.resumes:
             return None
         try:
@@ -71,6 +72,7 @@ class SharedFolder:
             self.is_object_store = not OBJECT_STORES.isdisjoint(protocols)
             for name in ("tmp", "deleted"):
                 self._make_folder(f"{self.root}/{name}/x")
+            # A folder that cannot be written to is found now, not after the first compression.
             trial = self._make_temporary_path("trial")
             self.files.pipe_file(trial, b"")
             self.files.rm_file(trial)
@@ -96,6 +98,7 @@ class SharedFolder:
         """Copy a cache there; return whether it is there now."""
         target = self.cache_path(sha256, key)
         self._make_folder(target)
+        # An object is seen once all of it has come; a file has to be moved to its name.
         if self.is_object_store:
             self.files.put_file(str(path), target)
             return True
@@ -125,6 +128,7 @@ class SharedFolder:
         source = self.cache_path(sha256, key)
         try:
             info = self.files.info(source)
+            # Others write to the folder too: neither a link nor a file of any size is followed.
             if info["type"] != "file" or info.get("islink") or info["size"] > most:
                 return False
             with replace_file(path, follow=False) as temporary:
@@ -136,6 +140,7 @@ class SharedFolder:
     @pause_on_error
     def remove_document(self, sha256: str) -> bool:
         """Delete all caches of a document and leave a note; return whether that is done."""
+        # First the caches, then the note: a server that sees the note finds nothing to fetch.
         with suppress(FileNotFoundError):
             self.files.rm(f"{self.root}/{sha256}", recursive=True)
         self.files.pipe_file(f"{self.root}/deleted/{time.time_ns()}-{sha256}", b"")

@@ -107,6 +107,7 @@ class RaggedForm(DocumentForm):
     def write_file(self, context: CompressedContext, path: Path) -> DocumentFile:
         self.check_context(context)
         context.save(path)
+        # Of the file as it is read again: its name follows from the stored tensors.
         identity = ragged_documents.identify(read_cache(path))
         return DocumentFile(list(identity.ids), context.manifest.bytes_held)
 
@@ -119,6 +120,7 @@ class RaggedForm(DocumentForm):
         return ragged_config(folder, documents_memory=memory, fingerprint=fingerprint)
 
     def load_as_vllm(self, config: Any, folder: Path, fingerprint: str, ids: Sequence[int]) -> None:
+        # The connector's own code, so that what fails here fails in vLLM in the same way.
         store = RaggedStore(folder, EngineModel.from_vllm(config, fingerprint))
         document = store.find_document(ids)
         if document is not None:

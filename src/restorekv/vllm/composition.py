@@ -48,6 +48,7 @@ def describe_part(file: CacheFile) -> PartFacts:
     prefix = file.context.prefix
     lengths = []
     for layer in file.cache().full_attention:
+        # Eviction may have dropped pairs of the prefix too, so they are counted head by head.
         of_prefix = layer.row_heads[layer.positions < prefix]
         lengths.append(torch.bincount(of_prefix, minlength=layer.heads))
     return PartFacts(
@@ -87,6 +88,7 @@ def make_ids(names: Sequence[str]) -> tuple[int, ...]:
     digits = []
     for name in names:
         digits += _to_digits(name)
+    # Compositions of few documents fill as many positions as those of many.
     padding = [FIRST_ID] * (MOST_DOCUMENTS * DIGITS - len(digits))
     return (*make_mark(), *hashed, FIRST_ID + len(names), *digits, *padding)
 
@@ -99,6 +101,7 @@ def read_names(ids: Sequence[int]) -> list[str] | None:
     """
     if list(ids[:MARK]) != make_mark():
         return None
+    # From here on the prompt claims to be a composition; whatever is wrong with it is an error.
     own = tuple(ids[:PLACEHOLDERS])
     count = own[MARK + HASHED] - FIRST_ID if len(own) == PLACEHOLDERS else 0
     if 2 <= count <= MOST_DOCUMENTS:
@@ -107,6 +110,7 @@ def read_names(ids: Sequence[int]) -> list[str] | None:
         for number in range(count):
             start = first + number * DIGITS
             names.append(_from_digits(own[start : start + DIGITS]))
+        # The names make the same hash again, or an id was changed on the way.
         if make_ids(names) == own:
             return names
     raise RestoreKVError(
@@ -161,6 +165,7 @@ def count_pairs(lengths: Sequence[Tensor], parts: Sequence[PartFacts]) -> Tensor
         lengths: (L, H) of every document, its restore cache included.
         parts: the documents.
     """
+    # Every document holds the same prefix; the later ones' would be read twice.
     total = lengths[0].clone()
     for own, part in zip(lengths[1:], parts[1:], strict=True):
         total += own - part.prefix_lengths

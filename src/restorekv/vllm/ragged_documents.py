@@ -54,6 +54,8 @@ def make_mark() -> list[int]:
 
 def identify(file: CacheFile) -> RaggedIdentity:
     """Return the name, the placeholders and the lengths of a cache file."""
+    # Over the tensors in the order of their names, so that two files of one content are one
+    # document, wherever they lie and whatever their records say.
     sha256 = hashlib.sha256(KIND)
     for name, tensor in sorted(file.tensors.items()):
         sha256.update(name.encode())
@@ -71,6 +73,8 @@ def build_rope_model(config: PretrainedConfig) -> PreTrainedModel:
 
     `shift_keys` checks on it that all layers rotate alike; an engine has no transformers model.
     """
+    # What decides the rotation (kind of RoPE, base, scaling, head dim) is the config's; all that
+    # costs memory becomes tiny.
     small = type(config).from_dict(config.to_dict())
     head_dim = getattr(config, "head_dim", None)
     head_dim = head_dim or config.hidden_size // config.num_attention_heads
@@ -87,6 +91,7 @@ def build_rope_model(config: PretrainedConfig) -> PreTrainedModel:
     }
     for name, value in changes.items():
         setattr(small, name, value)
+    # The engine's own random numbers go on as if nothing had been drawn here.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
@@ -119,6 +124,7 @@ def gather_pairs(
         RestoreKVError: the cache has a bias on its logits (Attention Matching), or numbers that
             `dtype` cannot hold.
     """
+    # The text ends where the placeholders end: its last pair is right before the question.
     distance = PLACEHOLDERS - cache.get_seq_length()
     keys = []
     values = []
@@ -135,6 +141,7 @@ def gather_pairs(
         keys.append(shift_keys(rope_model, layer_keys, distance).to(dtype))
         values.append(layer_values.to(dtype))
         lengths.append(torch.tensor([len(row_keys) for row_keys, _ in rows]))
+        # float16 holds no number above 65,504, and a NaN would spread to every answer in the batch.
         if not bool(keys[-1].isfinite().all() and values[-1].isfinite().all()):
             raise RestoreKVError(
                 f"The document holds numbers that are too large for {dtype}; "

@@ -48,6 +48,8 @@ def average(
     factors in matrix products.
     """
     M: tl.constexpr = q.shape[0]
+    # Online softmax: the largest logit so far, the sum of weights and the weighted sum of values,
+    # both relative to that logit.
     best = tl.full([M], float("-inf"), tl.float32)
     weight = tl.zeros([M], tl.float32)
     output = tl.zeros([M, BLOCK_D], tl.float32)
@@ -55,7 +57,9 @@ def average(
     for at in range(start, end, BLOCK_N):
         pair = at + tl.arange(0, BLOCK_N)
         inside = pair < end
+        # In 64 bits, since a pool of pairs may have more than 2^31 numbers.
         place = pair.to(tl.int64)[:, None] * step + column
+        # BLOCK_D is D rounded up to a power of two; the columns beyond D read as zero.
         valid = inside[:, None] & (column < D)
         key = tl.load(keys + place, mask=valid, other=0.0)
         logits = tl.dot(q.to(FACTOR), tl.trans(key).to(FACTOR), input_precision="ieee") * scale
@@ -69,11 +73,13 @@ def average(
                 extra + limit[:, None] + pair[None, :] * pair_step, mask=visible, other=0
             )
         logits = tl.where(visible, logits, float("-inf"))
+        # A block with a larger logit makes all earlier weights smaller, by the factor `fade`.
         higher = tl.maximum(best, tl.max(logits, 1))
         finite = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf is NaN
         fade = tl.exp2(best - finite)
         share = tl.exp2(logits - finite[:, None])
         value = tl.load(values + place, mask=valid, other=0.0)
+        # Weights are rounded to the values' dtype, whatever FACTOR is.
         share_of_value = share.to(value.dtype).to(FACTOR)
         output = tl.dot(
             share_of_value, value.to(FACTOR), output * fade[:, None], input_precision="ieee"
@@ -110,6 +116,7 @@ def load_queries(
     BLOCK_D: tl.constexpr,
 ):
     """Load the queries (M, BLOCK_D) of one head's rows."""
+    # Row (b * G + g) * Q + q, taken apart into its batch, its query head and its query.
     place = row // (G * queries) * q_batch + row // queries % G * q_group + row % queries * q_query
     column = tl.arange(0, BLOCK_D)[None, :]
     return tl.load(
@@ -165,6 +172,8 @@ def attend_tile(
     of its tail.
     """
     program = tl.program_id(0)
+    # The first programs are for the context, which all questions share: all their rows of a head
+    # attend to a tile together. An entry holds a tile's head and its first and last pair.
     if program < context_programs:
         slot = program // context_blocks
         entry = entries + (skipped + slot) * 4
@@ -193,6 +202,7 @@ def attend_tile(
         )
         store_partial(parts, sums, slot, total_rows, row, real, output, lse, D, BLOCK_D)
     else:
+        # The others are for the tails: each question's rows attend to its own pairs alone.
         program -= context_programs
         inner = program % tail_blocks * M + tl.arange(0, M)
         piece = program // tail_blocks % pieces
@@ -200,6 +210,7 @@ def attend_tile(
         question = (program // (tail_blocks * pieces * H)).to(tl.int64)
         real = inner < G * queries
         row = question * G * queries + inner
+        # Causal: query q of Q is the pair tail - Q + q itself, and sees those up to it.
         limit = inner % queries + tail - queries
         if TAIL == MASK:
             limit = tl.where(real, question * mask_batch + inner % queries * mask_query, 0)
@@ -270,12 +281,14 @@ def merge(
     column = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
     real = row < total_rows
     within = column < D
+    # The head's results lie in slots low to low + own, those of its tail after all `count` tiles.
     low = tl.load(first + begin + head)
     own = tl.load(first + begin + head + 1) - low
     group = row // queries % G
     best = tl.full([M], float("-inf"), tl.float32)
     weight = tl.zeros([M], tl.float32)
     if SINKS:
+        # A sink takes weight and has no value: it begins the sum of weights alone.
         best = tl.load(sinks + head * G + group).to(tl.float32) * LOG2E
         weight = tl.full([M], 1.0, tl.float32)
     result = tl.zeros([M, WIDTH], tl.float32)
@@ -294,6 +307,7 @@ def merge(
         result = result * fade[:, None] + tl.sum(part * share[:, :, None], 0)
         weight = weight * fade + tl.sum(share, 0)
         best = higher
+    # A row that saw no pair, such as one beyond the last, has weight 0 and result 0.
     result /= tl.where(weight > 0, weight, 1.0)[:, None]
     question = row // (G * queries)
     query = row % queries
