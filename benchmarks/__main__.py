@@ -35,6 +35,10 @@ COMMANDS = {
         "benchmarks.cli.growing",
         "Compare appended and composed texts with texts compressed at once.",
     ),
+    "book": (
+        "benchmarks.cli.book",
+        "Ask a book that is compressed at once and in parts, beside transformers.",
+    ),
     "serving": ("benchmarks.cli.serving", "Compare our server with transformers serve."),
     "vllm": (
         "benchmarks.cli.vllm",

@@ -1,0 +1,149 @@
+"""A book that is asked many questions: read whole by transformers, compressed at once, and
+compressed in parts.
+
+Short sentences with a number are put between the paragraphs of a novel, at equal distances, and
+each question is about one of them, in a form that a base model continues. Every way is measured in
+a process of its own: the seconds to read and to answer, the most memory above the weights, the
+bytes that stay, and how many numbers come back.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from benchmarks.compress_cost import measure_apart
+from benchmarks.workload import describe_machine, load_novel
+from restorekv.evaluation.tables import Table
+from restorekv.model.load import load_model
+
+PLACES = (
+    "mill harbor bakery chapel stable library orchard tannery forge brewery lighthouse dairy "
+    "quarry school theater market bridge castle garden inn"
+).split()
+TRANSFORMERS = "transformers"
+AT_ONCE = "at once"
+IN_PARTS = "in parts"
+WAYS = (TRANSFORMERS, AT_ONCE, IN_PARTS)
+ANSWER_PREFIX = "Answer: The number of the"
+
+
+@dataclass(frozen=True)
+class Options:
+    """See the command's flags."""
+
+    model: str
+    tokens: int
+    evictor: str
+    ratios: tuple[str, ...]
+    part: int
+    answer: int
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Book:
+    """A text, questions about the sentences that were put into it, and their numbers."""
+
+    text: str
+    questions: tuple[str, ...]
+    answers: tuple[str, ...]
+
+
+def make_book(tokenizer: Tokenizer, tokens: int, seed: int) -> Book:
+    """Return a novel's first `tokens` tokens with a sentence about every place, in drawn order."""
+    rng = random.Random(f"book {seed}")
+    numbers = rng.sample(range(1000, 10_000), len(PLACES))
+    places = rng.sample(PLACES, len(PLACES))
+    facts = [
+        f"The number of the {place} is {number}."
+        for place, number in zip(places, numbers, strict=True)
+    ]
+    budget = tokens - len(tokenizer.encode("\n\n".join(facts)))
+    novel = load_novel().replace("\r\n", "\n")
+    ids = tokenizer.encode(novel, add_special_tokens=False)[:budget]
+    paragraphs = tokenizer.decode(ids).split("\n\n")
+    # In the middle of every twentieth of them, from the end, so that no place moves.
+    count = len(paragraphs)
+    for number, fact in reversed(list(enumerate(facts))):
+        paragraphs.insert((2 * number + 1) * count // (2 * len(facts)), fact)
+    questions = tuple(f"Question: What is the number of the {place}?" for place in places)
+    return Book("\n\n".join(paragraphs), questions, tuple(map(str, numbers)))
+
+
+def run_book(options: Options, tell: Callable[[str], None], threads: int) -> dict:
+    """Return a row for each way and ratio."""
+    rows: list[dict] = []
+    with TemporaryDirectory(prefix="restorekv-bench-") as name:
+        folder = Path(name)
+        _, tokenizer = load_model(options.model)
+        book = make_book(tokenizer, options.tokens, options.seed)
+        (folder / "book.json").write_text(json.dumps(vars(book)), "utf-8")
+        for way in WAYS:
+            ratios = ("1",) if way == TRANSFORMERS else options.ratios
+            for ratio in ratios:
+                tell(f"{way}, r = {ratio}")
+                job = {
+                    "model": options.model,
+                    "book": str(folder / "book.json"),
+                    "way": way,
+                    "ratio": ratio,
+                    "evictor": options.evictor,
+                    "part": options.part,
+                    "answer": options.answer,
+                    "threads": threads,
+                }
+                command = [sys.executable, "-m", "benchmarks.book_side"]
+                what = f"The measurement of {way} at r = {ratio}"
+                rows.append({"way": way, **measure_apart(command, job, folder, what)})
+    whole = rows[0]
+    for row in rows:
+        row["right"] = count_right(row["texts"], book.answers)
+        pairs = zip(row["texts"], whole["texts"], strict=True)
+        row["same"] = sum(own == other for own, other in pairs)
+    return {
+        "model": options.model,
+        "tokens": options.tokens,
+        "evictor": options.evictor,
+        "part": options.part,
+        "questions": list(book.questions),
+        "answers": list(book.answers),
+        "machine": describe_machine(threads),
+        "rows": rows,
+    }
+
+
+def count_right(texts: Sequence[str], answers: Sequence[str]) -> int:
+    """Return how many texts have their answer in their first line."""
+    pairs = zip(texts, answers, strict=True)
+    return sum(answer in text.strip().partition("\n")[0] for text, answer in pairs)
+
+
+def make_table(result: dict) -> Table:
+    """Return the result as a table."""
+    asked = len(result["questions"])
+    figures = []
+    for row in result["rows"]:
+        figures.append({**row, "asked": asked})
+    columns: dict[str, Callable[..., str]] = {
+        "how": lambda row: row["way"],
+        "r": lambda row: row["ratio"],
+        "seconds to read": lambda row: f"{row['read']:.0f}",
+        "seconds a question": lambda row: f"{row['ask'] / row['asked']:.2f}",
+        "peak above weights": lambda row: f"{row['peak'] / 2**20:,.0f} MiB",
+        "held": lambda row: f"{row['held'] / 2**20:,.1f} MiB",
+        "numbers found": lambda row: f"{row['right']} of {row['asked']}",
+        "as transformers": lambda row: f"{row['same']} of {row['asked']}",
+    }
+    note = (
+        f"{result['model']}, a novel of {result['tokens']:,} tokens, {result['evictor']}, parts of "
+        f"{result['part']:,} tokens."
+    )
+    return Table.from_figures("book", "A book and its questions", figures, columns, note, keys=2)

@@ -1,0 +1,35 @@
+"""`python -m benchmarks book`: a book compressed at once and in parts, beside transformers."""
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from benchmarks.book import Options, make_table, run_book
+from benchmarks.cli.session import run_benchmark, run_each
+from restorekv.cli import options as flags
+from restorekv.files import check_target
+
+
+def run(
+    model: flags.Model = "gemma3-270m",
+    tokens: Annotated[int, typer.Option(min=1000, help="Length of the book.")] = 30_000,
+    evictor: Annotated[str, typer.Option(help=flags.EVICTOR_HELP)] = "kvzip",
+    ratio: Annotated[list[str], typer.Option(help="Share of the KV pairs to hold; repeatable.")] = (
+        "1",
+        "0.2",
+        "0.1",
+    ),
+    part: Annotated[int, typer.Option(min=64, help="Tokens of a part.")] = 2048,
+    answer: Annotated[int, typer.Option(min=1, help="Tokens of every answer.")] = 14,
+    json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
+) -> None:
+    if json:
+        check_target(json)
+    options = Options(model, tokens, evictor, tuple(ratio), part, answer)
+    run_benchmark(
+        lambda tell: run_book(options, tell, torch.get_num_threads()),
+        lambda result: run_each([make_table(result)]),
+        json,
+    )
