@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from restorekv.compression.compressor import PreparedContext
     from restorekv.compression.config import CompressionConfig
     from restorekv.compression.eviction import Eviction
+    from restorekv.compression.prepared_memory import PreparedMemory
     from restorekv.context import CompressedContext
     from restorekv.errors import RestoreKVError, RestoreKVWarning
     from restorekv.generation.answers import Answer
@@ -33,6 +34,7 @@ __all__ = [
     "Eviction",
     "Portable",
     "PreparedContext",
+    "PreparedMemory",
     "RestoreAdapter",
     "RestoreKVError",
     "RestoreKVWarning",
@@ -52,6 +54,7 @@ _MODULES = {
     "Eviction": "compression.eviction",
     "Portable": "storage.portable",
     "PreparedContext": "compression.compressor",
+    "PreparedMemory": "compression.prepared_memory",
     "RestoreAdapter": "restore.adapter",
     "RestoreKVError": "errors",
     "RestoreKVWarning": "errors",
