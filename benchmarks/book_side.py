@@ -13,8 +13,9 @@ from transformers import DynamicCache
 
 from benchmarks.book import ANSWER_PREFIX, AT_ONCE, IN_PARTS, TRANSFORMERS, Book
 from benchmarks.measure import Peak, serve_job
-from restorekv import CompressionConfig, compress
+from restorekv.compression.config import CompressionConfig
 from restorekv.model.load import load_model
+from restorekv.pipeline import compress
 
 
 def measure(job: dict) -> dict:
