@@ -223,7 +223,8 @@ def test_a_document_deleted_while_it_is_compressed_otherwise_leaves_nothing(clie
     made, (stop, inside, go) = upload(client), slow
     stop.set()
     with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(ask, client, about(made), "tiny:snapkv-0.2")
+        # Of another evictor than the upload's, so that the text is read again.
+        asking = pool.submit(ask, client, about(made), "tiny:knorm-0.2")
         assert inside.wait(30)
         client.files.delete(made.id)
         go.set()

@@ -325,3 +325,23 @@ def test_a_deleted_document_is_not_kept_whole(model, tiny_tokenizer, tmp_path):
         assert prepared.bytes_held > 0
         client.files.delete(made.id)
         assert prepared.bytes_held == 0
+
+
+def test_a_document_deleted_while_it_is_compressed_is_not_kept_whole(
+    model, tiny_tokenizer, tmp_path, monkeypatch
+):
+    app = build_app(model, tiny_tokenizer, Settings(tmp_path, "tiny", VARIANT))
+    real = caches.compress
+
+    def delete_first(*arguments, **options):
+        client.files.delete(made.id)
+        return real(*arguments, **options)
+
+    with listening(app) as url:
+        client = client_of(url)
+        made = upload(client)
+        monkeypatch.setattr(caches, "compress", delete_first)
+        status, _, _ = fetch(url, f"/v1/files/{made.id}/kept", model="tiny:knorm-0.3")
+        engine = app.state.service.engine
+        assert status == 404
+        assert engine.prepared_memory.bytes_held == 0 and not engine.held

@@ -302,6 +302,13 @@ def encode_plain_chat(
     return torch.tensor(tokenize_parts(tokenizer, template, texts), dtype=torch.long)
 
 
+def encode_whole_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids of a prompt that is all the model reads, as the tokenizer itself makes them:
+    with its start token, and with control tokens where the text spells them.
+    """
+    return tokenizer(text).input_ids
+
+
 def _render_parts(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") -> list[str]:
     """Return the template's text around and between messages of these roles.
 

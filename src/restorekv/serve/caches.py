@@ -33,7 +33,12 @@ from restorekv.generation import decoding
 from restorekv.generation.answers import Answer, make_answer
 from restorekv.generation.sampling import TokenChooser
 from restorekv.model.identity import identify_model
-from restorekv.model.prompt import Context, count_usable_positions, encode_plain_chat
+from restorekv.model.prompt import (
+    Context,
+    count_usable_positions,
+    encode_plain_chat,
+    encode_whole_prompt,
+)
 from restorekv.pipeline import compress
 from restorekv.serve.documents import check_size, explain_length
 from restorekv.serve.engine import (
@@ -226,8 +231,7 @@ class CacheEngine(Engine, Generic[Active]):
         most = count_usable_positions(self.model)
         if isinstance(prompt, str):
             check_size(prompt, self.tokenizer, most)
-            # Control tokens are read as such: the prompt is the whole of what the model gets.
-            ids = self.tokenizer(prompt).input_ids
+            ids = encode_whole_prompt(self.tokenizer, prompt)
         elif all(0 <= token < len(self.tokenizer) for token in prompt):
             ids = prompt
         else:

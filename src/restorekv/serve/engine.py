@@ -130,8 +130,6 @@ class ServedQuestion:
         turns: earlier questions with their answers.
         text: the question.
         system: the system message, or "".
-        prompt: a text or token ids that are all the model reads, in place of documents, turns, text
-            and system; the answer is then what follows, with any space that it begins with.
         limit: how many tokens an answer may have.
         sampling: how the answers are written.
         on_token: called with (sample, id, *TokenChooser.likely) for every token, from any thread.
@@ -139,6 +137,8 @@ class ServedQuestion:
         started: whether it no longer waits. In the library's engine it has its place then; where
             vLLM or replicas schedule questions, its first token has come.
         cancelled: whether nobody waits for the answers any more.
+        prompt: a text or token ids that are all the model reads, in place of documents, turns, text
+            and system; the answer is then what follows, with any space that it begins with.
     """
 
     documents: Sequence[ServedDocument]
@@ -147,11 +147,11 @@ class ServedQuestion:
     system: str
     limit: int
     sampling: SamplingConfig
-    prompt: str | Sequence[int] = ""
     on_token: Callable[..., object] = bool
     done: Future[Reply] = field(default_factory=Future)
     started: bool = False
     cancelled: bool = False
+    prompt: str | Sequence[int] = ""
 
 
 @dataclass(frozen=True)
