@@ -23,6 +23,7 @@ from benchmarks.compress_cost import measure_apart
 from benchmarks.workload import describe_machine, load_novel
 from restorekv.evaluation.tables import Table
 from restorekv.model.load import load_model
+from restorekv.model.tokenize import tokenize_text
 
 PLACES = (
     "mill harbor bakery chapel stable library orchard tannery forge brewery lighthouse dairy "
@@ -66,9 +67,9 @@ def make_book(tokenizer: Tokenizer, tokens: int, seed: int) -> Book:
         f"The number of the {place} is {number}."
         for place, number in zip(places, numbers, strict=True)
     ]
-    budget = tokens - len(tokenizer.encode("\n\n".join(facts)))
+    budget = tokens - len(tokenize_text(tokenizer, "\n\n".join(facts)))
     novel = load_novel().replace("\r\n", "\n")
-    ids = tokenizer.encode(novel, add_special_tokens=False)[:budget]
+    ids = tokenize_text(tokenizer, novel)[:budget]
     paragraphs = tokenizer.decode(ids).split("\n\n")
     # In the middle of every twentieth of them, from the end, so that no place moves.
     count = len(paragraphs)
