@@ -28,6 +28,7 @@ from restorekv.train.examples import (
     TrainingContext,
     check_example_lengths,
     count_sources,
+    keep_short_examples,
     read_examples,
 )
 from restorekv.train.loop import (
@@ -301,6 +302,17 @@ def test_a_poisoned_line_is_named(tiny_model, tiny_tokenizer, tmp_path, line, to
     path.write_text('{"context": "a b", "questions": ["c?"]}\n' + line + "\n")
     with pytest.raises(RestoreKVError, match=f"data.jsonl, line 2 {told}"):
         read_examples(path, tiny_model, tiny_tokenizer)
+
+
+def test_long_contexts_are_left_out_in_order(tiny_tokenizer):
+    examples = [TrainingContext(TEXT * count, ("What?",), (None,)) for count in (2, 1, 3)]
+    lengths = [make_context(tiny_tokenizer, example.context).tokens for example in examples]
+    assert keep_short_examples(tiny_tokenizer, examples, max(lengths)) == examples
+    assert keep_short_examples(tiny_tokenizer, examples, lengths[0]) == examples[:2]
+    shortest = min(lengths)
+    told = f"All 3 contexts have more than {shortest - 1} tokens, the shortest {shortest}; raise --"
+    with pytest.raises(RestoreKVError, match=told):
+        keep_short_examples(tiny_tokenizer, examples, shortest - 1)
 
 
 def test_contexts_must_fit_the_model_and_hold_a_token(tiny_model, tiny_tokenizer):

@@ -16,7 +16,12 @@ from restorekv.errors import RestoreKVError, import_extra
 from restorekv.tiny.suite import LONGEST, SHORTEST
 from restorekv.train import checkpoint
 from restorekv.train.config import TrainConfig
-from restorekv.train.examples import TrainingContext, make_tiny_examples, read_examples
+from restorekv.train.examples import (
+    TrainingContext,
+    keep_short_examples,
+    make_tiny_examples,
+    read_examples,
+)
 from restorekv.train.loop import Progress, train_adapter
 from restorekv.train.parallel import (
     open_process_group,
@@ -42,6 +47,10 @@ def run(
     longest: Annotated[
         int, typer.Option(min=64, help="Maximum tokens of a context of the tiny world.")
     ] = LONGEST,
+    longest_context: Annotated[
+        int | None,
+        typer.Option(min=64, help="Leave out contexts of more tokens, of any data."),
+    ] = None,
     model: options.Model = options.DEFAULT_MODEL,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
@@ -88,6 +97,8 @@ def run(
                 examples += make_tiny_examples(tokenizer, count, config.seed, shortest, longest)
             else:
                 examples += read_examples(Path(name), loaded, tokenizer)
+        if longest_context is not None:
+            examples = keep_short_examples(tokenizer, examples, longest_context)
         with _explain_resume(out), show_progress_bar("training") as show:
             train_adapter(
                 loaded,

@@ -246,6 +246,26 @@ def _has_text(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
+def keep_short_examples(
+    tokenizer: Tokenizer, examples: Sequence[TrainingContext], longest: int
+) -> list[TrainingContext]:
+    """Return the examples whose context has at most `longest` tokens, in their order.
+
+    Raises:
+        RestoreKVError: All of them are longer.
+    """
+    lengths = [make_context(tokenizer, example.context).tokens for example in examples]
+    short = [
+        example for example, length in zip(examples, lengths, strict=True) if length <= longest
+    ]
+    if examples and not short:
+        raise RestoreKVError(
+            f"All {len(examples)} contexts have more than {longest} tokens, the shortest "
+            f"{min(lengths)}; raise --longest-context."
+        )
+    return short
+
+
 def check_example_lengths(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
