@@ -5,6 +5,8 @@ eager attention.
 import copy
 import math
 import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -334,3 +336,33 @@ def test_without_kvpress_the_bridge_says_what_to_install(monkeypatch, press):
     monkeypatch.setitem(sys.modules, "kvpress", None)
     with pytest.raises(RestoreKVError, match=r"pip install kvpress==0\.5\.5"):
         FromKVPress(press)
+
+
+@dataclass
+class KeyLengthPress:
+    """A press as kvpress writes them, which scores a pair by minus the length of its key."""
+
+    compression_ratio: float = 0.0
+
+    def post_init_from_model(self, model):
+        pass
+
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        return -keys.norm(dim=-1)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_the_bridge_scores_with_a_press(monkeypatch, family):
+    """Runs without kvpress too, whose own presses tests/conformance has."""
+    monkeypatch.setitem(
+        sys.modules,
+        "kvpress",
+        SimpleNamespace(ScorerPress=KeyLengthPress, KeyLengthPress=KeyLengthPress),
+    )
+    model = build_model(family)
+    context = make_context()
+    scores = FromKVPress(KeyLengthPress()).score(model, None, context, DynamicCache())
+    full = DynamicCache()
+    model(context.ids, past_key_values=full)
+    expected = [-layer.keys[0, :, context.prefix :].norm(dim=-1) for layer in full.layers]
+    assert torch.allclose(scores, torch.stack(expected), atol=1e-5)

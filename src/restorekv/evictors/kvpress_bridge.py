@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from restorekv import spec
 from restorekv.errors import RestoreKVError
@@ -100,7 +101,7 @@ class FromKVPress(Evictor):
                 backbone = get_backbone(model)
                 backbone(
                     input_ids=context.ids.to(model.device),
-                    **pass_cache(backbone, Cache()),
+                    **pass_cache(backbone, DynamicCache()),
                     use_cache=True,
                 )
         except (AssertionError, ValueError) as error:
