@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import subprocess
 import sys
 
@@ -101,3 +102,20 @@ def test_the_names_for_the_command_line_are_those_of_the_library():
     assert choices.GROWING == RESTORE
     assert set(choices.BENCHMARKS) == set(BENCHMARKS)
     assert PLOTS == FORMATS
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"), [({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active")]
+)
+def test_threads_sleep_while_they_wait_unless_told_otherwise(own, expected):
+    """PyTorch's OpenMP reads this when it is imported, so it must be set before."""
+    code = (
+        "import atexit, os, sys; from restorekv.cli import main; "
+        "atexit.register(lambda: print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)); "
+        "main(['--version'])"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**environment, **own}
+    )
+    assert ran.stdout.split()[-2:] == [expected, "False"]

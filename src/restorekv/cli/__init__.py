@@ -162,6 +162,10 @@ def main(args: Sequence[str] | None = None) -> None:
     or 129 (SIGHUP).
     """
     prepare_process()
+    # OpenMP's threads sleep while they wait for each other. By default they spin for milliseconds,
+    # hundreds of times a token, whenever another program has one of the cores. PyTorch's OpenMP
+    # reads this when it is loaded, and workers inherit it.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if COMPLETE in os.environ:
         typer.main.get_command(app)(prog_name="restorekv")
     code = execute(sys.argv[1:] if args is None else list(args))
