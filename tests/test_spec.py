@@ -56,6 +56,7 @@ def test_the_shortest_spec_is_written():
     ("text", "told"),
     [
         ("thin", "There is no thing 'thin' (did you mean thing?); use one of thing, bare."),
+        ("THING", "There is no thing 'THING' (did you mean thing?); use one of thing, bare."),
         (
             "thing:size=3",
             "thing has no setting 'size=3'; give count=NUMBER, loud=true|false, mode=TEXT, "

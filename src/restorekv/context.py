@@ -39,7 +39,7 @@ from restorekv.model.prompt import (
 )
 from restorekv.model.rope import count_positions
 from restorekv.model.shape import CacheShape, get_vocabulary_size
-from restorekv.model.tokenize import get_padding_id, refuse_processor
+from restorekv.model.tokenize import check_model_and_tokenizer, get_padding_id
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.storage import cache_file, portable
 from restorekv.storage.cache_checks import check_model
@@ -457,7 +457,7 @@ class CompressedContext:
         Raises:
             CacheFileError: The file is damaged, contradicts itself, or was made with another model.
         """
-        refuse_processor(tokenizer)
+        check_model_and_tokenizer(model, tokenizer)
         # Everything that a stranger's file claims is checked before the first tensor is used.
         stored = file if isinstance(file, CacheFile) else cache_file.read_cache(file)
         check_fit(stored, model, tokenizer)

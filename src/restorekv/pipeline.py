@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import peft
@@ -30,7 +30,7 @@ from restorekv.compression.prepared_memory import PreparedMemory
 from restorekv.compression.presets import DEFAULT_EVICTOR, PRESETS
 from restorekv.compression.progress import OnProgress, measure_progress
 from restorekv.context import CompressedContext
-from restorekv.errors import BudgetError, RestoreKVError
+from restorekv.errors import BudgetError, RestoreKVError, warn
 from restorekv.files import read_bytes
 from restorekv.model import attention
 from restorekv.model.identity import ModelIdentity, identify_model
@@ -43,12 +43,15 @@ from restorekv.model.prompt import (
     make_context,
 )
 from restorekv.model.shape import CacheShape
-from restorekv.model.tokenize import decode_utf8, refuse_processor
+from restorekv.model.tokenize import check_model_and_tokenizer, decode_utf8
 from restorekv.readers.extract import KINDS, extract_text
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.size_limits import TEXT_BYTES
 from restorekv.storage.cache_checks import count_pairs_and_bytes
 from restorekv.storage.cache_file import Manifest
+
+# Endings of files that people compress.
+DOCUMENT_ENDINGS = {*KINDS, ".txt", ".md", ".rst"}
 
 
 def compress(
@@ -95,7 +98,7 @@ def compress(
     Raises:
         RestoreKVError: Something that the caller can fix; the message says how.
     """
-    refuse_processor(tokenizer)
+    check_model_and_tokenizer(model, tokenizer)
     compressor = make_compressor(PRESETS.get(evictor, evictor), config)
     text, system = parse_context(context, check_system_message(config.system))
     between = get_default_between(tokenizer) if config.between is None else config.between
@@ -162,6 +165,8 @@ def parse_context(context: Any, system: str) -> tuple[str | Sequence[int] | Tens
     """
     if isinstance(context, Path):
         return read_text_file(context), system
+    if isinstance(context, str):
+        _warn_of_file_name(context)
     if not isinstance(context, list | tuple) or not context or not isinstance(context[0], Mapping):
         return context, system
     roles = []
@@ -186,6 +191,16 @@ def parse_context(context: Any, system: str) -> tuple[str | Sequence[int] | Tens
     if system:
         raise RestoreKVError("The messages have a system message; leave out system.")
     return texts[1], texts[0]
+
+
+def _warn_of_file_name(text: str) -> None:
+    """Warn of a text that is one word with the ending of a document: it is compressed as it is.
+
+    No file is looked for, so that a server's clients cannot find out which ones exist.
+    """
+    name = text.strip()
+    if len(name.split()) == 1 and PurePath(name).suffix.lower() in DOCUMENT_ENDINGS:
+        warn(f"The context is the text {name!r} itself; pass Path(...) to read that file.")
 
 
 def read_text_file(path: Path) -> str:

@@ -57,8 +57,10 @@ def parse_spec(text: str, classes: Mapping[str, type[Named]], what: str) -> Name
 def explain_unknown(what: str, name: str, known: Iterable[str]) -> str:
     """Return the sentence about a name that is not known, with the one that is most like it."""
     names = list(known)
-    near = get_close_matches(name, names, 1)
-    hint = f" (did you mean {near[0]}?)" if near else ""
+    # Capitals do not matter for a guess: papers write H2O and SnapKV.
+    by_small_letters = {each.lower(): each for each in names}
+    near = get_close_matches(name.lower(), by_small_letters, 1)
+    hint = f" (did you mean {by_small_letters[near[0]]}?)" if near else ""
     return f"There is no {what} {name!r}{hint}; use one of {', '.join(names)}."
 
 

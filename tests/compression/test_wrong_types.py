@@ -1,9 +1,11 @@
 """What is no compressed context, no question and no key is refused with a sentence."""
 
+import warnings
+
 import pytest
 
-from restorekv import ask_many, compose
-from restorekv.errors import RestoreKVError
+from restorekv import CompressedContext, ask_many, compose, compress
+from restorekv.errors import RestoreKVError, RestoreKVWarning
 from tests.helpers.compressing import QUESTIONS, make_small
 
 
@@ -48,3 +50,38 @@ def test_wrong_types_are_refused(small, name):
 def test_pairs_may_be_of_any_kind(small):
     expected = [small.ask(QUESTIONS[0], 4), small.ask(list(QUESTIONS), 4)]
     assert ask_many(iter([[small, QUESTIONS[0]], (small, tuple(QUESTIONS))]), 4) == expected
+
+
+ORDER = {
+    "swapped": lambda small: (small.tokenizer, small.model),
+    "a name for a model": lambda small: ("tiny", small.tokenizer),
+    "a name for a tokenizer": lambda small: (small.model, "tiny"),
+    "no tokenizer": lambda small: (small.model, None),
+}
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_model_and_tokenizer_are_told_apart(small, tmp_path, name):
+    model, tokenizer = ORDER[name](small)
+    told = r"first a model of transformers, then its tokenizer, not .* and .*; load both with"
+    with pytest.raises(RestoreKVError, match=told):
+        compress(model, tokenizer, "A text.")
+    small.save(tmp_path / "small.rkv")
+    with pytest.raises(RestoreKVError, match=told):
+        CompressedContext.load(tmp_path / "small.rkv", model, tokenizer)
+
+
+def test_a_text_that_looks_like_a_file_is_pointed_out(small):
+    """The name of a file, as a text, would be compressed without a word."""
+
+    def told_for(text):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", RestoreKVWarning)
+            compress(small.model, small.tokenizer, text, ratio=1, adapter=None, evictor="knorm")
+        return [str(each.message) for each in caught]
+
+    for name in "examples/register.txt", "Report.PDF", "C:\\texts\\notes.md":
+        (message,) = told_for(name)
+        assert repr(name) in message and "pass Path(...) to read that file" in message
+    assert told_for("Read the file notes.txt") == told_for("Dr. Who?") == []
+    assert told_for("one line\nnotes.txt") == []

@@ -34,14 +34,22 @@ _SAFE_TOKENIZERS: "Memory[SafeTokenizer]" = WeakKeyDictionary()
 _CONTROL_TOKENS: Memory[dict[int, str]] = WeakKeyDictionary()
 
 
-def refuse_processor(tokenizer: object) -> None:
-    """Refuse the processor of a model that also takes images, which holds the tokenizer."""
+def check_model_and_tokenizer(model: object, tokenizer: object) -> None:
+    """Refuse anything but a model and a tokenizer, in this order, and the processor of a model that
+    also takes images, which holds the tokenizer.
+    """
     # Its module imports code for images and sounds. Whoever has a processor has imported it.
     module = sys.modules.get("transformers.processing_utils")
     if module is not None and isinstance(tokenizer, module.ProcessorMixin):
         raise RestoreKVError(
             f"A tokenizer is needed, not a {type(tokenizer).__name__}; "
             "pass processor.tokenizer, or what AutoTokenizer.from_pretrained loads."
+        )
+    if not hasattr(model, "config") or not hasattr(tokenizer, "init_kwargs"):
+        raise RestoreKVError(
+            "Pass first a model of transformers, then its tokenizer, not "
+            f"{type(model).__name__} and {type(tokenizer).__name__}; load both with "
+            "AutoModelForCausalLM and AutoTokenizer, or with load_model."
         )
 
 
