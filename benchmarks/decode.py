@@ -178,7 +178,7 @@ def compress_cache(
         keys = torch.randn(1, heads, RESTORE, width).bfloat16()
         values = torch.randn(1, heads, RESTORE, width).bfloat16()
         restore_cache.append((keys, values))
-    return RaggedCache.from_dense(full, keep, restore_cache, consume=consume)
+    return RaggedCache.from_kept_pairs(full, keep, restore_cache, consume=consume)
 
 
 def grow_tail(cache: RaggedCache, columns: int) -> RaggedCache:
@@ -186,7 +186,10 @@ def grow_tail(cache: RaggedCache, columns: int) -> RaggedCache:
     fork = cache.fork()
     for layer in fork.layers:
         layer.update(
-            *(torch.randn(1, layer.heads, columns, x.shape[-1]).to(x.dtype) for x in layer.pair)
+            *(
+                torch.randn(1, layer.heads, columns, x.shape[-1]).to(x.dtype)
+                for x in layer.keys_and_values
+            )
         )
     return fork
 
@@ -210,7 +213,7 @@ def measure_memory(shape: CacheShape, options: Options, ratio: float) -> dict | 
     gc.collect()
     trim_heap()
     added = read_memory("VmRSS") - before
-    pairs = cache.pairs * 2 * shape.head_dim * 2
+    pairs = cache.pairs_held * 2 * shape.head_dim * 2
     tail = 0
     for layer in fork.layers:
         tail += layer.keys[:, :, cache.restore_length :].nbytes
@@ -233,12 +236,12 @@ def measure_ratio(
     caches = {"ours": grow_tail(made, QUESTION), "full": full}
     if ratio < 1:
         caches["rectangle"] = copy_columns(
-            full, made.pairs // (shape.layers * shape.heads) + QUESTION
+            full, made.pairs_held // (shape.layers * shape.heads) + QUESTION
         )
     # Bfloat16 keys and values.
-    must = 4 * shape.head_dim * (made.pairs // shape.layers + shape.heads * QUESTION)
+    must = 4 * shape.head_dim * (made.pairs_held // shape.layers + shape.heads * QUESTION)
     found = {
-        "pairs": made.pairs,
+        "pairs": made.pairs_held,
         "bytes": must,
         "roofline": must / bandwidth,
         "attention": time_attention(model, caches, options.repeat),

@@ -267,7 +267,7 @@ def measure_latencies(prepared: ScoredContext, ratios: Sequence[str], steps: int
     rows = []
     for ratio in ratios:
         both = [prepared.evict(ratio, 0), prepared.evict(ratio)]
-        assert both[0].pairs == both[1].pairs
+        assert both[0].pairs_held == both[1].pairs_held
         caches = [cache.fork() for cache in both]
         for cache in caches:
             _add_token(prepared.model, cache)
@@ -285,7 +285,7 @@ def measure_latencies(prepared: ScoredContext, ratios: Sequence[str], steps: int
                     "least": min(times),
                     "most": max(times),
                     "bytes": cache.nbytes,
-                    "pairs": cache.pairs,
+                    "pairs": cache.pairs_held,
                     "restore_tokens": cache.restore_length,
                 }
             )

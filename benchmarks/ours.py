@@ -70,7 +70,7 @@ def _make_full_cache(model: PreTrainedModel, tokenizer: Tokenizer, context: Cont
     """Make the cache at r = 1, which keeps every pair."""
     full = prefill(model, context.ids)
     heads, columns = full.layers[0].keys.shape[1:3]
-    return RaggedCache.from_dense(
+    return RaggedCache.from_kept_pairs(
         full, torch.ones(len(full.layers), heads, columns, dtype=torch.bool)
     )
 

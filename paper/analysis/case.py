@@ -106,7 +106,7 @@ class Case:
         """
         if self.prepared.config.restore_from == "full":
             return RaggedCache.from_full_cache(self.prepared.full)
-        return RaggedCache.from_dense(self.prepared.full, self.kept[RESTORED])
+        return RaggedCache.from_kept_pairs(self.prepared.full, self.kept[RESTORED])
 
 
 @dataclass(frozen=True)

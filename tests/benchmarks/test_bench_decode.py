@@ -84,7 +84,7 @@ def test_our_side_answers_all_questions_in_one_batch(tiny_model):
     with torch.no_grad():
         full = DynamicCache()
         tiny_model(tokens, past_key_values=full, use_cache=True)
-    cache = RaggedCache.from_dense(full, torch.ones(3, 2, 37, dtype=torch.bool))
+    cache = RaggedCache.from_kept_pairs(full, torch.ones(3, 2, 37, dtype=torch.bool))
     job = {"questions": [[5, 6], [7, 8], [9]], "answer": 4}
     hook = tiny_model.register_forward_pre_hook(
         lambda _, __, given: sizes.append(tuple(given["input_ids"].shape)), with_kwargs=True
@@ -100,7 +100,9 @@ def test_caches_hold_what_they_say():
     full = make_random_cache(SHAPE, 100, seed=1)
     before = [layer.keys.clone() for layer in full.layers]
     made = compress_cache(full, 0.3, seed=1)
-    assert made.pairs == 120 and made.restore_length == RESTORE and len(made.lengths.unique()) > 1
+    assert (
+        made.pairs_held == 120 and made.restore_length == RESTORE and len(made.lengths.unique()) > 1
+    )
     assert all(layer.keys.equal(keys) for layer, keys in zip(full.layers, before, strict=True))
     short = copy_columns(full, 30)
     assert [layer.keys.shape for layer in short.layers] == [(1, 2, 30, 16)] * 2

@@ -74,7 +74,7 @@ def test_keeping_everything_is_the_plain_model(tiny_model, backend):
     context, question = ids(CONTEXT, 1), ids(QUESTION, 2)
     shape = CacheShape.from_model(tiny_model)
     keep = torch.ones(shape.layers, shape.heads, CONTEXT, dtype=torch.bool)
-    cache = RaggedCache.from_dense(prefill(tiny_model, context), keep)
+    cache = RaggedCache.from_kept_pairs(prefill(tiny_model, context), keep)
     with torch.no_grad(), attention.force_backend(backend):
         plain = tiny_model(torch.cat([context, question], 1)).logits[:, -QUESTION:]
         first = tiny_model(question[:, :3], past_key_values=cache, use_cache=True).logits
@@ -94,7 +94,7 @@ def test_evicted_cache_is_masked_attention(tiny_model, backend, restore):
     """
     tokens, question = ids(CONTEXT + restore, 1), ids(QUESTION, 2)
     full, keep = prefill(tiny_model, tokens), random_keep(tiny_model, CONTEXT)
-    cache = RaggedCache.from_dense(full, keep)
+    cache = RaggedCache.from_kept_pairs(full, keep)
     assert cache.restore_length == restore and cache.get_seq_length() == CONTEXT + restore
     with torch.no_grad(), attention.force_backend(backend):
         ours = tiny_model(question, past_key_values=cache, use_cache=True).logits
@@ -107,7 +107,7 @@ def test_float64_to_ten_digits():
     model = build_model("qwen3").double()
     tokens, question = ids(CONTEXT, 1), ids(QUESTION, 2)
     full, keep = prefill(model, tokens), random_keep(model, CONTEXT)
-    cache = RaggedCache.from_dense(full, keep)
+    cache = RaggedCache.from_kept_pairs(full, keep)
     with torch.no_grad():
         ours = model(question, past_key_values=cache, use_cache=True).logits
     torch.testing.assert_close(ours, masked_logits(model, full, keep, question), rtol=0, atol=1e-10)
@@ -115,16 +115,18 @@ def test_float64_to_ten_digits():
 
 def test_counts_positions_and_bytes(tiny_model):
     full, keep = prefill(tiny_model, ids(CONTEXT + 4, 1)), random_keep(tiny_model, CONTEXT)
-    cache, shape = RaggedCache.from_dense(full, keep), CacheShape.from_model(tiny_model)
+    cache, shape = RaggedCache.from_kept_pairs(full, keep), CacheShape.from_model(tiny_model)
     assert cache.lengths.equal(keep.sum(-1))
-    assert cache.pairs == int(keep.sum()) + 4 * shape.layers * shape.heads
+    assert cache.pairs_held == int(keep.sum()) + 4 * shape.layers * shape.heads
     assert cache.count_prefix_pairs(5) == int(keep[..., :5].sum())
     for layer, kept in zip(cache.layers, keep, strict=True):
         assert layer.positions.dtype == torch.int32
         assert layer.positions.tolist() == [
             column for head in kept for column in head.nonzero()[:, 0].tolist()
         ]
-    numbers = cache.pairs * 2 * shape.head_dim + int(keep.sum()) + shape.layers * (shape.heads + 1)
+    numbers = (
+        cache.pairs_held * 2 * shape.head_dim + int(keep.sum()) + shape.layers * (shape.heads + 1)
+    )
     assert cache.nbytes == 4 * numbers
     storages = {
         x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
@@ -135,7 +137,7 @@ def test_counts_positions_and_bytes(tiny_model):
 
 
 def test_rewind_is_free_and_exact(tiny_model):
-    cache = RaggedCache.from_dense(
+    cache = RaggedCache.from_kept_pairs(
         prefill(tiny_model, ids(CONTEXT + 4, 1)), random_keep(tiny_model, CONTEXT)
     )
     with torch.no_grad():
@@ -150,7 +152,7 @@ def test_rewind_is_free_and_exact(tiny_model):
 
 
 def test_forks_share_the_context_and_nothing_else(tiny_model):
-    cache = RaggedCache.from_dense(
+    cache = RaggedCache.from_kept_pairs(
         prefill(tiny_model, ids(CONTEXT + 4, 1)), random_keep(tiny_model, CONTEXT)
     )
     fork = cache.fork(3)
@@ -172,7 +174,7 @@ def test_gradients_reach_the_restore_cache_alone(tiny_model, backend):
     for layer in full.layers:
         layer.keys.requires_grad_()
         layer.values.requires_grad_()
-    cache = RaggedCache.from_dense(full, random_keep(tiny_model, CONTEXT))
+    cache = RaggedCache.from_kept_pairs(full, random_keep(tiny_model, CONTEXT))
     with attention.force_backend(backend):
         tiny_model(
             ids(QUESTION, 2), past_key_values=cache.fork(), use_cache=True
@@ -186,7 +188,7 @@ def test_gradients_reach_the_restore_cache_alone(tiny_model, backend):
 
 def test_beams_and_batch_selection(tiny_model):
     """What transformers does to caches between steps."""
-    cache = RaggedCache.from_dense(
+    cache = RaggedCache.from_kept_pairs(
         prefill(tiny_model, ids(CONTEXT + 4, 1)), random_keep(tiny_model, CONTEXT)
     ).fork(2)
     with torch.no_grad():
@@ -197,3 +199,15 @@ def test_beams_and_batch_selection(tiny_model):
     cache.batch_select_indices(torch.tensor([0, 2]))
     cache.reorder_cache(torch.tensor([1, 0]))
     assert cache.layers[0].keys.equal(before.flip(0))
+
+
+def test_a_mask_of_too_few_layers_is_refused_with_the_number_it_needs():
+    """In a model with sliding windows, a mask is for the layers without one."""
+    model = build_model("gemma3")
+    full_layers = CacheShape.from_model(model).layers
+    assert full_layers < model.config.num_hidden_layers
+    full = prefill(model, ids(CONTEXT, 1))
+    keep = torch.ones(full_layers + 1, 1, CONTEXT, dtype=torch.bool)
+    told = f"has {full_layers + 1} layers, but {full_layers} layers of the cache see the whole text"
+    with pytest.raises(ValueError, match=told):
+        RaggedCache.from_kept_pairs(full, keep)

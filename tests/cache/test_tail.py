@@ -51,8 +51,8 @@ def test_equals_tensors_that_are_copied_every_time(operations):
     mine = make_layer()
     other = mine.fork()
     other.update(*pair(2))
-    mine, held = mine.fork(), [x.clone() for x in other.pair]
-    tail, restore = mine.pair, mine.pair
+    mine, held = mine.fork(), [x.clone() for x in other.keys_and_values]
+    tail, restore = mine.keys_and_values, mine.keys_and_values
     for name, number in operations:
         rows = len(tail[0])
         if name in ("append", "learn"):
@@ -80,9 +80,9 @@ def test_equals_tensors_that_are_copied_every_time(operations):
             tail = tuple(x.repeat_interleave(2, 0) for x in tail)
         elif name == "reserve":
             mine.reserve_columns(mine.columns + 7)
-        assert all(x.equal(y) for x, y in zip(mine.pair, tail, strict=True))
+        assert all(x.equal(y) for x, y in zip(mine.keys_and_values, tail, strict=True))
         assert mine.get_seq_length() == SEEN + tail[0].shape[2]
-    assert all(x.equal(y) for x, y in zip(other.pair, held, strict=True))
+    assert all(x.equal(y) for x, y in zip(other.keys_and_values, held, strict=True))
 
 
 @torch.no_grad()
@@ -126,12 +126,12 @@ def test_reserved_buffers_stay_where_they_are():
 @torch.no_grad()
 def test_what_is_written_after_a_crop_into_the_restore_cache_is_not_restored():
     layer = make_layer()
-    restore = [x.clone() for x in layer.pair]
+    restore = [x.clone() for x in layer.keys_and_values]
     layer.update(*pair(4))
     layer.crop(SEEN + 1)
     layer.update(*pair(4))
     layer.reset()
-    assert all(x.equal(y) for x, y in zip(layer.pair, restore, strict=True))
+    assert all(x.equal(y) for x, y in zip(layer.keys_and_values, restore, strict=True))
 
 
 @torch.no_grad()
@@ -143,7 +143,8 @@ def test_held_tensors_are_the_buffers():
     layer.update(*pair(4))
     layer.commit_tail()
     assert (
-        sum(x.untyped_storage().nbytes() for x in layer.pair) == 2 * HEADS * (RESTORE + 4) * DIM * 4
+        sum(x.untyped_storage().nbytes() for x in layer.keys_and_values)
+        == 2 * HEADS * (RESTORE + 4) * DIM * 4
     )
 
 

@@ -146,7 +146,7 @@ def test_the_prefix_stays_as_it_is(tiny_tokenizer):
             )
             assert layer.context_keys[rows].equal(full.keys[0, head, :prefix])
             assert layer.context_values[rows].equal(full.values[0, head, :prefix])
-    assert made.positions == prepared.context.positions and made.restore_length == 0
+    assert made.seen == prepared.context.positions and made.restore_length == 0
 
 
 def test_everything_kept_is_the_full_cache(tiny_tokenizer):
@@ -322,7 +322,7 @@ def test_save_load_and_ask(tiny_tokenizer, tmp_path, dtype):
         for layer in made.cache.layers
     )
     assert made.manifest.bytes_held - pairs - sum(bias.nbytes for bias in biases) == 4 * (
-        made.cache.pairs + 3 * 3
+        made.cache.pairs_held + 3 * 3
     )
     made.save(tmp_path / "cache")
     again = CompressedContext.load(tmp_path / "cache", model, tiny_tokenizer)

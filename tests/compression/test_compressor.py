@@ -51,11 +51,11 @@ def test_pairs_are_the_budget(case, evictor, policy, restored):
         cache = prepared.evict(ratio)
         total = Fraction(ratio) * columns * shape.layers * shape.heads // 1
         outside = context.prefix * shape.layers * shape.heads if policy == "free" else 0
-        assert cache.pairs == total + outside
+        assert cache.pairs_held == total + outside
         assert cache.restore_length == (TOKENS if restored else 0)
         assert cache.get_seq_length() == context.positions + cache.restore_length
         base = prepared.evict(ratio, 0)
-        assert (base.pairs, base.restore_length) == (cache.pairs, 0)
+        assert (base.pairs_held, base.restore_length) == (cache.pairs_held, 0)
 
 
 def test_evictors_keep_the_best_scores(case):
@@ -205,7 +205,7 @@ def test_repr_and_manifest_tell_what_is_held(case, tmp_path):
     model, tokenizer, text = case
     made = compress(model, tokenizer, text, ratio=0.2, adapter=make_adapter(model))
     m, shown = made.manifest, repr(made)
-    assert m.bytes_held == made.cache.nbytes and m.pairs_held == made.cache.pairs
+    assert m.bytes_held == made.cache.nbytes and m.pairs_held == made.cache.pairs_held
     assert m.pairs + m.pairs_of_prefix == m.pairs_held
     for part in [
         f"T = {m.tokens}",
@@ -401,7 +401,7 @@ def test_every_preparation_evicts_alike(case):
             (prepared.full is None) == (prepared.streaming is not None) == (streaming is not None)
         )
         cache, seconds = prepared.evict_timed(0.3)
-        assert prepared.evict(0.3, 0).pairs == cache.pairs and "evict" in seconds
+        assert prepared.evict(0.3, 0).pairs_held == cache.pairs_held and "evict" in seconds
         shape, context = CacheShape.from_model(model), prepared.context
         total = int(Fraction("0.3") * context.tokens * shape.layers * shape.heads)
         assert prepared.config.count_pairs(cache, context) == total

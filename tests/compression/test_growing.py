@@ -125,7 +125,7 @@ def test_the_budget_of_the_whole_is_exact(model, tiny_tokenizer, tmp_path, resto
         restore
     ]
     assert grown.cache.get_seq_length() == grown.context.positions + m.restore_tokens
-    assert int(grown.kept.sum()) == grown.cache.pairs - (m.earlier + m.restore_tokens) * heads
+    assert int(grown.kept.sum()) == grown.cache.pairs_held - (m.earlier + m.restore_tokens) * heads
     grown.save(tmp_path / "grown.rkv")
     again = CompressedContext.load(tmp_path / "grown.rkv", model, tiny_tokenizer)
     assert again.manifest == m and again.ask(QUESTIONS, 6) == grown.ask(QUESTIONS, 6)
@@ -221,7 +221,7 @@ def test_composed_caches_keep_every_restore_cache(model, tiny_tokenizer, tmp_pat
     whole.save(tmp_path / "whole.rkv")
     again = CompressedContext.load(tmp_path / "whole.rkv", model, tiny_tokenizer)
     assert again.ask(QUESTIONS, 6) == whole.ask(QUESTIONS, 6)
-    assert int(whole.kept.sum()) == whole.cache.pairs - 2 * N * heads
+    assert int(whole.kept.sum()) == whole.cache.pairs_held - 2 * N * heads
     alone = compose(parts[:1])
     assert alone.ask(QUESTIONS, 6) == parts[0].ask(QUESTIONS, 6)
     assert whole.append(first[:40], restore="every").manifest.earlier == 2 * N

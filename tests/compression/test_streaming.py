@@ -146,11 +146,11 @@ def test_counts_are_exact_and_what_is_held_is_bounded(chunk, policy, allocation)
             model, evictor, ratio, chunk, prefix_policy=policy, allocation=allocation
         )
         outside = PREFIX * each if policy == "free" else 0
-        assert cache.pairs - outside == made.budget.total
+        assert cache.pairs_held - outside == made.budget.total
         assert cache.get_seq_length() == context.positions and cache.restore_length == 0
         assert made.most <= made.budget.retained + (PREFIX + chunk) * each
         # Every pair once, in the order of the columns.
-        assert marks(cache, context.positions).sum() == cache.pairs
+        assert marks(cache, context.positions).sum() == cache.pairs_held
         assert all(
             layer.positions[a:b].diff().gt(0).all()
             for layer in cache.layers
@@ -295,7 +295,7 @@ def test_all_kept_is_all_the_same(tiny_model, tiny_tokenizer, restore_from):
             torch.testing.assert_close(
                 ours.restore_values, theirs.restore_values, rtol=1e-6, atol=1e-6
             )
-    assert cache.pairs == plain.pairs
+    assert cache.pairs_held == plain.pairs_held
 
 
 def test_restore_tokens_without_an_adapter_are_refused():

@@ -307,7 +307,9 @@ def test_end_to_end_with_exact_pairs(tiny_model, tiny_tokenizer, context, name, 
     prepared = eviction.prepare(tiny_model, tiny_tokenizer, context)
     cache = prepared.evict(0.2)
     columns = context.tokens if policy == "free" else context.positions
-    counted = cache.pairs - (cache.count_prefix_pairs(context.prefix) if policy == "free" else 0)
+    counted = cache.pairs_held - (
+        cache.count_prefix_pairs(context.prefix) if policy == "free" else 0
+    )
     assert counted == columns * 3 * 2 // 5
 
 

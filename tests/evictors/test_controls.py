@@ -64,7 +64,7 @@ def test_an_offset_moves_the_question_and_nothing_else(tiny_model, tiny_tokenize
     torch.testing.assert_close(logits(tiny_model, cache, asked), exact, rtol=1e-3, atol=1e-4)
     plain = Eviction.make("kvzip").prepare(tiny_model, tiny_tokenizer, TEXT).evict(1)
     assert not logits(tiny_model, plain, asked).allclose(exact, rtol=1e-3, atol=1e-3)
-    assert cache.pairs == plain.pairs and cache.nbytes == plain.nbytes
+    assert cache.pairs_held == plain.pairs_held and cache.nbytes == plain.nbytes
 
 
 def test_an_offset_survives_the_file_and_generate(tiny_model, tiny_tokenizer, tmp_path):
@@ -107,7 +107,7 @@ def test_restored_from_the_evicted_cache(tiny_model, tiny_tokenizer):
     for ratio in (1, 0.5, 0.2):
         one, other = before.evict(ratio), after.evict(ratio)
         assert (
-            one.pairs == other.pairs
+            one.pairs_held == other.pairs_held
             and one.lengths.equal(other.lengths)
             and other.restore_length == TOKENS
         )
@@ -153,7 +153,7 @@ def test_fewer_restore_tokens_from_the_evicted_cache(tiny_model, tiny_tokenizer)
     )
     prepared = eviction.prepare(tiny_model, tiny_tokenizer, TEXT)
     cache = prepared.evict(5 / prepared.context.tokens)
-    assert 0 < cache.restore_length <= 5 and cache.pairs > 0
+    assert 0 < cache.restore_length <= 5 and cache.pairs_held > 0
     assert prepared.evict(0.05, 0).restore_length == 0
 
 
@@ -220,7 +220,7 @@ def test_any_number_of_restore_tokens(tiny_model, tiny_tokenizer, n):
         tiny_model, tiny_tokenizer, TEXT
     )
     cache = prepared.evict(0.3)
-    assert cache.restore_length == n and cache.pairs == prepared.evict(0.3, 0).pairs
+    assert cache.restore_length == n and cache.pairs_held == prepared.evict(0.3, 0).pairs_held
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,10 @@ def test_a_rectangular_cache_is_a_plain_one(tiny_model, tiny_tokenizer, restored
     cache = prepared.evict(0.31)
     plain = cache.to_dynamic_cache()
     assert isinstance(plain, DynamicCache) and not isinstance(plain, type(cache))
-    assert plain.get_seq_length() * plain.layers[0].keys.shape[1] * len(plain.layers) == cache.pairs
+    assert (
+        plain.get_seq_length() * plain.layers[0].keys.shape[1] * len(plain.layers)
+        == cache.pairs_held
+    )
     asked = encode_question(tiny_tokenizer, prepared.context, QUESTION)
     first = cache.get_seq_length()
     with torch.no_grad():
@@ -293,7 +296,7 @@ def test_every_allocation_fills_the_budget(tiny_model, tiny_tokenizer, allocatio
     shape, context = prepared.scores.shape, prepared.context
     for ratio in ("1", "0.333", "0.1"):
         budget, cache = prepared.make_budget(ratio), prepared.evict(ratio)
-        assert cache.pairs - context.prefix * shape[0] * shape[1] == budget.total
+        assert cache.pairs_held - context.prefix * shape[0] * shape[1] == budget.total
         if allocation == "per-head":
             assert len(cache.lengths.unique()) == 1 and budget.whole_tokens
         if allocation != "global":

@@ -301,7 +301,7 @@ def test_from_the_model_to_a_cache(tiny_model, spec):
     )
     for ratio in ("0.2", "1"):
         assert (
-            prepared.evict(ratio).pairs
+            prepared.evict(ratio).pairs_held
             == prepared.make_budget(ratio).pairs + 3 * 2 * context.prefix
         )
     rough = eviction.prepare(tiny_model.bfloat16(), None, context).scores

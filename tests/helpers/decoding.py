@@ -23,6 +23,6 @@ def make_cache(model, context, restore=4, share=0.4):
         model(torch.cat([context.ids, more], 1), past_key_values=full, use_cache=True)
     shape = CacheShape.from_model(model)
     generator = torch.Generator().manual_seed(3)
-    return RaggedCache.from_dense(
+    return RaggedCache.from_kept_pairs(
         full, torch.rand(shape.layers, shape.heads, context.positions, generator=generator) < share
     )

@@ -167,7 +167,7 @@ def failing(query, layer, mask, scale, size, place):
 
 def with_bias(layer, bias):
     return trials.make_layer(
-        layer.context_keys, layer.context_values, list(layer.bounds), *layer.pair, bias
+        layer.context_keys, layer.context_values, list(layer.bounds), *layer.keys_and_values, bias
     )
 
 

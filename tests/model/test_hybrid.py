@@ -85,7 +85,7 @@ def test_a_question_sees_what_is_kept_and_its_window(kind, spec):
     keep = cache.keep_mask(TEXT)
     shape = CacheShape.from_model(model)
     budget = int(0.3 * (TEXT - S) * shape.layers * shape.heads)
-    assert int(keep[..., S:].sum()) == budget == cache.pairs - shape.layers * shape.heads * S
+    assert int(keep[..., S:].sum()) == budget == cache.pairs_held - shape.layers * shape.heads * S
     whole = torch.cat([context.ids, asked], -1)
     expected = dense_logits(model, whole, [(TEXT, whole.shape[-1], keep)])[:, TEXT:]
     with torch.no_grad():

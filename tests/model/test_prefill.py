@@ -68,7 +68,7 @@ def test_an_observer_sees_the_whole_ragged_layer(tiny_model):
     """
     full, expected, outputs = prefill(tiny_model, ids(20)), [], []
     keep = torch.rand(len(full.layers), 2, 20, generator=torch.Generator().manual_seed(2)) < 0.4
-    cache = RaggedCache.from_dense(full, keep)
+    cache = RaggedCache.from_kept_pairs(full, keep)
 
     def on_layer(view):
         assert view.ragged is cache.layers[view.layer] and view.key.equal(view.ragged.keys[0])

@@ -96,7 +96,7 @@ def test_gradients_arrive_after_lora_is_off(tiny_model):
     assert is_plain(tiny_model)
     keep = torch.zeros(3, 2, 30, dtype=torch.bool)
     keep[..., ::7] = True
-    student = tiny_model(ids(6, 1), past_key_values=RaggedCache.from_dense(full, keep)).logits
+    student = tiny_model(ids(6, 1), past_key_values=RaggedCache.from_kept_pairs(full, keep)).logits
     student.square().mean().backward()
     missing = {
         name

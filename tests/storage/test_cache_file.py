@@ -40,9 +40,9 @@ def manifest_of(model, cache, context):
         offset=0,
         evictor="kvzip",
         adapter=None,
-        pairs=cache.pairs - of_prefix,
+        pairs=cache.pairs_held - of_prefix,
         pairs_of_prefix=of_prefix,
-        pairs_held=cache.pairs,
+        pairs_held=cache.pairs_held,
         bytes_full=full,
         bytes_held=cache.nbytes,
         seconds={"prefill": 0.5},
@@ -76,10 +76,10 @@ def test_round_trip_is_bit_equal(tiny_model, written):
         and text.suffix.equal(context.suffix)
         and text.suffix_text == context.suffix_text
     )
-    assert (again.pairs, again.nbytes, again.positions) == (
-        cache.pairs,
+    assert (again.pairs_held, again.nbytes, again.seen) == (
+        cache.pairs_held,
         cache.nbytes,
-        cache.positions,
+        cache.seen,
     )
     for ours, theirs in zip(cache.layers, again.layers, strict=True):
         assert all(

@@ -53,7 +53,7 @@ def test_a_plain_prefix_gives_the_logits_of_the_compressed_context(family, rope,
     plain = small.portable()
     assert (
         plain.tokens * plain.keys.shape[0] * plain.keys.shape[1]
-        == small.cache.pairs
+        == small.cache.pairs_held
         == small.manifest.pairs_held
     )
     for question in QUESTIONS:

@@ -82,7 +82,7 @@ def share_tail(layer: ContextLayer) -> ContextLayer:
     # A shallow copy shares the context. Assigning the pair drops the copy's claim on the buffers,
     # so that its next append makes buffers of its own instead of writing into the other's.
     other = copy.copy(layer)
-    other.keys, other.values = layer.pair
+    other.keys, other.values = layer.keys_and_values
     return other
 
 
@@ -103,13 +103,13 @@ def gather_rows(
     indices = [torch.tensor(list(rows), device=layer.device) for layer, rows in sources]
     buffers = []
     for number in range(2):  # keys, then values
-        like = sources[0][0].pair[number]
+        like = sources[0][0].keys_and_values[number]
         count = sum(len(rows) for rows in indices)
         buffer = like.new_zeros(count, like.shape[1], width + max(room, SPARE), like.shape[-1])
         first = 0
         for (layer, _), rows, own_width in zip(sources, indices, widths, strict=True):
             # The last `own_width` columns of the source, without what its rows do not need.
-            states = layer.pair[number][:, :, layer.columns - own_width :]
+            states = layer.keys_and_values[number][:, :, layer.columns - own_width :]
             block = buffer[first : first + len(rows), :, width - own_width : width]
             block.copy_(states.index_select(0, rows))
             first += len(rows)

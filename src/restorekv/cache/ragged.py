@@ -22,7 +22,7 @@ from restorekv.cache import quantized
 from restorekv.cache.dense import DenseLayer, list_dense_layers, list_full_attention
 from restorekv.cache.quantized import QuantizedRows
 from restorekv.cache.sliding import RecentLayer, SlidingLayer
-from restorekv.cache.tail import Pair, TailLayer
+from restorekv.cache.tail import KeysValues, TailLayer
 from restorekv.errors import RestoreKVError
 
 
@@ -190,6 +190,7 @@ class ContextPairs:
         )
 
 
+# One layer of a cache with one context.
 ContextLayer = RaggedLayer | SlidingLayer
 
 
@@ -197,8 +198,8 @@ class RaggedCache(Cache):
     """All layers; a transformers Cache, so `model.generate(..., past_key_values=cache.fork())`
     works.
 
-    Layers with a sliding window are of another kind, which is neither evicted nor counted; L is the
-    number of the others.
+    Layers with a sliding window (SlidingLayer) keep all their pairs, and no budget counts them. L
+    is the number of the other layers.
     """
 
     layers: list[RaggedLayer | SlidingLayer]  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -217,45 +218,52 @@ class RaggedCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, SlidingLayer)]
 
     @classmethod
-    def from_dense(
+    def from_kept_pairs(
         cls,
         full: Cache,
-        keep: Tensor,
-        restore_cache: Iterable[Pair] | None = None,
+        keep_mask: Tensor,
+        restore_cache: Iterable[KeysValues] | None = None,
         offset: int = 0,
         consume: bool = False,
     ) -> RaggedCache:
-        """Gather the pairs of a full cache that stay, and add a restore cache.
+        """Copy the pairs of a full cache that a mask marks, and add a restore cache.
 
         Gradients reach the restore cache and never the context, even if both are views of one
         tensor.
 
         Args:
             full: the full cache, with S + T columns or more.
-            keep: (L, H, S + T) bool, which pairs stay.
+            keep_mask: (L, H, S + T) bool, which pairs stay.
             restore_cache: keys and values (1, H, n, D) of every layer, those with a window
-                included; by default the columns of `full` after the first S + T.
+                included. None takes the columns of `full` after the first S + T, where a restore
+                pass left them.
             offset: moves the positions of questions (a control of the paper).
             consume: whether to empty each layer of `full` before the next is gathered, so that the
                 full and the ragged cache never exist side by side.
         """
         dense_layers = list_dense_layers(full)
-        columns = keep.shape[-1]
+        columns = keep_mask.shape[-1]
         # The restore pass appends its pairs to a view of the full cache, after the S + T columns
         # that compete.
         if restore_cache is None:
-            restore_cache = (_take_after(dense, columns) for dense in dense_layers)
-        if len(list_full_attention(full)) != len(keep):
-            raise ValueError(f"{len(keep)} layers of a mask for {len(dense_layers)} of a cache")
+            restore_cache = (_slice_restore_pairs(dense, columns) for dense in dense_layers)
+        full_layers = list_full_attention(full)
+        if len(full_layers) != len(keep_mask):
+            raise ValueError(
+                f"The mask has {len(keep_mask)} layers, but {len(full_layers)} layers of the cache "
+                "see the whole text."
+            )
         # The mask has rows for the layers that see the whole text only, in their order among all
         # layers.
-        masks = iter(keep)
+        masks = iter(keep_mask)
         layers = []
-        for dense, restored in zip(dense_layers, restore_cache, strict=True):
+        for dense, restore_pairs in zip(dense_layers, restore_cache, strict=True):
             if isinstance(dense, RecentLayer):
-                layers.append(SlidingLayer.from_recent(dense, columns, columns + offset, restored))
+                layers.append(
+                    SlidingLayer.from_recent(dense, columns, columns + offset, restore_pairs)
+                )
             else:
-                layers.append(_gather_layer(dense, next(masks), columns + offset, restored))
+                layers.append(_gather_layer(dense, next(masks), columns + offset, restore_pairs))
             # Before the next layer is gathered, so that at most one layer exists twice.
             if consume:
                 _release_pairs(dense)
@@ -263,8 +271,8 @@ class RaggedCache(Cache):
 
     @classmethod
     def from_full_cache(cls, full: Cache) -> RaggedCache:
-        """Return every pair of `full`, which is not changed, for passes whose own pairs go to the
-        tails.
+        """Return a cache with views of every pair of `full`. Later passes append to the tails, so
+        `full` does not change.
         """
         layers: list[RaggedLayer | SlidingLayer] = []
         for layer in list_dense_layers(full):
@@ -299,13 +307,13 @@ class RaggedCache(Cache):
             layer.locked = True
 
     def commit_tail(self) -> None:
-        """Make what the tails hold now the restore cache."""
+        """Turn the current tail of every layer into its restore cache."""
         for layer in self.layers:
             layer.commit_tail()
 
     @property
-    def positions(self) -> int:
-        """The positions S + T that the context occupied, plus the offset if there is one."""
+    def seen(self) -> int:
+        """How many positions the context occupied: S + T, plus the offset if there is one."""
         return self.layers[0].seen
 
     @property
@@ -359,7 +367,7 @@ class RaggedCache(Cache):
         return plain
 
     @property
-    def pairs(self) -> int:
+    def pairs_held(self) -> int:
         """Context pairs kept, prefix included, plus the restore cache's n*L*H."""
         return sum(
             layer.bounds[-1] + layer.heads * layer.restore_length for layer in self.full_attention
@@ -382,9 +390,11 @@ class RaggedCache(Cache):
         return total
 
 
-def _gather_layer(dense: DenseLayer, kept: Tensor, seen: int, restored: Pair) -> RaggedLayer:
-    """Return a layer with the pairs of a dense one that `kept` (H, S + T) bool marks."""
-    mask = kept.to(dense.keys.device)
+def _gather_layer(
+    dense: DenseLayer, keep_mask: Tensor, seen: int, restore_pairs: KeysValues
+) -> RaggedLayer:
+    """Return a layer with the pairs of a dense one that `keep_mask` (H, S + T) bool marks."""
+    mask = keep_mask.to(dense.keys.device)
     # `nonzero` goes row by row: by head and, within a head, by position. That is the order of a
     # layer's rows, so no sort is needed.
     heads, positions = mask.nonzero(as_tuple=True)
@@ -397,12 +407,12 @@ def _gather_layer(dense: DenseLayer, kept: Tensor, seen: int, restored: Pair) ->
         positions=positions.to(torch.int32),
         seen=seen,
         # Copied, because a view would keep the whole full cache alive.
-        restore_keys=restored[0].clone(),
-        restore_values=restored[1].clone(),
+        restore_keys=restore_pairs[0].clone(),
+        restore_values=restore_pairs[1].clone(),
     )
 
 
-def _take_after(dense: DenseLayer, columns: int) -> Pair:
+def _slice_restore_pairs(dense: DenseLayer, columns: int) -> KeysValues:
     """Return keys and values (1, H, n, D) of what a dense layer holds after the first columns."""
     if isinstance(dense, RecentLayer):
         return dense.take_columns(columns, dense.get_seq_length())

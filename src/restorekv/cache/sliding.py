@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from restorekv.cache.tail import Pair, TailLayer, count_queries
+from restorekv.cache.tail import KeysValues, TailLayer, count_queries
 
 
 class RecentLayer(DynamicLayer):
@@ -64,7 +64,7 @@ class RecentLayer(DynamicLayer):
         return super().get_seq_length() + count_queries(query), self.first
 
     # Positions and not indices: after a long text column 0 of the tensors is not position 0.
-    def take_columns(self, start: int, end: int) -> Pair:
+    def take_columns(self, start: int, end: int) -> KeysValues:
         """Return keys and values (1, H, end - start, D) of the positions [start, end)."""
         if not self.first <= start <= end <= self.get_seq_length():
             raise ValueError(f"positions {start}:{end} are not held, from {self.first} on are")
@@ -108,7 +108,7 @@ class SlidingLayer(TailLayer):
 
     @classmethod
     def from_recent(
-        cls, dense: RecentLayer, columns: int, seen: int, restored: Pair | None = None
+        cls, dense: RecentLayer, columns: int, seen: int, restored: KeysValues | None = None
     ) -> SlidingLayer:
         """Return a layer over the first `columns` positions of a dense one.
 
@@ -161,7 +161,7 @@ class SlidingLayer(TailLayer):
             restore_values=values[:, :, :0],
         )
 
-    def with_restore_cache(self, restored: Pair) -> SlidingLayer:
+    def with_restore_cache(self, restored: KeysValues) -> SlidingLayer:
         """Return the same context with keys and values (1, H, n, D) as its tail."""
         return SlidingLayer(
             self.context_keys, self.context_values, self.first, self.window, self.seen, *restored

@@ -23,7 +23,8 @@ from transformers.cache_utils import CacheLayerMixin
 from restorekv.errors import RestoreKVError
 
 SPARE = 16  # columns, at least, that a buffer gains when it has to grow
-Pair = tuple[Tensor, Tensor]  # keys and values
+# The keys and the values of one layer, or of some of its heads.
+KeysValues = tuple[Tensor, Tensor]
 
 
 def count_queries(query: int | Tensor) -> int:
@@ -87,7 +88,7 @@ class TailLayer(CompressedLayer):
 
     is_croppable = True
     locked = False
-    buffers: Pair | None
+    buffers: KeysValues | None
     static: tuple[int, Tensor] | None
 
     def __init__(self, restore_keys: Tensor, restore_values: Tensor, seen: int) -> None:
@@ -135,7 +136,7 @@ class TailLayer(CompressedLayer):
             )
 
     @property
-    def pair(self) -> Pair:
+    def keys_and_values(self) -> KeysValues:
         """Keys and values."""
         return self._keys, self._values
 
@@ -172,7 +173,7 @@ class TailLayer(CompressedLayer):
         if self.buffers:
             tensors += self.buffers
         elif self.columns > self.restore_length:
-            tensors += self.pair
+            tensors += self.keys_and_values
         return tensors
 
     @property
@@ -250,7 +251,7 @@ class TailLayer(CompressedLayer):
         self._values = value_buffer[:, :, :end]
         self.static = None
 
-    def _get_buffers(self) -> Pair:
+    def _get_buffers(self) -> KeysValues:
         assert self.buffers is not None, "reserve_columns comes first"
         return self.buffers
 
@@ -270,7 +271,7 @@ class TailLayer(CompressedLayer):
         # Copied, because the tail's buffers may be written again.
         self.keys = self.keys.clone()
         self.values = self.values.clone()
-        self.restore_keys, self.restore_values = self.pair
+        self.restore_keys, self.restore_values = self.keys_and_values
 
     def reset(self) -> None:
         """Go back to the restore cache, with as many rows as the tail has now; buffers keep their

@@ -173,5 +173,5 @@ class CompressionConfig:
         under "free".
         """
         if self.prefix_policy == "counted":
-            return cache.pairs
-        return cache.pairs - cache.count_prefix_pairs(context.prefix)
+            return cache.pairs_held
+        return cache.pairs_held - cache.count_prefix_pairs(context.prefix)

@@ -200,7 +200,9 @@ class ScoredContext(PreparedContext):
         # The restore pass is causal: its first columns are those of a shorter one.
         first = budget.restore_tokens
         tail = [(keys[:, :, :first], values[:, :, :first]) for keys, values in restored]
-        cache = RaggedCache.from_dense(self.full, keep, tail or None, self.config.offset, consume)
+        cache = RaggedCache.from_kept_pairs(
+            self.full, keep, tail or None, self.config.offset, consume
+        )
         if self.late_adapter and budget.restore_tokens and not restored:
             self.late_adapter.append(cache, budget.restore_tokens, budget.ratio)
             cache.commit_tail()

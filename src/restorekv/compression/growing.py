@@ -27,11 +27,12 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.cache.dense import list_dense_layers
 from restorekv.cache.ragged import ContextPairs, RaggedCache, RaggedLayer
 from restorekv.cache.sliding import SlidingLayer
+from restorekv.cache.tail import KeysValues
 from restorekv.compression.budget import Budget
 from restorekv.compression.compressor import time_phase
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import prefill_and_score
-from restorekv.compression.streaming import Pairs, run_restore_pass
+from restorekv.compression.streaming import run_restore_pass
 from restorekv.errors import BudgetError, RestoreKVError, check_choice
 from restorekv.model import support
 from restorekv.model.prefill import prefill
@@ -127,7 +128,7 @@ class Growth:
         read, scores = prefill_and_score(
             self.model, self.tokenizer, evictor, part, self._open_cache(), self.seconds
         )
-        restored: list[Pairs] = []
+        restored: list[KeysValues] = []
         if adapter is not None and tokens and config.restore_from == "full":
             restored = run_restore_pass(adapter, read, self.budget, self.seconds)
         with time_phase(self.seconds, "evict"):
@@ -216,7 +217,7 @@ class Growth:
                 layers.append(pairs.to_layer(layer.heads, self.context.tokens, keys, values))
         return RaggedCache(layers)
 
-    def _gather(self, read: RaggedCache, keep: Tensor, restored: list[Pairs]) -> RaggedCache:
+    def _gather(self, read: RaggedCache, keep: Tensor, restored: list[KeysValues]) -> RaggedCache:
         """Return what was kept, what `keep` (L, H, t) marks of the new part, and the restore
         cache.
         """
@@ -246,7 +247,7 @@ class Growth:
             # The new part was prefilled after the chat prefix, so its column `slot` is at
             # prefix + slot of the tail (1, H, S + t, D). Rows come out sorted by head.
             heads, slots = keep_layer.to(new.device).nonzero(as_tuple=True)
-            keys, values = (tail[0, heads, prefix + slots] for tail in new.pair)
+            keys, values = (tail[0, heads, prefix + slots] for tail in new.keys_and_values)
             parts.append(ContextPairs(keys, values, heads, self.context.positions + slots))
             tail_keys, tail_values = _make_empty_pairs(old)
             if restored:
@@ -283,7 +284,7 @@ def compose_caches(
                 "hold the end of each text alone; compress the texts as one, or append them."
             )
         has_bias = any(layer.bias is not None for layer in cache.full_attention)
-        if has_bias or cache.positions != context.positions:
+        if has_bias or cache.seen != context.positions:
             raise RestoreKVError(
                 "Only caches of evictors without an offset can be composed; compress the texts in "
                 "another way."

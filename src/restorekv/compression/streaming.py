@@ -31,6 +31,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.cache.dense import DenseLayer, list_dense_layers
 from restorekv.cache.ragged import ContextPairs, RaggedCache, RaggedLayer
 from restorekv.cache.sliding import RecentLayer, SlidingLayer
+from restorekv.cache.tail import KeysValues
 from restorekv.compression.budget import Budget
 from restorekv.compression.compressor import PreparedContext, Progress, time_phase
 from restorekv.compression.config import RatioOrBudget
@@ -42,8 +43,6 @@ from restorekv.model.prefill import make_full_cache, read_only_view
 from restorekv.model.prompt import Context
 from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
-
-Pairs = tuple[Tensor, Tensor]  # keys and values (1, H, n, D)
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,7 @@ class Stream:
             self.source.progress(f"part {number} of {len(parts)}")
             cache = self._read_part(cache, part)
             self._note_most(cache)
-            restored: list[Pairs] = []
+            restored: list[KeysValues] = []
             if adapter is not None and last and reads_before_eviction:
                 restored = run_restore_pass(adapter, cache, self.budget, self.seconds)
             with time_phase(self.seconds, "evict"):
@@ -217,7 +216,7 @@ class Stream:
         return RaggedCache([_to_compressed_layer(layer) for layer in list_dense_layers(read)])
 
     def _evict_part(
-        self, cache: RaggedCache, part: Part, restored: list[Pairs], last: bool
+        self, cache: RaggedCache, part: Part, restored: list[KeysValues], last: bool
     ) -> None:
         """Drop what does not stay, layer by layer; at the end the prefix joins the rest.
 
@@ -284,7 +283,7 @@ class Stream:
 
 def run_restore_pass(
     adapter: RestoreAdapter, cache: RaggedCache, budget: Budget, seconds: dict[str, float]
-) -> list[Pairs]:
+) -> list[KeysValues]:
     """Return the restore cache of a pass over all that is held, layer by layer."""
     tokens = budget.restore_tokens
     with time_phase(seconds, "restore"):

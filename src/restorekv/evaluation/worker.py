@@ -123,7 +123,7 @@ class Worker:
                 "prefix": context.prefix,
                 "restore_tokens": cache.restore_length,
                 "pairs": view.config.count_pairs(cache, context),
-                "pairs_with_prefix": cache.pairs,
+                "pairs_with_prefix": cache.pairs_held,
                 "bytes": cache.nbytes,
             }
             yield cell, {**line, "answers": answers}, seconds

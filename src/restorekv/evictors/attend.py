@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from restorekv.cache.tail import KeysValues
 from restorekv.evictors import pass_trials
 from restorekv.model.attention import blocked, naive, proofs
 from restorekv.model.attention.sinks import compute_weights
@@ -66,8 +67,8 @@ def can_use_kernels(query: Tensor, sinks: Tensor | None = None) -> bool:
 
 def attend_pass(
     query: Tensor,
-    own: blocked.Pairs,
-    cached: Callable[[int], blocked.Pairs],
+    own: KeysValues,
+    cached: Callable[[int], KeysValues],
     scale: float,
     inside: Sequence[slice],
     on_weights: blocked.OnWeights,

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from restorekv.cache.tail import Pair
+from restorekv.cache.tail import KeysValues
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.attend import (
     REDUCTIONS,
@@ -55,7 +55,7 @@ class ColumnMaxima:
         if can_use_kernels(view.query, view.sinks):
             return self._attend_with_kernels(view, own, cached)
 
-        def get_pairs(head: int) -> Pair:
+        def get_pairs(head: int) -> KeysValues:
             return cached[0][head], cached[1][head]
 
         def on_weights(head: int, low: int, high: int, weights: Tensor) -> None:
@@ -70,7 +70,7 @@ class ColumnMaxima:
         inside = [slice(0, before)]
         return attend_pass(view.query, own, get_pairs, view.scale, inside, on_weights, view.sinks)
 
-    def _attend_with_kernels(self, view: LayerView, own: Pair, cached: Pair) -> Tensor:
+    def _attend_with_kernels(self, view: LayerView, own: KeysValues, cached: KeysValues) -> Tensor:
         """Do the same with the kernels of triton_maxima.py."""
         before = cached[0].shape[1]
         # With no sinks and a chunk that spans all cached columns, the softmax is over everything.

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from restorekv.cache.dense import list_full_attention
 from restorekv.cache.ragged import RaggedLayer
-from restorekv.cache.tail import Pair
+from restorekv.cache.tail import KeysValues
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.attend import attend_pass, can_use_kernels, triton_maxima
 from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
@@ -192,7 +192,7 @@ def find_column_maxima(
         return best, output
     best = torch.zeros(*view.query.shape[:2], end - start, device=view.query.device)
 
-    def get_pairs(head: int) -> Pair:
+    def get_pairs(head: int) -> KeysValues:
         return _gather_head_pairs(cached, head)
 
     def on_weights(head: int, low: int, high: int, weights: Tensor) -> None:
@@ -208,7 +208,7 @@ def find_column_maxima(
     return best, output
 
 
-def _gather_head_pairs(cached: Any, head: int) -> Pair:
+def _gather_head_pairs(cached: Any, head: int) -> KeysValues:
     """Return a head's keys and values (K, D); of a ragged layer the tail's columns come first."""
     keys, values = cached.keys[0, head], cached.values[0, head]
     if not isinstance(cached, RaggedLayer):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from restorekv.cache.tail import KeysValues
 from restorekv.model.attention import blocked
 from restorekv.model.attention.proofs import (
     Component,
@@ -28,8 +29,6 @@ from restorekv.model.attention.proofs import (
     register_component,
 )
 from restorekv.model.attention.trials import point_queries_at, require_kernels, require_nothing
-
-Pairs = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,8 @@ class PassInputs:
     """
 
     query: Tensor
-    own: Pairs
-    cached: Pairs
+    own: KeysValues
+    cached: KeysValues
     scale: float
     output: Tensor
     weights: Tensor
@@ -146,7 +145,7 @@ def _compute_shares(logits: Tensor, learned: Tensor | None) -> Tensor:
     return (logits - total[..., None]).exp()
 
 
-def _lay_out(pairs: Pairs, each: ScoringPass, device: torch.device) -> Pairs:
+def _lay_out(pairs: KeysValues, each: ScoringPass, device: torch.device) -> KeysValues:
     """Return keys and values (H, n, D) on a device, in the layout of the pass."""
 
     def lay_out(rows: Tensor) -> Tensor:
@@ -190,7 +189,7 @@ def measure_blocked(target: Target) -> Iterator[Measurement]:
         width = inputs.weights.shape[-1]
         best = torch.zeros(target.heads, target.groups, width, device=target.device)
 
-        def get_pairs(head: int, cached: Pairs = cached) -> Pairs:
+        def get_pairs(head: int, cached: KeysValues = cached) -> KeysValues:
             return cached[0][head], cached[1][head]
 
         def on_weights(

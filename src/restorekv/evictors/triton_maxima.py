@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from restorekv.cache.tail import KeysValues
 from restorekv.model.attention.triton_attend import (
     DTYPES,
     choose_resources,
@@ -28,7 +29,6 @@ from restorekv.model.attention.triton_attend import (
 )
 from restorekv.model.attention.triton_kernels import LOG2E
 
-Pairs = tuple[Tensor, Tensor]
 # Kernels are not specialized for these.
 VARYING = ["rows", "sinks", "start", "stop", "columns", "skipped"]
 
@@ -39,7 +39,13 @@ def supports_query(query: Tensor) -> bool:
 
 
 def attend_pass(
-    query: Tensor, own: Pairs, cached: Pairs, scale: float, sinks: int, start: int, end: int
+    query: Tensor,
+    own: KeysValues,
+    cached: KeysValues,
+    scale: float,
+    sinks: int,
+    start: int,
+    end: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the attention output (Q, H * G, D) of a pass and l (H, G, Q).
 

@@ -360,6 +360,6 @@ def make_generate_inputs(
         ]
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions}
     # Positions without a token of the text: restore tokens, or those that an offset skips.
-    between = cache.positions - context.positions + cache.restore_length
+    between = cache.seen - context.positions + cache.restore_length
     ids = torch.cat([context.ids, asked.new_full((1, between), placeholder), asked], -1)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

@@ -387,7 +387,7 @@ class Chat:
         """Bytes of the conversation's own keys and values, without the document's."""
         total = 0
         for layer in self.cache.layers:
-            keys, values = layer.pair
+            keys, values = layer.keys_and_values
             # The tail begins with the restore cache, which is the document's.
             total += keys[:, :, layer.restore_length :].nbytes
             total += values[:, :, layer.restore_length :].nbytes
@@ -432,7 +432,7 @@ class Chat:
             other.cache = self.cache.fork()
             for new, old in zip(other.cache.layers, self.cache.layers, strict=True):
                 # The new conversation must not write into the columns of this one.
-                new.keys, new.values = (x.clone() for x in old.pair)
+                new.keys, new.values = (x.clone() for x in old.keys_and_values)
         return other
 
     __copy__ = fork

@@ -83,7 +83,7 @@ def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
     def before_attention(
         module: Any,
         query: Tensor,
-        key: Any,  # Pairs, and so is `value`
+        key: Any,  # AttentionInput, and so is `value`
         value: Any,
         mask: Tensor | None,
         scale: float,
@@ -97,7 +97,7 @@ def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
         # pairs.
         if isinstance(key, RaggedLayer):
             ragged = key
-            key, value = ragged.pair
+            key, value = ragged.keys_and_values
         view = LayerView(
             layer=rows[module.layer_idx],
             module=module,

@@ -33,13 +33,12 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from restorekv.cache.sliding import RecentLayer
+from restorekv.cache.tail import KeysValues
 from restorekv.errors import RestoreKVError
 from restorekv.model import offload_trials
 from restorekv.model.attention import proofs
 from restorekv.model.prefill import make_full_cache
 from restorekv.model.shape import CacheShape, list_windows
-
-Pair = tuple[Tensor, Tensor]  # keys and values (1, H, length, D)
 
 
 def make_offloaded_cache(model: PreTrainedModel, columns: int, margin: int = 0) -> Cache:
@@ -108,7 +107,7 @@ class OffloadedLayer(DynamicLayer):
         self.length = 0
         super().__init__()
 
-    def get_stored(self) -> Pair:
+    def get_stored(self) -> KeysValues:
         """Return the pairs where they are stored."""
         assert self.room is not None, "update allocates it"
         keys, values = self.room[:, :, :, : self.length]
@@ -140,7 +139,9 @@ class OffloadedLayer(DynamicLayer):
         self.length = 0
         self.store.release(self)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> Pair:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
+    ) -> KeysValues:
         """Q new pairs (1, H, Q, D) -> all pairs."""
         if self.room is None:
             self.room = self.store.allocate(self)
@@ -184,10 +185,10 @@ class OffloadStore(ABC):
         """Store pairs (1, H, Q, D)."""
 
     @abstractmethod
-    def load(self, layer: OffloadedLayer) -> Pair:
+    def load(self, layer: OffloadedLayer) -> KeysValues:
         """Return a layer's pairs on the model's device; those of other layers may leave it."""
 
-    def append_pairs(self, layer: OffloadedLayer, new: Pair) -> Pair:
+    def append_pairs(self, layer: OffloadedLayer, new: KeysValues) -> KeysValues:
         """Like `load`, but may reuse what is on the device, because `new` was just written."""
         return self.load(layer)
 
@@ -231,7 +232,7 @@ class FileStore(OffloadStore):
         self.load(layer)
         target.copy_(states)
 
-    def load(self, layer: OffloadedLayer) -> Pair:
+    def load(self, layer: OffloadedLayer) -> KeysValues:
         if self.loaded is not layer:
             self.unload()
             self.loaded = layer
@@ -266,7 +267,7 @@ class HostStore(OffloadStore):
         device: torch.device,
         streams: bool = True,
     ) -> None:
-        self.on_device: dict[int, Pair] = {}
+        self.on_device: dict[int, KeysValues] = {}
         self.cuda = streams and _uses_streams(device)
         self.stream = torch.cuda.Stream(device) if self.cuda else None
         super().__init__(count, size, dtype, device)
@@ -280,7 +281,7 @@ class HostStore(OffloadStore):
         # Both are contiguous. Only CUDA orders a copy to pinned memory before what reads it there.
         target.transpose(1, 2).copy_(states.transpose(1, 2).contiguous(), non_blocking=self.cuda)
 
-    def load(self, layer: OffloadedLayer) -> Pair:
+    def load(self, layer: OffloadedLayer) -> KeysValues:
         # The device holds this layer and, on its way there, the next one; the others leave it.
         # Layers are read in a ring: a pass begins again with the first one.
         following = self.layers[(layer.index + 1) % len(self.layers)]
@@ -294,7 +295,7 @@ class HostStore(OffloadStore):
             self.on_device[following.index] = self.copy_to_device(following)
         return pair
 
-    def copy_to_device(self, layer: OffloadedLayer) -> Pair:
+    def copy_to_device(self, layer: OffloadedLayer) -> KeysValues:
         """Copy a layer on the second stream, which a reader has to wait for."""
         stream = self.stream
         if stream is None:
@@ -316,7 +317,7 @@ class HostStore(OffloadStore):
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
-    def append_pairs(self, layer: OffloadedLayer, new: Pair) -> Pair:
+    def append_pairs(self, layer: OffloadedLayer, new: KeysValues) -> KeysValues:
         # The first piece of a layer is on the device already.
         if layer.length == new[0].shape[-2]:
             self.on_device[layer.index] = new

@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
+from restorekv.cache.tail import KeysValues
 from restorekv.model.attention.proofs import Component, Measurement, Target, register_component
 from restorekv.model.attention.trials import require_nothing
 
@@ -26,7 +26,6 @@ COLUMNS = 4 << 20
 STEPS = (0.5, 0.25, 0.25)  # shares of the columns that a layer gains at a time
 ORDERS = ((0, 1, 2, 3), (3, 1, 2, 0), (2, 2, 3, 0, 1))  # in which layers are read
 MakeStore = Callable[..., "OffloadStore"]
-Pair = tuple[Tensor, Tensor]
 
 
 def _measure_store(make_store: MakeStore, streams: bool, target: Target) -> Iterator[Measurement]:
@@ -36,8 +35,8 @@ def _measure_store(make_store: MakeStore, streams: bool, target: Target) -> Iter
     store = make_store(LAYERS, size, target.dtype, target.device, streams)
     generator = torch.Generator().manual_seed(1)
     # The truth stays on the CPU; what the store gets lies where the model would have made it.
-    on_cpu: list[Pair] = []
-    there: list[Pair] = []
+    on_cpu: list[KeysValues] = []
+    there: list[KeysValues] = []
     for _ in range(LAYERS):
         keys, values = (
             torch.rand(1, *size, generator=generator, dtype=torch.float32).to(target.dtype)
@@ -85,13 +84,13 @@ def _count_columns(target: Target) -> int:
     return max(numbers // (target.heads * target.dim), 8)
 
 
-def _copy_pair(pair: Pair) -> Pair:
+def _copy_pair(pair: KeysValues) -> KeysValues:
     """Return copies that the device makes now, as attention would read the pair now."""
     keys, values = pair
     return keys.clone(), values.clone()
 
 
-def _measure_wrong_share(found: Pair, wanted: Pair, end: int) -> float:
+def _measure_wrong_share(found: KeysValues, wanted: KeysValues, end: int) -> float:
     """Return the share of numbers that differ; NaN differs."""
     shares = []
     for ours, theirs in zip(found, wanted, strict=True):

@@ -85,7 +85,7 @@ def make_empty_cache(model: PreTrainedModel) -> RaggedCache:
     full_attention = [layer for layer in layers if not layer.is_sliding]
     heads = full_attention[0].keys.shape[1]
     keep = torch.zeros(len(full_attention), heads, 0, dtype=torch.bool)
-    return RaggedCache.from_dense(full, keep, nothing)
+    return RaggedCache.from_kept_pairs(full, keep, nothing)
 
 
 class ReadOnlyLayer(DynamicLayer):
@@ -161,7 +161,7 @@ def _view_layer(
     """
     if not isinstance(layer, RaggedLayer | SlidingLayer):
         return ReadOnlyLayer(layer, columns)
-    keys, values = layer.pair
+    keys, values = layer.keys_and_values
     # The tail ends `dropped` columns earlier: the start may hold fewer columns than other layers
     # do.
     if isinstance(layer, SlidingLayer):

@@ -295,7 +295,7 @@ class _Probe:
         first = make_full_cache(self.model, margin=len(IDS))
         for index, layer in enumerate(cache.layers):
             first.update(layer.keys[:, :, :CACHED], layer.values[:, :, :CACHED], index)
-        ragged = RaggedCache.from_dense(first, keep, offset=START)
+        ragged = RaggedCache.from_kept_pairs(first, keep, offset=START)
         with attention.force_backend("naive"):
             answered = self.model(
                 input_ids=self.ids[:, CACHED:],

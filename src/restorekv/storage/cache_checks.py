@@ -342,9 +342,9 @@ def count_pairs_and_bytes(
     held += sum(min(layer.window - 1, columns) for layer in cache.sliding)
     numbers = held * first.heads * 2 * first.restore_keys.shape[-1]
     return {
-        "pairs": cache.pairs - (of_prefix if prefix_policy == "free" else 0),
+        "pairs": cache.pairs_held - (of_prefix if prefix_policy == "free" else 0),
         "pairs_of_prefix": of_prefix,
-        "pairs_held": cache.pairs,
+        "pairs_held": cache.pairs_held,
         "bytes_full": numbers * first.dtype.itemsize,
         "bytes_held": cache.nbytes,
     }

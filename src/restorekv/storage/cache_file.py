@@ -60,7 +60,7 @@ class Manifest:
     offset: int
     evictor: str
     adapter: dict[str, Any] | None  # of the restore adapter: the fields of cache_checks.ADAPTER
-    pairs: int  # what the budget counts
+    pairs: int  # what the budget counts: all held but, under "free", those of the prefix
     pairs_of_prefix: int  # kept pairs that came from the chat prefix
     pairs_held: int  # everything, prefix and restore cache included
     bytes_full: int  # of the full cache, S + T columns

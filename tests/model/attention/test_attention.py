@@ -104,8 +104,8 @@ def test_a_query_that_sees_nothing_stays_finite(backend):
 def test_frozen_in_every_shape_and_dtype(case, block):
     """Forward and backward, a block of rows at a time."""
     query, layer, mask = random_layer(case)
-    layer.keys, layer.values = (x.detach().clone() for x in layer.pair)
-    leaves = [x.requires_grad_() for x in (query, *layer.pair)]
+    layer.keys, layer.values = (x.detach().clone() for x in layer.keys_and_values)
+    leaves = [x.requires_grad_() for x in (query, *layer.keys_and_values)]
     gradient = torch.randn(query.shape, generator=torch.Generator().manual_seed(case["seed"])).to(
         query.dtype
     )

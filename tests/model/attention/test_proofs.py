@@ -108,14 +108,14 @@ def dropped_pair(attend, query, layer, mask, scale, *sinks):
     )
     bias[ends] = -1e4
     plain = trials.make_layer(
-        layer.context_keys, layer.context_values, list(layer.bounds), *layer.pair, bias
+        layer.context_keys, layer.context_values, list(layer.bounds), *layer.keys_and_values, bias
     )
     return attend(query, plain, mask, scale, *sinks)
 
 
 def forgotten_bias(attend, query, layer, mask, scale, *sinks):
     plain = trials.make_layer(
-        layer.context_keys, layer.context_values, list(layer.bounds), *layer.pair, None
+        layer.context_keys, layer.context_values, list(layer.bounds), *layer.keys_and_values, None
     )
     return attend(query, plain, mask, scale, *sinks)
 
@@ -363,7 +363,7 @@ def test_eight_bits_that_are_read_wrongly_are_unpacked_on_the_cpu(fake, storage,
         given.layer.context_keys, given.layer.context_values, given.layer.bounds, storage
     )
     layer = trials.make_layer(
-        *packed, list(given.layer.bounds), *given.layer.pair, given.layer.bias
+        *packed, list(given.layer.bounds), *given.layer.keys_and_values, given.layer.bias
     )
     given = trials.Sample(given.query, layer, given.mask, given.scale, given.largest)
     break_backend(fake, stored, fault)

@@ -222,7 +222,7 @@ def test_many_queries_take_longer_tiles():
 def test_forks_share_the_list_and_files_never_hold_it(tiny_model):
     full = prefill(tiny_model, torch.arange(30)[None])
     keep = torch.rand(len(full.layers), 2, 30, generator=torch.Generator().manual_seed(0)) < 0.5
-    cache = RaggedCache.from_dense(full, keep)
+    cache = RaggedCache.from_kept_pairs(full, keep)
     context = Context(torch.arange(30)[None], 0, torch.arange(3))
     before = {name: x.shape for name, x in cache_file.pack_cache(cache, context).items()}
     fork, bare = cache.fork(2), cache.nbytes
@@ -378,7 +378,7 @@ def test_a_compiled_model_answers_alike_in_one_graph(family, monkeypatch):
     )
     full = prefill(model, torch.randint(320, (1, 30), generator=generator).to(DEVICE))
     keep = torch.rand(1, 2, 30, generator=generator) < 0.5
-    cache = RaggedCache.from_dense(full, keep)
+    cache = RaggedCache.from_kept_pairs(full, keep)
     tiles.plan_tiles(cache.layers)
     monkeypatch.setattr(
         attention, "choose_backend", lambda query, layer: triton_attend.attend_ragged

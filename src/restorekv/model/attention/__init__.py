@@ -42,9 +42,10 @@ except ImportError:  # an extra: pip install 'restorekv[triton]'
     triton_attend = None
 
 NAME = "restorekv"
-Pairs = Tensor | RaggedLayer
+AttentionInput = Tensor | RaggedLayer
 Callback = Callable[
-    [nn.Module, Tensor, Pairs, Pairs, Tensor | None, float, Tensor | None], Tensor | None
+    [nn.Module, Tensor, AttentionInput, AttentionInput, Tensor | None, float, Tensor | None],
+    Tensor | None,
 ]
 # From query, layer, mask, scale and perhaps sinks.
 Backend = Callable[..., Tensor]
@@ -251,8 +252,8 @@ def _is_unpacked_whole(layer: RaggedLayer) -> bool:
 def attend_layer(
     module: nn.Module,
     query: Tensor,
-    key: Pairs | SlidingLayer | MultiContextLayer | FlatLayer,
-    value: Pairs | SlidingLayer | MultiContextLayer | FlatLayer,
+    key: AttentionInput | SlidingLayer | MultiContextLayer | FlatLayer,
+    value: AttentionInput | SlidingLayer | MultiContextLayer | FlatLayer,
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,

@@ -22,19 +22,19 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from restorekv.cache.tail import KeysValues
 from restorekv.model.attention.sinks import add_sinks
 
 BLOCK = 1 << 20  # logits of a block
 TILE = 2048  # cached pairs of a tile
-Pairs = tuple[Tensor, Tensor]
 Part = tuple[Tensor, Tensor]  # averages (..., R, D) and log-sum-exps (..., R, 1)
 OnWeights = Callable[[int, int, int, Tensor], None]
 
 
 def attend_pass(
     query: Tensor,
-    own: Pairs,
-    cached: Callable[[int], Pairs],
+    own: KeysValues,
+    cached: Callable[[int], KeysValues],
     scale: float,
     inside: Sequence[slice] = (),
     on_weights: OnWeights = lambda *_: None,

@@ -21,7 +21,8 @@ from restorekv.model.attention.naive import make_causal_mask
 from restorekv.model.attention.sinks import compute_weights
 
 BLOCK = 1 << 22  # logits of a block; three such tensors exist at once, 48 MiB in float32
-Pairs = tuple[Tensor, Tensor]  # one head's keys, or its values: context (N, D) and tail (B, t, D)
+# One head's keys, or its values: context (N, D) and tail (B, t, D).
+ContextAndTail = tuple[Tensor, Tensor]
 
 
 def attend_ragged(
@@ -119,13 +120,13 @@ def iterate_blocks(
             yield head, rows, scaled, keys, values, compute_weights(logits, of_head)
 
 
-def _multiply_pairs(rows: Tensor, pairs: Pairs) -> Tensor:
+def _multiply_pairs(rows: Tensor, pairs: ContextAndTail) -> Tensor:
     """Multiply (B, G, q, D) by the keys or values of every pair: (B, G, q, N + t)."""
     context, tail = pairs
     return torch.cat([rows @ context.mT, rows @ tail[:, None].mT], -1)
 
 
-def _mix_pairs(weights: Tensor, pairs: Pairs) -> Tensor:
+def _mix_pairs(weights: Tensor, pairs: ContextAndTail) -> Tensor:
     """Sum all pairs with weights (B, G, q, N + t): (B, G, q, D)."""
     context, tail = pairs
     return weights[..., : len(context)] @ context + weights[..., len(context) :] @ tail[:, None]

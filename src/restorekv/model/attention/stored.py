@@ -84,7 +84,7 @@ def _attend_tail(query: Tensor, layer: RaggedLayer, mask: Tensor | None) -> Part
     """Scaled query (B, H, G, Q, D) over the tail -> averages of that shape and log-sum-exps (...,
     1).
     """
-    keys, values = (x[:, :, None].to(query.dtype) for x in layer.pair)
+    keys, values = (x[:, :, None].to(query.dtype) for x in layer.keys_and_values)
     if mask is None:
         mask = make_causal_mask(query.shape[-2], keys.shape[-2], query.device)[None, None]
     logits = (query @ keys.mT).masked_fill_(~mask[:, :, None], torch.finfo(query.dtype).min)

@@ -331,7 +331,7 @@ def _copy_to_device(layer: RaggedLayer, device: torch.device) -> RaggedLayer:
     Its tail is the beginning of a longer buffer of NaN, as the tails of views are.
     """
     tail = []
-    for states in layer.pair:
+    for states in layer.keys_and_values:
         batch, heads, columns, dim = states.shape
         room = states.new_full((batch, heads, columns + 3, dim), math.nan)
         room[:, :, :columns] = states
@@ -408,7 +408,7 @@ def _compute_gradients(
     *sinks: Tensor,
 ) -> tuple[Tensor, ...]:
     """Return the gradients that reach the query and the tail's keys and values."""
-    leaves = [x.detach().clone().requires_grad_() for x in (query, *layer.pair)]
+    leaves = [x.detach().clone().requires_grad_() for x in (query, *layer.keys_and_values)]
     layer = copy.copy(layer)
     layer.keys, layer.values = leaves[1:]
     with torch.enable_grad():
