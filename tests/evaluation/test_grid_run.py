@@ -93,8 +93,11 @@ def test_every_context_evictor_and_adapter_costs_once(world, counted, tmp_path):
 
 
 def test_the_full_cache_alone_is_not_scored(world, counted, tmp_path):
-    run_grid([Cell.full_cache(model=model_of(world), benchmark="plain")], tmp_path)
+    cell = Cell.full_cache(model=model_of(world), benchmark="plain")
+    (result,) = run_grid([cell], tmp_path)
     assert counted == {"prefill": 2, "score": 0, "restore": 0}
+    # What is recorded of a full cache does not change with the library's default.
+    assert result.identity["on_small_budget"] == cell.on_small_budget == "error"
 
 
 def test_answers_are_those_of_compress(world, tmp_path):

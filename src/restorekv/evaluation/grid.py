@@ -23,6 +23,8 @@ from restorekv.restore.shipped import find_shipped_adapter
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
 FULL = "full"
+# Scores compare caches of one size, so a budget that is too small ends a cell.
+DEFAULT_ON_SMALL_BUDGET: OnSmallBudget = "error"
 SHIPPED = ""  # means the adapter that ships for an evictor and a model
 IGNORED_BY_FULL = (
     "on_small_budget",
@@ -54,7 +56,7 @@ class Cell:
     restore_tokens: int | None = None
     protocol: str = "kvpress"
     prefix_policy: str | None = None
-    on_small_budget: str = "error"
+    on_small_budget: str = DEFAULT_ON_SMALL_BUDGET
     allocation: str = "global"
     restore_from: str = "full"
     offset: int = 0

@@ -20,7 +20,13 @@ from restorekv.compression.full_cache import ScoredContext
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
 from restorekv.evaluation.fidelity import FullAnswers
-from restorekv.evaluation.grid import FULL, Cell, Job, group_by
+from restorekv.evaluation.grid import (
+    DEFAULT_ON_SMALL_BUDGET,
+    FULL,
+    Cell,
+    Job,
+    group_by,
+)
 from restorekv.generation.decoding import decode_answer, generate_ids, get_stop_ids
 from restorekv.model import attention, support
 from restorekv.model.identity import identify_model
@@ -64,9 +70,10 @@ class Worker:
         return {sample.id: sample for sample in self.samples}
 
     def config(self, cell: Cell) -> CompressionConfig:
-        """Return the cell's config; the full cache has the default one."""
+        """Return the cell's config; the full cache has the defaults of cells and of the library."""
         if cell.evictor == FULL:
-            return CompressionConfig()
+            # What a result records must not change with a default that the full cache ignores.
+            return CompressionConfig(on_small_budget=DEFAULT_ON_SMALL_BUDGET)
         return cell.config(self.protocol.prefix_policy)
 
     def _make_compressor(self, cell: Cell) -> Compressor:
