@@ -76,7 +76,7 @@ def measure(case: Case) -> dict:
             total.index_add_(1, places[inside], context[..., inside].mean(0))
 
     with watch_attention(case.prepared.model, see):
-        adapter.append(cache, ratio=case.prepared.make_budget(case.ratio).ratio)
+        adapter.run_restore_pass(cache, ratio=case.prepared.make_budget(case.ratio).ratio)
     total = (total / total.sum(-1, keepdim=True).clamp_min(torch.finfo(total.dtype).tiny))[
         :, prefix:
     ]

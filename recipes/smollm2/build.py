@@ -376,7 +376,7 @@ def install_adapters(folder: Path) -> None:
                 weights=describe_weights(model),
                 settings=name_start(adapter.card.settings or {}),
             )
-            adapter.config.base_model_name_or_path = SMOLLM2_ID
+            adapter.lora_config.base_model_name_or_path = SMOLLM2_ID
             adapter.save_pretrained(
                 shipped_path(SMOLLM2, "adapters", evictor), dtype=torch.bfloat16
             )

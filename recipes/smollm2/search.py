@@ -259,7 +259,7 @@ class Restorer:
                 bench.model, n, rank=rank, alpha=2.0 * rank, seed=seed
             )
         if variant.knows_ratio:
-            self.adapter.learn_ratio()
+            self.adapter.add_ratio_vectors()
 
     def parameters(self) -> list[Tensor]:
         return [parameter for parameter in self.adapter.parameters() if parameter.requires_grad]
@@ -580,7 +580,7 @@ def ship_variant(options: argparse.Namespace) -> None:
         "seed": options.seed,
         "steps": options.steps,
     }
-    adapter.describe(
+    adapter.record_training(
         evictor="kvzip",
         prefix_policy="free",
         ratio_range=(variant.ratio_min, variant.ratio_max),
@@ -588,7 +588,7 @@ def ship_variant(options: argparse.Namespace) -> None:
         data=own + inherit_data(adapter.card.data or [], own),
         between=BETWEEN,
     )
-    adapter.report(adapter.card.results or [], options.helps_up_to)
+    adapter.record_results(adapter.card.results or [], options.helps_up_to)
     target = shipped_path("smollm2", "adapters", options.name)
     # A model card of the adapter that it replaces would be taken for a person's.
     (target / "README.md").unlink(missing_ok=True)

@@ -50,7 +50,7 @@ def install_models(folder: Path) -> None:
     for evictor in EVICTORS:
         adapter = RestoreAdapter.from_pretrained(model, folder / f"restore-{evictor}" / "adapter")
         adapter.card = replace(adapter.card, model="tiny")
-        adapter.config.base_model_name_or_path = "tiny"
+        adapter.lora_config.base_model_name_or_path = "tiny"
         adapter.save_pretrained(PACKAGE / "adapters" / evictor, dtype=torch.bfloat16)
 
 

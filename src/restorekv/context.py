@@ -370,7 +370,7 @@ class CompressedContext:
             )
         # The cache may have been made with the first tokens of the adapter alone.
         if recorded["restore_tokens"] < loaded.restore_tokens:
-            loaded = loaded.first(recorded["restore_tokens"])
+            loaded = loaded.truncate(recorded["restore_tokens"])
         if loaded.identity()["hash"] != recorded["hash"]:
             warn("The cache was made with another adapter than the one that continues it.")
         return replace(eviction, adapter=loaded)

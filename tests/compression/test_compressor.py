@@ -452,10 +452,10 @@ def test_adapters_of_another_model_object_or_evictor(case):
             ratio=0.2,
         )
     adapter = make_adapter(model)
-    adapter.describe(evictor="kvzip+")
+    adapter.record_training(evictor="kvzip+")
     with pytest.warns(RestoreKVWarning, match="kvzip\\+, not kvzip"):
         compress(model, tokenizer, text, adapter=adapter, ratio=0.2)
-    adapter.describe(evictor="kvzip", between="\n\n")
+    adapter.record_training(evictor="kvzip", between="\n\n")
     with pytest.warns(RestoreKVWarning, match="text between document and question"):
         compress(
             model,
@@ -502,9 +502,9 @@ def test_contexts_may_come_ready_made(case):
 def test_the_first_tokens_of_a_nested_adapter_work_alone(tiny_model, tiny_tokenizer):
     whole = RestoreAdapter.create(tiny_model, 4, rank=2)
     with torch.no_grad():
-        for value in whole.tensors.values():
+        for value in whole.lora_parameters.values():
             value.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
-    whole.describe(evictor="kvzip", settings={"nested": True})
+    whole.record_training(evictor="kvzip", settings={"nested": True})
     made = compress(
         tiny_model,
         tiny_tokenizer,
@@ -521,7 +521,7 @@ def test_the_first_tokens_of_a_nested_adapter_work_alone(tiny_model, tiny_tokeni
     for one, other in zip(made.cache.layers, expected.layers, strict=True):
         torch.testing.assert_close(one.restore_keys, other.restore_keys)
         assert torch.equal(one.context_keys, other.context_keys)
-    whole.describe(evictor="kvzip", settings={"nested": False})
+    whole.record_training(evictor="kvzip", settings={"nested": False})
     with pytest.warns(RestoreKVWarning, match="not trained to work with 2 of its 4"):
         compress(
             tiny_model,
@@ -531,7 +531,7 @@ def test_the_first_tokens_of_a_nested_adapter_work_alone(tiny_model, tiny_tokeni
             adapter=whole,
             config=CompressionConfig(restore_tokens=2),
         )
-    with pytest.raises(AdapterError, match="from 1 to the adapter's 4, not 5"):
+    with pytest.raises(AdapterError, match="from 1 to 4, the adapter's number of restore tokens, not 5"):
         compress(
             tiny_model,
             tiny_tokenizer,

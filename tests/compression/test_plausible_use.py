@@ -277,8 +277,10 @@ def shipped(monkeypatch, tmp_path):
 
 def ship_adapter(tiny, folder, evictors, helps_up_to=None):
     adapter = RestoreAdapter.create(tiny[0], 2, rank=1)
-    adapter.describe(evictor=evictors, ratio_range=(0.1, 0.6), settings={"evictor": evictors})
-    adapter.report([], helps_up_to)
+    adapter.record_training(
+        evictor=evictors, ratio_range=(0.1, 0.6), settings={"evictor": evictors}
+    )
+    adapter.record_results([], helps_up_to)
     adapter.save_pretrained(folder)
 
 
@@ -308,9 +310,9 @@ def test_another_training_does_not_inherit_up_to_which_ratio_an_adapter_helps(ti
     ship_adapter(tiny, tmp_path, "snapkv", helps_up_to=0.3)
     loaded = RestoreAdapter.from_pretrained(tiny[0], tmp_path)
     assert loaded.card.helps_up_to == 0.3
-    loaded.report([])
+    loaded.record_results([])
     assert loaded.card.helps_up_to == 0.3
-    loaded.describe(evictor="snapkv")
+    loaded.record_training(evictor="snapkv")
     assert loaded.card.helps_up_to is None
 
 

@@ -243,7 +243,7 @@ def test_the_kvpress_lines_of_a_model_card(folder, plus, monkeypatch):
     place = folder / "some" / "name"
     save_ours(model, place)
     adapter = RestoreAdapter.from_pretrained(model, place)
-    adapter.describe(evictor=f"kvzip{'+' * plus}", prefix_policy="counted")
+    adapter.record_training(evictor=f"kvzip{'+' * plus}", prefix_policy="counted")
     adapter.save_pretrained(place)
     section = (place / "README.md").read_text().split("## In kvpress 0.5.5")[1]
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name: str(place))

@@ -61,7 +61,9 @@ def counted(monkeypatch):
     monkeypatch.setattr(full_cache, "prefill", count(full_cache.prefill, "", "prefill"))
     monkeypatch.setattr(worker, "prefill", count(worker.prefill, "", "prefill"))
     monkeypatch.setattr(KVzip, "score", count(KVzip.score, "", "score"))
-    monkeypatch.setattr(RestoreAdapter, "append", count(RestoreAdapter.append, "", "restore"))
+    monkeypatch.setattr(
+        RestoreAdapter, "run_restore_pass", count(RestoreAdapter.run_restore_pass, "", "restore")
+    )
     return counts
 
 
@@ -338,7 +340,7 @@ def test_another_adapter_of_the_same_name_is_refused(world, tmp_path):
     cells = grid(model_of(world), "plain", adapters=(str(place),))
     for seed in (0, 1):
         adapter = RestoreAdapter.create(model, 3, rank=2, seed=seed)
-        adapter.describe(evictor="kvzip", prefix_policy="counted", ratio_range=(0.1, 0.9))
+        adapter.record_training(evictor="kvzip", prefix_policy="counted", ratio_range=(0.1, 0.9))
         adapter.save_pretrained(place)
         if seed == 0:
             run_grid(cells, tmp_path / "run")

@@ -34,7 +34,7 @@ def world(tmp_path_factory, tiny_tokenizer):
     model.save_pretrained(root / "model")
     tiny_tokenizer.save_pretrained(root / "model")
     adapter = RestoreAdapter.create(model, 2, rank=2)
-    adapter.describe(evictor="kvzip")
+    adapter.record_training(evictor="kvzip")
     adapter.save_pretrained(root / "adapter")
     return root
 

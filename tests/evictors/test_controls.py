@@ -41,7 +41,7 @@ EXAMPLE = TrainingContext(TEXT, (QUESTION,), (None,))
 def make_adapter(model, n=TOKENS):
     adapter = RestoreAdapter.create(model, n, rank=2, alpha=4)
     with torch.no_grad():
-        for name, parameter in adapter.tensors.items():
+        for name, parameter in adapter.lora_parameters.items():
             if "lora_B" in name:
                 parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
     return adapter
@@ -141,7 +141,7 @@ def masked_restore(model, adapter, full, keep):
     AttentionMaskInterface.register("hidden", sdpa_mask)
     before = model.config._attn_implementation
     model.set_attn_implementation("hidden")
-    adapter.append(full)
+    adapter.run_restore_pass(full)
     model.set_attn_implementation(before)
     columns = keep.shape[-1]
     return [(layer.keys[:, :, columns:], layer.values[:, :, columns:]) for layer in full.layers]
@@ -165,7 +165,9 @@ def test_training_reaches_every_part(tiny_tokenizer, tmp_path, restore_from):
     adapter = train_adapter(model, tiny_tokenizer, [EXAMPLE], config, tmp_path)
     assert adapter.card.restore_from == restore_from
     assert not adapter.embeddings.equal(fresh.embeddings)
-    assert any(value.abs().max() > 0 for name, value in adapter.tensors.items() if "lora_B" in name)
+    assert any(
+        value.abs().max() > 0 for name, value in adapter.lora_parameters.items() if "lora_B" in name
+    )
     with pytest.warns(
         RestoreKVWarning, match=f"trained with the restore pass over the cache {restore_from}"
     ):
@@ -190,7 +192,9 @@ def test_fixed_embeddings_are_line_breaks_and_stay(tiny_tokenizer, tmp_path):
         adapter.embeddings.equal(newline.expand(TOKENS, -1))
         and not adapter.embeddings.requires_grad
     )
-    assert any(value.abs().max() > 0 for name, value in adapter.tensors.items() if "lora_B" in name)
+    assert any(
+        value.abs().max() > 0 for name, value in adapter.lora_parameters.items() if "lora_B" in name
+    )
     again = RestoreAdapter.from_pretrained(model, tmp_path / "adapter")
     assert not again.embeddings.requires_grad and again.identity() == adapter.identity()
 
@@ -199,9 +203,9 @@ def test_learned_embeddings_without_lora(tiny_tokenizer, tmp_path):
     model = build_model("qwen3")
     fresh = RestoreAdapter.create(model, TOKENS, targets=())
     adapter = train_adapter(model, tiny_tokenizer, [EXAMPLE], replace(TINY, targets=()), tmp_path)
-    assert not adapter.tensors and not adapter.embeddings.equal(fresh.embeddings)
+    assert not adapter.lora_parameters and not adapter.embeddings.equal(fresh.embeddings)
     again = RestoreAdapter.from_pretrained(model, tmp_path / "adapter")
-    assert again.identity() == adapter.identity() and not again.tensors
+    assert again.identity() == adapter.identity() and not again.lora_parameters
     with pytest.raises(AdapterError, match="nothing to train"):
         RestoreAdapter.create(model, TOKENS, targets=(), fixed=1)
 
@@ -211,7 +215,7 @@ def test_learned_embeddings_without_lora(tiny_tokenizer, tmp_path):
 )
 def test_lora_only_where_it_is_wanted(targets):
     adapter = RestoreAdapter.create(build_model("qwen3"), TOKENS, targets=targets)
-    assert {name.split(".")[-3] for name in adapter.tensors} == set(targets)
+    assert {name.split(".")[-3] for name in adapter.lora_parameters} == set(targets)
 
 
 @pytest.mark.parametrize("n", [1, 2, 16])

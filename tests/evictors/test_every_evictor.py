@@ -101,7 +101,9 @@ def test_a_training_step_reaches_the_adapter(tiny_tokenizer, tmp_path, name):
         tmp_path / "run",
     )
     assert adapter.card.evictor == evictors.make_evictor(spec).identity(model)
-    assert any(value.abs().max() > 0 for key, value in adapter.tensors.items() if "lora_B" in key)
+    assert any(
+        value.abs().max() > 0 for key, value in adapter.lora_parameters.items() if "lora_B" in key
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compress(

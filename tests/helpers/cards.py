@@ -12,14 +12,14 @@ def adapter_of(name="Qwen/Qwen3-tiny", targets=("q_proj", "v_proj"), **record):
     model.config._name_or_path = name
     adapter = RestoreAdapter.create(model, 4, rank=2, targets=targets)
     if record:
-        adapter.describe(
+        adapter.record_training(
             **{"evictor": "kvzip", "prefix_policy": "free", "ratio_range": (0.025, 0.25), **record}
         )
     return adapter
 
 
 def card_of(adapter):
-    return model_card.render_card(adapter.card, adapter.config)
+    return model_card.render_card(adapter.card, adapter.lora_config)
 
 
 def rows(text, title):

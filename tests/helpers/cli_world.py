@@ -67,7 +67,7 @@ def build_world(root: Path, tokenizer: PreTrainedTokenizerFast) -> World:
         "adapter_of_wide": "wide",
     }.items():
         adapter = RestoreAdapter.create(models[of], 8, rank=2)
-        adapter.describe(evictor="kvzip", prefix_policy="free", ratio_range=(0.1, 0.4))
+        adapter.record_training(evictor="kvzip", prefix_policy="free", ratio_range=(0.1, 0.4))
         adapter.save_pretrained(root / name)
     (root / "text").write_text(TEXT)
     rows = [{"context": TEXT, "questions": [QUESTION], "answers": [" seven"]}] * 2

@@ -74,7 +74,7 @@ def save_world(root: Path, tokenizer, policy: str = "counted", adapters=("adapte
     tokenizer.save_pretrained(root / "model")
     for seed, name in enumerate(adapters):
         adapter = RestoreAdapter.create(model, 3, rank=2, seed=seed)
-        adapter.describe(evictor="kvzip", prefix_policy=policy, ratio_range=(0.1, 0.9))
+        adapter.record_training(evictor="kvzip", prefix_policy=policy, ratio_range=(0.1, 0.9))
         adapter.save_pretrained(root / name)
     return root
 

@@ -88,10 +88,12 @@ def random_adapter(seed: int) -> RestoreAdapter:
 def make_adapter(folder: Path) -> None:
     adapter = random_adapter(1)
     data = [{"source": "a", "license": "mit", "examples": 1, "contexts": 1}]
-    adapter.describe(
+    adapter.record_training(
         evictor="snapkv:window=64", ratio_range=(0.1, 0.2), settings=asdict(CONFIG), data=data
     )
-    adapter.report([{"benchmark": "a", "ratio": 0.1, "base": 1.0, "restored": 2.0, "full": 3.0}])
+    adapter.record_results(
+        [{"benchmark": "a", "ratio": 0.1, "base": 1.0, "restored": 2.0, "full": 3.0}]
+    )
     adapter.save_pretrained(folder)
 
 
@@ -99,7 +101,7 @@ def read_adapter(folder: Path) -> str:
     adapter = RestoreAdapter.from_pretrained(MODEL, folder)
     adapter.warn_of_other_use("snapkv:window=64")
     return repr(
-        (adapter.identity(), adapter.card, sorted(adapter.config.to_dict().items(), key=str))
+        (adapter.identity(), adapter.card, sorted(adapter.lora_config.to_dict().items(), key=str))
     )
 
 

@@ -94,7 +94,7 @@ def test_a_damaged_sketch_is_like_nothing(model, sketch):
 
 def save_adapter(model, folder):
     adapter = RestoreAdapter.create(model, 4, rank=2)
-    adapter.describe(evictor="kvzip")
+    adapter.record_training(evictor="kvzip")
     adapter.save_pretrained(folder)
     return folder
 
@@ -148,7 +148,7 @@ def test_an_adapter_that_is_trained_on_has_the_weights_it_is_on(model, tmp_path)
     with pytest.warns(RestoreKVWarning, match="other weights"):
         adapter = RestoreAdapter.from_pretrained(near, save_adapter(model, tmp_path / "first"))
     assert adapter.card.fingerprint == fingerprint_model(model)
-    adapter.describe(evictor="kvzip")
+    adapter.record_training(evictor="kvzip")
     assert adapter.card.fingerprint == fingerprint_model(
         near
     ) and adapter.card.weights == describe_weights(near)

@@ -20,7 +20,7 @@ def restored(model, seed):
     """An adapter whose LoRA changes the model."""
     adapter = RestoreAdapter.create(model, 4, rank=2, seed=seed)
     generator = torch.Generator().manual_seed(seed)
-    for name, tensor in adapter.tensors.items():
+    for name, tensor in adapter.lora_parameters.items():
         if "lora_B" in name:
             tensor.data = torch.randn(tensor.shape, generator=generator)
     return adapter

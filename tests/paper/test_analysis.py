@@ -38,7 +38,7 @@ def trained(model, n=N):
     adapter = RestoreAdapter.create(model, n, rank=2)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for tensor in adapter.tensors.values():
+        for tensor in adapter.lora_parameters.values():
             tensor.copy_(torch.randn(tensor.shape, generator=generator) / 4)
     return adapter
 

@@ -47,7 +47,7 @@ def adapter(folder, evictor="kvzip", restore_tokens=4, **settings):
     config = json.loads(
         replace(TrainConfig(), evictor=evictor, restore_tokens=restore_tokens, **settings).to_json()
     )
-    made.describe(evictor=evictor, prefix_policy="free", settings={**config, "processes": 1})
+    made.record_training(evictor=evictor, prefix_policy="free", settings={**config, "processes": 1})
     made.save_pretrained(folder)
     return model
 

@@ -48,7 +48,7 @@ def is_plain(model):
 
 def restored(model, adapter, context=30):
     full = prefill(model, ids(context))
-    adapter.append(full)
+    adapter.run_restore_pass(full)
     return full
 
 
@@ -100,7 +100,7 @@ def test_gradients_arrive_after_lora_is_off(tiny_model):
     student.square().mean().backward()
     missing = {
         name
-        for name, weight in adapter.tensors.items()
+        for name, weight in adapter.lora_parameters.items()
         if weight.grad is None or not weight.grad.any()
     }
     last = f"model.layers.{tiny_model.config.num_hidden_layers - 1}"
@@ -161,7 +161,7 @@ def test_lora_is_off_even_when_the_pass_raises(tiny_model):
 
         hook = tiny_model.model.layers[1].register_forward_pre_hook(fail)
         with pytest.raises(error):
-            adapter.append(full)
+            adapter.run_restore_pass(full)
         hook.remove()
         assert is_plain(tiny_model) and tiny_model(ids(20)).logits.equal(before)
 
@@ -201,7 +201,7 @@ def test_trainable_state_round_trip(tiny_model):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_save_and_load(tiny_model, tmp_path, dtype):
     adapter = trained(tiny_model)
-    adapter.describe(evictor="kvzip", prefix_policy="free", ratio_range=(0.025, 0.25))
+    adapter.record_training(evictor="kvzip", prefix_policy="free", ratio_range=(0.025, 0.25))
     adapter.save_pretrained(tmp_path / "deep" / "adapter", dtype=dtype)
     loaded = RestoreAdapter.from_pretrained(
         tiny_model, tmp_path / "deep" / "adapter", evictor="kvzip"
@@ -214,11 +214,11 @@ def test_save_and_load(tiny_model, tmp_path, dtype):
     assert (loaded.card.evictor, loaded.card.ratio_range) == ("kvzip", (0.025, 0.25))
     assert (
         loaded.embeddings.equal(adapter.embeddings)
-        and loaded.tensors.keys() == adapter.tensors.keys()
+        and loaded.lora_parameters.keys() == adapter.lora_parameters.keys()
     )
-    for name, weight in loaded.tensors.items():
+    for name, weight in loaded.lora_parameters.items():
         assert weight.dtype == torch.float32 and weight.equal(
-            adapter.tensors[name].to(dtype).float()
+            adapter.lora_parameters[name].to(dtype).float()
         )
     written = {path.name for path in (tmp_path / "deep" / "adapter").iterdir()}
     assert written == {*FILES, "restorekv.json", "README.md"}
@@ -260,7 +260,7 @@ def test_we_read_what_peft_writes(tmp_path):
 
 def test_another_evictor_warns(tiny_model, tmp_path):
     adapter = trained(tiny_model)
-    adapter.describe(evictor="kvzip")
+    adapter.record_training(evictor="kvzip")
     adapter.save_pretrained(tmp_path)
     with pytest.warns(RestoreKVWarning, match=r"trained with the evictor kvzip, not kvzip\+"):
         RestoreAdapter.from_pretrained(tiny_model, tmp_path, evictor="kvzip+")
@@ -277,7 +277,7 @@ def test_another_text_between_document_and_question_warns(tiny_model, tmp_path):
         ("\n\n", "\n\n", False),
         (None, "\n", False),
     ):
-        adapter.describe(evictor="kvzip", between=recorded)
+        adapter.record_training(evictor="kvzip", between=recorded)
         adapter.save_pretrained(tmp_path)
         loaded = RestoreAdapter.from_pretrained(tiny_model, tmp_path)
         assert loaded.card.between == recorded

@@ -43,13 +43,15 @@ def trained(model, seed=0, **record):
     with torch.no_grad():
         for parameter in adapter.lora:
             parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(seed))
-    adapter.describe(evictor="kvzip", prefix_policy="free", ratio_range=(0.025, 0.25), **record)
+    adapter.record_training(
+        evictor="kvzip", prefix_policy="free", ratio_range=(0.025, 0.25), **record
+    )
     return adapter
 
 
 def test_what_is_pushed_comes_back(model, hub, tmp_path):
     adapter = trained(model, settings={"lr": 2e-4, "targets": ("q_proj",)}, data=ROWS)
-    adapter.report(
+    adapter.record_results(
         [{"benchmark": "suite", "ratio": 0.05, "base": 70.1, "restored": 92.7, "full": 96.8}]
     )
     assert adapter.push_to_hub(REPO).endswith(f"{REPO}/commit/{1:040x}")
@@ -173,4 +175,6 @@ def test_a_pushed_file_is_safetensors_of_float32(model, hub, tmp_path):
     adapter.push_to_hub(REPO)
     (tmp_path / "weights").write_bytes(hub.files(REPO)["adapter_model.safetensors"])
     names = load_file(tmp_path / "weights").keys()
-    assert {name.removeprefix("base_model.model.") for name in names} == adapter.tensors.keys()
+    assert {
+        name.removeprefix("base_model.model.") for name in names
+    } == adapter.lora_parameters.keys()

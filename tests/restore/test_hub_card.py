@@ -41,7 +41,7 @@ def test_everything_recorded_is_shown():
     adapter = adapter_of(
         settings=SETTINGS, data=DATA, allocation="adakv", restore_from="evicted", between="\n\n"
     )
-    adapter.report(RESULTS)
+    adapter.record_results(RESULTS)
     text = card_of(adapter)
     facts = rows(text, "What it was made for")
     assert facts["base model"] == ["Qwen/Qwen3-tiny"]
@@ -123,7 +123,7 @@ def code_blocks(text, language):
 def test_the_commands_of_a_card_run(world, tmp_path, monkeypatch):
     """Python and shell give the same compressed context, under the conventions of the card."""
     adapter = RestoreAdapter.create(load_model(world.model)[0], 4, rank=2)
-    adapter.describe(
+    adapter.record_training(
         evictor="kvzip+", prefix_policy="counted", ratio_range=(0.3, 0.6), allocation="per-layer"
     )
     adapter.save_pretrained(tmp_path / "adapter")
@@ -241,7 +241,7 @@ def test_only_json_is_recorded():
     with pytest.raises(AdapterError, match="plain JSON"):
         adapter_of(settings={"dtype": torch.float32})
     with pytest.raises(AdapterError, match="plain JSON"):
-        adapter_of().report([{"score": torch.ones(1)}])
+        adapter_of().record_results([{"score": torch.ones(1)}])
 
 
 def test_push_prints_publishes_and_refuses(world, tmp_path, monkeypatch):

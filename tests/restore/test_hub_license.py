@@ -275,7 +275,9 @@ def test_copies_are_known(model, tmp_path, place, readme, source, license):
     assert adapter.card.license is None  # nothing asks for it yet
     adapter.save_pretrained(tmp_path / "saved")
     assert adapter.card.license == read_adapter(tmp_path / "saved").card.license == license
-    _, heard = with_warnings(lambda: adapter.describe(evictor="kvzip", data=[{"license": "mit"}]))
+    _, heard = with_warnings(
+        lambda: adapter.record_training(evictor="kvzip", data=[{"license": "mit"}])
+    )
     expected = ["The adapter is licensed cc-by-nc-4.0: not for commercial use."]
     assert heard == (expected if license == "cc-by-nc-4.0" else [])
 
@@ -301,9 +303,9 @@ def test_a_copy_keeps_its_license(model, tmp_path):
     assert again.card == adapter.card and again.card.license == "cc-by-nc-4.0"
     readme = (tmp_path / "renamed" / "README.md").read_text()
     assert "A copy of higokri/RestoreKV-Qwen3-8B" in readme and "license: cc-by-nc-4.0" in readme
-    again.describe(evictor="kvzip", data=[{"source": "mine", "license": "mit"}])
+    again.record_training(evictor="kvzip", data=[{"source": "mine", "license": "mit"}])
     assert again.card.license == "cc-by-nc-4.0"
-    again.describe(evictor="kvzip")
+    again.record_training(evictor="kvzip")
     assert again.card.license == "cc-by-nc-4.0"
     with pytest.raises(
         AdapterError, match=r"recorded as, or trained on, cc-by-nc-4.0; mit allows more"
@@ -317,7 +319,7 @@ def test_licenses_of_our_own_adapters(model, tmp_path):
     def train(place, **record):
         """An adapter that was trained, saved and loaded, and what training warned of."""
         _, heard = with_warnings(
-            lambda: adapter.describe(evictor="kvzip", prefix_policy="free", **record)
+            lambda: adapter.record_training(evictor="kvzip", prefix_policy="free", **record)
         )
         adapter.save_pretrained(tmp_path / place)
         again, loading = with_warnings(

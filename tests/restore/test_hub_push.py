@@ -154,7 +154,7 @@ def measured(world, tmp_path_factory):
     with torch.no_grad():
         for parameter in adapter.lora:
             parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
-    adapter.describe(evictor="kvzip", prefix_policy="free", ratio_range=(0.1, 0.4))
+    adapter.record_training(evictor="kvzip", prefix_policy="free", ratio_range=(0.1, 0.4))
     adapter.save_pretrained(root / "adapter")
     asked = ("--evictor", f"kvzip@{root / 'adapter'}", "--evictor", f"knorm@{world.adapter}")
     with pytest.MonkeyPatch.context() as patch:
@@ -295,9 +295,9 @@ def test_results_of_another_adapter_are_refused(measured, own, world):
 
 def test_finishing_again_keeps_the_results_of_the_same_weights(measured, own):
     adapter = RestoreAdapter.from_pretrained(load_model(read_adapter(own).card.model)[0], own)
-    adapter.report([{"benchmark": "suite", "ratio": 0.1}])
+    adapter.record_results([{"benchmark": "suite", "ratio": 0.1}])
     adapter.save_pretrained(own)
-    adapter.describe(evictor="kvzip", prefix_policy="free")
+    adapter.record_training(evictor="kvzip", prefix_policy="free")
     adapter.card = type(adapter.card)(**{**vars(adapter.card), "results": None})
     adapter.save_pretrained(own)
     assert read_adapter(own).card.results == [{"benchmark": "suite", "ratio": 0.1}]

@@ -27,7 +27,7 @@ KNOWING = replace(CONFIG, knows_ratio=True)
 def make_adapter(model, n=3, seed=0):
     """An adapter whose LoRA and ratio vectors do something."""
     adapter = RestoreAdapter.create(model, n, rank=2, alpha=4, seed=seed)
-    adapter.learn_ratio()
+    adapter.add_ratio_vectors()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         adapter.ratio_vectors.normal_(std=0.5, generator=generator)
@@ -39,8 +39,8 @@ def make_adapter(model, n=3, seed=0):
 def make_moved_adapter(adapter, ratio):
     """The oracle: a plain adapter with the embeddings of one ratio."""
     embeddings = adapter.embeddings + math.log(float(Fraction(ratio)) / 0.1) * adapter.ratio_vectors
-    moved = RestoreAdapter(adapter.model, adapter.config, embeddings.detach(), adapter.card)
-    lora = {name: value.detach() for name, value in adapter.tensors.items()}
+    moved = RestoreAdapter(adapter.model, adapter.lora_config, embeddings.detach(), adapter.card)
+    lora = {name: value.detach() for name, value in adapter.lora_parameters.items()}
     moved.load_lora("the oracle", lora)
     return moved
 
@@ -118,7 +118,7 @@ def test_the_vectors_survive_the_disk_and_count_as_weights(tiny_model, tmp_path)
     assert loaded.identity()["hash"] == adapter.identity()["hash"]
     assert adapter.identity()["hash"] != make_moved_adapter(adapter, 0.1).identity()["hash"]
     assert "ln(r / 0.1)" in (tmp_path / "README.md").read_text("utf-8")
-    short = loaded.first(2)
+    short = loaded.truncate(2)
     assert short.ratio_vectors.equal(adapter.ratio_vectors[:2])
 
 

@@ -38,9 +38,9 @@ def test_training_starts_from_an_adapter_that_ships(tiny):
     config = TrainConfig(
         init="tiny:snapkv",
         restore_tokens=adapter.restore_tokens,
-        rank=adapter.config.r,
-        alpha=adapter.config.lora_alpha,
-        targets=tuple(adapter.config.target_modules),
+        rank=adapter.lora_config.r,
+        alpha=adapter.lora_config.lora_alpha,
+        targets=tuple(adapter.lora_config.target_modules),
     )
     begun = make_initial_adapter(*tiny, config)
     assert begun.to_stored().weights_hash() == adapter.to_stored().weights_hash()

@@ -165,10 +165,10 @@ def test_a_restore_pass_leaves_the_full_cache_alone(tiny_model, tokens):
         prefill(tiny_model, ids),
     )
     with torch.no_grad():
-        adapter.append(grown)
+        adapter.run_restore_pass(grown)
         caches = {True: read_only_view(full), False: RaggedCache.from_full_cache(full)}
         for cache in caches.values():
-            adapter.append(cache)
+            adapter.run_restore_pass(cache)
     assert full.get_seq_length() == 30
     for plain, joined, apart in zip(
         grown.layers, caches[True].layers, caches[False].layers, strict=True

@@ -88,7 +88,7 @@ def load_adapter(
     )
     if restore_tokens is None:
         return adapter
-    return adapter.first(restore_tokens)
+    return adapter.truncate(restore_tokens)
 
 
 def _refuse_restoring_without_adapter(restore_from: str, restore_tokens: int | None) -> None:

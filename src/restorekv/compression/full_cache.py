@@ -138,7 +138,7 @@ class ScoredContext(PreparedContext):
             else RaggedCache.from_full_cache(self.full)
         )
         with time_phase(seconds, "restore"):
-            adapter.append(cache, ratio=ratio)
+            adapter.run_restore_pass(cache, ratio=ratio)
         return replace(
             self,
             restore_cache=tuple((layer.keys, layer.values) for layer in list_dense_layers(cache)),
@@ -204,7 +204,7 @@ class ScoredContext(PreparedContext):
             self.full, keep, tail or None, self.config.offset, consume
         )
         if self.late_adapter and budget.restore_tokens and not restored:
-            self.late_adapter.append(cache, budget.restore_tokens, budget.ratio)
+            self.late_adapter.run_restore_pass(cache, budget.restore_tokens, budget.ratio)
             cache.commit_tail()
         # The budget is exact, in every head, layer and allocation.
         assert self.config.count_pairs(cache, self.context) == budget.pairs

@@ -137,7 +137,7 @@ class Growth:
             cache = self._gather(read, keep, restored)
         if adapter is not None and tokens and not restored:
             with time_phase(self.seconds, "restore"):
-                adapter.append(cache, tokens, self.budget.ratio)
+                adapter.run_restore_pass(cache, tokens, self.budget.ratio)
                 cache.commit_tail()
         return cache
 

@@ -175,7 +175,7 @@ class Stream:
         assert cache is not None, "a context has at least one part"
         if adapter is not None and tokens and not reads_before_eviction:
             with time_phase(self.seconds, "restore"):
-                adapter.append(cache, tokens, self.budget.ratio)
+                adapter.run_restore_pass(cache, tokens, self.budget.ratio)
                 cache.commit_tail()
         assert self.config.count_pairs(cache, self.context) == self.budget.pairs
         return cache
@@ -288,7 +288,7 @@ def run_restore_pass(
     tokens = budget.restore_tokens
     with time_phase(seconds, "restore"):
         view = read_only_view(cache)
-        adapter.append(view, tokens, budget.ratio)
+        adapter.run_restore_pass(view, tokens, budget.ratio)
     restored = []
     for layer in list_dense_layers(view):
         restored.append((layer.keys[:, :, -tokens:].clone(), layer.values[:, :, -tokens:].clone()))

@@ -5,10 +5,9 @@ eviction keeps.
 
 at positions S+T .. S+T+n-1, causally, before anything is dropped.
 
-LoRA belongs to this pass alone, which runs through a twin of the model: PEFT's layers are in the
-twin's modules, the weights are the model's own, and the model *is* the frozen model. (PEFT's own
-switch would also set requires_grad, and a backward pass after switching off would find no LoRA
-gradient.)
+Only this pass uses LoRA. It runs through `adapted_model`, a second set of modules with PEFT's
+layers that shares the model's weights; the model itself is never changed. (PEFT's own switch would
+also set requires_grad, and a backward pass after switching off would find no LoRA gradient.)
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ MIDDLE_RATIO = 0.1
 
 
 class RestoreAdapter(nn.Module):
-    """`embeddings` (n, d) and the LoRA of every target layer, float32 and nothing else.
+    """Learned restore embeddings (n, d) and a LoRA for every target layer, all float32.
 
     An adapter that knows the ratio also has `ratio_vectors` (n, d): the restore pass for a ratio r
-    reads embeddings + ln(r / 0.1) * ratio_vectors. At tight ratios much was evicted and the restore
-    pairs have to stand for it; at mild ones nearly all is there and they had better be silent.
+    reads embeddings + ln(r / 0.1) * ratio_vectors. At small ratios much was evicted, so the restore
+    pairs must replace it. At large ratios almost everything is kept, so they should add little.
 
-    All of it is trainable, but for embeddings that are fixed. An adapter works on the one `model`
-    that it was made for. Several adapters of one model do not disturb each other.
+    Everything is trainable, except embeddings created with `fixed`. An adapter works on the one
+    `model` that it was made for. Several adapters of one model do not disturb each other.
     """
 
     embeddings: nn.Parameter
@@ -74,14 +73,14 @@ class RestoreAdapter(nn.Module):
         self.ratio_vectors = None
         if ratio_vectors is not None:
             self.ratio_vectors = nn.Parameter(ratio_vectors.to(model.device, torch.float32))
-        self.config = config
+        self.lora_config = config
         self.card = card
         adapted, layers = attach_lora(model, config)
-        self.tensors: dict[str, nn.Parameter] = {}
+        self.lora_parameters: dict[str, nn.Parameter] = {}
         for path, layer in layers.items():
-            self.tensors[f"{path}.lora_A.weight"] = layer.lora_A[NAME].weight
-            self.tensors[f"{path}.lora_B.weight"] = layer.lora_B[NAME].weight
-        self.lora = nn.ParameterList(self.tensors.values())
+            self.lora_parameters[f"{path}.lora_A.weight"] = layer.lora_A[NAME].weight
+            self.lora_parameters[f"{path}.lora_B.weight"] = layer.lora_B[NAME].weight
+        self.lora = nn.ParameterList(self.lora_parameters.values())
         # In a tuple, because attributes would make both a part of this module.
         self._models = (model, adapted)
         # Whose README.md may name a license, which is looked up when the adapter is trained on,
@@ -222,14 +221,14 @@ class RestoreAdapter(nn.Module):
         """The model with LoRA in it: modules of its own over the model's weights."""
         return self._models[1]
 
-    def first(self, count: int) -> RestoreAdapter:
+    def truncate(self, count: int) -> RestoreAdapter:
         """Return an adapter of the first `count` tokens; warn unless they were trained to work
         alone.
         """
         if not 1 <= count <= self.restore_tokens:
             raise AdapterError(
-                f"restore_tokens is a number from 1 to the adapter's {self.restore_tokens}, not "
-                f"{count}."
+                f"restore_tokens must be from 1 to {self.restore_tokens}, the adapter's number of "
+                f"restore tokens, not {count}."
             )
         if count == self.restore_tokens:
             return self
@@ -243,14 +242,16 @@ class RestoreAdapter(nn.Module):
         vectors = None
         if self.ratio_vectors is not None:
             vectors = self.ratio_vectors.detach()[:count].clone()
-        short = type(self)(self.model, self.config, embeddings, card, vectors)
+        short = type(self)(self.model, self.lora_config, embeddings, card, vectors)
         # The same LoRA: the restore pass is causal, so the first tokens do not see the others.
-        short.load_lora(card.model, {name: value.detach() for name, value in self.tensors.items()})
+        short.load_lora(
+            card.model, {name: value.detach() for name, value in self.lora_parameters.items()}
+        )
         short._folder = self._folder
         return short
 
-    def learn_ratio(self) -> None:
-        """Add ratio vectors of zero, from which training learns to tell the ratios apart."""
+    def add_ratio_vectors(self) -> None:
+        """Add zero ratio vectors, so that training can make the pass depend on the ratio."""
         if self.ratio_vectors is None:
             self.ratio_vectors = nn.Parameter(torch.zeros_like(self.embeddings))
 
@@ -264,30 +265,35 @@ class RestoreAdapter(nn.Module):
             )
         return self.embeddings + math.log(float(ratio) / MIDDLE_RATIO) * self.ratio_vectors
 
-    def append(
-        self, full: Cache, count: int | None = None, ratio: float | Fraction | None = None
+    def run_restore_pass(
+        self, cache: Cache, count: int | None = None, ratio: float | Fraction | None = None
     ) -> None:
-        """Run the n tokens, or the first `count`, over a cache, which grows by their pairs.
+        """Run the restore tokens over a cache, which grows by their pairs.
 
-        `full` is an evicted cache, or a view of the full cache of S + T columns: the view grows,
-        and what it shows does not. Gradients reach E and LoRA. `ratio` is that of the cache that
-        the pairs are for, which an adapter that knows the ratio needs.
+        Gradients reach the embeddings and LoRA.
+
+        Args:
+            cache: a view of the full cache of S + T columns, or an evicted cache. The view grows,
+                and what it shows does not change.
+            count: how many of the n restore tokens run, the first ones; all by default.
+            ratio: that of the cache that the pairs are for. An adapter that knows the ratio needs
+                it.
         """
         # The restore tokens stand right after everything that was read.
-        first = full.get_seq_length()
+        first = cache.get_seq_length()
         embeddings = self.make_inputs(ratio)[:count].to(self.model.dtype)
         refuse_beyond(self.model, first + len(embeddings), "The text with its restore tokens")
         positions = torch.arange(first, first + len(embeddings), device=embeddings.device)
-        # The twin with LoRA runs; its pairs are appended by the cache's own `update`.
+        # The model with LoRA runs; its pairs are appended by the cache's own `update`.
         backbone = get_backbone(self.adapted_model)
         backbone(
             inputs_embeds=embeddings[None],
             position_ids=positions[None],
-            **pass_cache(backbone, full),
+            **pass_cache(backbone, cache),
             use_cache=True,
         )
 
-    def describe(
+    def record_training(
         self,
         *,
         evictor: str,
@@ -338,12 +344,12 @@ class RestoreAdapter(nn.Module):
             data=data,
             between=between,
             license=license,
-            # Of the adapter that this one began with; how far this one helps is not known yet.
+            # The old value belonged to the adapter that training started from.
             helps_up_to=None,
         )
         publish.warn_if_noncommercial(self.card)
 
-    def report(self, results: list[dict], helps_up_to: float | None = None) -> None:
+    def record_results(self, results: list[dict], helps_up_to: float | None = None) -> None:
         """Record measurements for the model card: rows with benchmark, ratio, base, restored, full
         and more.
 
@@ -367,8 +373,7 @@ class RestoreAdapter(nn.Module):
 
         Args:
             evictor: the spec of the evictor.
-            allocation: which pairs compete; unless given, that is not compared. The same goes for
-                the others.
+            allocation: which pairs compete. None skips the comparison, as for all that follow.
             restore_from: what the restore pass reads.
             prefix_policy: whether the chat prefix counts.
             between: the text between document and question.
@@ -389,22 +394,16 @@ class RestoreAdapter(nn.Module):
         if not card.evictor:
             return
         # An adapter may have been trained for several evictors.
-        is_trained_for = evictor in split_specs(card.evictor)
+        if evictor not in split_specs(card.evictor):
+            _warn_of_change("evictor", card.evictor, evictor)
         for what, trained, used in (
-            ("evictor", evictor if is_trained_for else card.evictor, evictor),
             ("allocation", card.allocation, allocation),
             ("restore pass over the cache", card.restore_from, restore_from),
             ("prefix policy", card.prefix_policy, prefix_policy),
             ("text between document and question", card.between, between),
         ):
-            if trained is None or used is None or trained == used:
-                continue
-            before = make_printable(trained) if trained else "''"
-            now = make_printable(used) if used else "''"
-            warn(
-                f"The adapter was trained with the {what} {before}, not {now}; expect worse "
-                "answers."
-            )
+            if trained is not None and used is not None and trained != used:
+                _warn_of_change(what, trained, used)
 
     def trainable_state(self) -> dict[str, Tensor]:
         """Return copies of everything that training changes, by name."""
@@ -433,13 +432,15 @@ class RestoreAdapter(nn.Module):
 
     def to_stored(self, dtype: torch.dtype = torch.float32) -> StoredAdapter:
         """Return what a file holds; `dtype` is that of the LoRA weights in it."""
-        lora = {name: value.detach().to("cpu", dtype) for name, value in self.tensors.items()}
+        lora = {
+            name: value.detach().to("cpu", dtype) for name, value in self.lora_parameters.items()
+        }
         dtype_name = str(dtype).removeprefix("torch.")
         card = replace(self.card, dtype=dtype_name, knows_ratio=self.knows_ratio)
         vectors = None
         if self.ratio_vectors is not None:
             vectors = self.ratio_vectors.detach().cpu()
-        return StoredAdapter(self.config, lora, self.embeddings.detach().cpu(), card, vectors)
+        return StoredAdapter(self.lora_config, lora, self.embeddings.detach().cpu(), card, vectors)
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
         """Write the published format, `restorekv.json` and a model card, with LoRA weights of
@@ -487,19 +488,19 @@ class RestoreAdapter(nn.Module):
 
     def load_lora(self, name: str | Path, lora: dict[str, Tensor]) -> None:
         """Copy the LoRA tensors of a file; each one must be there and fit."""
-        for key in sorted(lora.keys() | self.tensors.keys()):
-            is_in_both = key in lora and key in self.tensors
-            if not is_in_both or lora[key].shape != self.tensors[key].shape:
+        for key in sorted(lora.keys() | self.lora_parameters.keys()):
+            is_in_both = key in lora and key in self.lora_parameters
+            if not is_in_both or lora[key].shape != self.lora_parameters[key].shape:
                 raise AdapterError(
                     f"The adapter {name} does not fit this model or its own config (see {key})."
                 )
         with torch.no_grad():
-            for key, parameter in self.tensors.items():
+            for key, parameter in self.lora_parameters.items():
                 parameter.copy_(lora[key])
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         """Return what training changes, by name."""
-        trainable = {"embeddings": self.embeddings, **self.tensors}
+        trainable = {"embeddings": self.embeddings, **self.lora_parameters}
         if self.ratio_vectors is not None:
             trainable["ratio_vectors"] = self.ratio_vectors
         return trainable
@@ -518,3 +519,10 @@ def make_card(model: PreTrainedModel, n: int, identity: ModelIdentity) -> Adapte
     is_local = identity.name not in NAMES and Path(identity.name).exists()
     base = base_weights.describe_base(model, identity)
     return AdapterCard(restore_tokens=n, local=is_local, **base)
+
+
+def _warn_of_change(what: str, trained: str, used: str) -> None:
+    """Warn that an adapter is used otherwise than it was trained; an empty text is shown as ''."""
+    before = make_printable(trained) if trained else "''"
+    now = make_printable(used) if used else "''"
+    warn(f"The adapter was trained with the {what} {before}, not {now}; expect worse answers.")

@@ -288,7 +288,7 @@ def make_initial_adapter(
     """
     adapter = _make_untold_adapter(model, tokenizer, config)
     if config.knows_ratio:
-        adapter.learn_ratio()
+        adapter.add_ratio_vectors()
     elif adapter.knows_ratio:
         raise AdapterError(
             f"The adapter {config.init} knows the ratio; train with --knows-ratio to keep that."
@@ -319,8 +319,8 @@ def _make_untold_adapter(
     # An adapter that is trained on keeps its shape, so the settings must name it.
     shape = {
         "restore_tokens": adapter.restore_tokens,
-        "rank": adapter.config.r,
-        "alpha": adapter.config.lora_alpha,
+        "rank": adapter.lora_config.r,
+        "alpha": adapter.lora_config.lora_alpha,
         "embeddings": adapter.card.embeddings,
     }
     for name, value in shape.items():
@@ -330,7 +330,7 @@ def _make_untold_adapter(
                 f"The adapter {config.init} has {name} {value}, the settings {wanted}; "
                 f"train with --{name.replace('_', '-')} {value}."
             )
-    if set(adapter.config.target_modules or ()) != set(config.targets):
+    if set(adapter.lora_config.target_modules or ()) != set(config.targets):
         raise AdapterError(
             f"The adapter {config.init} has LoRA on other layers than --targets; name the same "
             "ones."
@@ -348,7 +348,7 @@ def _save_adapter(
     data = count_sources(teachers.examples)
     if config.init:
         data = data + inherit_data(adapter.card.data or [], data)
-    adapter.describe(
+    adapter.record_training(
         evictor=checkpoint.identify_scores(config, teachers.model),
         prefix_policy=config.prefix_policy,
         ratio_range=(config.ratio_min, config.ratio_max),
