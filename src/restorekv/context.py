@@ -318,7 +318,7 @@ class CompressedContext:
             context = replace(context, between=between)
         # The grown cache is held as the old one was, in 8 bits too.
         attention.store_context(cache, old.storage, CacheShape.from_model(self.model).groups)
-        manifest = old.for_other_cache(
+        manifest = old.for_derived_cache(
             context,
             cache,
             seconds={name: round(value, 4) for name, value in growth.seconds.items()},
@@ -441,7 +441,7 @@ class CompressedContext:
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file; the previous one stays if anything goes wrong."""
-        cache_file.write_cache(path, self.cache, self.context, self.manifest)
+        cache_file.write_cache_file(path, self.cache, self.context, self.manifest)
 
     @classmethod
     def load(
@@ -459,7 +459,7 @@ class CompressedContext:
         """
         check_model_and_tokenizer(model, tokenizer)
         # Everything that a stranger's file claims is checked before the first tensor is used.
-        stored = file if isinstance(file, CacheFile) else cache_file.read_cache(file)
+        stored = file if isinstance(file, CacheFile) else cache_file.open_cache_file(file)
         check_fit(stored, model, tokenizer)
         support.prepare_model(model)
         return cls(model, tokenizer, stored.context, stored.cache(model.device), stored.manifest)

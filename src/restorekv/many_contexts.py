@@ -171,7 +171,7 @@ def compose(contexts: Sequence[CompressedContext]) -> CompressedContext:
         parts += each.parts or [each.tokens]
         held += Fraction(each.ratio) * each.tokens
         restored += each.earlier + each.restore_tokens
-    manifest = manifests[0].for_other_cache(
+    manifest = manifests[0].for_derived_cache(
         context,
         cache,
         ratio=str(held / context.tokens),

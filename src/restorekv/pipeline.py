@@ -124,7 +124,7 @@ def compress(
         compressor = compressor.with_adapter(loaded)
     compressor = compressor.specialize(parsed, budget)
 
-    tokens = parsed.positions * compressor.count_reads()
+    tokens = parsed.positions * compressor.count_passes()
     with torch.no_grad(), measure_progress(model, tokens, progress) as begin_phase:
         memory = memory or PreparedMemory(limit=0)
         prepared = memory.prepare(model, tokenizer, parsed, compressor, begin_phase)

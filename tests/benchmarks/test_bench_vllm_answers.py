@@ -7,7 +7,7 @@ import pytest
 from benchmarks import vllm_answers
 from benchmarks.vllm_answers import MODES, count_equal, make_tables, plan_documents, run_answers
 from restorekv.errors import RestoreKVError
-from restorekv.storage.cache_file import read_cache
+from restorekv.storage.cache_file import open_cache_file
 from tests.helpers.pages import ROOT
 
 
@@ -60,7 +60,7 @@ def test_a_run_is_counted_and_goes_on_where_it_stopped(asked):
     assert len(calls) == 2 and len(calls[0]["prompts"]) == 20
     assert calls[1]["options"]["num_gpu_blocks_override"] == vllm_answers.FEW_BLOCKS
     for plan in plan_documents(2):
-        cache = read_cache(folder / "store" / f"{plan.name}.rkv")
+        cache = open_cache_file(folder / "store" / f"{plan.name}.rkv")
         assert cache is not None
     run(list(MODES))
     assert len(calls) == len(MODES)

@@ -12,7 +12,7 @@ from restorekv.cache.quantized import STORAGES
 from restorekv.cli import choices
 from restorekv.cli.inputs import PLOTS
 from restorekv.compression.allocate import ALLOCATIONS
-from restorekv.compression.eviction import METHODS
+from restorekv.compression.eviction import COMPRESSORS
 from restorekv.compression.growing import RESTORE
 from restorekv.compression.presets import DEFAULT_EVICTOR, PRESETS
 from restorekv.evaluation.protocols import PROTOCOLS
@@ -94,7 +94,7 @@ def test_the_names_for_the_command_line_are_those_of_the_library():
     assert inspect.signature(compress).parameters["evictor"].default == DEFAULT_EVICTOR
     assert {DEFAULT_EVICTOR, *PRESETS.values()} <= set(choices.EVICTORS)
     assert set(choices.EVICTORS) == set(EVICTORS)
-    assert tuple(METHODS) == choices.METHODS
+    assert tuple(COMPRESSORS) == choices.COMPRESSORS
     assert tuple(ALLOCATIONS) == choices.ALLOCATIONS
     assert choices.STORAGES == STORAGES
     assert choices.DTYPES == DTYPES

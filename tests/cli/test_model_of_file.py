@@ -124,7 +124,7 @@ def test_other_commands_run_no_code_of_a_model(place, command):
 
 
 def test_names_of_models_that_ship_need_no_option(place, capsys):
-    assert cache_file.read_cache(place / "x.rkv").manifest.model == "tiny"
+    assert cache_file.open_cache_file(place / "x.rkv").manifest.model == "tiny"
     assert execute(COMMANDS["ask"]) == 0
     name_model(place, "tiny")
     assert execute(COMMANDS["append"]) == 0

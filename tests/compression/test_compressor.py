@@ -28,7 +28,7 @@ from restorekv.model.prompt import BETWEEN, make_context
 from restorekv.model.shape import CacheShape
 from restorekv.pipeline import compress
 from restorekv.restore.adapter import RestoreAdapter
-from restorekv.storage.cache_file import read_cache
+from restorekv.storage.cache_file import open_cache_file
 from tests.helpers.compressing import QUESTIONS, TEXT, TOKENS, compress_with, make_adapter
 from tests.helpers.models import ONE_FAMILY, build_model
 
@@ -218,7 +218,7 @@ def test_repr_and_manifest_tell_what_is_held(case, tmp_path):
         assert part in shown
     assert set(m.seconds) == {"prefill", "score", "restore", "evict"}
     made.save(tmp_path / "doc.rkv")
-    assert read_cache(tmp_path / "doc.rkv").manifest == m
+    assert open_cache_file(tmp_path / "doc.rkv").manifest == m
 
 
 def test_streaming(case):
@@ -531,7 +531,9 @@ def test_the_first_tokens_of_a_nested_adapter_work_alone(tiny_model, tiny_tokeni
             adapter=whole,
             config=CompressionConfig(restore_tokens=2),
         )
-    with pytest.raises(AdapterError, match="from 1 to 4, the adapter's number of restore tokens, not 5"):
+    with pytest.raises(
+        AdapterError, match="from 1 to 4, the adapter's number of restore tokens, not 5"
+    ):
         compress(
             tiny_model,
             tiny_tokenizer,

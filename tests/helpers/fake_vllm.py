@@ -16,7 +16,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.model import support
 from restorekv.model.rope import get_rope_settings
 from restorekv.model.shape import CacheShape
-from restorekv.storage.cache_file import read_cache
+from restorekv.storage.cache_file import open_cache_file
 from restorekv.storage.portable import load_portable
 from restorekv.vllm.composition import compose_files
 from restorekv.vllm.document_store import EngineModel
@@ -158,7 +158,7 @@ class FakeVllm:
 
     def open_cache(self, document) -> RaggedCache:
         """Return the cache of a document, or of several that are asked as one."""
-        files = [read_cache(path) for _, path in document.files]
+        files = [open_cache_file(path) for _, path in document.files]
         return compose_files(files, self.model) if len(files) > 1 else files[0].cache()
 
     def likely(self, logits: torch.Tensor, token: int, count: int) -> dict:

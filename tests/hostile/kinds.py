@@ -345,7 +345,7 @@ def make_cache(folder: Path) -> None:
     compress(MODEL, TOKENIZER, TEXT, ratio=0.2).save(folder / "cache.rkv")
 
 
-def read_cache(folder: Path) -> str:
+def open_cache_file(folder: Path) -> str:
     loaded = CompressedContext.load(folder / "cache.rkv", MODEL, TOKENIZER)
     tensors = {
         f"{index}.{n}": x
@@ -381,7 +381,7 @@ def make_served(folder: Path) -> None:
     for number in range(2):
         store.add_upload(f"{number}.txt", "user_data", io.BytesIO(b"text %d" % number))
     store.add_upload("old.txt", "user_data", io.BytesIO(b"old"), -1)
-    with store.write_cache("cd" * 16, store.list_uploads()[0].sha256) as path:
+    with store.write_cache_file("cd" * 16, store.list_uploads()[0].sha256) as path:
         path.write_bytes(b"cache")
     store.close()
 
@@ -436,7 +436,7 @@ KINDS = {
     "store": Kind(read_store, read_store, seal_files),
     "features": Kind(read_features, read_features, seal_files),
     "data": Kind(make_data, read_data, seal_data, ("manifest.json",)),
-    "cache": Kind(make_cache, read_cache, seal_files),
+    "cache": Kind(make_cache, open_cache_file, seal_files),
     "folder": Kind(make_folder, read_folder, loose=("*",)),
     "served": Kind(make_served, read_served, loose=("*",)),
     "build": Kind(make_build, read_build, loose=("*",)),

@@ -66,7 +66,7 @@ def on_disk(store: Store, sql: str) -> list[tuple]:
 
 def test_changes_that_may_wait_are_written_later(store):
     made = store.add_upload("a.txt", "user_data", io.BytesIO(b"text"))
-    with store.write_cache(KEY, SHA) as path:
+    with store.write_cache_file(KEY, SHA) as path:
         path.write_bytes(b"cache")
     with refusing(store):
         store.set_status(made, PROCESSED)
@@ -81,7 +81,7 @@ def test_changes_that_may_wait_are_written_later(store):
 
 
 def test_reading_writes_nothing(store):
-    with store.write_cache(KEY, SHA) as path:
+    with store.write_cache_file(KEY, SHA) as path:
         path.write_bytes(b"cache")
     before = store.index.disk.total_changes
     for _ in range(3):
@@ -97,7 +97,7 @@ def test_reading_writes_nothing(store):
 def test_a_deletion_without_room_for_its_row_removes_the_file(store, tmp_path):
     """A server that dies before it can write the row deletes the upload again when it starts."""
     made, same = (store.add_upload("a.txt", "user_data", io.BytesIO(b"text")) for _ in range(2))
-    with store.write_cache(KEY, made.sha256) as path:
+    with store.write_cache_file(KEY, made.sha256) as path:
         path.write_bytes(b"cache")
     with refusing(store):
         assert (

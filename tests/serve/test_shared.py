@@ -43,7 +43,7 @@ def two(url, tmp_path):
 
 
 def write(store, content=b"cache", key=KEY, sha256=SHA):
-    with store.write_cache(key, sha256) as path:
+    with store.write_cache_file(key, sha256) as path:
         path.write_bytes(content)
 
 

@@ -25,7 +25,7 @@ from restorekv.serve.store import Store  # noqa: E402
 from restorekv.serve.vllm_client import RemoteVllm  # noqa: E402
 from restorekv.serve.vllm_documents import find_form  # noqa: E402
 from restorekv.serve.vllm_files import VllmFiles  # noqa: E402
-from restorekv.storage.cache_file import read_cache  # noqa: E402
+from restorekv.storage.cache_file import open_cache_file  # noqa: E402
 from restorekv.vllm.ragged_documents import identify  # noqa: E402
 from tests.helpers.fake_vllm import LONGEST, FakeVllm  # noqa: E402
 from tests.helpers.serving import (  # noqa: E402
@@ -401,7 +401,7 @@ def test_files_that_are_asked_stay(model, tiny_tokenizer, tmp_path, form):
     if form == "portable":
         assert ids == [small.portable().ids.tolist()] * 3
     else:
-        assert ids == [list(identify(read_cache(files.find_path(names[0]))).ids)] * 3
+        assert ids == [list(identify(open_cache_file(files.find_path(names[0]))).ids)] * 3
     assert all(files.find_path(name).exists() for name in names)
     for name in names[:2]:
         files.give_back(name)

@@ -14,7 +14,7 @@ from restorekv.errors import CacheFileError
 from restorekv.files import HOST
 from restorekv.model.prompt import make_context
 from restorekv.model.shape import CacheShape
-from restorekv.storage.cache_file import Manifest, read_cache, write_cache
+from restorekv.storage.cache_file import Manifest, open_cache_file, write_cache_file
 from tests.helpers.decoding import TEXT, make_cache
 
 
@@ -62,13 +62,13 @@ def written(tiny_model, tiny_tokenizer, tmp_path, request):
     context = make_context(tiny_tokenizer, TEXT)
     cache = make_cache(tiny_model, context, request.param)
     path = tmp_path / "doc.rkv"
-    write_cache(path, cache, context, manifest_of(tiny_model, cache, context))
+    write_cache_file(path, cache, context, manifest_of(tiny_model, cache, context))
     return path, cache, context
 
 
 def test_round_trip_is_bit_equal(tiny_model, written):
     path, cache, context = written
-    stored = read_cache(path)
+    stored = open_cache_file(path)
     again, text = stored.cache(), stored.context
     assert stored.manifest == manifest_of(tiny_model, cache, context)
     assert (
@@ -94,7 +94,7 @@ def test_the_same_cache_is_the_same_bytes(tiny_model, written):
     path, cache, context = written
     first = path.read_bytes()
     for _ in range(4):
-        write_cache(path, cache, context, manifest_of(tiny_model, cache, context))
+        write_cache_file(path, cache, context, manifest_of(tiny_model, cache, context))
         assert path.read_bytes() == first
 
 
@@ -103,8 +103,8 @@ def test_a_bias_survives(tiny_model, tiny_tokenizer, tmp_path):
     cache = make_cache(tiny_model, context)
     for layer in cache.layers:
         layer.bias = torch.randn(layer.bounds[-1])
-    write_cache(tmp_path / "doc.rkv", cache, context, manifest_of(tiny_model, cache, context))
-    again = read_cache(tmp_path / "doc.rkv").cache()
+    write_cache_file(tmp_path / "doc.rkv", cache, context, manifest_of(tiny_model, cache, context))
+    again = open_cache_file(tmp_path / "doc.rkv").cache()
     assert all(a.bias.equal(b.bias) for a, b in zip(cache.layers, again.layers, strict=True))
 
 
@@ -115,9 +115,9 @@ def test_every_flipped_byte_is_noticed(written):
     for place in [*range(400), *range(400, len(good), 997), len(good) - 1]:
         path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
         with pytest.raises(CacheFileError):
-            read_cache(path)
+            open_cache_file(path)
     path.write_bytes(good)
-    read_cache(path)
+    open_cache_file(path)
 
 
 def test_truncated_and_lengthened_files(written):
@@ -126,30 +126,30 @@ def test_truncated_and_lengthened_files(written):
     for length in [0, 1, 7, 8, 100, len(good) // 2, len(good) - 1]:
         path.write_bytes(good[:length])
         with pytest.raises(CacheFileError, match=r"cut short"):
-            read_cache(path)
+            open_cache_file(path)
     path.write_bytes(good + b"x")
     with pytest.raises(CacheFileError):
-        read_cache(path)
+        open_cache_file(path)
 
 
 def test_foreign_files(tmp_path):
     path = tmp_path / "x.rkv"
     with pytest.raises(CacheFileError, match="does not exist"):
-        read_cache(path)
+        open_cache_file(path)
     with pytest.raises(CacheFileError, match="not a regular file"):
-        read_cache(tmp_path)
+        open_cache_file(tmp_path)
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(CacheFileError, match="not a regular file"):
-        read_cache(tmp_path / "fifo")
+        open_cache_file(tmp_path / "fifo")
     strangers = [pickle.dumps({"keys": [1.0] * 1000}), b"hello, this is text and no cache at all"]
     strangers += [struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 9) + b'{"a": {}}']
     for raw in strangers:
         path.write_bytes(raw)
         with pytest.raises(CacheFileError, match=r"not a safetensors file|cut short"):
-            read_cache(path)
+            open_cache_file(path)
     safetensors.torch.save_file({"weight": torch.ones(3)}, path)
     with pytest.raises(CacheFileError, match="safetensors file but not a restorekv cache"):
-        read_cache(path)
+        open_cache_file(path)
 
 
 def test_a_file_that_is_mostly_hole_is_not_read(tmp_path):
@@ -158,7 +158,7 @@ def test_a_file_that_is_mostly_hole_is_not_read(tmp_path):
         file.write(struct.pack("<Q", 2) + b"{}")
         file.truncate(10 << 30)
     with pytest.raises(CacheFileError, match="too long"):
-        read_cache(path)
+        open_cache_file(path)
 
 
 def test_another_format_version(written):
@@ -168,16 +168,16 @@ def test_another_format_version(written):
         CacheFileError,
         match="format version '3', this restorekv reads 4; compress the context again",
     ):
-        read_cache(path)
+        open_cache_file(path)
 
 
 def test_bad_places(tiny_model, written, tmp_path):
     _, cache, context = written
     manifest = manifest_of(tiny_model, cache, context)
     with pytest.raises(CacheFileError, match="is a folder"):
-        write_cache(tmp_path, cache, context, manifest)
+        write_cache_file(tmp_path, cache, context, manifest)
     with pytest.raises(CacheFileError, match="does not exist"):
-        write_cache(tmp_path / "no" / "doc.rkv", cache, context, manifest)
+        write_cache_file(tmp_path / "no" / "doc.rkv", cache, context, manifest)
 
 
 def test_what_a_killed_process_left_goes(tiny_model, written):
@@ -185,7 +185,7 @@ def test_what_a_killed_process_left_goes(tiny_model, written):
     manifest = manifest_of(tiny_model, cache, context)
     killed = 2**22 + 1  # no process has that number
     path.with_name(f".doc.rkv.{HOST}-{killed}.tmp").write_bytes(b"half of a cache")
-    write_cache(path, cache, context, manifest)
+    write_cache_file(path, cache, context, manifest)
     assert [entry.name for entry in path.parent.iterdir()] == ["doc.rkv"]
 
 
@@ -193,7 +193,7 @@ def test_a_device_is_no_place(tiny_model, written):
     _, cache, context = written
     manifest = manifest_of(tiny_model, cache, context)
     with pytest.raises(CacheFileError, match="/dev/null is not a regular file"):
-        write_cache("/dev/null", cache, context, manifest)
+        write_cache_file("/dev/null", cache, context, manifest)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_a_failure_leaves_the_old_file(tiny_model, written, monkeypatch, failure
 
     monkeypatch.setattr(os, step, fail)
     with pytest.raises(CacheFileError if isinstance(failure, OSError) else type(failure)) as caught:
-        write_cache(path, cache, context, manifest)
+        write_cache_file(path, cache, context, manifest)
     if isinstance(failure, OSError):
         assert "No space left on device" in str(caught.value)
     assert path.read_bytes() == before and [entry.name for entry in path.parent.iterdir()] == [

@@ -9,7 +9,7 @@ from restorekv import CompressionConfig, compose, compress
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError
 from restorekv.restore.adapter import RestoreAdapter
-from restorekv.storage.cache_file import read_cache
+from restorekv.storage.cache_file import open_cache_file
 from restorekv.vllm import chat, prompt
 from restorekv.vllm.composition import (
     MOST_DOCUMENTS,
@@ -93,7 +93,7 @@ def test_several_documents_are_what_compose_makes(tiny_model, tiny_tokenizer, tm
         found = store.find_document(asked)
         assert [part.path.stem for part in found.parts] == names
         whole = compose([made[name] for name in names])
-        cache = compose_files([read_cache(path) for _, path in found.files], rope_model)
+        cache = compose_files([open_cache_file(path) for _, path in found.files], rope_model)
         pairs = gather_pairs(cache, rope_model, slice(None), torch.float32)
         wanted = gather_pairs(whole.cache, rope_model, slice(None), torch.float32)
         assert pairs.lengths.equal(wanted.lengths) and pairs.lengths.equal(found.lengths)
@@ -134,7 +134,7 @@ def test_a_prompt_of_placeholders_one_after_the_other_is_refused(store, tiny_tok
 
 def test_documents_that_are_not_here_are_named(store, documents, tiny_tokenizer, tmp_path):
     asked = prompt([tmp_path / "red.rkv", tmp_path / "blue.rkv"], QUESTION, tiny_tokenizer)
-    name = identify(read_cache(tmp_path / "blue.rkv")).name
+    name = identify(open_cache_file(tmp_path / "blue.rkv")).name
     assert store.find_document(asked)
     (tmp_path / "blue.rkv").unlink()
     with pytest.raises(RestoreKVError, match=f"does not have {name}"):
@@ -163,7 +163,7 @@ def test_documents_that_were_not_made_alike_are_refused(
     paths = [store.folder / "red.rkv", store.folder / "other.rkv"]
     with pytest.raises(RestoreKVError, match=message):
         prompt(paths, QUESTION, tiny_tokenizer)
-    names = [identify(read_cache(path)).name for path in paths]
+    names = [identify(open_cache_file(path)).name for path in paths]
     assert name_composition(names)
     with pytest.raises(RestoreKVError, match=message):
         store.find_document([*make_ids(names), 1, 2, 3])

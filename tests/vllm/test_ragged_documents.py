@@ -46,7 +46,7 @@ def test_a_prompt_finds_its_document(place, tiny_model, tiny_tokenizer):
         found = store.find_document(ids)
         assert found.path.stem == name and tuple(ids[:PLACEHOLDERS]) == found.ids
         assert store.find_document(ids, name) == store.find_document(ids, found.name) == found
-        file = cache_file.read_cache(place / f"{name}.rkv")
+        file = cache_file.open_cache_file(place / f"{name}.rkv")
         assert found.lengths.equal(file.cache().lengths)
     assert (
         store.find_document(tiny_tokenizer.encode(QUESTION)) is None
@@ -55,7 +55,7 @@ def test_a_prompt_finds_its_document(place, tiny_model, tiny_tokenizer):
 
 
 def test_a_prompt_is_placeholders_and_the_question(place, tiny_model, tiny_tokenizer):
-    file = cache_file.read_cache(place / "red.rkv")
+    file = cache_file.open_cache_file(place / "red.rkv")
     ids = prompt(file, QUESTION, tiny_tokenizer, "It is", [("Who?", "Ada.")])
     text = tiny_tokenizer.decode(ids[PLACEHOLDERS:])
     assert all(part in text for part in ("Who?", "Ada.", QUESTION))

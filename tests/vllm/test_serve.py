@@ -14,7 +14,7 @@ openai = pytest.importorskip("openai")
 from restorekv import compose  # noqa: E402
 from restorekv.serve.vllm_documents import find_form  # noqa: E402
 from restorekv.serve.vllm_files import VllmFiles  # noqa: E402
-from restorekv.storage.cache_file import read_cache, write_cache  # noqa: E402
+from restorekv.storage.cache_file import open_cache_file, write_cache_file  # noqa: E402
 from restorekv.storage.portable import load_portable  # noqa: E402
 from restorekv.vllm.page_pool import count_pages  # noqa: E402
 from restorekv.vllm.ragged_documents import identify  # noqa: E402
@@ -108,10 +108,10 @@ def assert_answers(client, files, world, small, form) -> None:
 def foreign(ids: list[int], folder: Path) -> list[int]:
     """Replace the document's file by one of a model with another RoPE."""
     for path in folder.glob("*.rkv"):
-        file = read_cache(path)
+        file = open_cache_file(path)
         if list(identify(file).ids) == ids:
             manifest = replace(file.manifest, rope={"rope_type": "yarn"})
-            write_cache(path, file.cache(), file.context, manifest)
+            write_cache_file(path, file.cache(), file.context, manifest)
     for path in folder.glob("*.safetensors"):
         portable = load_portable(path)
         if portable.ids.tolist() == ids:

@@ -27,7 +27,7 @@ EVICTORS = (
     "random",
     "kvpress",
 )
-METHODS = ("am-fast",)
+COMPRESSORS = ("am-fast",)
 ALLOCATIONS = ("global", "per-layer", "per-head", "adakv")
 STORAGES = ("model", "int8", "fp8")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -55,7 +55,7 @@ BENCHMARK_PLUGINS = "restorekv.benchmarks"
 
 def list_evictors() -> list[str]:
     """Return the names of evictors and methods, with those of installed plugins."""
-    return list(dict.fromkeys((*EVICTORS, *_list_plugins(EVICTOR_PLUGINS), *METHODS)))
+    return list(dict.fromkeys((*EVICTORS, *_list_plugins(EVICTOR_PLUGINS), *COMPRESSORS)))
 
 
 def list_benchmarks() -> list[str]:
@@ -65,7 +65,7 @@ def list_benchmarks() -> list[str]:
 
 def check_evictor(text: str) -> None:
     """Refuse a spec, such as snapkv:window=64, of an evictor that is not known."""
-    _check_spec(text, (*EVICTORS, *METHODS), EVICTOR_PLUGINS, "evictor")
+    _check_spec(text, (*EVICTORS, *COMPRESSORS), EVICTOR_PLUGINS, "evictor")
 
 
 def check_benchmark(text: str) -> None:

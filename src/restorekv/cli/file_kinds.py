@@ -39,7 +39,7 @@ def describe_file(path: Path) -> str:
 
 
 def _describe_cache(path: Path) -> str:
-    m = cache_file.read_cache(path).manifest
+    m = cache_file.open_cache_file(path).manifest
     return (
         f"a cache of {m.tokens:,} tokens for {m.model}, {describe_method(m)}, r = {m.ratio}, "
         f"{m.pairs_held:,} pairs"

@@ -34,7 +34,7 @@ from restorekv.pipeline import compress
 from restorekv.readers.extract import extract_text
 from restorekv.seal import digest_file
 from restorekv.size_limits import TEXT_BYTES
-from restorekv.storage.cache_file import read_cache
+from restorekv.storage.cache_file import open_cache_file
 
 ENDINGS = {".txt", ".text", ".md", ".markdown", ".html", ".htm", ".pdf", ".docx"}
 # What one document may raise without ending the others.
@@ -165,7 +165,7 @@ def _find_existing(target: Path, record: Path, digest: str) -> DocumentResult | 
         entries = read_record(record, str(record))
         if entries.get("of") != digest:
             return None
-        manifest = read_cache(target).manifest
+        manifest = open_cache_file(target).manifest
         # Old records do not name the file's bytes.
         if entries.get("file") not in (None, digest_file(target)):
             return None

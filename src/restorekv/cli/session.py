@@ -20,7 +20,7 @@ from restorekv.model.load import check_dtype, load_model
 from restorekv.model.names import find_known_name
 from restorekv.model.tokenize import decode_utf8
 from restorekv.pipeline import read_text_file
-from restorekv.storage.cache_file import Manifest, read_cache
+from restorekv.storage.cache_file import Manifest, open_cache_file
 
 
 def read_text(name: str) -> str:
@@ -70,7 +70,7 @@ def open_documents(
         dtype: of the model; unless given, and for "auto", as in the first file.
         device: for the model.
     """
-    stored = [read_cache(each) for each in files]
+    stored = [open_cache_file(each) for each in files]
     first = stored[0].manifest
     chosen = getattr(torch, first.dtype) if dtype in (None, "auto") else dtype
     name = model or _find_model_of_file(files[0], first.model)

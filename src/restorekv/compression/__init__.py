@@ -1,3 +1,3 @@
-"""From a text to a small cache that answers questions: budget, eviction, restore pass, generation,
-files.
+"""From a text to a small cache: config, budget, allocation, eviction with a restore pass, streaming
+and growing contexts.
 """

@@ -1,5 +1,5 @@
-"""What every compression method does: a Compressor prepares a context once, and `evict` then makes
-a cache of any budget from what was prepared.
+"""The interface of compressors. `Compressor.prepare` does the expensive work once per context:
+prefill, scores, restore pass. `PreparedContext.evict` then makes a cache for any budget.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from restorekv.errors import AdapterError
 from restorekv.model.prompt import Context
 from restorekv.restore.adapter import RestoreAdapter
 
-Progress = Callable[[str], None]
+# Called with the name of a phase when it begins.
+BeginPhase = Callable[[str], None]
 
 
 class Compressor(ABC):
-    """A compression method with its settings."""
+    """A way to make small caches, with its settings."""
 
-    # What a method can do, so that callers can refuse settings before a model is loaded.
+    # What a compressor can do, so that callers can refuse settings before a model is loaded.
     restores: ClassVar[bool]  # an adapter can restore what it loses
     any_config: ClassVar[bool]  # one preparation serves every CompressionConfig
     config: CompressionConfig
@@ -38,7 +39,7 @@ class Compressor(ABC):
     @property
     @abstractmethod
     def spec(self) -> str:
-        """The shortest spec that makes this method."""
+        """The shortest spec that makes this compressor."""
 
     def identity(self, model: PreTrainedModel) -> str:
         """Return what decides the scores of `model`, for records: the spec, with the contents of
@@ -48,25 +49,27 @@ class Compressor(ABC):
 
     @abstractmethod
     def with_config(self, config: CompressionConfig) -> Self:
-        """Return the method with another config."""
+        """Return a compressor with another config."""
 
     def with_adapter(self, adapter: RestoreAdapter) -> Self:
-        """Return the method with an adapter that restores what it loses."""
+        """Return a compressor with an adapter that restores what it loses."""
         raise AdapterError(f"{self.spec} restores nothing; leave out the adapter.")
 
-    def count_reads(self) -> int:
-        """Return how many times all layers read the context in `prepare` and `evict`."""
+    def count_passes(self) -> int:
+        """Return how many forward passes over the whole context `prepare` and `evict` take.
+        Progress is counted in them.
+        """
         return 1
 
     def as_published(self, prefix: int) -> Self:
-        """Return the method with its authors' own settings where the spec leaves the defaults;
+        """Return a compressor with its authors' own settings where the spec leaves the defaults;
         `prefix` is S.
         """
         return self
 
     def specialize(self, context: Context, budget: Budget) -> Self:
-        """Return the method for this context and budget alone: it may leave out what these do not
-        need.
+        """Return a compressor that may skip work this context and budget do not need, such as
+        scores where every pair stays.
         """
         return self
 
@@ -76,7 +79,7 @@ class Compressor(ABC):
         model: PreTrainedModel,
         tokenizer: Tokenizer,
         context: str | Context,
-        progress: Progress | None = None,
+        begin_phase: BeginPhase | None = None,
     ) -> PreparedContext:
         """Do everything expensive that no budget changes: prefill, scores, restore pass.
 
@@ -84,7 +87,7 @@ class Compressor(ABC):
             model: The model that will answer.
             tokenizer: Its tokenizer.
             context: A text, or one that is tokenized already.
-            progress: Called with the name of each phase when it begins.
+            begin_phase: Called with the name of each phase when it begins.
 
         Returns:
             The context, from which `evict` makes a cache of any budget.
@@ -100,7 +103,7 @@ class PreparedContext(ABC):
 
     model: PreTrainedModel
     context: Context
-    full: Cache | None  # S + T columns; None where the context is never held whole
+    full: Cache | None  # S + T columns; None if streaming, which never holds the full cache
     _: KW_ONLY
     config: CompressionConfig = CompressionConfig()
     streaming: int | None  # tokens of a part, where the context is read part by part

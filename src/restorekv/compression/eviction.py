@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv import evictors, spec
 from restorekv.compression.attention_matching.method import AttentionMatching
 from restorekv.compression.budget import Budget, OnSmallBudget, PrefixPolicy
-from restorekv.compression.compressor import Compressor, PreparedContext, Progress
+from restorekv.compression.compressor import BeginPhase, Compressor, PreparedContext
 from restorekv.compression.config import CompressionConfig, RestoreFrom
 from restorekv.compression.full_cache import ScoredContext, prefill_and_score, prefill_unscored
 from restorekv.compression.streaming import StreamedContext, split_context
@@ -25,15 +25,16 @@ from restorekv.model.prefill import make_full_cache
 from restorekv.model.prompt import Context, make_context, warn_if_beyond_positions
 from restorekv.restore.adapter import RestoreAdapter
 
-# Besides eviction by each of the evictors.
-METHODS: dict[str, type[Compressor]] = {"am-fast": AttentionMatching}
+# Compressors other than eviction by one of the evictors, by the name in their spec.
+COMPRESSORS: dict[str, type[Compressor]] = {"am-fast": AttentionMatching}
 
 
 @dataclass(frozen=True)
 class Eviction(Compressor):
     """An evictor, and an adapter that restores what it loses.
 
-    Without `scoring` every pair has the score 0, which is enough where all of them stay.
+    scoring=False gives every pair the score 0. `specialize` sets it when the budget keeps all
+    pairs.
     """
 
     evictor: evictors.Evictor
@@ -75,7 +76,7 @@ class Eviction(Compressor):
         """Make an eviction from an evictor's spec; the other settings are those of
         `CompressionConfig`.
         """
-        if evictor.partition(":")[0] in METHODS:
+        if evictor.partition(":")[0] in COMPRESSORS:
             raise RestoreKVError(
                 f"{evictor} is not an evictor: it restores nothing, so there is nothing to train "
                 "for it."
@@ -99,7 +100,7 @@ class Eviction(Compressor):
         """Return the evictor's identity."""
         return self.evictor.identity(model)
 
-    def count_reads(self) -> int:
+    def count_passes(self) -> int:
         return 1 + self.evictor.rereads if self.scoring else 1
 
     def with_config(self, config: CompressionConfig) -> Eviction:
@@ -131,12 +132,12 @@ class Eviction(Compressor):
         model: PreTrainedModel,
         tokenizer: Tokenizer,
         context: str | Context,
-        progress: Progress | None = None,
+        begin_phase: BeginPhase | None = None,
     ) -> PreparedContext:
         """Prefill, score and, with an adapter, run the restore pass. A context that streams is left
         to `evict`.
         """
-        progress = progress or (lambda phase: None)
+        begin_phase = begin_phase or (lambda phase: None)
         if isinstance(context, str):
             context = make_context(tokenizer, context)
         warn_if_beyond_positions(model, context.positions, "The context")
@@ -149,7 +150,7 @@ class Eviction(Compressor):
                 config=self.config,
                 streaming=self.config.streaming,
                 adapter=self.adapter,
-                progress=progress,
+                begin_phase=begin_phase,
             )
         support.prepare_model(model)
         seconds: dict[str, float] = {}
@@ -161,14 +162,14 @@ class Eviction(Compressor):
         with torch.no_grad():
             if self.scoring:
                 full, scores = prefill_and_score(
-                    model, tokenizer, self.evictor, context, into, seconds, progress
+                    model, tokenizer, self.evictor, context, into, seconds, begin_phase
                 )
             else:
-                full, scores = prefill_unscored(model, context, into, seconds, progress)
+                full, scores = prefill_unscored(model, context, into, seconds, begin_phase)
         prepared = ScoredContext(model, context, full, scores, config=self.config, seconds=seconds)
         if self.adapter is None:
             return prepared
-        progress("restore")
+        begin_phase("restore")
         # Outside of `no_grad`: training differentiates the restore pass.
         return prepared.with_restore_cache(self.adapter)
 
@@ -177,7 +178,7 @@ def make_compressor(text: str, config: CompressionConfig = CompressionConfig()) 
     """Return the method that a spec names: eviction by an evictor, or a method that makes a compact
     cache of its own.
     """
-    named = spec.parse_spec(text, {**evictors.EVICTORS, **METHODS}, "evictor")
+    named = spec.parse_spec(text, {**evictors.EVICTORS, **COMPRESSORS}, "evictor")
     if isinstance(named, Compressor):
         return named.with_config(config)
     return Eviction(named, None, config)

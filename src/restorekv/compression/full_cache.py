@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache
 from restorekv.cache.dense import list_dense_layers, list_full_attention
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.budget import Budget
-from restorekv.compression.compressor import PreparedContext, Progress, time_phase
+from restorekv.compression.compressor import BeginPhase, PreparedContext, time_phase
 from restorekv.compression.config import RatioOrBudget
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import Evictor
@@ -47,7 +47,7 @@ def prefill_and_score(
     context: Context,
     cache: AnyCache,
     seconds: dict[str, float],
-    progress: Progress = lambda phase: None,
+    begin_phase: BeginPhase = lambda phase: None,
 ) -> tuple[AnyCache, Tensor]:
     """Read a context once and score its pairs.
 
@@ -59,7 +59,7 @@ def prefill_and_score(
         cache: Where the pairs go. A ragged one holds the prefix and earlier parts of the text
             already, so that only what follows the prefix is read.
         seconds: Gets the seconds of the phases "prefill" and "score".
-        progress: Called with the name of each phase.
+        begin_phase: Called with the name of each phase.
 
     Returns:
         The filled cache, and scores (L, H, T).
@@ -71,10 +71,10 @@ def prefill_and_score(
     # The prefix is in the cache's tail already.
     if isinstance(cache, RaggedCache):
         ids = ids[:, context.prefix :]
-    progress("prefill")
+    begin_phase("prefill")
     with time_phase(seconds, "prefill"), observing:
         full = prefill(model, ids, into=cache)
-    progress("score")
+    begin_phase("score")
     with time_phase(seconds, "score"):
         scores = evictor.score(model, tokenizer, context, full, observer)
     return full, scores
@@ -85,10 +85,10 @@ def prefill_unscored(
     context: Context,
     cache: AnyCache,
     seconds: dict[str, float],
-    progress: Progress = lambda phase: None,
+    begin_phase: BeginPhase = lambda phase: None,
 ) -> tuple[AnyCache, Tensor]:
     """Read a context once, with the score 0 for every pair: enough where all of them stay."""
-    progress("prefill")
+    begin_phase("prefill")
     with time_phase(seconds, "prefill"):
         full = prefill(model, context.ids, into=cache)
     shape = CacheShape.from_model(model)

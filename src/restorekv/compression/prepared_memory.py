@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.dense import list_dense_layers
-from restorekv.compression.compressor import Compressor, PreparedContext, Progress
+from restorekv.compression.compressor import BeginPhase, Compressor, PreparedContext
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.model.prompt import Context
@@ -70,28 +70,28 @@ class PreparedMemory:
         tokenizer: Tokenizer,
         context: Context,
         compressor: Compressor,
-        progress: Progress,
+        begin_phase: BeginPhase,
     ) -> PreparedContext:
         """Return what the compressor would prepare: of the kept context, or anew.
 
         The `seconds` of a kept one are those of its restore pass alone, since nothing was read.
         """
         if not isinstance(compressor, Eviction) or not self._can_keep(model, context, compressor):
-            return compressor.prepare(model, tokenizer, context, progress)
+            return compressor.prepare(model, tokenizer, context, begin_phase)
         prepared = self._find(model, context, compressor)
         if prepared is None:
             # Before a new one is made, so that never two are in memory.
             self.clear()
             if not compressor.scoring:
-                return compressor.prepare(model, tokenizer, context, progress)
+                return compressor.prepare(model, tokenizer, context, begin_phase)
             # Without the adapter: what is kept serves caches that are not restored too.
             alone = replace(compressor, adapter=None)
-            prepared = alone.prepare(model, tokenizer, context, progress)
+            prepared = alone.prepare(model, tokenizer, context, begin_phase)
             assert isinstance(prepared, ScoredContext), "only streaming prepares another kind"
             self.kept = (PreparedKey.of(model, context, compressor), prepared)
         if compressor.adapter is None:
             return prepared
-        progress("restore")
+        begin_phase("restore")
         return prepared.with_restore_cache(compressor.adapter)
 
     def _find(

@@ -1,4 +1,6 @@
-"""How far a compression is: the share of its reading that is done, layer by layer."""
+"""Progress of a compression: the share of its forward passes that is done, counted layer by
+layer.
+"""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -8,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from restorekv.compression.compressor import Progress
+from restorekv.compression.compressor import BeginPhase
 from restorekv.model.observer import HOOKS_LOCK
 from restorekv.model.shape import get_backbone
 
@@ -20,7 +22,7 @@ MOST_BEFORE_THE_END = 0.99
 
 
 class ProgressMeter:
-    """Counts the tokens that layers have read, and tells the share of those to be read.
+    """Counts the tokens that layers have read, and reports the share of those to be read.
 
     Args:
         on_progress: Called when a phase begins and whenever the share has grown by a hundredth.
@@ -33,7 +35,7 @@ class ProgressMeter:
         self.expected = tokens * layers
         self.phase = "prefill"
         self.done = 0
-        self.told = 0.0
+        self.reported = 0.0
         self.thread = threading.get_ident()
 
     @property
@@ -42,10 +44,10 @@ class ProgressMeter:
         return min(self.done / self.expected, MOST_BEFORE_THE_END)
 
     def begin_phase(self, phase: str) -> None:
-        """Tell that a phase begins."""
+        """Report that a phase begins."""
         self.phase = phase
-        self.told = self.share
-        self.on_progress(phase, self.told)
+        self.reported = self.share
+        self.on_progress(phase, self.reported)
 
     def count_layer(self, _: nn.Module, __: Any, output: Tensor | tuple[Tensor, ...]) -> None:
         """Count a layer's pass: the hook of every decoder layer."""
@@ -54,15 +56,15 @@ class ProgressMeter:
             return
         hidden = output[0] if isinstance(output, tuple) else output
         self.done += hidden.shape[-2]
-        if self.share - self.told >= SMALLEST_STEP:
-            self.told = self.share
-            self.on_progress(self.phase, self.told)
+        if self.share - self.reported >= SMALLEST_STEP:
+            self.reported = self.share
+            self.on_progress(self.phase, self.reported)
 
 
 @contextmanager
 def measure_progress(
     model: PreTrainedModel, tokens: int, on_progress: OnProgress | None
-) -> Iterator[Progress]:
+) -> Iterator[BeginPhase]:
     """Watch a compression in this thread; the block gets the callback for its phases.
 
     Args:

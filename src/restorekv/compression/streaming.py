@@ -33,7 +33,7 @@ from restorekv.cache.ragged import ContextPairs, RaggedCache, RaggedLayer
 from restorekv.cache.sliding import RecentLayer, SlidingLayer
 from restorekv.cache.tail import KeysValues
 from restorekv.compression.budget import Budget
-from restorekv.compression.compressor import PreparedContext, Progress, time_phase
+from restorekv.compression.compressor import BeginPhase, PreparedContext, time_phase
 from restorekv.compression.config import RatioOrBudget
 from restorekv.compression.full_cache import GONE, pin_prefix, prefill_and_score
 from restorekv.errors import RestoreKVError, warn
@@ -96,7 +96,7 @@ class StreamedContext(PreparedContext):
     evictor: Evictor
     streaming: int
     adapter: RestoreAdapter | None = None
-    progress: Progress = lambda phase: None
+    begin_phase: BeginPhase = lambda phase: None
 
     def with_restore_cache(self, adapter: RestoreAdapter) -> Self:
         """Leave the restore pass to `evict`."""
@@ -164,7 +164,7 @@ class Stream:
         cache: RaggedCache | None = None
         for number, part in enumerate(parts, 1):
             last = number == len(parts)
-            self.source.progress(f"part {number} of {len(parts)}")
+            self.source.begin_phase(f"part {number} of {len(parts)}")
             cache = self._read_part(cache, part)
             self._note_most(cache)
             restored: list[KeysValues] = []

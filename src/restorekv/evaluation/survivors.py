@@ -9,7 +9,7 @@ from torch import Tensor
 from restorekv.errors import RestoreKVError, import_extra
 from restorekv.files import replace_file
 from restorekv.model.prompt import Context
-from restorekv.storage.cache_file import Manifest, read_cache
+from restorekv.storage.cache_file import Manifest, open_cache_file
 
 FORMATS = (".png", ".pdf", ".svg")
 
@@ -25,7 +25,7 @@ class Survivors:
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read a cache file; needs no model."""
-        stored = read_cache(path)
+        stored = open_cache_file(path)
         return cls(
             stored.cache().keep_mask(stored.context.positions), stored.context, stored.manifest
         )

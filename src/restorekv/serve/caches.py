@@ -328,7 +328,7 @@ class CacheEngine(Engine, Generic[Active]):
             # A disk that takes nothing is noticed before minutes of work, not after.
             self.store.check_writable()
             context = self.make_cache(content(), variant, key)
-            with self.store.write_cache(key, sha256) as path:
+            with self.store.write_cache_file(key, sha256) as path:
                 context.save(path)
             self._hold(sha256, key, context)
         return ServedDocument(sha256, variant, context.context.positions, fresh)

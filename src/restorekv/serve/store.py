@@ -311,7 +311,7 @@ class Store:
     # Caches.
 
     @contextmanager
-    def write_cache(self, key: str, sha256: str) -> Iterator[Path]:
+    def write_cache_file(self, key: str, sha256: str) -> Iterator[Path]:
         """Give the block a path for a cache, which is known once the block has ended."""
         # An error in the block leaves no row, and a file that the next start removes.
         yield self.cache_path(key)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError
-from restorekv.storage.cache_file import read_cache
+from restorekv.storage.cache_file import open_cache_file
 from restorekv.storage.portable import make_mark
 from restorekv.vllm import plugin, ragged_config, ragged_documents, transfer_config
 from restorekv.vllm.document_store import EngineModel
@@ -108,7 +108,7 @@ class RaggedForm(DocumentForm):
         self.check_context(context)
         context.save(path)
         # Of the file as it is read again: its name follows from the stored tensors.
-        identity = ragged_documents.identify(read_cache(path))
+        identity = ragged_documents.identify(open_cache_file(path))
         return DocumentFile(list(identity.ids), context.manifest.bytes_held)
 
     def make_mark(self, vocabulary: int) -> list[int]:

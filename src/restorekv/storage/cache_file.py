@@ -104,7 +104,7 @@ class Manifest:
         width = self.shape["head_dim"] * getattr(torch, self.dtype).itemsize
         return 2 * self.sliding_pairs * width
 
-    def for_other_cache(self, context: Context, cache: RaggedCache, **changed: Any) -> "Manifest":
+    def for_derived_cache(self, context: Context, cache: RaggedCache, **changed: Any) -> "Manifest":
         """Return the record of a cache that was made from this one's; `changed` are fields that
         nothing else tells.
         """
@@ -148,15 +148,17 @@ class CacheFile:
         return unpack_cache(tensors, self.context.positions + self.manifest.offset, self.manifest)
 
 
-def write_cache(path: str | Path, cache: RaggedCache, context: Context, manifest: Manifest) -> None:
+def write_cache_file(
+    path: str | Path, cache: RaggedCache, context: Context, manifest: Manifest
+) -> None:
     """Write a sealed file (seal.py), all of it or nothing."""
     described = json.dumps({**manifest.to_json(), "suffix_text": context.suffix_text})
     with reraise_as(CacheFileError):
         seal.write_sealed(Path(path), KIND, pack_cache(cache, context), {"manifest": described})
 
 
-def read_cache(path: str | Path) -> CacheFile:
-    """Read what `write_cache` wrote, once, and refuse anything else."""
+def open_cache_file(path: str | Path) -> CacheFile:
+    """Read what `write_cache_file` wrote, once, and refuse anything else."""
     with refuse_contradictions(path, FIX):
         manifest, others, tensors = read_with_manifest(path, KIND, {"suffix_text": str})
         # Shapes, dtypes and ranges, then what follows a question, then the counts: each check

@@ -76,7 +76,7 @@ def _open(document: Document) -> Portable | CacheFile:
     if isinstance(document, Portable | CacheFile):
         return document
     return (
-        cache_file.read_cache(document)
+        cache_file.open_cache_file(document)
         if Path(document).suffix == ".rkv"
         else load_portable(document)
     )

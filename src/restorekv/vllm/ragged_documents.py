@@ -103,7 +103,7 @@ def load_file(path: Path, name: str) -> CacheFile:
     Raises:
         CacheFileError: the file is damaged, or by now another document than `name`.
     """
-    file = cache_file.read_cache(path)
+    file = cache_file.open_cache_file(path)
     if identify(file).name != name:
         raise CacheFileError(f"{path} was replaced by another document; ask that one.")
     return file

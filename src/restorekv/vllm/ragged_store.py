@@ -96,7 +96,7 @@ class RaggedStore(DocumentStore):
 
     def _read_document(self, path: Path) -> StoredDocument:
         try:
-            file = cache_file.read_cache(path)
+            file = cache_file.open_cache_file(path)
         except RestoreKVError as error:
             return StoredDocument(path, problem=str(error))
         identity = identify(file)

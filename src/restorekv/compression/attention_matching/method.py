@@ -38,7 +38,7 @@ from restorekv.cache.dense import list_full_attention
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.compression.allocate import GLOBAL, UNIFORM, HeadShares, load_shares
 from restorekv.compression.attention_matching.matching import Targets, fit_head, observe_layer
-from restorekv.compression.compressor import Compressor, Progress, time_phase
+from restorekv.compression.compressor import BeginPhase, Compressor, time_phase
 from restorekv.compression.config import CompressionConfig, RatioOrBudget
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.errors import AdapterError, RestoreKVError
@@ -111,7 +111,7 @@ class AttentionMatching(Compressor):
         """The method's name and the settings that are not the defaults."""
         return spec.format_spec(self.name, self)
 
-    def count_reads(self) -> int:
+    def count_passes(self) -> int:
         return 2
 
     def with_config(self, config: CompressionConfig) -> AttentionMatching:
@@ -123,10 +123,10 @@ class AttentionMatching(Compressor):
         model: PreTrainedModel,
         tokenizer: Tokenizer,
         context: str | Context,
-        progress: Progress | None = None,
+        begin_phase: BeginPhase | None = None,
     ) -> MatchedContext:
         """Prefill, and read the article once more for queries, masses and outputs."""
-        tell = progress or (lambda phase: None)
+        begin_phase = begin_phase or (lambda phase: None)
         support.prepare_model(model)
         shape = CacheShape.from_model(model)
         # HeadShares needs L and H to know the names that a file must have.
@@ -136,10 +136,10 @@ class AttentionMatching(Compressor):
         if isinstance(context, str):
             context = make_context(tokenizer, context)
         seconds: dict[str, float] = {}
-        tell("prefill")
+        begin_phase("prefill")
         with time_phase(seconds, "prefill"):
             full = prefill(model, context.ids)
-        tell("score")
+        begin_phase("score")
         with time_phase(seconds, "score"):
             # The article as the model's answer to the instruction, in the turn that stays open:
             # article, blank line, instruction, end of turn, assistant's opener, article.
