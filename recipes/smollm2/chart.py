@@ -167,7 +167,7 @@ def make_table(result: Mapping) -> str:
 def make_summary(result: Mapping, evictor: str) -> str:
     """Return the README's table of one evictor: scores and divergence on every benchmark."""
     lines = [
-        "| texts | r | full cache | alone | restored | distance alone | restored |",
+        "| texts | r | full cache | KVzip | restored | KL, KVzip | KL, restored |",
         "|---" * 7 + "|",
     ]
     for benchmark, title in collect_titles(result).items():

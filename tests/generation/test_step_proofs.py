@@ -34,8 +34,8 @@ def fake(monkeypatch, tmp_path):
     fake_device.install(monkeypatch, tmp_path)
     monkeypatch.setattr(
         attention,
-        "LADDER",
-        {name: attention.LADDER[name] for name in ("cascade", "frozen", "naive")},
+        "BACKENDS_BY_SPEED",
+        {name: attention.BACKENDS_BY_SPEED[name] for name in ("cascade", "frozen", "naive")},
     )
     monkeypatch.setattr(attend, "triton_maxima", None)
     yield monkeypatch

@@ -283,7 +283,7 @@ def judge(
     with monkeypatch.context() as broken, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         fake_device.install(broken, folder)
-        broken.setattr(attention, "LADDER", {"cascade": cascade, "frozen": frozen})
+        broken.setattr(attention, "BACKENDS_BY_SPEED", {"cascade": cascade, "frozen": frozen})
         broken.setattr(cascade, "attend_ragged", fault)
         samples = fresh_samples(rng, target, when)
         answers = (

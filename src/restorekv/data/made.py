@@ -181,12 +181,12 @@ def draw_table(rng: random.Random, characters: int) -> MadeTable:
     rows: list[tuple[str, ...]] = []
     names: set[str] = set()
     size = 0
-    misses = 0
-    # Names run out in a long table; fifty misses in a row end it.
-    while size < characters and misses < 50:
+    repeats = 0
+    # Names run out in a long table, which ends after fifty repeated names in all.
+    while size < characters and repeats < 50:
         name = KEYS[key](rng)
         if name in names:
-            misses += 1
+            repeats += 1
             continue
         names.add(name)
         row = (name, *(CELLS[column](rng) for column in columns))

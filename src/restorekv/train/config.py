@@ -124,7 +124,8 @@ class TrainConfig:
     max_new_tokens: int = setting(512, "Maximum tokens of a teacher's answer.")
     seed: int = setting(0, "Seed of embeddings, LoRA, order and ratios.")
     keep: int = setting(
-        0, "Number of contexts whose prefill, scores and teacher targets stay in memory."
+        0,
+        "Number of contexts, each with its evictor, of which everything stays in memory.",
     )
     checkpoint_every: int = setting(50, "Steps between checkpoints.")
 

@@ -131,7 +131,8 @@ class TensorStore:
 class TeacherCache:
     """Contexts with an evictor's scores, without a restore cache, and their teacher's targets.
 
-    The first `config.keep` contexts stay in memory. A `store` keeps scores and targets on disk, and
+    The first `config.keep` pairs of a context and an evictor stay in memory, in the order in which
+    they are asked for. A `store` keeps scores and targets on disk, and
     with `store_prefill` the full caches too, which is affordable for small models only.
     """
 

@@ -428,22 +428,29 @@ def refuse_unsupported(config: VllmConfig, cache: KVCacheConfig) -> None:
     block_size = config.cache_config.block_size
     assert config.kv_transfer_config is not None
     failure_policy = config.kv_transfer_config.kv_load_failure_policy
-    reasons = {
-        f"the kv_load_failure_policy {failure_policy!r} instead of 'fail'": (
+    context_ranks = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
+    # What stands in the way, and what to do about it.
+    obstacles = {
+        f"with the kv_load_failure_policy {failure_policy!r}; set it to 'fail'": (
             failure_policy != "fail"
         ),
-        "context parallel ranks": (
-            parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1
+        "over context parallel ranks; use one": context_ranks > 1,
+        "over pipeline parallel ranks; use one, or tensor parallel ranks": (
+            parallel.pipeline_parallel_size > 1
         ),
-        "pipeline parallel ranks": parallel.pipeline_parallel_size > 1,
-        "speculative decoding": config.speculative_config is not None,
-        "LoRA adapters": config.lora_config is not None,
-        "multi-head latent attention": config.model_config.use_mla,
-        "sliding-window or other special layers": len(cache.kv_cache_groups) != 1,
-        f"blocks of {block_size} tokens": PLACEHOLDERS % block_size != 0,
+        "with speculative decoding; leave out the speculative config": (
+            config.speculative_config is not None
+        ),
+        "with LoRA adapters; leave out enable_lora": config.lora_config is not None,
+        "for a model with multi-head latent attention; use another model": (
+            config.model_config.use_mla
+        ),
+        "for a model with sliding-window or other special layers; use another model": (
+            len(cache.kv_cache_groups) != 1
+        ),
+        f"with blocks of {block_size} tokens, of which {PLACEHOLDERS} is no multiple; set "
+        "block_size to 16, 32, 64 or 128": PLACEHOLDERS % block_size != 0,
     }
-    for what, holds in reasons.items():
+    for obstacle, holds in obstacles.items():
         if holds:
-            raise RestoreKVError(
-                f"vLLM with {what} does not serve compressed documents; start it without."
-            )
+            raise RestoreKVError(f"vLLM does not serve compressed documents {obstacle}.")

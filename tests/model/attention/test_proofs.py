@@ -37,8 +37,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def fake(monkeypatch, tmp_path):
     """A device without Triton, whose kernels take seconds in their interpreter."""
     fake_device.install(monkeypatch, tmp_path)
-    monkeypatch.setitem(attention.LADDER, "triton", None)
-    monkeypatch.delitem(attention.LADDER, "triton")
+    monkeypatch.setitem(attention.BACKENDS_BY_SPEED, "triton", None)
+    monkeypatch.delitem(attention.BACKENDS_BY_SPEED, "triton")
     yield monkeypatch
     proofs.forget_proofs()
 
@@ -322,7 +322,9 @@ def test_the_kernels_of_triton_are_right_and_one_that_does_not_compile_is_told(f
     if not triton_attend.INTERPRETED:
         pytest.skip("needs the interpreter")
     fake.setattr(trials, "TRIALS", trials.TRIALS[:2])
-    fake.setattr(attention, "LADDER", {"triton": triton_attend, **attention.LADDER})
+    fake.setattr(
+        attention, "BACKENDS_BY_SPEED", {"triton": triton_attend, **attention.BACKENDS_BY_SPEED}
+    )
     small = trials.make_sample(target(shape=(2, 1, 8)), trials.TRIALS[1])
     assert attention.choose_backend(small.query, small.layer) is triton_attend.attend_ragged
 

@@ -47,7 +47,8 @@ Callback = Callable[
     [nn.Module, Tensor, AttentionInput, AttentionInput, Tensor | None, float, Tensor | None],
     Tensor | None,
 ]
-# From query, layer, mask, scale and perhaps sinks.
+# From query, layer, mask, scale and perhaps sinks. A new backend is added here; to be chosen by
+# itself it is added to BACKENDS_BY_SPEED too, and for a GPU to the components in trials.py.
 Backend = Callable[..., Tensor]
 BACKENDS: dict[str, Backend] = {
     "naive": naive.attend_ragged,
@@ -57,9 +58,9 @@ BACKENDS: dict[str, Backend] = {
 if triton_attend is not None:
     BACKENDS["triton"] = triton_attend.attend_ragged
 # On a device that is not a CPU: the first that can answer and has proven itself.
-LADDER: dict[str, ModuleType] = {"cascade": cascade, "frozen": frozen, "naive": naive}
+BACKENDS_BY_SPEED: dict[str, ModuleType] = {"cascade": cascade, "frozen": frozen, "naive": naive}
 if triton_attend is not None:
-    LADDER = {"triton": triton_attend, **LADDER}
+    BACKENDS_BY_SPEED = {"triton": triton_attend, **BACKENDS_BY_SPEED}
 # Bytes of a layer that may be copied at once: joined for SDPA, or unpacked from 8 bits.
 WORKSPACE = 16 << 20
 
@@ -148,7 +149,7 @@ def choose_backend(query: Tensor, layer: RaggedLayer) -> Backend:
     """Return the function that answers a query (B, H, G, Q, D) from a layer.
 
     The first rule that applies: the backend that an open `force_backend` block names; `stored` for
-    a layer of 8-bit codes; on a device that needs proofs, the fastest backend of LADDER that can
+    a layer of 8-bit codes; on a device that needs proofs, the fastest of BACKENDS_BY_SPEED that can
     answer and has proven itself there; elsewhere `cascade`, if it can answer; and `frozen`, which
     has gradients everywhere.
     """
@@ -168,7 +169,7 @@ def choose_backend(query: Tensor, layer: RaggedLayer) -> Backend:
 
 def _choose_proven(query: Tensor, layer: RaggedLayer) -> Backend:
     """Return the fastest backend that can answer and has proven itself on the query's device."""
-    for name, module in LADDER.items():
+    for name, module in BACKENDS_BY_SPEED.items():
         can_answer = getattr(module, "can_answer", None)  # backends without it always can
         if can_answer is not None and not can_answer(query, layer):
             continue

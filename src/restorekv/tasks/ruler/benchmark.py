@@ -56,8 +56,8 @@ INSTEAD = (
 )
 NOVEL = "novel"
 ESSAY_TASKS = tuple(task for task in NEEDLES if task not in HAYSTACKS)
-# That names a task's file.
-SETTING = {**dict.fromkeys(ESSAY_TASKS, "essays"), "qa_1": "squad", "qa_2": "hotpot"}
+# The setting that holds a task's source file.
+FILE_SETTING = {**dict.fromkeys(ESSAY_TASKS, "essays"), "qa_1": "squad", "qa_2": "hotpot"}
 # What stands in for RULER's own texts: the file that ships, below TEXTS, and what results say about
 # either source.
 STAND_INS: dict[str, dict[str, str]] = json.loads(
@@ -199,13 +199,13 @@ class Ruler(Benchmark):
 
     def _uses_shipped_file(self, name: str) -> bool:
         """Return whether the task uses the file that ships because none is given."""
-        return self.source == NOVEL and not getattr(self, SETTING[name])
+        return self.source == NOVEL and not getattr(self, FILE_SETTING[name])
 
     def _find_file(self, name: str) -> str:
         """Return the file that the task uses, given or shipped; empty if its texts are
         generated.
         """
-        setting = SETTING[name]
+        setting = FILE_SETTING[name]
         if self._uses_shipped_file(name):
             return str(TEXTS / STAND_INS[setting]["file"])
         return getattr(self, setting)
@@ -257,7 +257,7 @@ class Ruler(Benchmark):
         return lambda index: documents.ask_over_documents(texts, questions[order[index]])
 
     def _load_collection(self, name: str) -> documents.QuestionCollection:
-        return documents.load_questions(SETTING[name], self._find_file(name))
+        return documents.load_questions(FILE_SETTING[name], self._find_file(name))
 
     def score(self, question: Question, prediction: str) -> float:
         """Match strings as kvpress 0.5.5: of qa any reference counts, of other tasks the share of
@@ -290,7 +290,9 @@ class Ruler(Benchmark):
                 "metric": self.metric,
             }
         novel = "Apache-2.0; the novel in the public domain, SQuAD and HotpotQA CC BY-SA 4.0"
-        files = {SETTING[name]: file for name in SETTING if (file := self._find_file(name))}
+        files = {
+            FILE_SETTING[name]: file for name in FILE_SETTING if (file := self._find_file(name))
+        }
         subsets = {}
         if {"qa_1", "qa_2"} & {*self.chosen_tasks} and self.source == NOVEL:
             subsets = {"subsets": SUBSETS}
@@ -312,7 +314,7 @@ class Ruler(Benchmark):
         }
 
     def _list_stand_ins(self) -> Iterator[tuple[str, str]]:
-        for name, setting in SETTING.items():
+        for name, setting in FILE_SETTING.items():
             if not getattr(self, setting):
                 yield name, STAND_INS[setting][self.source]
         if self.length // 4 < EXAMPLE_TOKENS:
