@@ -130,19 +130,19 @@ class Service:
             if self.ending:  # the next start continues with it
                 return
             await asyncio.sleep(PATIENCE)
-            if self.store.upload_exists(upload):
+            if not self.store.drop_caches_if_deleted(upload):
                 self.start_processing(upload)
         except Exception as error:  # whatever it is, the file has not been processed
             self.store.set_status(upload, FAILED, explain_failure(error))
         else:
             self.store.set_status(upload, PROCESSED)
 
-    def find_upload(self, name: str) -> Upload:
+    def find_upload(self, upload_id: str) -> Upload:
         """Return an upload by its id; raise ApiError where there is none."""
-        upload = self.store.get_upload(name)
+        upload = self.store.get_upload(upload_id)
         if upload is None:
             raise ApiError(
-                404, f"There is no file {name[:60]!r} here; upload it first.", "file_not_found"
+                404, f"There is no file {upload_id[:60]!r} here; upload it first.", "file_not_found"
             )
         return upload
 
@@ -184,15 +184,15 @@ class Service:
         digest.update(text.encode())
         return await self.engine.get_document(digest.hexdigest(), variant, lambda: text)
 
-    async def get_uploaded(self, name: str, variant: Variant) -> ServedDocument:
+    async def get_uploaded(self, upload_id: str, variant: Variant) -> ServedDocument:
         """Return the document that was uploaded under an id."""
-        upload = self.find_upload(name)
+        upload = self.find_upload(upload_id)
         if upload.status == FAILED:
             raise ApiError(400, f"The file {upload.id} could not be processed: {upload.problem}")
         document = await self.engine.get_document(
             upload.sha256, variant, lambda: self._read_content(upload)
         )
-        if document.fresh and not self.store.upload_exists(upload):
+        if document.fresh and self.store.drop_caches_if_deleted(upload):
             raise ApiError(
                 404, f"The file {upload.id} was deleted while it was compressed.", "file_not_found"
             )

@@ -125,16 +125,16 @@ class Store:
         with self.lock:
             uploads = [row[0] for row in self.index.select("select id from files")]
             keys = [row[0] for row in self.index.select("select key from caches")]
-            wanted = {self.upload_path(name) for name in uploads}
+            wanted = {self.upload_path(upload_id) for upload_id in uploads}
             wanted |= {self.cache_path(key) for key in keys}
             for path in self._list_files():
                 # Written, and dead before its row: nobody was told of it.
                 if path not in wanted and _is_own(path):
                     with suppress(OSError):  # such as of a disk that can only be read
                         path.unlink(missing_ok=True)
-            for name in uploads:
-                if not self.upload_path(name).exists():
-                    self.delete_upload(name)
+            for upload_id in uploads:
+                if not self.upload_path(upload_id).exists():
+                    self.delete_upload(upload_id)
             for key in keys:
                 if not self.cache_path(key).exists():
                     self.index.apply(("delete from caches where key = ?", (key,)), late=True)
@@ -142,9 +142,9 @@ class Store:
     def _list_files(self) -> list[Path]:
         return [*self.folder.glob("files/*"), *self.folder.glob("caches/*")]
 
-    def upload_path(self, name: str) -> Path:
-        """Return where the upload with an id is."""
-        return self.folder / "files" / name
+    def upload_path(self, upload_id: str) -> Path:
+        """Return where an upload's file is."""
+        return self.folder / "files" / upload_id
 
     def cache_path(self, key: str) -> Path:
         """Return where the cache with a key is."""
@@ -214,12 +214,12 @@ class Store:
             raise
         return upload
 
-    def get_upload(self, name: str) -> Upload | None:
+    def get_upload(self, upload_id: str) -> Upload | None:
         """Return an upload that has not expired."""
         with self.lock:
             self._delete_expired()
             rows = self.index.select(
-                f"select * from files where id = ? and {FRESH}", (name, int(time.time()))
+                f"select * from files where id = ? and {FRESH}", (upload_id, int(time.time()))
             )
         return Upload(*rows[0]) if rows else None
 
@@ -233,16 +233,16 @@ class Store:
             )
         return [Upload(*row) for row in rows]
 
-    def read_upload(self, name: str) -> bytes:
+    def read_upload(self, upload_id: str) -> bytes:
         """Return what was uploaded."""
-        path = self.upload_path(name)
+        path = self.upload_path(upload_id)
         try:
-            return read_bytes(path, f"The upload {name}", limit=sys.maxsize, follow=False)
+            return read_bytes(path, f"The upload {upload_id}", limit=sys.maxsize, follow=False)
         except RestoreKVError:
             if path.exists():
                 raise
             raise RestoreKVError(
-                f"{name} was deleted while it was read; upload it again."
+                f"{upload_id} was deleted while it was read; upload it again."
             ) from None
 
     def set_status(self, upload: Upload, status: Status, problem: str = "") -> None:
@@ -253,28 +253,28 @@ class Store:
         with self.lock:
             change = "update files set status = ?, problem = ? where id = ?"
             self.index.apply((change, (status, problem, upload.id)), late=True)
-            self.upload_exists(upload)
+            self.drop_caches_if_deleted(upload)
 
-    def upload_exists(self, upload: Upload) -> bool:
-        """Return whether an upload was not deleted; no cache stays of one that was."""
+    def drop_caches_if_deleted(self, upload: Upload) -> bool:
+        """Remove the caches of an upload that was deleted; return whether it was."""
         with self.lock:
-            exists = bool(self.index.select("select 1 from files where id = ?", (upload.id,)))
-            if not exists:
-                self._drop_unused_caches(upload.sha256)
-            return exists
+            if self.index.select("select 1 from files where id = ?", (upload.id,)):
+                return False
+            self._drop_unused_caches(upload.sha256)
+            return True
 
-    def delete_upload(self, name: str) -> bool:
+    def delete_upload(self, upload_id: str) -> bool:
         """Remove an upload, and the caches that only it needs; return whether it was there.
 
         Raises:
             OSError: the disk can only be read.
         """
         with self.lock:
-            rows = self.index.select("select sha256 from files where id = ?", (name,))
+            rows = self.index.select("select sha256 from files where id = ?", (upload_id,))
             if not rows:
                 return False
-            change = ("delete from files where id = ?", (name,))
-            path = self.upload_path(name)
+            change = ("delete from files where id = ?", (upload_id,))
+            path = self.upload_path(upload_id)
             try:
                 self.index.apply(change)
             except sqlite3.Error:
@@ -304,9 +304,9 @@ class Store:
     def _delete_expired(self) -> None:
         """Delete the uploads whose time is over; one that the disk keeps is hidden all the same."""
         now = int(time.time())
-        for (name,) in self.index.select("select id from files where expires <= ?", (now,)):
+        for (upload_id,) in self.index.select("select id from files where expires <= ?", (now,)):
             with suppress(OSError):
-                self.delete_upload(name)
+                self.delete_upload(upload_id)
 
     # Caches.
 
