@@ -199,7 +199,7 @@ def measure_conversation(
     chat = small.chat()
     for number, question in enumerate(questions, 1):
         figures[f"small, turn {number}"] = first(chat, question)
-    return {**figures, "tokens of turn 2": float(len(chat.turns[1].read))}
+    return {**figures, "tokens of turn 2": float(len(chat.turns[1].prompt_ids))}
 
 
 def summarize_lines(lines: Sequence[dict], reference: Sequence[dict]) -> dict[str, float]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from restorekv.compression.compressor import PreparedContext
     from restorekv.compression.config import CompressionConfig
     from restorekv.compression.eviction import Eviction
-    from restorekv.compression.prepared_memory import PreparedMemory
+    from restorekv.compression.prepared_cache import PreparedContextCache
     from restorekv.context import CompressedContext
     from restorekv.errors import RestoreKVError, RestoreKVWarning
     from restorekv.generation.answers import Answer
@@ -34,7 +34,7 @@ __all__ = [
     "Eviction",
     "Portable",
     "PreparedContext",
-    "PreparedMemory",
+    "PreparedContextCache",
     "RestoreAdapter",
     "RestoreKVError",
     "RestoreKVWarning",
@@ -54,7 +54,7 @@ _MODULES = {
     "Eviction": "compression.eviction",
     "Portable": "storage.portable",
     "PreparedContext": "compression.compressor",
-    "PreparedMemory": "compression.prepared_memory",
+    "PreparedContextCache": "compression.prepared_cache",
     "RestoreAdapter": "restore.adapter",
     "RestoreKVError": "errors",
     "RestoreKVWarning": "errors",

@@ -462,7 +462,9 @@ class CompressedContext:
         stored = file if isinstance(file, CacheFile) else cache_file.open_cache_file(file)
         check_fit(stored, model, tokenizer)
         support.prepare_model(model)
-        return cls(model, tokenizer, stored.context, stored.cache(model.device), stored.manifest)
+        return cls(
+            model, tokenizer, stored.context, stored.make_cache(model.device), stored.manifest
+        )
 
     def __repr__(self) -> str:
         m = self.manifest

@@ -26,7 +26,7 @@ from restorekv.compression.budget import Budget, parse_ratio
 from restorekv.compression.compressor import Compressor, PreparedContext, time_phase
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor
-from restorekv.compression.prepared_memory import PreparedMemory
+from restorekv.compression.prepared_cache import PreparedContextCache
 from restorekv.compression.presets import DEFAULT_EVICTOR, PRESETS
 from restorekv.compression.progress import OnProgress, measure_progress
 from restorekv.context import CompressedContext
@@ -66,7 +66,7 @@ def compress(
     adapter: RestoreAdapter | str | Path | None = "auto",
     config: CompressionConfig = CompressionConfig(),
     progress: OnProgress | None = None,
-    memory: PreparedMemory | None = None,
+    prepared_cache: PreparedContextCache | None = None,
 ) -> CompressedContext:
     """Compress a context to a share of its KV pairs.
 
@@ -83,14 +83,14 @@ def compress(
             "best" (kvzip).
         adapter: "auto" for the adapter that ships for model and evictor, "published" for the one
             that the paper's authors publish, a folder or hub id, a RestoreAdapter made for `model`,
-            or None. "auto" restores nothing above the ratio up to which the adapter helps, by its
-            record or else by its training, unless the config's `restore_tokens` or `restore_from`
-            asks for it.
+            or None. "auto" restores nothing above the highest ratio at which the adapter was
+            measured to help, or, without a measurement, was trained for, unless the config's
+            `restore_tokens` or `restore_from` asks for it.
         config: The settings that are rarely changed.
         progress: Called with the phase ("prefill", "score" and so on) and the share of the whole
             that is done, whenever a phase begins or the share has grown by a hundredth.
-        memory: Keeps the full cache, where it fits, so that the next cache of the same text needs
-            no reading; by default it is freed while the small one is made.
+        prepared_cache: Keeps the full cache of the last text, so that compressing the same text at
+            another ratio skips prefill and scores. None frees the full cache during eviction.
 
     Returns:
         The small cache, which answers questions and can be saved.
@@ -100,37 +100,42 @@ def compress(
     """
     check_model_and_tokenizer(model, tokenizer)
     compressor = make_compressor(PRESETS.get(evictor, evictor), config)
-    text, system = parse_context(context, check_system_message(config.system))
+    text, system = separate_text_and_system(context, check_system_message(config.system))
     between = get_default_between(tokenizer) if config.between is None else config.between
-    parsed = make_context(tokenizer, text, between, system)
-    parsed, cut = fit_context(model, parsed, config.max_context, config.offset)
+    tokenized = make_context(tokenizer, text, between, system)
+    tokenized, cut = fit_context(model, tokenized, config.max_context, config.offset)
 
     # The budget is computed once; the restore tokens take their part of it when n is known.
-    kept_share = choose_ratio(ratio, compression_ratio)
+    ratio = merge_ratios(ratio, compression_ratio)
     shape = CacheShape.from_model(model)
-    budget = make_budget(shape, parsed, config, kept_share, tokens_per_head)
+    budget = make_budget(shape, tokenized, config, ratio, tokens_per_head)
     # A hash of all weights, which takes a while: only after the budget has been checked.
     identity = identify_model(model, tokenizer)
     restore_tokens = config.restore_tokens
+    # With ratio=1 nothing is lost, so "auto" has nothing to restore, whatever its settings are.
     if budget.ratio == 1 and adapter == "auto":
         adapter = None
         restore_tokens = None
-    loaded = load_adapter(
-        model, adapter, compressor, restore_tokens, parsed.between, budget.ratio, identity
+    restore_adapter = load_adapter(
+        model, adapter, compressor, restore_tokens, tokenized.between, budget.ratio, identity
     )
-    if loaded:
-        budget = budget.reserve(loaded.restore_tokens)
-    if loaded and not budget.kept_whole:
-        compressor = compressor.with_adapter(loaded)
-    compressor = compressor.specialize(parsed, budget)
+    if restore_adapter:
+        budget = budget.reserve(restore_adapter.restore_tokens)
+    # A budget too small for the restore tokens keeps the whole text under on_small_budget="whole":
+    # then there is nothing to restore, although the adapter was found.
+    if restore_adapter and not budget.kept_whole:
+        compressor = compressor.with_adapter(restore_adapter)
+    compressor = compressor.specialize(tokenized, budget)
 
-    tokens = parsed.positions * compressor.count_passes()
-    with torch.no_grad(), measure_progress(model, tokens, progress) as begin_phase:
-        memory = memory or PreparedMemory(limit=0)
-        prepared = memory.prepare(model, tokenizer, parsed, compressor, begin_phase)
+    tokens_to_read = tokenized.positions * compressor.count_passes()
+    with torch.no_grad(), measure_progress(model, tokens_to_read, progress) as begin_phase:
+        prepared_cache = prepared_cache or PreparedContextCache(max_bytes=0)
+        prepared = prepared_cache.prepare(model, tokenizer, tokenized, compressor, begin_phase)
         if prepared.full is not None:
             begin_phase("evict")
-        cache, seconds = prepared.evict_timed(budget, consume=not memory.holds(prepared))
+        keeps_full = prepared_cache.holds(prepared)
+        cache, seconds = prepared.evict_timed(budget, consume=not keeps_full)
+        # Quantizing the retained pairs is counted as a part of the eviction.
         with time_phase(seconds, "evict"):
             attention.store_context(cache, config.storage, shape.groups)
         seconds = prepared.seconds | seconds
@@ -139,52 +144,54 @@ def compress(
         )
     del prepared  # and the rest of the full cache
     trim_heap()
-    return CompressedContext(model, tokenizer, parsed, cache, manifest, compressor)
+    return CompressedContext(model, tokenizer, tokenized, cache, manifest, compressor)
 
 
-def choose_ratio(
+def merge_ratios(
     ratio: float | str | Fraction | None, compression_ratio: float | str | Fraction | None
 ) -> float | str | Fraction | None:
-    """Return the share that stays; kvpress's compression_ratio is the share that goes."""
+    """Return `ratio`, or 1 - `compression_ratio` if that is given instead."""
     if compression_ratio is None:
         return ratio
     if ratio is not None:
-        raise BudgetError("compression_ratio is 1 - ratio; give one of them, not both.")
+        raise BudgetError("compression_ratio is 1 - ratio; pass only one of them.")
     try:
         return parse_ratio(1 - Fraction(str(compression_ratio)))
     except (ValueError, ZeroDivisionError, BudgetError):
         raise BudgetError(
-            "compression_ratio is the share that goes, at least 0 and below 1, "
+            "compression_ratio is the share of the pairs to drop, at least 0 and below 1, "
             f"not {compression_ratio}."
         ) from None
 
 
-def parse_context(context: Any, system: str) -> tuple[str | Sequence[int] | Tensor, str]:
+def separate_text_and_system(context: Any, system: str) -> tuple[str | Sequence[int] | Tensor, str]:
     """Return the text or token ids of any form of context that `compress` takes, and the system
-    message.
+    message, which is the one among the messages or else `system`.
     """
     if isinstance(context, Path):
-        return read_text_file(context), system
+        return load_document(context), system
     if isinstance(context, str):
         _warn_of_file_name(context)
     if not isinstance(context, list | tuple) or not context or not isinstance(context[0], Mapping):
         return context, system
     roles = []
     texts: list[str] = []
-    for message in context:
-        if isinstance(message, Mapping) and isinstance(message.get("content"), list):
+    for number, message in enumerate(context, 1):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, list):
             raise RestoreKVError(
-                "Only text is compressed, and a message here has a list of parts, as messages with "
-                "images do; pass the text of each message as one string."
+                f"Only text is compressed, and message {number} has a list of parts, as messages "
+                "with images do; pass the text of each message as one string."
             )
-        if isinstance(message, Mapping) and isinstance(message.get("content"), str):
-            roles.append(message.get("role"))
-            texts.append(message["content"])
-        else:
-            roles.append(None)
+        if not isinstance(content, str):
+            raise RestoreKVError(
+                f'Message {number} has no text; pass {{"role": ..., "content": "..."}}.'
+            )
+        roles.append(message.get("role"))
+        texts.append(content)
     if roles not in (["user"], ["system", "user"]):
         raise RestoreKVError(
-            "Messages are one of the user, after one of the system at most, each with a text."
+            f"Messages must be one user message, optionally after one system message, not {roles}."
         )
     if len(texts) == 1:
         return texts[0], system
@@ -203,13 +210,13 @@ def _warn_of_file_name(text: str) -> None:
         warn(f"The context is the text {name!r} itself; pass Path(...) to read that file.")
 
 
-def read_text_file(path: Path) -> str:
+def load_document(path: Path) -> str:
     """Return the text of a file by its ending: HTML, PDF or DOCX, any other as UTF-8."""
-    what = f"The file {path}"
-    content = read_bytes(path, what, TEXT_BYTES)
+    name_in_messages = f"The file {path}"
+    content = read_bytes(path, name_in_messages, TEXT_BYTES)
     if path.suffix.lower() in KINDS:
         return extract_text(str(path), content)
-    return decode_utf8(content, what)
+    return decode_utf8(content, name_in_messages)
 
 
 def make_budget(
@@ -224,7 +231,7 @@ def make_budget(
         ratio = 0.1 if ratio is None else ratio
         return config.make_budget(ratio, context, shape.layers, shape.heads)
     if ratio is not None:
-        raise BudgetError("Give either a ratio or tokens_per_head, not both.")
+        raise BudgetError("Pass ratio or tokens_per_head, not both.")
     return Budget.of_tokens_per_head(
         tokens_per_head,
         config.competing_columns(context),
@@ -247,7 +254,8 @@ def make_manifest(
     """Return the record of a compression: everything that a reader of the cache file needs to
     know.
     """
-    assert identity.template is not None, "identified with its tokenizer"
+    # `compress` identified the model with its tokenizer, so the template's hash is known.
+    assert identity.template is not None
     model = prepared.model
     context = prepared.context
     config = prepared.config

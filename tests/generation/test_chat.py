@@ -71,7 +71,7 @@ def test_no_token_is_read_twice(small):
     for question in QUESTIONS:
         read.clear()
         chat.ask(question, 6)
-        assert sum(read) == len(chat.turns[-1].read) + len(chat.turns[-1].answer.ids) - 1
+        assert sum(read) == len(chat.turns[-1].prompt_ids) + len(chat.turns[-1].answer.ids) - 1
     hook.remove()
     assert chat.columns == small.cache.restore_length + len(chat.ids())
     assert (

@@ -100,9 +100,9 @@ def test_stop_strings_end_answers_before_them(small):
     assert (stopped.text, stopped.finish) == (cut, "stop") and len(stopped.ids) < len(whole.ids)
     pieces = list(small.ask(QUESTIONS[0], 20, stop=stop, stream=True))
     assert "".join(pieces) == cut
-    assert whole.finish == "length" and whole.read == small.inputs(QUESTIONS[0])["input_ids"].shape[
-        1
-    ] - (small.cache.get_seq_length())
+    assert whole.finish == "length" and whole.prompt_tokens == small.inputs(QUESTIONS[0])[
+        "input_ids"
+    ].shape[1] - (small.cache.get_seq_length())
 
 
 def test_logprobs_are_the_models(small):
@@ -136,7 +136,7 @@ def test_criteria_end_an_answer(small):
         def __call__(self, ids, scores, **_):
             return torch.full((len(ids),), ids.shape[1] >= length + 3)
 
-    length = small.context.positions + small.ask(QUESTIONS[0], 1, details=True).read
+    length = small.context.positions + small.ask(QUESTIONS[0], 1, details=True).prompt_tokens
     assert len(small.ask(QUESTIONS[0], 20, criteria=[Third()], details=True).ids) == 3
 
 

@@ -106,7 +106,7 @@ class FakeVllm:
         prompt, temperature = body["prompt"], body["temperature"]
         options = {}
         if document and self.form == "portable":
-            options = {"past_key_values": load_portable(document.path).cache()}
+            options = {"past_key_values": load_portable(document.path).make_cache()}
         elif document:
             cache = self.open_cache(document)
             # `generate` leaves out as many ids as the cache has seen.
@@ -159,7 +159,7 @@ class FakeVllm:
     def open_cache(self, document) -> RaggedCache:
         """Return the cache of a document, or of several that are asked as one."""
         files = [open_cache_file(path) for _, path in document.files]
-        return compose_files(files, self.model) if len(files) > 1 else files[0].cache()
+        return compose_files(files, self.model) if len(files) > 1 else files[0].make_cache()
 
     def likely(self, logits: torch.Tensor, token: int, count: int) -> dict:
         values = logits.log_softmax(-1)

@@ -81,10 +81,10 @@ def test_compress_gives_the_same(tiny_tokenizer, evictor, kind):
     assert found.ask("Which code?", 8) == plain.ask("Which code?", 8)
 
 
-@pytest.mark.parametrize("bound", [0, attention.WORKSPACE])
+@pytest.mark.parametrize("bound", [0, attention.MAX_COPY_BYTES])
 def test_a_restore_pass_with_gradients_reads_it(tiny_tokenizer, kind, monkeypatch, bound):
     """Joined with the pass's own pairs or, beyond `bound` bytes a layer, referred to."""
-    monkeypatch.setattr(attention, "WORKSPACE", bound)
+    monkeypatch.setattr(attention, "MAX_COPY_BYTES", bound)
     model, found = build_model("qwen3"), []
     adapter = RestoreAdapter.create(model, 4, rank=2)
     for offloading in (False, True):

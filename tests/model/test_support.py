@@ -259,7 +259,7 @@ def test_the_window_bounds_whatever_a_query_would_see(mistral):
         chat.ask("what?", max_new_tokens=200)
     assert not chat.turns
     chat.ask("what?", max_new_tokens=8)
-    with pytest.raises(RestoreKVError, match="sees at most 300 positions"):
+    with pytest.raises(RestoreKVError, match="sees 300 positions, and the cache has"):
         small.generate("what?", max_new_tokens=200, eos_token_id=-1)
     adapter = RestoreAdapter.create(model, 140, rank=1, targets=("q_proj",))
     with pytest.raises(RestoreKVError, match=f"with its restore tokens {beyond}"):

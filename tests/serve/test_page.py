@@ -321,7 +321,7 @@ def test_a_deleted_document_is_not_kept_whole(model, tiny_tokenizer, tmp_path):
     with listening(app) as url:
         client = client_of(url)
         made = upload(client)
-        prepared = app.state.service.engine.prepared_memory
+        prepared = app.state.service.engine.prepared_cache
         assert prepared.bytes_held > 0
         client.files.delete(made.id)
         assert prepared.bytes_held == 0
@@ -344,4 +344,4 @@ def test_a_document_deleted_while_it_is_compressed_is_not_kept_whole(
         status, _, _ = fetch(url, f"/v1/files/{made.id}/kept", model="tiny:knorm-0.3")
         engine = app.state.service.engine
         assert status == 404
-        assert engine.prepared_memory.bytes_held == 0 and not engine.held
+        assert engine.prepared_cache.bytes_held == 0 and not engine.held

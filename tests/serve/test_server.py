@@ -70,7 +70,7 @@ def test_answers_are_the_librarys(client, file, model, tiny_tokenizer):
 def test_usage_is_true(client, file, model, tiny_tokenizer):
     small, answer = expected(model, tiny_tokenizer), ask(client, about(file))
     usage, written = answer.usage, small.ask(QUESTION, 12, details=True)
-    assert usage.prompt_tokens == small.context.positions + written.read
+    assert usage.prompt_tokens == small.context.positions + written.prompt_tokens
     assert usage.completion_tokens == len(written.ids)
     assert usage.prompt_tokens_details.cached_tokens == small.context.positions
     assert answer.restorekv["pairs"] == small.manifest.pairs_held

@@ -137,7 +137,7 @@ def test_usage_is_true(client, file, fake, model, tiny_tokenizer):
     (written,) = small.ask([QUESTION], 12, details=True)
     usage, positions = answer.usage, small.context.positions
     assert (usage.prompt_tokens, usage.completion_tokens) == (
-        positions + written.read,
+        positions + written.prompt_tokens,
         len(written.ids),
     )
     assert usage.prompt_tokens_details.cached_tokens == positions
@@ -223,7 +223,7 @@ def test_several_documents(client, file, fake, model, tiny_tokenizer):
     assert answer.choices[0].message.content == wanted
     assert (
         answer.usage.prompt_tokens
-        == both.context.positions + both.ask(QUESTION, 1, details=True).read
+        == both.context.positions + both.ask(QUESTION, 1, details=True).prompt_tokens
     )
     whole = ask(client, about(file, other), "tiny")
     assert whole.usage.prompt_tokens == answer.usage.prompt_tokens

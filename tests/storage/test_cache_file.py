@@ -69,7 +69,7 @@ def written(tiny_model, tiny_tokenizer, tmp_path, request):
 def test_round_trip_is_bit_equal(tiny_model, written):
     path, cache, context = written
     stored = open_cache_file(path)
-    again, text = stored.cache(), stored.context
+    again, text = stored.make_cache(), stored.context
     assert stored.manifest == manifest_of(tiny_model, cache, context)
     assert (
         text.ids.equal(context.ids)
@@ -104,7 +104,7 @@ def test_a_bias_survives(tiny_model, tiny_tokenizer, tmp_path):
     for layer in cache.layers:
         layer.bias = torch.randn(layer.bounds[-1])
     write_cache_file(tmp_path / "doc.rkv", cache, context, manifest_of(tiny_model, cache, context))
-    again = open_cache_file(tmp_path / "doc.rkv").cache()
+    again = open_cache_file(tmp_path / "doc.rkv").make_cache()
     assert all(a.bias.equal(b.bias) for a, b in zip(cache.layers, again.layers, strict=True))
 
 

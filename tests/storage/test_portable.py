@@ -60,7 +60,7 @@ def test_a_plain_prefix_gives_the_logits_of_the_compressed_context(family, rope,
         asked = encode_question(tiny_tokenizer, small.context, question)
         with torch.no_grad():
             ours = model(asked, past_key_values=small.cache.fork(), use_cache=True).logits
-            theirs = model(asked, past_key_values=plain.cache(), use_cache=True).logits
+            theirs = model(asked, past_key_values=plain.make_cache(), use_cache=True).logits
         # The model's own angles are in float32.
         torch.testing.assert_close(theirs, ours, atol=1e-4, rtol=1e-4)
 
@@ -76,7 +76,7 @@ def test_answers_are_those_of_ask(tiny_model, tiny_tokenizer, tmp_path):
         inputs = again.inputs(tiny_tokenizer, question)
         result = tiny_model.generate(
             **inputs,
-            past_key_values=again.cache(),
+            past_key_values=again.make_cache(),
             max_new_tokens=16,
             do_sample=False,
             pad_token_id=0,

@@ -75,7 +75,7 @@ def kept_for_backward(model, tokenizer, words):
 def test_nothing_kept_for_the_backward_pass_grows_with_the_context(
     tiny_tokenizer, monkeypatch, family
 ):
-    monkeypatch.setattr(attention, "WORKSPACE", 0)
+    monkeypatch.setattr(attention, "MAX_COPY_BYTES", 0)
     model = build_model(family)
     short, few = kept_for_backward(model, tiny_tokenizer, 3)
     long, many = kept_for_backward(model, tiny_tokenizer, 24)
@@ -142,8 +142,8 @@ def test_blocks_of_rows_are_exact(monkeypatch, block):
 def test_both_paths_give_the_same_loss_and_gradients(tiny_model, tiny_tokenizer, monkeypatch):
     prepared = Eviction.make("knorm").prepare(tiny_model, tiny_tokenizer, WORDS * 4)
     found = []
-    for bound in (attention.WORKSPACE, 0):
-        monkeypatch.setattr(attention, "WORKSPACE", bound)
+    for bound in (attention.MAX_COPY_BYTES, 0):
+        monkeypatch.setattr(attention, "MAX_COPY_BYTES", bound)
         adapter = make_adapter(tiny_model)
         loss = student_loss(tiny_model, prepared, adapter)[1]
         loss.backward()

@@ -16,7 +16,7 @@ def own_logprobs(world, document, question):
     """The first answer token's, from the cache as the file has it."""
     ids = torch.tensor([world.prompt(document, question)])
     m = world.documents[document].tokens
-    out = world.model(ids[:, m:], past_key_values=world.documents[document].cache())
+    out = world.model(ids[:, m:], past_key_values=world.documents[document].make_cache())
     return out.logits[0, -1].float().log_softmax(-1)
 
 

@@ -47,7 +47,7 @@ def test_a_prompt_finds_its_document(place, tiny_model, tiny_tokenizer):
         assert found.path.stem == name and tuple(ids[:PLACEHOLDERS]) == found.ids
         assert store.find_document(ids, name) == store.find_document(ids, found.name) == found
         file = cache_file.open_cache_file(place / f"{name}.rkv")
-        assert found.lengths.equal(file.cache().lengths)
+        assert found.lengths.equal(file.make_cache().lengths)
     assert (
         store.find_document(tiny_tokenizer.encode(QUESTION)) is None
         and store.find_document([]) is None

@@ -111,7 +111,7 @@ def foreign(ids: list[int], folder: Path) -> list[int]:
         file = open_cache_file(path)
         if list(identify(file).ids) == ids:
             manifest = replace(file.manifest, rope={"rope_type": "yarn"})
-            write_cache_file(path, file.cache(), file.context, manifest)
+            write_cache_file(path, file.make_cache(), file.context, manifest)
     for path in folder.glob("*.safetensors"):
         portable = load_portable(path)
         if portable.ids.tolist() == ids:
@@ -143,7 +143,7 @@ def test_vllm_in_the_server(world, tmp_path, monkeypatch, form):
         assert answer.choices[0].finish_reason == written.finish
         counts = answer.usage
         assert (counts.prompt_tokens, counts.completion_tokens) == (
-            small[0].context.positions + written.read,
+            small[0].context.positions + written.prompt_tokens,
             len(written.ids),
         )
         whole = [

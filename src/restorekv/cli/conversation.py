@@ -168,8 +168,8 @@ def _print_answer(chat: Chat, question: str, max_new_tokens: int, sampling: Samp
         notes.print(limit, style="dim", highlight=False, soft_wrap=True)
     seconds = time.perf_counter() - start
     notes.print(
-        f"read {len(turn.read)} tokens, wrote {len(turn.answer.ids)}; {turn.seconds[0]:.2f} s to "
-        "the first, "
+        f"read {len(turn.prompt_ids)} tokens, wrote {len(turn.answer.ids)}; "
+        f"{turn.seconds[0]:.2f} s to the first, "
         f"{seconds:.2f} s in all; pairs per head: cache {held.cache:,.0f}, turns {held.turns:,} "
         f"(full cache {held.full:,})",
         style="dim",

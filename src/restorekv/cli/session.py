@@ -19,7 +19,7 @@ from restorekv.generation.sampling import SamplingConfig
 from restorekv.model.load import check_dtype, load_model
 from restorekv.model.names import find_known_name
 from restorekv.model.tokenize import decode_utf8
-from restorekv.pipeline import read_text_file
+from restorekv.pipeline import load_document
 from restorekv.storage.cache_file import Manifest, open_cache_file
 
 
@@ -34,7 +34,7 @@ def read_text(name: str) -> str:
         text = decode_utf8(sys.stdin.buffer.read(), source)
     else:
         source = f"The file {name}"
-        text = read_text_file(Path(name))
+        text = load_document(Path(name))
     if not text.strip():
         raise RestoreKVError(f"{source} is empty; give a text with at least one word.")
     return text

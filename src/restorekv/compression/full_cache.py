@@ -165,7 +165,7 @@ class ScoredContext(PreparedContext):
         shape = CacheShape.from_model(self.model)
         layer = list_full_attention(self.full)[0]
         copied = (layer.keys.nbytes + layer.values.nbytes) * shape.groups
-        return not torch.is_grad_enabled() or copied <= attention.WORKSPACE
+        return not torch.is_grad_enabled() or copied <= attention.MAX_COPY_BYTES
 
     def make_budget(self, ratio: RatioOrBudget, restore_tokens: int | None = None) -> Budget:
         """Return the `Budget` for `ratio`.

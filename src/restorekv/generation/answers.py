@@ -1,5 +1,5 @@
-"""Questions to texts: what `ask`, `ask_many` and conversations return, and inputs for transformers'
-own `generate`.
+"""Answers to questions about compressed contexts: in a batch, as a stream of text, or through
+transformers' own `generate`.
 """
 
 from __future__ import annotations
@@ -34,17 +34,20 @@ ContextQuestion = tuple[Context, RaggedCache, str]
 class Answer:
     """An answer and how it came about.
 
-    `ids` are all that was written, with the EOS. `finish` is "stop" where the model, a stop string
-    or a criterion ended it, "length" where the limit did, "repetition" where `stop_repeats` did;
-    `text` then lacks what was repeated. `read` counts the tokens of the question
-    with the template around it. With `logprobs` asked for, there is a log-probability for every id,
-    and the likeliest ids with theirs.
+    Args:
+        text: The answer without special tokens, and without what a repetition added.
+        ids: All generated ids, with the EOS.
+        finish: "stop" if the model, a stop string or a criterion ended the answer, "length" if the
+            limit did, "repetition" if `stop_repeats` did.
+        prompt_tokens: Tokens of the question with the template around it.
+        logprobs: The log-probability of every id, None unless they were asked for.
+        top: The likeliest ids at every place with their log-probabilities, None unless asked for.
     """
 
     text: str
     ids: tuple[int, ...]
     finish: str
-    read: int
+    prompt_tokens: int
     logprobs: tuple[float, ...] | None = None
     top: tuple[dict[int, float], ...] | None = None
 
@@ -72,11 +75,11 @@ def answer_greedily(
     graph: bool = False,
 ) -> list[str]:
     """Return one greedy answer per question; `cache` itself does not change."""
-    asked = [(context, cache, question) for question in questions]
+    requests = [(context, cache, question) for question in questions]
     return [
         each[0].text
         for each in answer_questions(
-            model, tokenizer, asked, max_new_tokens, answer_prefix=answer_prefix, graph=graph
+            model, tokenizer, requests, max_new_tokens, answer_prefix=answer_prefix, graph=graph
         )
     ]
 
@@ -84,7 +87,7 @@ def answer_greedily(
 def answer_questions(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
-    asked: Sequence[ContextQuestion],
+    requests: Sequence[ContextQuestion],
     max_new_tokens: int | Sequence[int] = 128,
     *,
     answer_prefix: str = "",
@@ -96,7 +99,7 @@ def answer_questions(
     Args:
         model: The model that made the caches.
         tokenizer: Its tokenizer.
-        asked: A context, its cache and a question each.
+        requests: A context, its cache and a question each.
         max_new_tokens: How long an answer may be: one limit, or one for each question.
         answer_prefix: What every answer begins with.
         graph: Make every step the same work, on a GPU a CUDA graph; for greedy answers alone.
@@ -109,7 +112,7 @@ def answer_questions(
         raise RestoreKVError(
             "graph=True takes the likeliest token alone; leave it or the other options out."
         )
-    limits = decoding.parse_limits(max_new_tokens, len(asked))
+    limits = decoding.parse_limits(max_new_tokens, len(requests))
     stops = decoding.get_stop_ids(model, tokenizer)
     # One row of the batch for every sample of every question.
     prompts = []
@@ -117,7 +120,7 @@ def answer_questions(
     row_limits = []
     seeds = []
     prompt_ids = []  # with the context's, for penalties of repetition
-    for (context, cache, question), limit in zip(asked, limits, strict=True):
+    for (context, cache, question), limit in zip(requests, limits, strict=True):
         prompt = encode_question(tokenizer, context, question, answer_prefix)[0]
         for sample in range(sampling.samples):
             prompts.append(prompt)
@@ -126,13 +129,13 @@ def answer_questions(
             seeds.append(sampling.seed + sample)
             prompt_ids.append(torch.cat([context.ids[0], prompt])[None])
     choosers = make_choosers(sampling, tokenizer, prompt_ids, seeds, stops)
-    ids = decoding.generate_ids(
+    generated = decoding.generate_ids(
         model, tokenizer, caches, prompts, row_limits, graph=graph, choosers=choosers
     )
     answers = []
-    for row, written in enumerate(ids):
+    for row, ids in enumerate(generated):
         chooser = choosers[row] if choosers else None
-        answers.append(make_answer(tokenizer, written.tolist(), stops, len(prompts[row]), chooser))
+        answers.append(make_answer(tokenizer, ids.tolist(), stops, len(prompts[row]), chooser))
     samples = sampling.samples
     return [answers[start : start + samples] for start in range(0, len(answers), samples)]
 
@@ -145,15 +148,15 @@ def make_answer(
     chooser: TokenChooser | None,
     keeps_space: bool = False,
 ) -> Answer:
-    """Return what was written as an Answer, whose text starts with no space and ends before any
-    stop string and any repetition that ended it.
+    """Make an Answer from generated ids. Its text has no leading space and stops before a stop
+    string, or before the repetition that ended it.
 
     Args:
         tokenizer: The model's tokenizer.
-        ids: What was written, at least one id.
+        ids: The generated ids, at least one.
         stops: The EOS ids.
         prompt_tokens: How many tokens the question has, with the template around it.
-        chooser: What chose the ids, None where the likeliest ones were taken.
+        chooser: What chose the ids; None if the likeliest ones were taken.
         keeps_space: Leave a space at the start, as in a text's continuation.
     """
     repeated = chooser.count_repeated() if chooser else 0
@@ -179,27 +182,28 @@ def make_answer(
     return Answer(text, tuple(ids), finish, prompt_tokens, logprobs, top)
 
 
-def to_result(written: list[Answer], details: bool, samples: int) -> str | Answer | list[Any]:
+def to_result(answers: list[Answer], details: bool, samples: int) -> str | Answer | list[Any]:
     """Return the answers to one question as the caller wants them."""
-    results = written if details else [each.text for each in written]
+    results = answers if details else [answer.text for answer in answers]
     return results if samples > 1 else results[0]
 
 
 class AnswerStream(Iterator[str]):
-    """The pieces of an answer as they are written, which together are its text.
+    """Iterates over the pieces of an answer's text while it is generated.
 
-    `answer` is the whole `Answer`, which says why it ended, once its end was reached; None before.
+    `answer` is None until the last piece; then it is the complete `Answer`, with the reason why it
+    ended.
 
     Args:
         pieces: The pieces of the text.
-        make_whole: Returns the whole answer after the last piece.
+        finish_answer: Makes the complete answer after the last piece.
     """
 
     def __init__(
-        self, pieces: Generator[str, None, None], make_whole: Callable[[], Answer]
+        self, pieces: Generator[str, None, None], finish_answer: Callable[[], Answer]
     ) -> None:
         self.pieces = pieces
-        self.make_whole = make_whole
+        self.finish_answer = finish_answer
         self.answer: Answer | None = None
         self.closed = False
 
@@ -208,11 +212,11 @@ class AnswerStream(Iterator[str]):
             return next(self.pieces)
         except StopIteration:
             if self.answer is None and not self.closed:
-                self.answer = self.make_whole()
+                self.answer = self.finish_answer()
             raise
 
     def close(self) -> None:
-        """End the answer here; there is no whole one then."""
+        """Stop generating; `answer` stays None."""
         self.closed = True
         self.pieces.close()
 
@@ -220,13 +224,13 @@ class AnswerStream(Iterator[str]):
 def stream_answer(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
-    asked: ContextQuestion,
+    request: ContextQuestion,
     max_new_tokens: int | Sequence[int] = 128,
     answer_prefix: str = "",
     sampling: SamplingConfig = GREEDY,
 ) -> AnswerStream:
-    """Return an iterator over the pieces of an answer, which together are its text."""
-    context, cache, question = asked
+    """Return an iterator over the pieces of one answer's text."""
+    context, cache, question = request
     if sampling.samples > 1:
         raise RestoreKVError("Only one answer can be streamed; leave out samples.")
     prompt = encode_question(tokenizer, context, question, answer_prefix)[0]
@@ -236,33 +240,33 @@ def stream_answer(
     )
     limits = decoding.parse_limits(max_new_tokens, 1)
     steps = decoding.generate_tokens(model, tokenizer, cache, [prompt], limits, choosers=choosers)
-    written: list[int] = []
+    token_ids: list[int] = []
 
     def record_tokens() -> Iterator[int]:
         # One prompt, so the number of its row says nothing.
         for _, token in steps:
-            written.append(token)
+            token_ids.append(token)
             yield token
 
-    def make_whole() -> Answer:
+    def finish_answer() -> Answer:
         chooser = choosers[0] if choosers else None
-        return make_answer(tokenizer, written, stops, len(prompt), chooser)
+        return make_answer(tokenizer, token_ids, stops, len(prompt), chooser)
 
     tokens = record_tokens()
     if sampling.copies:
         tokens = drop_repetition(tokens, tokenizer, sampling.copies)
-    return AnswerStream(stream_text(tokenizer, tokens, stops, sampling.stop), make_whole)
+    return AnswerStream(stream_text(tokenizer, tokens, stops, sampling.stop), finish_answer)
 
 
 def stream_text(
     tokenizer: Tokenizer,
-    written: Iterable[int],
+    tokens: Iterable[int],
     eos_ids: set[int],
     stop_strings: Sequence[str] = (),
 ) -> Generator[str, None, None]:
     """Yield the text of a growing answer as soon as it is certain."""
     text = GrowingText(tokenizer, eos_ids, stop_strings)
-    for token in written:
+    for token in tokens:
         if piece := text.push(token):
             yield piece
     if rest := text.rest():
@@ -270,10 +274,10 @@ def stream_text(
 
 
 class GrowingText:
-    """The text of an answer that is being written, of which whole characters are certain, and no
-    part of a stop string.
+    """The text of an answer while it is generated. It returns only what later tokens cannot change:
+    whole characters, and nothing that may be the start of a stop string.
 
-    As a whole it starts with no space, unless it `keeps_space`, and ends before any stop string.
+    The text has no leading space, unless `keeps_space`, and ends before any stop string.
     """
 
     def __init__(
@@ -288,9 +292,9 @@ class GrowingText:
         self.stop_strings = stop_strings
         self.keeps_space = keeps_space
         self.stream = TextStream(tokenizer, skip_special_tokens=True)
-        # An id of `eos_ids`, which is part of the text only if another one follows.
+        # An id of `eos_ids` that came last. It is part of the text only if another id follows.
         self.end: int | None = None
-        self.sent = 0  # characters
+        self.sent = 0  # characters returned so far
 
     def push(self, token: int) -> str:
         """Return what has become certain with this token."""
@@ -343,23 +347,23 @@ def make_generate_inputs(
     """Return inputs for model.generate(..., past_key_values=cache.fork()), or
     cache.to_dynamic_cache() if `plain`.
 
-    As always with a filled cache, ids and mask span everything seen: context, one placeholder per
-    restore token or position of an offset, question. A plain cache has seen only what it holds:
-    placeholders stand for that, and positions say where the question goes on. The answer is
-    result[:, input_ids.shape[1]:].
+    Ids and mask span everything that the cache has seen: the context, a placeholder for each
+    restore token and each position that an offset skips, and the question. With `plain` the cache
+    has seen only what it holds: placeholders stand for that, and `position_ids` place the question
+    where it would be after the whole text. The answer is result[:, input_ids.shape[1]:].
     """
-    asked = encode_question(tokenizer, context, question, answer_prefix)
+    prompt_ids = encode_question(tokenizer, context, question, answer_prefix)
     placeholder = get_padding_id(tokenizer)
     if plain:
         # A rectangle: the first head holds as many pairs as all others.
         held = cache.full_attention[0].bounds[1] + cache.restore_length
         first = cache.get_seq_length()
-        ids = torch.cat([asked.new_full((1, held), placeholder), asked], -1)
-        positions = torch.cat([torch.arange(held), torch.arange(first, first + asked.shape[1])])[
-            None
-        ]
+        ids = torch.cat([prompt_ids.new_full((1, held), placeholder), prompt_ids], -1)
+        question_positions = torch.arange(first, first + prompt_ids.shape[1])
+        positions = torch.cat([torch.arange(held), question_positions])[None]
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions}
-    # Positions without a token of the text: restore tokens, or those that an offset skips.
-    between = cache.seen - context.positions + cache.restore_length
-    ids = torch.cat([context.ids, asked.new_full((1, between), placeholder), asked], -1)
+    # Restore tokens and positions that config.offset skips have no token of the text.
+    placeholder_count = cache.seen - context.positions + cache.restore_length
+    placeholders = prompt_ids.new_full((1, placeholder_count), placeholder)
+    ids = torch.cat([context.ids, placeholders, prompt_ids], -1)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

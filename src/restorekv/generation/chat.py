@@ -100,13 +100,18 @@ class ChatContext(Protocol):
 
 @dataclass(frozen=True)
 class Turn:
-    """A question and its answer: the ids that were read for it, and seconds to the first token and
-    the last.
+    """A question and its answer.
+
+    Args:
+        question: The text of the question.
+        answer: The answer.
+        prompt_ids: The ids that the model read for this turn: template and question.
+        seconds: Seconds to the first token of the answer and to the last.
     """
 
     question: str
     answer: Answer
-    read: tuple[int, ...]
+    prompt_ids: tuple[int, ...]
     seconds: tuple[float, float] = (0.0, 0.0)
 
 
@@ -373,7 +378,7 @@ class Chat:
         ids: list[int] = []
         # The last id of an answer is written but not read, so it has no column yet.
         for turn in self.turns[self.folded :]:
-            ids += turn.read
+            ids += turn.prompt_ids
             ids += turn.answer.ids[:-1]
         return ids
 
@@ -421,7 +426,8 @@ class Chat:
             self._cut_to(
                 # A turn has a column for each id of its question and of its answer but the last
                 # one.
-                self.columns - sum(len(turn.read) + len(turn.answer.ids) - 1 for turn in dropped)
+                self.columns
+                - sum(len(turn.prompt_ids) + len(turn.answer.ids) - 1 for turn in dropped)
             )
             del self.turns[-turns:]
 
@@ -468,7 +474,7 @@ class Chat:
                 "question": turn.question,
                 "answer": turn.answer.text,
                 "finish": turn.answer.finish,
-                "read": turn.read,
+                "read": turn.prompt_ids,
                 "written": turn.answer.ids,
             }
             for turn in self.turns

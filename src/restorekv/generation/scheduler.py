@@ -84,9 +84,9 @@ class AnswerTask:
     label: object = None
     error: Exception | None = None  # of one of its rows
     arrived: int = 0  # steps before it came
-    passes: int = 0  # in which it was read
-    read: int = 0  # tokens of the prompt
-    # While it is read, and then for the samples that have not begun.
+    passes: int = 0  # that have read a piece of its prompt
+    tokens_prefilled: int = 0  # tokens of the prompt
+    # While the prompt is prefilled, and then for the samples that have not begun.
     group: Group[SampleRow] | None = None
     logits: Tensor | None = None  # (V,) after the prompt, for them
     begun: int = 0  # samples
@@ -100,14 +100,14 @@ class AnswerTask:
         return self.group
 
     @property
-    def is_read(self) -> bool:
-        return self.read == len(self.prompt)
+    def is_prefilled(self) -> bool:
+        return self.tokens_prefilled == len(self.prompt)
 
     @property
     def waiting(self) -> bool:
         """Whether a sample could take a row now."""
         may_begin = self.group and self.begun < len(self.choosers)
-        return self.is_read and bool(self.paused or may_begin)
+        return self.is_prefilled and bool(self.paused or may_begin)
 
 
 @dataclass(eq=False)
@@ -334,19 +334,22 @@ class Scheduler:
 
     def take_pieces(self) -> list[AnswerTask]:
         """Choose what is read in the next pass; return the tasks whose groups it belongs to."""
-        readers = [task for task in self.tasks if not task.is_read]
+        readers = [task for task in self.tasks if not task.is_prefilled]
         if not readers:
             return []
         # Half is for the oldest question, half for the others, so that neither waits for all of the
         # other.
         first, *others = readers
         sizes = {
-            first: min(len(first.prompt) - first.read, self.piece // 2 if others else self.piece)
+            first: min(
+                len(first.prompt) - first.tokens_prefilled,
+                self.piece // 2 if others else self.piece,
+            )
         }
         free = self.piece - sizes[first]
         # Short rests first: they are finished in this pass and begin to write in the next.
-        for task in sorted(others, key=lambda each: len(each.prompt) - each.read):
-            rest = len(task.prompt) - task.read
+        for task in sorted(others, key=lambda each: len(each.prompt) - each.tokens_prefilled):
+            rest = len(task.prompt) - task.tokens_prefilled
             size = min(rest, free)
             # So small a piece is not worth its share of the pass; it waits for the next one.
             if size < rest and size < SMALLEST:
@@ -354,14 +357,16 @@ class Scheduler:
             sizes[task] = size
             free -= size
         # What the others left goes to the oldest.
-        sizes[first] = min(len(first.prompt) - first.read, sizes[first] + free)
+        sizes[first] = min(len(first.prompt) - first.tokens_prefilled, sizes[first] + free)
         for task, size in sizes.items():
-            start = task.cache.get_seq_length() + task.read
+            start = task.cache.get_seq_length() + task.tokens_prefilled
             group = task.get_group()
-            group.ids = task.prompt[task.read : task.read + size][None].to(self.model.device)
+            group.ids = task.prompt[task.tokens_prefilled : task.tokens_prefilled + size][None].to(
+                self.model.device
+            )
             group.positions = torch.arange(start, start + size, device=self.model.device)[None]
             # No token is chosen after a piece that is not the prompt's last.
-            group.unfinished = task.read + size < len(task.prompt)
+            group.unfinished = task.tokens_prefilled + size < len(task.prompt)
         return list(sizes)
 
     def run(self, reading: Sequence[AnswerTask], events: list[Event]) -> None:
@@ -415,9 +420,9 @@ class Scheduler:
         task.passes += 1
         group = task.get_group()
         if group.unfinished:
-            task.read += group.ids.shape[1]
+            task.tokens_prefilled += group.ids.shape[1]
             return
-        task.read = len(task.prompt)
+        task.tokens_prefilled = len(task.prompt)
         row = group.rows[0]
         task.begun = 1
         task.active = 1

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.compression.config import CompressionConfig
-from restorekv.compression.prepared_memory import PreparedMemory
+from restorekv.compression.prepared_cache import PreparedContextCache
 from restorekv.context import CompressedContext
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.generation import decoding
@@ -154,7 +154,7 @@ class CacheEngine(Engine, Generic[Active]):
         self.lock = threading.Lock()  # of `held`
         # The last full cache, while there is room beside the documents: the page compares three
         # caches of one document, which is read once.
-        self.prepared_memory = PreparedMemory(memory)
+        self.prepared_cache = PreparedContextCache(memory)
         self.loading = threading.Lock()  # while a cache is read from disk
         store.on_delete = self.forget_document
         # The key of the cache that is being made, and how far it is.
@@ -344,7 +344,7 @@ class CacheEngine(Engine, Generic[Active]):
             # One assignment of a tuple: who reads it from another thread sees a state of its key.
             self.making = (key, CacheState(phase, share))
 
-        self.prepared_memory.limit = self.memory - self.bytes_held
+        self.prepared_cache.max_bytes = self.memory - self.bytes_held
         try:
             with explain_length():
                 context = compress(
@@ -352,7 +352,7 @@ class CacheEngine(Engine, Generic[Active]):
                     self.tokenizer,
                     content,
                     progress=note_progress,
-                    memory=self.prepared_memory,
+                    prepared_cache=self.prepared_cache,
                     config=CompressionConfig(**variant.settings, **self.compress_settings),
                     **variant.options,
                 )
@@ -388,7 +388,7 @@ class CacheEngine(Engine, Generic[Active]):
 
     def forget_document(self, sha256: str) -> None:
         """Take a deleted document out of memory; questions being answered keep it to their end."""
-        self.prepared_memory.clear()
+        self.prepared_cache.clear()
         with self.lock:
             for place in list(self.held):
                 if place[0] == sha256:
@@ -417,7 +417,7 @@ class CacheEngine(Engine, Generic[Active]):
         now = {
             "documents_held": len(self.held),
             "bytes_held": self.bytes_held,
-            "bytes_prepared": self.prepared_memory.bytes_held,
+            "bytes_prepared": self.prepared_cache.bytes_held,
             "questions_waiting": waiting,
             "questions_answering": len(self.tasks) - waiting,
         }
@@ -461,8 +461,8 @@ class CacheEngine(Engine, Generic[Active]):
         """Keep a cache in memory; those used least recently go, but never this one."""
         with self.lock:
             self.held[sha256, key] = context
-            if self.bytes_held + self.prepared_memory.bytes_held > self.memory:
-                self.prepared_memory.clear()
+            if self.bytes_held + self.prepared_cache.bytes_held > self.memory:
+                self.prepared_cache.clear()
             # Oldest first: `_find_in_memory` moves what is used to the end.
             while len(self.held) > 1 and self.bytes_held > self.memory:
                 self.held.popitem(last=False)

@@ -184,7 +184,7 @@ def _count_read_tokens(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
         finally:
             hook.remove()
     # Every token of the answer is read once, but the last.
-    if sum(read) != answer.read + len(answer.ids) - 1:
+    if sum(read) != answer.prompt_tokens + len(answer.ids) - 1:
         raise RestoreKVError(
             f"A stored document was read again ({sum(read)} tokens); please report this."
         )

@@ -1,8 +1,8 @@
-"""A compressed cache as one safetensors file: tensors, and in its header every convention it was
-made with.
+"""A compressed cache as one safetensors file: tensors, and a manifest in the header with every
+setting it was made with.
 
-Files are sealed (see seal.py), written beside the target and moved into place when complete, and
-read once: what was checked is what is used.
+Files are sealed (see seal.py), written to a temporary file next to the target and then moved into
+place. A file is read once, so what is used is what was checked.
 """
 
 import hashlib
@@ -39,6 +39,7 @@ FIX = "compress the context again"
 KIND = FileKind("restorekv-cache", "4", "a restorekv cache", FIX)
 
 
+# A new field: `pipeline.make_manifest` sets it, cache_checks.py checks it, KIND's version rises.
 @dataclass(frozen=True)
 class Manifest:
     """How a cache was made and what it holds."""
@@ -68,7 +69,7 @@ class Manifest:
     seconds: dict[str, float]  # per phase
     versions: dict[str, str]  # of the libraries
     storage: str  # of the retained pairs: "model" for the model's dtype, or "int8", "fp8"
-    streaming: int | None  # tokens of a part when it was compressed as the prefill went
+    streaming: int | None  # tokens of a chunk, if the context was evicted during its prefill
     between: str  # what stands before every question
     # Tokens of the text's end that were left out because the model has no positions for them.
     cut: int
@@ -105,8 +106,9 @@ class Manifest:
         return 2 * self.sliding_pairs * width
 
     def for_derived_cache(self, context: Context, cache: RaggedCache, **changed: Any) -> "Manifest":
-        """Return the record of a cache that was made from this one's; `changed` are fields that
-        nothing else tells.
+        """Return the manifest of a cache that was derived from this one's cache (grown, composed).
+
+        The cache gives all counts; pass every other field that differs as `changed`.
         """
         counted = count_pairs_and_bytes(
             cache, context.prefix, context.positions, self.prefix_policy
@@ -122,7 +124,7 @@ class Manifest:
 
 
 def hash_cache(cache: RaggedCache, context: Context) -> str:
-    """Return 16 hex digits that stand for everything that a cache file would hold of the text."""
+    """Hash the cache and its context, without the manifest: the first 16 hex digits of SHA-256."""
     sha256 = hashlib.sha256(context.suffix_text.encode())
     # Tensor by tensor in the order of their names, so that the hash does not depend on the order of
     # packing.
@@ -141,8 +143,8 @@ class CacheFile:
     context: Context
     tensors: dict[str, Tensor]
 
-    def cache(self, device: str | torch.device = "cpu") -> RaggedCache:
-        """Return the cache on a device."""
+    def make_cache(self, device: str | torch.device = "cpu") -> RaggedCache:
+        """Make a new cache from the tensors, on a device."""
         # Everything was checked on the CPU; only then does it move to a device.
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
         return unpack_cache(tensors, self.context.positions + self.manifest.offset, self.manifest)
@@ -152,23 +154,28 @@ def write_cache_file(
     path: str | Path, cache: RaggedCache, context: Context, manifest: Manifest
 ) -> None:
     """Write a sealed file (seal.py), all of it or nothing."""
-    described = json.dumps({**manifest.to_json(), "suffix_text": context.suffix_text})
+    manifest_json = json.dumps({**manifest.to_json(), "suffix_text": context.suffix_text})
     with reraise_as(CacheFileError):
-        seal.write_sealed(Path(path), KIND, pack_cache(cache, context), {"manifest": described})
+        seal.write_sealed(Path(path), KIND, pack_cache(cache, context), {"manifest": manifest_json})
 
 
 def open_cache_file(path: str | Path) -> CacheFile:
     """Read what `write_cache_file` wrote, once, and refuse anything else."""
     with refuse_contradictions(path, FIX):
-        manifest, others, tensors = read_with_manifest(path, KIND, {"suffix_text": str})
+        manifest, extra_values, tensors = read_with_manifest(path, KIND, {"suffix_text": str})
         # Shapes, dtypes and ranges, then what follows a question, then the counts: each check
         # assumes the ones before it.
         check_tensors(tensors, manifest)
-        check_around(others["suffix_text"], tensors["suffix_ids"])
-        ids, suffix = (tensors[name].long() for name in ("context_ids", "suffix_ids"))
-        context = Context(ids, manifest.prefix, suffix, others["suffix_text"], manifest.between)
+        check_around(extra_values["suffix_text"], tensors["suffix_ids"])
+        context = Context(
+            ids=tensors["context_ids"].long(),
+            prefix=manifest.prefix,
+            suffix=tensors["suffix_ids"].long(),
+            suffix_text=extra_values["suffix_text"],
+            between=manifest.between,
+        )
         stored = CacheFile(Path(path), manifest, context, tensors)
-        check_counts(manifest, stored.cache())
+        check_counts(manifest, stored.make_cache())
     return stored
 
 
@@ -188,31 +195,30 @@ def refuse_contradictions(path: str | Path, fix: str) -> Iterator[None]:
 
 
 def read_with_manifest(
-    path: str | Path, kind: FileKind, others: Mapping[str, type]
+    path: str | Path, kind: FileKind, extra_fields: Mapping[str, type]
 ) -> tuple[Manifest, dict[str, Any], dict[str, Tensor]]:
     """Read a sealed file that has a manifest.
 
     Args:
-        path: the file.
-        kind: what it must be.
-        others: names and types of what the manifest's JSON holds in addition to the manifest.
+        path: The file.
+        kind: What it must be.
+        extra_fields: Names and types of what the manifest's JSON holds besides the manifest.
 
     Returns:
-        The checked manifest, the values of `others`, and the tensors, which are not checked.
+        The checked manifest, the values of `extra_fields`, and the tensors, which are not checked.
     """
     metadata, tensors = seal.read_sealed(Path(path), kind)
     entries = parse_record(str(metadata.get("manifest")), str(path))
     require(isinstance(entries, dict), "has a damaged manifest")
-    # `others` are in the same JSON; they are taken out before the rest is compared.
-    values = {name: entries.pop(name, None) for name in others}
-    require(
-        all(type(values[name]) is hint for name, hint in others.items()), "has a damaged manifest"
-    )
+    # `extra_fields` are in the same JSON; they are taken out before the rest is compared.
+    values = {name: entries.pop(name, None) for name in extra_fields}
+    for name, type_ in extra_fields.items():
+        require(type(values[name]) is type_, "has a damaged manifest")
     # Files of ordinary models have no windows.
     entries.setdefault("windows", [])
-    # Exactly the fields of this version: a field more could say something that nothing checks.
+    # Exactly the fields of this version: nothing would check an additional one.
     names = {each.name for each in fields(Manifest)}
-    require(names == set(entries), "lacks fields that a manifest has, or has others")
+    require(names == set(entries), "has a manifest with missing or unknown fields")
     manifest = Manifest(**entries)
     check_manifest(manifest)
     return manifest, values, tensors
@@ -276,14 +282,14 @@ def unpack_layer(
     offsets = tensors["offsets"][index]
     keys, values = unpack_context(tensors, index, offsets, manifest)
     return RaggedLayer(
-        keys,
-        values,
-        offsets,
-        tensors[f"layers.{index}.positions"],
-        seen,
-        tensors["restore_keys"][index][None],
-        tensors["restore_values"][index][None],
-        tensors.get(f"layers.{index}.bias"),
+        context_keys=keys,
+        context_values=values,
+        offsets=offsets,
+        positions=tensors[f"layers.{index}.positions"],
+        seen=seen,
+        restore_keys=tensors["restore_keys"][index][None],
+        restore_values=tensors["restore_values"][index][None],
+        bias=tensors.get(f"layers.{index}.bias"),
     )
 
 
@@ -307,14 +313,14 @@ def unpack_context(
     tensors: dict[str, Tensor], index: int, offsets: Tensor, manifest: Manifest
 ) -> tuple[Tensor, Tensor] | tuple[QuantizedRows, QuantizedRows]:
     """Return keys and values of a layer's context."""
-    keys = f"layers.{index}.keys"
-    values = f"layers.{index}.values"
-    rows = tensors[keys], tensors[values]
+    keys_name = f"layers.{index}.keys"
+    values_name = f"layers.{index}.values"
+    rows = tensors[keys_name], tensors[values_name]
     if manifest.storage == "model":
         return rows
     return quantized.from_codes(
         rows,
-        (tensors[f"{keys}.scales"], tensors[f"{values}.scales"]),
+        (tensors[f"{keys_name}.scales"], tensors[f"{values_name}.scales"]),
         offsets.tolist(),
         manifest.storage,
         getattr(torch, manifest.dtype),

@@ -82,9 +82,9 @@ class Portable:
         contents = make_placeholders(self.digest, max(self.tokens - MARK, 0), self.vocabulary)
         return torch.tensor((make_mark(self.vocabulary) + contents)[: self.tokens])
 
-    def cache(self) -> DynamicCache:
+    def make_cache(self) -> DynamicCache:
         """Return a plain cache; `model.generate(**portable.inputs(...),
-        past_key_values=portable.cache())` works.
+        past_key_values=portable.make_cache())` works.
         """
         plain = DynamicCache()
         for index, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
@@ -120,7 +120,7 @@ class Portable:
         `CompressedContext.ask` gives them.
         """
         support.prepare_model(model)
-        cache = RaggedCache.from_full_cache(self.cache())
+        cache = RaggedCache.from_full_cache(self.make_cache())
         several = [questions] if isinstance(questions, str) else questions
         said = answers.answer_greedily(
             model, tokenizer, self.context, cache, several, max_new_tokens

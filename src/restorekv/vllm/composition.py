@@ -47,7 +47,7 @@ def describe_part(file: CacheFile) -> PartFacts:
     """Return what a composition must know of a cache file."""
     prefix = file.context.prefix
     lengths = []
-    for layer in file.cache().full_attention:
+    for layer in file.make_cache().full_attention:
         # Eviction may have dropped pairs of the prefix too, so they are counted head by head.
         of_prefix = layer.row_heads[layer.positions < prefix]
         lengths.append(torch.bincount(of_prefix, minlength=layer.heads))
@@ -180,7 +180,7 @@ def compose_files(files: Sequence[CacheFile], rope_model: PreTrainedModel) -> Ra
         rope_model: rotates keys as the engine's model does (`ragged_documents.build_rope_model`).
     """
     refuse_unlike_parts([describe_part(file) for file in files])
-    parts = [(file.context, file.cache()) for file in files]
+    parts = [(file.context, file.make_cache()) for file in files]
     _, cache = compose_caches(rope_model, parts)
     cache.quantize(files[0].manifest.storage)
     return cache

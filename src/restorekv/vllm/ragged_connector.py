@@ -390,7 +390,7 @@ class WorkerHalf:
             self.model.check(file.manifest, path)
             opened.append(file)
         if len(opened) == 1:
-            cache = opened[0].cache()
+            cache = opened[0].make_cache()
         else:
             cache = composition.compose_files(opened, self.rope_model)
         return gather_pairs(cache, self.rope_model, self.heads, self.dtype)

@@ -1,11 +1,18 @@
 """The attention function "restorekv", registered with transformers.
 
-It gets the post-RoPE query of a layer and either dense keys and values, which go to PyTorch's SDPA,
-or a `RaggedLayer` twice, which goes to one of the backends here, or a `SlidingLayer` twice, which
-goes to sliding.py, or a `MultiContextLayer` or `FlatLayer` twice, whose documents go there one by
-one. A backend computes softmax(q [K_context;
-K_tail]^T * scale + bias) [V_context; V_tail]; `naive.py` is the definition. In models with learned
-sinks a logit of each query head is in that softmax too (sinks.py).
+`attend_layer` gets the post-RoPE query of a layer, and keys and values or a layer of a cache that
+holds both. What it gets decides who computes:
+
+| key and value | computed by |
+|---|---|
+| dense tensors (B, H, K, D) | PyTorch's SDPA, or sinks.py in models with sinks |
+| `RaggedLayer` | a backend of this folder (`choose_backend`) |
+| `SlidingLayer` | sliding.py |
+| `MultiContextLayer`, `FlatLayer` | each document's layer by itself, as above |
+
+A backend computes softmax(q [K_context; K_tail]^T * scale + bias) [V_context; V_tail]; `naive.py`
+is the definition. In models with learned sinks a logit of each query head is in that softmax too
+(sinks.py).
 
 On a device that is not a CPU, a backend answers only after `proofs.py` has compared it with that
 definition there.
@@ -62,24 +69,26 @@ BACKENDS_BY_SPEED: dict[str, ModuleType] = {"cascade": cascade, "frozen": frozen
 if triton_attend is not None:
     BACKENDS_BY_SPEED = {"triton": triton_attend, **BACKENDS_BY_SPEED}
 # Bytes of a layer that may be copied at once: joined for SDPA, or unpacked from 8 bits.
-WORKSPACE = 16 << 20
+MAX_COPY_BYTES = 16 << 20
 
 _callback: ContextVar[Callback | None] = ContextVar("callback", default=None)
 _backend: ContextVar[str | None] = ContextVar("backend", default=None)
 _inspectors: ContextVar[tuple[Callable, Callable] | None] = ContextVar("inspectors", default=None)
-# The variables that open blocks of all threads have set.
-_open: list[str] = []
+# Names of the variables that open blocks have set, of all threads. `_get_variable` looks here
+# first, because torch.compile cannot read a ContextVar.
+_set_names: list[str] = []
 
 
 @contextmanager
 def observe_attention(callback: Callback) -> Iterator[None]:
-    """Call callback(module, query (B, H*G, Q, D), key, value, mask, scale, sinks) before every
-    layer's attention.
+    """Call callback(module, query, key, value, mask, scale, sinks) before the attention of every
+    dense or ragged layer; layers with a window are not shown. `observe_layers` is easier to use.
 
-    Key and value are dense (B, H, K, D), and a returned tensor (B, Q, H*G, D) replaces the result;
-    or both are the RaggedLayer, whose result is computed in any case. sinks (H*G,) are logits in
-    every softmax, or None in models that have none.
-    `model.observer.observe_layers` is easier to use.
+    Args:
+        callback: Gets the module, the query (B, H*G, Q, D), key and value, the mask, the scale, and
+            the logits of sinks (H*G,), or None in models without them. Dense key and value are (B,
+            H, K, D), and a tensor (B, Q, H*G, D) that the callback returns replaces the result.
+            For a ragged layer both are that layer, and its result is computed in any case.
     """
     with _set_variable(_callback, callback):
         yield
@@ -100,10 +109,13 @@ def force_backend(backend: str) -> Iterator[None]:
 def inspect_attention(
     on_call: Callable[..., object], on_mask: Callable[[Tensor, Callable], object]
 ) -> Iterator[None]:
-    """Show every call of `attend_layer` and every mask that transformers makes.
+    """Show every call of `attend_layer`, and every mask that transformers makes.
 
-    on_call(module, query, key, value, mask, scale, options) is called before a layer's attention,
-    and on_mask(mask, function) gets the function that a mask is made from.
+    Of a `FlatLayer` the calls for its ragged parts are shown, and nothing else of it.
+
+    Args:
+        on_call: Gets (module, query, key, value, mask, scale, options) before the attention.
+        on_mask: Gets (mask, function), the function that the mask is made from.
     """
     with _set_variable(_inspectors, (on_call, on_mask)):
         yield
@@ -111,7 +123,9 @@ def inspect_attention(
 
 @contextmanager
 def suspend_overrides() -> Iterator[None]:
-    """Run the block, such as a proof, without the observer and the backend of outer blocks."""
+    """Run the block, such as a proof, without the observer, the backend and the inspectors that
+    outer blocks have set.
+    """
     with (
         _set_variable(_callback, None),
         _set_variable(_backend, None),
@@ -127,17 +141,17 @@ def _set_variable(variable: ContextVar, value: object) -> Iterator[None]:
     torch.compile cannot read a ContextVar, so it is read only while some block is open.
     """
     token = variable.set(value)
-    _open.append(variable.name)
+    _set_names.append(variable.name)
     try:
         yield
     finally:
-        _open.remove(variable.name)
+        _set_names.remove(variable.name)
         variable.reset(token)
 
 
 def _get_variable(variable: ContextVar) -> Any:
     """Return the value that an open block has set, or None."""
-    return variable.get() if variable.name in _open else None
+    return variable.get() if variable.name in _set_names else None
 
 
 def get_observer() -> Callback | None:
@@ -184,9 +198,8 @@ def _choose_proven(query: Tensor, layer: RaggedLayer) -> Backend:
 def store_context(cache: RaggedCache, storage: str, groups: int) -> None:
     """Store the context of a cache as `storage` says: "model" leaves it, "int8" and "fp8" pack it.
 
-    What layers with a window hold of it stays in the model's dtype.
-
-    A device that has not proven that it can pack gets rows that the CPU has packed.
+    What layers with a window hold of it stays in the model's dtype. A device that has not proven
+    that it can pack gets rows that the CPU has packed.
     """
     first = cache.full_attention[0]
     head_dim = first.restore_keys.shape[-1]
@@ -217,7 +230,7 @@ def _unpack_for_call(query: Tensor, layer: RaggedLayer) -> RaggedLayer:
         storage, *proofs.get_proof_key(query)
     ):
         return stored.unpack_layer(layer, torch.device("cpu"))
-    if _is_unpacked_whole(layer):
+    if _should_unpack_at_once(layer):
         return stored.unpack_layer(layer)
     return layer
 
@@ -237,17 +250,17 @@ def plan_kernels(layers: Sequence[RaggedLayer]) -> None:
         tiles.plan_tiles(layers)
 
 
-def _is_unpacked_whole(layer: RaggedLayer) -> bool:
+def _should_unpack_at_once(layer: RaggedLayer) -> bool:
     """Return whether to unpack a whole 8-bit context at once.
 
     A forced backend reads no 8 bits. On a GPU the kernel is faster than `stored`, if the unpacked
-    context fits into WORKSPACE.
+    context fits into MAX_COPY_BYTES.
     """
     if _get_variable(_backend) is not None:
         return True
     keys, _ = stored.get_packed_rows(layer)
     nbytes = 2 * keys.codes.numel() * layer.dtype.itemsize
-    return layer.device.type != "cpu" and nbytes <= WORKSPACE
+    return layer.device.type != "cpu" and nbytes <= MAX_COPY_BYTES
 
 
 def attend_layer(
@@ -280,22 +293,13 @@ def attend_layer(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = kwargs.get("s_aux")
     if isinstance(key, FlatLayer):
-        # Rows of different questions lie end to end; each part has its own cache.
-        flat = []
-        for own, rows, mask in key.split_query(query):
-            part = _attend_part(module, rows, own, mask, scale, sinks)
-            flat.append(part.flatten(0, 1))
-        joined = flat[0] if len(flat) == 1 else torch.cat(flat)
-        return joined[None], None
+        return _attend_flat(module, query, key, scale, sinks), None
     inspectors = _get_variable(_inspectors)
     if inspectors is not None:
         on_call, _ = inspectors
         on_call(module, query, key, value, attention_mask, scale, kwargs)
     if isinstance(key, MultiContextLayer):
-        parts = []
-        for own, rows, mask in key.split_query(query, attention_mask):
-            parts.append(_attend_part(module, rows, own, mask, scale, sinks))
-        return torch.cat(parts), None
+        return _attend_multi_context(module, query, key, attention_mask, scale, sinks), None
     if isinstance(key, SlidingLayer):
         return _attend_sliding(query, key, attention_mask, scale, kwargs), None
     callback = _get_variable(_callback)
@@ -303,35 +307,93 @@ def attend_layer(
     if callback is not None:
         replacement = callback(module, query, key, value, attention_mask, scale, sinks)
     if isinstance(key, RaggedLayer):
-        window = kwargs.get("sliding_window")
-        if window is not None and attention_mask is None and key.get_seq_length() > window:
-            # model.generate over a fork comes here; the package's own loops refuse before.
-            raise ModelError(
-                f"The model sees at most {window:,} positions, and the cache has "
-                f"{key.get_seq_length():,}; ask less."
-            )
-        grouped = query.unflatten(1, (key.heads, -1))
-        layer = _unpack_for_call(grouped, key)
-        backend = choose_backend(grouped, layer)
-        # Few models have sinks, and a backend is called without them otherwise.
-        more = () if sinks is None else (group_sinks(sinks, key.heads),)
-        result = backend(grouped, layer, attention_mask, scale, *more)
-        return result.flatten(1, 2).transpose(1, 2).contiguous(), None
+        return _attend_ragged(query, key, attention_mask, scale, kwargs), None
     if replacement is not None:
         return replacement, None
     assert isinstance(value, Tensor), "dense keys come with dense values"
+    return _attend_dense(module, query, key, value, attention_mask, dropout, scale, kwargs), None
+
+
+def _attend_flat(
+    module: nn.Module, query: Tensor, layer: FlatLayer, scale: float, sinks: Tensor | None
+) -> Tensor:
+    """Return the attention (1, Q, H*G, D) of rows of several questions, which lie end to end: each
+    part of the rows has its own cache.
+    """
+    results = []
+    for part_layer, part_query, mask in layer.split_query(query):
+        result = _attend_part(module, part_query, part_layer, mask, scale, sinks)
+        results.append(result.flatten(0, 1))
+    joined = results[0] if len(results) == 1 else torch.cat(results)
+    return joined[None]
+
+
+def _attend_multi_context(
+    module: nn.Module,
+    query: Tensor,
+    layer: MultiContextLayer,
+    attention_mask: Tensor | None,
+    scale: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Return the attention (B, Q, H*G, D) of a batch whose rows belong to several documents."""
+    results = []
+    for part_layer, part_query, mask in layer.split_query(query, attention_mask):
+        results.append(_attend_part(module, part_query, part_layer, mask, scale, sinks))
+    return torch.cat(results)
+
+
+def _attend_ragged(
+    query: Tensor,
+    layer: RaggedLayer,
+    attention_mask: Tensor | None,
+    scale: float,
+    options: dict[str, Any],
+) -> Tensor:
+    """Return the attention (B, Q, H*G, D) of a ragged layer, which a backend computes."""
+    window = options.get("sliding_window")
+    if window is not None and attention_mask is None and layer.get_seq_length() > window:
+        # model.generate over a fork comes here; the package's own loops refuse before.
+        raise ModelError(
+            f"Every layer of the model sees {window:,} positions, and the cache has "
+            f"{layer.get_seq_length():,} with the question; ask a shorter question, or compress "
+            "less of the text (max_context)."
+        )
+    sinks = options.get("s_aux")
+    grouped = query.unflatten(1, (layer.heads, -1))
+    unpacked = _unpack_for_call(grouped, layer)
+    backend = choose_backend(grouped, unpacked)
+    # Few models have sinks, and a backend is called without them otherwise.
+    sink_arguments = () if sinks is None else (group_sinks(sinks, layer.heads),)
+    result = backend(grouped, unpacked, attention_mask, scale, *sink_arguments)
+    return result.flatten(1, 2).transpose(1, 2).contiguous()
+
+
+def _attend_dense(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scale: float,
+    options: dict[str, Any],
+) -> Tensor:
+    """Return the attention (B, Q, H*G, D) of dense keys and values, as transformers computes it."""
+    sinks = options.get("s_aux")
     if sinks is not None:
         if attention_mask is None and query.shape[-2] > 1:
             causal = naive.make_causal_mask(query.shape[-2], key.shape[-2], query.device)
             attention_mask = causal[None, None]
         result = attend_with_sinks(query, key, value, attention_mask, scale, sinks, dropout)
-        return result.transpose(1, 2).contiguous(), None
-    if attention_mask is not None and _shares_heads(query, dropout, kwargs):
+        return result.transpose(1, 2).contiguous()
+    if attention_mask is not None and _can_use_grouped_sdpa(query, dropout, options):
         result = sdpa(query, key, value, attn_mask=attention_mask, scale=scale, enable_gqa=True)
-        return result.transpose(1, 2).contiguous(), None
-    return sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs
+        return result.transpose(1, 2).contiguous()
+    result, _ = sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **options
     )
+    return result
 
 
 def _attend_part(
@@ -342,7 +404,7 @@ def _attend_part(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return the attention (B, Q, H*G, D) of the rows of one document, whose mask is our own."""
+    """Return the attention (B, Q, H*G, D) of one document's rows, under a mask that we made."""
     if isinstance(layer, SlidingLayer):
         result = sliding.attend_rows(query, layer, mask, scale, sinks)
         return result.transpose(1, 2).contiguous()
@@ -366,7 +428,7 @@ def _attend_sliding(
     return result.transpose(1, 2).contiguous()
 
 
-def _shares_heads(query: Tensor, dropout: float, options: dict[str, object]) -> bool:
+def _can_use_grouped_sdpa(query: Tensor, dropout: float, options: dict[str, object]) -> bool:
     """Return whether SDPA can read a KV head once for all its query heads under a mask.
 
     Its CPU kernel can. The result is the same; transformers copies keys and values for every query
@@ -388,8 +450,8 @@ def install_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation(NAME)
     except ValueError as error:
         raise ModelError(
-            f"{type(model).__name__} has no exchangeable attention; "
-            "use a model with AttentionInterface."
+            f"{type(model).__name__} does not support other attention functions (transformers' "
+            "AttentionInterface); use another model."
         ) from error
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from restorekv import CompressionConfig, compress
 from restorekv.compression.eviction import Eviction
-from restorekv.compression.prepared_memory import PreparedMemory
+from restorekv.compression.prepared_cache import PreparedContextCache
 from tests.helpers.compressing import TEXT, compress_with, make_adapter
 from tests.helpers.models import build_model
 
@@ -34,7 +34,7 @@ def list_bits(compressed):
 def test_kept_and_anew_are_equal(family, evictor, tiny_tokenizer, preparations):
     model = build_model(family)
     adapter = make_adapter(model)
-    memory = PreparedMemory(PLENTY)
+    prepared_cache = PreparedContextCache(PLENTY)
     ways = (
         {"ratio": 0.4, "adapter": adapter},
         {"ratio": 0.4, "adapter": None},
@@ -44,7 +44,7 @@ def test_kept_and_anew_are_equal(family, evictor, tiny_tokenizer, preparations):
     )
     for way in ways:
         options = {"evictor": evictor, **way}
-        kept = compress_with(model, tiny_tokenizer, TEXT, memory=memory, **options)
+        kept = compress_with(model, tiny_tokenizer, TEXT, prepared_cache=prepared_cache, **options)
         assert len(preparations) == 1
         anew = compress_with(model, tiny_tokenizer, TEXT, **options)
         assert preparations.pop() is not None
@@ -58,18 +58,24 @@ def test_kept_and_anew_are_equal(family, evictor, tiny_tokenizer, preparations):
 
 def test_another_text_or_evictor_is_read(tiny_tokenizer, preparations):
     model = build_model("qwen3")
-    memory = PreparedMemory(PLENTY)
+    prepared_cache = PreparedContextCache(PLENTY)
     cases = ((TEXT, "kvzip"), (TEXT, "snapkv"), (TEXT + "More.", "snapkv"))
     for number, (text, evictor) in enumerate(cases, 1):
         compress(model, tiny_tokenizer, text, ratio=0.4, evictor=evictor, adapter=None)
         preparations.clear()
         made = compress(
-            model, tiny_tokenizer, text, ratio=0.4, evictor=evictor, adapter=None, memory=memory
+            model,
+            tiny_tokenizer,
+            text,
+            ratio=0.4,
+            evictor=evictor,
+            adapter=None,
+            prepared_cache=prepared_cache,
         )
         assert len(preparations) == 1, number
         assert made.manifest.evictor == evictor
     other = build_model("qwen3")
-    compress(other, tiny_tokenizer, text, ratio=0.4, evictor=evictor, memory=memory)
+    compress(other, tiny_tokenizer, text, ratio=0.4, evictor=evictor, prepared_cache=prepared_cache)
     assert len(preparations) == 2
 
 
@@ -78,16 +84,16 @@ def test_what_does_not_fit_is_not_kept(tiny_tokenizer):
     options = {"ratio": 0.4, "evictor": "kvzip", "adapter": None}
     whole = compress(model, tiny_tokenizer, TEXT, **options).manifest.bytes_full
     for limit, held in ((whole - 1, 0), (whole, whole)):
-        memory = PreparedMemory(limit)
-        compress(model, tiny_tokenizer, TEXT, memory=memory, **options)
-        assert memory.bytes_held == held
-    memory.clear()
-    assert memory.bytes_held == 0
+        prepared_cache = PreparedContextCache(limit)
+        compress(model, tiny_tokenizer, TEXT, prepared_cache=prepared_cache, **options)
+        assert prepared_cache.bytes_held == held
+    prepared_cache.clear()
+    assert prepared_cache.bytes_held == 0
 
 
 @pytest.mark.parametrize("config", [{"streaming": 16}, {"offload": True}])
 def test_what_is_never_whole_in_memory_is_not_kept(config, tiny_tokenizer):
-    memory = PreparedMemory(PLENTY)
+    prepared_cache = PreparedContextCache(PLENTY)
     compress(
         build_model("qwen3"),
         tiny_tokenizer,
@@ -96,6 +102,6 @@ def test_what_is_never_whole_in_memory_is_not_kept(config, tiny_tokenizer):
         evictor="kvzip",
         adapter=None,
         config=CompressionConfig(**config),
-        memory=memory,
+        prepared_cache=prepared_cache,
     )
-    assert memory.kept is None
+    assert prepared_cache.kept is None

@@ -1,7 +1,7 @@
-"""The last context that was read and scored, kept for caches of other ratios.
+"""The last context that was prefilled and scored, kept for caches of other ratios.
 
-Reading a text takes far longer than evicting from it. Whoever compares the caches of one text, with
-and without restoring and at several ratios, reads it once.
+Prefill and scores take far longer than evicting. Whoever compares several caches of one text, with
+and without restoring and at several ratios, needs them only once.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class PreparedKey:
         return cls(id(model), ids, context.prefix, compressor.identity(model))
 
 
-class PreparedMemory:
-    """Keeps the last context whole, with its scores, as long as it fits.
+class PreparedContextCache:
+    """Keeps the full cache of the last context and its scores, if the full cache is small enough.
 
     Args:
-        limit: The largest size of a full cache that is kept, in bytes.
+        max_bytes: The largest size of a full cache that is kept.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
         self.kept: tuple[PreparedKey, ScoredContext] | None = None
 
     @property
@@ -116,5 +116,5 @@ class PreparedMemory:
         shape = CacheShape.from_model(model)
         # Keys and values of every pair. Layers with a window hold little, and are left out.
         numbers = 2 * context.positions * shape.layers * shape.heads * shape.head_dim
-        fits = numbers * model.dtype.itemsize <= self.limit
+        fits = numbers * model.dtype.itemsize <= self.max_bytes
         return fits and config.streaming is None and not config.offload
