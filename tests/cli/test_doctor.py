@@ -22,7 +22,9 @@ WORD = "a-secret-word-of-mine"
 def quick(monkeypatch):
     """Two trials of attention, and short benchmarks."""
     monkeypatch.setattr(trials, "TRIALS", trials.TRIALS[:2])
-    monkeypatch.setattr(trials, "require_kernels", lambda device, dtype: "it is for CUDA devices")
+    monkeypatch.setattr(
+        trials, "explain_missing_kernels", lambda device, dtype: "it is for CUDA devices"
+    )
     for name in ("triton", "maxima"):
         if name in COMPONENTS:
             kernel = COMPONENTS[name]
@@ -143,7 +145,7 @@ def test_again_checks_again(monkeypatch, tmp_path):
         if name != "naive":
             monkeypatch.delitem(COMPONENTS, name)
     again = proofs.Component(
-        "naive", component.title, component.instead, trials.require_nothing, measure
+        "naive", component.title, component.instead, trials.explain_no_obstacle, measure
     )
     monkeypatch.setitem(COMPONENTS, "naive", again)
     for words, count in (((), 1), ((), 1), (("--again",), 2)):

@@ -394,7 +394,7 @@ def test_kernels_of_scoring_that_are_wrong_are_not_used(fake):
         "maxima",
         "The Triton kernels of scoring",
         "PyTorch's own operations score",
-        trials.require_nothing,
+        trials.explain_no_obstacle,
         lambda target: pass_trials.measure_maxima(Kernels, target),
     )
     fake.setitem(proofs.COMPONENTS, "maxima", component)

@@ -183,7 +183,7 @@ CASES: dict[str, tuple[Build, str]] = {
     "binary file": (text(b"\x7fELF\0\0\0\1"), "binary"),
     "missing file": (compress("nowhere"), "does not exist; check its name"),
     "a folder without documents": (compress("."), "has no document"),
-    "Ray for one file": (flags("--ray", "local"), "spreads the documents of a folder"),
+    "Ray for one file": (flags("--ray", "local"), "needs a folder of documents"),
     "context shorter than n": (
         lambda world, tmp: text(
             b"a", "--ratio", 1, "--adapter", world.adapter, "--on-small-budget", "error"

@@ -25,7 +25,7 @@ from torch import Tensor
 from restorekv.model import attention
 from restorekv.model.attention import cascade, frozen, proof_files, proofs, trials
 from restorekv.model.attention.proofs import Proof, Target
-from restorekv.model.attention.trials import Sample, Trial
+from restorekv.model.attention.trials import Trial, TrialInputs
 from tests.helpers import fake_device
 
 SHAPES = ((2, 2, 16), (3, 3, 64), (1, 4, 32))
@@ -229,7 +229,7 @@ WHEN = {
 }
 
 
-def fresh_samples(rng: random.Random, target: Target, when: str) -> list[Sample]:
+def fresh_samples(rng: random.Random, target: Target, when: str) -> list[TrialInputs]:
     """Returns inputs that no proof has, among them ACTING on which a fault of this kind acts."""
     made, acting = [], 0
     while len(made) < FRESH or acting < ACTING:
@@ -258,7 +258,7 @@ def fresh_trial(rng: random.Random) -> Trial:
     )
 
 
-def harm(fault: Fault, samples: list[Sample], dtype: torch.dtype) -> float:
+def harm(fault: Fault, samples: list[TrialInputs], dtype: torch.dtype) -> float:
     """Returns the largest error on inputs, as a multiple of what rounding explains."""
     worst = 0.0
     for each in samples:

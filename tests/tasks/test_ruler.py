@@ -14,7 +14,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.tasks import Question, make_benchmark
 from restorekv.tasks.base import digest_samples
 from restorekv.tasks.reading import TEXTS
-from restorekv.tasks.ruler.benchmark import ESSAY_TASKS, STAND_INS, TASKS
+from restorekv.tasks.ruler.benchmark import ESSAY_TASKS, REPLACEMENTS, TASKS
 from restorekv.tasks.ruler.documents import DocumentQuestion, ask_over_documents
 from restorekv.tasks.ruler.draft import find_most_units
 from restorekv.tasks.ruler.needles import Essays, hide_needles
@@ -333,7 +333,7 @@ def test_lengths_are_filled_and_never_exceeded(tokenizer, length, short, source)
 
 def test_a_novel_is_the_haystack_and_every_sample_has_its_own_place_in_it(tokenizer):
     novel = " ".join(
-        gzip.decompress((TEXTS / STAND_INS["essays"]["file"]).read_bytes()).decode().split()
+        gzip.decompress((TEXTS / REPLACEMENTS["essays"]["file"]).read_bytes()).decode().split()
     )
     spec = "ruler:length=1024,per_task=6,tasks=niah_single_2+niah_multiquery"
     samples = list(make_benchmark(spec).load_samples(tokenizer, "kvpress"))

@@ -203,7 +203,7 @@ def test_a_disk_that_runs_full_ends_the_writing_and_not_the_training(
     with pytest.warns(RestoreKVWarning) as told:
         train_adapter(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path / "full", store=store)
     assert [
-        f"at least {cache_module.SPARE_BYTES:,} are left" in str(each.message) for each in told
+        f"the {cache_module.SPARE_BYTES:,} that stay free" in str(each.message) for each in told
     ] == [True]
     assert losses(tmp_path / "full") == losses(tmp_path / "live")
     assert files(store) == before and set(reads) == before.keys()

@@ -97,10 +97,10 @@ def load_all(ledger):
 
 def test_a_document_is_loaded_once_and_asked_by_many():
     ledger = PoolLedger(10)
-    assert ledger.ask("first", "a", 4) is Residency.LOADING
-    assert ledger.ask("second", "a", 4) is Residency.LOADING
+    assert ledger.pin_or_load("first", "a", 4) is Residency.LOADING
+    assert ledger.pin_or_load("second", "a", 4) is Residency.LOADING
     assert load_all(ledger) == ([], ["a"])
-    assert [ledger.ask(name, "a", 4) for name in ("first", "second", "third")] == (
+    assert [ledger.pin_or_load(name, "a", 4) for name in ("first", "second", "third")] == (
         [Residency.RESIDENT] * 3
     )
     assert ledger.take_orders() == ([], [])
@@ -109,38 +109,38 @@ def test_a_document_is_loaded_once_and_asked_by_many():
 def test_the_least_recently_asked_goes_and_what_is_asked_stays():
     ledger = PoolLedger(10)
     for name in ("a", "b"):
-        ledger.ask(name + "'s", name, 5)
+        ledger.pin_or_load(name + "'s", name, 5)
         load_all(ledger)
-    assert ledger.ask("c's", "c", 5) is Residency.NO_ROOM
+    assert ledger.pin_or_load("c's", "c", 5) is Residency.NO_ROOM
     ledger.release("b's")
     ledger.release("a's")
-    ledger.ask("another", "a", 5)
+    ledger.pin_or_load("another", "a", 5)
     ledger.release("another")
-    assert ledger.ask("c's", "c", 5) is Residency.LOADING
+    assert ledger.pin_or_load("c's", "c", 5) is Residency.LOADING
     assert load_all(ledger) == (["b"], ["c"])
-    assert ledger.ask("b's", "b", 11) is Residency.TOO_LARGE
+    assert ledger.pin_or_load("b's", "b", 11) is Residency.TOO_LARGE
 
 
 def test_a_document_that_could_not_be_read_gives_its_room_back():
     ledger = PoolLedger(4)
-    ledger.ask("one", "a", 4)
+    ledger.pin_or_load("one", "a", 4)
     ledger.take_orders()
     ledger.forget("a")
     assert ledger.free == 4 and ledger.take_orders() == (["a"], [])
-    assert ledger.ask("two", "a", 4) is Residency.LOADING
+    assert ledger.pin_or_load("two", "a", 4) is Residency.LOADING
 
 
 def test_who_waits_long_gets_room():
     """A document that is always asked keeps another out for PATIENCE requests and no longer."""
     ledger = PoolLedger(4)
-    ledger.ask("first", "a", 4)
+    ledger.pin_or_load("first", "a", 4)
     load_all(ledger)
     running = ["first"]
-    assert ledger.ask("patient", "b", 4) is Residency.NO_ROOM
+    assert ledger.pin_or_load("patient", "b", 4) is Residency.NO_ROOM
     for number in range(1000):
-        if ledger.ask(str(number), "a", 4) is Residency.RESIDENT:
+        if ledger.pin_or_load(str(number), "a", 4) is Residency.RESIDENT:
             running.append(str(number))
-        if ledger.ask("patient", "b", 4) is Residency.LOADING:
+        if ledger.pin_or_load("patient", "b", 4) is Residency.LOADING:
             break
         if number % 2 and running:
             ledger.release(running.pop(0))
@@ -151,14 +151,14 @@ def test_who_waits_long_gets_room():
 
 def test_one_who_gives_up_waiting_holds_up_nobody():
     ledger = PoolLedger(4)
-    ledger.ask("first", "a", 4)
+    ledger.pin_or_load("first", "a", 4)
     load_all(ledger)
-    ledger.ask("patient", "b", 4)
+    ledger.pin_or_load("patient", "b", 4)
     for number in range(PoolLedger.PATIENCE):
-        assert ledger.ask(str(number), "a", 4) is Residency.RESIDENT
-    assert ledger.ask("late", "a", 4) is Residency.NO_ROOM
+        assert ledger.pin_or_load(str(number), "a", 4) is Residency.RESIDENT
+    assert ledger.pin_or_load("late", "a", 4) is Residency.NO_ROOM
     ledger.release("patient")
-    assert ledger.ask("late", "a", 4) is Residency.RESIDENT
+    assert ledger.pin_or_load("late", "a", 4) is Residency.RESIDENT
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -173,7 +173,7 @@ def test_the_ledger_never_promises_more_than_there_is(seed):
         action = chance.random()
         if action < 0.6:
             name = pinned.get(request) or chance.choice(sorted(sizes))
-            found = ledger.ask(request, name, sizes[name])
+            found = ledger.pin_or_load(request, name, sizes[name])
             if found in (Residency.RESIDENT, Residency.LOADING):
                 pinned[request] = name
             if found is Residency.RESIDENT:

@@ -52,12 +52,15 @@ def make_request(name):
 def test_a_document_is_there_when_every_worker_has_read_it():
     half = make_half(workers=2)
     request = make_request("one")
-    assert half.match(request, 0) is None
+    assert half.count_computed_tokens(request, 0) is None
     (load,) = half.make_orders({}).loads
     for count in (1, 1):
-        assert half.match(request, 0) is None
-        half.note_report(LoadReport({("a", load.number): count}))
-    assert half.match(request, 0) == PLACEHOLDERS and half.match(request, 96) == 32
+        assert half.count_computed_tokens(request, 0) is None
+        half.apply_report(LoadReport({("a", load.number): count}))
+    assert (
+        half.count_computed_tokens(request, 0) == PLACEHOLDERS
+        and half.count_computed_tokens(request, 96) == 32
+    )
     half.note_blocks("one", (7, 8, 9), PLACEHOLDERS)
     assert half.make_orders({"one": 3}).documents == {7: "a"}
     assert half.make_orders({"other": 3}).documents == {}, (
@@ -71,22 +74,24 @@ def test_a_load_that_failed_on_one_worker_counts_nowhere():
     """The other worker reports it later; that must not count for the next load."""
     half = make_half(workers=2)
     first = make_request("one")
-    assert half.match(first, 0) is None
+    assert half.count_computed_tokens(first, 0) is None
     (load,) = half.make_orders({}).loads
-    half.note_report(LoadReport(failed={("a", load.number): "cannot be read"}))
-    assert half.match(first, 0) == PLACEHOLDERS + 2, "promised, and reported as lost"
+    half.apply_report(LoadReport(failed={("a", load.number): "cannot be read"}))
+    assert half.count_computed_tokens(first, 0) == PLACEHOLDERS + 2, (
+        "promised, and reported as lost"
+    )
     assert not first.skip_reading_prefix_cache
     half.note_blocks("one", (0, 1, 2, 3, 4), PLACEHOLDERS + 2)
     orders = half.make_orders({"one": 3})
     assert orders.drops == ["a"] and orders.bad_blocks == {0, 1, 2, 3, 4}
     half.forget_request("one")
     second = make_request("two")
-    assert half.match(second, 0) is None
+    assert half.count_computed_tokens(second, 0) is None
     (again,) = half.make_orders({}).loads
-    half.note_report(LoadReport({("a", load.number): 1, ("a", again.number): 1}))
-    assert half.match(second, 0) is None
-    half.note_report(LoadReport({("a", again.number): 1}))
-    assert half.match(second, 0) == PLACEHOLDERS
+    half.apply_report(LoadReport({("a", load.number): 1, ("a", again.number): 1}))
+    assert half.count_computed_tokens(second, 0) is None
+    half.apply_report(LoadReport({("a", again.number): 1}))
+    assert half.count_computed_tokens(second, 0) == PLACEHOLDERS
 
 
 def test_reports_of_ranks_are_added():

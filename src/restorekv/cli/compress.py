@@ -17,11 +17,11 @@ from restorekv.files import check_target
 def run(
     file: Annotated[
         str,
-        typer.Argument(help="A text, HTML, PDF or DOCX file, - for stdin, or a folder of such."),
+        typer.Argument(help="A text, HTML, PDF or DOCX file, - for stdin, or a folder of files."),
     ],
     out: Annotated[
         Path,
-        typer.Option("--output", "-o", help="The cache file to write, or for a folder, a folder."),
+        typer.Option("--output", "-o", help="The cache file to write; for a folder, a folder."),
     ],
     ratio: Annotated[
         str | None, typer.Option(help="Share of the KV pairs to hold, in (0, 1]; 0.1 unless given.")
@@ -57,7 +57,7 @@ def run(
         int, typer.Option(min=1, help="With --ray, how many documents at once.")
     ] = 2,
 ) -> None:
-    # What the options alone rule out is refused here, before a model is loaded.
+    # Check the options before PyTorch is imported and a model is loaded, which takes long.
     if ratio is not None and tokens_per_head is not None:
         raise BudgetError("Give either --ratio or --tokens-per-head, not both.")
     if ratio is not None:
@@ -69,20 +69,20 @@ def run(
     if not is_folder:
         if ray:
             raise RestoreKVError(
-                "--ray spreads the documents of a folder; leave it out for one text."
+                "--ray needs a folder of documents; leave it out for a single text."
             )
         check_text_file(file)
         check_target(out)
         check_outputs_apart((out, json), (file, model))
 
-    # From here on PyTorch is imported.
+    # These imports load PyTorch; the checks above must not need it.
     from restorekv.cli.compress_text import compress_file
     from restorekv.cli.folder import CompressionRecipe, compress_folder
     from restorekv.compression.config import CompressionConfig, RestoreFrom
     from restorekv.compression.eviction import make_compressor
 
     config = CompressionConfig(
-        # `CompressionConfig` refuses other words than its own with a sentence.
+        # `CompressionConfig` checks these words itself.
         prefix_policy=cast("PrefixPolicy", prefix_policy),
         on_small_budget=cast("OnSmallBudget", on_small_budget),
         allocation=allocation,
@@ -95,6 +95,7 @@ def run(
         system=system,
         max_context=max_context,
     )
+    # Refuses a bad combination before the model is loaded; the workers make compressors themselves.
     make_compressor(evictor, config)
 
     recipe = CompressionRecipe(
@@ -102,12 +103,10 @@ def run(
         dtype=dtype,
         device=device,
         yarn=yarn,
-        options={
-            "evictor": evictor,
-            "ratio": ratio,
-            "tokens_per_head": tokens_per_head,
-            "adapter": None if adapter == "none" else adapter,
-        },
+        evictor=evictor,
+        ratio=ratio,
+        tokens_per_head=tokens_per_head,
+        adapter=None if adapter == "none" else adapter,
         config=config,
     )
     if is_folder:

@@ -18,7 +18,7 @@ def compress_file(file: str, out: Path, recipe: CompressionRecipe, json: Path | 
     start = time.perf_counter()
     with show_progress_share("compressing", lines=False) as show:
         compressed = compress(
-            model, tokenizer, text, config=recipe.config, progress=show, **recipe.options
+            model, tokenizer, text, config=recipe.config, progress=show, **recipe.get_options()
         )
         seconds = time.perf_counter() - start
         show("saving", 1.0)

@@ -43,14 +43,26 @@ EXPECTED = (RestoreKVError, OSError, MemoryError, RuntimeError)
 
 @dataclass(frozen=True)
 class CompressionRecipe:
-    """The model and how texts are compressed; `options` and `config` are those of `compress`."""
+    """The model, and how it compresses texts: what `compress` takes."""
 
     model: str
     dtype: str
     device: str
     yarn: float | None
-    options: dict[str, Any]
+    evictor: str
+    ratio: str | None
+    tokens_per_head: int | None
+    adapter: str | None
     config: CompressionConfig
+
+    def get_options(self) -> dict[str, Any]:
+        """Return the keyword arguments of `compress` besides `config`."""
+        return {
+            "evictor": self.evictor,
+            "ratio": self.ratio,
+            "tokens_per_head": self.tokens_per_head,
+            "adapter": self.adapter,
+        }
 
 
 @dataclass(frozen=True)
@@ -81,21 +93,21 @@ class DocumentCompressor:
 
     def _identify(self, model: PreTrainedModel, tokenizer: Tokenizer) -> str:
         """Return JSON of what decides every cache file; refuse an adapter that does not fit."""
-        options = self.recipe.options
-        config = self.recipe.config
-        compressor = make_compressor(options["evictor"], config)
+        recipe = self.recipe
+        config = recipe.config
+        compressor = make_compressor(recipe.evictor, config)
         identity = identify_model(model, tokenizer)
         between = get_default_between(tokenizer)
         adapter = load_adapter(
             model,
-            options["adapter"],
+            recipe.adapter,
             compressor,
             config.restore_tokens,
             between,
-            parse_ratio(options["ratio"]) if options["ratio"] else None,
+            parse_ratio(recipe.ratio) if recipe.ratio else None,
             identity,
         )
-        settings = {**options, **vars(config), **config.to_json()}
+        settings = {**recipe.get_options(), **vars(config), **config.to_json()}
         del settings["between"]  # what the tokenizer says counts
         deciding = [
             __version__,
@@ -136,7 +148,7 @@ class DocumentCompressor:
             tokenizer,
             extract_text(name, content),
             config=self.recipe.config,
-            **self.recipe.options,
+            **self.recipe.get_options(),
         )
         # Without its seconds, a cache file has the same bytes, whoever makes it.
         manifest = replace(compressed.manifest, seconds={})

@@ -1,10 +1,9 @@
-"""Made-up material in the forms that data has: tables, settings, logs, lists of ids, calendars,
-accounts.
+"""Synthetic documents in the forms of structured data: tables, settings, logs, diaries.
 
-A cache is asked to look up single values in such texts, which prose seldom has. Every document is
-drawn from a seed; its values are guessed by nobody, and its questions ask for single cells, whole
-rows and columns. No template, word list or number format is one of RULER's: numbers have no seven
-digits, and there are no UUIDs.
+Questions about such texts look up single values, which prose seldom has. Every document is drawn
+from a seed. Its values cannot be guessed, and its questions ask for single cells, whole rows and
+columns. No template, word list or number format is one of RULER's: no number has seven digits, and
+there are no UUIDs.
 """
 
 import json
@@ -18,6 +17,7 @@ MADE_LICENSE = "cc0-1.0"
 LOOKUP = "lookup"
 ROW = "row"
 COLUMN = "column"
+MAX_REPEATED_NAMES = 50  # that are drawn for a table before it ends
 MADE_KINDS = (LOOKUP, ROW, COLUMN)
 CHARACTERS_PER_TOKEN = 1.9  # of such texts, roughly; only the length of a document depends on it
 TOWNS = (
@@ -98,15 +98,15 @@ class MadeDocument:
 
 @dataclass(frozen=True)
 class MadeTable:
-    """Rows of values; the first column names its row."""
+    """Rows of values. The first column identifies the row, and `key` is its name."""
 
-    title: str
+    key: str
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]]
 
 
 def make_document(rng: random.Random, tokens: int) -> MadeDocument:
-    """Return a document of roughly that many tokens, in a form that is drawn."""
+    """Return a document of roughly that many tokens, in a random one of FORMS."""
     characters = int(tokens * CHARACTERS_PER_TOKEN)
     form = rng.choice(FORMS)
     return form(rng, characters)
@@ -132,10 +132,14 @@ def draw_date(rng: random.Random) -> str:
     day = rng.randint(1, 28)
     month = rng.randint(1, 12)
     year = rng.randint(1850, 2060)
-    named = MONTHS[month - 1]
+    month_name = MONTHS[month - 1]
     return rng.choice(
-        (f"{year}-{month:02}-{day:02}", f"{day} {named} {year}", f"{named} {day}, {year}")
+        (f"{year}-{month:02}-{day:02}", f"{day} {month_name} {year}", f"{month_name} {day}, {year}")
     )
+
+
+def draw_flag(rng: random.Random) -> str:
+    return rng.choice(("true", "false"))
 
 
 def draw_time(rng: random.Random) -> str:
@@ -182,8 +186,8 @@ def draw_table(rng: random.Random, characters: int) -> MadeTable:
     names: set[str] = set()
     size = 0
     repeats = 0
-    # Names run out in a long table, which ends after fifty repeated names in all.
-    while size < characters and repeats < 50:
+    # Names run out in a long table, which then ends.
+    while size < characters and repeats < MAX_REPEATED_NAMES:
         name = KEYS[key](rng)
         if name in names:
             repeats += 1
@@ -199,12 +203,12 @@ def ask_table(table: MadeTable, rng: random.Random) -> list[tuple[str, str]]:
     """Return questions about cells, rows and a column of a table."""
     questions = []
     for row in rng.sample(table.rows, min(3, len(table.rows))):
-        place = rng.randrange(1, len(table.columns))
-        column = table.columns[place]
+        column_index = rng.randrange(1, len(table.columns))
+        column = table.columns[column_index]
         wordings = (
             f"What is the {column} of {row[0]}?",
             f"Which {column} is given for {row[0]}?",
-            f"Which {table.title} has the {column} {row[place]}?",
+            f"Which {table.key} has the {column} {row[column_index]}?",
         )
         questions.append((LOOKUP, rng.choice(wordings)))
     row = rng.choice(table.rows)
@@ -265,9 +269,7 @@ def make_settings(rng: random.Random, characters: int) -> MadeDocument:
             section = f"{section}{rng.randint(2, 99)}"
         lines.append(section_form.format(section))
         for key in rng.sample(WORDS, rng.randint(2, 6)):
-            draw = rng.choice(
-                (draw_number, draw_code, draw_price, lambda own: own.choice(("true", "false")))
-            )
+            draw = rng.choice((draw_number, draw_code, draw_price, draw_flag))
             value = draw(rng)
             values.append((section, key, value))
             lines.append(f"{key}{assign}{value}")
@@ -284,11 +286,13 @@ def make_settings(rng: random.Random, characters: int) -> MadeDocument:
 def make_log(rng: random.Random, characters: int) -> MadeDocument:
     """Return the log of several services."""
     minutes = rng.randint(0, 600)
+    # Time, service and what it reports.
     lines: list[tuple[str, str, str]] = []
     size = 0
     while size < characters:
         minutes += rng.randint(1, 4)
         stamp = f"{minutes // 60 % 24:02}:{minutes % 60:02}:{rng.randint(0, 59):02}"
+        # Every field is drawn, so that the number of draws does not depend on the event.
         fields = {
             "name": rng.choice(NAMES),
             "code": draw_code(rng),
@@ -296,8 +300,10 @@ def make_log(rng: random.Random, characters: int) -> MadeDocument:
             "number": draw_number(rng),
             "small": str(rng.randint(1, 99)),
         }
-        lines.append((stamp, rng.choice(SERVICES), rng.choice(EVENTS).format(**fields)))
-        size += len(lines[-1][2]) + 20
+        service = rng.choice(SERVICES)
+        event = rng.choice(EVENTS).format(**fields)
+        lines.append((stamp, service, event))
+        size += len(event) + 20
     text = "\n".join(f"{stamp} [{service}] {event}" for stamp, service, event in lines)
     questions = [(LOOKUP, f"What happened at {stamp}?") for stamp, _, _ in rng.sample(lines, 2)]
     stamp, service, event = rng.choice(lines)
@@ -307,7 +313,7 @@ def make_log(rng: random.Random, characters: int) -> MadeDocument:
     return MadeDocument(text, questions)
 
 
-def make_calendar(rng: random.Random, characters: int) -> MadeDocument:
+def make_diary(rng: random.Random, characters: int) -> MadeDocument:
     """Return a diary of appointments."""
     entries: list[tuple[str, str]] = []
     dates: set[str] = set()
@@ -317,7 +323,7 @@ def make_calendar(rng: random.Random, characters: int) -> MadeDocument:
         if date in dates:
             continue
         dates.add(date)
-        what = rng.choice(
+        appointment = rng.choice(
             (
                 f"{rng.choice(NAMES)} hands over {rng.choice(GOODS)} at {rng.choice(PLACES)}",
                 f"meet {rng.choice(NAMES)} in {rng.choice(TOWNS)} at {draw_time(rng)}",
@@ -325,9 +331,9 @@ def make_calendar(rng: random.Random, characters: int) -> MadeDocument:
                 f"call {rng.choice(NAMES)}, extension {draw_number(rng)}",
             )
         )
-        entries.append((date, what))
-        size += len(date) + len(what) + 3
-    text = "\n".join(f"{date}: {what}" for date, what in entries)
+        entries.append((date, appointment))
+        size += len(date) + len(appointment) + 3
+    text = "\n".join(f"{date}: {appointment}" for date, appointment in entries)
     questions = [(LOOKUP, f"What is planned for {date}?") for date, _ in rng.sample(entries, 2)]
     questions.append((LOOKUP, f'On which date does the diary say "{rng.choice(entries)[1]}"?'))
     questions.append((COLUMN, "List the dates of the diary in order."))
@@ -342,5 +348,5 @@ FORMS: tuple[Callable[[random.Random, int], MadeDocument], ...] = (
     make_sentences,
     make_settings,
     make_log,
-    make_calendar,
+    make_diary,
 )

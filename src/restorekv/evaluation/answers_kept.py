@@ -58,11 +58,11 @@ def list_kept_answers(pool: SeedPool, full: SeedPool, title: str) -> list[KeptAn
     """
     is_right = full.benchmark.is_right
     found = []
-    for sample, line in full.contexts.items():
-        if sample not in pool.contexts:  # another seed was asked of the full cache too
+    for sample, line in full.lines_by_context.items():
+        if sample not in pool.lines_by_context:  # another seed was asked of the full cache too
             continue
         # The same questions by their ids, whatever the order.
-        own = {answer["id"]: answer for answer in pool.contexts[sample]["answers"]}
+        own = {answer["id"]: answer for answer in pool.lines_by_context[sample]["answers"]}
         for answer in line["answers"]:
             if is_right(answer):
                 kept = is_right(own[answer["id"]])

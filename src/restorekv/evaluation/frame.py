@@ -72,7 +72,7 @@ class GridEntry:
         if pool.lines:
             whole |= {key: pool.average(key) for key in SIZES}
             whole["kept"] = pool.compute_kept_share()
-            whole["kept_with_prefix"] = pool.compute_kept_share(prefix=True)
+            whole["kept_with_prefix"] = pool.compute_kept_share(with_prefix=True)
             if self.full and self.full.lines:
                 whole["of_full"] = pool.average("bytes") / self.full.average("bytes")
         # A cell that runs has a row too, with its progress instead of scores.

@@ -1,5 +1,5 @@
-"""The figures of cells: pools of seeds with their scores and sizes, a cell's summary, and rows for
-programs.
+"""From the answers of cells to figures: scores with intervals and sizes of caches, pooled over
+seeds, as a cell's summary and as rows for programs.
 """
 
 import hashlib
@@ -22,7 +22,8 @@ from restorekv.evaluation.stats import (
     score_answers,
 )
 
-CONVENTIONS = (
+# What a row takes over from the record of how its cell was made.
+IDENTITY_COLUMNS = (
     "prefix_policy",
     "on_small_budget",
     "allocation",
@@ -32,15 +33,16 @@ CONVENTIONS = (
     "dtype",
     "device",
 )
-CACHE_FIGURES = ("pairs", "pairs_with_prefix", "bytes", "kept", "kept_with_prefix", "samples")
+# What a row takes over from the summary of its cell.
+SUMMARY_COLUMNS = ("pairs", "pairs_with_prefix", "bytes", "kept", "kept_with_prefix", "samples")
 
 
 @dataclass(frozen=True)
 class SeedPool:
-    """One cell, or the cells that differ only in the benchmark's seed; means leave the tasks
-    `left_out` out.
+    """Results of one cell, pooled over the benchmark's seeds.
 
-    In `members` no tasks are all tasks; a task by itself counts even if means leave it out.
+    Means skip the tasks in `left_out`, unless nothing else is asked for. Methods take `members`,
+    the tasks to use; empty means all.
     """
 
     results: tuple[Result, ...]
@@ -75,7 +77,7 @@ class SeedPool:
         return sum(len(result.lines) for result in self.results), samples
 
     @cached_property
-    def contexts(self) -> dict[int | str, dict]:
+    def lines_by_context(self) -> dict[int | str, dict]:
         """The line of every context, each context once: two seeds may have drawn the same one."""
         # Samples of one cell have unique names already.
         if len(self.results) == 1:
@@ -83,7 +85,8 @@ class SeedPool:
         lines: dict[int | str, dict] = {}
         for result in self.results:
             for line in result.lines:
-                # Seeds number their contexts alike, so a name says also what was asked of which.
+                # Every seed numbers its contexts from 0, so the name includes a hash of what was
+                # asked.
                 asked = [(answer["question"], answer["references"]) for answer in line["answers"]]
                 digest = hashlib.sha256(repr(asked).encode()).hexdigest()[:12]
                 lines.setdefault(f"{line['sample']} {line['context']} {digest}", line)
@@ -91,11 +94,11 @@ class SeedPool:
 
     @property
     def lines(self) -> list[dict]:
-        return list(self.contexts.values())
+        return list(self.lines_by_context.values())
 
     @cached_property
     def answers(self) -> list[ScoredAnswer]:
-        return list_answers(self.contexts.items())
+        return list_answers(self.lines_by_context.items())
 
     @property
     def tasks(self) -> list[str]:
@@ -105,9 +108,9 @@ class SeedPool:
     def task_groups(self) -> dict[str, Sequence[str]]:
         """The benchmark's groups of tasks of which any was asked."""
         return {
-            name: own
-            for name, own in self.benchmark.group_tasks().items()
-            if not set(own).isdisjoint(self.tasks)
+            name: members
+            for name, members in self.benchmark.group_tasks().items()
+            if not set(members).isdisjoint(self.tasks)
         }
 
     def find_tasks_without_loss(self) -> tuple[str, ...]:
@@ -125,10 +128,10 @@ class SeedPool:
     def score_tasks(
         self, members: Iterable[str] = (), base: Self | None = None, full: Self | None = None
     ) -> dict[str, Any]:
-        """Return `stats.score_answers`, with the paired gain over `base` if given.
+        """Return score, interval and counts (see `stats.score_answers`).
 
-        With `full` too, `recovered` is the share of the base's loss to it that came back, None
-        without a loss.
+        With `base` they include the paired gain over it. With `full` too, they include `recovered`:
+        the gain as a share of what the base loses to the full cache, None if it loses nothing.
         """
         figures: dict[str, Any] = score_answers(
             self.list_counted_answers(members),
@@ -137,28 +140,35 @@ class SeedPool:
         )
         if base and full:
             # The loss is what the base lacks to the full cache, over the same tasks.
-            of_full = compute_mean_score(full.list_counted_answers(members), self.averages_contexts)
-            of_base = compute_mean_score(base.list_counted_answers(members), self.averages_contexts)
+            averages_contexts = self.averages_contexts
+            full_score = compute_mean_score(full.list_counted_answers(members), averages_contexts)
+            base_score = compute_mean_score(base.list_counted_answers(members), averages_contexts)
             figures["recovered"] = None
-            if of_full > of_base:
-                figures["recovered"] = figures["gain"] / (of_full - of_base)
+            if full_score > base_score:
+                figures["recovered"] = figures["gain"] / (full_score - base_score)
         return figures
 
     def average_metrics(self, members: Iterable[str] = ()) -> dict[str, float]:
         """Return every further metric in points: the mean over tasks of the mean over questions."""
-        # Metric by task by value: a task counts once, however many questions it has.
         chosen = {answer.task for answer in self.list_counted_answers(members)}
-        by_metric: dict[str, dict[str, list[float]]] = {}
-        for line in self.lines:
-            for answer in line["answers"]:
-                if answer["task"] in chosen:
-                    for name, value in answer.get("metrics", {}).items():
-                        by_metric.setdefault(name, {}).setdefault(answer["task"], []).append(value)
         points = {}
-        for name, by_task in by_metric.items():
+        for name, by_task in self._collect_metric_values(chosen).items():
+            # A task counts once, however many questions it has.
             means = [np.mean(values) for values in by_task.values()]
             points[name] = 100 * float(np.mean(means))
         return points
+
+    def _collect_metric_values(self, chosen: set[str]) -> dict[str, dict[str, list[float]]]:
+        """Return the values of each metric by task, over the chosen tasks."""
+        by_metric: dict[str, dict[str, list[float]]] = {}
+        for line in self.lines:
+            for answer in line["answers"]:
+                if answer["task"] not in chosen:
+                    continue
+                for name, value in answer.get("metrics", {}).items():
+                    by_task = by_metric.setdefault(name, {})
+                    by_task.setdefault(answer["task"], []).append(value)
+        return by_metric
 
     def summarize_fidelity(self, members: Iterable[str] = ()) -> dict[str, float]:
         """Return how far the answers are from the full cache's, {} where that was not recorded; see
@@ -175,17 +185,16 @@ class SeedPool:
     def average(self, key: str) -> float:
         return float(self.get_values(key).mean())
 
-    def compute_kept_share(self, prefix: bool = False) -> float:
+    def compute_kept_share(self, with_prefix: bool = False) -> float:
         """Return the share of pairs held, mean over contexts: of those in the budget, or of all
         with the prefix.
         """
         # L * H pairs for each column that competes: T, or S + T with the prefix counted.
         heads = self.identity["shape"]["layers"] * self.identity["shape"]["heads"]
-        counts = prefix or self.identity["prefix_policy"] == "counted"
         columns = self.get_values("tokens")
-        if counts:
+        if with_prefix or self.identity["prefix_policy"] == "counted":
             columns = columns + self.get_values("prefix")
-        pairs = self.get_values("pairs_with_prefix" if prefix else "pairs")
+        pairs = self.get_values("pairs_with_prefix" if with_prefix else "pairs")
         return float(np.mean(pairs / columns / heads))
 
 
@@ -195,23 +204,23 @@ def summarize_cell(result: Result) -> dict:
     """
     pool = SeedPool((result,))
 
-    def summarize_further(members: Sequence[str] = ()) -> dict[str, object]:
-        """Return fidelity and further metrics, as far as there are any."""
+    def summarize_extras(members: Sequence[str] = ()) -> dict[str, object]:
+        """Return fidelity and further metrics, if they were recorded."""
         figures: dict[str, object] = dict(pool.summarize_fidelity(members))
         if metrics := pool.average_metrics(members):
             figures["metrics"] = metrics
         return figures
 
-    tasks = {task: pool.score_tasks([task]) | summarize_further([task]) for task in pool.tasks}
+    by_task = {task: pool.score_tasks([task]) | summarize_extras([task]) for task in pool.tasks}
 
     return {
         **pool.score_tasks(),
         "samples": len(pool.lines),
         **{key: pool.average(key) for key in ("pairs", "pairs_with_prefix", "bytes")},
         "kept": pool.compute_kept_share(),
-        "kept_with_prefix": pool.compute_kept_share(prefix=True),
-        **summarize_further(),
-        "tasks": tasks,
+        "kept_with_prefix": pool.compute_kept_share(with_prefix=True),
+        **summarize_extras(),
+        "tasks": by_task,
         "groups": {name: pool.score_tasks(members) for name, members in pool.task_groups.items()},
     }
 
@@ -221,69 +230,70 @@ def make_rows(results: Sequence[Result]) -> list[dict]:
     are means.
     """
     # A cell that still runs has no figures, and cannot be the base or the full cache of another.
-    done = {result.cell: result for result in results if result.done}
-    full = {
-        cell.question_set: result for cell, result in reversed(done.items()) if cell.evictor == FULL
+    done_by_cell = {result.cell: result for result in results if result.done}
+    full_by_questions = {
+        cell.question_set: result
+        for cell, result in reversed(done_by_cell.items())
+        if cell.evictor == FULL
     }
     return [
-        _make_row(result, done.get(cell.base), full.get(cell.question_set))
-        for cell, result in done.items()
+        _make_row(result, done_by_cell.get(cell.base), full_by_questions.get(cell.question_set))
+        for cell, result in done_by_cell.items()
     ]
 
 
 def _make_row(result: Result, base: Result | None, full: Result | None) -> dict:
-    """Return a cell's figures; `gain` is over the base, `recovered` its share of the base's loss to
-    the full cache.
+    """Return a cell's figures. `gain` is over the base; `recovered` is the gain as a share of what
+    the base loses to the full cache.
 
     Means leave out the tasks on which the full cache scores below 10 (`left_out`); `tasks` holds
     every task, and fidelity is over all tasks. Figures of fidelity are None for a cell that was
     answered before they were recorded.
     """
     cell = result.cell
-    facts = result.identity
+    identity = result.identity
     figures = result.summary
     left_out = ()
     if full:
         left_out = SeedPool((full,)).find_tasks_without_loss()
     # The same tasks are left out of all three, so that their means compare.
     pool = SeedPool((result,), left_out)
-    of_base = None
+    base_pool = None
     # A cell that restores nothing is its own base, over which there is no gain.
     if base and cell.restored:
-        of_base = SeedPool((base,), left_out)
-    of_full = None
+        base_pool = SeedPool((base,), left_out)
+    full_pool = None
     if full:
-        of_full = SeedPool((full,), left_out)
-    score = pool.score_tasks(base=of_base, full=of_full)
-    recovered = {}
-    if "recovered" in score:
-        recovered = {"recovered": score.pop("recovered")}
-    questions = {"questions": figures["questions"]}  # also those of the tasks that means leave out
-    return {
+        full_pool = SeedPool((full,), left_out)
+    score = pool.score_tasks(base=base_pool, full=full_pool)
+    # The questions are those of all tasks, also of those that means leave out.
+    score["questions"] = figures["questions"]
+    row = {
         "model": cell.model,
         "benchmark": cell.benchmark,
         "protocol": cell.protocol,
         "evictor": cell.evictor,
-        "method": facts["method"],
+        "method": identity["method"],
         "restored": cell.restored,
-        "adapter": facts["adapter"] and facts["adapter"]["hash"],
+        "adapter": identity["adapter"] and identity["adapter"]["hash"],
         "label": describe_controls(cell),
         "ratio": cell.value,
         "storage": cell.storage,
         "streaming": cell.streaming,
-        **{key: facts[key] for key in CONVENTIONS},
-        **{key: figures[key] for key in CACHE_FIGURES},
-        **score,
-        **questions,
+        **{key: identity[key] for key in IDENTITY_COLUMNS},
+        **{key: figures[key] for key in SUMMARY_COLUMNS},
+        **{key: value for key, value in score.items() if key != "recovered"},
         "metrics": pool.average_metrics(),
         **{key: figures.get(key) for key in FIGURES},
         "tasks": {task: each["score"] for task, each in figures["tasks"].items()},
         "left_out": list(left_out),
         "groups": {
-            name: pool.score_tasks(members, of_base) for name, members in pool.task_groups.items()
+            name: pool.score_tasks(members, base_pool) for name, members in pool.task_groups.items()
         },
-        **recovered,
     }
+    if "recovered" in score:
+        row["recovered"] = score["recovered"]
+    return row
 
 
 def describe_controls(cell: Cell) -> str:
@@ -307,6 +317,7 @@ def make_payload(results: Sequence[Result]) -> dict:
     done = {result.cell.name: result for result in results if result.done}
     return {
         "rows": make_rows(results),
+        # The file format's name for identities.
         "facts": {name: result.identity for name, result in done.items()},
         "answers": {name: result.lines for name, result in done.items()},
     }

@@ -28,7 +28,11 @@ from restorekv.model.attention.proofs import (
     compute_tolerance,
     register_component,
 )
-from restorekv.model.attention.trials import point_queries_at, require_kernels, require_nothing
+from restorekv.model.attention.trials import (
+    explain_missing_kernels,
+    explain_no_obstacle,
+    point_queries_at,
+)
 
 
 @dataclass(frozen=True)
@@ -259,7 +263,7 @@ def register_proofs(kernels: ModuleType | None) -> None:
             "blocked",
             "Scoring in blocks of rows (blocked)",
             "Slower operations score",
-            require_nothing,
+            explain_no_obstacle,
             measure_blocked,
         )
     )
@@ -268,7 +272,7 @@ def register_proofs(kernels: ModuleType | None) -> None:
             "maxima",
             "The Triton kernels of scoring",
             "PyTorch's own operations score, more slowly",
-            require_kernels,
+            explain_missing_kernels,
             partial(measure_maxima, kernels),
         )
     )

@@ -76,12 +76,11 @@ def answer_greedily(
 ) -> list[str]:
     """Return one greedy answer per question; `cache` itself does not change."""
     requests = [(context, cache, question) for question in questions]
-    return [
-        each[0].text
-        for each in answer_questions(
-            model, tokenizer, requests, max_new_tokens, answer_prefix=answer_prefix, graph=graph
-        )
-    ]
+    answers = answer_questions(
+        model, tokenizer, requests, max_new_tokens, answer_prefix=answer_prefix, graph=graph
+    )
+    # One sample of each question.
+    return [samples[0].text for samples in answers]
 
 
 def answer_questions(
@@ -99,7 +98,7 @@ def answer_questions(
     Args:
         model: The model that made the caches.
         tokenizer: Its tokenizer.
-        requests: A context, its cache and a question each.
+        requests: A context, its cache and a question for each answer.
         max_new_tokens: How long an answer may be: one limit, or one for each question.
         answer_prefix: What every answer begins with.
         graph: Make every step the same work, on a GPU a CUDA graph; for greedy answers alone.
@@ -146,7 +145,7 @@ def make_answer(
     stops: set[int],
     prompt_tokens: int,
     chooser: TokenChooser | None,
-    keeps_space: bool = False,
+    keep_leading_space: bool = False,
 ) -> Answer:
     """Make an Answer from generated ids. Its text has no leading space and stops before a stop
     string, or before the repetition that ended it.
@@ -157,7 +156,7 @@ def make_answer(
         stops: The EOS ids.
         prompt_tokens: How many tokens the question has, with the template around it.
         chooser: What chose the ids; None if the likeliest ones were taken.
-        keeps_space: Leave a space at the start, as in a text's continuation.
+        keep_leading_space: Leave a space at the start, as in a text's continuation.
     """
     repeated = chooser.count_repeated() if chooser else 0
     text = decoding.decode_answer(tokenizer, ids[: len(ids) - repeated], stops)
@@ -178,12 +177,14 @@ def make_answer(
         finish = "repetition"
     elif ended:
         finish = "stop"
-    text = text[:cut] if keeps_space else text[:cut].lstrip()
+    text = text[:cut] if keep_leading_space else text[:cut].lstrip()
     return Answer(text, tuple(ids), finish, prompt_tokens, logprobs, top)
 
 
 def to_result(answers: list[Answer], details: bool, samples: int) -> str | Answer | list[Any]:
-    """Return the answers to one question as the caller wants them."""
+    """Return the answers to one question: texts, or with `details` Answer objects, and a list only
+    if there are several samples.
+    """
     results = answers if details else [answer.text for answer in answers]
     return results if samples > 1 else results[0]
 
@@ -277,7 +278,7 @@ class GrowingText:
     """The text of an answer while it is generated. It returns only what later tokens cannot change:
     whole characters, and nothing that may be the start of a stop string.
 
-    The text has no leading space, unless `keeps_space`, and ends before any stop string.
+    The text has no leading space, unless `keep_leading_space`, and ends before any stop string.
     """
 
     def __init__(
@@ -285,12 +286,12 @@ class GrowingText:
         tokenizer: Tokenizer,
         eos_ids: set[int],
         stop_strings: Sequence[str] = (),
-        keeps_space: bool = False,
+        keep_leading_space: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.stop_strings = stop_strings
-        self.keeps_space = keeps_space
+        self.keep_leading_space = keep_leading_space
         self.stream = TextStream(tokenizer, skip_special_tokens=True)
         # An id of `eos_ids` that came last. It is part of the text only if another id follows.
         self.end: int | None = None
@@ -316,7 +317,7 @@ class GrowingText:
     def shorten(self, text: str) -> str:
         """Return a text up to the first stop string, as it starts."""
         shortened = text[: find_first_stop(self.stop_strings, text)]
-        return shortened if self.keeps_space else shortened.lstrip()
+        return shortened if self.keep_leading_space else shortened.lstrip()
 
     def upto(self, text: str, end: int) -> str:
         """Return what was not returned before of the first `end` characters."""
@@ -355,7 +356,7 @@ def make_generate_inputs(
     prompt_ids = encode_question(tokenizer, context, question, answer_prefix)
     placeholder = get_padding_id(tokenizer)
     if plain:
-        # A rectangle: the first head holds as many pairs as all others.
+        # Every head holds the same number of pairs, so that of the first head is enough.
         held = cache.full_attention[0].bounds[1] + cache.restore_length
         first = cache.get_seq_length()
         ids = torch.cat([prompt_ids.new_full((1, held), placeholder), prompt_ids], -1)

@@ -23,7 +23,7 @@ from restorekv.cache.tail import CompressedLayer
 from restorekv.model import attention
 from restorekv.model.attention.naive import make_causal_mask
 from restorekv.model.attention.proofs import Component, Measurement, Target, register_component
-from restorekv.model.attention.trials import LENGTHS, make_layer, require_nothing
+from restorekv.model.attention.trials import LENGTHS, explain_no_obstacle, make_layer
 
 LAYERS = 2
 HIDDEN = 64
@@ -210,7 +210,7 @@ def register_all(make_steps: MakeSteps, padded: Padded) -> None:
             "graph",
             "Decoding with CUDA graphs",
             "Steps are computed one by one, more slowly",
-            require_nothing,
+            explain_no_obstacle,
             partial(measure_steps, make_steps, padded),
         )
     )

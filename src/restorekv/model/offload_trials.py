@@ -15,7 +15,7 @@ import torch
 
 from restorekv.cache.tail import KeysValues
 from restorekv.model.attention.proofs import Component, Measurement, Target, register_component
-from restorekv.model.attention.trials import require_nothing
+from restorekv.model.attention.trials import explain_no_obstacle
 
 if TYPE_CHECKING:
     from restorekv.model.offload import OffloadStore
@@ -112,7 +112,7 @@ def register_stores(make_store: MakeStore) -> None:
             "offload",
             "Offloading",
             "Copies of offloaded layers are waited for, which takes longer",
-            require_nothing,
+            explain_no_obstacle,
             partial(_measure_store, make_store, True),
         )
     )

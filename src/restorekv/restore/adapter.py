@@ -29,14 +29,16 @@ from restorekv.errors import AdapterError, make_printable, warn
 from restorekv.model import base_weights
 from restorekv.model.cache_argument import pass_cache
 from restorekv.model.identity import ModelIdentity, identify_model
-from restorekv.model.names import NAMES, get_model_name, to_hub_id
+from restorekv.model.names import NAMES as MODEL_NAMES
+from restorekv.model.names import get_model_name, to_hub_id
 from restorekv.model.shape import get_backbone
 from restorekv.model.support import refuse_beyond
 from restorekv.restore import adapter_file, publish
 from restorekv.restore.adapter_file import AdapterCard, StoredAdapter, to_plain_json
 from restorekv.restore.hub import fetch_adapter, recognize_copy
 from restorekv.restore.licenses import inherit_license, normalize_license
-from restorekv.restore.lora import NAME, attach_lora, check_lora_fit
+from restorekv.restore.lora import NAME as LORA_NAME
+from restorekv.restore.lora import attach_lora, check_lora_fit
 from restorekv.spec import split_specs
 
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -78,13 +80,13 @@ class RestoreAdapter(nn.Module):
         adapted, layers = attach_lora(model, config)
         self.lora_parameters: dict[str, nn.Parameter] = {}
         for path, layer in layers.items():
-            self.lora_parameters[f"{path}.lora_A.weight"] = layer.lora_A[NAME].weight
-            self.lora_parameters[f"{path}.lora_B.weight"] = layer.lora_B[NAME].weight
+            self.lora_parameters[f"{path}.lora_A.weight"] = layer.lora_A[LORA_NAME].weight
+            self.lora_parameters[f"{path}.lora_B.weight"] = layer.lora_B[LORA_NAME].weight
         self.lora = nn.ParameterList(self.lora_parameters.values())
         # In a tuple, because attributes would make both a part of this module.
         self._models = (model, adapted)
-        # Whose README.md may name a license, which is looked up when the adapter is trained on,
-        # saved or published.
+        # The folder that it was loaded from. Its README.md may name a license, which is looked up
+        # when the adapter is trained on, saved or published.
         self._folder: Path | None = None
 
     @classmethod
@@ -222,8 +224,9 @@ class RestoreAdapter(nn.Module):
         return self._models[1]
 
     def truncate(self, count: int) -> RestoreAdapter:
-        """Return an adapter of the first `count` tokens; warn unless they were trained to work
-        alone.
+        """Return an adapter with only the first `count` restore tokens.
+
+        Warns unless it was trained nested, that is, to work with fewer of its tokens.
         """
         if not 1 <= count <= self.restore_tokens:
             raise AdapterError(
@@ -273,13 +276,13 @@ class RestoreAdapter(nn.Module):
         Gradients reach the embeddings and LoRA.
 
         Args:
-            cache: a view of the full cache of S + T columns, or an evicted cache. The view grows,
-                and what it shows does not change.
-            count: how many of the n restore tokens run, the first ones; all by default.
-            ratio: that of the cache that the pairs are for. An adapter that knows the ratio needs
-                it.
+            cache: An evicted cache, or a view of the full cache of S + T columns. The pairs of the
+                restore tokens are appended to it; a full cache behind a view is not changed.
+            count: How many of the n restore tokens run, the first ones; all by default.
+            ratio: The ratio of the cache that the pairs are for. An adapter that knows the ratio
+                needs it.
         """
-        # The restore tokens stand right after everything that was read.
+        # The restore tokens come right after everything that was read.
         first = cache.get_seq_length()
         embeddings = self.make_inputs(ratio)[:count].to(self.model.dtype)
         refuse_beyond(self.model, first + len(embeddings), "The text with its restore tokens")
@@ -372,11 +375,11 @@ class RestoreAdapter(nn.Module):
         """Warn of a use other than the training's: an adapter restores what its own eviction loses.
 
         Args:
-            evictor: the spec of the evictor.
-            allocation: which pairs compete. None skips the comparison, as for all that follow.
-            restore_from: what the restore pass reads.
-            prefix_policy: whether the chat prefix counts.
-            between: the text between document and question.
+            evictor: The spec of the evictor.
+            allocation: Which pairs compete. None skips the comparison, as for all that follow.
+            restore_from: What the restore pass reads.
+            prefix_policy: Whether the chat prefix counts.
+            between: The text between document and question.
         """
         card = self.card
         if card.source is not None and "Qwen3" in card.source:
@@ -416,8 +419,8 @@ class RestoreAdapter(nn.Module):
                 parameter.copy_(state[name])
 
     def identity(self) -> dict[str, object]:
-        """Return plain JSON for records: a hash of embeddings and LoRA, n, and the conventions of
-        the training.
+        """Return plain JSON for records: a hash of embeddings and LoRA, n, and the settings it was
+        trained with.
         """
         identity = {
             "hash": self.to_stored().weights_hash(),
@@ -516,7 +519,7 @@ class RestoreAdapter(nn.Module):
 
 def make_card(model: PreTrainedModel, n: int, identity: ModelIdentity) -> AdapterCard:
     """Return the card of an untrained adapter of `model`, whose identity is `identity`."""
-    is_local = identity.name not in NAMES and Path(identity.name).exists()
+    is_local = identity.name not in MODEL_NAMES and Path(identity.name).exists()
     base = base_weights.describe_base(model, identity)
     return AdapterCard(restore_tokens=n, local=is_local, **base)
 

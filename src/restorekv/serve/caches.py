@@ -264,8 +264,10 @@ class CacheEngine(Engine, Generic[Active]):
         for row in active.rows:
             if row.answer:
                 # What continues a prompt may begin with a space.
-                keeps_space = bool(active.question.prompt)
-                answer = make_answer(self.tokenizer, row.answer, self.stops, read, row, keeps_space)
+                keep_leading_space = bool(active.question.prompt)
+                answer = make_answer(
+                    self.tokenizer, row.answer, self.stops, read, row, keep_leading_space
+                )
                 answers.append(answer)
             else:
                 # Nobody waited for this sample any more before its first token.

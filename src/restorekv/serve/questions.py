@@ -134,7 +134,7 @@ class Questions:
                 service.engine.tokenizer,
                 service.engine.stops,
                 question.sampling.stop,
-                keeps_space=bool(question.prompt),
+                keep_leading_space=bool(question.prompt),
             )
             texts.append(text)
         return PendingAnswer(

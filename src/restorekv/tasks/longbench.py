@@ -60,7 +60,7 @@ METRICS: dict[str, Callable[..., float]] = {
 # Only an answer's first line counts; official inputs end with the answer prefix.
 FEW_SHOT = CATEGORIES["Few-shot"]
 EXTRA_TOKENS = 20  # kvpress's addition to the official limits of answers
-INSTEAD = (
+HUB_FIX = (
     "fetch the dataset with a network, or unpack data.zip of THUDM/LongBench, and give "
     "path=FOLDER, where tasks are "
     "files such as qasper.jsonl or folders such as qasper/"
@@ -126,7 +126,7 @@ def load_task(task: str, path: str) -> list[Sample]:
     """Return the task's distinct contexts, from the files below `path` or from the hub if it is
     empty.
     """
-    rows = _load_local_task(task, path) if path else load_hub_rows(HUB, task, "test", INSTEAD)
+    rows = _load_local_task(task, path) if path else load_hub_rows(HUB, task, "test", HUB_FIX)
     return group_by_context(
         _parse_row(task, f"{task}-{number}", place, row) for number, (place, row) in enumerate(rows)
     )
@@ -149,7 +149,7 @@ def _load_local_task(task: str, path: str) -> Rows:
     files = named or [file for file in files if file.parent.name == task]
     if not files:
         raise RestoreKVError(
-            f"{path} has no task {task}; {INSTEAD}, or leave it out by tasks=NAME+NAME."
+            f"{path} has no task {task}; {HUB_FIX}, or leave it out by tasks=NAME+NAME."
         )
     for file in files:
         yield from load_file_rows(file)

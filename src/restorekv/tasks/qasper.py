@@ -19,7 +19,7 @@ from restorekv.tasks.rows import Rows, check_form, load_file_rows, load_hub_rows
 
 HUB = "allenai/qasper"
 REVISION = "refs/convert/parquet"  # the main branch is a script, which datasets 4 refuses
-INSTEAD = "fetch qasper-dev-v0.3.json from allenai.org/project/qasper and give path=FILE"
+HUB_FIX = "fetch qasper-dev-v0.3.json from allenai.org/project/qasper and give path=FILE"
 PROMPT = longbench.PROMPTS["qasper"]
 
 
@@ -65,7 +65,7 @@ def _load_papers(path: str) -> Rows:
     each.
     """
     if not path:
-        yield from load_hub_rows(HUB, None, "validation", INSTEAD, REVISION)
+        yield from load_hub_rows(HUB, None, "validation", HUB_FIX, REVISION)
         return
     files = list_source_files(Path(path))
     if len(files) > 1:
@@ -81,7 +81,7 @@ def _load_papers(path: str) -> Rows:
 
 def _parse_paper(place: str, paper: dict) -> Iterator[Sample]:
     """Yield a paper's sample if it has questions."""
-    with check_form(f"{place} is not a paper of QASPER", INSTEAD):
+    with check_form(f"{place} is not a paper of QASPER", HUB_FIX):
         context = PROMPT.context.format(context=_join_sections(paper))
         questions = tuple(_parse_question(row) for row in _list_records(paper["qas"]))
         if questions:

@@ -62,36 +62,39 @@ Prepared = tuple[ScoredContext, list[TeacherTarget]]
 class TensorStore:
     """A folder of entries, each a file of tensors.
 
-    `facts` is what every entry depends on. Once its disk is `full`, the folder is only read.
+    Args:
+        folder: The folder.
+        identity: What every entry depends on: the model, its dtype and so on.
+        is_full: Whether the disk was found nearly full. From then on the folder is only read.
     """
 
     folder: Path
-    facts: dict[str, object] = field(default_factory=dict)
-    full: bool = False
+    identity: dict[str, object] = field(default_factory=dict)
+    is_full: bool = False
 
-    def make_entry_path(self, part: str, key: Mapping[str, object]) -> Path:
+    def make_entry_path(self, kind: str, key: Mapping[str, object]) -> Path:
         """Return the file of an entry, named by a hash of all that it depends on."""
-        # Everything that an entry depends on is in its name, so a stale file is never read; it is
-        # just never asked for again.
-        text = json.dumps({"version": VERSION, **self.facts, **key}, sort_keys=True)
+        # Everything that an entry depends on is in its name. So a stale file is never read: nothing
+        # asks for its name any more.
+        text = json.dumps({"version": VERSION, **self.identity, **key}, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()
-        return self.folder / part / f"{digest[:32]}.safetensors"
+        return self.folder / kind / f"{digest[:32]}.safetensors"
 
     def load_or_compute(
-        self, part: str, key: Mapping[str, object], is_valid: Check, compute: Callable[[], Tensors]
+        self, kind: str, key: Mapping[str, object], is_valid: Check, compute: Callable[[], Tensors]
     ) -> Tensors:
         """Return an entry's tensors, which are computed and written if it does not exist.
 
         Args:
-            part: the folder's part that the entry belongs to.
-            key: what the entry depends on besides `facts`.
-            is_valid: whether tensors that were read can be the entry's.
-            compute: makes the tensors.
+            kind: The subfolder: "scores", "prefill" or "teacher".
+            key: What the entry depends on besides `identity`.
+            is_valid: Checks names, dtypes and shapes of tensors that were read.
+            compute: Computes the tensors.
 
         Raises:
-            RestoreKVError: the file is damaged or holds other tensors.
+            RestoreKVError: The file is damaged or holds other tensors.
         """
-        path = self.make_entry_path(part, key)
+        path = self.make_entry_path(kind, key)
         if not path.exists():
             tensors = compute()
             self.write_entry(path, tensors)
@@ -100,25 +103,24 @@ class TensorStore:
         _, tensors = seal.read_sealed(path, KIND, what, finite=True)
         if not is_valid(tensors):
             raise RestoreKVError(
-                f"{what} is damaged, it holds other tensors than such a file; {FIX}."
+                f"{what} is damaged: its tensors have wrong names, dtypes or shapes; {FIX}."
             )
         return tensors
 
     def write_entry(self, path: Path, tensors: Tensors) -> None:
-        """Write an entry unless the disk is nearly full, which it warns of once."""
-        if self.full:
+        """Write an entry. If the disk is nearly full, warn once and write nothing from then on."""
+        if self.is_full:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             size = sum(value.nbytes for value in tensors.values())
             free = shutil.disk_usage(path.parent).free
-            # Room is left for others on the disk, and one warning says that no more is written.
-            self.full = size + SPARE_BYTES > free
-            if self.full:
+            self.is_full = size + SPARE_BYTES > free
+            if self.is_full:
                 warn(
-                    f"{self.folder} has {free:,} bytes free and at least {SPARE_BYTES:,} are left "
-                    "to others; the run continues and writes nothing more there (the next file "
-                    f"takes {size:,})."
+                    f"{self.folder} has {free:,} bytes free, too few for the next file ({size:,}) "
+                    f"and the {SPARE_BYTES:,} that stay free; the run continues without writing "
+                    "there."
                 )
                 return
             seal.write_sealed(path, KIND, tensors, follow=False)
@@ -129,11 +131,12 @@ class TensorStore:
 
 
 class TeacherCache:
-    """Contexts with an evictor's scores, without a restore cache, and their teacher's targets.
+    """Full caches, evictor scores and teacher targets of the training contexts, computed when they
+    are first asked for.
 
-    The first `config.keep` pairs of a context and an evictor stay in memory, in the order in which
-    they are asked for. A `store` keeps scores and targets on disk, and
-    with `store_prefill` the full caches too, which is affordable for small models only.
+    The first `config.keep` pairs of a context and an evictor that are asked for stay in memory. A
+    `store` keeps scores and targets on disk, and with `store_prefill` the full caches too, which
+    only those of small models are small enough for.
     """
 
     def __init__(
@@ -157,39 +160,40 @@ class TeacherCache:
         self.store = (
             None if store is None else TensorStore(store, describe_teacher(model, tokenizer))
         )
-        self.kept: dict[tuple[int, int], Prepared] = {}
-        # The context that further draws ask for.
+        # By the index of the context and of the evictor.
+        self.in_memory: dict[tuple[int, int], Prepared] = {}
+        # The newest one that is not in `in_memory`: the other draws of its step ask for it again.
         self.latest: tuple[tuple[int, int], Prepared] | None = None
         support.prepare_model(model)
 
     @torch.no_grad()
-    def get_context(self, index: int, evictor: int = 0) -> Prepared:
-        """Return the context and its targets, scored by the run's evictor of that index."""
-        if (index, evictor) in self.kept:
-            return self.kept[index, evictor]
-        if self.latest and self.latest[0] == (index, evictor):
+    def get_context(self, example_index: int, evictor_index: int = 0) -> Prepared:
+        """Return a context, scored by one of the run's evictors, and its targets."""
+        index = (example_index, evictor_index)
+        if index in self.in_memory:
+            return self.in_memory[index]
+        if self.latest and self.latest[0] == index:
             return self.latest[1]
         self.latest = None  # frees its full cache before the next one is made
-        example = self.examples[index]
+        example = self.examples[example_index]
         context = make_context(self.tokenizer, example.context)
-        prepared = self.prepare_context(context, self.evictions[evictor])
+        prepared = self.prepare_context(context, self.evictions[evictor_index])
         targets = self.find_targets(prepared, example)
-        if len(self.kept) < self.config.keep:
-            self.kept[index, evictor] = prepared, targets
-        # Several draws of a step ask for one context; it is kept until the next one is asked for.
+        if len(self.in_memory) < self.config.keep:
+            self.in_memory[index] = prepared, targets
         elif self.config.draws > 1:
-            self.latest = (index, evictor), (prepared, targets)
+            self.latest = index, (prepared, targets)
         return prepared, targets
 
     def prepare_context(self, context: Context, eviction: Eviction) -> ScoredContext:
-        """Return prefill and scores, each from the store if it is there."""
+        """Return prefill and scores of a context, loading each from the store if it has them."""
         if self.store is None:
             return _score_context(eviction, self.model, self.tokenizer, context)
         # Scores depend on text and evictor, a prefill on the text alone: two entries.
-        text = {"ids": _hash_ids(context.ids)}
-        key = text | {"evictor": eviction.identity(self.model)}
+        prefill_key = {"ids": _hash_ids(context.ids)}
+        scores_key = {**prefill_key, "evictor": eviction.identity(self.model)}
         shape = CacheShape.from_model(self.model)
-        # Computing scores makes a full cache, which need not be made again.
+        # Computing scores makes a full cache. It is kept here, so that it is not made twice.
         full: Cache | None = None
 
         def compute_scores() -> Tensors:
@@ -198,28 +202,36 @@ class TeacherCache:
             full = prepared.full
             return {"scores": prepared.scores}
 
-        scores_size = (torch.float32, (shape.layers, shape.heads, context.tokens))
-        are_scores = partial(seal.has_sizes, sizes={"scores": scores_size})
-        stored = self.store.load_or_compute("scores", key, are_scores, compute_scores)
+        scores_spec = (torch.float32, (shape.layers, shape.heads, context.tokens))
+        are_scores = partial(seal.has_sizes, sizes={"scores": scores_spec})
+        stored = self.store.load_or_compute("scores", scores_key, are_scores, compute_scores)
         if self.store_prefill:
-            sizes = {}
-            # A layer with a window holds its last W - 1 columns, the others all.
-            for layer, window in enumerate(list_windows(self.model.config)):
-                columns = min(context.positions, (window or context.positions + 1) - 1)
-                layer_size = (self.model.dtype, (1, shape.heads, columns, shape.head_dim))
-                sizes[f"keys.{layer}"] = layer_size
-                sizes[f"values.{layer}"] = layer_size
 
             def compute_prefill() -> Tensors:
                 return _pack_cache(full or prefill(self.model, context.ids))
 
-            is_prefill = partial(seal.has_sizes, sizes=sizes)
-            entry = self.store.load_or_compute("prefill", text, is_prefill, compute_prefill)
+            specs = self._list_prefill_specs(context.positions)
+            is_prefill = partial(seal.has_sizes, sizes=specs)
+            entry = self.store.load_or_compute("prefill", prefill_key, is_prefill, compute_prefill)
             full = _unpack_cache(self.model, entry, context.positions)
         if full is None:
             full = prefill(self.model, context.ids)
         scores = stored["scores"].to(self.model.device)
         return ScoredContext(self.model, context, full, scores, config=eviction.config)
+
+    def _list_prefill_specs(self, positions: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return dtype and shape of every tensor of a full cache of S + T positions, by name."""
+        shape = CacheShape.from_model(self.model)
+        specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for layer, window in enumerate(list_windows(self.model.config)):
+            # A layer with a window holds its last W - 1 columns, the others all.
+            columns = positions
+            if window is not None:
+                columns = min(columns, window - 1)
+            layer_spec = (self.model.dtype, (1, shape.heads, columns, shape.head_dim))
+            specs[f"keys.{layer}"] = layer_spec
+            specs[f"values.{layer}"] = layer_spec
+        return specs
 
     def find_targets(
         self, prepared: ScoredContext, example: TrainingContext

@@ -220,13 +220,13 @@ class PoolLedger:
         """Pages of no document."""
         return self.pages - sum(entry.pages for entry in self.entries.values())
 
-    def ask(self, request: str, name: str, pages: int) -> Residency:
-        """Pin a document for a request, or say why that must wait; begins to load an absent one.
+    def pin_or_load(self, request: str, name: str, pages: int) -> Residency:
+        """Pin a document for a request, and begin to load it if it is absent; return how it stands.
 
         Args:
-            request: id of the request; `release` takes its pin back.
-            name: of the document.
-            pages: that the document takes.
+            request: The id of the request; `release` takes its pin back.
+            name: The document.
+            pages: How many pages the document takes.
         """
         if pages > self.pages:
             return Residency.TOO_LARGE

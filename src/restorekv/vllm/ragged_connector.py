@@ -55,9 +55,12 @@ log = logging.getLogger("vllm.restorekv")
 
 @dataclass(frozen=True)
 class LoadOrder:
-    """A document to read. The number tells this load from earlier ones of the same document.
+    """A document to load. The number tells this load from earlier ones of the same document.
 
-    files: name and path of every file, several for a composition.
+    Args:
+        name: The document.
+        files: Name and path of every file, several for a composition.
+        number: Counts the loads of the scheduler.
     """
 
     name: str
@@ -69,8 +72,11 @@ class LoadOrder:
 class StepOrders(KVConnectorMetadata):
     """What workers do before and in a step.
 
-    documents: name by the first block of every scheduled request that asks one; drops: names that
-    leave the pool; loads: what enters it; bad_blocks: of requests whose document cannot be had.
+    Args:
+        documents: The document of every scheduled request about one, by the request's first block.
+        drops: Documents that leave the pool.
+        loads: Documents that enter it.
+        bad_blocks: The blocks of requests whose document cannot be loaded.
     """
 
     documents: dict[int, str] = field(default_factory=dict)
@@ -81,7 +87,12 @@ class StepOrders(KVConnectorMetadata):
 
 @dataclass
 class LoadReport(KVConnectorWorkerMetadata):
-    """By name and number of a load: how many workers have done it, or why it is not possible."""
+    """Results of loads, by (document, number of the load).
+
+    Args:
+        loaded: How many workers have finished the load.
+        failed: Why it is not possible.
+    """
 
     loaded: dict[tuple[str, int], int] = field(default_factory=dict)
     failed: dict[tuple[str, int], str] = field(default_factory=dict)
@@ -97,10 +108,13 @@ class LoadReport(KVConnectorWorkerMetadata):
 
 
 class RaggedConnector(DocumentConnector):
-    """Options in kv_connector_extra_config.
+    """A KV connector of vLLM that serves the documents of `.rkv` files.
 
-    store: a folder of .rkv files; fingerprint: of the weights that they must have been made with;
-    documents_memory: bytes of documents that each worker keeps at once.
+    Options, in kv_connector_extra_config:
+
+    - store: The folder of the files.
+    - fingerprint: Of the weights that the caches must have been made with.
+    - documents_memory: Bytes of documents that each worker keeps at once.
     """
 
     def __init__(
@@ -136,7 +150,7 @@ class RaggedConnector(DocumentConnector):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         # False: the tokens count as computed at once, nothing is loaded into vLLM's own pool.
-        return self.scheduler.match(request, num_computed_tokens), False
+        return self.scheduler.count_computed_tokens(request, num_computed_tokens), False
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -148,7 +162,7 @@ class RaggedConnector(DocumentConnector):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, LoadReport):
-            self.scheduler.note_report(report)
+            self.scheduler.apply_report(report)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepOrders:
         return self.scheduler.make_orders(scheduler_output.num_scheduled_tokens)
@@ -192,7 +206,9 @@ class RaggedConnector(DocumentConnector):
 
 
 class SchedulerHalf:
-    """Which document every request asks, whether it is in the pool, and in which blocks it lies."""
+    """Which document every request is about, whether it is in the pool, and where the request's
+    blocks are.
+    """
 
     def __init__(self, config: VllmConfig, store: RaggedStore) -> None:
         self.store = store
@@ -205,43 +221,55 @@ class SchedulerHalf:
                 log.warning("A file of the store is not served: %s", document.problem)
         self.page_size = worker_state.page_size(config)
         self.ledger = PoolLedger(worker_state.count_pool_pages(config, store.model.head_dim))
-        self.asked: dict[str, StoredDocument] = {}  # by request
+        self.documents: dict[str, StoredDocument] = {}  # by request
         self.problems: dict[str, str] = {}  # by request: why it ends
         self.prompt_lengths: dict[str, int] = {}  # of requests with a problem
         self.first_blocks: dict[str, int] = {}  # by request
-        self.loads: dict[str, int] = {}  # number of the newest load, by document
-        self.loaded_by: dict[str, int] = {}  # workers that have done it
+        self.newest_load: dict[str, int] = {}  # its number, by document
+        self.finished_workers: dict[str, int] = {}  # how many have finished it, by document
         self.files: dict[str, tuple[tuple[str, Path], ...]] = {}  # by document
         self.page_counts: dict[str, int] = {}  # by document
         self.load_number = 0
         self.bad_blocks: set[int] = set()
 
-    def match(self, request: Request, computed: int) -> int | None:
-        """Return how many more tokens count as computed; None while the request must wait.
+    def count_computed_tokens(self, request: Request, computed: int) -> int | None:
+        """Return how many more tokens of a request count as computed; None while it must wait.
+
+        The document of a new request is found and pinned here, because this is the first that vLLM
+        asks about a request.
 
         Args:
             request: vLLM's.
-            computed: tokens that vLLM's prefix cache has.
+            computed: Tokens that vLLM's prefix cache has.
         """
         name = request.request_id
         ids: list[int] = list(request.prompt_token_ids or ())
         # vLLM asks again in every step in which the request waits.
-        if name not in self.asked and name not in self.problems:
-            self._find(request, ids)
-        document = self.asked.get(name)
-        if document is not None and not self._hold(name, document):
-            return None
+        if name not in self.documents and name not in self.problems:
+            self._assign_document(request, ids)
+        document = self.documents.get(name)
+        if document is not None:
+            residency = self._pin_document(name, document)
+            if residency in (Residency.LOADING, Residency.NO_ROOM):
+                return None
+            if residency is Residency.TOO_LARGE:
+                # It will never fit, so the request must not wait for room.
+                pages = self.page_counts[document.name]
+                self._give_up(name, describe_excess(document.path, pages, self.ledger.pages))
+                document = None
         if name in self.problems:
-            # Promised here and reported as lost by the worker, which ends the request. vLLM must
-            # believe the promise, even where the request wants nothing from caches.
+            # A connector cannot refuse a request. So all its tokens but the last are promised here,
+            # the worker reports their blocks as lost, and vLLM (kv_load_failure_policy "fail") ends
+            # the request with an error. vLLM must believe the promise, even if the request wants
+            # nothing from caches.
             request.skip_reading_prefix_cache = False
             self.prompt_lengths[name] = len(ids)
             return max(len(ids) - 1 - computed, 0)
         # The placeholders count as computed: nothing ever attends to their blocks.
         return 0 if document is None else max(PLACEHOLDERS - computed, 0)
 
-    def _find(self, request: Request, ids: list[int]) -> None:
-        """Note the document that a new request asks, or why it cannot ask it."""
+    def _assign_document(self, request: Request, ids: list[int]) -> None:
+        """Record which document a new request is about, or why the request must fail."""
         wanted = (request.kv_transfer_params or {}).get("document")
         try:
             document = self.store.find_document(ids, wanted)
@@ -254,14 +282,14 @@ class SchedulerHalf:
         if request.skip_reading_prefix_cache:
             self._give_up(
                 request.request_id,
-                "A request that asks a document cannot have log-probabilities of its prompt, which "
-                "begins with placeholders.",
+                "prompt_logprobs is not possible for a request about a document, because its "
+                "prompt begins with placeholders; leave it out.",
             )
             return
-        self.asked[request.request_id] = document
+        self.documents[request.request_id] = document
 
-    def _hold(self, request: str, document: StoredDocument) -> bool:
-        """Pin a request's document; return whether the request need not wait."""
+    def _pin_document(self, request: str, document: StoredDocument) -> Residency:
+        """Pin a request's document in the pool, or begin to load it; return how it stands."""
         self.files[document.name] = document.files
         pages = self.page_counts.get(document.name)
         if pages is None:
@@ -269,47 +297,41 @@ class SchedulerHalf:
             # Heads differ in length and ranks hold different heads, so the fullest rank decides.
             pages = pages_of_largest_rank(document.lengths, self.ranks, self.page_size)
             self.page_counts[document.name] = pages
-        residency = self.ledger.ask(request, document.name, pages)
-        if residency is Residency.TOO_LARGE:
-            self._give_up(
-                request,
-                describe_excess(document.path, pages, self.ledger.pages),
-            )
-        # A document that is too large will never fit: its request goes on, to end with an error.
-        return residency in (Residency.RESIDENT, Residency.TOO_LARGE)
+        return self.ledger.pin_or_load(request, document.name, pages)
 
     def _give_up(self, request: str, problem: str) -> None:
         """Have a request end with an error; the log has the sentence."""
         log.error("Request %s ends: %s", request, problem)
         self.ledger.release(request)
-        self.asked.pop(request, None)
+        self.documents.pop(request, None)
         self.problems[request] = problem
 
     def note_blocks(self, request: str, blocks: Sequence[int], external: int) -> None:
-        """Note where a request's tokens lie, of which `external` were promised by `match`."""
-        if request in self.asked:
+        """Note where a request's tokens lie; `external` of them were promised as computed."""
+        if request in self.documents:
             self.first_blocks[request] = blocks[0]
         elif request in self.problems:
-            # The last token of the prompt is not promised, so the blocks up to it are.
+            # All tokens but the last were promised, so the lost blocks are those of the tokens from
+            # end - external up to, but without, end.
             end = self.prompt_lengths[request] - 1
             last = (end - 1) // self.block_size
             first = min((end - external) // self.block_size, last)
             self.bad_blocks |= set(blocks[first : last + 1])
 
-    def note_report(self, report: LoadReport) -> None:
-        """Learn which documents workers have read."""
+    def apply_report(self, report: LoadReport) -> None:
+        """Learn which loads workers have finished, and which have failed."""
         for (name, number), count in report.loaded.items():
-            if number != self.loads.get(name):
+            if number != self.newest_load.get(name):
                 continue  # of a load that failed elsewhere, and was dropped everywhere
-            self.loaded_by[name] = self.loaded_by.get(name, 0) + count
+            self.finished_workers[name] = self.finished_workers.get(name, 0) + count
             # Requests go on when every rank has the document, not before.
-            if self.loaded_by[name] >= self.workers:
+            if self.finished_workers[name] >= self.workers:
                 self.ledger.finish_load(name)
         for (name, number), problem in report.failed.items():
-            if number != self.loads.get(name):
+            if number != self.newest_load.get(name):
                 continue
-            del self.loads[name]
-            for request, document in list(self.asked.items()):
+            del self.newest_load[name]
+            for request, document in list(self.documents.items()):
                 if document.name == name:
                     self._give_up(request, problem)
             self.ledger.forget(name)
@@ -318,7 +340,7 @@ class SchedulerHalf:
         """Return what workers do for a step with these requests."""
         documents = {
             self.first_blocks[request]: document.name
-            for request, document in self.asked.items()
+            for request, document in self.documents.items()
             if request in scheduled and request in self.first_blocks
         }
         # Drops come first: a load may need the pages of what leaves.
@@ -326,8 +348,8 @@ class SchedulerHalf:
         loads = []
         for name in names:
             self.load_number += 1
-            self.loads[name] = self.load_number
-            self.loaded_by[name] = 0
+            self.newest_load[name] = self.load_number
+            self.finished_workers[name] = 0
             loads.append(LoadOrder(name, self.files[name], self.load_number))
         bad_blocks = self.bad_blocks
         self.bad_blocks = set()
@@ -336,7 +358,7 @@ class SchedulerHalf:
     def forget_request(self, request: str) -> None:
         """Release what a finished request held."""
         self.ledger.release(request)
-        for table in (self.asked, self.problems, self.prompt_lengths, self.first_blocks):
+        for table in (self.documents, self.problems, self.prompt_lengths, self.first_blocks):
             table.pop(request, None)
 
 
@@ -358,31 +380,38 @@ class WorkerHalf:
         rank = get_tensor_model_parallel_rank()
         ranks = get_tensor_model_parallel_world_size()
         self.heads = find_heads(rank, ranks, model.heads)
-        # Reading and checking a file takes many steps' time, which vLLM must not wait for. One
-        # thread keeps the order of the loads.
-        self.reader = ThreadPoolExecutor(1, "restorekv-reader")
-        self.reading: dict[str, tuple[int, Future[DocumentPairs]]] = {}  # with the load's number
+        # Reading and checking a file takes as long as many steps, and vLLM must not wait for that.
+        # One thread keeps the order of the loads.
+        self.loader = ThreadPoolExecutor(1, "restorekv-reader")
+        # By document, with the number of the load.
+        self.pending_loads: dict[str, tuple[int, Future[DocumentPairs]]] = {}
         self.bad_blocks: set[int] = set()
 
     def begin_step(self, orders: StepOrders) -> None:
-        """Follow the scheduler's orders and tell the attention layers who asks what."""
+        """Follow the scheduler's orders, and tell the attention layers whose rows belong to which
+        document.
+        """
         pool = worker_state.pool()
         for name in orders.drops:
-            # Another worker could not read what is still read here.
-            self.reading.pop(name, None)
+            # A load that failed on another worker is dropped on all, so it is forgotten here even
+            # if this worker still reads the files.
+            self.pending_loads.pop(name, None)
             pool.drop(name)
         for load in orders.loads:
-            future = self.reader.submit(self._read, load.files)
-            self.reading[load.name] = load.number, future
+            future = self.loader.submit(self._load_pairs, load.files)
+            self.pending_loads[load.name] = load.number, future
         # Attention would read pages of something else: better no answer than a wrong one.
         missing = set(orders.documents.values()) - set(pool.tables)
         if missing:
-            raise RuntimeError(f"The pool of documents lacks {', '.join(sorted(missing))}.")
+            raise RuntimeError(
+                f"Not in this worker's pool of documents: {', '.join(sorted(missing))}. This is a "
+                "bug in restorekv; please report it."
+            )
         self.bad_blocks |= orders.bad_blocks
         worker_state.begin_step(orders.documents)
 
     @torch.inference_mode()
-    def _read(self, files: Sequence[tuple[str, Path]]) -> DocumentPairs:
+    def _load_pairs(self, files: Sequence[tuple[str, Path]]) -> DocumentPairs:
         """Read and check a document's files, in the thread."""
         opened = []
         for name, path in files:
@@ -398,10 +427,10 @@ class WorkerHalf:
     def report_loads(self) -> LoadReport | None:
         """Put what the thread has read into the pool; return what is new, if anything is."""
         # The pool is written between two steps, in this thread, and never while a layer reads it.
-        done = [name for name, (_, future) in self.reading.items() if future.done()]
+        done = [name for name, (_, future) in self.pending_loads.items() if future.done()]
         report = LoadReport()
         for name in done:
-            number, future = self.reading.pop(name)
+            number, future = self.pending_loads.pop(name)
             try:
                 worker_state.pool().put(name, future.result())
                 report.loaded[name, number] = 1
@@ -419,7 +448,7 @@ class WorkerHalf:
 
     def shutdown(self) -> None:
         """End the thread."""
-        self.reader.shutdown(cancel_futures=True)
+        self.loader.shutdown(cancel_futures=True)
 
 
 def refuse_unsupported(config: VllmConfig, cache: KVCacheConfig) -> None:

@@ -367,7 +367,7 @@ def test_eight_bits_that_are_read_wrongly_are_unpacked_on_the_cpu(fake, storage,
     layer = trials.make_layer(
         *packed, list(given.layer.bounds), *given.layer.keys_and_values, given.layer.bias
     )
-    given = trials.Sample(given.query, layer, given.mask, given.scale, given.largest)
+    given = trials.TrialInputs(given.query, layer, given.mask, given.scale, given.largest)
     break_backend(fake, stored, fault)
     with pytest.warns(
         RestoreKVWarning, match=f"8-bit storage as {storage}.*unpacked on the CPU"
@@ -420,7 +420,7 @@ def counted(fake):
     fake.setitem(
         proofs.COMPONENTS,
         "counted",
-        Component("counted", "Counting", "None", trials.require_nothing, measure),
+        Component("counted", "Counting", "None", trials.explain_no_obstacle, measure),
     )
     return told, calls
 
@@ -560,7 +560,7 @@ def test_too_little_memory_is_forgotten_with_the_process(fake):
     fake.setitem(
         proofs.COMPONENTS,
         "greedy",
-        Component("greedy", "Greed", "None", trials.require_nothing, measure),
+        Component("greedy", "Greed", "None", trials.explain_no_obstacle, measure),
     )
     with pytest.warns(RestoreKVWarning, match="out of memory"):
         assert not proofs.is_proven("greedy", *KEY)
@@ -593,7 +593,7 @@ def test_a_check_that_needs_itself_ends(fake):
     fake.setitem(
         proofs.COMPONENTS,
         "circular",
-        Component("circular", "A circle", "None", trials.require_nothing, measure),
+        Component("circular", "A circle", "None", trials.explain_no_obstacle, measure),
     )
     assert proofs.is_proven("circular", *KEY)
 

@@ -80,7 +80,7 @@ class Component:
     """Code that has to prove itself.
 
     `title` names it in a sentence, `instead` says what answers in its place, and
-    `missing(device, dtype)` says why the component is not used there, or nothing if it is.
+    `missing(device, dtype)` returns why the component cannot be used there, or "" if it can.
     """
 
     name: str

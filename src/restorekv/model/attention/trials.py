@@ -39,11 +39,12 @@ except ImportError:  # an extra: pip install 'restorekv[triton]'
 
 # Pairs that heads keep; a trial's first head starts somewhere in here.
 LENGTHS = (130, 0, 1, 64, 65, 63, 7, 300)
-_SEEN = (
-    8.0  # the logit of a pair that a query points at, about; random logits have a deviation of 2
-)
-_PACKINGS = 4  # contexts that are packed and read; the others of TRIALS differ in their questions
-_HIDDEN = 100.0  # how much longer values are that no query may see
+# The logit of a pair that a query points at, about; random logits have a deviation of 2.
+_POINTED_LOGIT = 8.0
+# How many contexts of TRIALS are packed and read; the others differ in their questions only.
+_PACKED_TRIALS = 4
+# How much longer values are that no query may see.
+_HIDDEN_FACTOR = 100.0
 Attend = Callable[..., Tensor]  # from query, layer, mask, scale and perhaps sinks
 
 
@@ -161,7 +162,7 @@ TRIALS = (
 
 
 @dataclass(frozen=True)
-class Sample:
+class TrialInputs:
     """A trial's inputs on the CPU in the target's dtype, and the largest logit of any query."""
 
     query: Tensor
@@ -207,7 +208,7 @@ class Sample:
         return float(((found.detach().cpu().double() - wanted).abs() / self.compute_sizes()).max())
 
 
-def make_sample(target: Target, trial: Trial, seed: int | None = None) -> Sample:
+def make_sample(target: Target, trial: Trial, seed: int | None = None) -> TrialInputs:
     """Draw a trial's inputs, the same for every device.
 
     The default seed is the trial's place in TRIALS.
@@ -251,7 +252,7 @@ def make_sample(target: Target, trial: Trial, seed: int | None = None) -> Sample
     query = query.to(dtype)
     scale = dim**-0.5
     seen = visible.any(2).expand(batch, heads, -1)[..., None]  # (B, H, columns, 1): by any query
-    values = torch.where(seen, values, values * _HIDDEN)
+    values = torch.where(seen, values, values * _HIDDEN_FACTOR)
     largest = float((query.double().norm(dim=-1).max() * keys.double().norm(dim=-1).max()) * scale)
     if not trial.fixed:
         keys = keys[:, :, :tail]
@@ -260,9 +261,9 @@ def make_sample(target: Target, trial: Trial, seed: int | None = None) -> Sample
     mask = visible[..., : layer.columns] if trial.masked else None
     sinks = None
     if trial.sinks:
-        sinks = (draw(heads, groups) * _SEEN / 2).to(dtype)
+        sinks = (draw(heads, groups) * _POINTED_LOGIT / 2).to(dtype)
         largest = max(largest, float(sinks.abs().max()))
-    return Sample(query, layer, mask, scale, largest, sinks)
+    return TrialInputs(query, layer, mask, scale, largest, sinks)
 
 
 def _make_visible_columns(trial: Trial) -> Tensor:
@@ -281,7 +282,7 @@ def point_queries_at(query: Tensor, keys: Tensor) -> None:
     for number in range(len(rows)):
         if number % 3:
             key = keys[(number - number // 3 - 1) % len(keys)]
-            length = _SEEN * len(key) ** 0.5 / key.square().sum().clamp_min(1e-6)
+            length = _POINTED_LOGIT * len(key) ** 0.5 / key.square().sum().clamp_min(1e-6)
             rows[number] = rows[number] / 8 + key * length
 
 
@@ -367,13 +368,19 @@ def _measure_backend(
         )
 
 
+def _find_trial(name: str) -> Trial:
+    """Return the trial of that name."""
+    return next(trial for trial in TRIALS if trial.name == name)
+
+
 def _measure_frozen(target: Target) -> Iterator[Measurement]:
     """Compare `frozen` with the definition, and its gradients with those of the definition."""
     yield from _measure_backend(lambda: frozen.attend_ragged, target)
-    padded_with_sinks = TRIALS[-2]
-    for trial, ending in ((TRIALS[1], ""), (padded_with_sinks, " with sinks")):
+    padded = _find_trial("padded answers with a bias")
+    padded_with_sinks = _find_trial("padded questions with a bias and sinks")
+    for trial, ending in ((padded, ""), (padded_with_sinks, " with sinks")):
         sample = make_sample(target, trial)
-        wanted = _compute_gradients(
+        wanted_gradients = _compute_gradients(
             naive.attend_ragged,
             sample.query.double(),
             _convert_to_float64(sample.layer),
@@ -384,7 +391,7 @@ def _measure_frozen(target: Target) -> Iterator[Measurement]:
         layer = _copy_to_device(sample.layer, target.device)
         query = sample.query.to(target.device)
         mask = None if sample.mask is None else sample.mask.to(target.device)
-        found = _compute_gradients(
+        found_gradients = _compute_gradients(
             frozen.attend_ragged,
             query,
             layer,
@@ -392,9 +399,10 @@ def _measure_frozen(target: Target) -> Iterator[Measurement]:
             sample.scale,
             *sample.move_sinks(target.device),
         )
-        for name, ours, theirs in zip(("queries", "keys", "values"), found, wanted, strict=True):
-            longest = float(theirs.norm(dim=-1).max())
-            error = float((ours.cpu().double() - theirs).norm(dim=-1).max()) / longest
+        names = ("queries", "keys", "values")
+        for name, found, wanted in zip(names, found_gradients, wanted_gradients, strict=True):
+            longest = float(wanted.norm(dim=-1).max())
+            error = float((found.cpu().double() - wanted).norm(dim=-1).max()) / longest
             allowed = 4 * compute_tolerance(target.dtype, sample.largest)
             yield Measurement(f"gradients of {name}{ending}", error, allowed)
 
@@ -426,19 +434,21 @@ def _measure_storage(storage: str, target: Target) -> Iterator[Measurement]:
         bounds = sample.layer.bounds
         plain_keys = plain.context_keys[:]
         plain_values = plain.context_values[:]
-        packed = quantized.quantize(plain_keys, plain_values, bounds, storage)  # on the CPU
-        there = quantized.quantize(
-            plain_keys.to(target.device), plain_values.to(target.device), bounds, storage
-        )
-        rows = plain_keys, plain_values
-        for name, exact, ours, theirs in zip(("keys", "values"), rows, there, packed, strict=True):
-            if number >= _PACKINGS:
-                break
-            error = _measure_packing_error(exact, ours.to(torch.device("cpu")), storage)
-            yield Measurement(f"packing {name}, {trial.name}", error, 1.0)
-            error = _measure_unpacking_error(theirs, target.device)
-            yield Measurement(f"reading {name}, {trial.name}", error, allowed)
-        packed_keys, packed_values = packed
+        packed_keys, packed_values = quantized.quantize(plain_keys, plain_values, bounds, storage)
+        if number < _PACKED_TRIALS:
+            keys_on_device, values_on_device = quantized.quantize(
+                plain_keys.to(target.device), plain_values.to(target.device), bounds, storage
+            )
+            for name, plain_rows, on_device, on_cpu in (
+                ("keys", plain_keys, keys_on_device, packed_keys),
+                ("values", plain_values, values_on_device, packed_values),
+            ):
+                error = _measure_packing_error(
+                    plain_rows, on_device.to(torch.device("cpu")), storage
+                )
+                yield Measurement(f"packing {name}, {trial.name}", error, 1.0)
+                error = _measure_unpacking_error(on_cpu, target.device)
+                yield Measurement(f"reading {name}, {trial.name}", error, allowed)
         layer = make_layer(
             packed_keys, packed_values, list(bounds), plain.keys, plain.values, plain.bias
         )
@@ -491,18 +501,18 @@ def _measure_packing_error(exact: Tensor, packed: QuantizedRows, storage: str) -
     return float(((read - exact.double()).abs() / (allowed + 4 * SINGLE * largest)).max())
 
 
-def _require_cpu(device: torch.device, dtype: torch.dtype) -> str:
-    """Say why a component for CPUs is not used on a device, or nothing."""
+def _explain_cpu_only(device: torch.device, dtype: torch.dtype) -> str:
+    """Return why a component for CPUs cannot be used on a device, or "" if it can."""
     return "" if device.type == "cpu" else "it is for CPUs"
 
 
-def require_nothing(device: torch.device, dtype: torch.dtype) -> str:
-    """Say nothing, for a component that runs on every device."""
+def explain_no_obstacle(device: torch.device, dtype: torch.dtype) -> str:
+    """Return "": the component runs on every device."""
     return ""
 
 
-def require_kernels(device: torch.device, dtype: torch.dtype) -> str:
-    """Say why the Triton kernels are not used on a device, or nothing."""
+def explain_missing_kernels(device: torch.device, dtype: torch.dtype) -> str:
+    """Return why the Triton kernels cannot be used on a device, or "" if they can."""
     if triton_attend is None:
         return "Triton is not installed: pip install 'restorekv[triton]'"
     if dtype not in triton_attend.DTYPES:
@@ -513,7 +523,7 @@ def require_kernels(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _get_kernels() -> Attend:
-    """Return the Triton backend, where `require_kernels` has found it."""
+    """Return the Triton backend, where `explain_missing_kernels` has found it."""
     assert triton_attend is not None
     return triton_attend.attend_ragged
 
@@ -523,7 +533,7 @@ register_component(
         "naive",
         "PyTorch's own operations",
         "Nothing else is there to answer",
-        require_nothing,
+        explain_no_obstacle,
         lambda target: _measure_backend(lambda: naive.attend_ragged, target),
     )
 )
@@ -532,7 +542,7 @@ register_component(
         "triton",
         "The Triton kernels of attention",
         "PyTorch's own operations answer, more slowly",
-        require_kernels,
+        explain_missing_kernels,
         lambda target: _measure_backend(_get_kernels, target, products=False),
     )
 )
@@ -541,7 +551,7 @@ register_component(
         "cascade",
         "The CPU's fused attention (cascade)",
         "Slower operations answer",
-        _require_cpu,
+        _explain_cpu_only,
         lambda target: _measure_backend(lambda: cascade.attend_ragged, target),
     )
 )
@@ -550,7 +560,7 @@ register_component(
         "frozen",
         "Attention in blocks of rows (frozen)",
         "Slower operations answer",
-        require_nothing,
+        explain_no_obstacle,
         _measure_frozen,
     )
 )
@@ -560,7 +570,7 @@ for storage in quantized.STORAGE_DTYPES:
             storage,
             f"8-bit storage as {storage}",
             "Numbers are packed and unpacked on the CPU, which takes longer",
-            require_nothing,
+            explain_no_obstacle,
             lambda target, storage=storage: _measure_storage(storage, target),
         )
     )

@@ -50,7 +50,7 @@ GROUPS = {
 }
 TASKS = tuple(task for tasks in GROUPS.values() for task in tasks)
 HUB = "simonjegou/ruler"
-INSTEAD = (
+HUB_FIX = (
     "fetch it once with a network, give source=FOLDER with its files, or leave source out to "
     "generate"
 )
@@ -58,9 +58,9 @@ NOVEL = "novel"
 ESSAY_TASKS = tuple(task for task in NEEDLES if task not in HAYSTACKS)
 # The setting that holds a task's source file.
 FILE_SETTING = {**dict.fromkeys(ESSAY_TASKS, "essays"), "qa_1": "squad", "qa_2": "hotpot"}
-# What stands in for RULER's own texts: the file that ships, below TEXTS, and what results say about
-# either source.
-STAND_INS: dict[str, dict[str, str]] = json.loads(
+# Replacements for RULER's own texts: the file that ships (under TEXTS), and how results describe
+# the replacement, by source.
+REPLACEMENTS: dict[str, dict[str, str]] = json.loads(
     Path(__file__).with_name("stand_ins.json").read_text("utf-8")
 )
 SUBSETS = "qa_1 and qa_2 on subsets (XQuAD's English part; HotpotQA's 100 dev examples)"
@@ -70,13 +70,21 @@ LEAST_TOKENS = 25  # of a generated document, by any tokenizer
 
 @dataclass(frozen=True)
 class Ruler(Benchmark):
-    """`length` counts the prompt and the limit of the answer; `tasks` are joined by "+", "" is all
-    thirteen.
+    """RULER, read from kvpress's data set or generated in its form.
 
-    `source` is "novel", "generated", "hub", or a file or folder of kvpress's data set. The first
-    two make `per_task` samples a task from the files `essays` (texts, or JSON with the field text),
-    `squad` and `hotpot`. Instead of a file that is not given, "novel" takes a novel or a subset
-    that ships, and "generated" generates one.
+    A fourteenth task is an entry in GROUPS, in NEEDLES or `_make_task_maker`, and in
+    `synthetic.get_answer_limit`.
+
+    Args:
+        length: Tokens of the prompt and of the longest answer together.
+        tasks: The tasks, joined by "+"; "" is all thirteen.
+        source: "novel" or "generated" to make samples here, "hub", or a file or folder of kvpress's
+            data set. In place of a file that is not given, "novel" takes a novel or a subset that
+            ships, and "generated" generates one.
+        per_task: How many samples are made of each task.
+        essays: A file or folder with texts, or JSON with the field text.
+        squad: A file in SQuAD's form.
+        hotpot: A file in HotpotQA's form.
     """
 
     name = "ruler"
@@ -95,11 +103,15 @@ class Ruler(Benchmark):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.per_task < 1 or self.length < 1:
-            raise RestoreKVError("RULER takes a length and per_task of at least 1.")
-        given = [setting for setting in STAND_INS if getattr(self, setting)]
+            raise RestoreKVError(
+                f"RULER needs length and per_task of at least 1, not {self.length} and "
+                f"{self.per_task}."
+            )
+        given = [setting for setting in REPLACEMENTS if getattr(self, setting)]
         if given and not self.generates:
             raise RestoreKVError(
-                f"{given[0]} is for samples made here; leave it or source={self.source} out."
+                f"{given[0]}= is for samples that are generated; leave it out, or leave out "
+                f"source={self.source}."
             )
 
     @property
@@ -109,7 +121,7 @@ class Ruler(Benchmark):
 
     def load_samples(self, tokenizer: Tokenizer, protocol: str) -> Iterable[Sample]:
         if self.generates:
-            return self._generate(make_token_counter(tokenizer))
+            return self._generate_samples(make_token_counter(tokenizer))
         return self._load_stored()
 
     def _load_stored(self) -> list[Sample]:
@@ -117,7 +129,7 @@ class Ruler(Benchmark):
         that length.
         """
         if self.source == "hub":
-            rows = load_hub_rows(HUB, str(self.length), "test", INSTEAD)
+            rows = load_hub_rows(HUB, str(self.length), "test", HUB_FIX)
         else:
             folder = check_exists(self.source) / str(self.length)
             rows = load_rows(folder if folder.is_dir() else self.source)
@@ -135,61 +147,61 @@ class Ruler(Benchmark):
                 counts[task] += 1
         if missing := [task for task in self.chosen_tasks if not counts[task]]:
             raise RestoreKVError(
-                f"The data has no rows of the task {missing[0]}; give the tasks that it has."
+                f"The data has no rows of the task {missing[0]}; leave it out of tasks=."
             )
         return group_by_context(questions)
 
-    def _generate(self, tokens: Callable[[str], int]) -> Iterator[Sample]:
-        """Yield samples, each of which depends only on seed, task, index and how many `tokens`
-        texts have.
-        """
+    def _generate_samples(self, count_tokens: Callable[[str], int]) -> Iterator[Sample]:
+        """Yield samples, each of which depends only on seed, task, index and the tokenizer."""
         for name in self.chosen_tasks:
-            task_of = self._make_task_maker(name, tokens)
+            make_task = self._make_task_maker(name, count_tokens)
             # No more samples than the shipped file has questions.
             count = self.per_task
             if name in ("qa_1", "qa_2") and self._uses_shipped_file(name):
                 count = min(count, len(self._load_collection(name).questions))
             for index in range(count):
-                context, text, prefix, answers = self._fit_draft(
-                    name, index, task_of(index), tokens
+                context, text, answer_prefix, answers = self._fit_draft(
+                    name, index, make_task(index), count_tokens
                 )
                 question = Question(
-                    f"{name}-{index}", name, text, answers, get_answer_limit(name), prefix
+                    f"{name}-{index}", name, text, answers, get_answer_limit(name), answer_prefix
                 )
                 yield Sample(question.id, context, (question,))
 
     def _fit_draft(
-        self, name: str, index: int, task: DraftTask, tokens: Callable[[str], int]
+        self, name: str, index: int, task: DraftTask, count_tokens: Callable[[str], int]
     ) -> PromptDraft:
         """Return the longest draft that leaves room for the answer."""
 
         def draft(units: int) -> PromptDraft:
             return task.draft(units, Random(f"{self.seed} {name} {index}"))
 
-        def size(units: int) -> int:
-            return tokens(draft(units).text)
+        def measure_draft(units: int) -> int:
+            return count_tokens(draft(units).text)
 
-        answer = get_answer_limit(name)
-        if (least := size(task.least) + answer) > self.length:
-            fix = "give a larger length or other tasks"
+        answer_limit = get_answer_limit(name)
+        least = measure_draft(task.least) + answer_limit
+        if least > self.length:
             raise RestoreKVError(
-                f"RULER's {name} takes {least} tokens at least, not {self.length}; {fix}."
+                f"RULER's {name} needs at least {least} tokens, more than length={self.length}; "
+                "give a larger length or other tasks."
             )
-        return draft(find_most_units(size, self.length - answer, task.least, task.most))
+        most = self.length - answer_limit
+        return draft(find_most_units(measure_draft, most, task.least, task.most))
 
     def _make_task_maker(
-        self, name: str, tokens: Callable[[str], int]
+        self, name: str, count_tokens: Callable[[str], int]
     ) -> Callable[[int], DraftTask]:
         """Return a function that makes the task of every sample from its index."""
         match name:
             case "vt":
-                task = track_variables(self.length, tokens)
+                task = track_variables(self.length, count_tokens)
             case "cwe":
                 task = find_common_words(self.length)
             case "fwe":
                 task = find_frequent_words(self.length)
             case "qa_1" | "qa_2":
-                return self._make_asker(name)
+                return self._make_question_source(name)
             case _ if name in HAYSTACKS:
                 task = hide_needles(HAYSTACKS[name], **NEEDLES[name])
             case _:
@@ -207,15 +219,15 @@ class Ruler(Benchmark):
         """
         setting = FILE_SETTING[name]
         if self._uses_shipped_file(name):
-            return str(TEXTS / STAND_INS[setting]["file"])
+            return str(TEXTS / REPLACEMENTS[setting]["file"])
         return getattr(self, setting)
 
     def _make_haystack(self, name: str) -> Callable[[int], Essays]:
-        """Return a function of a sample's index: the essays from the first word on, as in RULER, or
-        generated prose.
+        """Return a function from a sample's index to its haystack.
 
-        Of a novel every sample has an excerpt of its own, since few short samples would see little
-        but its opening.
+        Files of essays and generated prose start at the first word, as in RULER. A novel starts at
+        a random sentence for each sample, because a few short samples would otherwise see only its
+        opening.
         """
         sentences = []
         if self._find_file(name):
@@ -237,9 +249,10 @@ class Ruler(Benchmark):
 
         return excerpt
 
-    def _make_asker(self, name: str) -> Callable[[int], DraftTask]:
-        """Return a function of a sample's index: questions of a file in its order, or in the
-        seed's, or generated.
+    def _make_question_source(self, name: str) -> Callable[[int], DraftTask]:
+        """Return a function from a sample's index to its question and documents: those of a file in
+        its order, those of the file that ships in an order that the seed shuffles, or generated
+        ones.
         """
         if not self._find_file(name):
             make = {"qa_1": documents.generate_articles, "qa_2": documents.generate_pairs}[name]
@@ -272,24 +285,34 @@ class Ruler(Benchmark):
     def to_json(self) -> dict[str, object]:
         """Include what stands in for RULER's own texts, by task, and hashes of the files read."""
         if self.source == "hub":
-            made = (
-                f"NVIDIA/RULER by kvpress's authors: {self.length} tokens of the tokenizer of "
-                "Llama-3.1-8B"
-            )
-            license = (
-                "not stated; RULER is Apache-2.0, SQuAD and HotpotQA CC BY-SA 4.0, the essays Paul "
-                "Graham's"
-            )
-            return {"data": HUB, "made": made, "license": license, "metric": self.metric}
+            return self._describe_hub()
         if not self.generates:
-            files = identify_source(str(check_exists(self.source)))
-            return {
-                "data": "files in kvpress's form",
-                "license": "theirs",
-                **files,
-                "metric": self.metric,
-            }
-        novel = "Apache-2.0; the novel in the public domain, SQuAD and HotpotQA CC BY-SA 4.0"
+            return self._describe_files()
+        return self._describe_generated()
+
+    def _describe_hub(self) -> dict[str, object]:
+        origin = (
+            f"NVIDIA/RULER by kvpress's authors: {self.length} tokens of the tokenizer of "
+            "Llama-3.1-8B"
+        )
+        data_license = (
+            "not stated; RULER is Apache-2.0, SQuAD and HotpotQA CC BY-SA 4.0, the essays Paul "
+            "Graham's"
+        )
+        return {"data": HUB, "made": origin, "license": data_license, "metric": self.metric}
+
+    def _describe_files(self) -> dict[str, object]:
+        return {
+            "data": "files in kvpress's form",
+            "license": "theirs",
+            **identify_source(str(check_exists(self.source))),
+            "metric": self.metric,
+        }
+
+    def _describe_generated(self) -> dict[str, object]:
+        novel_license = (
+            "Apache-2.0; the novel in the public domain, SQuAD and HotpotQA CC BY-SA 4.0"
+        )
         files = {
             FILE_SETTING[name]: file for name in FILE_SETTING if (file := self._find_file(name))
         }
@@ -298,7 +321,9 @@ class Ruler(Benchmark):
             subsets = {"subsets": SUBSETS}
         return {
             "data": "generated in RULER's form, not RULER's own samples",
-            "license": novel if self.source == NOVEL else "Apache-2.0; that of the files given",
+            "license": (
+                novel_license if self.source == NOVEL else "Apache-2.0; that of the files given"
+            ),
             "length": (
                 f"{self.length} tokens of the model's tokenizer, the answer's budget included, no "
                 "template"
@@ -316,7 +341,7 @@ class Ruler(Benchmark):
     def _list_stand_ins(self) -> Iterator[tuple[str, str]]:
         for name, setting in FILE_SETTING.items():
             if not getattr(self, setting):
-                yield name, STAND_INS[setting][self.source]
+                yield name, REPLACEMENTS[setting][self.source]
         if self.length // 4 < EXAMPLE_TOKENS:
             yield (
                 "vt",
@@ -341,7 +366,8 @@ class Ruler(Benchmark):
 def _load_sentences(where: str) -> list[str]:
     """Return the sentences of a file or folder of texts, all white space made one."""
     with check_form(
-        f"{where} holds something other than texts or JSON with the field text", "fix it"
+        f"{where} holds something other than texts or JSON with the field text",
+        "give plain text, or JSON rows with a field 'text'",
     ):
         texts = [get_field(row, "text") for _, row in load_rows(where)]
     text = " ".join(" ".join(texts).split())
