@@ -18,7 +18,8 @@ from tests.helpers.serving import KEY, serving
 HELLO = {"role": "user", "content": "hello"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 CHAT = "chat/completions"
-# Recorded from the real clients, each of which asked "hello" or for a name.
+# Recorded from the real clients, each of which asked "hello" or for a name. The texts of aider's
+# prompts are shortened.
 RECORDED = json.loads(Path(__file__).with_name("clients.json").read_text())
 # Written by hand after what these programs are known to send; they were not run.
 WRITTEN = {
@@ -38,20 +39,6 @@ WRITTEN = {
             "messages": [{"role": "user", "content": "### Task:\nGenerate a title."}],
             "stream": False,
             "max_completion_tokens": 1000,
-        },
-    ),
-    "aider": (
-        CHAT,
-        {
-            "model": "tiny",
-            "messages": [
-                SYSTEM,
-                {"role": "user", "content": "I switched to a new code base."},
-                {"role": "assistant", "content": "Ok."},
-                HELLO,
-            ],
-            "temperature": 0,
-            "stream": True,
         },
     ),
     "Continue": (
