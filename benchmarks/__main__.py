@@ -52,6 +52,10 @@ COMMANDS = {
         "benchmarks.cli.vllm_kl",
         "Compare distributions of vLLM over cache files with those of ask, in its environment.",
     ),
+    "vllm-scores": (
+        "benchmarks.cli.vllm_scores",
+        "A benchmark's scores by ask, and by vLLM through HTTP.",
+    ),
     "vllm-steps": (
         "benchmarks.cli.vllm_steps",
         "Measure steps of vLLM with documents and without, in its environment.",

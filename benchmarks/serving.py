@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -21,6 +21,7 @@ import openai
 import torch
 
 from benchmarks.workload import cut_texts, describe_machine
+from restorekv.errors import RestoreKVError
 from restorekv.evaluation.tables import Table
 from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill
@@ -71,7 +72,7 @@ def run_serving(options: Options, tell: Callable[[str], None]) -> dict:
         tokenizer.save_pretrained(folder / "model")
         rows |= _measure_ours(options, folder, text, questions, library, tell)
         tell("transformers serve")
-        with _run_server(
+        with run_server(
             ["transformers.cli.transformers", "serve", str(folder / "model")]
         ) as client:
             rows["transformers"] = _ask_together(
@@ -109,7 +110,7 @@ def _measure_ours(
     ]
     command += ["--store", str(folder / "store")]
     tell("restorekv serve")
-    with _run_server(command) as client:
+    with run_server(command) as client:
         start = time.perf_counter()
         upload = client.files.create(file=("doc.txt", text.encode()), purpose="user_data")
         client.files.wait_for_processing(upload.id, poll_interval=0.1)
@@ -128,7 +129,7 @@ def _measure_ours(
             for name, each in zip(("library", "restorekv"), zip(*turns, strict=True), strict=True)
         }
     tell("restorekv serve, after a restart")
-    with _run_server(command) as client:
+    with run_server(command) as client:
         start = time.perf_counter()
         next(iter(_ask_ours(client, options, variant, upload.id, questions[0], stream=True)))
         rows["first token after a restart"] = time.perf_counter() - start
@@ -169,15 +170,21 @@ def _ask_together(options: Options, questions: list[str], ask: Callable[[str], o
 
 
 @contextmanager
-def _run_server(command: list[str]) -> Iterator[openai.OpenAI]:
-    """Run a server as a process, and gives the block a client."""
+def run_server(
+    command: list[str], environment: Mapping[str, str] | None = None
+) -> Iterator[openai.OpenAI]:
+    """Run a server as a process while the block lasts, and yield a client of it.
+
+    Args:
+        command: A module and its arguments; the port is added.
+        environment: Variables that are set for the server besides this process's own.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", *command, "--port", str(port)],
-        env=environment,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -191,6 +198,11 @@ def _run_server(command: list[str]) -> Iterator[openai.OpenAI]:
                 urlopen(f"http://localhost:{port}/health", timeout=10).close()
                 break
             except OSError:
+                if process.poll() is not None:
+                    raise RestoreKVError(
+                        f"The server {' '.join(command)} ended with status {process.returncode}; "
+                        "run it by hand to see why."
+                    ) from None
                 time.sleep(0.2)
         yield client
     finally:

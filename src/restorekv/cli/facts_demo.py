@@ -37,7 +37,14 @@ CACHES = ("full cache", "KVzip", "restored")
 
 @dataclass(frozen=True)
 class ShownQuestion:
-    """A question, its true answer, and what each of CACHES says with whether it is right."""
+    """A question that the demo shows.
+
+    Args:
+        question: The question.
+        truth: Its true answer.
+        answers: What each of CACHES says.
+        right: Whether that is right, for each of CACHES.
+    """
 
     question: str
     truth: str
@@ -47,10 +54,16 @@ class ShownQuestion:
 
 @dataclass(frozen=True)
 class ShownText:
-    """A text, how many of its questions the full cache answers right, and those that are shown.
+    """A text and what the caches say to its questions.
 
-    `caches` has the answers of every cache: the full one's to all questions, the others' to those
-    that are shown.
+    Args:
+        name: The title of the text.
+        tokens: Its length.
+        asked: How many questions there are.
+        right_in_full: How many of them the full cache answers right.
+        questions: Those that are shown.
+        caches: The answers of every cache: the full one's to all questions, the others' to those
+            that are shown.
     """
 
     name: str
@@ -100,11 +113,13 @@ def ask_text(model: PreTrainedModel, tokenizer: Tokenizer, sample: Sample, ratio
     adapter = load_adapter(model, "auto", eviction, ratio=exact)
     prepared = replace(eviction, adapter=adapter).prepare(model, tokenizer, sample.context)
     assert isinstance(prepared, ScoredContext), "the demo does not stream"
+    # One reading of the text; each cache is made when the one before has answered.
     caches = evict_caches(prepared, EVICTOR, (float(exact),), with_full=True)
     full = ask_cache(prepared, tokenizer, next(caches), sample.questions)
     right = find_right_answers(sample, full.answers)
     shown = right[:SHOWN]
     answered = [full]
+    # The small caches are asked only what the full one knows.
     if shown:
         questions = [sample.questions[index] for index in shown]
         answered += [ask_cache(prepared, tokenizer, each, questions) for each in caches]
@@ -193,6 +208,7 @@ def tabulate_costs(texts: Sequence[ShownText], ratio: str) -> Table:
     for name in ("right", "bytes held", "seconds to make", "seconds a question"):
         table.add_column(name, justify="right", no_wrap=True)
     count = sum(len(text.questions) for text in texts)
+    # Where nothing is restored there are two caches.
     for index, title in enumerate(CACHES[: len(texts[0].caches)]):
         caches = [text.caches[index] for text in texts]
         right = sum(each.right[title] for text in texts for each in text.questions)

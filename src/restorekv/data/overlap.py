@@ -2,7 +2,7 @@
 
 A document is refused if its words are those of an evaluation text, or if a fraction of at least
 `share` of its 13-grams is among those of the evaluation texts, or of one evaluation text's among
-its own. Fewer than LEAST common 13-grams (a stretch of 20 words) count as a coincidence.
+its own. Fewer than LEAST_COMMON common 13-grams (a stretch of 20 words) count as a coincidence.
 """
 
 import hashlib
@@ -18,8 +18,10 @@ from restorekv.data.files import iterate_values, list_source_files
 from restorekv.errors import RestoreKVError, warn
 
 GRAM_WORDS = 13
-LEAST_COMMON = 8
+LEAST_COMMON = 8  # grams, below which texts have nothing in common
+# Of the polynomial that hashes a gram: an odd number with bits everywhere.
 BASE = np.uint64(0x9E3779B97F4A7C15)
+# Fields of evaluation files that hold texts.
 TEXT_FIELDS = {
     "context",
     "article",
@@ -60,12 +62,17 @@ def hash_grams(text: str) -> np.ndarray:
 
 
 class EvaluationIndex:
-    """An index of evaluation texts, given as (name, text)."""
+    """An index of evaluation texts.
+
+    Args:
+        texts: Name and text of each.
+        share: The fraction of common 13-grams from which on a document matches.
+    """
 
     def __init__(self, texts: Iterator[tuple[str, str]], share: float) -> None:
         self.share = share
         self.names: list[str] = []
-        self.exact: dict[str, str] = {}
+        self.exact: dict[str, str] = {}  # names by the normalized words of the text
         grams_of_texts = [np.empty(0, dtype=np.uint64)]
         sizes: list[int] = []
         for name, text in texts:
@@ -117,7 +124,7 @@ class EvaluationIndex:
 
 
 def read_evaluation_texts(paths: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield ("FILE, row N", text) of evaluation files or folders; FIELDS names the fields that
+    """Yield ("FILE, row N", text) of evaluation files or folders. TEXT_FIELDS names the fields that
     hold texts.
 
     A file without any text is refused, or skipped with a warning if its folder has others.
@@ -136,6 +143,7 @@ def read_evaluation_texts(paths: list[str]) -> Iterator[tuple[str, str]]:
                     yield f"{file.name}, row {number}", text
             if not count:
                 empty.append(file)
+        # A wrong file would let evaluation texts into the training without a word.
         if len(empty) == len(files):
             known = ", ".join(sorted(TEXT_FIELDS))
             raise RestoreKVError(
@@ -146,7 +154,12 @@ def read_evaluation_texts(paths: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _find_texts(value: object, wanted: bool = False) -> Iterator[str]:
-    """Yield the texts of fields named in FIELDS, at any depth, the parts of each joined."""
+    """Yield the texts of fields named in TEXT_FIELDS, at any depth, the parts of each joined.
+
+    Args:
+        value: A value of JSON.
+        wanted: Whether the value is that of such a field.
+    """
     if wanted:
         text = "\n".join(_find_strings(value))
         if text.strip():

@@ -40,7 +40,13 @@ def _never_cancelled() -> bool:
 
 
 class IsolatedChooser:
-    """A row's chooser whose errors end its own question and nobody else's."""
+    """A row's chooser whose errors end its own question and nobody else's.
+
+    Args:
+        row: The chooser of the row.
+        task: The task that an error is noted in.
+        stand_in: The id that is returned after an error.
+    """
 
     def __init__(self, row: TokenChooser, task: AnswerTask, stand_in: int) -> None:
         self.row = row
@@ -48,6 +54,7 @@ class IsolatedChooser:
         self.stand_in = stand_in
 
     def choose(self, logits: Tensor) -> int:
+        """Choose the next token, or note the error and return `stand_in`."""
         try:
             # The pass goes on for the other rows, so this one needs an id: an EOS, if there is one.
             return self.row.choose(logits)
@@ -56,6 +63,7 @@ class IsolatedChooser:
             return self.stand_in
 
     def ends(self) -> bool:
+        """Return whether the answer ends here: by its chooser, or by an error."""
         try:
             return self.task.error is not None or self.row.ends()
         except Exception as error:
@@ -68,12 +76,12 @@ class AnswerTask:
     """A question with a row for each of its answers.
 
     Args:
-        cache: the context, of which the task takes forks.
-        prompt: the ids (q,) that the model reads after it.
-        limit: tokens that an answer may have.
-        choosers: one for each answer.
-        cancelled: whether nobody waits for the answers any more; asked before every step.
-        label: the caller's own.
+        cache: The context, of which the task takes forks.
+        prompt: The ids (q,) that the model reads after it.
+        limit: How many tokens an answer may have.
+        choosers: One for each answer.
+        cancelled: Whether nobody waits for the answers any more; asked before every step.
+        label: Whatever the caller needs to recognize the task.
     """
 
     cache: RaggedCache
@@ -121,11 +129,17 @@ class SampleRow(ActiveRow):
 
 @dataclass(frozen=True)
 class Event:
-    """What a step did for a task: a token of a sample, or None; `done` with the last event, `error`
-    if that ended it.
+    """What a step did for a task.
 
-    `likely` is the row's, with this token. A task that nobody waits for ends with neither token nor
-    error.
+    A task that nobody waits for any more ends with neither a token nor an error.
+
+    Args:
+        task: The task.
+        sample: The number of the answer that got the token.
+        token: The token, or None.
+        likely: The likeliest tokens in its place, as the row's chooser records them.
+        done: Whether this is the task's last event.
+        error: What ended the task, if it was an error.
     """
 
     task: AnswerTask
@@ -162,8 +176,8 @@ class Scheduler:
         self.piece = piece
         self.pending: deque[AnswerTask] = deque()  # tasks that have not begun
         self.tasks: list[AnswerTask] = []  # those that have, in the order in which they came
-        self.running: list[Group[SampleRow]] = []
-        self.joining: list[Selection] = []
+        self.running: list[Group[SampleRow]] = []  # of the last pass
+        self.joining: list[Selection] = []  # rows that join them in the next
         self.steps = 0
         self.longest_wait = 0  # steps before a question's first token in which none of it was read
 
@@ -214,6 +228,7 @@ class Scheduler:
         self.tasks.append(task)
 
     def row_of(self, task: AnswerTask, sample: int) -> SampleRow:
+        """Return a new row for one of a task's answers."""
         stand_in = next(iter(self.stops), 0)
         return SampleRow(
             sample, task.limit, IsolatedChooser(task.choosers[sample], task, stand_in), task=task
@@ -231,6 +246,7 @@ class Scheduler:
             self.pending.remove(task)
         if task in self.tasks:
             self.tasks.remove(task)
+        # `regroup` takes rows that have ended out of their groups.
         for row in self.active_rows:
             if row.task is task:
                 row.ended = True
@@ -296,6 +312,7 @@ class Scheduler:
         # The one that began last has written least, so least waits.
         chosen = max((row for row in rows if row.task is task), key=lambda row: row.number)
         joining = next((selection for selection in self.joining if chosen in selection.rows), None)
+        # A row that has not run yet is paused as it is; one out of a group gets a group of its own.
         if joining:
             self.joining.remove(joining)
             task.paused.append(joining)
@@ -315,9 +332,10 @@ class Scheduler:
         """
         buckets: list[list[Selection]] = []
         for group in self.running:
-            places = [
-                place for place, row in enumerate(group.rows) if not (row.ended or row.paused)
-            ]
+            places = []
+            for place, row in enumerate(group.rows):
+                if not (row.ended or row.paused):
+                    places.append(place)
             if places:
                 buckets.append([Selection(group, places)])
         for selection in self.joining:
@@ -340,12 +358,11 @@ class Scheduler:
         # Half is for the oldest question, half for the others, so that neither waits for all of the
         # other.
         first, *others = readers
-        sizes = {
-            first: min(
-                len(first.prompt) - first.tokens_prefilled,
-                self.piece // 2 if others else self.piece,
-            )
-        }
+        share_of_first = self.piece
+        if others:
+            share_of_first = self.piece // 2
+        rest_of_first = len(first.prompt) - first.tokens_prefilled
+        sizes = {first: min(rest_of_first, share_of_first)}
         free = self.piece - sizes[first]
         # Short rests first: they are finished in this pass and begin to write in the next.
         for task in sorted(others, key=lambda each: len(each.prompt) - each.tokens_prefilled):
@@ -357,13 +374,12 @@ class Scheduler:
             sizes[task] = size
             free -= size
         # What the others left goes to the oldest.
-        sizes[first] = min(len(first.prompt) - first.tokens_prefilled, sizes[first] + free)
+        sizes[first] = min(rest_of_first, sizes[first] + free)
         for task, size in sizes.items():
             start = task.cache.get_seq_length() + task.tokens_prefilled
             group = task.get_group()
-            group.ids = task.prompt[task.tokens_prefilled : task.tokens_prefilled + size][None].to(
-                self.model.device
-            )
+            piece = task.prompt[task.tokens_prefilled : task.tokens_prefilled + size]
+            group.ids = piece[None].to(self.model.device)
             group.positions = torch.arange(start, start + size, device=self.model.device)[None]
             # No token is chosen after a piece that is not the prompt's last.
             group.unfinished = task.tokens_prefilled + size < len(task.prompt)
@@ -372,8 +388,8 @@ class Scheduler:
     def run(self, reading: Sequence[AnswerTask], events: list[Event]) -> None:
         """Run a pass over the answers that are written and the questions that are read.
 
-        Where it fails, for want of memory say, it is run again without the questions, whose failure
-        it then was; if it fails again, nothing that runs can go on.
+        If it fails, for want of memory for example, the questions that are read end with the error,
+        and the pass runs again without them. If it fails again, the answers end too.
         """
         groups = [*self.running, *(task.get_group() for task in reading)]
         if not groups:
@@ -383,6 +399,7 @@ class Scheduler:
         read = {id(task.group): task for task in reading}
 
         def keep_logits(group: Group[SampleRow], logits: Tensor) -> None:
+            # Several samples begin after the same prompt, some of them in later steps.
             task = read.get(id(group))
             if task and len(task.choosers) > 1:
                 task.logits = logits[0].clone()
@@ -391,9 +408,10 @@ class Scheduler:
             written = write_tokens(self.model, groups, self.stops, keep_logits=keep_logits)
         except Exception as error:
             # A question that is read is what was new in this pass, so it is to blame first.
-            failed = reading or list(
-                dict.fromkeys(row.task for group in self.running for row in group.rows)
-            )
+            failed = list(reading)
+            if not failed:
+                rows = [row for group in self.running for row in group.rows]
+                failed = list(dict.fromkeys(row.task for row in rows))
             for task in failed:
                 self.end(task)
                 events.append(Event(task, done=True, error=error))
@@ -405,6 +423,7 @@ class Scheduler:
             else:
                 self.running = []
             return
+        # Every row of a running group has written one token, which took a column of its tail.
         for group in self.running:
             for row in group.rows:
                 row.columns += 1
@@ -438,6 +457,7 @@ class Scheduler:
     def note(self, row: SampleRow, token: int, events: list[Event]) -> None:
         """Note a token, and the end of its sample or task."""
         task = row.task
+        # An error of one row ends all samples of its question.
         if task.error:
             if task in self.tasks:
                 self.end(task)

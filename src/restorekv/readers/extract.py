@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 
 from restorekv.errors import RestoreKVError, describe_missing_extra
 from restorekv.model.tokenize import decode_utf8
-from restorekv.readers.program import MISSING
+from restorekv.readers.program import EXIT_MISSING_LIBRARY
 
 PROGRAM = Path(__file__).with_name("program.py")
 KINDS = {".pdf": "pdf", ".docx": "docx", ".html": "html", ".htm": "html"}
@@ -68,7 +68,7 @@ def _run_program(kind: str, name: str, content: bytes) -> str:
         return done.stdout.decode()
     # The last line is the type of the error, or the package that is missing.
     why = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-    if done.returncode == MISSING:
+    if done.returncode == EXIT_MISSING_LIBRARY:
         package = PACKAGES.get(why, why)
         raise RestoreKVError(describe_missing_extra(f"Reading {name}", package, "serve"))
     if done.returncode < 0 or why == "MemoryError":  # a signal is the bound on time

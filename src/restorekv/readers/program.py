@@ -1,6 +1,6 @@
 """A program that reads a PDF, DOCX or HTML file from its standard input and writes the text.
 
-extract.py runs it with bounds on memory and time, since a small file may unfold without end. It
+extract.py runs it with bounds on memory and time, because a small file can expand without limit. It
 imports nothing of the package, so it starts fast.
 """
 
@@ -11,23 +11,26 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from typing import Any
 
-HIDDEN = ("script", "style", "title", "noscript")  # nothing but their own end tag ends them
+# Their content is not text of the page. It runs to their own end tag, whatever is in between.
+HIDDEN_TAGS = ("script", "style", "title", "noscript")
+# Tags before and after which a browser breaks the line.
 BLOCKS = """
 address article aside blockquote body br caption center dd details dialog dir div dl dt fieldset
 figcaption figure footer form h1 h2 h3 h4 h5 h6 head header hgroup hr html legend li main menu nav
 ol optgroup option p pre search section select summary table tbody textarea tfoot thead tr ul
 """
-BREAKS = {"td": " ", "th": " ", **dict.fromkeys(BLOCKS.split(), "\n")}
-PAGES = 20_000  # of a PDF
-LARGEST = 64 << 20  # bytes of a text; no model reads as much
-MISSING = 3  # the exit status where a library is not installed
+# What a tag puts into the text.
+SEPARATORS = {"td": " ", "th": " ", **dict.fromkeys(BLOCKS.split(), "\n")}
+MAX_PAGES = 20_000  # of a PDF
+MAX_TEXT_BYTES = 64 << 20  # no model reads as much
+EXIT_MISSING_LIBRARY = 3  # the exit status if a library is not installed
 
 
 def extract_pdf(content: bytes) -> str:
     """Return the text of the pages."""
     from pypdf import PdfReader
 
-    pages = PdfReader(io.BytesIO(content)).pages[:PAGES]
+    pages = PdfReader(io.BytesIO(content)).pages[:MAX_PAGES]
     return "\n\n".join(page.extract_text() for page in pages)
 
 
@@ -38,21 +41,21 @@ def extract_docx(content: bytes) -> str:
     return "\n\n".join(iter_blocks(Document(io.BytesIO(content))))
 
 
-def iter_blocks(place: Any) -> Iterator[str]:
+def iter_blocks(container: Any) -> Iterator[str]:
     """Yield the paragraphs and tables of a document or a cell.
 
     A table has a line for each row, with tabs between the cells.
     """
     from docx.table import _Cell
 
-    for block in place.iter_inner_content():
+    for block in container.iter_inner_content():
         if not hasattr(block, "rows"):
             yield block.text
             continue
         lines = []
         for row in block.rows:
-            # Not row.cells, which repeats merged cells.
             cells = []
+            # Not row.cells, which repeats merged cells.
             for element in row._tr.tc_lst:
                 text = " ".join(iter_blocks(_Cell(element, block)))
                 cells.append(" ".join(text.split()))
@@ -77,27 +80,28 @@ class TextCollector(HTMLParser):
     """Collects the text outside of scripts and the like."""
 
     # Documented as an attribute to set, though typeshed has it as final.
-    CDATA_CONTENT_ELEMENTS = HIDDEN  # pyright: ignore[reportGeneralTypeIssues]
+    CDATA_CONTENT_ELEMENTS = HIDDEN_TAGS  # pyright: ignore[reportGeneralTypeIssues]
 
     def __init__(self) -> None:
         super().__init__()
         self.parts: list[str] = []
-        self.templates: list[int] = []  # how many parts there were before each open template
+        # The number of parts at the start of each open <template>.
+        self.template_starts: list[int] = []
         self.hidden = False
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
         """Note what begins, which may be hidden, and break the line where a browser does."""
-        self.hidden = tag in HIDDEN
+        self.hidden = tag in HIDDEN_TAGS
         if tag == "template":
-            self.templates.append(len(self.parts))
-        self.parts.append(BREAKS.get(tag, ""))
+            self.template_starts.append(len(self.parts))
+        self.parts.append(SEPARATORS.get(tag, ""))
 
     def handle_endtag(self, tag: str) -> None:
         """Note what ends; of a template, drop all that was in it."""
         self.hidden = False
-        if tag == "template" and self.templates:
-            del self.parts[self.templates.pop() :]
-        self.parts.append(BREAKS.get(tag, ""))
+        if tag == "template" and self.template_starts:
+            del self.parts[self.template_starts.pop() :]
+        self.parts.append(SEPARATORS.get(tag, ""))
 
     def handle_data(self, data: str) -> None:
         """Take text that is shown."""
@@ -105,11 +109,21 @@ class TextCollector(HTMLParser):
             self.parts.append(data)
 
 
+# A new kind also needs a row in KINDS and in SECONDS of extract.py.
 EXTRACTORS = {"pdf": extract_pdf, "docx": extract_docx, "html": extract_html}
 
 
 def main(kind: str, memory: int, seconds: int) -> int:
-    """Write the text; return the exit status. An error's type is the last line of stderr."""
+    """Read stdin, write its text to stdout, and return the exit status.
+
+    On failure the last line of stderr is the error's type, or with EXIT_MISSING_LIBRARY the name of
+    the library.
+
+    Args:
+        kind: A key of EXTRACTORS.
+        memory: Bytes that this process may use.
+        seconds: Seconds of processor time that it may use.
+    """
     with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has no such bounds
         import resource
 
@@ -118,12 +132,12 @@ def main(kind: str, memory: int, seconds: int) -> int:
     try:
         text = EXTRACTORS[kind](sys.stdin.buffer.read())
         payload = text.replace("\0", "").encode(errors="replace")
-        if len(payload) > LARGEST:
-            raise MemoryError
+        if len(payload) > MAX_TEXT_BYTES:
+            raise MemoryError  # reported like a document that needs too much memory
     except ImportError as error:
         print(f"\n{error.name}", file=sys.stderr)
-        return MISSING
-    except BaseException as error:  # a stranger's file: the libraries have errors of many kinds
+        return EXIT_MISSING_LIBRARY
+    except BaseException as error:  # libraries raise many kinds of errors on a hostile file
         print(f"\n{type(error).__name__}", file=sys.stderr)
         return 1
     sys.stdout.buffer.write(payload)

@@ -32,7 +32,14 @@ FIELD = 1024  # bytes of a field that is not a file
 
 
 class BodyError(HTTPException):
-    """A body that is refused; `param` is the field at fault, where there is one."""
+    """A body that is refused.
+
+    Args:
+        status: The HTTP status.
+        message: A sentence for the client.
+        param: The field at fault, if there is one.
+        code: A word for programs, as OpenAI's API has it.
+    """
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
@@ -63,8 +70,10 @@ class CheckedRequest(Request):
 
     async def json(self) -> Any:
         """Return the body as JSON; raise BodyError."""
+        # Parsed once, however many handlers ask.
         if not hasattr(self, "_checked"):
             raw = await self.body()
+            # Parsing a large body would hold up the event loop, and with it all answers.
             if len(raw) > LARGE:
                 self._checked = await asyncio.to_thread(parse_body, raw)
             else:
@@ -79,6 +88,7 @@ class CheckedRequest(Request):
         try:
             form = await super().form(max_files=1, max_fields=len(FORM), max_part_size=FIELD)
         except HTTPException as error:
+            # Starlette's own words for a form that is too large or not a form.
             await self.drain()
             raise _make_form_error(str(error.detail).rstrip(".")) from None
         except OSError as error:  # a large file goes to a temporary one
@@ -90,6 +100,7 @@ class CheckedRequest(Request):
         try:
             _check_form(form)
         except BodyError:
+            # Removes the temporary file of the upload.
             await form.close()
             raise
         return form
@@ -121,6 +132,7 @@ def _check_form(form: FormData) -> None:
 
 
 def _make_form_error(why: str, param: str | None = None, code: str | None = None) -> BodyError:
+    """Return the error of a form that is refused, which says what a form may have."""
     known = f"{', '.join(FORM[1:-1])} and {FORM[-1]}"
     message = (
         f"The form cannot be used ({why}); send one file and, of at most {FIELD:,} bytes each, "
@@ -131,6 +143,7 @@ def _make_form_error(why: str, param: str | None = None, code: str | None = None
 
 def parse_body(raw: bytes) -> Any:
     """Return the JSON value of a body; raise BodyError for what no program should work with."""
+    # Counted in the bytes, since a small body can hold millions of values, which take minutes.
     marks = raw.count(b",") + raw.count(b"[") + raw.count(b"{")
     if marks > VALUES:
         raise BodyError(
@@ -197,6 +210,7 @@ def _check_text(text: str, field: str | None) -> None:
 
 
 def _make_depth_error(field: str | None = None) -> BodyError:
+    """Return the error of a body that is nested too deep."""
     name = None if field is None else field[:60]
     where = f"The field {name}" if name else "The body"
     return BodyError(400, f"{where} has more than {DEPTH} levels; send it with fewer.", name)

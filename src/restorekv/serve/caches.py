@@ -452,9 +452,9 @@ class CacheEngine(Engine, Generic[Active]):
         except CacheFileError as error:
             if find_resource_shortage(error):  # the file may be sound
                 raise
-            self.store.set_aside(key, sha256)
+            self.store.quarantine_cache(key, sha256)
             return None
-        self.store.fetched.discard(key)
+        self.store.unverified.discard(key)
         self.counts["loaded"] += 1
         self._hold(sha256, key, context)
         return context

@@ -48,7 +48,9 @@ PREPARING = 4  # questions that are prepared at once
 class LocalQuestion(ActiveQuestion):
     """A question that the thread of this engine answers.
 
-    `cache` is that of all its documents; `written` is done once the last token is.
+    Args:
+        cache: The cache of all its documents.
+        written: Done once the last token is written.
     """
 
     cache: RaggedCache
@@ -58,7 +60,13 @@ class LocalQuestion(ActiveQuestion):
 class EmbeddedEngine(CacheEngine[LocalQuestion]):
     """Answers up to `decoding.BATCH` questions at a time.
 
-    At most `waiting` more wait for a place; None is no limit. They hold no document.
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        store: The documents on disk.
+        memory: Bytes of documents in memory.
+        waiting: How many more questions may wait for a place; None is no limit. They hold no
+            document.
     """
 
     def __init__(
@@ -74,7 +82,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         self.preparers = ThreadPoolExecutor(PREPARING, "restorekv-prepare")
         self.prepared: queue.SimpleQueue[LocalQuestion | None] = queue.SimpleQueue()
         self.scheduler = Scheduler(model, self.stops)
-        # What questions without a document append to; they share it, and with it their passes.
+        # Questions without a document append to this one; so they share their passes too.
         self.empty_cache: RaggedCache | None = None
         self.beginning = threading.Lock()
         self.idle = threading.Event()  # cleared while a pass of the model writes tokens
@@ -96,6 +104,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
     def stop_asking(self) -> None:
         """Refuse the questions that have no place yet."""
         super().stop_asking()
+        # A question that has a place is answered, if that takes no longer than the server's end.
         for question in list(self.tasks.values()):
             if not question.started:
                 settle_future(question.done, error=UnavailableError(ENDING))
@@ -105,6 +114,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         super().close()
         if self.preparers:
             self.preparers.shutdown(wait=False)
+        # None ends the thread that answers.
         self.prepared.put(None)
         self.answering.join(JOIN)
         with HOOKS_LOCK:
@@ -134,6 +144,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         """Return a question with its documents loaded and its prompt as ids."""
         started = time.perf_counter()
         most = count_usable_positions(self.model)
+        # Refuse what is far too long before it is tokenized.
         texts = [question.system, question.text]
         for turn in question.turns:
             texts.extend(turn)
@@ -154,12 +165,14 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
             context, prompt = self.encode_plain(question, 0)
             cache = self._get_empty_cache()
             cost = NO_CACHE
+            # Without a document the model reads the whole conversation.
             computed = context.positions
             too_long = "The conversation is longer than {}; shorten it."
         room = most - context.positions - len(prompt)
         if room < 1:
             raise RestoreKVError(too_long.format(f"the model's {most:,} positions"))
         question.limit = min(question.limit, room)
+        # One row of the scheduler for every sample.
         sampling = question.sampling
         ids = torch.cat([context.ids[0], prompt])[None]
         seeds = [sampling.seed + number for number in range(sampling.samples)]
@@ -180,6 +193,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
 
     def _get_empty_cache(self) -> RaggedCache:
         """Return the cache of a context without tokens."""
+        # Of several questions that come first at once, one makes it.
         with self.beginning:
             if self.empty_cache is None:
                 self.empty_cache = make_empty_cache(self.model)
@@ -233,9 +247,11 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         return True
 
     def _admit(self, active: LocalQuestion) -> None:
+        """Hand a question to the scheduler."""
         question = active.question
 
         def is_cancelled() -> bool:
+            # The client has gone, or the question was answered with an error.
             return question.cancelled or question.done.done()
 
         self.scheduler.admit(
@@ -273,6 +289,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
 
     def _yield_to_compression(self, seconds: float) -> None:
         """Give a compression its share of the time, after a step that took some seconds."""
+        # Nothing is being compressed.
         if self.making == ("", ""):
             self.owed = 0.0
             return
@@ -286,6 +303,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
 
     def _yield_to_decoding(self, *_: object) -> None:
         """Let a token be written first; break a compression off where the server ends."""
+        # The hook runs in every pass of the model, and holds up compressions alone.
         if threading.get_ident() != self.compressing_thread:
             return
         if not self.ending:

@@ -51,6 +51,7 @@ HTTP: dict[str, Any] = {
 LOG = logging.getLogger("restorekv.serve")
 CLOSING = 0.5  # seconds in which requests send their last words, before they are broken off
 LAST = 4.7  # seconds after a signal at which the process ends, whatever a thread of it still does
+# The text of the check at the start: long enough that half of its pairs go.
 PROBE = "The code of the red house is seven, and the code of the blue house is nine. " * 8
 
 
@@ -59,16 +60,16 @@ class Settings:
     """What to serve, and how.
 
     Args:
-        store: the folder of documents.
-        base: the name of the model.
-        default: the variant of uploads, such as smollm2:fast-0.1.
-        memory: bytes of documents in memory.
-        disk: bytes of documents on disk.
-        shared: the address of a folder of caches that several servers use.
-        keys: those of clients; none are needed where there are none.
-        limits: what a request may cost.
-        engine: the name of the engine.
-        options: of the engine.
+        store: The folder of documents.
+        base: The name of the model.
+        default: The variant of uploads, such as smollm2:fast-0.1.
+        memory: Bytes of documents in memory.
+        disk: Bytes of documents on disk.
+        shared: The address of a folder of caches that several servers use.
+        keys: The keys of clients; if there are none, a request needs no key.
+        limits: What a request may cost.
+        engine: The name of the engine.
+        options: Options of the engine.
     """
 
     store: Path
@@ -85,6 +86,7 @@ class Settings:
 
 def find_engine_class(name: str) -> type[CacheEngine]:
     """Return the class of an engine; refuse unknown names."""
+    # Imported by name, so that an engine's own libraries are needed only where it runs.
     if name not in ENGINES:
         raise RestoreKVError(f"An engine is one of {', '.join(ENGINES)}, not {name!r}.")
     module, _, kind = ENGINES[name].partition(":")
@@ -121,8 +123,10 @@ def build_engine_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         nonlocal started
         try:
+            # In a thread: the check runs the model, and signals must be heard meanwhile.
             await asyncio.to_thread(check)
             engine.start()
+            # What a former run of the server did not finish.
             for upload in store.list_uploads():
                 if upload.status == UPLOADED:
                     service.start_processing(upload)
@@ -163,7 +167,7 @@ def _count_read_tokens(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
     """Count the tokens that the model reads for a question to a stored document.
 
     Raises:
-        RestoreKVError: it reads more than the question.
+        RestoreKVError: It reads more than the question.
     """
     read: list[int] = []
 
@@ -176,6 +180,7 @@ def _count_read_tokens(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
             model, tokenizer, PROBE, evictor="snapkv:window=8", adapter=None, ratio=0.5
         )
         probe.save(path)
+        # Every pass of the model is counted from here on.
         hook = model.register_forward_pre_hook(note_tokens, with_kwargs=True)
         try:
             context = CompressedContext.load(path, model, tokenizer)
@@ -207,9 +212,11 @@ class Server(uvicorn.Server):
         if self.should_exit:
             os._exit(128 + sig)  # everything on disk is written whole or not at all
         super().handle_exit(sig, frame)
+        # 128 + the signal's number is what shells expect; Ctrl+C is the usual end of a server.
         state = self.application.state
         state.exit_code = 0 if sig == signal.SIGINT else 128 + sig
         seconds = LAST + state.service.engine.shutdown_grace
+        # A thread that computes in C cannot be stopped, so that the process ends in any case.
         timer = threading.Timer(seconds, os._exit, [state.exit_code])
         timer.daemon = True
         timer.start()
@@ -229,7 +236,8 @@ class Server(uvicorn.Server):
         state.open_requests.break_off()
         await asyncio.sleep(0.2)
         for connection in list(self.server_state.connections):
-            if connection.transport.get_write_buffer_size():  # whose client reads nothing
+            # A client that reads nothing would keep the connection open for ever.
+            if connection.transport.get_write_buffer_size():
                 connection.transport.abort()
 
 
@@ -240,7 +248,8 @@ def serve_app(app: FastAPI, listeners: Sequence[socket.socket]) -> None:
     log = logging.getLogger("uvicorn.error")
 
     def is_wanted(_: logging.LogRecord) -> bool:
-        return app.state.problem is None  # else a stack trace of what is raised below
+        # If the start failed, uvicorn would log a stack trace of the error that is raised below.
+        return app.state.problem is None
 
     log.addFilter(is_wanted)
     try:
@@ -248,6 +257,7 @@ def serve_app(app: FastAPI, listeners: Sequence[socket.socket]) -> None:
     except KeyboardInterrupt:
         pass
     except SystemExit:
+        # uvicorn exits where the start failed; the error itself says more.
         if app.state.problem:
             raise app.state.problem from None
         raise

@@ -1,7 +1,7 @@
 """The server's documents in a folder: uploads, and caches by content, with an index in SQLite.
 
-A file is written whole before its row, and a row goes before its file. So sudden death leaves at
-most files without a row, which the next start removes. When the disk quota is full, the caches used
+A file is written whole before its row, and a row goes before its file. So a crash leaves at worst
+files without a row, which the next start removes. When the disk quota is full, the caches used
 least recently go. With a shared folder, what is written here is written there too, and what is
 missing here is fetched from there.
 
@@ -36,10 +36,12 @@ from restorekv.serve.shared import SharedFolder
 
 LOG = logging.getLogger("restorekv.serve")
 FOLDERS = ("files", "caches", "damaged")
-PERIOD = 60.0  # seconds between two looks at the shared folder
-FRESH = "(expires is null or expires > ?)"  # of an upload, with the time now
-PIECE = 1 << 20  # bytes
-OWN = re.compile(rf"\.?({FILE}|{KEY}\.rkv)(\..*\.tmp)?")  # names that this file makes
+SYNC_SECONDS = 60.0  # between two looks at the shared folder
+# SQL condition of an upload; its parameter is the time now.
+NOT_EXPIRED = "(expires is null or expires > ?)"
+CHUNK_BYTES = 1 << 20  # of an upload, read at once
+# Names of files that this module makes.
+OWN_NAME = re.compile(rf"\.?({FILE}|{KEY}\.rkv)(\..*\.tmp)?")
 
 
 @dataclass(frozen=True)
@@ -64,39 +66,29 @@ class Store:
     """A folder with `files/` and `caches/`, which threads may share.
 
     Args:
-        folder: where it is.
-        disk: bytes of caches.
-        shared: a folder of caches that several servers use.
+        folder: Where it is.
+        disk_quota: Bytes that caches may take; beyond it the least recently used ones are dropped.
+        shared: A folder of caches that several servers use.
     """
 
-    def __init__(self, folder: Path, disk: int, shared: SharedFolder | None = None) -> None:
+    def __init__(self, folder: Path, disk_quota: int, shared: SharedFolder | None = None) -> None:
         self.folder = folder
-        self.disk = disk
+        self.disk_quota = disk_quota
         self.shared = shared
         self.lock = threading.RLock()  # of the index
-        # Caches that came from the shared folder and were not yet found whole.
-        self.fetched: set[str] = set()
+        # Keys of caches that were fetched from the shared folder and not yet checked. If one of
+        # them is damaged, the copy there is damaged too.
+        self.unverified: set[str] = set()
         self.fetching = threading.Lock()
         self.pushing = threading.Lock()
-        self.news = threading.Event()  # set when there is something for the shared folder
+        # Set when `pending` has a row for the thread that serves the shared folder.
+        self.has_pending = threading.Event()
         self.closed = False
-        self.on_drop: Callable[[str], object] = bool  # takes the key of every cache that goes
+        self.on_drop: Callable[[str], object] = _ignore  # takes the key of every cache that goes
         # Takes the SHA-256 of every content that no upload has any more.
-        self.on_delete: Callable[[str], object] = bool
+        self.on_delete: Callable[[str], object] = _ignore
 
-        # A folder that links elsewhere would have files of others deleted as orphans.
-        for name in FOLDERS:
-            check_not_link(folder / name)
-        has_index = (folder / "index.sqlite").exists()
-        # All these files would be taken for orphans and removed.
-        if not has_index and any(_is_own(path) for path in folder.glob("files/*")):
-            raise RestoreKVError(
-                f"The store {folder} has files and no index; move the whole folder away."
-            )
-        for name in FOLDERS:
-            (folder / name).mkdir(parents=True, exist_ok=True)
-        for ending in ("", "-journal", "-wal", "-shm"):
-            check_not_link(folder / f"index.sqlite{ending}")
+        _prepare_folder(folder)
         self.index = Index(folder / "index.sqlite")
         try:
             self._remove_links()
@@ -121,14 +113,14 @@ class Store:
                     raise RestoreKVError(f"{path} is not a regular file; remove it.")
 
     def _remove_orphans(self) -> None:
-        """Remove files without a row and rows without a file, which sudden death leaves."""
+        """Remove files without a row and rows without a file, which a crash leaves."""
         with self.lock:
             uploads = [row[0] for row in self.index.select("select id from files")]
             keys = [row[0] for row in self.index.select("select key from caches")]
             wanted = {self.upload_path(upload_id) for upload_id in uploads}
             wanted |= {self.cache_path(key) for key in keys}
             for path in self._list_files():
-                # Written, and dead before its row: nobody was told of it.
+                # A crash came between file and row: no client has this id.
                 if path not in wanted and _is_own(path):
                     with suppress(OSError):  # such as of a disk that can only be read
                         path.unlink(missing_ok=True)
@@ -158,28 +150,30 @@ class Store:
                 raise OSError(number, os.strerror(number))
 
     def close(self) -> None:
-        """End; what the shared folder does not know yet is pushed after the next start."""
+        """Close the index. What the shared folder does not know yet is pushed after the next
+        start.
+        """
         with self.lock:
             self.closed = True
             # Wakes the thread, which then sees that the store is closed.
-            self.news.set()
+            self.has_pending.set()
             self.index.close()
 
     # Uploads.
 
     def add_upload(
-        self, name: str, purpose: str, content: BinaryIO, seconds: int | None = None
+        self, name: str, purpose: str, content: BinaryIO, lifetime: int | None = None
     ) -> Upload:
-        """Store an upload, a piece at a time.
+        """Store an upload, a chunk at a time.
 
         Args:
-            name: the client's name for it, whose ending says how it is read.
-            purpose: whatever the client gave.
-            content: what is stored.
-            seconds: after which it expires; None is never.
+            name: The client's name for it, whose ending says how it is read.
+            purpose: Whatever the client gave.
+            content: What is stored.
+            lifetime: Seconds after which it expires; None is never.
 
         Raises:
-            OSError, sqlite3.Error, RestoreKVError: the disk does not take it.
+            OSError, sqlite3.Error, RestoreKVError: The disk does not take it.
         """
         self.check_writable()
         upload_id = f"file-{secrets.token_hex(12)}"
@@ -189,9 +183,12 @@ class Store:
         # The same bytes read as HTML and as text are two documents.
         digest = start_document_hash(find_kind(name))
         with replace_file(path, follow=False) as temporary, temporary.open("wb") as file:
-            while piece := content.read(PIECE):
-                digest.update(piece)
-                size += file.write(piece)
+            while chunk := content.read(CHUNK_BYTES):
+                digest.update(chunk)
+                size += file.write(chunk)
+        expires = None
+        if lifetime is not None:
+            expires = created + lifetime
         upload = Upload(
             id=upload_id,
             sha256=digest.hexdigest(),
@@ -199,7 +196,7 @@ class Store:
             purpose=purpose,
             bytes=size,
             created=created,
-            expires=created + seconds if seconds else seconds,
+            expires=expires,
             status=UPLOADED,
             problem="",
         )
@@ -219,7 +216,7 @@ class Store:
         with self.lock:
             self._delete_expired()
             rows = self.index.select(
-                f"select * from files where id = ? and {FRESH}", (upload_id, int(time.time()))
+                f"select * from files where id = ? and {NOT_EXPIRED}", (upload_id, int(time.time()))
             )
         return Upload(*rows[0]) if rows else None
 
@@ -229,7 +226,7 @@ class Store:
             self._delete_expired()
             order = "order by created desc, rowid desc"
             rows = self.index.select(
-                f"select * from files where {FRESH} {order}", (int(time.time()),)
+                f"select * from files where {NOT_EXPIRED} {order}", (int(time.time()),)
             )
         return [Upload(*row) for row in rows]
 
@@ -248,7 +245,7 @@ class Store:
     def set_status(self, upload: Upload, status: Status, problem: str = "") -> None:
         """Record how processing an upload ended.
 
-        No cache stays of one that was deleted meanwhile.
+        If the upload was deleted meanwhile, its caches are removed.
         """
         with self.lock:
             change = "update files set status = ?, problem = ? where id = ?"
@@ -267,7 +264,7 @@ class Store:
         """Remove an upload, and the caches that only it needs; return whether it was there.
 
         Raises:
-            OSError: the disk can only be read.
+            OSError: The disk can only be read.
         """
         with self.lock:
             rows = self.index.select("select sha256 from files where id = ?", (upload_id,))
@@ -291,7 +288,7 @@ class Store:
         if self.index.select("select 1 from files where sha256 = ?", (sha256,)):
             return
         rows = self.index.select("select key from caches where sha256 = ?", (sha256,))
-        self.drop_caches([row[0] for row in rows])
+        self._drop_caches([row[0] for row in rows])
         self.on_delete(sha256)
         if self.shared:
             self.index.apply(
@@ -299,10 +296,12 @@ class Store:
                 ("insert into pending values (?, '')", (sha256,)),
                 late=True,
             )
-            self.news.set()
+            self.has_pending.set()
 
     def _delete_expired(self) -> None:
-        """Delete the uploads whose time is over; one that the disk keeps is hidden all the same."""
+        """Delete the uploads that have expired. If the disk refuses a deletion, queries still hide
+        the upload.
+        """
         now = int(time.time())
         for (upload_id,) in self.index.select("select id from files where expires <= ?", (now,)):
             with suppress(OSError):
@@ -312,8 +311,10 @@ class Store:
 
     @contextmanager
     def write_cache_file(self, key: str, sha256: str) -> Iterator[Path]:
-        """Give the block a path for a cache, which is known once the block has ended."""
-        # An error in the block leaves no row, and a file that the next start removes.
+        """Yield the path to write a cache to, and index the cache when the block ends without an
+        error.
+        """
+        # If the block fails there is no row, and the next start removes the file.
         yield self.cache_path(key)
         self._index_cache(key, sha256)
         if self.shared:
@@ -353,15 +354,16 @@ class Store:
         with self.fetching:
             if self.shared and not self.has_cache(key):
                 path = self.cache_path(key)
-                if self.shared.get_cache(sha256, key, path, self.disk):
+                if self.shared.get_cache(sha256, key, path, self.disk_quota):
                     self._index_cache(key, sha256)
-                    self.fetched.add(key)
+                    self.unverified.add(key)
             return self.has_cache(key)
 
-    def set_aside(self, key: str, sha256: str) -> None:
-        """Move a damaged cache away, also where it was fetched from.
+    def quarantine_cache(self, key: str, sha256: str) -> None:
+        """Move a damaged cache to `damaged/`, and in the shared folder too if it was fetched from
+        there.
 
-        It is made again when it is needed.
+        The next request computes it again.
         """
         with self.lock:
             self.index.apply(("delete from caches where key = ?", (key,)), late=True)
@@ -370,13 +372,14 @@ class Store:
                 # Where the disk can only be read, the file stays, no longer in the index.
                 with suppress(OSError):
                     path.replace(self.folder / "damaged" / f"{key}.rkv")
-        # Only what came from there is damaged there; a cache of our own was pushed whole.
-        if self.shared and key in self.fetched:
-            self.fetched.discard(key)
+        # A cache that was made here was pushed before it was damaged, so only a fetched one is
+        # damaged in the shared folder too.
+        if self.shared and key in self.unverified:
+            self.unverified.discard(key)
             self.shared.set_aside(sha256, key)
 
-    def drop_caches(self, keys: Iterable[str]) -> None:
-        """Remove caches."""
+    def _drop_caches(self, keys: Iterable[str]) -> None:
+        """Remove caches. The caller holds the lock."""
         keys = list(keys)
         if keys:
             changes = [("delete from caches where key = ?", (key,)) for key in keys]
@@ -385,34 +388,39 @@ class Store:
             self.cache_path(key).unlink(missing_ok=True)
             self.on_drop(key)
 
-    def make_room(self, newest: str) -> None:
-        """Drop the caches used least recently until the quota holds, but never the newest."""
+    def _enforce_quota(self, newest: str) -> None:
+        """Drop the caches used least recently until the quota holds, but never the newest. The
+        caller holds the lock.
+        """
         total = self.index.select("select coalesce(sum(bytes), 0) from caches")[0][0]
         for key, size in self.index.select("select key, bytes from caches order by used"):
-            # The newest stays even where it alone is larger than the quota, for it is being used.
-            if total <= self.disk or key == newest:
+            if total <= self.disk_quota:
+                break
+            # The newest stays even if it alone is larger than the quota, because it is being used.
+            if key == newest:
                 continue
-            self.drop_caches([key])
+            self._drop_caches([key])
             total -= size
 
     def _index_cache(self, key: str, sha256: str) -> None:
-        """Take a cache that was written into the index."""
+        """Add a cache that was written to the index."""
         size = self.cache_path(key).stat().st_size
         with self.lock:
             row = (key, sha256, size, time.time())
             self.index.apply(("insert or replace into caches values (?, ?, ?, ?)", row), late=True)
-            self.make_room(key)
+            self._enforce_quota(key)
 
-    # The shared folder. What it is to know is a row of `pending` until it knows it, so that it
-    # learns of it even if it could not be reached, or the server ended.
+    # The shared folder. Every change that it must learn of is a row of `pending` until it has been
+    # pushed, so that none is lost if the folder cannot be reached or the server ends. A row with an
+    # empty key is a deleted document.
 
     def _push_pending(self, shared: SharedFolder, sha256: str, key: str) -> None:
-        """Tell the shared folder of a new cache, or with an empty key of a deleted document.
+        """Push a new cache, or the deletion of a document if `key` is empty.
 
-        Nothing happens where that is not pending any more.
+        Does nothing if the row is not pending any more.
         """
         row = (sha256, key)
-        # Pushing takes long, so the index is locked for its parts alone.
+        # Pushing takes long, so the index is not locked meanwhile.
         with self.pushing:
             with self.lock:
                 select = "select 1 from pending where sha256 = ? and key = ?"
@@ -431,14 +439,18 @@ class Store:
                         self.index.apply((delete, row), late=True)
 
     def sync_loop(self) -> None:
-        """Exchange news with the shared folder now and then; runs in a thread."""
+        """Run `sync_once` every SYNC_SECONDS, and at once when there is something to push. Runs in
+        a thread.
+        """
         while not self.closed:
             self.sync_once()
-            self.news.wait(PERIOD)
-            self.news.clear()
+            self.has_pending.wait(SYNC_SECONDS)
+            self.has_pending.clear()
 
     def sync_once(self) -> None:
-        """Push what is pending; drop the caches that were deleted there, unless they are ours."""
+        """Push what is pending. Drop the caches of documents that were deleted there, unless an
+        upload here has the document.
+        """
         shared = self.shared
         if shared is None:
             return
@@ -450,21 +462,42 @@ class Store:
         with self.lock:
             if self.closed:
                 return
-            own = {row[0] for row in self.index.select("select sha256 from files")}
+            uploaded = {row[0] for row in self.index.select("select sha256 from files")}
             for key, sha256 in self.index.select("select key, sha256 from caches"):
                 # A document that was deleted elsewhere and uploaded here stays.
-                if sha256 not in removed or sha256 in own:
+                if sha256 not in removed or sha256 in uploaded:
                     continue
                 # A cache that was made after the deletion stays.
                 path = self.cache_path(key)
                 if path.exists() and path.stat().st_mtime_ns < removed[sha256]:
-                    self.drop_caches([key])
+                    self._drop_caches([key])
                     self.on_delete(sha256)
+
+
+def _ignore(key: str) -> None:
+    """Do nothing: nobody wants to know."""
+
+
+def _prepare_folder(folder: Path) -> None:
+    """Make the folders of a store; refuse one that is not safe to use."""
+    # If a folder were a link, files of others would be deleted there as orphans.
+    for name in FOLDERS:
+        check_not_link(folder / name)
+    has_index = (folder / "index.sqlite").exists()
+    # Without an index all these files would be taken for orphans and removed.
+    if not has_index and any(_is_own(path) for path in folder.glob("files/*")):
+        raise RestoreKVError(
+            f"The store {folder} has files and no index; move the whole folder away."
+        )
+    for name in FOLDERS:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    for ending in ("", "-journal", "-wal", "-shm"):
+        check_not_link(folder / f"index.sqlite{ending}")
 
 
 def _is_own(path: Path) -> bool:
     """Return whether a name is one that the store gives; users' own files may be in the folder."""
-    return bool(OWN.fullmatch(path.name))
+    return bool(OWN_NAME.fullmatch(path.name))
 
 
 def _is_read_only(folder: Path) -> bool:

@@ -30,8 +30,11 @@ from restorekv.files import (
 
 FORMAT = "restorekv-proof-1"
 LIMIT = 1 << 16  # bytes of a file
+# Below the user's cache folder.
 FOLDER = "proofs"
-DIED = object()  # a check that began in a process that is gone, and never ended
+# What `load_proof` returns for a check that began in a process that is gone, and never ended: the
+# check may have crashed the process, and would again.
+DIED = object()
 
 
 def locate_proof(key: Mapping[str, object]) -> Path | None:
@@ -46,11 +49,13 @@ def load_proof(key: Mapping[str, object], kind: type) -> object | None:
     """Return the proof of a key as a `kind`, DIED, or None if there is none that can be trusted."""
     path = locate_proof(key)
     record = None if path is None else _load_record(path)
+    # The name of the file is a short hash, so that the whole key is compared too.
     if record is None or record["key"] != key:
         return None
     proof = record["proof"]
     if proof is None:  # the mark of a check
         return DIED if _has_died(record["process"]) else None
+    # A file is data: its fields must be those of the class, with their types.
     hints = get_type_hints(kind)
     if set(proof) != set(hints):
         return None
@@ -93,6 +98,7 @@ def _load_record(path: Path) -> dict | None:
     for name, kind in wanted.items():
         if not isinstance(record[name], kind):
             return None
+    # The checksum is that of everything else in the record.
     if record["format"] != FORMAT or record.pop("sum") != digest_record(record):
         return None
     return record
@@ -110,10 +116,12 @@ def _save_record(key: Mapping[str, object], proof: Mapping[str, object] | None) 
         "process": f"{HOST}-{os.getpid()}",
     }
     text = json.dumps({**record, "sum": digest_record(record)}, indent=1)
+    # A proof that cannot be kept is found again by the next process, which only takes time.
     with suppress(OSError, RestoreKVError):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.parent.chmod(0o700)
         with replace_file(path) as temporary:
+            # Created with these permissions from the start, and never through a link.
             descriptor = os.open(
                 temporary,
                 os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0),
@@ -127,6 +135,7 @@ def _save_record(key: Mapping[str, object], proof: Mapping[str, object] | None) 
 
 def _has_died(process: str) -> bool:
     """Return whether a process of this machine, HOST-ID, is gone."""
+    # A process of another machine may share this folder, and cannot be asked.
     host, _, number = process.rpartition("-")
     return host == HOST and number.isdecimal() and not is_process_alive(int(number))
 

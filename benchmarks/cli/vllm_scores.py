@@ -1,0 +1,40 @@
+"""`.venv-vllm/bin/python -m benchmarks vllm-scores`: a benchmark's scores by `ask`, and by vLLM
+through HTTP.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.cli.session import run_benchmark, run_each
+from benchmarks.vllm_scores import make_tables, run_scores
+from restorekv.compression.budget import parse_ratio
+from restorekv.files import check_target
+from restorekv.tasks import make_benchmark
+
+
+def run(
+    folder: Annotated[Path, typer.Option(help="Keeps cache files and answers.")],
+    benchmark: Annotated[
+        str, typer.Option(help="The benchmark and its settings.")
+    ] = "ruler:length=1024,per_task=5",
+    ratio: Annotated[
+        list[str] | None, typer.Option(help="A ratio; repeatable. [default: 0.1 and 0.05]")
+    ] = None,
+    evictor: Annotated[str, typer.Option(help="An evictor or a preset.")] = "best",
+    model: Annotated[str, typer.Option(help="A small decoder: smollm2, a folder.")] = "smollm2",
+    json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
+) -> None:
+    ratios = ratio or ["0.1", "0.05"]
+    # Check the options before a model is loaded.
+    for each in ratios:
+        parse_ratio(each)
+    make_benchmark(benchmark)
+    if json:
+        check_target(json)
+    run_benchmark(
+        lambda tell: run_scores(folder, model, benchmark, ratios, evictor, tell),
+        lambda result: run_each(make_tables(result)),
+        json,
+    )
