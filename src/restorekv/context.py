@@ -472,13 +472,19 @@ class CompressedContext:
         if m.restore_tokens:
             method += f" + {m.restore_tokens} restore tokens"
         ratio = f"r = {float(Fraction(m.ratio)):g}"
-        full = (m.tokens + m.prefix) * m.shape["layers"] * m.shape["heads"]
+        # What competes for the budget: the text's pairs, and under "counted" the chat prefix's too.
+        columns = m.tokens
+        prefix = f", and {m.pairs_of_prefix:,} of the chat prefix"
+        if m.prefix_policy == "counted":
+            columns += m.prefix
+            prefix = ", chat prefix included"
+        full = columns * m.shape["layers"] * m.shape["heads"]
         phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in m.seconds.items())
         return (
             f"CompressedContext({method}, {ratio}, prefix {m.prefix_policy})\n"
             f"  tokens   T = {m.tokens:,}, chat prefix S = {m.prefix:,}\n"
-            f"  pairs    {m.pairs:,} budgeted, {m.pairs_held:,} held of {full:,}\n"
-            f"  bytes    {format_bytes(m.bytes_held)} held of {format_bytes(m.bytes_full)}\n"
+            f"  pairs    {m.pairs:,} of {full:,} ({100 * m.pairs / full:.1f} %){prefix}\n"
+            f"  bytes    {format_bytes(m.bytes_held)}; full cache {format_bytes(m.bytes_full)}\n"
             f"  seconds  {phases}"
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from fractions import Fraction
 from pathlib import Path, PurePath
 from typing import Any
@@ -22,12 +23,13 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv import __version__
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.adapters import load_adapter
+from restorekv.compression.arguments import explain_arguments
 from restorekv.compression.budget import Budget, parse_ratio
 from restorekv.compression.compressor import Compressor, PreparedContext, time_phase
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor
 from restorekv.compression.prepared_cache import PreparedContextCache
-from restorekv.compression.presets import DEFAULT_EVICTOR, PRESETS
+from restorekv.compression.presets import DEFAULT_EVICTOR, resolve_preset
 from restorekv.compression.progress import OnProgress, measure_progress
 from restorekv.context import CompressedContext
 from restorekv.errors import BudgetError, RestoreKVError, warn
@@ -50,10 +52,29 @@ from restorekv.size_limits import TEXT_BYTES
 from restorekv.storage.cache_checks import count_pairs_and_bytes
 from restorekv.storage.cache_file import Manifest
 
+# What to write instead of arguments that other libraries have, or that belong elsewhere.
+ARGUMENT_HINTS = {
+    "preset": 'write evictor="fast" or evictor="best".',
+    "press": 'a press of kvpress is evictor="kvpress:press=NAME".',
+    "method": 'write evictor="kvzip", for example.',
+    "window_size": 'it is a setting of the evictor: evictor="snapkv:window=64".',
+    "kernel_size": 'it is a setting of the evictor: evictor="snapkv:kernel=5".',
+    "text": "the text is the third argument, context.",
+    "budget": "give ratio, or tokens_per_head.",
+    "question": "compress the text first, then ask: compress(...).ask(question).",
+    "questions": "compress the text first, then ask: compress(...).ask(questions).",
+    "max_new_tokens": "it belongs to ask: compress(...).ask(question, max_new_tokens=64).",
+    **{
+        each.name: f"it belongs to the config: config=CompressionConfig({each.name}=...)."
+        for each in fields(CompressionConfig)
+    },
+}
+USAGE = "compress(model, tokenizer, context, ratio=0.1)"
 # Endings of files that people compress.
 DOCUMENT_ENDINGS = {*KINDS, ".txt", ".md", ".rst"}
 
 
+@explain_arguments(ARGUMENT_HINTS, USAGE)
 def compress(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
@@ -99,7 +120,7 @@ def compress(
         RestoreKVError: Something that the caller can fix; the message says how.
     """
     check_model_and_tokenizer(model, tokenizer)
-    compressor = make_compressor(PRESETS.get(evictor, evictor), config)
+    compressor = make_compressor(resolve_preset(evictor), config)
     text, system = separate_text_and_system(context, check_system_message(config.system))
     between = get_default_between(tokenizer) if config.between is None else config.between
     tokenized = make_context(tokenizer, text, between, system)

@@ -50,6 +50,13 @@ def load_adapter(
         AdapterError: The adapter cannot be loaded, or does not fit the model or the method.
         RestoreKVError: The config asks for restoring, and there is no adapter.
     """
+    if adapter == "none":
+        raise AdapterError("'none' is a word of the command line; in Python pass adapter=None.")
+    if adapter is not None and not isinstance(adapter, str | Path | RestoreAdapter):
+        raise AdapterError(
+            "adapter is 'auto', 'published', a folder, a hub id, a RestoreAdapter or None, not "
+            f"{type(adapter).__name__}."
+        )
     config = compressor.config
     if not compressor.restores:
         if adapter not in (None, "auto"):

@@ -154,7 +154,10 @@ def parse_ratio(ratio: float | str | Fraction) -> Fraction:
     except (ValueError, ZeroDivisionError):
         exact = Fraction(0)
     if not 0 < exact <= 1:
-        raise BudgetError(f"The ratio is a number above 0 and at most 1, not {text}.")
+        hint = ""
+        if 1 < exact <= 100:
+            hint = f"; it is the share that stays, so write {float(exact / 100):g} for {text} %"
+        raise BudgetError(f"The ratio is a number above 0 and at most 1, not {text}{hint}.")
     return exact
 
 

@@ -10,6 +10,16 @@ DEFAULT_EVICTOR = "kvzip"
 PRESETS = {"fast": "fastkvzip", "best": "kvzip"}
 
 
+def resolve_preset(evictor: str) -> str:
+    """Return the spec that a preset names, and any other spec as it is."""
+    if not isinstance(evictor, str):
+        raise RestoreKVError(
+            f"The evictor is a preset, or a spec such as {DEFAULT_EVICTOR!r} or "
+            f"'snapkv:window=64', not {type(evictor).__name__}."
+        )
+    return PRESETS.get(evictor, evictor)
+
+
 def choose_evictor(evictor: str | None, preset: str | None) -> str:
     """Return the evictor's spec: the one given, or the one that the preset names."""
     if preset is None:

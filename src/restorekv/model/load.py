@@ -11,6 +11,7 @@ installed packages that hold its GGUF file in parts (split_file.py) and from now
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from restorekv.model.identity import WEIGHT_SOURCES
 from restorekv.model.model_folder import NO_CODE, NO_PICKLES
 from restorekv.model.names import (
     GEMMA3,
+    NAMES,
     SMOLLM2,
     SMOLLM2_ID,
     TINY,
@@ -237,7 +239,11 @@ def _make_gguf_source(file: Path, name: str) -> Source:
 
 def _loading_error(name: str | Path, error: Exception) -> ModelError:
     """Turn an error of transformers into one sentence."""
-    return ModelError(f"Cannot load the model {name!r}; {REMEDY} ({summarize_error(error)}).")
+    near = get_close_matches(str(name).lower(), NAMES, 1)
+    hint = f" (did you mean {near[0]}?)" if near and near[0] != str(name) else ""
+    return ModelError(
+        f"Cannot load the model {str(name)!r}{hint}; {REMEDY} ({summarize_error(error)})."
+    )
 
 
 def parse_device(device: str | torch.device) -> torch.device:

@@ -11,9 +11,10 @@ after every question.
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
+from pathlib import PurePath
 
 import torch
 from jinja2.exceptions import TemplateError
@@ -194,6 +195,10 @@ def check_token_ids(tokenizer: Tokenizer, ids: Sequence[int] | Tensor) -> Tensor
     """Return ids (T,) as (1, T) long; refuse what is not a sequence of the tokenizer's ids."""
     if isinstance(ids, list | tuple) and all(type(each) is int for each in ids):
         ids = torch.tensor(ids, dtype=torch.long)
+    if isinstance(ids, PurePath):
+        raise RestoreKVError(
+            f"A text is added, not a file; read the file first: Path({str(ids)!r}).read_text()."
+        )
     if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.is_floating_point() or ids.is_complex():
         raise RestoreKVError(
             f"The context is text or a 1-D sequence of token ids, not {type(ids).__name__}."
@@ -230,6 +235,11 @@ def encode_question(
 
 def check_question(question: object, empty: bool = False) -> None:
     """Refuse what is not a text, and unless allowed, an empty one."""
+    if isinstance(question, Mapping):
+        raise RestoreKVError(
+            "A question is text, not a message with a role; pass the message's text, or keep a "
+            "conversation with chat()."
+        )
     if not isinstance(question, str):
         raise RestoreKVError(
             f"A question is text, not {type(question).__name__}; give several to ask, as a list."
