@@ -13,7 +13,7 @@ from restorekv import tasks
 from restorekv.evaluation.grid import FULL, Cell
 from restorekv.evaluation.report import Block, Section
 from restorekv.evaluation.results import Result
-from restorekv.evaluation.rows import CACHE_FIGURES
+from restorekv.evaluation.rows import SUMMARY_COLUMNS
 from restorekv.evaluation.stats import FEW, LEAST, get_interval
 from restorekv.evaluation.tables import Table, format_number, format_score, name_method
 
@@ -116,5 +116,5 @@ def format_run(made: Mapping[str, object]) -> Iterator[str]:
 def collect_sizes(done: Sequence[Result]) -> dict[str, dict]:
     """Return pairs and bytes that every cell's caches held, by the cell's name."""
     return {
-        result.cell.name: {key: result.summary[key] for key in CACHE_FIGURES} for result in done
+        result.cell.name: {key: result.summary[key] for key in SUMMARY_COLUMNS} for result in done
     }
