@@ -33,6 +33,7 @@ from restorekv.tasks.metrics import contains_reference
 EVICTOR = "kvzip"
 SHOWN = 6  # questions of every text, at most
 CACHES = ("full cache", "KVzip", "restored")
+ENDS = ".!?:;)\"'”’"  # of a sentence that is complete
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,9 @@ def run_facts_demo(name: str, ratio: str, json: Path | None) -> None:
     seconds = time.perf_counter() - start
     output.print(
         f"{seconds:.0f} seconds. Shown are the first {SHOWN} questions of each text that the full "
-        "cache answers right; restorekv demo --full scores a benchmark.",
+        "cache answers right, so the others can only be worse: this is a look at answers, too few "
+        "to rank anything. docs/evaluation.md has 65 texts; restorekv demo --full scores a "
+        "benchmark, and --ratio 0.1 is what compress keeps by default.",
         highlight=False,
     )
     if json:
@@ -169,8 +172,11 @@ def _truths(question: Question) -> tuple[str, ...]:
 
 
 def _shorten(answer: str) -> str:
-    """Return the first line of an answer."""
-    return answer.strip().partition("\n")[0].strip()
+    """Return the first line of an answer, with an ellipsis if the limit of tokens cut it."""
+    line, line_break, _ = answer.strip().partition("\n")
+    line = line.strip()
+    is_cut = not line_break and line and line[-1] not in ENDS
+    return f"{line} …" if is_cut else line
 
 
 def tabulate_answers(text: ShownText) -> Table:
