@@ -229,7 +229,7 @@ def test_common_words_are_recounted(tokenizer, length, example, main):
 
 
 def test_long_lists_of_common_words_have_rulers_frequencies():
-    made = make_benchmark("ruler:length=4096,per_task=1,tasks=cwe,seed=1")._generate(
+    made = make_benchmark("ruler:length=4096,per_task=1,tasks=cwe,seed=1")._generate_samples(
         lambda text: len(text.split())
     )
     first, second = (Counter(listed_words(text)) for text in next(made).context.split("\n")[1::3])
@@ -367,7 +367,9 @@ def test_a_novel_is_the_haystack_and_every_sample_has_its_own_place_in_it(tokeni
 def test_what_ships_answers_qa_and_a_task_has_as_many_samples_as_there_are_questions():
     def asked_of(spec):
         return list(
-            make_benchmark(f"ruler:length=1024,{spec}")._generate(lambda text: len(text.split()))
+            make_benchmark(f"ruler:length=1024,{spec}")._generate_samples(
+                lambda text: len(text.split())
+            )
         )
 
     samples = asked_of("per_task=80,tasks=qa_1+qa_2")
@@ -448,8 +450,8 @@ def test_needles_stand_at_the_depths_of_rulers_grid():
         ("ruler:tasks=niah_single_4", "no task 'niah_single_4'"),
         ("ruler:tasks=vt+", "no task ''"),
         ("ruler:per_task=0", "at least 1"),
-        ("ruler:source=hub,squad=x.json", "squad is for samples made here"),
-        ("ruler:length=300,tasks=cwe", "cwe takes"),
+        ("ruler:source=hub,squad=x.json", "squad= is for samples that are generated"),
+        ("ruler:length=300,tasks=cwe", "cwe needs at least"),
         ("ruler:source=no/such/folder", "no file or folder"),
         ("ruler:tasks=vt+niah_single_2,essays=no/such/folder", "no file or folder"),
     ],

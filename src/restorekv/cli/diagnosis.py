@@ -45,12 +45,14 @@ PACKAGES = (
 )
 # To wait for the hub, whose name may take longer to resolve than a request may take.
 HUB_SECONDS = 6.0
+# The benchmark: a decode step over a context of so many tokens, of which RATIO stays, with a tail.
 TOKENS = 8192
 TAIL = 64
 RATIO = 0.1
-COPIED = 64 << 20  # bytes
+COPIED = 64 << 20  # bytes that are copied between memory and device
 BENCHMARK_SECONDS = 0.3  # for each of the sides
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+# Shorter values are too common in other words to be taken out of a report.
 SHORTEST_SECRET = 6
 # Names that say nothing of anybody.
 COMMON = {"root", "user", "admin", "ubuntu", "runner", "localhost"}
@@ -80,6 +82,7 @@ def describe_machine() -> dict[str, str]:
 
 def find_processor() -> str:
     """Return the processor's name, as Linux knows it."""
+    # Other systems have no such file.
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -42,8 +42,14 @@ NamedCache = tuple[str, RaggedCache, dict[str, float]]
 
 @dataclass(frozen=True)
 class DemoPlan:
-    """What the demo of a model shows: `count` contexts of a benchmark at `ratios`, and a document
-    at `shown` ratios.
+    """What the demo of a model shows.
+
+    Args:
+        benchmark: The benchmark that is scored.
+        evictors: The evictors, each alone and restored.
+        ratios: The ratios at which it is scored.
+        shown: The ratios at which the answers about one document are shown.
+        count: How many contexts are scored.
     """
 
     benchmark: str
@@ -71,9 +77,9 @@ def run_scored_demo(model: str, count: int | None, json: Path | None) -> None:
     """Print the answers about one document and the scores of a benchmark.
 
     Args:
-        model: the model's name.
-        count: held-out documents; None for the model's own number.
-        json: a file for rows and conventions, or None.
+        model: The model's name.
+        count: Held-out documents; None for the model's own number.
+        json: A file for rows and conventions, or None.
     """
     start = time.perf_counter()
     model = to_canonical_name(model)
@@ -101,6 +107,7 @@ def _measure(model: str, show: DemoPlan, count: int) -> dict:
     benchmark = replace(tasks.make_benchmark(show.benchmark), count=count).spec
     title = "asking held-out documents"
     methods = [(evictor, SHIPPED) for evictor in show.evictors]
+    # The same grid as `restorekv eval` runs, in a folder that goes afterwards.
     cells = Grid([model], methods, [benchmark], ratios=show.ratios, common=COMMON).list_cells()
     with show_progress_share(title) as update, TemporaryDirectory() as folder:
         results = run_grid(
@@ -108,6 +115,7 @@ def _measure(model: str, show: DemoPlan, count: int) -> dict:
         )
         tables = make_tables(GridResults(results))
         figures = make_payload(results)
+        # Too long for a demo's file.
         del figures["answers"]
     for table in tables:
         output.print(table)
@@ -125,10 +133,12 @@ class CacheAnswers:
 
 
 def choose_document(model: str, tokenizer: Tokenizer) -> tasks.Sample:
+    """Return the document that is shown, with its questions."""
     if choose_plan(model) is WORLD:
         drawn = suite.draw_held_out(
             "demo 0", "mixed", 1000, 1100, suite.make_token_counter(tokenizer)
         )
+        # One question of each family, so that they differ.
         by_family = {question.family: question for question in drawn.questions}
         questions = [convert_question(family, each) for family, each in by_family.items()]
         return tasks.Sample("demo", drawn.text, tuple(questions[:FAMILIES]))
@@ -146,10 +156,18 @@ def answer_side_by_side(
     adapters: Mapping[str, str | None],
     ratios: Sequence[float],
 ) -> tuple[int, list[CacheAnswers]]:
-    """Return the document's tokens, and the answers of the full cache and of every evictor and
-    ratio.
+    """Ask every cache of a document all of its questions.
 
-    `adapters` maps an evictor to its adapter; with one, the restored cache answers too.
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        sample: The document and its questions.
+        adapters: The adapter of every evictor; with one, the restored cache answers too.
+        ratios: The ratios of the small caches.
+
+    Returns:
+        The number of the document's tokens, and the answers of the full cache and of every evictor
+        and ratio.
     """
     answers: list[CacheAnswers] = []
     tokens = 0
@@ -173,6 +191,7 @@ def evict_caches(
     if with_full:
         yield "full cache", prepared.evict(1, 0), {"prefill": prepared.seconds["prefill"]}
     for ratio in ratios:
+        # Without an adapter there is only the evictor alone.
         for restored in (False, True) if prepared.restore_tokens else (False,):
             seconds = dict(prepared.seconds)
             if not restored:
@@ -219,6 +238,7 @@ def make_answers_table(sample: tasks.Sample, tokens: int, found: Sequence[CacheA
 
 
 def make_seconds_table(found: Sequence[CacheAnswers]) -> Table:
+    """Return a row for each cache with the seconds of every phase that any of them has."""
     phases = [phase for phase in PHASES if any(phase in each.seconds for each in found)]
     rows = []
     for each in found:

@@ -28,6 +28,7 @@ def read_text(name: str) -> str:
     "-".
     """
     if name == "-":
+        # As for a program that was started without any streams.
         if sys.stdin is None:
             raise RestoreKVError("The standard input is closed; give a file or pipe a text in.")
         source = "The input"
@@ -65,11 +66,12 @@ def open_documents(
     """Load cache files of one model; refuse files that are wrong before the model is opened.
 
     Args:
-        files: the cache files.
-        model: the model; unless given, the one that the first file names, if that is one of ours.
-        dtype: of the model; unless given, and for "auto", as in the first file.
-        device: for the model.
+        files: The cache files.
+        model: The model; None takes the one that the first file names, if that is one of ours.
+        dtype: The dtype of the model; None and "auto" take that of the first file.
+        device: The device of the model.
     """
+    # Every file is checked before the model is loaded, which takes long.
     stored = [open_cache_file(each) for each in files]
     first = stored[0].manifest
     chosen = getattr(torch, first.dtype) if dtype in (None, "auto") else dtype
@@ -94,6 +96,7 @@ def _find_model_of_file(file: Path, name: str) -> str:
 
 def _extract_yarn(rope: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the YaRN that a cache was made with, for `load_model`, or None."""
+    # Other types of RoPE belong to the model itself and need no setting.
     if rope.get("rope_type") != "yarn":
         return None
     names = ("rope_type", "factor", "original_max_position_embeddings")
@@ -107,6 +110,7 @@ def describe_method(m: Manifest) -> str:
         f"n = {m.restore_tokens} restore tokens",
         f"adapter {m.adapter['hash'] if m.adapter else 'none'}",
     ]
+    # Defaults are left out: what is named here differs from what `compress` does unasked.
     if m.allocation != "global":
         settings.append(f"allocation {m.allocation}")
     if m.restore_from != "full":

@@ -27,7 +27,15 @@ Missing = list[tuple[str, list[Cell]]]  # ids of samples in order, each with the
 
 @dataclass(frozen=True)
 class GridProgress:
-    """Job `turn` of `jobs`, counted from 0, runs: `done` of its `total` contexts are answered."""
+    """How far a grid is.
+
+    Args:
+        what: What the running job does, for people.
+        turn: Its number, counted from 0.
+        jobs: How many jobs there are.
+        done: How many of its contexts are answered.
+        total: How many contexts it has.
+    """
 
     what: str
     turn: int
@@ -64,6 +72,7 @@ class LocalPool:
         self.opened = None
 
     def _get_worker(self, job: Job) -> Worker:
+        """Return the worker of a job, which loads its model at the first call."""
         if self.opened is None or self.opened.job != job:
             self.opened = None  # frees the last job before the next one loads
             self.opened = Worker(job, self.device)
@@ -85,6 +94,7 @@ def identify_cell(worker: Worker, cell: Cell) -> dict:
     """
     adapter = worker.adapters[cell]
     benchmark = worker.benchmark
+    # Settings that depend on the protocol are part of the method's name.
     name = FULL
     if cell.evictor != FULL:
         context, _ = worker.protocol.make_context(cell.model, worker.tokenizer, "any text")
@@ -138,6 +148,7 @@ def _lock_folder(folder: Path) -> Iterator[None]:
     """
     existed = folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
+    # The lock goes with the process, so a run that was killed locks nobody out.
     with file_lock(folder / LOCK) as acquired:
         if not acquired:
             raise RestoreKVError(
@@ -146,6 +157,7 @@ def _lock_folder(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
+            # A mistake in the arguments leaves nothing behind.
             if not (folder / CELLS).exists():
                 (folder / LOCK).unlink()
                 if not existed:
@@ -170,6 +182,7 @@ def _run_jobs(
         missing = _find_missing(results, sample_ids)
         done = len(sample_ids) - len(missing)
         for lines in pool.answer_contexts(job, missing):
+            # Lines of a context are written together, when all its cells have answered.
             for cell, line, seconds in lines:
                 results[cell].append(line, seconds)
             done += 1
@@ -186,6 +199,7 @@ def check_cells(cells: Sequence[Cell]) -> None:
     """Raise RestoreKVError for what could not run, without loading anything."""
     if not cells:
         raise RestoreKVError("There is nothing to evaluate; name an evictor.")
+    # Each of these raises an error with a sentence for what does not exist.
     for cell in cells:
         tasks.make_benchmark(cell.benchmark)
         parse_ratio(cell.ratio)

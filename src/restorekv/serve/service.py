@@ -42,10 +42,10 @@ class Limits:
     """What requests may cost.
 
     Args:
-        upload: bytes of an upload or a body.
-        tokens: of an answer.
-        seconds: of a request.
-        waiting: requests that wait for documents, and as many questions that wait for answers.
+        upload: Bytes of an upload or a body.
+        tokens: Tokens of an answer.
+        seconds: Seconds of a request.
+        waiting: How many requests may wait for documents, and as many questions for answers.
     """
 
     upload: int = 64 << 20
@@ -55,7 +55,14 @@ class Limits:
 
 
 class ApiError(Exception):
-    """An answer other than success, as OpenAI's API writes it."""
+    """An answer other than success, as OpenAI's API writes it.
+
+    Args:
+        status: The HTTP status.
+        message: A sentence for the client.
+        code: A word for programs.
+        headers: Headers of the answer, such as Retry-After.
+    """
 
     def __init__(
         self, status: int, message: str, code: str | None = None, headers: dict | None = None
@@ -68,7 +75,15 @@ class ApiError(Exception):
 
 
 class Service:
-    """Connects requests with the store and the engine."""
+    """Connects requests with the store and the engine.
+
+    Args:
+        engine: Compresses documents and answers questions.
+        store: Keeps uploads and caches.
+        base: The name of the model.
+        default: The variant that uploads are compressed as.
+        limits: What requests may cost.
+    """
 
     def __init__(
         self, engine: Engine, store: Store, base: str, default: Variant, limits: Limits
@@ -97,6 +112,7 @@ class Service:
     async def add_upload(self, file: UploadFile, purpose: str, seconds: int | None) -> Upload:
         """Store an upload and begin to compress it."""
         self.check_open()
+        # FastAPI has received the file by now; its size is known.
         if (file.size or 0) > self.limits.upload:
             raise ApiError(413, f"The file is larger than {self.limits.upload:,} bytes; split it.")
         name = printable_name(file.filename or "file")
@@ -105,6 +121,7 @@ class Service:
                 self.store.add_upload, name, printable_name(purpose), file.file, seconds
             )
         except (OSError, sqlite3.Error, RestoreKVError) as error:
+            # A full disk is not the client's fault, and passes.
             lack = explain_resource_shortage(error)
             if lack is None:
                 raise
@@ -117,6 +134,7 @@ class Service:
     def start_processing(self, upload: Upload) -> None:
         """Begin to compress an upload in the background."""
         task = asyncio.create_task(self._process(upload))
+        # The event loop itself keeps only weak references to tasks.
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
@@ -129,6 +147,7 @@ class Service:
         except UnavailableError:
             if self.ending:  # the next start continues with it
                 return
+            # The engine is away for a while, as a replica that restarts.
             await asyncio.sleep(PATIENCE)
             if not self.store.drop_caches_if_deleted(upload):
                 self.start_processing(upload)
@@ -162,6 +181,7 @@ class Service:
         Raises:
             BusyError: too many requests wait for theirs.
         """
+        # Better refused at once than after minutes in a queue.
         if self.waiting >= self.limits.waiting:
             raise BusyError
         self.waiting += 1
@@ -171,15 +191,18 @@ class Service:
             self.waiting -= 1
 
     async def _get_document(self, part: DocumentPart, variant: Variant) -> ServedDocument:
+        """Return the document of one part of a request: an upload's, a file's or a text's."""
         if isinstance(part, UploadedFile):
             return await self.get_uploaded(part.id, variant)
         if isinstance(part, AttachedFile):
+            # In a thread: extracting a PDF takes seconds, in which others are answered.
             loop = asyncio.get_running_loop()
             text = await loop.run_in_executor(READERS, extract_text, part.name, part.content)
         else:
             text = part
         # As files are read, whose byte order mark is not part of the text.
         text = text.lstrip("\ufeff")
+        # The same text in another request is the same document.
         digest = start_document_hash(TEXT)
         digest.update(text.encode())
         return await self.engine.get_document(digest.hexdigest(), variant, lambda: text)
@@ -192,6 +215,7 @@ class Service:
         document = await self.engine.get_document(
             upload.sha256, variant, lambda: self._read_content(upload)
         )
+        # Compressing takes long enough for a deletion to come in between.
         if document.fresh and self.store.drop_caches_if_deleted(upload):
             raise ApiError(
                 404, f"The file {upload.id} was deleted while it was compressed.", "file_not_found"

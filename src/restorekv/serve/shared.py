@@ -37,7 +37,10 @@ Result = TypeVar("Result")
 def pause_on_error(
     method: Callable[Concatenate[SharedFolder, Given], Result],
 ) -> Callable[Concatenate[SharedFolder, Given], Result | None]:
-    """Log errors of a method, of which each file system has its kinds, and pause the folder."""
+    """Let a method of a SharedFolder return None where it fails, and pause the folder then.
+
+    The error is logged. It may be of any kind, because each file system has its own.
+    """
 
     @wraps(method)
     def run(self: SharedFolder, *args: Given.args, **options: Given.kwargs) -> Result | None:
@@ -55,15 +58,24 @@ def pause_on_error(
 
 
 class SharedFolder:
-    """The folder at `url`; raises RestoreKVError where it cannot be used from the start."""
+    """A folder of caches that several servers use.
+
+    Args:
+        url: Its address, as fsspec knows it.
+
+    Raises:
+        RestoreKVError: The folder cannot be used from the start.
+    """
 
     files: Any  # fsspec's file system
 
     def __init__(self, url: str) -> None:
         self.url = re.sub("//[^/@]*@", "//", url)  # without a password
-        self.resumes = 0.0
+        self.resumes = 0.0  # on the clock of time.monotonic
         try:
+            # An extra: a server without a shared folder does without fsspec.
             fsspec = import_module("fsspec")
+            # Without fsspec's own listings, which do not know what other servers write.
             self.files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
             self.root = root.rstrip("/")
             protocols = self.files.protocol
@@ -117,10 +129,10 @@ class SharedFolder:
         """Copy a cache from there, unchecked.
 
         Args:
-            sha256: the document's.
-            key: the cache's.
-            path: where it goes.
-            most: bytes that it may have.
+            sha256: Hash of the document.
+            key: Key of the cache.
+            path: Where it goes.
+            most: How many bytes it may have.
 
         Returns:
             Whether there was one.
@@ -134,6 +146,7 @@ class SharedFolder:
             with replace_file(path, follow=False) as temporary:
                 self.files.get_file(source, str(temporary))
         except FileNotFoundError:
+            # It is not there, or was deleted while it was copied.
             return False
         return True
 
@@ -148,7 +161,10 @@ class SharedFolder:
 
     @pause_on_error
     def list_removed(self) -> dict[str, int]:
-        """Return the documents that were deleted lately, each with the nanosecond."""
+        """Return the documents that were deleted lately, by their hash, each with the time of the
+        deletion in nanoseconds.
+        """
+        # Sorted by time, so that the last deletion of a document counts.
         return {sha256: stamp for _, stamp, sha256 in sorted(self._list_stamped("deleted"))}
 
     @pause_on_error
@@ -159,6 +175,7 @@ class SharedFolder:
         self.files.mv(self.cache_path(sha256, key), target)
 
     def _make_temporary_path(self, name: str) -> str:
+        """Return a path that no other server or thread uses, which begins with the time."""
         parts = (time.time_ns(), HOST, os.getpid(), next(NUMBERS), secrets.token_hex(8), name)
         return f"{self.root}/tmp/{'-'.join(map(str, parts))}"
 

@@ -31,9 +31,11 @@ Size = Callable[[str], int]
 
 @dataclass(frozen=True)
 class Reading(Benchmark):
-    """Asks up to `questions` questions of a context, evenly spread over it; 0 asks all.
+    """A benchmark of free answers about texts that ship.
 
-    `path` is a file of the same form as the one that ships.
+    Args:
+        path: A file of the same form as the one that ships; "" is that one.
+        questions: How many questions of a context are asked, evenly spread over it; 0 asks all.
     """
 
     shipped: ClassVar[str]  # path below TEXTS
@@ -49,6 +51,7 @@ class Reading(Benchmark):
         texts.
         """
         super().__post_init__()
+        # Not every benchmark of this kind has these settings.
         split = getattr(self, "split", EVALUATION)
         length = getattr(self, "length", 0)
         if split not in (known := get_args(Split)):
@@ -129,6 +132,7 @@ def split_text(text: str, length: int, size: Size) -> list[str]:
     """
     if not length or size(text) <= length:
         return [text]
+    # Small parts first, which are then put together again as evenly as possible.
     parts = _cut_text(text, length, size)
     groups = pack_neighbors([size(part) for part in parts], length)
     return ["".join(parts[group.start : group.stop]).strip() for group in groups]
@@ -172,6 +176,7 @@ def _fill_groups(sizes: Sequence[int], most: int) -> list[range]:
     starts = [0]
     total = 0
     for index, size in enumerate(sizes):
+        # An item that is too large alone still begins a group, which it fills.
         if total and total + size > most:
             starts.append(index)
             total = 0

@@ -45,14 +45,14 @@ class ReplicaConfig:
     """How a replica is made.
 
     Args:
-        model: its name.
-        dtype: of its weights.
-        device: where it runs.
-        threads: of torch.
-        folder: where the replicas of one machine have theirs.
-        shared: the address of the caches that all share.
-        memory: bytes of documents in memory.
-        disk: bytes of documents on disk.
+        model: The name of the model.
+        dtype: The dtype of its weights.
+        device: Where it runs.
+        threads: Threads of PyTorch.
+        folder: Where the replicas of one machine have their folders.
+        shared: The address of the caches that all share.
+        memory: Bytes of documents in memory.
+        disk: Bytes of documents on disk.
     """
 
     model: str
@@ -67,7 +67,13 @@ class ReplicaConfig:
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """What a replica says of itself with everything it settles: its name and its metrics."""
+    """What a replica says of itself with everything it settles.
+
+    Args:
+        name: Its name.
+        counted: Metrics that only grow.
+        now: Metrics of the moment.
+    """
 
     name: str
     counted: dict[str, int]
@@ -83,6 +89,7 @@ class Replica:
         logging.disable_progress_bar()
         model, tokenizer = load_model(config.model, config.dtype, config.device)
         check_loading(model, tokenizer)
+        # Two replicas of a machine must not write to one index.
         self.lasting = ExitStack()
         folder = lock_folder(Path(config.folder), self.lasting)
         self.store = Store(folder, config.disk, SharedFolder(config.shared))
@@ -92,6 +99,7 @@ class Replica:
 
     def __del__(self) -> None:
         """End; Ray Serve calls it when a replica that is not needed any more has answered all."""
+        # A replica that could not start has no engine.
         if hasattr(self, "engine"):
             self.engine.close()
             self.store.close()
@@ -123,6 +131,7 @@ class Replica:
                 else:
                     source = content
                 getting = self.engine.get_document(*place, lambda: source)
+            # What is yielded meanwhile also tells the sender that this replica lives.
             task = asyncio.ensure_future(getting)
             state: CacheState | None = None
             while not task.done():
@@ -149,6 +158,7 @@ class Replica:
             yield await reply
             yield self._make_report()
         finally:
+            # The generator is closed when the client has gone, and the answer is not needed.
             question.cancelled = True
 
     async def find_survivors(
@@ -166,6 +176,7 @@ class Replica:
         return document
 
     def _make_report(self) -> ReplicaReport:
+        """Return this replica's name and metrics."""
         counted, now = self.engine.collect_metrics()
         name = serve.get_replica_context().replica_id.unique_id
         return ReplicaReport(name, dict(counted), now)
@@ -231,6 +242,7 @@ def lock_folder(folder: Path, lasting: ExitStack) -> Path:
     for number in count():
         own = folder / str(number)
         own.mkdir(exist_ok=True)
+        # A lock that is not acquired is closed again; the first that is stays.
         trial = ExitStack()
         if trial.enter_context(file_lock(own / ".lock")):
             lasting.push(trial)

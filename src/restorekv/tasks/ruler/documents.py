@@ -20,14 +20,19 @@ GRAMMAR = json.loads(Path(__file__).with_name("documents.json").read_text("utf-8
 STARTS, MIDDLES, ENDS, MONTHS, GOODS = (
     GRAMMAR[key].split() for key in ("starts", "middles", "ends", "months", "goods")
 )
-# Each with questions that it answers, as (question, slot of the answer)
+# Templates of paragraphs, each with the questions that it answers: (question, slot of the answer).
 PARAGRAPHS = GRAMMAR["paragraphs"]
 WITH_A_PAIR = 8  # other documents that come with a question of HotpotQA
 
 
 class DocumentQuestion(NamedTuple):
-    """A question; the documents `own` answer it, and `near` are the first to add. Both are
-    indices.
+    """A question over numbered documents.
+
+    Args:
+        query: The question.
+        answers: Its answers, any of which is right.
+        own: Indices of the documents that answer it.
+        near: Indices of the documents that are added first: the likeliest distractors.
     """
 
     query: str
@@ -37,6 +42,8 @@ class DocumentQuestion(NamedTuple):
 
 
 class QuestionCollection(NamedTuple):
+    """The distinct documents of a file, and its questions."""
+
     documents: tuple[str, ...]
     questions: tuple[DocumentQuestion, ...]
 
@@ -45,6 +52,7 @@ def ask_over_documents(documents: tuple[str, ...], asked: DocumentQuestion) -> D
     """Ask one question over the documents that answer it among others. Units are documents."""
 
     def draft(units: int, rng: Random) -> PromptDraft:
+        # The same seed shuffles alike for any number of documents, so that longer drafts only add.
         near = list(asked.near)
         rng.shuffle(near)
         # Documents that answer the question come first and are never left out.
@@ -54,6 +62,7 @@ def ask_over_documents(documents: tuple[str, ...], asked: DocumentQuestion) -> D
             rest = [index for index in range(len(documents)) if index not in known]
             rng.shuffle(rest)
             shown += rest[: units - len(shown)]
+        # The answer may be anywhere in the text.
         rng.shuffle(shown)
         text = "\n\n".join(
             f"Document {number}:\n{documents[index]}" for number, index in enumerate(shown, 1)
@@ -95,6 +104,7 @@ def _parse_squad(rows: list[dict]) -> QuestionCollection:
             own = index[paragraph["context"]]
             near = tuple(other for other in article if other != own)
             for row in paragraph["qas"]:
+                # SQuAD 2.0 also has questions without an answer.
                 if not row["is_impossible"]:
                     answers = tuple(answer["text"] for answer in row["answers"])
                     questions.append(DocumentQuestion(row["question"], answers, (own,), near))
@@ -108,6 +118,7 @@ def _parse_hotpot(rows: list[dict]) -> QuestionCollection:
     contexts = []
     texts = []
     for row in rows:
+        # A document is its title and its sentences.
         context = [(title, f"{title}\n{''.join(text)}") for title, text in row["context"]]
         contexts.append(context)
         texts += [text for _, text in context]
@@ -123,6 +134,7 @@ def _parse_hotpot(rows: list[dict]) -> QuestionCollection:
 
 
 def _number_texts(documents: Iterable[str]) -> dict[str, int]:
+    """Return the number of every distinct text, in their sorted order."""
     return {text: number for number, text in enumerate(sorted(set(documents)))}
 
 
@@ -196,6 +208,7 @@ def _draw_names(rng: Random) -> Iterator[str]:
         inner = "".join(rng.choices(MIDDLES, k=middles))
         name = f"{rng.choice(STARTS)}{inner}{rng.choice(ENDS)}"
         if name in known:
+            # When half of the names of this length are used, names get another middle part.
             middles += len(known) > (len(STARTS) * len(ENDS) * len(MIDDLES) ** middles) // 2
             continue
         known.add(name)
