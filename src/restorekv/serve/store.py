@@ -288,7 +288,7 @@ class Store:
         if self.index.select("select 1 from files where sha256 = ?", (sha256,)):
             return
         rows = self.index.select("select key from caches where sha256 = ?", (sha256,))
-        self._drop_caches([row[0] for row in rows])
+        self.drop_caches([row[0] for row in rows])
         self.on_delete(sha256)
         if self.shared:
             self.index.apply(
@@ -378,7 +378,7 @@ class Store:
             self.unverified.discard(key)
             self.shared.set_aside(sha256, key)
 
-    def _drop_caches(self, keys: Iterable[str]) -> None:
+    def drop_caches(self, keys: Iterable[str]) -> None:
         """Remove caches. The caller holds the lock."""
         keys = list(keys)
         if keys:
@@ -399,7 +399,7 @@ class Store:
             # The newest stays even if it alone is larger than the quota, because it is being used.
             if key == newest:
                 continue
-            self._drop_caches([key])
+            self.drop_caches([key])
             total -= size
 
     def _index_cache(self, key: str, sha256: str) -> None:
@@ -470,7 +470,7 @@ class Store:
                 # A cache that was made after the deletion stays.
                 path = self.cache_path(key)
                 if path.exists() and path.stat().st_mtime_ns < removed[sha256]:
-                    self._drop_caches([key])
+                    self.drop_caches([key])
                     self.on_delete(sha256)
 
 
