@@ -394,7 +394,7 @@ def read_served(folder: Path) -> str:
     try:
         uploads = store.list_uploads()
         contents = [store.read_upload(each.id) for each in uploads]
-        store.make_room("")
+        store._enforce_quota("")
         deleted = bool(uploads) and store.delete_upload(uploads[-1].id)
         return repr(([(each.name, each.status, each.bytes) for each in uploads], contents, deleted))
     finally:
