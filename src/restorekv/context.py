@@ -323,7 +323,7 @@ class CompressedContext:
             cache,
             seconds={name: round(value, 4) for name, value in growth.seconds.items()},
             parts=[*(old.parts or [old.tokens]), ids.shape[-1]],
-            earlier=growth.carried,
+            earlier=growth.carried_restore_pairs,
             between=context.between,
             streaming=None,
             adapter=eviction.adapter and eviction.adapter.identity(),

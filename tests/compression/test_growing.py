@@ -227,6 +227,26 @@ def test_composed_caches_keep_every_restore_cache(model, tiny_tokenizer, tmp_pat
     assert whole.append(first[:40], restore="every").manifest.earlier == 2 * N
 
 
+def test_a_file_whose_heads_hold_other_restore_pairs_is_refused(model, tiny_tokenizer, tmp_path):
+    """Every head holds the manifest's number of them, not only all heads together."""
+    parts = [
+        compress(model, tiny_tokenizer, ids, ratio=0.3, adapter=make_adapter(model))
+        for ids in halves(tiny_tokenizer)
+    ]
+    whole = compose(parts)
+    layer = whole.cache.layers[0]
+    end = layer.bounds[1]
+    head = layer.positions[:end]
+    # A restore pair of the first head becomes one of the text, at a column that was dropped.
+    first = int((head >= whole.context.positions).nonzero()[0])
+    dropped = next(x for x in range(whole.context.positions) if x not in head.tolist())
+    head[first] = dropped
+    layer.positions[:end] = head.sort().values
+    whole.save(tmp_path / "whole.rkv")
+    with pytest.raises(RestoreKVError, match="other restore pairs of earlier texts"):
+        CompressedContext.load(tmp_path / "whole.rkv", model, tiny_tokenizer)
+
+
 def test_what_cannot_be_composed_says_so(model, tiny_tokenizer):
     first, _ = halves(tiny_tokenizer)
     small = compress(model, tiny_tokenizer, first, ratio=0.5, adapter=None)

@@ -11,7 +11,7 @@ import torch
 from restorekv import CompressionConfig, evictors
 from restorekv.compression.eviction import Eviction
 from restorekv.context import CompressedContext
-from restorekv.errors import RestoreKVWarning
+from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.evictors import EVICTORS
 from restorekv.model.prompt import make_context
 from restorekv.model.shape import CacheShape
@@ -154,3 +154,9 @@ def test_a_gate_is_known_by_what_is_in_it(tiny_tokenizer, tmp_path):
     with pytest.warns(RestoreKVWarning, match="trained with the evictor"):
         other = compress(model, tiny_tokenizer, TEXT, evictor=spec, ratio=0.3, adapter=adapter)
     assert first.manifest.evictor == adapter.card.evictor != other.manifest.evictor
+
+
+@pytest.mark.parametrize("settings", [{"kernel": -1}, {"kernel": 4}, {"sinks": -1}, {"window": 0}])
+def test_settings_that_snapkv_cannot_use_are_refused(settings):
+    with pytest.raises(RestoreKVError, match="snapkv takes"):
+        EVICTORS["snapkv"](**settings)

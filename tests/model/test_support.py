@@ -202,6 +202,19 @@ def test_a_class_that_breaks_over_a_ragged_layer_gets_a_sentence(monkeypatch):
         support.get_support(decoders.build("llama"))
 
 
+@pytest.mark.parametrize("lack", [MemoryError, torch.OutOfMemoryError])
+def test_a_lack_of_memory_is_not_the_model_s_fault(monkeypatch, lack):
+    module = sys.modules["transformers.models.llama.modeling_llama"]
+    monkeypatch.setattr(support, "_known", {})
+
+    def forward(self, *args, **options):
+        raise lack("no memory is left")
+
+    monkeypatch.setattr(module.LlamaAttention, "forward", forward)
+    with pytest.raises(lack):
+        support.get_support(decoders.build("llama"))
+
+
 def test_a_model_is_asked_once(monkeypatch):
     monkeypatch.setattr(support, "_known", {})
     probes = []

@@ -18,6 +18,7 @@ openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx2")
 
 from restorekv.generation import decoding  # noqa: E402
+from restorekv.generation.scheduler import Scheduler  # noqa: E402
 from restorekv.model.shape import get_backbone  # noqa: E402
 from restorekv.serve import questions, run  # noqa: E402
 from restorekv.serve.engine import ENDING  # noqa: E402
@@ -108,6 +109,36 @@ def test_streams_end_with_an_error_event_and_waiting_requests_with_503(
         event = json.loads(lines[-1].removeprefix("data: "))
         assert status == 200 and lines[-2] == "event: error" and event["message"] == ENDING
     assert refused == [(503, "application/json", {"error": problem})] * 25
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+        ("/completions", {"prompt": "hello"}),
+        ("/responses", {"input": "hello"}),
+    ],
+)
+def test_a_stream_that_fails_says_so_whatever_failed(
+    model, tiny_tokenizer, tmp_path, monkeypatch, path, body
+):
+    """Not only errors of our own: the status has been sent when the model fails."""
+    monkeypatch.setattr(decoding, "get_stop_ids", lambda *_: set())
+    step = Scheduler.step
+
+    def fail(self):
+        if self.steps == 3:
+            raise OSError("the disk burns")
+        return step(self)
+
+    monkeypatch.setattr(Scheduler, "step", fail)
+    with serving(model, tiny_tokenizer, tmp_path) as url:
+        options = {"model": "tiny", "stream": True, **body}
+        with httpx.stream("POST", url + path, json=options, timeout=60) as answer:
+            lines = [line for line in answer.iter_lines() if line]
+    assert answer.status_code == 200
+    event = json.loads(lines[-1].removeprefix("data: "))
+    assert "The server failed on this" in event.get("error", event)["message"]
 
 
 def test_a_short_answer_is_still_written(model, tiny_tokenizer, tmp_path, slow_steps):

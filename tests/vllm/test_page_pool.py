@@ -196,3 +196,37 @@ def test_the_ledger_never_promises_more_than_there_is(seed):
 
 def test_pages_are_counted_up():
     assert count_pages(torch.tensor([[0, 1], [4, 5]]), 4) == 1 + 1 + 1 + 2
+
+
+def test_new_small_documents_do_not_keep_a_large_one_out():
+    """Documents that are absent wait too, once another has waited long."""
+    ledger = PoolLedger(4)
+    assert ledger.pin_or_load("first", "small 0", 1) is Residency.LOADING
+    load_all(ledger)
+    assert ledger.pin_or_load("patient", "large", 4) is Residency.NO_ROOM
+    running = ["first"]
+    for number in range(1, 1000):
+        if ledger.pin_or_load(str(number), f"small {number}", 1) is Residency.LOADING:
+            running.append(str(number))
+            load_all(ledger)
+        if len(running) > 2:
+            ledger.release(running.pop(0))
+        if ledger.pin_or_load("patient", "large", 4) is Residency.LOADING:
+            break
+        # Nothing new begins any more; what runs ends.
+        if ledger.waiting["large"] >= PoolLedger.PATIENCE and running:
+            ledger.release(running.pop(0))
+    else:
+        pytest.fail("the large document never got room")
+    assert number <= 4 * PoolLedger.PATIENCE
+
+
+def test_a_document_that_is_put_twice_takes_its_pages_once():
+    pool, document = make_pool(20), make_document([[1, 9]], DIM, 1)
+    free = len(pool.free)
+    pool.put("a", document)
+    taken = free - len(pool.free)
+    pool.put("a", document)
+    assert len(pool.free) == free - taken and taken > 0
+    pool.drop("a")
+    assert len(pool.free) == free

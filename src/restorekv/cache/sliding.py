@@ -5,8 +5,8 @@ a context only the last W - 1 columns matter, and they stay dense, in every head
 ordinary tail, from which nothing is dropped: turns can be taken back, and what a question sees is
 decided by positions (model/attention/sliding.py).
 
-transformers makes one mask for the layers with `is_sliding` and one for the others, each from the
-sizes that the first layer of its kind names.
+transformers makes one mask for all layers with `is_sliding` and one for all others. It asks the
+first layer of each kind for the sizes (`get_mask_sizes`).
 """
 
 # Keys and values are properties of a tail and attributes in transformers.
@@ -26,7 +26,7 @@ class RecentLayer(DynamicLayer):
 
     Args:
         window: W.
-        margin: columns besides, for code that reads the end of a text a second time.
+        margin: Extra columns to keep, for evictors that read the end of a text twice (SnapKV).
     """
 
     is_sliding = True
@@ -41,7 +41,9 @@ class RecentLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Append (1, H, Q, D); return all that was held with it, and keep the end."""
+        """Append (1, H, Q, D). Return the held columns with the new ones, then keep only the last
+        W - 1 + `margin`.
+        """
         keys, values = super().update(key_states, value_states)
         # What no later query can see is dropped, but the pass that just ran gets all columns.
         surplus = keys.shape[-2] - (self.window - 1 + self.margin)
@@ -67,7 +69,10 @@ class RecentLayer(DynamicLayer):
     def take_columns(self, start: int, end: int) -> KeysValues:
         """Return keys and values (1, H, end - start, D) of the positions [start, end)."""
         if not self.first <= start <= end <= self.get_seq_length():
-            raise ValueError(f"positions {start}:{end} are not held, from {self.first} on are")
+            raise ValueError(
+                f"positions {start}:{end} are not held; this layer holds "
+                f"{self.first}:{self.get_seq_length()}"
+            )
         keys = self.keys
         values = self.values
         assert keys is not None and values is not None, "nothing was read into this layer"
@@ -81,9 +86,9 @@ class SlidingLayer(TailLayer):
     Args:
         context_keys: (1, H, N, D), the last N <= W - 1 columns of the context.
         context_values: (1, H, N, D).
-        first: position of the first of these columns.
+        first: The position of the first of these columns.
         window: W.
-        seen: the number of positions that the context occupied.
+        seen: The position of the tail's first column: S + T, plus the offset if there is one.
         restore_keys: (1, H, n, D), the first columns of the tail.
         restore_values: (1, H, n, D).
     """
@@ -110,16 +115,15 @@ class SlidingLayer(TailLayer):
     def from_recent(
         cls, dense: RecentLayer, columns: int, seen: int, restored: KeysValues | None = None
     ) -> SlidingLayer:
-        """Return a layer over the first `columns` positions of a dense one.
+        """Return the layer of a context, made from a full cache's layer.
 
         Args:
-            dense: the layer of a full cache.
-            columns: S + T.
-            seen: the position at which questions begin.
-            restored: keys and values (1, H, n, D) of the restore cache; none by default.
+            dense: The layer of a full cache.
+            columns: How many positions the context has, S + T.
+            seen: The position at which questions begin.
+            restored: Keys and values (1, H, n, D) of the restore cache; none by default.
         """
-        # The last W - 1 positions before the first question, which is what its first token sees
-        # with itself.
+        # A token that follows the context directly sees itself and these W - 1 positions.
         start = max(columns - (dense.window - 1), 0)
         keys, values = dense.take_columns(start, columns)
         if restored is None:
@@ -136,7 +140,7 @@ class SlidingLayer(TailLayer):
 
     @property
     def context_columns(self) -> int:
-        """N."""
+        """N, the number of context columns held."""
         return self.context_keys.shape[-2]
 
     def move_to(self, end: int, seen: int | None = None) -> SlidingLayer:
@@ -146,7 +150,7 @@ class SlidingLayer(TailLayer):
         `seen` is `end` unless given.
         """
         # Otherwise a column's position would not follow from its place.
-        assert self.first + self.context_columns == self.seen, "the tail follows the context"
+        assert self.first + self.context_columns == self.seen, "a gap between context and tail"
         start = max(end - (self.window - 1), self.first)
         columns = slice(start - self.first, end - self.first)
         keys = torch.cat([self.context_keys, self.keys], -2)[:, :, columns].clone()

@@ -80,16 +80,17 @@ class DocumentCompressor:
 
     def __init__(self, recipe: CompressionRecipe) -> None:
         self.recipe = recipe
-        self.opened: tuple[PreTrainedModel, Tokenizer] | None = None
-        self.identity = ""  # of everything but the document that decides a cache file
+        self.model_and_tokenizer: tuple[PreTrainedModel, Tokenizer] | None = None
+        # JSON of all that decides a cache file, except the document.
+        self.recipe_identity = ""
 
     def open(self) -> None:
-        """Open the model, at the first call, and find out what decides every cache file."""
-        if self.opened is None:
+        """Open the model, at the first call, and record the identity of model and settings."""
+        if self.model_and_tokenizer is None:
             recipe = self.recipe
             opened = open_model(recipe.model, recipe.dtype, recipe.device, recipe.yarn)
-            self.identity = self._identify(*opened)
-            self.opened = opened
+            self.recipe_identity = self._identify(*opened)
+            self.model_and_tokenizer = opened
 
     def _identify(self, model: PreTrainedModel, tokenizer: Tokenizer) -> str:
         """Return JSON of what decides every cache file; refuse an adapter that does not fit."""
@@ -97,7 +98,9 @@ class DocumentCompressor:
         config = recipe.config
         compressor = make_compressor(recipe.evictor, config)
         identity = identify_model(model, tokenizer)
-        between = get_default_between(tokenizer)
+        between = config.between
+        if between is None:
+            between = get_default_between(tokenizer)
         adapter = load_adapter(
             model,
             recipe.adapter,
@@ -108,7 +111,8 @@ class DocumentCompressor:
             identity,
         )
         settings = {**recipe.get_options(), **vars(config), **config.to_json()}
-        del settings["between"]  # what the tokenizer says counts
+        # The text that is used is listed below.
+        del settings["between"]
         deciding = [
             __version__,
             identity.fingerprint,
@@ -133,11 +137,11 @@ class DocumentCompressor:
     def _compress(self, source: Path, name: str, target: Path) -> DocumentResult:
         """Do so; raise what is wrong with the document."""
         self.open()
-        assert self.opened is not None
-        model, tokenizer = self.opened
+        assert self.model_and_tokenizer is not None
+        model, tokenizer = self.model_and_tokenizer
         content = read_bytes(source, name, TEXT_BYTES)
         record = _locate_record(target)
-        digest = hashlib.sha256(self.identity.encode() + content).hexdigest()
+        digest = hashlib.sha256(self.recipe_identity.encode() + content).hexdigest()
         result = _find_existing(target, record, digest)
         if result is not None:
             return result
@@ -152,7 +156,8 @@ class DocumentCompressor:
         )
         # Without its seconds, a cache file has the same bytes, whoever makes it.
         manifest = replace(compressed.manifest, seconds={})
-        # The record goes first and comes back last: a run that is killed in between leaves none.
+        # The record is deleted before the cache file is replaced and written afterwards, so that a
+        # run that is killed in between leaves no record.
         record.unlink(missing_ok=True)
         replace(compressed, manifest=manifest).save(target)
         entries = {

@@ -2,11 +2,12 @@
 behind one another.
 
 An appended part is prefilled at its own positions over the chat prefix and all that is kept, scored
-as streaming scores a part, and evicted to what the budget of the grown whole has left; what was
-kept before stays. The part reads the restore tokens of the parts before it, and `restore` decides
-what becomes of them: "last" drops them when the part has its own, "every" turns them into context
-pairs, "none" does without restoring. Composed caches are independent: keys are rotated to where the
-text would stand in the whole (model/rope.py), and every restore cache but the last becomes context.
+as streaming scores a part, and evicted to what is left of the grown context's budget; what was kept
+before stays. The part reads the restore pairs of the parts before it, and `restore` decides what
+becomes of them: "last" drops them when the part has its own, "every" turns them into context pairs,
+"none" does without restoring. Caches to compose were compressed independently: their keys are
+rotated to where the text would be in the whole (model/rope.py), and every restore cache but the
+last becomes context.
 
 Restore pairs among the context's rows have the positions from S + T on, which no token of the text
 has.
@@ -126,7 +127,7 @@ class Growth:
         # The part is read over all that is kept, scored as a context of its own, and evicted to
         # what the budget leaves. The restore pass comes before or after that, as the config says.
         read, scores = prefill_and_score(
-            self.model, self.tokenizer, evictor, part, self._open_cache(), self.seconds
+            self.model, self.tokenizer, evictor, part, self._make_reading_cache(), self.seconds
         )
         restored: list[KeysValues] = []
         if adapter is not None and tokens and config.restore_from == "full":
@@ -134,7 +135,7 @@ class Growth:
         with time_phase(self.seconds, "evict"):
             scores = scores[..., -part.tokens :]
             keep = config.mark_kept(scores, min(room, scores.numel()))
-            cache = self._gather(read, keep, restored)
+            cache = self._build_grown_cache(read, keep, restored)
         if adapter is not None and tokens and not restored:
             with time_phase(self.seconds, "restore"):
                 adapter.run_restore_pass(cache, tokens, self.budget.ratio)
@@ -142,18 +143,18 @@ class Growth:
         return cache
 
     @property
-    def earlier(self) -> int:
-        """The restore pairs of earlier parts among the context pairs of every head."""
-        # Restore pairs of earlier parts have the numbers from S + T on, as many in every head.
+    def earlier_restore_pairs(self) -> int:
+        """How many context pairs of each head are restore pairs of earlier parts."""
+        # They have the positions from S + T on, as many in every head.
         layer = self.cache.full_attention[0]
         return int((layer.positions >= self.context.positions).sum()) // layer.heads
 
     @property
-    def carried(self) -> int:
-        """The restore pairs of earlier parts that every head will hold among its context pairs."""
+    def carried_restore_pairs(self) -> int:
+        """How many restore pairs of earlier parts each head will hold in the grown cache."""
         if not self.keeps_restore_pairs:
             return 0
-        return self.earlier + self.cache.restore_length
+        return self.earlier_restore_pairs + self.cache.restore_length
 
     @property
     def keeps_restore_pairs(self) -> bool:
@@ -177,7 +178,7 @@ class Growth:
         for layer in self.cache.full_attention:
             of_text = (layer.positions >= first) & (layer.positions < self.context.positions)
             held += int(of_text.sum())
-        room = budget.retained - held - self.carried * budget.layers * budget.heads
+        room = budget.retained - held - self.carried_restore_pairs * budget.layers * budget.heads
         if room < 0:
             other_fix = ""
             if self.restore == "every":
@@ -188,7 +189,7 @@ class Growth:
             )
         return room
 
-    def _open_cache(self) -> RaggedCache:
+    def _make_reading_cache(self) -> RaggedCache:
         """Return a cache whose context is all that is kept, restore pairs included, and whose tail
         is the prefix.
 
@@ -210,16 +211,18 @@ class Growth:
                     keys = dense[index].keys
                     values = dense[index].values
                 restored = ContextPairs.from_restore_cache(
-                    layer, self.context.positions + self.earlier
+                    layer, self.context.positions + self.earlier_restore_pairs
                 )
                 pairs = ContextPairs.concatenate([ContextPairs.from_layer(layer), restored])
                 pairs = pairs.select(pairs.positions >= prefix)
                 layers.append(pairs.to_layer(layer.heads, self.context.tokens, keys, values))
         return RaggedCache(layers)
 
-    def _gather(self, read: RaggedCache, keep: Tensor, restored: list[KeysValues]) -> RaggedCache:
-        """Return what was kept, what `keep` (L, H, t) marks of the new part, and the restore
-        cache.
+    def _build_grown_cache(
+        self, read: RaggedCache, keep: Tensor, restored: list[KeysValues]
+    ) -> RaggedCache:
+        """Return the grown cache: the pairs kept before, the new part's pairs that `keep` (L, H, t)
+        marks, and the restore cache.
         """
         layers: list[RaggedLayer | SlidingLayer] = []
         prefix = self.context.prefix
@@ -239,11 +242,13 @@ class Growth:
             pairs = ContextPairs.from_layer(old)
             parts = [pairs.select(pairs.positions < self.context.positions)]
             if self.keeps_restore_pairs:
-                # Restore pairs have the numbers after the text, wherever that ends.
+                # Restore pairs have the positions after the text, wherever that ends.
                 moved_by = seen - self.context.positions
                 earlier = pairs.select(pairs.positions >= self.context.positions)
                 parts.append(replace(earlier, positions=earlier.positions + moved_by))
-                parts.append(ContextPairs.from_restore_cache(old, seen + self.earlier))
+                parts.append(
+                    ContextPairs.from_restore_cache(old, seen + self.earlier_restore_pairs)
+                )
             # The new part was prefilled after the chat prefix, so its column `slot` is at
             # prefix + slot of the tail (1, H, S + t, D). Rows come out sorted by head.
             heads, slots = keep_layer.to(new.device).nonzero(as_tuple=True)
@@ -266,9 +271,7 @@ def _make_empty_pairs(layer: RaggedLayer | SlidingLayer) -> tuple[Tensor, Tensor
 def compose_caches(
     model: PreTrainedModel, parts: Sequence[tuple[Context, RaggedCache]]
 ) -> tuple[Context, RaggedCache]:
-    """Return contexts with one chat prefix as one, and their caches as one; the first alone keeps
-    its prefix.
-    """
+    """Join contexts that share a chat prefix, and their caches. Only the first keeps its prefix."""
     first, first_cache = parts[0]
     prefix = first.ids[:, : first.prefix]
     ids = [prefix]
@@ -314,10 +317,10 @@ def _compose_layer(
     the text.
     """
     pairs = []
-    start = 0
-    end = whole.positions
-    # `start` is how far a text moves: the tokens of the texts before it. `end` counts the positions
-    # after the whole text, which restore pairs get.
+    # How far a text moves: the tokens of the texts before it.
+    moved_by = 0
+    # Restore pairs get the positions after the whole text.
+    next_restore_position = whole.positions
     for number, (context, cache) in enumerate(parts):
         layer = cache.full_attention[index]
         own = ContextPairs.from_layer(layer)
@@ -326,21 +329,21 @@ def _compose_layer(
         if number:
             first = context.prefix
         text = own.select((own.positions < context.positions) & (own.positions >= first))
-        pairs.append(_move_pairs(model, text, start))
+        pairs.append(_move_pairs(model, text, moved_by))
         restored = [own.select(own.positions >= context.positions)]
         if number < len(parts) - 1:
             restored.append(ContextPairs.from_restore_cache(layer, 0))
-        # Each head holds the same number of restore pairs; they get the numbers after the text.
+        # Each head holds the same number of restore pairs.
         for each in restored:
             count = len(each.heads) // layer.heads
-            turned = _move_pairs(model, each, start)
-            numbers = torch.arange(count, device=turned.heads.device).repeat(layer.heads)
-            pairs.append(replace(turned, positions=end + numbers))
-            end += count
-        start += context.tokens
+            rotated = _move_pairs(model, each, moved_by)
+            numbers = torch.arange(count, device=rotated.heads.device).repeat(layer.heads)
+            pairs.append(replace(rotated, positions=next_restore_position + numbers))
+            next_restore_position += count
+        moved_by += context.tokens
     last_context, last_cache = parts[-1]
     last = last_cache.layers[index]
-    last_start = start - last_context.tokens
+    last_start = moved_by - last_context.tokens
     keys = last.restore_keys
     if last_start:
         keys = shift_keys(model, keys, last_start)

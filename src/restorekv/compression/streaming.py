@@ -8,14 +8,14 @@ allocation would choose among all scores at once: nothing that is dropped on the
 stayed. It still only approximates compressing at once:
 
 - the keys and values of later parts come from a model that reads the kept pairs instead of all;
-- a pair is scored once, when its part is the newest, by the evictor as if prefix and part were the
-  whole text: what earlier parts keep is read by the model and takes no share of the softmax, and
-  later parts do not ask for anything.
+- a pair is scored once, when its part is the newest, as if prefix and part were the whole text.
+  Pairs kept earlier are left out of that softmax, and queries of later parts never rescore earlier
+  pairs.
 
 Where an evictor always keeps the latest columns (the window of SnapKV), those of a part get no
-scores: they are read again with the next part. First columns that it always keeps are those of the
-first part alone. A restore pass reads all that is held before the last eviction, not the full
-cache.
+scores: they are read again with the next part. Sinks, the first columns that an evictor always
+keeps, are pinned in the first part only. A restore pass reads all that is held before the last
+eviction, not the full cache.
 """
 
 from __future__ import annotations
@@ -99,13 +99,13 @@ class StreamedContext(PreparedContext):
     begin_phase: BeginPhase = lambda phase: None
 
     def with_restore_cache(self, adapter: RestoreAdapter) -> Self:
-        """Leave the restore pass to `evict`."""
+        """Return this context with an adapter, whose restore pass `evict` runs."""
         return replace(self, adapter=adapter)
 
     def evict(
         self, budget: RatioOrBudget, restore_tokens: int | None = None, consume: bool = False
     ) -> RaggedCache:
-        """Read the context part by part; there is nothing to consume."""
+        """Read the context part by part. `consume` is ignored: no full cache is held."""
         return self.evict_timed(budget, restore_tokens)[0]
 
     def evict_timed(
@@ -127,14 +127,20 @@ class StreamedContext(PreparedContext):
 class Stream:
     """One pass over a context to one budget.
 
-    `most` is the largest number of pairs held at once, in all heads. `scores` (L, H, S + T) holds
-    GONE for every pair that was dropped or has not been read yet.
+    `scores` (L, H, S + T) holds GONE for every pair that was dropped or has not been read yet.
+
+    Args:
+        source: The context that is read.
+        budget: What may be held at the end.
+        seconds: Gets the seconds of every phase.
+        peak_pairs: The largest number of pairs held at once, in all heads of the layers without a
+            window.
     """
 
     source: StreamedContext
     budget: Budget
     seconds: dict[str, float] = field(default_factory=dict)
-    most: int = 0
+    peak_pairs: int = 0
 
     def __post_init__(self) -> None:
         self.model = self.source.model
@@ -143,7 +149,7 @@ class Stream:
 
     @torch.no_grad()
     def run(self) -> RaggedCache:
-        """Return the cache at the budget."""
+        """Read and evict all parts; return the cache at the budget."""
         support.prepare_model(self.model)
         shape = CacheShape.from_model(self.model)
         parts = split_context(self.source.evictor, self.context, self.source.streaming)
@@ -166,7 +172,7 @@ class Stream:
             last = number == len(parts)
             self.source.begin_phase(f"part {number} of {len(parts)}")
             cache = self._read_part(cache, part)
-            self._note_most(cache)
+            self._update_peak(cache)
             restored: list[KeysValues] = []
             if adapter is not None and last and reads_before_eviction:
                 restored = run_restore_pass(adapter, cache, self.budget, self.seconds)
@@ -180,29 +186,29 @@ class Stream:
         assert self.config.count_pairs(cache, self.context) == self.budget.pairs
         return cache
 
-    def _note_most(self, cache: RaggedCache) -> None:
-        """Keep the largest number of pairs that was ever held."""
+    def _update_peak(self, cache: RaggedCache) -> None:
+        """Raise `peak_pairs` if more pairs are held now."""
         held = 0
         for layer in cache.full_attention:
             held += layer.bounds[-1] + layer.keys[0, ..., 0].numel()
-        self.most = max(self.most, held)
+        self.peak_pairs = max(self.peak_pairs, held)
 
     def _read_part(self, cache: RaggedCache | None, part: Part) -> RaggedCache:
         """Prefill a part over what is held and write its scores; the tail is then prefix and
         part.
         """
         # The evictor takes the prefix and this part for the whole text.
-        seen = _select_part(self.context, part)
+        part_context = _select_part(self.context, part)
         evictor = self.source.evictor
         if cache is None:
             # The first part goes into an ordinary cache, with room for the columns that are read
             # twice.
-            into = make_full_cache(self.model, evictor.count_pinned_tail(seen))
+            into = make_full_cache(self.model, evictor.count_pinned_tail(part_context))
         else:
-            evictor = evictor.for_later_part(seen)
+            evictor = evictor.for_later_part(part_context)
             into = cache
         read, scores = prefill_and_score(
-            self.model, self.source.tokenizer, evictor, seen, into, self.seconds
+            self.model, self.source.tokenizer, evictor, part_context, into, self.seconds
         )
         # Columns that the evictor pins at the end get their scores with the next part, which reads
         # them again.
@@ -225,6 +231,7 @@ class Stream:
         prefix = self.context.prefix
         # All that has a score competes: what earlier parts kept, and this part.
         keep = self.choose_kept(last)
+        # Until the last part the prefix is in the tail, so positions before it do not count.
         seen = part.scored_end - prefix
         if last:
             seen = self.context.positions + self.config.offset
@@ -236,7 +243,7 @@ class Stream:
         masks = iter(keep)
         for index, layer in enumerate(cache.layers):
             if isinstance(layer, SlidingLayer):
-                # Only the last part ends where questions begin; `offset` moves that place.
+                # After the last part the tail starts `offset` positions later.
                 if last:
                     recent = layer.move_to(part.scored_end, seen)
                 else:
@@ -268,8 +275,9 @@ class Stream:
         self.scores.masked_fill_(~keep, GONE)
 
     def choose_kept(self, last: bool) -> Tensor:
-        """Return what stays, (L, H, S + T) bool: the best of what has a score; until the end
-        without the prefix.
+        """Return what stays, (L, H, S + T) bool: the best of what has a score.
+
+        Before the last part the prefix is left out: it is in the tail.
         """
         prefix = self.context.prefix
         if last and self.config.prefix_policy == "counted":
@@ -296,8 +304,8 @@ def run_restore_pass(
 
 
 def _to_compressed_layer(dense: DenseLayer) -> RaggedLayer | SlidingLayer:
-    """Return a layer without a ragged context, whose tail is all pairs of the dense one; or one
-    with a window over all that a dense one with a window holds.
+    """Return a RaggedLayer with an empty context and the dense layer's pairs as its tail, or a
+    SlidingLayer with the columns that a RecentLayer holds.
     """
     if isinstance(dense, RecentLayer):
         seen = dense.get_seq_length()

@@ -37,12 +37,21 @@ from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks import Sample
 
 Seconds = dict[str, float]
-OPENED: dict[tuple[str, str, str, str], tuple[PreTrainedModel, Tokenizer]] = {}  # at most one
+# The model that was opened last, by name, dtype, device and protocol: one entry at most.
+OPENED: dict[tuple[str, str, str, str], tuple[PreTrainedModel, Tokenizer]] = {}
 Line = tuple[Cell, dict, Seconds]  # a cell, its answers to one context, and what they took
 
 
 class Worker:
-    """Raises RestoreKVError for what cannot be opened, before anything is asked."""
+    """Answers the cells of one job.
+
+    Args:
+        job: The cells, which share model, benchmark and protocol.
+        device: Where the model runs.
+
+    Raises:
+        RestoreKVError: The model, the benchmark or an adapter cannot be opened.
+    """
 
     def __init__(self, job: Job, device: str = "cpu") -> None:
         first = job.representative
@@ -53,16 +62,18 @@ class Worker:
         support.prepare_model(self.model)
         self.identity = identify_model(self.model)  # once, as it reads every weight
         self.adapters = {cell: self._load_adapter(cell) for cell in job.cells}
-        # A method of its own conventions prepares a context in one way, so its cells must agree.
-        methods = {cell: self._make_compressor(cell) for cell in job.cells if cell.evictor != FULL}
-        fixed = {method.config for method in methods.values() if not method.any_config}
+        # Some compressors fix the config, so all their cells need the same one.
+        compressors = [self._make_compressor(cell) for cell in job.cells if cell.evictor != FULL]
+        fixed = {compressor.config for compressor in compressors if not compressor.any_config}
         if len(fixed) > 1:
             raise RestoreKVError(
-                f"{first.evictor} builds its cache by its conventions; evaluate one set of them."
+                f"{first.evictor} prepares a context with one config only; evaluate one config at "
+                "a time."
             )
 
     @cached_property
     def samples(self) -> list[Sample]:
+        """The samples that the benchmark asks, in their order."""
         return self.benchmark.choose_samples(self.tokenizer, self.protocol.name)
 
     @cached_property
@@ -92,15 +103,16 @@ class Worker:
         )
         if adapter is None:
             raise RestoreKVError(
-                f"No adapter for {cell.evictor} ships for {cell.model}; name one or ask it alone."
+                f"No adapter for {cell.evictor} ships for {cell.model}; name an adapter, or "
+                "evaluate the evictor without one."
             )
         return adapter
 
-    def answer_sample(self, name: str, cells: Sequence[Cell]) -> Iterator[Line]:
+    def answer_sample(self, sample_id: str, cells: Sequence[Cell]) -> Iterator[Line]:
         """Ask a sample's questions of every cell in turn; what is expensive is done once, and only
         if needed.
         """
-        sample = self._samples_by_id[name]
+        sample = self._samples_by_id[sample_id]
         first = self.job.representative
         context, cut = self.protocol.make_context(
             first.model, self.tokenizer, sample.context, first.max_context
@@ -112,7 +124,7 @@ class Worker:
             # divergences are measured on.
             full = full or self._answer_from_full_cache(context, view, sample, reading)
             if cell.evictor == FULL:
-                # It is as near to itself as can be.
+                # The full cache's divergence from itself is 0.
                 answers = self._score_answers(sample, full, full.answers, [0.0] * len(full.answers))
                 seconds["ask"] = reading["ask"]
             else:
@@ -139,17 +151,15 @@ class Worker:
     def _make_caches(
         self, context: Context, cells: Sequence[Cell]
     ) -> Iterator[tuple[Cell, PreparedContext, RaggedCache, Seconds]]:
-        """Yield every cell, the preparation that its cache is made from, the cache, and what both
-        took.
+        """Yield every cell, the preparation that its cache is made from, the cache, and the seconds
+        of both.
 
         One restore pass serves an adapter and config, one eviction a ratio, of which every storage
         is a copy. What several cells share is charged to the first.
         """
-        # Cells that differ in ratio and storage alone share a treatment, and with it one restore
-        # pass.
         prepared = self._prepare(context, only_full=all(cell.evictor == FULL for cell in cells))
         seconds = dict(prepared.seconds)
-        for members in group_by(cells, self._get_treatment).values():
+        for members in group_by(cells, self._get_restore_key).values():
             adapter = self.adapters[members[0]]
             view = prepared.with_config(self.config(members[0]))
             view = view.with_restore_cache(adapter) if adapter else view
@@ -170,8 +180,10 @@ class Worker:
                     # What was shared has been charged.
                     seconds = {}
 
-    def _get_treatment(self, cell: Cell) -> tuple:
-        """Return what the cells have in common that differ in ratio and storage alone."""
+    def _get_restore_key(self, cell: Cell) -> tuple:
+        """Return what cells share that differ in ratio and storage only: one restore pass serves
+        them.
+        """
         return (cell.evictor == FULL, cell.adapter, cell.restore_tokens, self.config(cell))
 
     def _prepare(self, context: Context, only_full: bool) -> PreparedContext:
@@ -268,16 +280,14 @@ class Worker:
 
 
 def _digest_text(text: str) -> str:
-    """12 hex digits, which tell contexts of one name apart."""
+    """Return 12 hex digits of a text's hash, which tell contexts with one sample id apart."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def open_model(
     name: str, dtype: str, device: str, protocol: str
 ) -> tuple[PreTrainedModel, Tokenizer]:
-    """The model as the protocol rotates it; the last one used stays, until the next one is
-    wanted.
-    """
+    """Load a model with the protocol's changes of RoPE; only the latest one stays in memory."""
     key = name, dtype, device, protocol
     if key not in OPENED:
         OPENED.clear()  # first, so that two models are never held at once

@@ -33,7 +33,16 @@ from restorekv.model.shape import CacheShape, get_backbone
 
 @dataclass(frozen=True)
 class SnapKV(Evictor):
-    """Reads the window again over the cache of what precedes it: a pass of 32 tokens."""
+    """The SnapKV evictor. It reads the last `window` tokens a second time, over the cache of the
+    tokens before them.
+
+    Args:
+        window: How many of the last tokens ask, and always stay.
+        kernel: Columns that are pooled together; odd.
+        pool: "max" or "avg".
+        groups: How the scores of the query heads of a KV head are reduced: "mean" or "max".
+        sinks: How many of the first columns always stay.
+    """
 
     name: ClassVar[str] = "snapkv"
 
@@ -44,11 +53,13 @@ class SnapKV(Evictor):
     sinks: int = 0
 
     def __post_init__(self) -> None:
-        if self.window < 1 or self.kernel % 2 == 0 or self.kernel > 1023:
+        if self.window < 1 or self.kernel % 2 == 0 or not 1 <= self.kernel <= 1023:
             raise RestoreKVError(
-                f"snapkv takes window >= 1 and an odd kernel up to 1023, "
+                f"snapkv takes window >= 1 and an odd kernel from 1 to 1023, "
                 f"not {self.window} and {self.kernel}."
             )
+        if self.sinks < 0:
+            raise RestoreKVError(f"snapkv takes sinks >= 0, not {self.sinks}.")
         if self.pool not in ("max", "avg") or self.groups not in REDUCTIONS:
             raise RestoreKVError(
                 f"snapkv takes pool=max|avg and groups=max|mean, not {self.pool} and {self.groups}."
@@ -69,21 +80,20 @@ class SnapKV(Evictor):
         full: Cache,
         observer: None = None,
     ) -> Tensor:
-        """Return (L, H, T) with the window highest; of a budget smaller than the window, its
-        latest columns stay.
+        """Return (L, H, T) with the window highest. If the budget is smaller than the window, the
+        window's latest columns stay.
         """
         shape = CacheShape.from_model(model)
         # A text shorter than the window is all window, and every column is pinned.
         window = min(self.window, context.tokens)
-        scored = context.tokens - window  # columns before the window
+        before_window = context.tokens - window  # columns
         start = context.positions - window
         scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
 
         def on_layer(view: LayerView) -> None:
-            scores[view.layer, :, :scored] = self._attend_window(view, context.prefix, start)
+            scores[view.layer, :, :before_window] = self._attend_window(view, context.prefix, start)
 
-        # The window is read a second time, over the cache of what precedes it.
-        if scored:
+        if before_window:
             with observe_layers(model, on_layer):
                 # The window's rows attend to everything before them; no other row is computed
                 # again.
@@ -93,20 +103,20 @@ class SnapKV(Evictor):
                     **pass_cache(backbone, read_only_view(full, start)),
                     use_cache=True,
                 )
-        sinks = range(min(self.sinks, scored))
+        sinks = range(min(self.sinks, before_window))
         # Pinned columns are raised in order, so that the latest column of the window ranks highest.
-        return pin_columns(scores, [*sinks, *range(scored, context.tokens)])
+        return pin_columns(scores, [*sinks, *range(before_window, context.tokens)])
 
-    def _attend_window(self, view: LayerView, first: int, last: int) -> Tensor:
-        """Return (H, last - first): the queries' attention to these columns, averaged, reduced
-        over G, pooled.
+    def _attend_window(self, view: LayerView, start: int, end: int) -> Tensor:
+        """Return (H, end - start): the queries' attention to the columns [start, end), averaged,
+        reduced over G, pooled.
         """
         heads, groups, rows, _ = view.query.shape
-        total = torch.zeros(heads, groups, last - first, device=view.query.device)
+        total = torch.zeros(heads, groups, end - start, device=view.query.device)
         # Sums over blocks of the window's rows; dividing by the rows gives their mean.
         blocks = iterate_attention_blocks(view.query, view.key, view.scale, sinks=view.sinks)
         for _, _, weights in blocks:
-            total += weights[..., first:last].sum(2)
+            total += weights[..., start:end].sum(2)
         mean = reduce_groups(total / rows, self.groups)
         if self.pool == "max":
             # Half a kernel of padding on each side keeps the number of columns.

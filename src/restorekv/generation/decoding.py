@@ -97,10 +97,12 @@ def generate_tokens(
         prompts: The ids (q,) or (1, q) of the questions.
         max_new_tokens: How long an answer may be: one limit, or one for each prompt.
         first_may_stop: Whether an EOS id that comes first ends an answer; in kvpress it does not.
-        graph: Make every step the same work, on a GPU a CUDA graph.
+        graph: Use steps of fixed shapes, on a GPU a CUDA graph; for greedy answers only.
         choosers: What chooses the tokens of each answer; None takes the likeliest ones.
         batch: How many answers are written at once.
     """
+    # Steps of fixed shapes take the likeliest token themselves.
+    assert not (graph and choosers), "a graph has no choosers"
     prompts = [prompt.flatten().cpu() for prompt in prompts]
     limits = parse_limits(max_new_tokens, len(prompts))
     if isinstance(caches, RaggedCache):
@@ -210,8 +212,14 @@ def decode_batch(
 
 @dataclass(eq=False)
 class ActiveRow:
-    """An answer that is being written; `number` is its name for the caller, `chooser` picks its
-    tokens.
+    """An answer that is being written.
+
+    Args:
+        number: The place of its prompt in the caller's list.
+        limit: How many tokens it may have.
+        chooser: Picks its tokens; None takes the likeliest ones.
+        count: How many tokens it has.
+        ended: Whether it is complete.
     """
 
     number: int
@@ -238,12 +246,12 @@ class Group(Generic[Row]):
     next.
 
     Args:
-        parts: the layer of the context for every layer of the model, with a tail for every row.
-        rows: the answers.
-        ids, positions: what is read next, (B, q).
+        parts: The cache layers, one for each layer of the model; each has a tail for every row.
+        rows: The answers.
+        ids, positions: What is read next, (B, q).
         visible: (B, columns + q) bool marks what each row sees of its tail, what is read next
             included; None for all.
-        unfinished: more of the prompt follows what is read next, so no token is chosen after it.
+        unfinished: More of the prompt follows what is read next, so no token is chosen after it.
     """
 
     parts: list[ContextLayer]

@@ -41,7 +41,7 @@ from restorekv.model.prefill import make_full_cache
 from restorekv.model.shape import CacheShape, compute_logits, get_backbone, list_windows
 
 UNLIMITED = sys.maxsize
-# Tokens that are read; the first and the third are one token at two positions.
+# Tokens that are read; the first, the third and the last are one token at three positions.
 IDS = (5, 6, 5, 6, 7, 8, 5)
 START = 5  # position of the first one
 CACHED = 4  # tokens of the ragged cache
@@ -49,9 +49,11 @@ FAR = 1 << 20  # a position beyond every length that configs mention
 DISTANCES = 1 << 17  # positions whose view of the first column is computed one by one
 PAIRS = 4096  # random pairs of positions whose visibility is computed
 EDGE = 64  # positions near the start and near the limit whose visibility is computed
-LOUD = 4.0  # size of random queries: large logits show caps, sinks and biases
-# What modules hand to the attention function that does not change its result without dropout.
-HARMLESS = {
+# Standard deviation of check_eager's random logits: large ones show caps, sinks and biases.
+LOGIT_DEVIATION = 4.0
+# Keyword arguments of the attention function that change nothing here without dropout, or that
+# other checks compare.
+KNOWN_OPTIONS = {
     "position_ids",
     "cache_position",
     "position_embeddings",
@@ -77,8 +79,8 @@ HARMLESS = {
     "labels",
     "input_ids",
 }
-# What some of these do, for people.
-UNBUILT = {
+# How a refusal describes an option that is not supported.
+OPTION_PHRASES = {
     "softcap": "a cap on its logits (softcap)",
 }
 REMEDY = "use a decoder with RoPE and layers that attend to the whole text"
@@ -86,11 +88,14 @@ REMEDY = "use a decoder with RoPE and layers that attend to the whole text"
 
 @dataclass(frozen=True)
 class Support:
-    """What a model computes: `positions` that are exact, and what happens after them as part of a
-    sentence.
+    """The limits of a model.
 
-    `changes_keys` says that a pass beyond them changes how the model rotates, until a shorter pass
-    changes it back. `has_sinks` says that layers have learned sinks (attention/sinks.py).
+    Args:
+        positions: How many positions are exact.
+        beyond: The end of a sentence that says what happens after them.
+        changes_keys: Whether a pass beyond them changes how the model rotates, until a shorter pass
+            changes it back.
+        has_sinks: Whether layers have learned sinks (attention/sinks.py).
     """
 
     positions: int = UNLIMITED
@@ -121,7 +126,7 @@ class PassRecord:
 
 
 def probe_model(model: PreTrainedModel) -> Support:
-    """Return what the model computes; raises ModelError for what RestoreKV does not."""
+    """Return the model's limits; raise ModelError for a model that RestoreKV does not reproduce."""
     shape = CacheShape.from_model(model)
     backbone = get_backbone(model)
     _check_layers(model, backbone)
@@ -135,7 +140,8 @@ def probe_model(model: PreTrainedModel) -> Support:
     try:
         with torch.no_grad():
             return _Probe(model, backbone, shape).run()
-    except RestoreKVError:
+    # A lack of memory says nothing about the model, and passes.
+    except (RestoreKVError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # code of any class, which expects tensors and gets a ragged layer
         raise _refusal(
@@ -177,9 +183,9 @@ class _Probe:
         self.backbone = backbone
         self.shape = shape
         self.windows = list_windows(self.model.config)  # of every layer, None for the whole text
-        words = self.model.get_input_embeddings().weight.shape[0]
+        vocabulary_size = self.model.get_input_embeddings().weight.shape[0]
         # (1, 7); a tiny vocabulary has fewer ids.
-        self.ids = torch.tensor([IDS], device=model.device) % words
+        self.ids = torch.tensor([IDS], device=model.device) % vocabulary_size
         self.positions = torch.arange(START, START + len(IDS), device=model.device)[None]
 
     def run(self) -> Support:
@@ -220,12 +226,19 @@ class _Probe:
         called = [getattr(call.module, "layer_idx", None) for call in record.calls]
         if called != list(range(layers)) or len(cache.layers) != layers:
             if called and len(cache.layers) == layers:
+                if len(called) == layers:
+                    raise self.refusal("does not call the attention of its layers in their order")
                 raise self.refusal(f"calls its attention {len(called)} times for {layers} layers")
             raise self.refusal("does not compute attention through AttentionInterface")
         plain = (1, shape.heads, len(IDS), shape.head_dim)
+        query_heads = shape.heads * shape.groups
         for call, layer in zip(record.calls, cache.layers, strict=True):
             shapes = [tuple(call.key.shape), tuple(call.value.shape)]
-            if shapes != [plain, plain] or call.query.shape[1] != shape.heads * shape.groups:
+            if shapes == [plain, plain] and call.query.shape[1] != query_heads:
+                raise self.refusal(
+                    f"has {call.query.shape[1]} query heads where {query_heads} are expected"
+                )
+            if shapes != [plain, plain]:
                 (_, heads, _, size), (_, others, _, width) = shapes
                 raise self.refusal(
                     f"has {heads} key heads of {size} and {others} value heads of {width} numbers, "
@@ -244,21 +257,22 @@ class _Probe:
         """Refuse a layer whose class's eager attention is not the causal softmax of random queries
         and keys.
         """
-        own = getattr(sys.modules[type(call.module).__module__], "eager_attention_forward", None)
-        if own is None:
+        module = sys.modules[type(call.module).__module__]
+        eager_attention = getattr(module, "eager_attention_forward", None)
+        if eager_attention is None:
             raise self.refusal("has no eager attention to compare with")
         generator = torch.Generator().manual_seed(0)
         query, key, value = (
             torch.randn(like.shape, generator=generator).to(like.device)
             for like in (call.query, call.key, call.value)
         )
-        query *= LOUD / (call.scale * query.shape[-1] ** 0.5)
+        query *= LOGIT_DEVIATION / (call.scale * query.shape[-1] ** 0.5)
         rows = query.shape[-2]
         later = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
         bias = torch.zeros(1, 1, rows, rows, device=query.device)
         bias = bias.masked_fill(later, torch.finfo(query.dtype).min)
         options = {name: each for name, each in call.options.items() if name != "is_causal"}
-        result, *_ = own(
+        result, *_ = eager_attention(
             call.module, query, key, value, bias, scaling=call.scale, dropout=0.0, **options
         )
         groups = query.shape[1] // key.shape[1]
@@ -287,7 +301,7 @@ class _Probe:
         """Refuse a model that computes other logits over a ragged cache than at once.
 
         Args:
-            cache: the pairs of all tokens.
+            cache: The pairs of all tokens.
             hidden: (1, 7, d), the hidden states of all tokens.
         """
         shape = self.shape
@@ -499,8 +513,8 @@ def _check_options(model: PreTrainedModel, call: AttentionCall) -> None:
     """Refuse settings of a layer's attention that the ragged attention lacks."""
     others = []
     for name, value in call.options.items():
-        if name not in HARMLESS and value is not None:
-            others.append(UNBUILT.get(name, name))
+        if name not in KNOWN_OPTIONS and value is not None:
+            others.append(OPTION_PHRASES.get(name, name))
     if others:
         raise _refusal(model, f"computes its attention with {', '.join(sorted(others))}")
     sinks = call.options.get("s_aux")

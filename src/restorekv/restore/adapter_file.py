@@ -326,7 +326,7 @@ def _read_card(folder: Path, raw: dict[str, bytes]) -> AdapterCard | None:
             if field.name in entries
         }
         # JSON has lists only, and the field is a tuple.
-        if known["ratio_range"]:
+        if known.get("ratio_range"):
             known["ratio_range"] = tuple(known["ratio_range"])
         card = AdapterCard(**known)
         sums = entries["sha256"]

@@ -274,11 +274,10 @@ class CacheEngine(Engine, Generic[Active]):
                 answers.append(Answer("", (), "stop", read))
         self.counts["questions"] += 1
         self.counts["tokens"] += sum(len(answer.ids) for answer in answers)
-        seconds = {
-            "first": active.first - active.started,
-            "total": time.perf_counter() - active.started,
-            **active.cost.seconds,
-        }
+        seconds = {"total": time.perf_counter() - active.started, **active.cost.seconds}
+        # Nobody may have waited any more when the first token came.
+        if active.first:
+            seconds["first"] = active.first - active.started
         return Reply(
             answers=answers,
             read=read,

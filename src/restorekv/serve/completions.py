@@ -21,6 +21,7 @@ from restorekv.serve import fields, replies, schemas
 from restorekv.serve.engine import Reply, ServedQuestion
 from restorekv.serve.questions import IsGone, PendingAnswer, Questions, format_event
 from restorekv.serve.requests import SamplingRequest, Text
+from restorekv.serve.service import explain_error
 from restorekv.serve.variants import Variant
 
 MOST_PROMPTS = 64
@@ -139,9 +140,10 @@ async def stream_text(pending: PendingAnswer, request: CompletionRequest) -> Asy
             chunk.restorekv = replies.make_cost(header, reply)
             yield format_event(chunk)
         yield "data: [DONE]\n\n"
-    except RestoreKVError as error:
-        # The status has been sent, so the stream itself must say what went wrong.
-        yield format_event(schemas.make_problem("server_error", str(error)))
+    # Of any kind, such as a lack of memory: the status has been sent, so the stream itself must say
+    # what went wrong.
+    except Exception as error:
+        yield format_event(schemas.make_problem("server_error", explain_error(error)))
 
 
 def make_text_chunk(

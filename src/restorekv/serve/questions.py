@@ -14,7 +14,6 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from openai.types.chat.chat_completion_chunk import ChoiceDelta
 from pydantic import BaseModel
 
-from restorekv.errors import RestoreKVError
 from restorekv.generation.answers import GrowingText
 from restorekv.serve import replies, schemas
 from restorekv.serve.engine import (
@@ -26,7 +25,7 @@ from restorekv.serve.engine import (
     settle_future,
 )
 from restorekv.serve.requests import ChatRequest, parse_chat
-from restorekv.serve.service import ApiError, Service
+from restorekv.serve.service import ApiError, Service, explain_error
 
 GRACE = 2.5  # seconds that answers may still take once the server ends
 T = TypeVar("T")
@@ -153,14 +152,14 @@ class PendingAnswer:
     """An answer that is being written.
 
     Args:
-        question: what the engine was asked.
-        reply: what it will say.
-        tokens: what it has said and nobody has read yet, with None at the end.
-        texts: the text of each sample so far.
-        header: what all parts of the answer begin with.
-        is_gone: returns whether the client has gone.
-        seconds: how long it may take until its first token or its end.
-        first: the token that was waited for, until it is read.
+        question: What the engine was asked.
+        reply: What it will say.
+        tokens: What it has said and nobody has read yet, with None at the end.
+        texts: The text of each sample so far.
+        header: What all parts of the answer begin with.
+        is_gone: Returns whether the client has gone.
+        seconds: How long it may take until its first token or its end.
+        peeked: The item that `start_stream` took from the queue; empty once it is read.
     """
 
     question: ServedQuestion
@@ -170,7 +169,7 @@ class PendingAnswer:
     header: replies.AnswerHeader
     is_gone: IsGone
     seconds: float
-    first: list[tuple | None] = field(default_factory=list)
+    peeked: list[tuple | None] = field(default_factory=list)
 
     async def wait_for_reply(self) -> Reply:
         """Return the reply; a client who leaves and a limit of seconds end the writing."""
@@ -182,10 +181,10 @@ class PendingAnswer:
         So what is wrong with the question is raised while the response can still have a status.
         """
         first = await self._wait(asyncio.ensure_future(self.tokens.get()))
-        # The end came before any token: an error, which is raised here.
+        # No token came: raise the error, if there was one.
         if first is None:
             self.reply.result()
-        self.first = [first]
+        self.peeked = [first]
         return StreamingResponse(events, media_type="text/event-stream")
 
     async def iter_pieces(self) -> AsyncIterator[tuple[int, str, list[tuple]]]:
@@ -196,7 +195,7 @@ class PendingAnswer:
         likely: list[list[tuple]] = [[] for _ in self.texts]
         try:
             while True:
-                item = self.first.pop() if self.first else await self.tokens.get()
+                item = self.peeked.pop() if self.peeked else await self.tokens.get()
                 if item is None:  # all tokens have been read
                     break
                 sample, token, *more = item
@@ -248,17 +247,18 @@ async def stream_chat(pending: PendingAnswer, request: ChatRequest) -> AsyncIter
         if request.includes_usage:
             yield format_event(replies.make_usage_chunk(header, reply))
         yield "data: [DONE]\n\n"
-    except RestoreKVError as error:
-        # The status has been sent, so the stream itself must say what went wrong.
-        yield format_event(schemas.make_problem("server_error", str(error)))
+    # Of any kind, such as a lack of memory: the status has been sent, so the stream itself must say
+    # what went wrong.
+    except Exception as error:
+        yield format_event(schemas.make_problem("server_error", explain_error(error)))
 
 
 async def wait_unless_gone(future: asyncio.Future[T], is_gone: IsGone, seconds: float) -> T:
-    """Return the result of a future, of which a client and a limit of seconds may tire.
+    """Return the result of a future; raise if the client leaves or `seconds` pass first.
 
     Raises:
-        ApiError: the client has gone.
-        TimeoutError: it took too long.
+        ApiError: The client has gone.
+        TimeoutError: It took too long.
     """
 
     async def wait_and_look() -> T:

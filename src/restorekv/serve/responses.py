@@ -15,12 +15,11 @@ from openai.types.responses.response import IncompleteDetails
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
 from pydantic import BaseModel, Field, model_validator
 
-from restorekv.errors import RestoreKVError
 from restorekv.serve import fields, replies, schemas
 from restorekv.serve.engine import Reply
 from restorekv.serve.questions import PendingAnswer, Questions
 from restorekv.serve.requests import ChatRequest, Message, Text
-from restorekv.serve.service import ApiError
+from restorekv.serve.service import ApiError, explain_error
 
 REMEMBERED = 1000  # answers whose turns are known
 LARGEST = 256 << 20  # characters of all their messages
@@ -209,9 +208,14 @@ async def stream_response(
             yield format_event(
                 types.ResponseCompletedEvent, "response.completed", response=response
             )
-    except RestoreKVError as error:
+    # Of any kind: the status has been sent, so the stream itself must say what went wrong.
+    except Exception as error:
         yield format_event(
-            types.ResponseErrorEvent, "error", code="server_error", message=str(error), param=None
+            types.ResponseErrorEvent,
+            "error",
+            code="server_error",
+            message=explain_error(error),
+            param=None,
         )
 
 

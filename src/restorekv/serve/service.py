@@ -224,10 +224,15 @@ class Service:
 
 
 def explain_failure(error: Exception) -> str:
-    """Return a sentence for an error; only ours are meant for users."""
+    """Return a sentence for the error of an upload."""
+    return explain_error(error).replace("try again", "upload it again")
+
+
+def explain_error(error: Exception) -> str:
+    """Return a sentence for an error; only ours are meant for users, others are logged."""
     lack = explain_resource_shortage(error)
     if lack:
-        return lack[1].replace("try again", "upload it again")
+        return lack[1]
     if isinstance(error, RestoreKVError):
         return str(error)
     LOG.error("unexpected error", exc_info=error)

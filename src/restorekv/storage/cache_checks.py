@@ -252,7 +252,15 @@ def check_layer(
             (rows, dim),
         )
     check_tensor(tensors, f"{layer}.positions", torch.int32, (rows,))
-    check_positions(tensors[f"{layer}.positions"], offsets, columns)
+    positions = tensors[f"{layer}.positions"]
+    check_positions(positions, offsets, columns)
+    # Restore pairs of earlier parts have the positions after the text, as many in every head.
+    is_restore_pair = positions >= columns - manifest.earlier
+    for start, end in pairwise(offsets):
+        require(
+            int(is_restore_pair[start:end].sum()) == manifest.earlier,
+            "has other restore pairs of earlier texts than its manifest names",
+        )
     if storage != "model":
         for part, shape in zip(PARTS, compute_scale_shapes(offsets, storage, dim), strict=True):
             check_tensor(tensors, f"{layer}.{part}.scales", torch.float32, shape)

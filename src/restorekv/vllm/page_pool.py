@@ -109,6 +109,8 @@ class PagePool:
         Raises:
             RestoreKVError: there are too few free pages; nothing was taken.
         """
+        # A document that is loaded again replaces what is here of it.
+        self.drop(name)
         wanted = document.count_pages(self.page_size)
         if wanted > len(self.free):
             raise RestoreKVError(
@@ -232,13 +234,13 @@ class PoolLedger:
             return Residency.TOO_LARGE
         entry = self.entries.get(name)
         if entry is None:
-            if not self._make_room(name, pages):
+            if self._must_yield(name) or not self._make_room(pages):
                 self.waiting.setdefault(name, 0)
                 self.waiting_for[request] = name
                 return Residency.NO_ROOM
             entry = self.entries[name] = _Entry(pages)
             self.loads.append(name)
-        elif request not in entry.pinned_by and self._must_yield():
+        elif request not in entry.pinned_by and self._must_yield(name):
             return Residency.NO_ROOM
         self._stop_waiting(request)
         self.waiting.pop(name, None)
@@ -277,14 +279,20 @@ class PoolLedger:
         if name is not None and name not in self.waiting_for.values():
             self.waiting.pop(name, None)
 
-    def _must_yield(self) -> bool:
-        """Whether a document has waited for room so long that new requests for others wait, too.
+    def _must_yield(self, name: str) -> bool:
+        """Return whether another document has waited for room so long that new requests for `name`
+        wait, too.
 
-        Without that, documents that are always asked would keep it out for ever.
+        Without that, documents that are always asked, or that always come, would keep a large one
+        out for ever.
         """
-        return max(self.waiting.values(), default=0) >= self.PATIENCE
+        if not self.waiting:
+            return False
+        # The first of equals: the one that began to wait first.
+        longest_waiting = max(self.waiting, key=self.waiting.__getitem__)
+        return longest_waiting != name and self.waiting[longest_waiting] >= self.PATIENCE
 
-    def _make_room(self, name: str, pages: int) -> bool:
+    def _make_room(self, pages: int) -> bool:
         """Drop documents that nobody asks, the least recently asked first, if that is enough."""
         idle = [
             (other, entry)
