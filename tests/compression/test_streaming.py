@@ -148,7 +148,7 @@ def test_counts_are_exact_and_what_is_held_is_bounded(chunk, policy, allocation)
         outside = PREFIX * each if policy == "free" else 0
         assert cache.pairs_held - outside == made.budget.total
         assert cache.get_seq_length() == context.positions and cache.restore_length == 0
-        assert made.most <= made.budget.retained + (PREFIX + chunk) * each
+        assert made.peak_pairs <= made.budget.retained + (PREFIX + chunk) * each
         # Every pair once, in the order of the columns.
         assert marks(cache, context.positions).sum() == cache.pairs_held
         assert all(

@@ -161,6 +161,18 @@ TRIALS = (
 )
 
 
+def _find_trial(name: str) -> Trial:
+    """Return the trial of that name."""
+    return next(trial for trial in TRIALS if trial.name == name)
+
+
+# Whose gradients are compared, and what their measurements are called.
+GRADIENT_TRIALS = (
+    (_find_trial("padded answers with a bias"), ""),
+    (_find_trial("padded questions with a bias and sinks"), " with sinks"),
+)
+
+
 @dataclass(frozen=True)
 class TrialInputs:
     """A trial's inputs on the CPU in the target's dtype, and the largest logit of any query."""
@@ -368,17 +380,10 @@ def _measure_backend(
         )
 
 
-def _find_trial(name: str) -> Trial:
-    """Return the trial of that name."""
-    return next(trial for trial in TRIALS if trial.name == name)
-
-
 def _measure_frozen(target: Target) -> Iterator[Measurement]:
     """Compare `frozen` with the definition, and its gradients with those of the definition."""
     yield from _measure_backend(lambda: frozen.attend_ragged, target)
-    padded = _find_trial("padded answers with a bias")
-    padded_with_sinks = _find_trial("padded questions with a bias and sinks")
-    for trial, ending in ((padded, ""), (padded_with_sinks, " with sinks")):
+    for trial, ending in GRADIENT_TRIALS:
         sample = make_sample(target, trial)
         wanted_gradients = _compute_gradients(
             naive.attend_ragged,
