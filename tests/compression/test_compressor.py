@@ -604,7 +604,7 @@ def test_kvpress_users_may_say_compression_ratio(case):
     for wrong in (1, -0.1, "x"):
         with pytest.raises(BudgetError, match="the share of the pairs to drop"):
             compress(*case, compression_ratio=wrong)
-    with pytest.raises(BudgetError, match="not both"):
+    with pytest.raises(BudgetError, match="pass only one of them"):
         compress(*case, compression_ratio=0.5, ratio=0.5)
 
 
