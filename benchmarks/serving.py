@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import openai
@@ -121,7 +122,7 @@ def _measure_ours(
             served = _ask_together(
                 options,
                 questions,
-                lambda each: _ask_ours(client, options, variant, upload.id, each),
+                lambda each: ask_about_upload(client, variant, upload.id, each, options.answer),
             )
             turns.append((library(), served))
         rows |= {
@@ -131,21 +132,29 @@ def _measure_ours(
     tell("restorekv serve, after a restart")
     with run_server(command) as client:
         start = time.perf_counter()
-        next(iter(_ask_ours(client, options, variant, upload.id, questions[0], stream=True)))
+        answer = ask_about_upload(
+            client, variant, upload.id, questions[0], options.answer, stream=True
+        )
+        next(iter(answer))
         rows["first token after a restart"] = time.perf_counter() - start
     return rows
 
 
-def _ask_ours(
-    client: openai.OpenAI, options: Options, model: str, name: str, question: str, **more: object
-) -> object:
-    """Ask our server about an upload."""
-    parts = [{"type": "file", "file": {"file_id": name}}, {"type": "text", "text": question}]
+def ask_about_upload(
+    client: openai.OpenAI,
+    model: str,
+    upload_id: str,
+    question: str,
+    max_tokens: int,
+    **more: Any,
+) -> Any:
+    """Ask our server a question about an upload, greedily."""
+    parts = [{"type": "file", "file": {"file_id": upload_id}}, {"type": "text", "text": question}]
     return client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": parts}],
         temperature=0,
-        max_tokens=options.answer,
+        max_tokens=max_tokens,
         **more,
     )
 

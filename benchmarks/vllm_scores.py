@@ -13,12 +13,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import openai
 import torch
 
-from benchmarks.serving import run_server
+from benchmarks.serving import ask_about_upload, run_server
 from benchmarks.vllm_answers import count_equal
 from benchmarks.vllm_settings import SETTINGS
 from benchmarks.workload import describe_machine
@@ -56,7 +55,6 @@ def run_scores(
     model, tokenizer = load_model(model_name, dtype="float32")
     samples = benchmark.choose_samples(tokenizer, "kvpress")
     folder.mkdir(parents=True, exist_ok=True)
-    restored = False
     for number, sample in enumerate(samples, 1):
         for ratio in ratios:
             place = locate_answers(folder, "ask", sample, ratio)
@@ -124,16 +122,7 @@ def ask_server(client: openai.OpenAI, model: str, cache: Path, sample: Sample) -
     client.files.wait_for_processing(upload.id, poll_interval=0.1)
     answers = []
     for question in sample.questions:
-        parts: list[Any] = [
-            {"type": "file", "file": {"file_id": upload.id}},
-            {"type": "text", "text": question.text},
-        ]
-        answer = client.chat.completions.create(
-            model=model,
-            messages=[{"role": "user", "content": parts}],
-            temperature=0,
-            max_tokens=question.max_new_tokens,
-        )
+        answer = ask_about_upload(client, model, upload.id, question.text, question.max_new_tokens)
         answers.append(answer.choices[0].message.content or "")
     client.files.delete(upload.id)
     return answers

@@ -1,11 +1,11 @@
 """Measure from which ratio on restoring does harm, benchmark by benchmark, from runs of `restorekv
 eval`.
 
-    A=distributions/restorekv-smollm2/restorekv_smollm2/adapters/kvzip
-    restorekv eval --model smollm2 --prefix-policy free --evictor kvzip@none --evictor kvzip@$A \\
-        --ratio 0.3 --ratio 0.2 --ratio 0.15 --benchmark ruler:length=1024,per_task=5 \\
-        --out runs/border
-    python -m recipes.smollm2.border runs/border --json paper/results/smollm2-border.json
+    python -m recipes.smollm2.scores runs/scores --benchmark ruler:length=1024,per_task=5
+    python -m recipes.smollm2.border runs/scores --json paper/results/smollm2-border.json
+
+A run of `restorekv eval --evictor kvzip@none --evictor kvzip@FOLDER --prefix-policy free --out` with
+other ratios and benchmarks does as well.
 
 For every ratio, the divergence from the full cache of the evictor alone and restored is compared
 context by context. A restored cache does harm where the 95 % interval of the difference lies above

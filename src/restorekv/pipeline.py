@@ -41,7 +41,6 @@ from restorekv.model.prompt import (
     Context,
     check_system_message,
     fit_context,
-    get_default_between,
     make_context,
 )
 from restorekv.model.shape import CacheShape
@@ -122,8 +121,7 @@ def compress(
     check_model_and_tokenizer(model, tokenizer)
     compressor = make_compressor(resolve_preset(evictor), config)
     text, system = separate_text_and_system(context, check_system_message(config.system))
-    between = get_default_between(tokenizer) if config.between is None else config.between
-    tokenized = make_context(tokenizer, text, between, system)
+    tokenized = make_context(tokenizer, text, config.choose_between(tokenizer), system)
     tokenized, cut = fit_context(model, tokenized, config.max_context, config.offset)
 
     # The budget is computed once; the restore tokens take their part of it when n is known.

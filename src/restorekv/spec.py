@@ -8,7 +8,7 @@ settings.
 import hashlib
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from importlib.metadata import entry_points
@@ -57,11 +57,33 @@ def parse_spec(text: str, classes: Mapping[str, type[Named]], what: str) -> Name
 def explain_unknown(what: str, name: str, known: Iterable[str]) -> str:
     """Return the sentence about a name that is not known, with the one that is most like it."""
     names = list(known)
-    # Capitals do not matter for a guess: papers write H2O and SnapKV.
-    by_small_letters = {each.lower(): each for each in names}
-    near = get_close_matches(name.lower(), by_small_letters, 1)
-    hint = f" (did you mean {by_small_letters[near[0]]}?)" if near else ""
+    near = find_near_name(name, names)
+    hint = f" (did you mean {near}?)" if near else ""
     return f"There is no {what} {name!r}{hint}; use one of {', '.join(names)}."
+
+
+def find_near_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is most like a name, None if none is like it."""
+    # Capitals do not matter for a guess: papers write H2O and SnapKV.
+    by_small_letters = {each.lower(): each for each in known}
+    near = get_close_matches(name.lower(), by_small_letters, 1)
+    return by_small_letters[near[0]] if near else None
+
+
+def suggest_argument(name: str, known: Sequence[str], other_names: Mapping[str, str]) -> str:
+    """Return what to write instead of an argument that a function does not have.
+
+    Args:
+        name: The argument.
+        known: The arguments that the function has.
+        other_names: Sentences by names that other libraries use, or that belong elsewhere.
+    """
+    if name in other_names:
+        return other_names[name]
+    near = find_near_name(name, known)
+    if near:
+        return f"did you mean {near}?"
+    return f"use some of {', '.join(known)}."
 
 
 def split_specs(text: str) -> list[str]:

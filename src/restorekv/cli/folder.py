@@ -29,7 +29,6 @@ from restorekv.context import format_bytes
 from restorekv.errors import RestoreKVError, summarize_error
 from restorekv.files import check_target, read_bytes, read_record, write_json
 from restorekv.model.identity import identify_model
-from restorekv.model.prompt import get_default_between
 from restorekv.pipeline import compress
 from restorekv.readers.extract import extract_text
 from restorekv.seal import digest_file
@@ -98,9 +97,7 @@ class DocumentCompressor:
         config = recipe.config
         compressor = make_compressor(recipe.evictor, config)
         identity = identify_model(model, tokenizer)
-        between = config.between
-        if between is None:
-            between = get_default_between(tokenizer)
+        between = config.choose_between(tokenizer)
         adapter = load_adapter(
             model,
             recipe.adapter,

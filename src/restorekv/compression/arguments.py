@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from restorekv.errors import RestoreKVError
+from restorekv.spec import suggest_argument
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,9 +41,8 @@ def explain_arguments(
             except TypeError as error:
                 unknown = [name for name in kwargs if name not in signature.parameters]
                 if unknown:
-                    sentence = _explain_unknown_argument(
-                        unknown[0], list(signature.parameters), hints
-                    )
+                    hint = suggest_argument(unknown[0], list(signature.parameters), hints)
+                    sentence = f"there is no argument {unknown[0]}; {hint}"
                 else:
                     sentence = f"{error}; call {usage}."
                 raise CallError(f"{function.__name__}: {sentence}") from None
@@ -52,15 +51,3 @@ def explain_arguments(
         return call
 
     return decorate
-
-
-def _explain_unknown_argument(name: str, known: list[str], hints: Mapping[str, str]) -> str:
-    """Return the sentence about an argument that a function does not have."""
-    near = get_close_matches(name, known, 1)
-    if name in hints:
-        fix = hints[name]
-    elif near:
-        fix = f"did you mean {near[0]}?"
-    else:
-        fix = f"use some of {', '.join(known)}."
-    return f"there is no argument {name}; {fix}"

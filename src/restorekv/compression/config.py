@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache import quantized
 from restorekv.cache.ragged import RaggedCache
@@ -20,7 +21,7 @@ from restorekv.compression.budget import (
     PrefixPolicy,
 )
 from restorekv.errors import BudgetError, RestoreKVError, check_choice
-from restorekv.model.prompt import TOO_LONG, Context
+from restorekv.model.prompt import TOO_LONG, Context, get_default_between
 
 RestoreFrom = Literal["full", "evicted"]
 RatioOrBudget = float | str | Fraction | Budget
@@ -117,6 +118,12 @@ class CompressionConfig:
     def _parsed_allocation(self) -> Allocation:
         assert isinstance(self.allocation, Allocation), "__post_init__ parses a spec"
         return self.allocation
+
+    def choose_between(self, tokenizer: Tokenizer) -> str:
+        """Return what separates the text from a question: `between`, or the template's own."""
+        if self.between is None:
+            return get_default_between(tokenizer)
+        return self.between
 
     def competing_columns(self, context: Context) -> int:
         """Return T_b: the columns that compete for the budget."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from typing import Any, NoReturn, TypedDict, cast
 
 import torch
@@ -34,6 +33,7 @@ from restorekv.files import matches_type
 from restorekv.generation.constraint import Constraint
 from restorekv.generation.repetition import RepetitionWatch
 from restorekv.model.tokenize import TextStream
+from restorekv.spec import suggest_argument
 
 # What is honored of transformers' GenerationConfig, and what changes no answer here.
 TAKEN = {
@@ -224,13 +224,7 @@ class SamplingConfig:
         known = [each.name for each in fields(cls)]
         for name in options:
             if name not in known:
-                near = get_close_matches(name, known, 1)
-                if name in OTHER_NAMES:
-                    hint = OTHER_NAMES[name]
-                elif near:
-                    hint = f"did you mean {near[0]}?"
-                else:
-                    hint = f"use some of {', '.join(known)}."
+                hint = suggest_argument(name, known, OTHER_NAMES)
                 raise RestoreKVError(f"There is no option {name}; {hint}")
         if isinstance(config, SamplingConfig):
             return replace(config, **options)

@@ -108,8 +108,13 @@ class AnswerTask:
         return self.group
 
     @property
+    def tokens_left(self) -> int:
+        """Tokens of the prompt that are not prefilled yet."""
+        return len(self.prompt) - self.tokens_prefilled
+
+    @property
     def is_prefilled(self) -> bool:
-        return self.tokens_prefilled == len(self.prompt)
+        return not self.tokens_left
 
     @property
     def waiting(self) -> bool:
@@ -361,20 +366,18 @@ class Scheduler:
         share_of_first = self.piece
         if others:
             share_of_first = self.piece // 2
-        rest_of_first = len(first.prompt) - first.tokens_prefilled
-        sizes = {first: min(rest_of_first, share_of_first)}
+        sizes = {first: min(first.tokens_left, share_of_first)}
         free = self.piece - sizes[first]
         # Short rests first: they are finished in this pass and begin to write in the next.
-        for task in sorted(others, key=lambda each: len(each.prompt) - each.tokens_prefilled):
-            rest = len(task.prompt) - task.tokens_prefilled
-            size = min(rest, free)
+        for task in sorted(others, key=lambda each: each.tokens_left):
+            size = min(task.tokens_left, free)
             # So small a piece is not worth its share of the pass; it waits for the next one.
-            if size < rest and size < SMALLEST:
+            if size < task.tokens_left and size < SMALLEST:
                 break
             sizes[task] = size
             free -= size
         # What the others left goes to the oldest.
-        sizes[first] = min(rest_of_first, sizes[first] + free)
+        sizes[first] = min(first.tokens_left, sizes[first] + free)
         for task, size in sizes.items():
             start = task.cache.get_seq_length() + task.tokens_prefilled
             group = task.get_group()
@@ -382,7 +385,7 @@ class Scheduler:
             group.ids = piece[None].to(self.model.device)
             group.positions = torch.arange(start, start + size, device=self.model.device)[None]
             # No token is chosen after a piece that is not the prompt's last.
-            group.unfinished = task.tokens_prefilled + size < len(task.prompt)
+            group.unfinished = size < task.tokens_left
         return list(sizes)
 
     def run(self, reading: Sequence[AnswerTask], events: list[Event]) -> None:

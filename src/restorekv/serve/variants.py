@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any, Self
 
 from restorekv.compression.budget import parse_ratio
-from restorekv.compression.presets import PRESETS
+from restorekv.compression.presets import PRESETS, resolve_preset
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import EVICTORS
 
@@ -62,7 +62,7 @@ class Variant:
         if not self.method:
             return {"ratio": 1, "adapter": None}
         return {
-            "evictor": PRESETS.get(self.method, self.method),
+            "evictor": resolve_preset(self.method),
             "ratio": self.ratio,
             "adapter": "auto" if self.restores else None,
         }

@@ -255,12 +255,12 @@ def check_layer(
     positions = tensors[f"{layer}.positions"]
     check_positions(positions, offsets, columns)
     # Restore pairs of earlier parts have the positions after the text, as many in every head.
-    is_restore_pair = positions >= columns - manifest.earlier
-    for start, end in pairwise(offsets):
-        require(
-            int(is_restore_pair[start:end].sum()) == manifest.earlier,
-            "has other restore pairs of earlier texts than its manifest names",
-        )
+    is_restore_pair = positions >= manifest.prefix + manifest.tokens
+    counts = torch.nn.functional.pad(is_restore_pair.cumsum(0), (1, 0))[offsets].diff()
+    require(
+        bool((counts == manifest.earlier).all()),
+        "has other restore pairs of earlier texts than its manifest names",
+    )
     if storage != "model":
         for part, shape in zip(PARTS, compute_scale_shapes(offsets, storage, dim), strict=True):
             check_tensor(tensors, f"{layer}.{part}.scales", torch.float32, shape)

@@ -166,10 +166,10 @@ def _find_trial(name: str) -> Trial:
     return next(trial for trial in TRIALS if trial.name == name)
 
 
-# Whose gradients are compared, and what their measurements are called.
+# Whose gradients are compared.
 GRADIENT_TRIALS = (
-    (_find_trial("padded answers with a bias"), ""),
-    (_find_trial("padded questions with a bias and sinks"), " with sinks"),
+    _find_trial("padded answers with a bias"),
+    _find_trial("padded questions with a bias and sinks"),
 )
 
 
@@ -383,7 +383,8 @@ def _measure_backend(
 def _measure_frozen(target: Target) -> Iterator[Measurement]:
     """Compare `frozen` with the definition, and its gradients with those of the definition."""
     yield from _measure_backend(lambda: frozen.attend_ragged, target)
-    for trial, ending in GRADIENT_TRIALS:
+    for trial in GRADIENT_TRIALS:
+        ending = " with sinks" if trial.sinks else ""
         sample = make_sample(target, trial)
         wanted_gradients = _compute_gradients(
             naive.attend_ragged,
