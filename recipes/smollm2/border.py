@@ -4,8 +4,8 @@ eval`.
     python -m recipes.smollm2.scores runs/scores --benchmark ruler:length=1024,per_task=5
     python -m recipes.smollm2.border runs/scores --json paper/results/smollm2-border.json
 
-A run of `restorekv eval --evictor kvzip@none --evictor kvzip@FOLDER --prefix-policy free --out` with
-other ratios and benchmarks does as well.
+A run of `restorekv eval --evictor kvzip@none --evictor kvzip@FOLDER --prefix-policy free --out`
+with other ratios and benchmarks does as well.
 
 For every ratio, the divergence from the full cache of the evictor alone and restored is compared
 context by context. A restored cache does harm where the 95 % interval of the difference lies above
