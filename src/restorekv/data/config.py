@@ -22,6 +22,7 @@ MAY_BE_ZERO = {
     "novel_passages",
     "section_passages",
     "corpus_passages",
+    "human_questions",
     "loop",
     "short_answer_tokens",
 }
@@ -84,6 +85,9 @@ class BuildConfig:
     made: float = setting(0.15, "Share of these that are made-up tables, settings, logs and lists.")
     part: str = setting(
         "1/1", "K/N builds every N-th passage of the corpus from the K-th on, to share the work."
+    )
+    human_questions: int = setting(
+        2, "Maximum number of people's questions about a passage of the corpus that are used."
     )
     loop: int = setting(
         0, "Stop an answer once its last N tokens have already appeared in it; 0: never."

@@ -29,9 +29,7 @@ from restorekv.model.tokenize import locate_tokens
 
 TRAIN_SPLIT = "train"
 STUDIED = 0.1  # share of the passages about which the teacher asks questions of its own
-# Of a passage, at most.
-HUMAN_QUESTIONS = 2
-FACT_QUESTIONS = 2
+FACT_QUESTIONS = 2  # of a passage, at most
 CORPUS_LICENSES = {  # what the corpus' rows say, and the identifier of the hub
     "apache-2.0": "apache-2.0",
     "apache-2.0 or mit": "apache-2.0",
@@ -137,7 +135,7 @@ def _make_passage(row: dict, config: BuildConfig, tokenizer: Tokenizer) -> Sourc
     if rng.random() < config.invented:
         text, facts = invent_facts(text, rng)
     questions = []
-    for question in sample_in_order(rng, read_questions(row), HUMAN_QUESTIONS):
+    for question in sample_in_order(rng, read_questions(row), config.human_questions):
         questions.append((HUMAN, word_question(rng, question, config)))
     for question in sample_in_order(rng, facts, FACT_QUESTIONS):
         questions.append((FACT, word_question(rng, question, config)))
