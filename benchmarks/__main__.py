@@ -15,6 +15,10 @@ COMMANDS = {
         "Measure what every method's scoring costs beside the prefill.",
     ),
     "kernel": ("benchmarks.cli.kernel", "Time attention over a compressed cache on a GPU."),
+    "device": (
+        "benchmarks.cli.device",
+        "Compare a GPU with the CPU, and measure what its own paths save.",
+    ),
     "efficiency": (
         "benchmarks.cli.efficiency",
         "Measure what the restore pass costs on a model, and what it saves.",

@@ -85,7 +85,7 @@ class CompressedContext:
         *,
         stream: Literal[False] = ...,
         answer_prefix: str = ...,
-        graph: bool = ...,
+        graph: bool | None = ...,
         details: Literal[False] = ...,
         **options: Unpack[SamplingOptions],
     ) -> str: ...
@@ -98,7 +98,7 @@ class CompressedContext:
         *,
         stream: Literal[False] = ...,
         answer_prefix: str = ...,
-        graph: bool = ...,
+        graph: bool | None = ...,
         details: Literal[True],
         **options: Unpack[SamplingOptions],
     ) -> Answer: ...
@@ -111,7 +111,7 @@ class CompressedContext:
         *,
         stream: Literal[False] = ...,
         answer_prefix: str = ...,
-        graph: bool = ...,
+        graph: bool | None = ...,
         details: Literal[False] = ...,
         **options: Unpack[SamplingOptions],
     ) -> list[str]: ...
@@ -124,7 +124,7 @@ class CompressedContext:
         *,
         stream: Literal[False] = ...,
         answer_prefix: str = ...,
-        graph: bool = ...,
+        graph: bool | None = ...,
         details: Literal[True],
         **options: Unpack[SamplingOptions],
     ) -> list[Answer]: ...
@@ -148,7 +148,7 @@ class CompressedContext:
         *,
         stream: bool = False,
         answer_prefix: str = "",
-        graph: bool = False,
+        graph: bool | None = None,
         details: bool = False,
         **options: Any,
     ) -> str | list[Any] | Answer | AnswerStream:
@@ -167,7 +167,8 @@ class CompressedContext:
                 `max_tokens`, OpenAI's name, takes its place.
             stream: Return the pieces of one answer as they are written.
             answer_prefix: What every answer begins with.
-            graph: Make every step the same work, which a GPU replays as a CUDA graph.
+            graph: Make every step the same work, which a GPU replays as a CUDA graph; for greedy
+                answers alone. None does so for greedy answers on a GPU.
             details: Return `Answer` objects, with ids and log-probabilities.
             **options: How tokens are chosen: the fields of `SamplingConfig`, greedily unless given,
                 or `config`, a `SamplingConfig` or transformers' `GenerationConfig`.

@@ -11,7 +11,8 @@ from restorekv import CompressionConfig
 from restorekv.errors import RestoreKVWarning
 from restorekv.evictors import attend, pass_trials
 from restorekv.generation import decoding, fixed_steps, step_trials
-from restorekv.generation.answers import answer_greedily
+from restorekv.generation.answers import answer_greedily, answer_questions
+from restorekv.generation.sampling import SamplingConfig
 from restorekv.model import attention, offload
 from restorekv.model.attention import blocked, naive, proofs, trials
 from restorekv.model.attention.proofs import Target
@@ -93,6 +94,17 @@ def test_graphs_that_are_right_are_used(fake, case):
         *case, QUESTIONS[:2], 9
     )
     assert FakeGraph.captured == 4
+
+
+def test_greedy_answers_on_a_gpu_use_a_graph_unless_told_otherwise(fake, case):
+    model, tokenizer, context, cache = case
+    asked = [(context, cache, question) for question in QUESTIONS[:2]]
+    plain = answer_questions(model, tokenizer, asked, 20, graph=False)
+    sampled = SamplingConfig.make(temperature=0.5, seed=3)
+    answer_questions(model, tokenizer, asked, 20, sampling=sampled)
+    assert FakeGraph.captured == 0
+    assert answer_questions(model, tokenizer, asked, 20) == plain
+    assert FakeGraph.captured and model in fixed_steps.GRAPHED
 
 
 @pytest.mark.parametrize("replay", REPLAYS)

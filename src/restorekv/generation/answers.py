@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import RestoreKVError
-from restorekv.generation import decoding
+from restorekv.generation import decoding, fixed_steps
 from restorekv.generation.repetition import drop_repetition
 from restorekv.generation.sampling import (
     GREEDY,
@@ -90,7 +90,7 @@ def answer_questions(
     max_new_tokens: int | Sequence[int] = 128,
     *,
     answer_prefix: str = "",
-    graph: bool = False,
+    graph: bool | None = None,
     sampling: SamplingConfig = GREEDY,
 ) -> list[list[Answer]]:
     """Answer questions to one context or to several in one batch.
@@ -101,7 +101,8 @@ def answer_questions(
         requests: A context, its cache and a question for each answer.
         max_new_tokens: How long an answer may be: one limit, or one for each question.
         answer_prefix: What every answer begins with.
-        graph: Make every step the same work, on a GPU a CUDA graph; for greedy answers alone.
+        graph: Make every step the same work, on a GPU a CUDA graph; for greedy answers alone. None
+            does so for greedy answers on a GPU.
         sampling: How tokens are chosen.
 
     Returns:
@@ -111,6 +112,8 @@ def answer_questions(
         raise RestoreKVError(
             "graph=True takes the likeliest token alone; leave it or the other options out."
         )
+    if graph is None:
+        graph = sampling.plain and fixed_steps.can_record(model.device)
     limits = decoding.parse_limits(max_new_tokens, len(requests))
     stops = decoding.get_stop_ids(model, tokenizer)
     # One row of the batch for every sample of every question.

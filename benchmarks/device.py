@@ -1,0 +1,361 @@
+"""`python -m benchmarks device`: a GPU beside the CPU, and what its own paths save.
+
+agreement   The tiny model in float32 on both: the same texts compressed by every method, in every
+            kind of storage and allocation, offloaded and appended to. Counted are pairs that both
+            keep or both evict, and answers that are the same.
+modes       A model of random bfloat16 weights in the shape of Qwen3-0.6B, with the tiny model's
+            vocabulary, compresses T tokens with KVzip: seconds, and the most memory that the device
+            held above the weights. A full cache in the device's memory and one in pinned host
+            memory (offload) are timed the second time, after a warm-up; streaming is timed once,
+            since it takes the longest.
+steps       Milliseconds of a decode step over that model's small cache, answers of 128 tokens:
+            steps launched one by one, and a CUDA graph, its capture included.
+training    Ten steps of training on the tiny model: losses on the CPU and the device in float32,
+            and on the device in bfloat16.
+"""
+
+import hashlib
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from benchmarks.workload import SHAPE, describe_machine, save_model
+from restorekv.compression.config import CompressionConfig
+from restorekv.context import CompressedContext
+from restorekv.errors import RestoreKVError
+from restorekv.generation.decoding import generate_ids
+from restorekv.model.load import load_model, parse_device
+from restorekv.pipeline import compress
+from restorekv.tiny.suite import draw_documents
+from restorekv.tiny.world import WorldDocument
+from restorekv.train.config import TrainConfig
+from restorekv.train.examples import make_tiny_examples
+from restorekv.train.loop import train_adapter
+
+METHODS = (
+    "kvzip",
+    "kvzip+",
+    "snapkv",
+    "h2o",
+    "fastkvzip",
+    "contrastkv",
+    "kvzap",
+    "expected-attention",
+    "keydiff",
+    "knorm",
+    "tova",
+    "random",
+    "streaming",
+    "am-fast",
+)
+SETTINGS = {
+    "int8 storage": CompressionConfig(storage="int8"),
+    "fp8 storage": CompressionConfig(storage="fp8"),
+    "per-layer budgets": CompressionConfig(allocation="per-layer"),
+    "per-head budgets": CompressionConfig(allocation="per-head"),
+    "adakv budgets": CompressionConfig(allocation="adakv"),
+    "offload": CompressionConfig(offload=True),
+}
+PART = 2048  # tokens streamed at a time
+SEED = 991  # of the texts of the tiny world
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """`texts` of the tiny world are compared; `tokens` is the length T of what the shaped model
+    compresses to `ratio`; it has `layers` layers; `answer` is the length of its answers.
+    """
+
+    device: str = "cuda"
+    texts: int = 4
+    tokens: int = 32768
+    layers: int = 28
+    ratio: float = 0.05
+    answer: int = 128
+    batches: Sequence[int] = (1, 8)
+    training_steps: int = 10
+
+    def __post_init__(self) -> None:
+        counts = (self.texts, self.tokens, self.layers, self.answer, self.training_steps)
+        if min(*counts, *self.batches) < 1:
+            raise RestoreKVError("Measure at least 1 of everything.")
+
+
+def run_device(options: Options, tell: Tell = lambda what: None) -> dict:
+    """Compare and measure everything; raises RestoreKVError where the device is not there."""
+    device = parse_device(options.device)
+    result = {
+        "machine": {
+            **describe_machine(torch.get_num_threads()),
+            "device": name_device(device),
+            "cuda": torch.version.cuda,
+        },
+        "options": asdict(options),
+    }
+    result["agreement"] = compare_with_cpu(options, tell)
+    tell("a model in the shape of Qwen3-0.6B")
+    _, tokenizer = load_model("tiny")
+    # A small vocabulary: what is measured does not depend on it.
+    shape = {"num_hidden_layers": options.layers, "vocab_size": len(tokenizer) + 64}
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder), SHAPE | shape, seed=0)
+        tokenizer.save_pretrained(folder)
+        model, tokenizer = load_model(folder, device=device, dtype="bfloat16")
+    result["modes"] = measure_modes(model, tokenizer, options, tell)
+    result["steps"] = measure_steps(model, tokenizer, options, tell)
+    del model
+    result["training"] = compare_training(options, tell)
+    return result
+
+
+def name_device(device: torch.device) -> str:
+    """Return a GPU's name, or the kind of another device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return str(device)
+
+
+def compare_with_cpu(options: Options, tell: Tell) -> list[dict]:
+    """Return for every method and setting how many pairs and answers are the same on both."""
+    on_cpu, tokenizer = load_model("tiny")
+    on_device, _ = load_model("tiny", device=options.device)
+    documents = list(draw_documents(tokenizer, options.texts, f"restore {SEED}", SEED, 700, 1200))
+    cases = [(method, method, CompressionConfig()) for method in METHODS]
+    cases += [(f"kvzip, {name}", "kvzip", config) for name, config in SETTINGS.items()]
+    rows = []
+    for name, method, config in cases:
+        tell(name)
+
+        def make_small(
+            model: PreTrainedModel,
+            document: WorldDocument,
+            method: str = method,
+            config: CompressionConfig = config,
+        ) -> CompressedContext:
+            return compress(
+                model, tokenizer, document.text, ratio=0.1, evictor=method, config=config
+            )
+
+        rows.append({"what": name, **_compare_sides(on_cpu, on_device, documents, make_small)})
+    tell("append")
+
+    def make_longer(model: PreTrainedModel, document: WorldDocument) -> CompressedContext:
+        small = compress(model, tokenizer, document.text, ratio=0.1)
+        return small.append("\nThe code of the harbor is 12.")
+
+    rows.append(
+        {"what": "kvzip, appended to", **_compare_sides(on_cpu, on_device, documents, make_longer)}
+    )
+    tell("the same bits")
+    digests = {
+        hash_cache(compress(on_device, tokenizer, documents[0].text, ratio=0.1)) for _ in range(3)
+    }
+    rows.append({"what": "different caches of one text in three runs", "caches": len(digests)})
+    return rows
+
+
+def _compare_sides(
+    on_cpu: PreTrainedModel,
+    on_device: PreTrainedModel,
+    documents: Sequence[WorldDocument],
+    make_small: Callable[[PreTrainedModel, WorldDocument], CompressedContext],
+) -> dict[str, int]:
+    """Return equal and all pairs, equal and all answers, over the documents."""
+    counts = {"pairs equal": 0, "pairs": 0, "answers equal": 0, "answers": 0}
+    for document in documents:
+        expected = make_small(on_cpu, document)
+        found = make_small(on_device, document)
+        kept = expected.kept.cpu()
+        counts["pairs"] += kept.numel()
+        if found.kept.shape == kept.shape:
+            counts["pairs equal"] += int((found.kept.cpu() == kept).sum())
+        questions = [question.text for question in document.questions]
+        answers = zip(expected.ask(questions), found.ask(questions), strict=True)
+        counts["answers"] += len(questions)
+        counts["answers equal"] += sum(one == other for one, other in answers)
+    return counts
+
+
+def hash_cache(small: CompressedContext) -> str:
+    """Return a hash of all that a cache's layers hold."""
+    digest = hashlib.sha256()
+    for layer in small.cache.full_attention:
+        for tensor in layer.list_tensors():
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def draw_ids(tokenizer: Tokenizer, count: int, seed: int) -> torch.Tensor:
+    """Return ids (count,) of ordinary tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(10, len(tokenizer), (count,), generator=generator)
+
+
+def measure_modes(
+    model: PreTrainedModel, tokenizer: Tokenizer, options: Options, tell: Tell
+) -> list[dict]:
+    """Return seconds and peak memory of every way to compress the same text."""
+    ids = draw_ids(tokenizer, options.tokens, seed=3)
+    part = min(PART, options.tokens // 2)
+    modes = {
+        "plain": (CompressionConfig(), 2),
+        "offload": (CompressionConfig(offload=True), 2),
+        "streaming": (CompressionConfig(streaming=part), 1),
+    }
+    rows = []
+    expected = None
+    for mode, (config, times) in modes.items():
+        tell(f"{options.tokens:,} tokens, {mode}")
+        for _ in range(times):
+            before = begin_peak(model.device)
+            start = time.perf_counter()
+            small = compress(
+                model, tokenizer, ids, ratio=options.ratio, adapter=None, config=config
+            )
+            wait_for(model.device)
+            row = {
+                "mode": mode,
+                "seconds": time.perf_counter() - start,
+                "warm-ups": times - 1,
+                "peak": read_peak(model.device) - before,
+            }
+        if mode == "plain":
+            expected = small.kept
+        elif mode == "offload":
+            row["keeps what plain keeps"] = torch.equal(small.kept, expected)
+        rows.append(row)
+    return rows
+
+
+def measure_steps(
+    model: PreTrainedModel, tokenizer: Tokenizer, options: Options, tell: Tell
+) -> list[dict]:
+    """Return milliseconds a step, answer after answer of a batch, with and without a graph."""
+    ids = draw_ids(tokenizer, options.tokens, seed=3)
+    small = compress(model, tokenizer, ids, ratio=options.ratio, adapter=None)
+    rows = []
+    for batch in options.batches:
+        prompts = [draw_ids(tokenizer, 12, seed) for seed in range(batch)]
+        answers = {}
+        for graph in (False, True):
+            tell(f"{batch} answers at a time, {'a graph' if graph else 'step by step'}")
+            # The first answers are a warm-up.
+            for _ in range(2):
+                wait_for(model.device)
+                start = time.perf_counter()
+                written = generate_ids(
+                    model, tokenizer, small.cache, prompts, options.answer, graph=graph
+                )
+                wait_for(model.device)
+                seconds = time.perf_counter() - start
+            answers[graph] = [each.tolist() for each in written]
+            steps = max(len(each) for each in written)
+            rows.append({"batch": batch, "graph": graph, "milliseconds": 1000 * seconds / steps})
+        rows[-1]["same tokens"] = answers[True] == answers[False]
+    return rows
+
+
+def compare_training(options: Options, tell: Tell) -> list[dict]:
+    """Return the losses of a short training on the CPU and on the device."""
+    rows = []
+    runs = (("cpu", "float32"), (options.device, "float32"), (options.device, "bfloat16"))
+    for device, dtype in runs:
+        tell(f"training on {device} in {dtype}")
+        model, tokenizer = load_model("tiny", device=device, dtype=dtype)
+        examples = make_tiny_examples(tokenizer, 12, 5, 512, 700)
+        config = TrainConfig(
+            steps=options.training_steps,
+            restore_tokens=4,
+            warmup=2,
+            draws=2,
+            max_new_tokens=16,
+            lr=1e-3,
+        )
+        losses: list[float] = []
+
+        def note_loss(step: int, steps: int, loss: float, losses: list = losses) -> None:
+            losses.append(round(loss, 5))
+
+        with tempfile.TemporaryDirectory() as folder:
+            train_adapter(
+                model, tokenizer, examples, config, Path(folder) / "run", progress=note_loss
+            )
+        rows.append({"device": device, "dtype": dtype, "losses": losses})
+    return rows
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done what was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def begin_peak(device: torch.device) -> int:
+    """Return the bytes that a GPU holds now, from which its high-water mark starts anew."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def read_peak(device: torch.device) -> int:
+    """Return the most bytes that a GPU has held since `begin_peak`; 0 elsewhere."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def format_tables(result: dict) -> str:
+    """Return everything as Markdown."""
+    machine = result["machine"]
+    options = result["options"]
+    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    lines = [
+        f"{machine['date']}, {machine['device']}, {versions}, CUDA {machine['cuda']}.",
+        "",
+        f"The tiny model in float32, {options['texts']} texts, r = 0.1, beside the CPU.",
+        "",
+        "| what | pairs kept or evicted alike | answers alike |",
+        "|---|---|---|",
+    ]
+    for row in result["agreement"]:
+        if "caches" in row:
+            lines.append(f"| {row['what']} | {row['caches']} | |")
+            continue
+        pairs = f"{row['pairs equal']:,} of {row['pairs']:,}"
+        answers = f"{row['answers equal']} of {row['answers']}"
+        lines.append(f"| {row['what']} | {pairs} | {answers} |")
+    lines += [
+        "",
+        f"Random bfloat16 weights in the shape of Qwen3-0.6B, {options['layers']} layers, "
+        f"{options['tokens']:,} tokens, KVzip, r = {options['ratio']:g}.",
+        "",
+        "| mode | seconds | most memory above the weights |",
+        "|---|---|---|",
+    ]
+    for row in result["modes"]:
+        peak = f"{row['peak'] / 2**20:,.0f} MiB"
+        lines.append(f"| {row['mode']} | {row['seconds']:.1f} | {peak} |")
+    lines += [
+        "",
+        "| answers at a time | step by step | a graph | same tokens |",
+        "|---|---|---|---|",
+    ]
+    plain, graphs = result["steps"][::2], result["steps"][1::2]
+    for one, other in zip(plain, graphs, strict=True):
+        same = "yes" if other["same tokens"] else "no"
+        lines.append(
+            f"| {one['batch']} | {one['milliseconds']:.1f} ms | {other['milliseconds']:.1f} ms "
+            f"| {same} |"
+        )
+    lines += ["", "| training on | losses |", "|---|---|"]
+    for row in result["training"]:
+        losses = " ".join(f"{loss:.5f}" for loss in row["losses"])
+        lines.append(f"| {row['device']}, {row['dtype']} | {losses} |")
+    return "\n".join(lines)

@@ -1,0 +1,70 @@
+"""The benchmark of a device beside the CPU, with the CPU in the device's place."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import device
+from benchmarks.device import Options, format_tables, run_device
+from restorekv.errors import RestoreKVError
+
+ROOT = Path(__file__).parents[2]
+SMALL = Options(
+    device="cpu", texts=1, tokens=64, layers=1, answer=4, batches=(1, 2), training_steps=1
+)
+
+
+def test_the_cpu_agrees_with_itself_in_everything(monkeypatch):
+    monkeypatch.setattr(device, "METHODS", ("kvzip", "random"))
+    told = []
+    result = json.loads(json.dumps(run_device(SMALL, told.append)))
+    *compared, runs = result["agreement"]
+    assert len(compared) == 2 + len(device.SETTINGS) + 1 and runs["caches"] == 1
+    for row in compared:
+        assert row["pairs equal"] == row["pairs"] > 0
+        assert row["answers equal"] == row["answers"] > 0
+    assert [row["mode"] for row in result["modes"]] == ["plain", "offload", "streaming"]
+    assert result["modes"][1]["keeps what plain keeps"] is True
+    assert [row["same tokens"] for row in result["steps"][1::2]] == [True, True]
+    on_cpu, on_device, in_bfloat16 = (row["losses"] for row in result["training"])
+    assert on_cpu == on_device != in_bfloat16
+    assert len(told) > 10
+
+
+def test_what_differs_is_counted(monkeypatch):
+    """A device whose answers and pairs are others shows in the counts."""
+    monkeypatch.setattr(device, "METHODS", ("random:seed=1",))
+    monkeypatch.setattr(device, "SETTINGS", {})
+    right = device.compress
+    seeds = iter(range(100))
+
+    def compress(*args, evictor="random", **more):
+        return right(*args, evictor=f"random:seed={next(seeds)}", **more)
+
+    monkeypatch.setattr(device, "compress", compress)
+    row, _, runs = device.compare_with_cpu(SMALL, lambda what: None)
+    assert row["pairs equal"] < row["pairs"]
+    assert runs["caches"] == 3
+
+
+def test_the_table_of_the_stored_result():
+    stored = json.loads(
+        (ROOT / "benchmarks/results/device/2026-11-26-h200.json").read_text("utf-8")
+    )
+    table = format_tables(stored)
+    assert "NVIDIA H200" in table and "| offload | 4.4 | 733 MiB |" in table
+    assert "| 1 | 50.0 ms | 4.6 ms | yes |" in table
+
+
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(RestoreKVError, match="no device 'cuda:99'"):
+        run_device(Options(device="cuda:99"))
+    with pytest.raises(RestoreKVError, match="at least 1"):
+        Options(texts=0)
+
+
+def test_only_a_gpu_is_waited_for():
+    device.wait_for(torch.device("cpu"))
+    assert device.begin_peak(torch.device("cpu")) == device.read_peak(torch.device("cpu")) == 0
