@@ -130,6 +130,78 @@ def test_exercises_quote_the_text():
                     assert part.strip("_ ") in words, (kind, question)
 
 
+HARD_PLACES = """\
+The harbor opened in the spring.
+Short line.
+The ferry leaves from the second pier at noon.
+The captain\thas kept\ta log since the war ended.
+Name: ____ and the date of birth.
+A lamp burns in every window of the town.
+A lamp burns in every window of the town.
+Nobody has seen the keeper since the storm.
+The bridge was closed for repairs all year.
+The mayor promised a new one by autumn.
+Its stones were taken from the old mill.
+"""
+
+
+def test_checked_exercises_know_the_answer():
+    """Short lines are neighbors too, tabs are spaces, blanks of the text and repeated lines are not
+    asked about.
+    """
+    lines = HARD_PLACES.splitlines()
+    flat = [" ".join(line.split()) for line in lines]
+    asked_lines = set()
+    for seed in range(40):
+        drawn = exercises.draw_checked_exercises(HARD_PLACES, random.Random(seed), 8)
+        assert len(drawn) == 8
+        for kind, question, answer in drawn:
+            gap = next(
+                (
+                    line
+                    for line in flat
+                    if exercises.BLANK not in line and fits_gap(question, line, answer)
+                ),
+                None,
+            )
+            if kind == "blank":
+                assert gap is not None, question
+                continue
+            starts = [
+                index for index, line in enumerate(flat) if " ".join(line.split()[:6]) in question
+            ]
+            assert len(starts) == 1, question
+            place = starts[0]
+            asked_lines.add(place)
+            if kind == "after":
+                assert answer == lines[place + 1]
+            elif kind == "before":
+                assert answer == lines[place - 1]
+            else:
+                assert flat[place].endswith(answer) or answer == lines[place + 1]
+    # The others have a short neighbor, are the first or last, have a blank or are repeated.
+    assert asked_lines == {3, 7, 8, 9}
+
+
+def fits_gap(question: str, line: str, answer: str) -> bool:
+    """Whether the question shows the line, with a blank in place of the answer."""
+    return any(
+        f"{line[:start]}{exercises.BLANK}{line[start + len(answer) :]}" in question
+        for start in (match.start() for match in re.finditer(re.escape(answer), line))
+    )
+
+
+def test_which_comes_first_has_both_answers():
+    words = passage("quoted", 30)
+    orders = set()
+    for seed in range(200):
+        for kind, question in exercises.draw_exercises(words, random.Random(seed), 6):
+            quotes = re.findall(r'"([^"]*)"', question)
+            if kind == "compare" and "first" in question:
+                orders.add(words.index(quotes[0]) < words.index(quotes[1]))
+    assert orders == {True, False}
+
+
 def test_a_text_too_short_to_quote_gives_no_exercise():
     assert exercises.draw_exercises("Two words. Three more words here.", random.Random(0), 4) == []
 

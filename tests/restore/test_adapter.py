@@ -472,6 +472,36 @@ def test_a_writer_that_was_killed_leaves_the_old_or_the_new_adapter(tmp_path, mo
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(adapter_file.FILES)
 
 
+@pytest.mark.parametrize("file", adapter_file.FILES[:4])
+@pytest.mark.parametrize("pending_before", [True, False])
+def test_a_reader_gets_one_adapter_while_another_process_replaces_it(
+    tmp_path, file, pending_before, monkeypatch
+):
+    """The files move to their places just before the reader opens one of them."""
+    model = build_model("llama")
+    folder = tmp_path / "adapter"
+    old, new = trained(model, seed=1), trained(model, seed=2)
+    old.save_pretrained(folder)
+    new.save_pretrained(tmp_path / "fresh")
+    if pending_before:
+        (tmp_path / "fresh").rename(folder / adapter_file.PENDING)
+    locate, waiting = adapter_file.locate_file, [True]
+
+    def locate_and_wait(place, name):
+        found = locate(place, name)
+        if name == file and waiting:
+            waiting.clear()
+            if not pending_before:
+                (tmp_path / "fresh").rename(folder / adapter_file.PENDING)
+            adapter_file.move_into_place(folder)
+        return found
+
+    monkeypatch.setattr(adapter_file, "locate_file", locate_and_wait)
+    read = RestoreAdapter.from_pretrained(model, folder)
+    assert not waiting and hash_of(read) == hash_of(new)
+    assert read.card.local  # told by the record alone
+
+
 def hash_of(adapter):
     return adapter.to_stored().weights_hash()
 

@@ -15,6 +15,7 @@ from restorekv.data.build import build_mixture
 from restorekv.data.config import BuildConfig
 from restorekv.data.manifest import check_folder, read_manifest
 from restorekv.data.mixture import read_mixture
+from restorekv.data.sources import select_sources
 from restorekv.data.table import compute_figures, make_data_table, make_drops_table
 from restorekv.errors import RestoreKVError, import_extra
 
@@ -54,7 +55,11 @@ def run(
     for name in exclude:
         if not Path(name).exists():
             raise RestoreKVError(f"There is no evaluation file or folder {name}; check the path.")
-    for package in ("datasets", "pyarrow", "pydantic"):
+    packages = ["pyarrow", "pydantic"]
+    # Only what comes from the hub is read through `datasets`.
+    if any(not Path(getattr(config, source.name)).exists() for source in select_sources(config)):
+        packages.append("datasets")
+    for package in packages:
         import_extra(package, "data", "Building data")
     loaded, tokenizer = open_model(model, dtype, device)
     try:

@@ -9,7 +9,8 @@ import hashlib
 import json
 import platform
 import shutil
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -53,8 +54,12 @@ def hash_tokenizer(tokenizer: Tokenizer) -> str:
 
 
 def list_versions() -> dict[str, str]:
-    own = {"restorekv": __version__, "python": platform.python_version()}
-    return own | {name: version(name) for name in LIBRARIES}
+    """Return the versions of what wrote the data; `datasets` is needed for the hub alone."""
+    versions = {"restorekv": __version__, "python": platform.python_version()}
+    for name in LIBRARIES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 def read_manifest(folder: Path) -> dict:

@@ -38,6 +38,7 @@ README = "README.md"
 FILES = (CARD, CONFIG, WEIGHTS, EMBEDDINGS, README)
 SUMMED = (CONFIG, WEIGHTS, EMBEDDINGS)  # their checksums are in the card
 PENDING = ".replacing"  # new files on the way to their places
+READS = 10  # attempts to read an adapter that others are replacing
 PREFIX = "base_model.model."  # what PEFT puts before the names of the model's own modules
 VERSION = 2
 
@@ -231,7 +232,34 @@ def locate_file(folder: Path, file: str) -> Path:
 
 
 def read_adapter(folder: Path) -> StoredAdapter:
-    """Read an adapter, every file once; raise AdapterError unless it is complete and undamaged."""
+    """Read an adapter; raise AdapterError unless it is complete and undamaged."""
+    for _ in range(READS):
+        before = _identify_files(folder)
+        try:
+            stored = _read_files(folder)
+        except AdapterError:
+            # Files that another process moved meanwhile are no damage.
+            if _identify_files(folder) == before:
+                raise
+            continue
+        if _identify_files(folder) == before:
+            return stored
+    return _read_files(folder)
+
+
+def _identify_files(folder: Path) -> list[tuple[str, int, int]]:
+    """Return place, inode and time of every file, which change when the adapter is replaced."""
+    found = []
+    for place in (folder / PENDING, folder):
+        for file in FILES:
+            with suppress(OSError):
+                state = (place / file).stat()
+                found.append((str(place / file), state.st_ino, state.st_mtime_ns))
+    return found
+
+
+def _read_files(folder: Path) -> StoredAdapter:
+    """Read every file of an adapter once, and compare them with each other."""
     for file in SUMMED:
         if not locate_file(folder, file).exists():
             raise AdapterError(
