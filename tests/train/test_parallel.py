@@ -25,11 +25,12 @@ from safetensors.torch import load_file
 from restorekv.errors import RestoreKVError
 from restorekv.model.identity import describe_weights, fingerprint_model
 from restorekv.model.shape import get_backbone
-from restorekv.train import checkpoint
+from restorekv.train import checkpoint, parallel
 from restorekv.train.config import TrainConfig
 from restorekv.train.examples import TrainingContext
 from restorekv.train.loop import train_adapter
 from restorekv.train.parallel import (
+    is_shared,
     open_process_group,
     select_own_device,
     shard_model,
@@ -315,14 +316,47 @@ def test_what_cannot_be_shared_is_refused(monkeypatch):
     assert not wants_shards(False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert wants_shards(False)
-    for device in ("mps", "cuda:1"):
-        with pytest.raises(RestoreKVError, match="its own GPU"):
-            select_own_device(device)
+    with pytest.raises(RestoreKVError, match="its own GPU"):
+        select_own_device("mps")
+    assert is_shared("cuda:1") and not is_shared("cuda") and not is_shared("cpu")
+    with pytest.raises(RestoreKVError, match="without a number"):
+        wants_shards(True, shared=is_shared("cuda:1"))
     with (
         pytest.raises(RestoreKVError, match="do not find each other"),
         open_process_group(select_own_device("cpu")),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("device", "rank", "own", "backend"),
+    [
+        ("cuda", "3", "cuda:3", "nccl"),
+        ("cuda:1", "3", "cuda:1", "gloo"),
+        ("cpu", "3", "cpu", "gloo"),
+    ],
+)
+def test_processes_have_a_gpu_each_or_one_for_all(monkeypatch, device, rank, own, backend):
+    """Seven processes on one H200 trained the adapter for KVzip that way; here is no GPU."""
+    monkeypatch.setenv("WORLD_SIZE", "7")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(parallel, "parse_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    begun = {}
+
+    def init(backend, timeout, device_id):
+        begun.update(backend=backend, device=device_id)
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr(parallel.dist, "init_process_group", init)
+    selected = select_own_device(device)
+    assert str(selected) == own
+    with (
+        pytest.raises(RestoreKVError, match="far enough"),
+        open_process_group(selected, is_shared(device)),
+    ):
+        pass
+    assert begun == {"backend": backend, "device": selected if backend == "nccl" else None}
 
 
 def killed(moment: int, how: str, *arguments: object) -> int:

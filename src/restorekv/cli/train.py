@@ -24,6 +24,7 @@ from restorekv.train.examples import (
 )
 from restorekv.train.loop import Progress, train_adapter
 from restorekv.train.parallel import (
+    is_shared,
     open_process_group,
     select_own_device,
     shard_model,
@@ -85,8 +86,9 @@ def run(
         raise RestoreKVError("--store-prefill needs a folder; name it with --store.")
     check_data(data)
     own = select_own_device(device)
-    sharing = wants_shards(shard)
-    with open_process_group(own) as group:
+    shared = is_shared(device)
+    sharing = wants_shards(shard, shared)
+    with open_process_group(own, shared) as group:
         notes.quiet = output.quiet = group.rank > 0
         loaded, tokenizer = open_model(model, dtype, "cpu" if sharing else str(own))
         if sharing:

@@ -171,42 +171,62 @@ def count_processes() -> int:
 
 
 def select_own_device(device: str) -> torch.device:
-    """Return the device of this process; of several on a machine each takes its own GPU."""
+    """Return the device of this process; of several on a machine each takes its own GPU, unless a
+    number gives one GPU to all.
+    """
     if count_processes() == 1:
         return parse_device(device)
     kind = device.partition(":")[0]
-    # A numbered GPU would be the same for every process of a machine.
-    if kind not in BACKENDS or device != kind:
+    if kind not in BACKENDS:
         raise RestoreKVError(
-            f"Several processes train on --device cuda, each on its own GPU, or cpu, not {device}."
+            "Several processes train on --device cuda, each on its own GPU, on --device cuda:0, "
+            f"all on that one, or cpu, not {device}."
         )
-    if kind == "cuda":
-        kind = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    return parse_device(kind)
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    return parse_device(device)
 
 
-def wants_shards(asked: bool) -> bool:
-    """Return whether --shard or `accelerate launch --use_fsdp` asks for a shared backbone."""
+def is_shared(device: str) -> bool:
+    """Return whether all processes train on one GPU, as a numbered one says."""
+    return count_processes() > 1 and device.startswith("cuda:")
+
+
+def wants_shards(asked: bool, shared: bool = False) -> bool:
+    """Return whether --shard or `accelerate launch --use_fsdp` asks for a backbone in parts."""
     if asked and count_processes() == 1:
         raise RestoreKVError(
             f"Only several processes can share a backbone; start them with {LAUNCH}."
         )
-    return count_processes() > 1 and (asked or os.environ.get("ACCELERATE_USE_FSDP") == "true")
+    wanted = count_processes() > 1 and (asked or os.environ.get("ACCELERATE_USE_FSDP") == "true")
+    if wanted and shared:
+        raise RestoreKVError(
+            "A backbone is spread over several GPUs; give --device cuda, without a number."
+        )
+    return wanted
 
 
 @contextmanager
-def open_process_group(device: torch.device) -> Iterator[ProcessGroup]:
-    """Yield the group of this process; raises RestoreKVError if another process stops meanwhile."""
+def open_process_group(device: torch.device, shared: bool = False) -> Iterator[ProcessGroup]:
+    """Yield the group of this process; raises RestoreKVError if another process stops meanwhile.
+
+    Args:
+        device: The device of this process.
+        shared: Whether it is that of the others too.
+    """
     if count_processes() == 1:
         yield SINGLE_PROCESS
         return
+    # NCCL refuses two processes on one GPU; gloo brings what they exchange through the host.
+    own_gpu = device.type == "cuda" and not shared
+    backend = BACKENDS["cuda" if own_gpu else "cpu"]
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(
-            BACKENDS[device.type],
+            backend,
             timeout=TIMEOUT,
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if own_gpu else None,
         )
     except (RuntimeError, ValueError) as error:
         raise RestoreKVError(
