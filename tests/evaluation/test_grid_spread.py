@@ -84,7 +84,7 @@ def test_a_worker_killed_in_the_middle(pool, hired, here, tmp_path, monkeypatch)
     answers, killed = pool.answer_contexts, []
 
     def killing(job, missing):
-        process = pool.ray.get(pool.idle[0].ready.remote())
+        process = pool.ray.get(pool.idle[0].report_ready.remote())
         for turn, lines in enumerate(answers(job, missing)):
             if turn == 1 and not killed:
                 os.kill(process, signal.SIGKILL)
@@ -132,16 +132,24 @@ def test_a_call_that_kills_every_worker_ends_the_run(pool, hired):
     with pytest.raises(
         RestoreKVError, match=f"{TRIES} workers died over the same context; give .*[.]$"
     ) as raised:
-        list(pool.run_calls([("ready", ()), ("__ray_terminate__", ()), ("ready", ())]))
+        list(
+            pool.run_calls([("report_ready", ()), ("__ray_terminate__", ()), ("report_ready", ())])
+        )
     assert "\n" not in str(raised.value) and hired() == TRIES
-    assert len(list(pool.run_calls([("ready", ())] * 9))) == 9, "the pool goes on"
+    assert len(list(pool.run_calls([("report_ready", ())] * 9))) == 9, "the pool goes on"
 
 
 @pytest.mark.slow
 def test_a_bug_keeps_its_kind(pool, hired):
     with pytest.raises(KeyError, match="no such sample"):
-        list(pool.run_calls([("ask", (group_jobs(CELLS)[0], "no such sample", CELLS[:1]))]))
-    assert hired() == 0 and len(list(pool.run_calls([("ready", ())] * 9))) == 9, "the pool goes on"
+        list(
+            pool.run_calls(
+                [("answer_context", (group_jobs(CELLS)[0], "no such sample", CELLS[:1]))]
+            )
+        )
+    assert hired() == 0 and len(list(pool.run_calls([("report_ready", ())] * 9))) == 9, (
+        "the pool goes on"
+    )
 
 
 @pytest.mark.parametrize(

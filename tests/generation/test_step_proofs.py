@@ -86,12 +86,12 @@ REPLAYS = [stale, part_of(0, -4), part_of(4, None), of_the_capture]
 
 
 def test_graphs_that_are_right_are_used(fake, case):
-    plain = answer_greedily(*case, QUESTIONS[:3], [4, 20, 20])
+    plain = answer_greedily(*case, QUESTIONS[:3], [4, 20, 20], graph=False)
     assert answer_greedily(*case, QUESTIONS[:3], [4, 20, 20], graph=True) == plain
     assert FakeGraph.captured == 3  # two trials, and the model
     assert case[0] in fixed_steps.GRAPHED
     assert answer_greedily(*case, QUESTIONS[:2], 9, graph=True) == answer_greedily(
-        *case, QUESTIONS[:2], 9
+        *case, QUESTIONS[:2], 9, graph=False
     )
     assert FakeGraph.captured == 4
 
@@ -109,7 +109,7 @@ def test_greedy_answers_on_a_gpu_use_a_graph_unless_told_otherwise(fake, case):
 
 @pytest.mark.parametrize("replay", REPLAYS)
 def test_a_graph_that_is_wrong_is_not_used(fake, case, replay):
-    plain = answer_greedily(*case, QUESTIONS[:3], [4, 20, 20])
+    plain = answer_greedily(*case, QUESTIONS[:3], [4, 20, 20], graph=False)
     fake.setattr(FakeGraph, "replay", replay)
     with pytest.warns(RestoreKVWarning, match="CUDA graphs cannot be used on Fake 9000") as told:
         assert answer_greedily(*case, QUESTIONS[:3], [4, 20, 20], graph=True) == plain
@@ -125,7 +125,7 @@ def test_a_model_whose_replays_are_wrong_steps_as_usual(fake, case, replay):
     """The small decoder's graphs are right, and this model's are not."""
     assert proofs.check_component(proofs.COMPONENTS["graph"], TARGET).right
     fake.setattr(decoding, "can_graph", lambda model, device: True)
-    plain = answer_greedily(*case, QUESTIONS[:3], 20)
+    plain = answer_greedily(*case, QUESTIONS[:3], 20, graph=False)
     fake.setattr(FakeGraph, "replay", replay)
     with pytest.warns(
         RestoreKVWarning, match="Qwen3ForCausalLM is not run as a CUDA graph"
@@ -141,7 +141,11 @@ def test_a_model_whose_replays_are_wrong_steps_as_usual(fake, case, replay):
 
 def test_a_model_whose_second_replay_is_stale_is_found(fake, case):
     fake.setattr(decoding, "can_graph", lambda model, device: True)
-    plain, count, right = answer_greedily(*case, QUESTIONS[:3], 20), [0], FakeGraph.replay
+    plain, count, right = (
+        answer_greedily(*case, QUESTIONS[:3], 20, graph=False),
+        [0],
+        FakeGraph.replay,
+    )
 
     def replay(self):
         count[0] += 1
@@ -156,7 +160,7 @@ def test_a_model_whose_second_replay_is_stale_is_found(fake, case):
 
 def test_a_model_that_cannot_be_captured_steps_as_usual(fake, case):
     fake.setattr(decoding, "can_graph", lambda model, device: True)
-    plain = answer_greedily(*case, QUESTIONS[:3], 20)
+    plain = answer_greedily(*case, QUESTIONS[:3], 20, graph=False)
 
     def refused(self):
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")

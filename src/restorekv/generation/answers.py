@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import RestoreKVError
-from restorekv.generation import decoding, fixed_steps
+from restorekv.generation import decoding
 from restorekv.generation.repetition import drop_repetition
 from restorekv.generation.sampling import (
     GREEDY,
@@ -72,7 +72,7 @@ def answer_greedily(
     questions: Sequence[str],
     max_new_tokens: int | Sequence[int] = 128,
     answer_prefix: str = "",
-    graph: bool = False,
+    graph: bool | None = None,
 ) -> list[str]:
     """Return one greedy answer per question; `cache` itself does not change."""
     requests = [(context, cache, question) for question in questions]
@@ -112,8 +112,6 @@ def answer_questions(
         raise RestoreKVError(
             "graph=True takes the likeliest token alone; leave it or the other options out."
         )
-    if graph is None:
-        graph = sampling.plain and fixed_steps.can_record(model.device)
     limits = decoding.parse_limits(max_new_tokens, len(requests))
     stops = decoding.get_stop_ids(model, tokenizer)
     # One row of the batch for every sample of every question.

@@ -24,7 +24,7 @@ from restorekv.cache.flat import Block, FlatLayer
 from restorekv.cache.multi_context import MultiContextLayer, fork_caches
 from restorekv.cache.ragged import ContextLayer, RaggedCache
 from restorekv.errors import RestoreKVError
-from restorekv.generation import step_trials
+from restorekv.generation import fixed_steps, step_trials
 from restorekv.generation.fixed_steps import (
     FixedSteps,
     can_graph,
@@ -61,7 +61,7 @@ def generate_ids(
     prompts: Sequence[Tensor],
     max_new_tokens: int | Sequence[int],
     first_may_stop: bool = True,
-    graph: bool = False,
+    graph: bool | None = None,
     choosers: Sequence[Chooser] | None = None,
     batch: int = BATCH,
 ) -> list[Tensor]:
@@ -84,7 +84,7 @@ def generate_tokens(
     prompts: Sequence[Tensor],
     max_new_tokens: int | Sequence[int],
     first_may_stop: bool = True,
-    graph: bool = False,
+    graph: bool | None = False,
     choosers: Sequence[Chooser] | None = None,
     batch: int = BATCH,
 ) -> Iterator[tuple[int, int]]:
@@ -97,12 +97,15 @@ def generate_tokens(
         prompts: The ids (q,) or (1, q) of the questions.
         max_new_tokens: How long an answer may be: one limit, or one for each prompt.
         first_may_stop: Whether an EOS id that comes first ends an answer; in kvpress it does not.
-        graph: Use steps of fixed shapes, on a GPU a CUDA graph; for greedy answers only.
+        graph: Use steps of fixed shapes, on a GPU a CUDA graph; without choosers only. None does so
+            on a GPU, where there are none.
         choosers: What chooses the tokens of each answer; None takes the likeliest ones.
         batch: How many answers are written at once.
     """
     # Steps of fixed shapes take the likeliest token themselves.
     assert not (graph and choosers), "a graph has no choosers"
+    if graph is None:
+        graph = not choosers and fixed_steps.can_record(model.device)
     prompts = [prompt.flatten().cpu() for prompt in prompts]
     limits = parse_limits(max_new_tokens, len(prompts))
     if isinstance(caches, RaggedCache):
