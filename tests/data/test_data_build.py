@@ -123,7 +123,9 @@ def test_answers_are_the_teachers_greedy_words(whole, model, tiny_tokenizer):
     assert checked > 15
 
 
-def test_questions_are_the_teachers_too(model, tiny_tokenizer):
+@pytest.mark.parametrize("pads", [False, True])
+def test_questions_are_the_teachers_too(model, tiny_tokenizer, monkeypatch, pads):
+    monkeypatch.setattr(SelfStudy, "pads", pads)
     context = make_context(tiny_tokenizer, text("study", 20))
     config = settings({}, question_tokens=12)
     document = SourceDocument("study", text("study", 20), "cc0-1.0")

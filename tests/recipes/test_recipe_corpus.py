@@ -114,6 +114,7 @@ def test_the_builder_takes_no_passage_that_shares_a_tenth(tiny_tokenizer, tmp_pa
         invented=0.0,
     )
     attempt = {"kind": "blank", "question": "a", "answer": "b", "answer_ids": [1]}
+    monkeypatch.setattr(SelfStudy, "pads", False)
     monkeypatch.setattr(SelfStudy, "study_contexts", lambda self, asked: [[attempt]] * len(asked))
     evaluations = EvaluationIndex(read_evaluation_texts(SHIPPED_TEXTS), TENTH)
     builder = SourceBuilder(None, tiny_tokenizer, config, evaluations, 4000, lambda *_: None)

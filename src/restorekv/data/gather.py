@@ -28,6 +28,8 @@ from restorekv.model.rope import count_positions
 
 # Limit of the file with the answers to one source.
 ATTEMPTS_BYTES = 4 << 30
+# Contexts whose answers a GPU writes in one batch.
+AT_ONCE_PADDED = 24
 # Positions reserved for the wording around the longest question.
 _WORDING_MARGIN = 64
 Progress = Callable[[int, int, str], None]
@@ -195,8 +197,8 @@ class SourceBuilder:
     ) -> SourceResult:
         """Ask about the contexts of a source until there are enough.
 
-        Contexts wait until there are `source.at_once` of them, so that all their answers are
-        written in one batch.
+        Contexts wait until there are `source.at_once` of them, or more where batches are padded, so
+        that all their answers are written in one batch.
         """
         result = SourceResult()
         wanted = source.wanted(self.config)
@@ -205,6 +207,9 @@ class SourceBuilder:
         steps = wanted
         if source.unit == "books":
             steps = wanted * self.config.chunks
+        at_once = source.at_once
+        if teacher.pads and not source.asked_once:
+            at_once = max(at_once, AT_ONCE_PADDED)
         lengths = LengthFilter(self.tokenizer, source.shortest(self.config), self.longest)
         waiting: list[tuple[SourceDocument, Context]] = []
         for item in items:
@@ -214,7 +219,7 @@ class SourceBuilder:
                 waiting.append(accepted)
             # No more contexts are asked at once than are still wanted.
             missing = max(wanted - result.count_units(source), 1)
-            if len(waiting) == min(source.at_once, missing):
+            if len(waiting) == min(at_once, missing):
                 self._ask_waiting(source, waiting, stored, teacher, result, steps)
             # A book that was begun is finished, even where there are enough books.
             more_of_a_book = isinstance(item, SourceDocument) and item.more

@@ -6,6 +6,8 @@ in one batch over one prefill. A question follows the context as "\\n\\n" and it
 "Q:".
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,9 +22,11 @@ from restorekv.data.exercises import LOCAL
 from restorekv.data.made import LOOKUP, ROW
 from restorekv.data.passages import FACT, HUMAN
 from restorekv.generation.decoding import decode_answer, generate_ids, get_stop_ids
+from restorekv.generation.padded import generate_padded
 from restorekv.generation.sampling import refuse_not_finite
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import BETWEEN, Context, encode_question
+from restorekv.model.shape import list_windows
 
 ALONE = "Reply with the question alone, in one sentence."
 QUESTION_PROMPTS = {
@@ -41,10 +45,12 @@ QUESTION_LABELS = ("question:", "q:")
 
 @dataclass(frozen=True)
 class StudyQuestion:
-    """A question of some kind about a context, with the context's full cache."""
+    """A question of some kind about a context, with the context's full cache unless the batch is
+    padded.
+    """
 
     context: Context
-    cache: RaggedCache
+    cache: RaggedCache | None
     kind: str
     question: str
 
@@ -93,12 +99,42 @@ class SelfStudy:
         asked = StudyQuestion(context, self._make_full_cache(context), PROMPT, "")
         return self._answer_questions([asked], [self.config.flan_answer_tokens])
 
-    def _make_full_cache(self, context: Context) -> RaggedCache:
+    @property
+    def pads(self) -> bool:
+        """Whether answers to many contexts are written in one padded batch, as a GPU wants it."""
+        sees_all = not any(list_windows(self.model.config))
+        return self.model.device.type != "cpu" and sees_all
+
+    def _make_full_cache(self, context: Context) -> RaggedCache | None:
         """Return a cache with every pair of the context, which a batch of questions shares."""
+        if self.pads:
+            return None
         return RaggedCache.from_full_cache(prefill(self.model, context.ids))
 
+    def _write_answers(
+        self,
+        asked: Sequence[StudyQuestion],
+        prompts: Sequence[Tensor],
+        limits: Sequence[int],
+        watches: Sequence[GreedyUntilLoop] | None = None,
+    ) -> list[Tensor]:
+        """Return the ids of the greedy answer to each prompt."""
+        if self.pads:
+            contexts = [each.context for each in asked]
+            return generate_padded(self.model, self.tokenizer, contexts, prompts, limits, watches)
+        caches = [each.cache for each in asked if each.cache is not None]
+        return generate_ids(
+            self.model,
+            self.tokenizer,
+            caches,
+            prompts,
+            list(limits),
+            choosers=watches,
+            batch=LARGE_BATCH,
+        )
+
     def _ask_questions(
-        self, context: Context, cache: RaggedCache
+        self, context: Context, cache: RaggedCache | None
     ) -> tuple[dict[str, str], dict[str, str]]:
         """Return the teacher's questions by kind, and for the kinds that are dropped why."""
         prompts = [
@@ -106,9 +142,9 @@ class SelfStudy:
             for words in QUESTION_PROMPTS.values()
         ]
         stops = get_stop_ids(self.model, self.tokenizer)
-        drafts = generate_ids(
-            self.model, self.tokenizer, cache, prompts, self.config.question_tokens
-        )
+        asked = [StudyQuestion(context, cache, kind, "") for kind in QUESTION_PROMPTS]
+        limits = [self.config.question_tokens] * len(prompts)
+        drafts = self._write_answers(asked, prompts, limits)
         questions: dict[str, str] = {}
         faults: dict[str, str] = {}
         for kind, draft in zip(QUESTION_PROMPTS, drafts, strict=True):
@@ -138,19 +174,11 @@ class SelfStudy:
             encode_question(self.tokenizer, each.context, each.question, empty=True)[0]
             for each in asked
         ]
-        choosers = None
+        watches = None
         # An answer ends as soon as it repeats itself, where the settings say so.
         if self.config.loop:
-            choosers = [GreedyUntilLoop(self.config.loop) for _ in asked]
-        answers = generate_ids(
-            self.model,
-            self.tokenizer,
-            [each.cache for each in asked],
-            prompts,
-            list(limits),
-            choosers=choosers,
-            batch=LARGE_BATCH,
-        )
+            watches = [GreedyUntilLoop(self.config.loop) for _ in asked]
+        answers = self._write_answers(asked, prompts, limits, watches)
         attempts = []
         for each, answer in zip(asked, answers, strict=True):
             ids = answer.tolist()
@@ -191,8 +219,12 @@ class GreedyUntilLoop:
         best = logits.max(-1)
         if not best.values.isfinite():
             refuse_not_finite()
-        self.ids.append(int(best.indices))
+        self.add(int(best.indices))
         return self.ids[-1]
+
+    def add(self, token: int) -> None:
+        """Hear the next token."""
+        self.ids.append(token)
 
     def ends(self) -> bool:
         """Return whether the answer has come into a loop."""
