@@ -5,7 +5,7 @@ restore adapters. Resumable.
     python -m recipes.smollm2.build runs/smollm2 [--anew | --install-only | --per-head | --shared]
     python -m recipes.smollm2.build runs/smollm2 --more SEED
     python -m recipes.smollm2.build runs/smollm2 --wide SEED --device cuda
-    python -m recipes.smollm2.build runs/smollm2 --corpus CORPUS [--shards 1 2]
+    python -m recipes.smollm2.build runs/smollm2 --corpus CORPUS [--shards 1 2 | --people]
 
 The training data is next to this file; --anew makes the passages of stories and novels again,
 --corpus the shards of the corpus of many genres, whose folder it names, and nothing else. Two
@@ -83,6 +83,38 @@ CORPUS = (
     "1",
     "--loop",
     "16",
+    "--wording",
+    WORDING,
+)
+# Passages that people asked about, with more of their questions, which are short and about facts.
+PEOPLE = "people"
+OF_PEOPLE = (
+    "--mixture",
+    "corpus",
+    "--made",
+    "0",
+    "--human-questions",
+    "6",
+    "--questions",
+    "7",
+    "--invented",
+    "0.15",
+    "--passage-shortest",
+    "300",
+    "--passage-longest",
+    "1300",
+    "--answer-tokens",
+    "64",
+    "--short-answer-tokens",
+    "40",
+    "--question-tokens",
+    "48",
+    "--least-answer",
+    "1",
+    "--loop",
+    "16",
+    "--seed",
+    "1",
     "--wording",
     WORDING,
 )
@@ -210,16 +242,22 @@ def build_passages(folder: Path) -> None:
     wait_for(*[start_command(*command) for command in commands])
 
 
-def build_shards(folder: Path, source: Path, shards: list[int]) -> None:
-    """Build shards of the corpus, two at a time; its development passages are kept out by their
-    words too.
-    """
-    held_out = folder / "development.jsonl"
+def write_held_out(folder: Path, source: Path) -> Path:
+    """Write the corpus' passages of other splits, whose words are kept out of training too."""
+    path = folder / "development.jsonl"
     lines = []
     for row in iterate_rows(str(source), {}):
         if row.get("split") not in (None, TRAIN_SPLIT):
             lines.append(json.dumps({"text": row["text"]}) + "\n")
-    held_out.write_text("".join(lines), "utf-8")
+    path.write_text("".join(lines), "utf-8")
+    return path
+
+
+def build_shards(folder: Path, source: Path, shards: list[int], device: str) -> None:
+    """Build shards of the corpus, two at a time; its development passages are kept out by their
+    words too.
+    """
+    held_out = write_held_out(folder, source)
     missing = []
     for shard in shards:
         begun = READY / f"corpus-{shard}"
@@ -235,8 +273,23 @@ def build_shards(folder: Path, source: Path, shards: list[int]) -> None:
             command = ("data", "build", *CORPUS, "--model", SMOLLM2, "--corpus", str(source))
             command += ("--exclude", str(held_out), "--part", f"{shard}/{SHARDS}", "--resume")
             out = folder / "data" / f"corpus-{shard}"
-            running.append(start_command(*command, "--out", str(out)))
+            running.append(start_command(*command, "--device", device, "--out", str(out)))
         wait_for(*running)
+
+
+def build_people(folder: Path, source: Path, device: str) -> None:
+    """Build the passages of the corpus' training split that people asked about."""
+    held_out = write_held_out(folder, source)
+    asked = folder / "people.jsonl"
+    rows = []
+    for row in iterate_rows(str(source), {}):
+        if row.get("split") in (None, TRAIN_SPLIT) and row.get("questions"):
+            rows.append(json.dumps(row, ensure_ascii=False) + "\n")
+    asked.write_text("".join(rows), "utf-8")
+    command = ("data", "build", *OF_PEOPLE, "--model", SMOLLM2, "--corpus", str(asked))
+    command += ("--corpus-passages", str(len(rows)), "--exclude", str(held_out), "--resume")
+    out = folder / "data" / PEOPLE
+    wait_for(start_command(*command, "--device", device, "--out", str(out)))
 
 
 def write_corpus_path(record: Path, source: Path) -> None:
@@ -425,8 +478,13 @@ def main() -> None:
     parser.add_argument(
         "--wide", type=int, metavar="SEED", help="As --more, with seven contexts a step."
     )
-    parser.add_argument("--device", default="cpu", help="Of --wide; hours on a CPU.")
+    parser.add_argument(
+        "--device", default="cpu", help="Of --wide and --corpus, which take hours on a CPU."
+    )
     parser.add_argument("--corpus", type=Path, help="Make the data of this corpus instead.")
+    parser.add_argument(
+        "--people", action="store_true", help="Of the corpus, what people asked about alone."
+    )
     shards = range(1, SHARDS + 1)
     parser.add_argument(
         "--shards", type=int, nargs="+", default=[*shards], choices=shards, help="Of the corpus."
@@ -434,7 +492,10 @@ def main() -> None:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.corpus:
-        build_shards(options.folder, options.corpus, options.shards)
+        if options.people:
+            build_people(options.folder, options.corpus, options.device)
+        else:
+            build_shards(options.folder, options.corpus, options.shards, options.device)
         return
     if options.per_head:
         train_per_head(options.folder)
