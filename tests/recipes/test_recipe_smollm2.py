@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from recipes.smollm2 import build
+from restorekv.cli import COMMANDS, _load_command
 from restorekv.data.files import iterate_values
 from restorekv.data.mixture import read_mixture
 from restorekv.data.overlap import EvaluationIndex
@@ -140,3 +141,26 @@ def test_adapters_for_one_length_begin_with_what_ships(tmp_path, monkeypatch):
         path.is_dir() for path in begun
     )
     assert all(" --allocation per-head " in " ".join(words) for words in asked)
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("train", [*build.SHAPE, *build.RATIOS]),
+        ("train", build.OF_SHARED),
+        ("train", build.OF_MORE),
+        ("train", build.OF_WIDE),
+        ("train-gate", build.GATE),
+        ("data build", build.CORPUS),
+        ("data build", build.OF_PEOPLE),
+        *(("data build", [*build.ANSWERS, *flags.split()]) for flags in build.DATA.values()),
+    ],
+)
+def test_the_commands_know_every_flag_of_the_recipe(command, flags):
+    first, *rest = command.split()
+    place = _load_command(*COMMANDS[first][:2], first)
+    for name in rest:
+        place = place.commands[name]
+    known = {name for parameter in place.params for name in parameter.opts}
+    given = [flag for flag in flags if flag.startswith("--")]
+    assert given and set(given) <= known, set(given) - known
