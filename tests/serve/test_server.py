@@ -568,9 +568,7 @@ def test_responses_go_on_from_the_one_before(client, file):
 
 
 def test_a_cache_file_goes_out_and_in(client, file, model, tiny_tokenizer, tmp_path):
-    cache = client.get(
-        f"/files/{file.id}/cache", cast_to=openai._legacy_response.HttpxBinaryResponseContent
-    ).read()
+    cache = get_bytes(client, f"/files/{file.id}/cache")
     (tmp_path / "doc.rkv").write_bytes(cache)
     loaded = CompressedContext.load(tmp_path / "doc.rkv", model, tiny_tokenizer)
     assert loaded.ask(QUESTION, 12) == expected(model, tiny_tokenizer).ask(QUESTION, 12)
@@ -581,6 +579,94 @@ def test_a_cache_file_goes_out_and_in(client, file, model, tiny_tokenizer, tmp_p
         QUESTION, 12
     )
     assert states["bad.rkv"].status == "error" and states["bad.rkv"].status_details
+
+
+def test_a_cache_file_is_no_other_variant(client, file):
+    """It would answer as it was compressed, under the name of something else."""
+    cache = get_bytes(client, f"/files/{file.id}/cache")
+    made = upload(client, cache, "own.rkv")
+    for model in ("tiny:snapkv-0.9", f"{VARIANT}-base"):
+        with pytest.raises(openai.BadRequestError, match=f"cannot be had as {model}; ask it as"):
+            ask(client, about(made), model)
+    plain = ask(client, about(made), "tiny").choices[0].message.content
+    assert plain == ask(client, about(made)).choices[0].message.content
+
+
+def test_a_cache_is_that_of_the_model_that_is_named(client, file):
+    other = "tiny:snapkv-0.7"
+    with pytest.raises(openai.NotFoundError, match=f"not compressed as {other} yet"):
+        get_bytes(client, f"/files/{file.id}/cache?model={other}")
+    ask(client, about(file), other)
+    wanted = get_bytes(client, f"/files/{file.id}/cache?model={other}")
+    assert wanted != get_bytes(client, f"/files/{file.id}/cache")
+    assert get_bytes(client, f"/files/{file.id}/cache?model={VARIANT}") == get_bytes(
+        client, f"/files/{file.id}/cache"
+    )
+
+
+def get_bytes(client, path):
+    kind = openai._legacy_response.HttpxBinaryResponseContent
+    return client.get(path, cast_to=kind).read()
+
+
+def test_lists_of_files_are_those_that_were_asked_for(client, file):
+    mine = [upload(client, f"{TEXT} {number}", f"{number}.txt").id for number in range(3)]
+    newest = [each.id for each in client.files.list()]
+    assert newest[:3] == mine[::-1]
+    page = client.files.list(limit=2)
+    assert [each.id for each in page.data] == newest[:2] and page.has_more
+    # The client asks for one page after the other, as long as there is more.
+    assert [each.id for each in client.files.list(limit=2)] == newest
+    assert [each.id for each in client.files.list(order="asc", after=mine[0])] == mine[1:]
+    assert not client.files.list(purpose="batch").data
+    with pytest.raises(openai.NotFoundError, match="There is no file 'file-none'"):
+        client.files.list(after="file-none")
+    with pytest.raises(openai.BadRequestError, match="limit"):
+        client.files.list(limit=0)
+
+
+def test_parameters_that_would_be_ignored_are_refused(client, file):
+    for path, names in ((f"/files/{file.id}", "none"), ("/files", "after and limit and order")):
+        with pytest.raises(openai.BadRequestError, match=f"colour is no parameter.*{names}"):
+            client.get(f"{path}?colour=red", cast_to=object)
+
+
+def test_a_body_without_its_header_is_told_so(client):
+    request = Request(
+        f"{client.base_url}chat/completions",
+        b'{"model": "tiny"}',
+        {"Authorization": f"Bearer {KEY}"},
+    )
+    with pytest.raises(HTTPError) as error:
+        urlopen(request)
+    assert "Content-Type: application/json" in error.value.read().decode()
+
+
+def test_answers_that_repeat_themselves_can_be_ended(client, file):
+    options = {"max_tokens": 60, "temperature": 0}
+    whole = ask(client, about(file), **options).choices[0].message.content
+    ended = ask(client, about(file), extra_body={"stop_repeats": 2}, **options)
+    assert whole.startswith(ended.choices[0].message.content)
+    with pytest.raises(openai.BadRequestError, match="stop_repeats"):
+        ask(client, about(file), extra_body={"stop_repeats": 1}, **options)
+
+
+def test_metrics_count_requests(client, file):
+    def count(path, status):
+        with urlopen(str(client.base_url).removesuffix("v1/") + "metrics") as answer:
+            text = answer.read().decode()
+        line = f'restorekv_http_requests_total{{path="{path}",status="{status}"}} '
+        return float(
+            ([each for each in text.splitlines() if each.startswith(line)] or [line + "0"])[
+                0
+            ].split()[-1]
+        )
+
+    before = count("/v1/files/{name}", 404), count("other", 404)
+    for path in ("/files/file-none", "/nothing/here"):
+        with pytest.raises(openai.NotFoundError):
+            client.get(path, cast_to=object)
+    assert (count("/v1/files/{name}", 404), count("other", 404)) == tuple(x + 1 for x in before)
 
 
 def test_pages_of_other_sites_cannot_ask(client, file):

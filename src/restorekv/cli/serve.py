@@ -21,6 +21,7 @@ from restorekv.errors import RestoreKVError, check_choice, import_extra
 from restorekv.files import folder_lock, read_bytes
 from restorekv.serve.ray.options import RayOptions
 
+SHORTEST_KEY = 16  # characters
 BACKLOG = 2048  # connections that wait to be accepted, as many as uvicorn has
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -250,8 +251,11 @@ def _read_keys(path: Path) -> tuple[str, ...]:
     """Return the keys of a file, one a line."""
     text = read_bytes(path, f"The file {path}").decode("utf-8", "replace")
     keys = tuple(line.strip() for line in text.splitlines() if line.strip())
-    if not keys or min(map(len, keys)) < 16:
+    if not keys:
+        raise RestoreKVError(f"The file {path} is empty; write one key a line.")
+    if min(map(len, keys)) < SHORTEST_KEY:
         raise RestoreKVError(
-            f"The file {path} has keys of at least 16 characters, one a line; this one does not."
+            f"The file {path} has a key of {min(map(len, keys))} characters, which can be guessed; "
+            f"write keys of at least {SHORTEST_KEY}, one a line."
         )
     return keys

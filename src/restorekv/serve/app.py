@@ -7,9 +7,9 @@ import logging
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from fastapi import FastAPI, Form, Request, UploadFile
+from fastapi import FastAPI, Form, Query, Request, UploadFile
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from openai.types import FileDeleted, Model
@@ -30,11 +30,13 @@ from restorekv.serve.reference import add_reference
 from restorekv.serve.requests import ChatRequest
 from restorekv.serve.responses import add_responses
 from restorekv.serve.service import ApiError, Service
+from restorekv.serve.store import Upload
 from restorekv.serve.variants import Variant
 
 LOG = logging.getLogger("restorekv.serve")
 OPEN_PATHS = ("/health", "/ready", REFERENCE_PATH, *PATHS)  # asked without a key
 BYTES = "application/octet-stream"
+LISTED = 10_000  # files in one list, as in OpenAI's API
 METRICS = "text/plain; version=0.0.4"
 
 Responses = dict[int | str, dict[str, Any]]  # what `/openapi.json` says of answers, by status
@@ -66,15 +68,17 @@ def make_app(
     app.state.service = service
     app.state.questions = questions
     app.state.open_requests = OpenRequests()
+    requests = replies.RequestMetrics()
     app.add_middleware(
         Guard,
         keys=keys,
         largest=service.limits.upload + AROUND,
         open_paths=OPEN_PATHS,
         open_requests=app.state.open_requests,
+        note=requests.note,
     )
     add_errors(app, service)
-    add_routes(app, questions, is_ready)
+    add_routes(app, questions, is_ready, requests)
     add_files(app, service)
     add_completions(app, questions)
     add_responses(app, questions)
@@ -168,6 +172,12 @@ def describe_validation_error(error: ValidationError | RequestValidationError) -
     param = (problem.get("ctx") or {}).get("param")
     if param:  # the sentence is from fields.py
         return make_problem_response(400, f"{problem['msg']}.", problem["type"], param=param)
+    if problem["type"] == "model_attributes_type":
+        return make_problem_response(
+            400,
+            "The body is not read as JSON; send a JSON object with the header "
+            "Content-Type: application/json.",
+        )
     names = [str(part) for part in problem["loc"] if part != "body" and "[" not in str(part)]
     where = ".".join(names)
     message = problem["msg"].removeprefix("Value error, ").removesuffix(".")
@@ -176,7 +186,12 @@ def describe_validation_error(error: ValidationError | RequestValidationError) -
     return make_problem_response(400, f"{message}.", param=where[:120] or None)
 
 
-def add_routes(app: FastAPI, questions: Questions, is_ready: Callable[[], bool]) -> None:
+def add_routes(
+    app: FastAPI,
+    questions: Questions,
+    is_ready: Callable[[], bool],
+    requests: replies.RequestMetrics,
+) -> None:
     """Add every path but those of files, responses and the page."""
     service = questions.service
     not_yet: Responses = {
@@ -194,7 +209,7 @@ def add_routes(app: FastAPI, questions: Questions, is_ready: Callable[[], bool])
 
     @app.get("/metrics", response_class=Response, responses=schemas.describe_content("text/plain"))
     async def metrics() -> Response:
-        return Response(replies.format_metrics(service.engine), media_type=METRICS)
+        return Response(replies.format_metrics(service.engine, requests), media_type=METRICS)
 
     @app.get("/v1/models", response_model_exclude_unset=True)
     async def models() -> schemas.Models:
@@ -224,9 +239,15 @@ def add_files(app: FastAPI, service: Service) -> None:
         return replies.describe_upload(await service.add_upload(file, purpose, seconds))
 
     @app.get("/v1/files", response_model_exclude_unset=True)
-    async def list_files() -> schemas.Files:
-        files = [replies.describe_upload(upload) for upload in service.store.list_uploads()]
-        return schemas.Files(object="list", data=files, has_more=False)
+    async def list_files(
+        after: str | None = None,
+        limit: int = Query(LISTED, ge=1, le=LISTED),
+        order: Literal["asc", "desc"] = "desc",
+        purpose: str | None = None,
+    ) -> schemas.Files:
+        uploads = select_uploads(service, after, order, purpose)
+        files = [replies.describe_upload(upload) for upload in uploads[:limit]]
+        return schemas.Files(object="list", data=files, has_more=len(uploads) > limit)
 
     @app.get("/v1/files/{name}", response_model_exclude_unset=True)
     async def retrieve(name: str) -> schemas.File:
@@ -238,12 +259,16 @@ def add_files(app: FastAPI, service: Service) -> None:
         return await send_bytes(path, f"{name} was deleted.")
 
     @app.get("/v1/files/{name}/cache", response_class=Response, responses=binary)
-    async def cache(name: str) -> Response:
+    async def cache(name: str, model: str | None = None) -> Response:
         upload = service.find_upload(name)
-        key = service.engine.make_key(upload.sha256, service.default)
+        variant = service.default if model is None else Variant.parse(model, service.base)
+        service.check_variant(upload, variant)
+        key = service.engine.make_key(upload.sha256, variant)
         path = await asyncio.to_thread(service.store.find_or_fetch, key, upload.sha256)
         return await send_bytes(
-            path, f"{upload.id} is not compressed yet; wait until it is processed."
+            path,
+            f"{upload.id} is not compressed as {variant.name} yet; wait until it is processed, or "
+            "ask it as that.",
         )
 
     @app.delete("/v1/files/{name}", response_model_exclude_unset=True)
@@ -251,6 +276,21 @@ def add_files(app: FastAPI, service: Service) -> None:
         upload = service.find_upload(name)
         service.store.delete_upload(upload.id)
         return FileDeleted(id=upload.id, object="file", deleted=True)
+
+
+def select_uploads(
+    service: Service, after: str | None, order: str, purpose: str | None
+) -> list[Upload]:
+    """Return the uploads that a list asks for; raise ApiError where `after` is none of them."""
+    uploads = service.store.list_uploads()
+    if order == "asc":
+        uploads.reverse()
+    if after is not None:
+        places = [place for place, upload in enumerate(uploads) if upload.id == after]
+        if not places:
+            service.find_upload(after)  # which says that there is none
+        uploads = uploads[places[0] + 1 :]
+    return [upload for upload in uploads if purpose in (None, upload.purpose)]
 
 
 async def send_bytes(path: Path | None, otherwise: str) -> Response:

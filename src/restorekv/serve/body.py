@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -111,11 +111,23 @@ class CheckedRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
+        known = {field.alias for field in self.dependant.query_params}
 
         async def handle(request: Request) -> Response:
+            for name in request.query_params:
+                if name not in known:
+                    raise _make_query_error(name, sorted(known))
             return await handler(CheckedRequest(request.scope, request.receive))
 
         return handle
+
+
+def _make_query_error(name: str, known: Sequence[str]) -> BodyError:
+    """Return the error of a query with a parameter that would be ignored."""
+    printable = printable_name(name)[:60]
+    takes = f"takes {' and '.join(known)}" if known else "takes none"
+    message = f"{printable} is no parameter of this path, which {takes}; leave it out."
+    return BodyError(400, message, printable, "unknown_parameter")
 
 
 def _check_form(form: FormData) -> None:

@@ -10,7 +10,7 @@ import re
 import secrets
 import time
 from asyncio import Transport
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from fastapi import Request
@@ -64,6 +64,7 @@ class Guard:
         largest: bytes of a body.
         open_paths: paths that are asked without a key.
         open_requests: where requests are noted while they are answered.
+        note: gets the path of every request, as its route has it, its status and its seconds.
     """
 
     def __init__(
@@ -73,12 +74,14 @@ class Guard:
         largest: int,
         open_paths: Sequence[str],
         open_requests: OpenRequests | None = None,
+        note: Callable[[str, int, float], None] = lambda path, status, seconds: None,
     ) -> None:
         self.app = app
         self.keys = keys
         self.largest = largest
         self.open_paths = open_paths
         self.open_requests = open_requests or OpenRequests()
+        self.note = note
         self.held = 0  # bytes in memory of all bodies that are being read or answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,12 +127,15 @@ class Guard:
                 await answer(scope, receive, send_with_id)
         finally:
             self.open_requests.tasks.discard(task)
+            seconds = time.perf_counter() - start
+            # Paths of no route count together, since clients may make up any number of them.
+            self.note(getattr(scope.get("route"), "path", "other"), status, seconds)
             line = {
                 "id": request_id,
                 "method": request.method,
                 "path": scope["path"],
                 "status": status,
-                "seconds": round(time.perf_counter() - start, 4),
+                "seconds": round(seconds, 4),
             }
             LOG.info(json.dumps(line))
 

@@ -16,7 +16,7 @@ from openai.types.chat import (
 from openai.types.chat.chat_completion_chunk import ChoiceDelta
 from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from openai.types.completion_usage import PromptTokensDetails
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -24,6 +24,8 @@ from restorekv.generation.answers import Answer
 from restorekv.serve import schemas
 from restorekv.serve.engine import Engine, Reply, ServedDocument
 from restorekv.serve.store import Upload
+
+SECONDS = (0.01, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # of requests, borders of what is counted apart
 
 
 @dataclass(frozen=True)
@@ -197,16 +199,45 @@ class EngineCollector:
         counted, now = self.engine.collect_metrics()
         families: list[CounterMetricFamily | GaugeMetricFamily] = []
         for name, value in counted.items():
+            words = name.replace("_", " ")
             families.append(
-                CounterMetricFamily(f"restorekv_{name}", f"Number of {name}.", value=value)
+                CounterMetricFamily(
+                    f"restorekv_{name}", f"{words}, since the server started.", value=value
+                )
             )
         for name, value in now.items():
-            families.append(GaugeMetricFamily(f"restorekv_{name}", name, value=value))
+            words = name.replace("_", " ")
+            families.append(GaugeMetricFamily(f"restorekv_{name}", f"{words}, now.", value=value))
         return families
 
 
-def format_metrics(engine: Engine) -> bytes:
+class RequestMetrics:
+    """Counts requests by path and status, and how long they took."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "restorekv_http_requests",
+            "Requests by path and status; 429 is a full queue, 503 a server that ends.",
+            ["path", "status"],
+            registry=self.registry,
+        )
+        self._seconds = Histogram(
+            "restorekv_http_request_seconds",
+            "Seconds from a request to the end of its answer.",
+            ["path"],
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+
+    def note(self, path: str, status: int, seconds: float) -> None:
+        """Count a request."""
+        self._requests.labels(path, str(status)).inc()
+        self._seconds.labels(path).observe(seconds)
+
+
+def format_metrics(engine: Engine, requests: RequestMetrics) -> bytes:
     """Return all numbers in Prometheus' text format."""
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine))
-    return generate_latest(registry)
+    return generate_latest(registry) + generate_latest(requests.registry)

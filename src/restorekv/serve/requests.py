@@ -194,6 +194,8 @@ class SamplingRequest(BaseModel):
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
+    # Ours: an answer ends when its last tokens are one block so many times; 0 or 2 to 1000.
+    stop_repeats: int | None = Field(None, ge=0, le=1000)
 
     @property
     def includes_usage(self) -> bool:
@@ -221,6 +223,8 @@ class SamplingRequest(BaseModel):
             "frequency_penalty": self.frequency_penalty or 0.0,
             "presence_penalty": self.presence_penalty or 0.0,
         }
+        if self.stop_repeats is not None:
+            options["stop_repeats"] = self.stop_repeats
         if self.logit_bias:
             options["logit_bias"] = _parse_bias(self.logit_bias)
         return options

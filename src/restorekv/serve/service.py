@@ -165,6 +165,16 @@ class Service:
             )
         return upload
 
+    def check_variant(self, upload: Upload, variant: Variant) -> None:
+        """Refuse a variant that a cache file cannot be: it answers as it was compressed."""
+        taken = (Variant(self.base), self.default)
+        if find_kind(upload.name) == CACHE and variant not in taken:
+            raise ApiError(
+                400,
+                f"The file {upload.id} is a cache that was compressed before and cannot be had as "
+                f"{variant.name}; ask it as {self.base}, or upload its text.",
+            )
+
     def _read_content(self, upload: Upload) -> str | Path:
         """Return the text of an upload; of a cache file, its path."""
         if find_kind(upload.name) == CACHE:
@@ -212,6 +222,7 @@ class Service:
         upload = self.find_upload(upload_id)
         if upload.status == FAILED:
             raise ApiError(400, f"The file {upload.id} could not be processed: {upload.problem}")
+        self.check_variant(upload, variant)
         document = await self.engine.get_document(
             upload.sha256, variant, lambda: self._read_content(upload)
         )

@@ -43,7 +43,9 @@ class Variant:
         is_known = dash and (method in PRESETS or method in EVICTORS)
         if before or not is_known:
             raise RestoreKVError(
-                f"There is no model {name!r} here; use {base}, or for example {base}:fast-0.1."
+                f"There is no model {name!r} here; use {base}, or {base}:METHOD-RATIO with an "
+                f"evictor or a preset ({' or '.join(PRESETS)}) and a ratio, such as "
+                f"{base}:fast-0.1."
             )
         return cls(base, method, parse_ratio(ratio), not rest.endswith(WITHOUT_RESTORING))
 
