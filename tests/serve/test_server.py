@@ -651,6 +651,15 @@ def test_answers_that_repeat_themselves_can_be_ended(client, file):
         ask(client, about(file), extra_body={"stop_repeats": 1}, **options)
 
 
+def test_a_text_too_short_for_its_ratio_is_kept_whole(client, file):
+    """A tenth of eight tokens is no token, and there is nothing to save."""
+    short = upload(client, "31 goats", "short.txt")
+    reply = ask(client, about(short), "tiny:kvzip-0.1")
+    whole = ask(client, about(short), "tiny")
+    assert reply.choices[0].message.content == whole.choices[0].message.content
+    assert reply.restorekv["pairs"] == whole.restorekv["pairs"]
+
+
 def test_metrics_count_requests(client, file):
     def count(path, status):
         with urlopen(str(client.base_url).removesuffix("v1/") + "metrics") as answer:

@@ -84,7 +84,7 @@ def small_of(model, tokenizer, form, text=TEXT):
         evictor="snapkv",
         ratio="0.4",
         adapter=None,
-        config=CompressionConfig(on_small_budget="fewer", **settings),
+        config=CompressionConfig(**settings),
     )
 
 

@@ -354,7 +354,7 @@ class CacheEngine(Engine, Generic[Active]):
                     content,
                     progress=note_progress,
                     prepared_cache=self.prepared_cache,
-                    config=CompressionConfig(**variant.settings, **self.compress_settings),
+                    config=CompressionConfig(**self.compress_settings),
                     **variant.options,
                 )
         finally:

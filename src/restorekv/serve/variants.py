@@ -68,8 +68,3 @@ class Variant:
             "ratio": self.ratio,
             "adapter": "auto" if self.restores else None,
         }
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The fields of `CompressionConfig` that are not the defaults."""
-        return {"on_small_budget": "fewer"} if self.method else {}
