@@ -20,7 +20,10 @@ from restorekv.serve import run
     "flags, message",
     [
         (("--memory", "lots"), "a size such as 512M or 4G"),
-        (("--preset", "never"), "There is no model"),
+        (
+            ("--preset", "never"),
+            "--preset is fast or best, or the name of an evictor, not 'never'.",
+        ),
         (("--ratio", 7), "The ratio is a number above 0"),
         (("--api-key-file", "none"), "none"),
         (("--host", "no.such.host.invalid"), "Cannot listen at"),
@@ -40,6 +43,7 @@ from restorekv.serve import run
 def test_wrong_flags(tmp_path, flags, message):
     result = cli("serve", "--model", "tiny", "--store", tmp_path / "store", *flags)
     assert result.code == 1 and "error: " in result.err and message in result.err
+    assert not (tmp_path / "store").exists() or "vLLM" in message  # which is asked last
 
 
 def test_short_keys_taken_ports_and_shared_stores(tmp_path):

@@ -17,6 +17,7 @@ from restorekv.cli import options
 from restorekv.cli.choices import DTYPES
 from restorekv.cli.terminal import notes
 from restorekv.compression.budget import parse_ratio
+from restorekv.compression.presets import PRESETS
 from restorekv.errors import RestoreKVError, check_choice, import_extra
 from restorekv.files import folder_lock, read_bytes
 from restorekv.serve.ray.options import RayOptions
@@ -116,6 +117,7 @@ def run(
         engine=engine,
         options=engine_options,
     )
+    _check_preset(preset)
     _check_settings(server, settings)
     with ExitStack() as lasting:
         # Before the model is loaded, which takes seconds, so that nobody takes the port meanwhile.
@@ -140,6 +142,16 @@ def run(
         server.exit_after_signal(app)
 
 
+def _check_preset(preset: str) -> None:
+    """Refuse what is neither a preset nor an evictor."""
+    from restorekv.serve.variants import is_method  # which imports PyTorch
+
+    if not is_method(preset):
+        raise RestoreKVError(
+            f"--preset is {' or '.join(PRESETS)}, or the name of an evictor, not {preset!r}."
+        )
+
+
 def _check_settings(server: ModuleType, settings: Any) -> None:
     """Refuse, before a model is loaded, what could not serve."""
     server.find_engine_class(settings.engine).check_options(settings.options)
@@ -154,6 +166,8 @@ def _lock_store(store: Path, lasting: ExitStack) -> None:
     A disk that is full or read-only may have no room for the lock file; then the lock of the
     store's index does it.
     """
+    if not store.exists():
+        lasting.callback(_remove_if_empty, store)
     try:
         lasting.enter_context(folder_lock(store))
     except OSError as error:
@@ -163,6 +177,12 @@ def _lock_store(store: Path, lasting: ExitStack) -> None:
             f"warning: {store} cannot be written ({error.strerror}); nothing new is stored until "
             "it can."
         )
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Remove the folder of a server that did not start."""
+    with suppress(OSError):  # it holds something, or is gone
+        folder.rmdir()
 
 
 def _print_note(text: str) -> None:

@@ -17,6 +17,11 @@ from restorekv.evictors import EVICTORS
 WITHOUT_RESTORING = "-base"
 
 
+def is_method(name: str) -> bool:
+    """Return whether a name is that of a preset or an evictor."""
+    return name in PRESETS or name in EVICTORS
+
+
 @dataclass(frozen=True)
 class Variant:
     """How documents are held.
@@ -40,8 +45,7 @@ class Variant:
             return cls(base)
         before, _, rest = name.partition(f"{base}:")
         method, dash, ratio = rest.removesuffix(WITHOUT_RESTORING).rpartition("-")
-        is_known = dash and (method in PRESETS or method in EVICTORS)
-        if before or not is_known:
+        if before or not dash or not is_method(method):
             raise RestoreKVError(
                 f"There is no model {name!r} here; use {base}, or {base}:METHOD-RATIO with an "
                 f"evictor or a preset ({' or '.join(PRESETS)}) and a ratio, such as "
