@@ -1,7 +1,10 @@
 """The grammar of specs: what comes back, and what each mistake is told."""
 
+import importlib
+import linecache
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,6 +15,8 @@ import pytest
 
 from restorekv import spec
 from restorekv.errors import RestoreKVError
+from restorekv.evictors.kvzip import KVzip
+from restorekv.evictors.snapkv import SnapKV
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,37 @@ def test_an_evictor_that_cannot_be_loaded_is_named(tmp_path):
 
 def test_the_digest_of_a_source_is_no_part_of_a_spec():
     assert spec.parse_spec("thing:count=4#0123456789ab", KNOWN, "thing").count == 4
-    assert spec.digest_source(Thing) == spec.digest_source(Thing) != spec.digest_source(Bare)
+    assert re.fullmatch("#[0-9a-f]{12}", spec.digest_source(Thing))
+
+
+@pytest.mark.parametrize("changed", ["helper", "parent"])
+def test_a_digest_is_of_all_that_the_files_of_a_class_hold(tmp_path, monkeypatch, changed):
+    """A helper, and the file of a parent, decide the scores as much as the class itself."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sources = {
+        "parent": "class Parent:\n    sign = 1\n",
+        "helper": "from digested_parent import Parent\n\ndef weigh(x):\n    return x\n\n"
+        "class Own(Parent):\n    def score(self):\n        return weigh(self.sign)\n",
+    }
+
+    def digest():
+        for name, source in sources.items():
+            (tmp_path / f"digested_{name}.py").write_text(source)
+            sys.modules.pop(f"digested_{name}", None)
+        linecache.clearcache()
+        importlib.invalidate_caches()
+        shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
+        return spec.digest_source(importlib.import_module("digested_helper").Own)
+
+    before = digest()
+    assert digest() == before
+    sources[changed] = sources[changed].replace("return x", "return -x").replace("= 1", "= -1")
+    assert digest() != before
+
+
+def test_our_own_classes_have_their_digest_in_records_alone():
+    assert spec.digest_source(KVzip) == ""
+    assert spec.digest_code(KVzip) and spec.digest_code(KVzip) != spec.digest_code(SnapKV)
 
 
 def test_specs_in_a_row_keep_their_settings():

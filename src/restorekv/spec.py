@@ -8,6 +8,7 @@ settings.
 import hashlib
 import inspect
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
@@ -151,13 +152,52 @@ def register_entry_points(group: str, classes: dict[str, type]) -> None:
 
 
 def digest_source(cls: type) -> str:
-    """Return "#" and 12 hex digits of a class's source, because its name stays when it changes.
+    """Return "#" and 12 hex digits of an outside class's source, because its name stays when it
+    changes.
 
-    Our own classes have none: the version of the package is recorded anyway.
+    Our own classes have none in their name; records of results have `digest_code` of them.
     """
-    if cls.__module__.partition(".")[0] == "restorekv":
+    if _is_own(cls.__module__):
         return ""
-    try:
-        return "#" + hashlib.sha256(inspect.getsource(cls).encode()).hexdigest()[:12]
-    except (OSError, TypeError):  # defined where no source is kept, as in a shell
-        return ""
+    digest = digest_code(cls, own=False)
+    return digest and f"#{digest}"
+
+
+def digest_code(cls: type, own: bool = True) -> str:
+    """Return 12 hex digits of the files that define a class and its bases, or "" where no source is
+    kept, as in a shell.
+
+    Helpers in these files count too; what they import from other files does not. `own` says whether
+    files of this package count.
+    """
+    digest = hashlib.sha256()
+    found = False
+    seen = set()
+    for base in cls.__mro__:
+        name = base.__module__
+        if name in seen or name in ("builtins", "abc", "typing") or (_is_own(name) and not own):
+            continue
+        source = _read_source(base)
+        if source:
+            found = True
+            digest.update(source.encode() + b"\0")
+        # The classes of a notebook have no file of their own.
+        if name != "__main__":
+            seen.add(name)
+    return digest.hexdigest()[:12] if found else ""
+
+
+def _is_own(module: str) -> bool:
+    return module.partition(".")[0] == "restorekv"
+
+
+def _read_source(cls: type) -> str:
+    """Return the source of the file that defines a class, or of the class alone."""
+    for thing in (sys.modules.get(cls.__module__), cls):
+        if thing is None:
+            continue
+        try:
+            return inspect.getsource(thing)
+        except (OSError, TypeError):  # no file, as in a shell
+            continue
+    return ""

@@ -9,7 +9,7 @@ from math import floor
 
 import pytest
 
-from restorekv import tasks
+from restorekv import spec, tasks
 from restorekv.compression import full_cache
 from restorekv.compression.streaming import Stream
 from restorekv.errors import RestoreKVError
@@ -347,6 +347,18 @@ def test_another_adapter_of_the_same_name_is_refused(world, tmp_path):
     with pytest.raises(RestoreKVError, match="was made with adapter") as raised:
         run_grid(cells, tmp_path / "run")
     assert one_sentence(raised)
+
+
+def test_an_evictor_whose_file_has_changed_is_refused(world, tmp_path, monkeypatch):
+    """Also one of this package, whose version does not move while it is worked on."""
+    cells = grid(model_of(world), "plain")
+    run_grid(cells, tmp_path)
+    before = contents(tmp_path)
+    read = spec._read_source
+    monkeypatch.setattr(spec, "_read_source", lambda cls: read(cls) + "# changed")
+    with pytest.raises(RestoreKVError, match=r"was made with code \w+ \(now \w+\)") as raised:
+        run_grid(cells, tmp_path)
+    assert one_sentence(raised) and contents(tmp_path) == before
 
 
 def test_other_contexts_are_refused(world, tmp_path, monkeypatch):

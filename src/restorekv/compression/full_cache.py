@@ -75,9 +75,50 @@ def prefill_and_score(
     with time_phase(seconds, "prefill"), observing:
         full = prefill(model, ids, into=cache)
     begin_phase("score")
+    before = _note_versions(full)
     with time_phase(seconds, "score"):
         scores = evictor.score(model, tokenizer, context, full, observer)
+    _check_scores(scores, evictor, model, context)
+    if any(tensor._version != version for tensor, version in before):
+        raise RestoreKVError(
+            f"The evictor {evictor.name} wrote into the full cache, which is read again later; let "
+            "its score() change copies only."
+        )
     return full, scores
+
+
+def _note_versions(full: Cache) -> list[tuple[Tensor, int]]:
+    """Return every tensor that a cache holds, with the number of times that it was written to.
+
+    Layers that fetch their tensors from elsewhere hold none.
+    """
+    noted = []
+    for layer in full.layers:
+        for name in ("keys", "values"):
+            tensor = vars(layer).get(name)
+            if isinstance(tensor, Tensor) and not tensor.is_inference():
+                noted.append((tensor, tensor._version))
+    return noted
+
+
+def _check_scores(
+    scores: object, evictor: Evictor, model: PreTrainedModel, context: Context
+) -> None:
+    """Refuse what is no score of every pair; an evictor may be somebody's first."""
+    shape = CacheShape.from_model(model)
+    wanted = (shape.layers, shape.heads, context.tokens)
+    if isinstance(scores, Tensor) and tuple(scores.shape) == wanted:
+        if scores.dtype.is_floating_point:
+            return
+        found = f"numbers of the type {str(scores.dtype).removeprefix('torch.')}"
+    elif isinstance(scores, Tensor):
+        found = f"the shape {tuple(scores.shape)}"
+    else:
+        found = f"an object of the type {type(scores).__name__}"
+    raise RestoreKVError(
+        f"The evictor {evictor.name} returned {found}; its score() gives float32 of the shape "
+        f"(L, H, T) = {wanted}, for the tokens after the chat prefix."
+    )
 
 
 def prefill_unscored(

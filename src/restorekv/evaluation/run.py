@@ -9,7 +9,7 @@ from typing import Protocol
 from restorekv import spec, tasks
 from restorekv.cache import quantized
 from restorekv.compression.budget import parse_ratio
-from restorekv.compression.eviction import make_compressor
+from restorekv.compression.eviction import Eviction, make_compressor
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
 from restorekv.evaluation.grid import FULL, Cell, Job, group_jobs
@@ -96,18 +96,22 @@ def identify_cell(worker: Worker, cell: Cell) -> dict:
     benchmark = worker.benchmark
     # Settings that depend on the protocol are part of the method's name.
     name = FULL
+    code = ""
     if cell.evictor != FULL:
         context, _ = worker.protocol.make_context(cell.model, worker.tokenizer, "any text")
         compressor = worker.protocol.adapt_method(
             make_compressor(cell.evictor, worker.config(cell)), context.prefix
         )
         name = compressor.identity(worker.model)
+        method = compressor.evictor if isinstance(compressor, Eviction) else compressor
+        code = spec.digest_code(type(method))
     unit = "questions"
     if benchmark.averages_contexts(worker.protocol.name):
         unit = "contexts"
     return {
         **identify_setup(worker.model, worker.identity, worker.config(cell)),
         "method": name,
+        "code": code,
         "adapter": adapter.identity() if adapter else None,
         "benchmark": {
             **benchmark.to_json(),

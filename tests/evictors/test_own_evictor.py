@@ -1,0 +1,67 @@
+"""An evictor that somebody writes: what it returns is checked where it is returned."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from restorekv.compression.eviction import Eviction
+from restorekv.errors import RestoreKVError
+from restorekv.evictors import Evictor
+from restorekv.model.prompt import make_context
+from tests.helpers.decoding import TEXT
+
+
+@dataclass(frozen=True)
+class Own(Evictor):
+    """Returns what the test gives it, after it did what the test asks."""
+
+    name: ClassVar[str] = "own"
+    result: Any = None
+    harm: Any = None
+
+    def score(self, model, tokenizer, context, full, observer=None):
+        if self.harm:
+            self.harm(full)
+        layers, heads = len(full.layers), full.layers[0].keys.shape[1]
+        return self.result(layers, heads, context)
+
+
+def right(layers, heads, context):
+    return torch.rand(layers, heads, context.tokens)
+
+
+WRONG = {
+    "with the prefix": lambda layers, heads, c: torch.rand(layers, heads, c.prefix + c.tokens),
+    "too short": lambda layers, heads, c: torch.rand(layers, heads, c.tokens - 3),
+    "transposed": lambda layers, heads, c: torch.rand(heads + 1, layers, c.tokens),
+    "with a batch": lambda layers, heads, c: torch.rand(layers, 1, heads, c.tokens),
+    "whole numbers": lambda layers, heads, c: torch.arange(c.tokens).expand(layers, heads, -1),
+    "nothing": lambda layers, heads, c: None,
+    "a list": lambda layers, heads, c: torch.rand(layers, heads, c.tokens).tolist(),
+}
+
+
+def prepare(model, tokenizer, evictor):
+    return Eviction(evictor).prepare(model, tokenizer, make_context(tokenizer, TEXT))
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_scores_of_another_form_are_refused(tiny_model, tiny_tokenizer, fault):
+    with pytest.raises(RestoreKVError, match=r"The evictor own returned .*\(L, H, T\) = ") as error:
+        prepare(tiny_model, tiny_tokenizer, Own(WRONG[fault]))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_an_evictor_that_changes_the_full_cache_is_refused(tiny_model, tiny_tokenizer, part):
+    """Everything else reads it again: the full cache's own answers would be wrong."""
+    harm = lambda full: getattr(full.layers[0], part).mul_(2)  # noqa: E731
+    with pytest.raises(RestoreKVError, match="own wrote into the full cache"):
+        prepare(tiny_model, tiny_tokenizer, Own(right, harm))
+
+
+def test_right_scores_are_taken(tiny_model, tiny_tokenizer):
+    prepared = prepare(tiny_model, tiny_tokenizer, Own(right))
+    assert prepared.evict(0.5).pairs_held
