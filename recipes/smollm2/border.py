@@ -18,13 +18,10 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from recipes.pages import fill_page
-from restorekv.errors import RestoreKVError
+from restorekv.evaluation.compare import compare_divergence, select_common_lines
 from restorekv.evaluation.fidelity import summarize_fidelity
 from restorekv.evaluation.results import Result, load_results
-from restorekv.evaluation.stats import bootstrap_ratio
 from restorekv.files import read_json, write_json
 
 ROOT = Path(__file__).parents[2]
@@ -40,32 +37,18 @@ def compare_cells(alone: Result, restored: Result) -> dict[str, object]:
 
     Contexts that only one of them has answered so far are left out.
     """
-    of_alone = {line["sample"]: line for line in alone.lines}
-    of_restored = {line["sample"]: line for line in restored.lines}
-    samples = [sample for sample in of_alone if sample in of_restored]
-    if not samples:
-        raise RestoreKVError(
-            f"{alone.folder} and {restored.folder} share no context; let both runs end."
-        )
-    differences = []
-    weights = []
-    for sample in samples:
-        totals = []
-        for line in (of_alone[sample], of_restored[sample]):
-            totals.append(sum(answer["kl"] * answer["answer_tokens"] for answer in line["answers"]))
-        differences.append(totals[1] - totals[0])
-        weights.append(sum(answer["answer_tokens"] for answer in of_alone[sample]["answers"]))
-    mean, low, high = bootstrap_ratio(np.array(differences), np.array(weights, dtype=float))
+    of_alone, of_restored = select_common_lines(alone, restored)
+    mean, low, high = compare_divergence(of_alone, of_restored)
     benchmark = alone.identity["benchmark"]
     return {
         "benchmark": alone.cell.benchmark,
         "title": benchmark["title"],
         "evictor": alone.cell.evictor,
         "ratio": float(alone.cell.ratio),
-        "contexts": len(samples),
-        "questions": sum(len(of_alone[sample]["answers"]) for sample in samples),
-        "kl_alone": summarize_fidelity([of_alone[sample] for sample in samples])["kl"],
-        "kl_restored": summarize_fidelity([of_restored[sample] for sample in samples])["kl"],
+        "contexts": len(of_alone),
+        "questions": sum(len(line["answers"]) for line in of_alone),
+        "kl_alone": summarize_fidelity(of_alone)["kl"],
+        "kl_restored": summarize_fidelity(of_restored)["kl"],
         "difference": mean,
         "difference_low": low,
         "difference_high": high,

@@ -88,8 +88,8 @@ class TrainConfig:
         "Ratios, each with its own questions, that every context of a step is evicted to; reading "
         "it costs once.",
     )
-    ratio_min: float = setting(0.025, "Lowest compression ratio drawn.")
-    ratio_max: float = setting(0.25, "Highest compression ratio drawn.")
+    ratio_min: float = setting(0.025, "Lowest share of the pairs kept that is drawn.")
+    ratio_max: float = setting(0.25, "Highest share of the pairs kept that is drawn.")
     ratio_law: RatioLaw = setting(
         "uniform", "uniform, or log-uniform, which draws low ratios more often."
     )

@@ -1,0 +1,99 @@
+"""Two cells of a grid, such as two evictors at one ratio, compared context by context.
+
+The tables of `restorekv eval` show what restoring gains over the same evictor alone. Whether one
+evictor is better than another is asked here.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from restorekv import tasks
+from restorekv.errors import RestoreKVError
+from restorekv.evaluation.fidelity import summarize_fidelity
+from restorekv.evaluation.results import Result, list_answers
+from restorekv.evaluation.stats import (
+    bootstrap_ratio,
+    bootstrap_score,
+    check_same_questions,
+    compute_mean_score,
+    drop_tasks,
+    find_tasks_without_loss,
+)
+
+Lines = Sequence[dict]
+
+
+def compare_results(first: Result, second: Result, full: Result | None = None) -> dict[str, object]:
+    """Return scores and divergences of two cells that were asked the same questions, and the
+    paired differences, second minus first, with 95 % intervals over contexts.
+
+    Args:
+        first: A cell, of `load_results`.
+        second: Another cell of the same benchmark and protocol.
+        full: The full cache's cell. Tasks on which it scores below 10 are left out of scores, as in
+            the tables.
+
+    Returns:
+        contexts and questions that both have answered; score_first, score_second and score_gain
+        with score_low and score_high, in points; kl_first, kl_second and kl_gain with kl_low and
+        kl_high, in nats per answer token, where a gain below 0 is closer to the full cache.
+
+    Raises:
+        RestoreKVError: The cells share no context, or were asked different questions.
+    """
+    one, other = select_common_lines(first, second)
+    benchmark = tasks.make_benchmark(first.cell.benchmark)
+    by_context = benchmark.averages_contexts(first.cell.protocol)
+    answers = [list_answers((line["sample"], line) for line in lines) for lines in (one, other)]
+    check_same_questions(answers)
+    left_out = find_tasks_without_loss(full.answers, by_context) if full else []
+    base, changed = (drop_tasks(each, left_out) for each in answers)
+    gain, low, high = bootstrap_score(changed, base, by_context=by_context)
+    divergence, kl_low, kl_high = compare_divergence(one, other)
+    return {
+        "contexts": len(one),
+        "questions": len(answers[0]),
+        "left_out": left_out,
+        "score_first": compute_mean_score(base, by_context),
+        "score_second": compute_mean_score(changed, by_context),
+        "score_gain": gain,
+        "score_low": low,
+        "score_high": high,
+        "kl_first": summarize_fidelity(one)["kl"],
+        "kl_second": summarize_fidelity(other)["kl"],
+        "kl_gain": divergence,
+        "kl_low": kl_low,
+        "kl_high": kl_high,
+    }
+
+
+def select_common_lines(first: Result, second: Result) -> tuple[list[dict], list[dict]]:
+    """Return the contexts that two cells have both answered, in the order of the first.
+
+    Raises:
+        RestoreKVError: There are none.
+    """
+    of_first = {line["sample"]: line for line in first.lines}
+    of_second = {line["sample"]: line for line in second.lines}
+    samples = [sample for sample in of_first if sample in of_second]
+    if not samples:
+        raise RestoreKVError(
+            f"{first.folder} and {second.folder} share no context; let both runs end."
+        )
+    return [of_first[sample] for sample in samples], [of_second[sample] for sample in samples]
+
+
+def compare_divergence(first: Lines, second: Lines) -> tuple[float, float, float]:
+    """Return how much further the second's answers are from the full cache than the first's, in
+    nats per answer token, with a paired 95 % interval over the contexts, which are the same.
+    """
+    differences = []
+    weights = []
+    for lines in zip(first, second, strict=True):
+        totals = []
+        for line in lines:
+            totals.append(sum(answer["kl"] * answer["answer_tokens"] for answer in line["answers"]))
+        differences.append(totals[1] - totals[0])
+        weights.append(sum(answer["answer_tokens"] for answer in lines[0]["answers"]))
+    return bootstrap_ratio(np.array(differences), np.array(weights, dtype=float))

@@ -1,0 +1,81 @@
+"""Two evictors compared with each other, context by context."""
+
+import numpy as np
+import pytest
+
+from restorekv import tasks
+from restorekv.errors import RestoreKVError
+from restorekv.evaluation.compare import compare_results
+from restorekv.evaluation.run import run_grid
+from restorekv.evaluation.stats import compute_mean_score
+from tests.helpers.grid_world import Plain, grid, save_world
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory, tiny_tokenizer):
+    """The full cache, and three evictors at one ratio, on twelve contexts; other questions too."""
+    folder = tmp_path_factory.mktemp("compare")
+    model = str(save_world(folder, tiny_tokenizer) / "model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tasks.BENCHMARKS, "plain", Plain)
+        evictors = ("kvzip", "random", "knorm")
+        done = run_grid(grid(model, "plain:contexts=12", evictors, ratios=("0.3",)), folder / "run")
+        other = run_grid(
+            grid(model, "plain:contexts=12,questions=2", ("kvzip",), ("0.3",)), folder / "other"
+        )
+        yield done, other[1]
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    monkeypatch.setitem(tasks.BENCHMARKS, "plain", Plain)
+
+
+def test_scores_and_divergences_are_paired(cells):
+    (full, kvzip, random, _), _ = cells
+    found = compare_results(kvzip, random)
+    assert found["contexts"] == 12 and found["questions"] == 36
+    first, second = (compute_mean_score(result.answers) for result in (kvzip, random))
+    assert (found["score_first"], found["score_second"]) == (first, second)
+    assert found["score_gain"] == pytest.approx(second - first)
+    assert found["score_low"] <= found["score_gain"] <= found["score_high"]
+    # By hand: all divergence of the answers over all their tokens.
+    totals = []
+    for result in (kvzip, random):
+        answers = [answer for line in result.lines for answer in line["answers"]]
+        weighted = sum(answer["kl"] * answer["answer_tokens"] for answer in answers)
+        totals.append(weighted / sum(answer["answer_tokens"] for answer in answers))
+    assert found["kl_gain"] == pytest.approx(np.diff(totals)[0], abs=1e-9)
+    assert found["kl_low"] <= found["kl_gain"] <= found["kl_high"]
+    assert compare_results(full, kvzip)["kl_first"] == 0
+
+
+def test_a_cell_does_not_differ_from_itself(cells):
+    (_, kvzip, *_), _ = cells
+    found = compare_results(kvzip, kvzip)
+    assert found["score_gain"] == found["score_low"] == found["score_high"] == 0
+    assert found["kl_gain"] == found["kl_low"] == found["kl_high"] == 0
+
+
+def test_the_other_way_round_is_the_other_sign(cells):
+    (_, kvzip, random, _), _ = cells
+    one, other = compare_results(kvzip, random), compare_results(random, kvzip)
+    assert one["kl_gain"] == pytest.approx(-other["kl_gain"])
+    assert one["score_gain"] == pytest.approx(-other["score_gain"])
+
+
+def test_tasks_on_which_the_full_cache_fails_are_left_out(cells, monkeypatch):
+    (full, kvzip, random, _), _ = cells
+    monkeypatch.setattr(
+        "restorekv.evaluation.compare.find_tasks_without_loss", lambda answers, _: ["task_0"]
+    )
+    found = compare_results(kvzip, random, full)
+    assert found["left_out"] == ["task_0"]
+    kept = [answer for answer in kvzip.answers if answer.task == "task_1"]
+    assert found["score_first"] == compute_mean_score(kept)
+
+
+def test_other_questions_are_refused(cells):
+    (_, kvzip, *_), other = cells
+    with pytest.raises(RestoreKVError, match="asked different questions"):
+        compare_results(kvzip, other)
