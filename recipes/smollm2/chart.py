@@ -131,7 +131,7 @@ def make_table(result: Mapping) -> str:
         full = find_full_cache(result, benchmark)
         lines.append(
             format_line(
-                f"{title}, {full['samples']} texts",
+                describe_texts(title, full),
                 "full cache",
                 1,
                 format_megabytes(full),
@@ -181,7 +181,7 @@ def make_summary(result: Mapping, evictor: str) -> str:
             partner = restored.get(row["ratio"])
             lines.append(
                 format_line(
-                    f"{title}, {full['samples']} texts" if is_first else "",
+                    describe_texts(title, full) if is_first else "",
                     row["ratio"],
                     format_score(full) if is_first else "",
                     format_score(row),
@@ -214,6 +214,15 @@ def make_kept_table(result: Mapping) -> str:
             cells = [f"{row['kept']} ({format_share(row)})" if row else "" for row in own]
             lines.append(format_line(title, f"{ratio:g}", right, *cells))
     return "\n".join(lines)
+
+
+def describe_texts(title: str, full: Row) -> str:
+    """Return how many texts a benchmark has, and of how many of its tasks the score is the mean."""
+    texts = f"{title}, {full['samples']} texts"
+    if not full["left_out"]:
+        return texts
+    tasks = len(full["tasks"])
+    return f"{texts}; scores: {tasks - len(full['left_out'])} of {tasks} tasks"
 
 
 def format_share(row: Row) -> str:
