@@ -7,8 +7,10 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -138,6 +140,27 @@ def test_an_evictor_that_cannot_be_loaded_is_named(tmp_path):
         in errors
     )
     assert "There is no evictor 'first'" in errors
+
+
+@pytest.mark.parametrize(("name", "taken"), [("kvzip", True), ("other", False)])
+def test_an_entry_point_cannot_take_a_name_that_is_another_ones(monkeypatch, name, taken):
+    """A subclass that forgets its `name` has its parent's."""
+    own = type("Own", (KVzip,), {"name": name})
+    entry = SimpleNamespace(load=lambda: own, value="mine:Own")
+    monkeypatch.setattr(spec, "entry_points", lambda group: [entry])
+    classes = {"kvzip": KVzip}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        spec.register_entry_points("restorekv.evictors", classes)
+    assert classes["kvzip"] is KVzip and ("other" in classes) is not taken
+    assert [str(each.message) for each in told] == (
+        [
+            "mine:Own, an entry point of restorekv.evictors, cannot be loaded (the name 'kvzip' of "
+            "its class is taken; give it a `name` of its own); fix or remove its package."
+        ]
+        if taken
+        else []
+    )
 
 
 def test_the_digest_of_a_source_is_no_part_of_a_spec():

@@ -142,7 +142,10 @@ def register_entry_points(group: str, classes: dict[str, type]) -> None:
     for entry in entry_points(group=group):
         try:
             found = entry.load()
-            classes.setdefault(found.name, found)
+            if classes.setdefault(found.name, found) is not found:
+                raise ValueError(
+                    f"the name {found.name!r} of its class is taken; give it a `name` of its own"
+                )
         except Exception as error:  # another package's code may raise anything
             reason = summarize_error(error) or type(error).__name__
             warn(

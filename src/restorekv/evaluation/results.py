@@ -240,10 +240,11 @@ def load_result(path: Path) -> Result:
         ) from error
 
 
-def load_results(folder: Path) -> list[Result]:
+def load_results(folder: str | Path) -> list[Result]:
     """Return every cell of a run, done or not, by name. Raises RestoreKVError where there
     is none.
     """
+    folder = Path(folder)
     results = [load_result(path.parent) for path in sorted((folder / CELLS).glob(f"*/{CELL}"))]
     if not results:
         raise RestoreKVError(
