@@ -89,8 +89,7 @@ CORPUS = (
 # Passages that people asked about, with more of their questions, which are short and about facts.
 PEOPLE = "people"
 OF_PEOPLE = (
-    "--mixture",
-    "corpus",
+    *CORPUS,
     "--made",
     "0",
     "--human-questions",
@@ -99,24 +98,12 @@ OF_PEOPLE = (
     "7",
     "--invented",
     "0.15",
-    "--passage-shortest",
-    "300",
     "--passage-longest",
     "1300",
     "--answer-tokens",
     "64",
-    "--short-answer-tokens",
-    "40",
-    "--question-tokens",
-    "48",
-    "--least-answer",
-    "1",
-    "--loop",
-    "16",
     "--seed",
     "1",
-    "--wording",
-    WORDING,
 )
 GATE = (
     "--kind",
