@@ -25,11 +25,16 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from benchmarks.compress_cost import measure_peak
 from benchmarks.workload import SHAPE, describe_machine, save_model
 from restorekv.compression.config import CompressionConfig
+from restorekv.compression.eviction import COMPRESSORS
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError
+from restorekv.evictors import EVICTORS
+from restorekv.evictors.kvpress_bridge import FromKVPress
 from restorekv.generation.decoding import generate_ids
+from restorekv.model.attention.proofs import synchronize_device
 from restorekv.model.load import load_model, parse_device
 from restorekv.pipeline import compress
 from restorekv.tiny.suite import draw_documents
@@ -38,22 +43,8 @@ from restorekv.train.config import TrainConfig
 from restorekv.train.examples import make_tiny_examples
 from restorekv.train.loop import train_adapter
 
-METHODS = (
-    "kvzip",
-    "kvzip+",
-    "snapkv",
-    "h2o",
-    "fastkvzip",
-    "contrastkv",
-    "kvzap",
-    "expected-attention",
-    "keydiff",
-    "knorm",
-    "tova",
-    "random",
-    "streaming",
-    "am-fast",
-)
+# All but the one that needs another package.
+METHODS = tuple(name for name in {**EVICTORS, **COMPRESSORS} if name != FromKVPress.name)
 SETTINGS = {
     "int8 storage": CompressionConfig(storage="int8"),
     "fp8 storage": CompressionConfig(storage="fp8"),
@@ -92,11 +83,7 @@ def run_device(options: Options, tell: Tell = lambda what: None) -> dict:
     """Compare and measure everything; raises RestoreKVError where the device is not there."""
     device = parse_device(options.device)
     result = {
-        "machine": {
-            **describe_machine(torch.get_num_threads()),
-            "device": name_device(device),
-            "cuda": torch.version.cuda,
-        },
+        "machine": {**describe_machine(torch.get_num_threads()), "cuda": torch.version.cuda},
         "options": asdict(options),
     }
     result["agreement"] = compare_with_cpu(options, tell)
@@ -113,13 +100,6 @@ def run_device(options: Options, tell: Tell = lambda what: None) -> dict:
     del model
     result["training"] = compare_training(options, tell)
     return result
-
-
-def name_device(device: torch.device) -> str:
-    """Return a GPU's name, or the kind of another device."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return str(device)
 
 
 def compare_with_cpu(options: Options, tell: Tell) -> list[dict]:
@@ -214,18 +194,14 @@ def measure_modes(
     for mode, (config, times) in modes.items():
         tell(f"{options.tokens:,} tokens, {mode}")
         for _ in range(times):
-            before = begin_peak(model.device)
-            start = time.perf_counter()
-            small = compress(
-                model, tokenizer, ids, ratio=options.ratio, adapter=None, config=config
-            )
-            wait_for(model.device)
-            row = {
-                "mode": mode,
-                "seconds": time.perf_counter() - start,
-                "warm-ups": times - 1,
-                "peak": read_peak(model.device) - before,
-            }
+            row: dict = {"mode": mode, "warm-ups": times - 1}
+            with measure_peak(model.device, row):
+                start = time.perf_counter()
+                small = compress(
+                    model, tokenizer, ids, ratio=options.ratio, adapter=None, config=config
+                )
+                synchronize_device(model.device)
+                row["seconds"] = time.perf_counter() - start
         if mode == "plain":
             expected = small.kept
         elif mode == "offload":
@@ -248,12 +224,12 @@ def measure_steps(
             tell(f"{batch} answers at a time, {'a graph' if graph else 'step by step'}")
             # The first answers are a warm-up.
             for _ in range(2):
-                wait_for(model.device)
+                synchronize_device(model.device)
                 start = time.perf_counter()
                 written = generate_ids(
                     model, tokenizer, small.cache, prompts, options.answer, graph=graph
                 )
-                wait_for(model.device)
+                synchronize_device(model.device)
                 seconds = time.perf_counter() - start
             answers[graph] = [each.tolist() for each in written]
             steps = max(len(each) for each in written)
@@ -291,33 +267,14 @@ def compare_training(options: Options, tell: Tell) -> list[dict]:
     return rows
 
 
-def wait_for(device: torch.device) -> None:
-    """Wait until a GPU has done what was asked of it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def begin_peak(device: torch.device) -> int:
-    """Return the bytes that a GPU holds now, from which its high-water mark starts anew."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
-
-
-def read_peak(device: torch.device) -> int:
-    """Return the most bytes that a GPU has held since `begin_peak`; 0 elsewhere."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-
-
 def format_tables(result: dict) -> str:
     """Return everything as Markdown."""
     machine = result["machine"]
     options = result["options"]
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     lines = [
-        f"{machine['date']}, {machine['device']}, {versions}, CUDA {machine['cuda']}.",
+        f"{machine['date']}, {machine.get('device', machine['processor'])}, {versions}, "
+        f"CUDA {machine['cuda']}; compared is {options['device']}.",
         "",
         f"The tiny model in float32, {options['texts']} texts, r = 0.1, beside the CPU.",
         "",

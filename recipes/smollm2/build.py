@@ -183,7 +183,7 @@ OF_MORE = (
 # A leg of seven contexts a step, also longer ones. On an H200 seven processes with a context each
 # took four minutes (torchrun --nproc-per-node 7 -m restorekv train --device cuda:0, under MPS).
 OF_WIDE = (
-    *OF_MORE,
+    *OF_MORE,  # of flags that come twice, the last one counts
     "--longest-context",
     "2000",
     "--max-new-tokens",

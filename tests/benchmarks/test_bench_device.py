@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import device
 from benchmarks.device import Options, format_tables, run_device
@@ -27,6 +26,7 @@ def test_the_cpu_agrees_with_itself_in_everything(monkeypatch):
         assert row["answers equal"] == row["answers"] > 0
     assert [row["mode"] for row in result["modes"]] == ["plain", "offload", "streaming"]
     assert result["modes"][1]["keeps what plain keeps"] is True
+    assert all(row["seconds"] > 0 and row["peak"] >= 0 for row in result["modes"])
     assert [row["same tokens"] for row in result["steps"][1::2]] == [True, True]
     on_cpu, on_device, in_bfloat16 = (row["losses"] for row in result["training"])
     assert on_cpu == on_device != in_bfloat16
@@ -63,8 +63,3 @@ def test_a_device_that_is_not_there_is_refused():
         run_device(Options(device="cuda:99"))
     with pytest.raises(RestoreKVError, match="at least 1"):
         Options(texts=0)
-
-
-def test_only_a_gpu_is_waited_for():
-    device.wait_for(torch.device("cpu"))
-    assert device.begin_peak(torch.device("cpu")) == device.read_peak(torch.device("cpu")) == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from restorekv import CompressedContext, compress, load_model
+from restorekv import CompressedContext, compress, load_model, spec
 from restorekv.cli import folder as module
 from tests.helpers.cli_world import TEXT, build_world, cli
 
@@ -85,6 +85,14 @@ def test_what_is_there_is_kept(world, given, tmp_path):
         "compress", given, "--model", world.other, "-o", out, "--ratio", "0.4", "--adapter", "none"
     )
     assert "Wrote 4" in again.out
+
+
+def test_files_of_another_version_of_the_evictor_are_made_anew(world, given, tmp_path, monkeypatch):
+    """Its name and the package's version stay while it is worked on."""
+    run(world, given)
+    read = spec._read_source
+    monkeypatch.setattr(spec, "_read_source", lambda cls: read(cls) + "# changed")
+    assert "Wrote 4 cache files" in run(world, given).out
 
 
 def test_a_record_is_of_the_file_beside_it(world, given, tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
+from restorekv import spec
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.train import checkpoint, loop
 from restorekv.train.loop import train_adapter
@@ -90,6 +91,19 @@ def test_an_interruption_keeps_every_finished_step(
         for run in ("whole", "cut")
     )
     assert one == other
+
+
+def test_a_run_is_not_continued_with_another_version_of_its_evictor(
+    tiny_tokenizer, tmp_path, monkeypatch
+):
+    config = replace(CONFIG, steps=2, contexts=1)
+    train_adapter(build_model("llama"), tiny_tokenizer, EXAMPLES, config, tmp_path / "run")
+    read = spec._read_source
+    monkeypatch.setattr(spec, "_read_source", lambda cls: read(cls) + "# changed")
+    with pytest.raises(RestoreKVError, match="scores"):
+        train_adapter(
+            build_model("llama"), tiny_tokenizer, EXAMPLES, config, tmp_path / "run", True
+        )
 
 
 def test_a_second_ctrl_c_ends_at_once(tiny_tokenizer, tmp_path, monkeypatch):

@@ -118,6 +118,7 @@ class DocumentCompressor:
             str(model.dtype),
             between,
             compressor.identity(model),
+            compressor.digest_code(),
             adapter and adapter.identity(),
             settings,
         ]

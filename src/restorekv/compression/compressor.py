@@ -22,6 +22,7 @@ from restorekv.compression.config import CompressionConfig, RatioOrBudget
 from restorekv.errors import AdapterError
 from restorekv.model.prompt import Context
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.spec import digest_code
 
 # Called with the name of a phase when it begins.
 BeginPhase = Callable[[str], None]
@@ -46,6 +47,12 @@ class Compressor(ABC):
         files it names.
         """
         return self.spec
+
+    def digest_code(self) -> str:
+        """Return a digest of the files that define the method, for records that have to notice when
+        they change.
+        """
+        return digest_code(type(self))
 
     @abstractmethod
     def with_config(self, config: CompressionConfig) -> Self:

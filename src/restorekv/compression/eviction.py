@@ -100,6 +100,10 @@ class Eviction(Compressor):
         """Return the evictor's identity."""
         return self.evictor.identity(model)
 
+    def digest_code(self) -> str:
+        """Return the digest of the evictor's files."""
+        return spec.digest_code(type(self.evictor))
+
     def count_passes(self) -> int:
         return 1 + self.evictor.rereads if self.scoring else 1
 

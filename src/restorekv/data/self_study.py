@@ -122,7 +122,10 @@ class SelfStudy:
         if self.pads:
             contexts = [each.context for each in asked]
             return generate_padded(self.model, self.tokenizer, contexts, prompts, limits, watches)
-        caches = [each.cache for each in asked if each.cache is not None]
+        caches = []
+        for each in asked:
+            assert each.cache is not None, "only a padded batch has no caches"
+            caches.append(each.cache)
         return generate_ids(
             self.model,
             self.tokenizer,

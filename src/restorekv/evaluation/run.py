@@ -9,7 +9,7 @@ from typing import Protocol
 from restorekv import spec, tasks
 from restorekv.cache import quantized
 from restorekv.compression.budget import parse_ratio
-from restorekv.compression.eviction import Eviction, make_compressor
+from restorekv.compression.eviction import make_compressor
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
 from restorekv.evaluation.grid import FULL, Cell, Job, group_jobs
@@ -103,8 +103,7 @@ def identify_cell(worker: Worker, cell: Cell) -> dict:
             make_compressor(cell.evictor, worker.config(cell)), context.prefix
         )
         name = compressor.identity(worker.model)
-        method = compressor.evictor if isinstance(compressor, Eviction) else compressor
-        code = spec.digest_code(type(method))
+        code = compressor.digest_code()
     unit = "questions"
     if benchmark.averages_contexts(worker.protocol.name):
         unit = "contexts"

@@ -282,14 +282,14 @@ def select_uploads(
     service: Service, after: str | None, order: str, purpose: str | None
 ) -> list[Upload]:
     """Return the uploads that a list asks for; raise ApiError where `after` is none of them."""
+    if after is not None:
+        service.find_upload(after)
     uploads = service.store.list_uploads()
     if order == "asc":
         uploads.reverse()
     if after is not None:
-        places = [place for place, upload in enumerate(uploads) if upload.id == after]
-        if not places:
-            service.find_upload(after)  # which says that there is none
-        uploads = uploads[places[0] + 1 :]
+        ids = [upload.id for upload in uploads]
+        uploads = uploads[ids.index(after) + 1 :]
     return [upload for upload in uploads if purpose in (None, upload.purpose)]
 
 

@@ -120,8 +120,8 @@ Active = TypeVar("Active", bound=ActiveQuestion)
 class CacheEngine(Engine, Generic[Active]):
     """Holds documents in memory up to `memory` bytes, and on disk in a store.
 
-    `compress_settings` are fields of `CompressionConfig` in addition to a variant's own; caches
-    that differ in them have different keys.
+    `compress_settings` are fields of `CompressionConfig` that are not the defaults; caches that
+    differ in them have different keys.
     """
 
     def __init__(

@@ -118,7 +118,8 @@ def describe_origin(
 
 def identify_scores(config: TrainConfig, model: PreTrainedModel) -> str:
     """Return what decides the scores of a run's evictors."""
-    return ",".join(eviction.identity(model) for eviction in config.make_evictions())
+    evictions = config.make_evictions()
+    return ",".join(f"{each.identity(model)} {each.digest_code()}" for each in evictions)
 
 
 def save_checkpoint(folder: Path, run: TrainingRun, step: int) -> None:

@@ -177,7 +177,7 @@ def select_own_device(device: str) -> torch.device:
     if count_processes() == 1:
         return parse_device(device)
     kind = device.partition(":")[0]
-    if kind not in BACKENDS:
+    if kind not in BACKENDS or (kind == "cpu" and device != kind):
         raise RestoreKVError(
             "Several processes train on --device cuda, each on its own GPU, on --device cuda:0, "
             f"all on that one, or cpu, not {device}."

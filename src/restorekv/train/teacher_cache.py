@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.cache_utils import Cache
 
-from restorekv import seal, spec
+from restorekv import seal
 from restorekv.cache.dense import list_dense_layers
 from restorekv.cache.sliding import RecentLayer
 from restorekv.compression.eviction import Eviction
@@ -191,8 +191,11 @@ class TeacherCache:
             return _score_context(eviction, self.model, self.tokenizer, context)
         # Scores depend on text and evictor, a prefill on the text alone: two entries.
         prefill_key = {"ids": _hash_ids(context.ids)}
-        code = spec.digest_code(type(eviction.evictor))
-        scores_key = {**prefill_key, "evictor": eviction.identity(self.model), "code": code}
+        scores_key = {
+            **prefill_key,
+            "evictor": eviction.identity(self.model),
+            "code": eviction.digest_code(),
+        }
         shape = CacheShape.from_model(self.model)
         # Computing scores makes a full cache. It is kept here, so that it is not made twice.
         full: Cache | None = None
