@@ -112,14 +112,14 @@ def describe_origin(
         **describe_teacher(model, tokenizer),
         "data": hash_examples(examples),
         "scores": identify_scores(config, model),
+        "code": [eviction.digest_code() for eviction in config.make_evictions()],
         "processes": processes,
     }
 
 
 def identify_scores(config: TrainConfig, model: PreTrainedModel) -> str:
     """Return what decides the scores of a run's evictors."""
-    evictions = config.make_evictions()
-    return ",".join(f"{each.identity(model)} {each.digest_code()}" for each in evictions)
+    return ",".join(eviction.identity(model) for eviction in config.make_evictions())
 
 
 def save_checkpoint(folder: Path, run: TrainingRun, step: int) -> None:
