@@ -25,6 +25,7 @@ if not importlib.util.find_spec("ray"):  # importing it would be too early for i
 
 from restorekv.errors import RestoreKVError  # noqa: E402
 from restorekv.generation.sampling import SamplingConfig  # noqa: E402
+from restorekv.serve.cache_origin import CacheOrigin  # noqa: E402
 from restorekv.serve.engine import (  # noqa: E402
     BusyError,
     Reply,
@@ -75,7 +76,8 @@ class Handle:
 
     def __init__(self, tokenizer, **scripts) -> None:
         self.scripts, self.calls = scripts, []
-        describe_model = tokenizer, {2}, ("weights", "float32", "template")
+        origin = CacheOrigin(("weights", "float32", "template"), {"snapkv": ("code", "adapter")})
+        describe_model = tokenizer, {2}, origin
         self.describe_model = types.SimpleNamespace(
             remote=lambda: types.SimpleNamespace(result=lambda: describe_model)
         )

@@ -7,8 +7,6 @@ disk again, never computed again.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import threading
 import time
 from abc import abstractmethod
@@ -32,7 +30,6 @@ from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.generation import decoding
 from restorekv.generation.answers import Answer, make_answer
 from restorekv.generation.sampling import TokenChooser
-from restorekv.model.identity import identify_model
 from restorekv.model.prompt import (
     Context,
     count_usable_positions,
@@ -40,6 +37,7 @@ from restorekv.model.prompt import (
     encode_whole_prompt,
 )
 from restorekv.pipeline import compress
+from restorekv.serve.cache_origin import CacheOrigin
 from restorekv.serve.documents import check_size, explain_length
 from restorekv.serve.engine import (
     ENDING,
@@ -107,13 +105,6 @@ class ActiveQuestion:
         self.question.on_token(sample, token, *likely)
 
 
-def make_cache_key(sha256: str, variant: Variant, made_with: Sequence[str]) -> str:
-    """Return the name of a cache: 32 hex digits of document, variant and what it is made with."""
-    # As JSON and not joined, so that no part can reach into the next.
-    parts = json.dumps([sha256, variant.name, *made_with])
-    return hashlib.sha256(parts.encode()).hexdigest()[:32]
-
-
 Active = TypeVar("Active", bound=ActiveQuestion)
 
 
@@ -140,15 +131,7 @@ class CacheEngine(Engine, Generic[Active]):
         self.store = store
         self.memory = memory
         self.stops = decoding.get_stop_ids(model, tokenizer)
-        identity = identify_model(model, tokenizer)
-        assert identity.template is not None  # since there is a tokenizer
-        settings = [f"{name}={value}" for name, value in self.compress_settings.items()]
-        self.made_with: tuple[str, ...] = (
-            identity.fingerprint,
-            str(model.dtype),
-            identity.template,
-            *settings,
-        )
+        self.origin = CacheOrigin.describe(model, tokenizer, self.compress_settings)
         # By the document's hash and the cache's key.
         self.held: OrderedDict[tuple[str, str], CompressedContext] = OrderedDict()
         self.lock = threading.Lock()  # of `held`
@@ -291,7 +274,7 @@ class CacheEngine(Engine, Generic[Active]):
     # Documents: from memory, from disk, from the shared folder, or compressed.
 
     def make_key(self, sha256: str, variant: Variant) -> str:
-        return make_cache_key(sha256, variant, self.made_with)
+        return self.origin.make_key(sha256, variant)
 
     async def get_document(self, sha256: str, variant: Variant, content: Content) -> ServedDocument:
         """Return a document from memory or disk at once, else from the thread that compresses."""

@@ -24,7 +24,6 @@ from typing import Any
 from restorekv.cluster import LOCAL, connect_ray
 from restorekv.errors import import_extra
 from restorekv.files import HOST
-from restorekv.serve.caches import make_cache_key
 from restorekv.serve.engine import (
     READY,
     WAITING,
@@ -64,7 +63,7 @@ class RayEngine(Engine):
         self.handle = handle
         self.replica = import_module("restorekv.serve.ray.replica")
         self.errors = import_module("ray.exceptions")
-        self.tokenizer, self.stops, self.made_with = handle.describe_model.remote().result()
+        self.tokenizer, self.stops, self.origin = handle.describe_model.remote().result()
         self.lengths: OrderedDict[str, int] = OrderedDict()  # tokens of documents, by key
         self.states: dict[str, CacheState] = {}  # of the documents that are being made, by key
         self.reports: dict[str, Any] = {}  # the last ReplicaReport of every replica
@@ -80,7 +79,7 @@ class RayEngine(Engine):
         self.wait_for_tasks(DRAIN)
 
     def make_key(self, sha256: str, variant: Variant) -> str:
-        return make_cache_key(sha256, variant, self.made_with)
+        return self.origin.make_key(sha256, variant)
 
     # Documents.
 

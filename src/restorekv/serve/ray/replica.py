@@ -24,6 +24,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.files import file_lock
 from restorekv.generation import decoding
 from restorekv.model.load import load_model
+from restorekv.serve.cache_origin import CacheOrigin
 from restorekv.serve.embedded import EmbeddedEngine
 from restorekv.serve.engine import CacheState, ServedDocument, ServedQuestion, ask_engine
 from restorekv.serve.ray.router import DocumentRouter
@@ -105,9 +106,9 @@ class Replica:
             self.store.close()
             self.lasting.close()
 
-    async def describe_model(self) -> tuple[Tokenizer, set[int], Sequence[str]]:
-        """Return the tokenizer, the ids that end answers, and what caches are made with."""
-        return self.engine.tokenizer, self.engine.stops, self.engine.made_with
+    async def describe_model(self) -> tuple[Tokenizer, set[int], CacheOrigin]:
+        """Return the tokenizer, the ids that end answers, and the origin of caches."""
+        return self.engine.tokenizer, self.engine.stops, self.engine.origin
 
     async def get_document(
         self, place: Place, content: str | bytes | None

@@ -1,0 +1,95 @@
+"""What a server's caches are made with, which decides their names in the store.
+
+A cache that an older version made, or an adapter or gate that has been replaced since, is not found
+by its name any more: it is made again, and the old file goes when the disk quota asks for its room.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv import __version__
+from restorekv.compression.compressor import Compressor
+from restorekv.compression.eviction import make_compressor
+from restorekv.compression.presets import resolve_preset
+from restorekv.errors import RestoreKVError
+from restorekv.evictors import EVICTORS
+from restorekv.files import read_bytes
+from restorekv.model.identity import identify_model
+from restorekv.model.names import SHIPPING, get_model_name, is_shipping_installed
+from restorekv.restore.adapter_file import CARD
+from restorekv.restore.shipped import find_shipped_adapter
+from restorekv.serve.variants import Variant
+
+
+@dataclass(frozen=True)
+class CacheOrigin:
+    """What decides every cache of a server beside the document and the variant.
+
+    Args:
+        common: The version of this package, the model, its dtype and template, and settings of
+            `compress` that are not the defaults.
+        evictors: For each evictor, digests of its files and gate, and of the adapter that ships.
+    """
+
+    common: Sequence[str]
+    evictors: Mapping[str, Sequence[str]]
+
+    @classmethod
+    def describe(
+        cls, model: PreTrainedModel, tokenizer: Tokenizer, settings: Mapping[str, Any]
+    ) -> Self:
+        """Return the origin of caches that this process would make now."""
+        identity = identify_model(model, tokenizer)
+        assert identity.template is not None  # since there is a tokenizer
+        common = (
+            __version__,
+            identity.fingerprint,
+            str(model.dtype),
+            identity.template,
+            *(f"{name}={value}" for name, value in settings.items()),
+        )
+        return cls(common, {name: _describe_evictor(name, model) for name in EVICTORS})
+
+    def make_key(self, sha256: str, variant: Variant) -> str:
+        """Return the name of a cache: 32 hex digits of the document, the variant and all this."""
+        own: Sequence[str] = ()
+        if variant.method:
+            code, adapter = self.evictors[resolve_preset(variant.method)]
+            own = (code, adapter) if variant.restores else (code,)
+        # As JSON and not joined, so that no part can reach into the next.
+        parts = json.dumps([sha256, variant.name, *self.common, *own])
+        return hashlib.sha256(parts.encode()).hexdigest()[:32]
+
+
+def _describe_evictor(name: str, model: PreTrainedModel) -> tuple[str, str]:
+    """Return what decides an evictor's scores, and the digest of its adapter's record or ""."""
+    try:
+        compressor = make_compressor(name)
+        scores = f"{compressor.identity(model)} {compressor.digest_code()}"
+        return scores, _digest_adapter(compressor, model)
+    # It has no gate for this model, say. Who asks for it gets the sentence, and no cache.
+    except RestoreKVError:
+        return "", ""
+
+
+def _digest_adapter(compressor: Compressor, model: PreTrainedModel) -> str:
+    """Return the digest of the adapter that ships for model and compressor; "" if none does."""
+    model_name = get_model_name(model)
+    # Asked here, since the search for an adapter warns of what is not installed, for each evictor.
+    if model_name not in SHIPPING or not is_shipping_installed(model_name):
+        return ""
+    folder = find_shipped_adapter(model_name, compressor.spec, compressor.config.allocation_spec)
+    if folder is None:
+        return ""
+    record = folder / CARD
+    # The record has the checksums of all other files.
+    content = read_bytes(record, str(record))
+    return hashlib.sha256(content).hexdigest()[:16]

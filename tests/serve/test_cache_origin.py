@@ -1,0 +1,90 @@
+"""The names of a server's caches: what is made differently since has another name."""
+
+import shutil
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from restorekv import load_model, spec
+from restorekv.model import names
+from restorekv.serve import cache_origin
+from restorekv.serve.cache_origin import CacheOrigin
+from restorekv.serve.variants import Variant
+
+SHA = "0" * 64
+MODEL_IDS = ("tiny", "tiny:kvzip-0.1", "tiny:kvzip-0.1-base", "tiny:fast-0.1", "tiny:random-0.1")
+
+
+def make_keys(model, tokenizer, **settings):
+    origin = CacheOrigin.describe(model, tokenizer, settings)
+    return {name: origin.make_key(SHA, Variant.parse(name, "tiny")) for name in MODEL_IDS}
+
+
+def list_changed(before, after):
+    return [name for name in MODEL_IDS if before[name] != after[name]]
+
+
+@pytest.fixture
+def shipped(tmp_path, monkeypatch):
+    """The folder of a copy of what ships for the tiny model, which a test may change."""
+    folder = tmp_path / "distributions" / "restorekv-tiny"
+    shutil.copytree(names.DISTRIBUTIONS / "restorekv-tiny", folder)
+    monkeypatch.setattr(names, "DISTRIBUTIONS", folder.parent)
+    return folder / "restorekv_tiny"
+
+
+@pytest.fixture
+def loaded(shipped):
+    """That copy's model and tokenizer."""
+    return load_model("tiny")
+
+
+def test_a_replaced_adapter_renames_what_it_restored(loaded, shipped):
+    before = make_keys(*loaded)
+    assert make_keys(*loaded) == before
+    record = shipped / "adapters" / "kvzip" / "restorekv.json"
+    record.write_text(record.read_text() + "\n")
+    # Neither the full cache nor what the evictor alone keeps has read the adapter.
+    assert list_changed(before, make_keys(*loaded)) == ["tiny:kvzip-0.1"]
+    shutil.rmtree(record.parent)
+    assert list_changed(before, make_keys(*loaded)) == ["tiny:kvzip-0.1"]
+
+
+def test_a_replaced_gate_renames_what_it_scored(shipped):
+    # Loaded anew each time, as a server does at its start: a model keeps its gate.
+    before = make_keys(*load_model("tiny"))
+    gate = shipped / "gates" / "fastkvzip.safetensors"
+    tensors = load_file(gate)
+    name = min(tensors)
+    tensors[name] = tensors[name] + 1
+    with safe_open(gate, "pt") as file:
+        save_file(tensors, gate, file.metadata())
+    assert list_changed(before, make_keys(*load_model("tiny"))) == ["tiny:fast-0.1"]
+    # Without a gate a question about such a document is refused; the server starts all the same.
+    gate.unlink()
+    assert list_changed(before, make_keys(*load_model("tiny"))) == ["tiny:fast-0.1"]
+
+
+def test_changed_code_renames_caches(loaded, monkeypatch):
+    before = make_keys(*loaded)
+    digest = spec.digest_code
+    # As if somebody had edited the evictor's file.
+    monkeypatch.setattr(spec, "digest_code", lambda cls: digest(cls) + cls.__name__[:1])
+    assert list_changed(before, make_keys(*loaded)) == list(MODEL_IDS[1:])
+    monkeypatch.undo()
+    monkeypatch.setattr(cache_origin, "__version__", "0.0.1")
+    assert list_changed(before, make_keys(*loaded)) == list(MODEL_IDS)
+
+
+def test_settings_and_document_are_part_of_the_name(loaded):
+    before = make_keys(*loaded)
+    assert list_changed(before, make_keys(*loaded, storage="int8")) == list(MODEL_IDS)
+    origin = CacheOrigin.describe(*loaded, {})
+    assert origin.make_key("1" * 64, Variant.parse("tiny", "tiny")) != before["tiny"]
+
+
+def test_models_without_shipped_files_have_names_too(model, tiny_tokenizer):
+    """A name of a model that is a path, as transformers leaves it, leads to no adapter."""
+    model.config.name_or_path = "/tmp/some.folder/model"
+    assert len(set(make_keys(model, tiny_tokenizer).values())) == len(MODEL_IDS)
