@@ -17,9 +17,11 @@ import torch
 openai = pytest.importorskip("openai")
 
 from restorekv import CompressedContext  # noqa: E402
+from restorekv.errors import RestoreKVError  # noqa: E402
 from restorekv.generation.decoding import decode_answer, generate_ids, get_stop_ids  # noqa: E402
 from restorekv.model.shape import get_backbone  # noqa: E402
 from restorekv.readers.extract import extract_text  # noqa: E402
+from restorekv.serve.requests import AnswerDefaults, ChatRequest  # noqa: E402
 from restorekv.serve.run import Settings, build_app  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from tests.helpers.serving import (  # noqa: E402
@@ -649,6 +651,26 @@ def test_answers_that_repeat_themselves_can_be_ended(client, file):
     assert whole.startswith(ended.choices[0].message.content)
     with pytest.raises(openai.BadRequestError, match="stop_repeats"):
         ask(client, about(file), extra_body={"stop_repeats": 1}, **options)
+
+
+def test_the_server_decides_what_a_request_leaves_open(model, tiny_tokenizer, tmp_path):
+    """Clients such as Open WebUI send no temperature."""
+    defaults = AnswerDefaults(temperature=0.0, stop_repeats=3)
+    with serving(model, tiny_tokenizer, tmp_path, defaults=defaults) as url:
+        client = client_of(url)
+        messages = about(upload(client))
+        plain = ask(client, messages).choices[0].message.content
+        assert ask(client, messages, temperature=0).choices[0].message.content == plain
+        prompts = [client.completions.create(model="tiny", prompt="Which") for _ in range(2)]
+        assert prompts[0].choices[0].text == prompts[1].choices[0].text
+    asked = ChatRequest(model="tiny", messages=messages, temperature=0.5, stop_repeats=0)
+    assert asked.make_sampling(defaults).temperature == 0.5
+    assert asked.make_sampling(defaults).stop_repeats == 0
+    silent = ChatRequest(model="tiny", messages=messages)
+    assert silent.make_sampling(defaults).stop_repeats == 3
+    assert silent.make_sampling(AnswerDefaults()).temperature == 1
+    with pytest.raises(RestoreKVError, match="stop_repeats"):
+        AnswerDefaults(stop_repeats=1)
 
 
 def test_a_text_too_short_for_its_ratio_is_kept_whole(client, file):

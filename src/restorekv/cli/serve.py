@@ -78,6 +78,16 @@ def run(
         typer.Option(help="How much of the documents vLLM holds.", show_default="1G"),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 1024,
+    temperature: Annotated[
+        float,
+        typer.Option(min=0, max=2, help="Of answers whose request names none; 0 is greedy."),
+    ] = 1.0,
+    stop_repeats: Annotated[
+        int,
+        typer.Option(
+            min=0, max=1000, help="End an answer that repeats a block so often; 0 never does."
+        ),
+    ] = 0,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     **spread: Any,
@@ -114,6 +124,7 @@ def run(
         shared=shared or None,
         keys=keys,
         limits=server.Limits(tokens=max_tokens, waiting=waiting),
+        defaults=server.AnswerDefaults(temperature, stop_repeats),
         engine=engine,
         options=engine_options,
     )

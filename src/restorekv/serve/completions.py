@@ -20,7 +20,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.serve import fields, replies, schemas
 from restorekv.serve.engine import Reply, ServedQuestion
 from restorekv.serve.questions import IsGone, PendingAnswer, Questions, format_event
-from restorekv.serve.requests import SamplingRequest, Text
+from restorekv.serve.requests import AnswerDefaults, SamplingRequest, Text
 from restorekv.serve.service import explain_error
 from restorekv.serve.variants import Variant
 
@@ -65,8 +65,8 @@ class CompletionRequest(SamplingRequest):
         is_single = isinstance(given, str) or not given or isinstance(given[0], int)
         return [given] if is_single else list(given)
 
-    def list_options(self) -> dict[str, Any]:
-        options = super().list_options()
+    def list_options(self, defaults: AnswerDefaults) -> dict[str, Any]:
+        options = super().list_options(defaults)
         if self.logprobs is not None:
             options["logprobs"] = self.logprobs
         return options
@@ -91,7 +91,7 @@ async def complete_text(
         raise RestoreKVError(
             f"A completion has no document to compress; use {service.base} as the model."
         )
-    sampling = request.make_sampling()
+    sampling = request.make_sampling(service.defaults)
     limit = min(request.max_tokens or DEFAULT_TOKENS, service.limits.tokens)
     pending = []
     for prompt in request.list_prompts():

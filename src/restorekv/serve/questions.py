@@ -79,7 +79,7 @@ class Questions:
             TimeoutError: the documents took too long.
         """
         service = self.service
-        chat = parse_chat(request, service.base, service.limits.tokens)
+        chat = parse_chat(request, service.base, service.limits.tokens, service.defaults)
         service.check_open()
 
         # Compressing may outlast the server, whose end is then the answer.

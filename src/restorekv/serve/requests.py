@@ -176,6 +176,23 @@ class Format(BaseModel):
         return schema
 
 
+@dataclass(frozen=True)
+class AnswerDefaults:
+    """What an answer gets where its request does not say.
+
+    Args:
+        temperature: 1, as OpenAI's, unless the server's flag says otherwise.
+        stop_repeats: As the request's field; 0 never ends an answer that repeats itself.
+    """
+
+    temperature: float = 1.0
+    stop_repeats: int = 0
+
+    def __post_init__(self) -> None:
+        # Refused when the server starts, not with every request.
+        SamplingConfig.make(temperature=self.temperature, stop_repeats=self.stop_repeats)
+
+
 class SamplingRequest(BaseModel):
     """How answers are written and sent: what all requests for completions have."""
 
@@ -202,17 +219,14 @@ class SamplingRequest(BaseModel):
         """Whether the last event of a stream says what the answer cost."""
         return bool((self.stream_options or {}).get("include_usage"))
 
-    def make_sampling(self) -> SamplingConfig:
-        """Return how the answers are written: sampled at temperature 1 by default, as OpenAI's are.
+    def make_sampling(self, defaults: AnswerDefaults) -> SamplingConfig:
+        """Return how the answers are written. The seed is random unless the request has one."""
+        return SamplingConfig.make(**self.list_options(defaults))
 
-        The seed is random unless the request has one.
-        """
-        return SamplingConfig.make(**self.list_options())
-
-    def list_options(self) -> dict[str, Any]:
-        """Return the settings of `SamplingConfig` that the request asks for."""
+    def list_options(self, defaults: AnswerDefaults) -> dict[str, Any]:
+        """Return settings of `SamplingConfig`: what the request asks for, else the defaults."""
         options: dict[str, Any] = {
-            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "temperature": _choose(self.temperature, defaults.temperature),
             "top_p": self.top_p or 1.0,
             "samples": self.n or 1,
             "stop": self.stop or (),
@@ -222,9 +236,8 @@ class SamplingRequest(BaseModel):
             "repetition_penalty": self.repetition_penalty or 1.0,
             "frequency_penalty": self.frequency_penalty or 0.0,
             "presence_penalty": self.presence_penalty or 0.0,
+            "stop_repeats": _choose(self.stop_repeats, defaults.stop_repeats),
         }
-        if self.stop_repeats is not None:
-            options["stop_repeats"] = self.stop_repeats
         if self.logit_bias:
             options["logit_bias"] = _parse_bias(self.logit_bias)
         return options
@@ -256,8 +269,8 @@ class ChatRequest(SamplingRequest):
             )
         return self
 
-    def list_options(self) -> dict[str, Any]:
-        options = super().list_options()
+    def list_options(self, defaults: AnswerDefaults) -> dict[str, Any]:
+        options = super().list_options(defaults)
         if self.logprobs:
             options["logprobs"] = self.top_logprobs or 0
         schema = (self.response_format or Format()).find_schema()
@@ -301,7 +314,9 @@ class ParsedChat:
     limit: int
 
 
-def parse_chat(request: ChatRequest, base: str, most_tokens: int) -> ParsedChat:
+def parse_chat(
+    request: ChatRequest, base: str, most_tokens: int, defaults: AnswerDefaults
+) -> ParsedChat:
     """Return what a request asks: system messages first, then user and assistant in turn.
 
     Any message but the assistant's may hold documents. The model reads all of them first, in their
@@ -311,6 +326,7 @@ def parse_chat(request: ChatRequest, base: str, most_tokens: int) -> ParsedChat:
         request: what was sent.
         base: the name of the server's model.
         most_tokens: the server's limit on answers.
+        defaults: what an answer gets where the request does not say.
     """
     documents: list[DocumentPart] = []
     system: list[str] = []
@@ -340,9 +356,14 @@ def parse_chat(request: ChatRequest, base: str, most_tokens: int) -> ParsedChat:
         turns=list(zip(questions[:-1], texts[1::2], strict=True)),
         question=questions[-1],
         variant=Variant.parse(request.model, base),
-        sampling=request.make_sampling(),
+        sampling=request.make_sampling(defaults),
         limit=min(request.max_completion_tokens or request.max_tokens or most_tokens, most_tokens),
     )
+
+
+def _choose(asked: float | None, default: float) -> float:
+    """Return what a request asks for, 0 included, or the default."""
+    return default if asked is None else asked
 
 
 def _read_message(message: Message, documents: list[DocumentPart]) -> str:

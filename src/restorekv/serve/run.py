@@ -33,6 +33,7 @@ from restorekv.serve.caches import CacheEngine
 from restorekv.serve.engine import Engine, explain_resource_shortage
 from restorekv.serve.guard import Connection
 from restorekv.serve.index import UPLOADED
+from restorekv.serve.requests import AnswerDefaults
 from restorekv.serve.service import Limits, Service
 from restorekv.serve.shared import SharedFolder
 from restorekv.serve.store import Store
@@ -68,6 +69,7 @@ class Settings:
         shared: The address of a folder of caches that several servers use.
         keys: The keys of clients; if there are none, a request needs no key.
         limits: What a request may cost.
+        defaults: What an answer gets where its request does not say.
         engine: The name of the engine.
         options: Options of the engine.
     """
@@ -80,6 +82,7 @@ class Settings:
     shared: str | None = None
     keys: tuple[str, ...] = ()
     limits: Limits = field(default_factory=Limits)
+    defaults: AnswerDefaults = field(default_factory=AnswerDefaults)
     engine: str = "embedded"
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -116,7 +119,7 @@ def build_engine_app(
     Its start-up runs `check`, and continues with uploads that were not processed.
     """
     default = Variant.parse(settings.default, settings.base)
-    service = Service(engine, store, settings.base, default, settings.limits)
+    service = Service(engine, store, settings.base, default, settings.limits, settings.defaults)
     started = False
 
     @asynccontextmanager

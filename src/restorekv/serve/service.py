@@ -27,7 +27,7 @@ from restorekv.serve.engine import (
     explain_resource_shortage,
 )
 from restorekv.serve.index import FAILED, PROCESSED
-from restorekv.serve.requests import AttachedFile, DocumentPart, UploadedFile
+from restorekv.serve.requests import AnswerDefaults, AttachedFile, DocumentPart, UploadedFile
 from restorekv.serve.store import Store, Upload
 from restorekv.serve.variants import Variant
 
@@ -83,16 +83,24 @@ class Service:
         base: The name of the model.
         default: The variant that uploads are compressed as.
         limits: What requests may cost.
+        defaults: What answers get where their requests do not say.
     """
 
     def __init__(
-        self, engine: Engine, store: Store, base: str, default: Variant, limits: Limits
+        self,
+        engine: Engine,
+        store: Store,
+        base: str,
+        default: Variant,
+        limits: Limits,
+        defaults: AnswerDefaults,
     ) -> None:
         self.engine = engine
         self.store = store
         self.base = base
         self.default = default
         self.limits = limits
+        self.defaults = defaults
         self.tasks: set[asyncio.Task] = set()  # uploads that are being processed
         self.waiting = 0  # requests that wait for their documents
         self.ending = False
