@@ -44,7 +44,7 @@ from restorekv.model.prompt import (
     make_context,
 )
 from restorekv.model.shape import CacheShape
-from restorekv.model.tokenize import check_model_and_tokenizer, decode_utf8
+from restorekv.model.tokenize import check_model_and_tokenizer, decode_text
 from restorekv.readers.extract import KINDS, extract_text
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.size_limits import TEXT_BYTES
@@ -235,7 +235,7 @@ def load_document(path: Path) -> str:
     content = read_bytes(path, name_in_messages, TEXT_BYTES)
     if path.suffix.lower() in KINDS:
         return extract_text(str(path), content)
-    return decode_utf8(content, name_in_messages)
+    return decode_text(content, name_in_messages)
 
 
 def make_budget(

@@ -583,7 +583,7 @@ def test_a_context_comes_in_many_forms(case, tmp_path):
         rendered.startswith(tokenizer.decode(briefed.context.ids[0]))
         and briefed.manifest.system == "Be brief."
     )
-    path.write_bytes(b"\xff\xfe\x00")
+    path.write_bytes(b"\xff\x00")
     for wrong, match in (
         (path, "not UTF-8"),
         (messages * 2, "must be one user message"),

@@ -14,7 +14,7 @@ from restorekv.compression import full_cache
 from restorekv.compression.streaming import Stream
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import results, worker
-from restorekv.evaluation.grid import Cell, group_jobs
+from restorekv.evaluation.grid import FULL, Cell, group_jobs
 from restorekv.evaluation.rows import make_rows
 from restorekv.evaluation.run import LOCK, run_grid
 from restorekv.evictors.kvzip import KVzip
@@ -359,6 +359,33 @@ def test_an_evictor_whose_file_has_changed_is_refused(world, tmp_path, monkeypat
     with pytest.raises(RestoreKVError, match=r"was made with code \w+ \(now \w+\)") as raised:
         run_grid(cells, tmp_path)
     assert one_sentence(raised) and contents(tmp_path) == before
+
+
+def test_what_an_older_evictor_answered_can_be_set_aside(world, tmp_path, monkeypatch):
+    cells = grid(model_of(world), "plain")
+    before = run_grid(cells, tmp_path)
+    answers = [(each.folder / results.ANSWERS).read_text() for each in before]
+    read = spec._read_source
+    for round_ in (1, 2):
+        edited = f"# changed {round_} times"
+        monkeypatch.setattr(
+            spec,
+            "_read_source",
+            lambda cls, edited=edited: read(cls) + edited * issubclass(cls, KVzip),
+        )
+        run_grid(cells, tmp_path, set_aside=True)
+        # Cells of the full cache have no evictor, and stay.
+        aside = sorted(each.name for each in (tmp_path / results.SET_ASIDE).iterdir())
+        moved = [each for each in before if each.cell.evictor != FULL]
+        assert aside == sorted(
+            f"{each.folder.name}-{n}" for each in moved for n in range(1, round_ + 1)
+        )
+    for each, old in zip(before, answers, strict=True):
+        # The source's digest changed and its scores did not, so the answers are the same again.
+        assert (each.folder / results.ANSWERS).read_text() == old
+        if each in moved:
+            kept = tmp_path / results.SET_ASIDE / f"{each.folder.name}-1" / results.ANSWERS
+            assert kept.read_text() == old
 
 
 def test_other_contexts_are_refused(world, tmp_path, monkeypatch):

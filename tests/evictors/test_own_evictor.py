@@ -54,6 +54,16 @@ def test_scores_of_another_form_are_refused(tiny_model, tiny_tokenizer, fault):
     assert "\n" not in str(error.value)
 
 
+def test_scores_that_are_no_numbers_are_said_to_be_the_evictors(tiny_model, tiny_tokenizer):
+    def half(layers, heads, context):
+        scores = right(layers, heads, context)
+        scores[0, 0, :3] = torch.nan
+        return scores
+
+    with pytest.raises(RestoreKVError, match=r"^3 of [\d,]+ scores of the evictor own are not"):
+        prepare(tiny_model, tiny_tokenizer, Own(half))
+
+
 @pytest.mark.parametrize("part", ["keys", "values"])
 def test_an_evictor_that_changes_the_full_cache_is_refused(tiny_model, tiny_tokenizer, part):
     """Everything else reads it again: the full cache's own answers would be wrong."""

@@ -106,6 +106,7 @@ def run_here(kind: Kind, words: list[str], tmp: Path) -> int:
         setattr(sys, name, stream)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup make test` ignores
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray, in an earlier test, may have taken it
     try:
         main(words)
     except SystemExit as error:

@@ -23,6 +23,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.model.load import load_tokenizer
 from restorekv.model.prompt import encode_question, make_context, split_template
 from restorekv.model.tokenize import (
+    decode_text,
     find_control_tokens,
     get_safe_tokenizer,
     locate_tokens,
@@ -213,3 +214,25 @@ def test_no_other_module_calls_a_tokenizer():
         if calls.search(re.sub(r"def \w+\(|\w+_tokenizer\(", "", path.read_text(encoding="utf-8")))
     }
     assert found == {"model/tokenize.py", "model/prompt.py"}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-16-le"])
+def test_text_files_of_every_editor_are_read(encoding):
+    """Windows' Notepad calls UTF-16 with a mark "Unicode"."""
+    text = "31 Ziegen, größer als 𝄞"
+    mark = "\ufeff" if encoding in ("utf-16-be", "utf-16-le") else ""
+    assert decode_text((mark + text).encode(encoding), "a.txt") == text
+
+
+@pytest.mark.parametrize(
+    ("payload", "said"),
+    [
+        (b"\xff\xfea", r"a\.txt is not UTF-16 text \(byte 2\); convert it first\."),
+        ("x".encode("utf-16-le"), r"a\.txt is binary"),  # no mark
+        ("x".encode("utf-32"), r"a\.txt is binary"),
+        (b"\xe4", r"a\.txt is not UTF-8 text \(byte 0\); convert it first\."),
+    ],
+)
+def test_bytes_that_are_no_text_are_refused(payload, said):
+    with pytest.raises(RestoreKVError, match=said):
+        decode_text(payload, "a.txt")

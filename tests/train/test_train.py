@@ -102,10 +102,22 @@ def test_a_run_goes_on_with_the_kind_of_embeddings_that_the_adapter_has(
     make_initial_adapter(model, tiny_tokenizer, replace(config, init="")).save_pretrained(tmp_path)
     again = make_initial_adapter(model, tiny_tokenizer, config)
     assert again.embeddings.requires_grad == (kind == "learned")
-    with pytest.raises(
-        AdapterError, match=f"has embeddings {kind}, the settings {other}; train with --embeddings"
-    ):
+    with pytest.raises(AdapterError, match=f"train it on with --embeddings {kind}\\.$"):
         make_initial_adapter(model, tiny_tokenizer, replace(config, embeddings=other))
+
+
+def test_all_that_differs_from_the_first_adapter_is_said_at_once(tiny_tokenizer, tmp_path):
+    model = build_model("llama")
+    first = replace(CONFIG, restore_tokens=3, rank=2, knows_ratio=True, targets=("q_proj",))
+    make_initial_adapter(model, tiny_tokenizer, first).save_pretrained(tmp_path)
+    other = replace(
+        first, restore_tokens=4, rank=5, knows_ratio=False, targets=("v_proj",), init=str(tmp_path)
+    )
+    with pytest.raises(AdapterError) as raised:
+        make_initial_adapter(model, tiny_tokenizer, other)
+    flags = "--restore-tokens 3 --rank 2 --targets q_proj --knows-ratio"
+    assert str(raised.value).endswith(f"train it on with {flags}.")
+    make_initial_adapter(model, tiny_tokenizer, replace(first, init=str(tmp_path)))
 
 
 def test_every_adapter_weight_that_can_learn_does(tiny_tokenizer, tmp_path):

@@ -53,6 +53,14 @@ def run(
     out: Annotated[
         Path, typer.Option(help="The run's folder; its cells are not run again.")
     ] = Path("runs/eval"),
+    set_aside: Annotated[
+        bool,
+        typer.Option(
+            "--set-aside",
+            help="Ask anew what was made with something else, such as an older evictor; what is "
+            "there moves to set-aside/ in the folder.",
+        ),
+    ] = False,
     count: Annotated[
         int | None, typer.Option(min=1, help="Contexts of each benchmark; else its own number.")
     ] = None,
@@ -119,7 +127,9 @@ def run(
     check_cells(cells)
     silence_transformers()
     with show_progress_share("evaluating") as update, open_pool(ray, workers, device) as pool:
-        results = run_grid(cells, out, pool, lambda progress: update(progress.what, progress.share))
+        results = run_grid(
+            cells, out, pool, lambda progress: update(progress.what, progress.share), set_aside
+        )
     export_kvpress(out)
     if json:
         write_figures(json, make_payload(results))

@@ -18,7 +18,7 @@ from restorekv.files import read_json
 from restorekv.generation.sampling import SamplingConfig
 from restorekv.model.load import check_dtype, load_model
 from restorekv.model.names import find_known_name
-from restorekv.model.tokenize import decode_utf8
+from restorekv.model.tokenize import decode_text
 from restorekv.pipeline import load_document
 from restorekv.storage.cache_file import Manifest, open_cache_file
 
@@ -32,7 +32,7 @@ def read_text(name: str) -> str:
         if sys.stdin is None:
             raise RestoreKVError("The standard input is closed; give a file or pipe a text in.")
         source = "The input"
-        text = decode_utf8(sys.stdin.buffer.read(), source)
+        text = decode_text(sys.stdin.buffer.read(), source)
     else:
         source = f"The file {name}"
         text = load_document(Path(name))

@@ -109,6 +109,7 @@ def _check_scores(
     wanted = (shape.layers, shape.heads, context.tokens)
     if isinstance(scores, Tensor) and tuple(scores.shape) == wanted:
         if scores.dtype.is_floating_point:
+            _check_numbers(scores, evictor)
             return
         found = f"numbers of the type {str(scores.dtype).removeprefix('torch.')}"
     elif isinstance(scores, Tensor):
@@ -119,6 +120,16 @@ def _check_scores(
         f"The evictor {evictor.name} returned {found}; its score() gives float32 of the shape "
         f"(L, H, T) = {wanted}, for the tokens after the chat prefix."
     )
+
+
+def _check_numbers(scores: Tensor, evictor: Evictor) -> None:
+    """Refuse NaN, which has no rank."""
+    wrong = int(scores.isnan().sum())
+    if wrong:
+        raise RestoreKVError(
+            f"{wrong:,} of {scores.numel():,} scores of the evictor {evictor.name} are not numbers "
+            "(NaN): load the model in bfloat16 or float32, or mend score() if the evictor is yours."
+        )
 
 
 def prefill_unscored(

@@ -15,6 +15,7 @@ from typing import IO, Any, cast
 
 from restorekv.errors import RestoreKVError, import_extra, summarize_error
 from restorekv.files import check_elements, check_levels, open_regular_file
+from restorekv.model.tokenize import decode_text
 from restorekv.seal import digest_file
 from restorekv.size_limits import ROW_ELEMENTS, TEXT_BYTES
 
@@ -187,17 +188,8 @@ def _read_limited(file: Path, stream: IO[bytes]) -> bytes:
 
 
 def _read_plain_text(file: Path, stream: IO[bytes]) -> str:
-    try:
-        return (
-            _read_limited(file, stream)
-            .decode("utf-8-sig")
-            .replace("\r\n", "\n")
-            .replace("\r", "\n")
-        )
-    except UnicodeDecodeError as error:
-        raise RestoreKVError(
-            f"{file} is not UTF-8 text (byte {error.start}); convert it first."
-        ) from error
+    text = decode_text(_read_limited(file, stream), str(file))
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _parse_json_at(file: Path, content: bytes, line: int = 1) -> object:

@@ -4,6 +4,7 @@ DIR/cells/<name>/cell.json      the cell and what it was made with, written firs
                  answers.jsonl  one line a context
                  seconds.jsonl  how long each context took; a file of its own, as it differs by run
                  summary.json   figures, written last: the cell is done
+DIR/set-aside/<name>-<n>/       a cell that was made with something else, where a run was told so
 """
 
 import json
@@ -34,6 +35,7 @@ from restorekv.files import (
 from restorekv.model.identity import ModelIdentity
 
 CELLS = "cells"
+SET_ASIDE = "set-aside"
 CELL = "cell.json"
 ANSWERS = "answers.jsonl"
 SECONDS = "seconds.jsonl"
@@ -182,9 +184,17 @@ def append_line(path: Path, line: dict) -> None:
         os.fsync(file.fileno())
 
 
-def open_result(folder: Path, cell: Cell, facts: dict) -> Result:
-    """Open the cell's folder, or creates it; raises RestoreKVError for a cell that was made with
-    other facts.
+def open_result(folder: Path, cell: Cell, facts: dict, set_aside: bool = False) -> Result:
+    """Open the cell's folder, or create it.
+
+    Args:
+        folder: The folder of the run.
+        cell: What is asked.
+        facts: What it would be made with now.
+        set_aside: Move a cell that was made with other facts out of the way, and begin anew.
+
+    Raises:
+        RestoreKVError: the cell was made with other facts, and may not be set aside.
     """
     path = folder / CELLS / cell.name
     # A link would lead the answers into a folder of something else.
@@ -192,14 +202,30 @@ def open_result(folder: Path, cell: Cell, facts: dict) -> Result:
         check_not_link(place)
     if (path / CELL).exists():
         result = load_result(path)
-        if changes := describe_changes(result.identity, facts):
+        changes = describe_changes(result.identity, facts)
+        if not changes:
+            return result
+        if not set_aside:
             raise RestoreKVError(
-                f"{path} was made with {changes}; choose another folder or remove this one."
+                f"{path} was made with {changes}; choose another folder, or pass --set-aside "
+                "(set_aside=True in Python) to keep what is there in "
+                f"{folder / SET_ASIDE} and begin anew."
             )
-        return result
+        _move_aside(folder, path)
     path.mkdir(parents=True, exist_ok=True)
     write_json(path / CELL, {"cell": cell.to_dict(), "facts": facts}, follow=False)
     return Result(path, cell, facts)
+
+
+def _move_aside(folder: Path, path: Path) -> None:
+    """Move a cell's folder to the first free name beside the cells."""
+    aside = folder / SET_ASIDE
+    check_not_link(aside)
+    aside.mkdir(exist_ok=True)
+    number = 1
+    while (aside / f"{path.name}-{number}").exists():
+        number += 1
+    path.rename(aside / f"{path.name}-{number}")
 
 
 def describe_changes(before: dict, now: dict) -> str:

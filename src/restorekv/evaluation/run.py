@@ -131,16 +131,28 @@ def run_grid(
     folder: Path,
     pool: WorkerPool | None = None,
     on_progress: OnProgress = lambda progress: None,
+    set_aside: bool = False,
 ) -> list[Result]:
-    """Return every cell's result, in the order of `cells`; what `folder` already holds is neither
-    asked nor changed.
+    """Answer what a folder lacks; what it already holds is neither asked nor changed.
 
-    Raises RestoreKVError for cells that name nothing that exists, before any of them runs, and for
-    a folder whose cells were made with something else or that another process is filling.
+    Args:
+        cells: what is asked.
+        folder: where every answer is kept.
+        pool: who answers; this process if None.
+        on_progress: called as contexts are done.
+        set_aside: move cells that were made with something else, such as an older version of an
+            evictor's file, to `set-aside` in the folder, and ask them anew.
+
+    Returns:
+        Every cell's result, in the order of `cells`.
+
+    Raises:
+        RestoreKVError: for cells that name nothing that exists, before any of them runs, and for a
+            folder whose cells were made with something else or that another process is filling.
     """
     check_cells(cells)
     with _lock_folder(folder):
-        results = _run_jobs(group_jobs(cells), folder, pool or LocalPool(), on_progress)
+        results = _run_jobs(group_jobs(cells), folder, pool or LocalPool(), on_progress, set_aside)
     return [results[cell] for cell in cells]
 
 
@@ -168,7 +180,11 @@ def _lock_folder(folder: Path) -> Iterator[None]:
 
 
 def _run_jobs(
-    todo: Sequence[Job], folder: Path, pool: WorkerPool, on_progress: OnProgress
+    todo: Sequence[Job],
+    folder: Path,
+    pool: WorkerPool,
+    on_progress: OnProgress,
+    set_aside: bool,
 ) -> dict[Cell, Result]:
     """Run one job after the other and return every cell's result."""
     finished: dict[Cell, Result] = {}
@@ -180,7 +196,9 @@ def _run_jobs(
                 f"The benchmark {job.representative.benchmark} has no contexts; "
                 "choose other settings."
             )
-        results = {cell: open_result(folder, cell, identities[cell]) for cell in job.cells}
+        results = {
+            cell: open_result(folder, cell, identities[cell], set_aside) for cell in job.cells
+        }
         # What the folder lacks, context by context; what is there is never asked again.
         missing = _find_missing(results, sample_ids)
         done = len(sample_ids) - len(missing)

@@ -9,6 +9,7 @@ splits the template's, keeps `<think>`, and finds `</s>` among the words of a Un
 encoding the pieces between control tokens adds a space to each piece with Llama's first tokenizer.
 """
 
+import codecs
 import json
 import re
 import secrets
@@ -217,13 +218,20 @@ def get_padding_id(tokenizer: Tokenizer) -> int:
     return padding if isinstance(padding, int) else 0
 
 
-def decode_utf8(payload: bytes, what: str) -> str:
-    """Return UTF-8 bytes as text, without a byte order mark; `what` begins an error's sentence."""
+def decode_text(payload: bytes, what: str) -> str:
+    """Return bytes in UTF-8, or in UTF-16 with its byte order mark, as text without the mark.
+
+    `what` begins an error's sentence.
+    """
+    # Editors on Windows save "Unicode" so. No UTF-8 text begins with these bytes.
+    is_utf16 = payload.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    encoding = "utf-16" if is_utf16 else "utf-8-sig"
     try:
-        text = payload.decode("utf-8-sig")
+        text = payload.decode(encoding)
     except UnicodeDecodeError as error:
         raise RestoreKVError(
-            f"{what} is not UTF-8 text (byte {error.start}); convert it first."
+            f"{what} is not {encoding.removesuffix('-sig').upper()} text (byte {error.start}); "
+            "convert it first."
         ) from None
     if "\0" in text:
         raise RestoreKVError(f"{what} is binary; give a text.")

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path, PurePath
 
 from restorekv.errors import RestoreKVError, describe_missing_extra
-from restorekv.model.tokenize import decode_utf8
+from restorekv.model.tokenize import decode_text
 from restorekv.readers.program import EXIT_MISSING_LIBRARY
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -42,7 +42,7 @@ def extract_text(name: str, content: bytes) -> str:
     if kind in ("pdf", "docx"):
         text = _run_program(kind, name, content)
     else:
-        text = decode_utf8(content, name)
+        text = decode_text(content, name)
         if kind == "html":
             text = _run_program(kind, name, text.encode())
     if not text.strip():

@@ -286,56 +286,60 @@ def make_initial_adapter(
     """Return an untrained adapter, or the one that `config.init` names, which must have the
     settings' shape.
     """
-    adapter = _make_untold_adapter(model, tokenizer, config)
+    if config.init:
+        adapter = RestoreAdapter.from_pretrained(model, config.init)
+        _check_same_shape(adapter, config)
+    else:
+        adapter = _make_untrained_adapter(model, tokenizer, config)
     if config.knows_ratio:
         adapter.add_ratio_vectors()
-    elif adapter.knows_ratio:
-        raise AdapterError(
-            f"The adapter {config.init} knows the ratio; train with --knows-ratio to keep that."
-        )
     return adapter
 
 
-def _make_untold_adapter(
+def _make_untrained_adapter(
     model: PreTrainedModel, tokenizer: Tokenizer, config: TrainConfig
 ) -> RestoreAdapter:
-    """Return the new or named adapter, with ratio vectors only if it came with them."""
-    if not config.init:
-        fixed = None
-        # The paper's control: n times the embedding of a line break.
-        if config.embeddings == "fixed":
-            line_break = encode_text(tokenizer, "\n")
-            fixed = int(line_break[0, -1])
-        return RestoreAdapter.create(
-            model,
-            config.restore_tokens,
-            rank=config.rank,
-            alpha=config.alpha,
-            targets=config.targets,
-            seed=config.seed,
-            fixed=fixed,
-        )
-    adapter = RestoreAdapter.from_pretrained(model, config.init)
-    # An adapter that is trained on keeps its shape, so the settings must name it.
+    fixed = None
+    # The paper's control: n times the embedding of a line break.
+    if config.embeddings == "fixed":
+        line_break = encode_text(tokenizer, "\n")
+        fixed = int(line_break[0, -1])
+    return RestoreAdapter.create(
+        model,
+        config.restore_tokens,
+        rank=config.rank,
+        alpha=config.alpha,
+        targets=config.targets,
+        seed=config.seed,
+        fixed=fixed,
+    )
+
+
+def _check_same_shape(adapter: RestoreAdapter, config: TrainConfig) -> None:
+    """Refuse settings that do not name an adapter's shape, which it keeps when it is trained on.
+
+    All that differs is said at once.
+    """
     shape = {
         "restore_tokens": adapter.restore_tokens,
         "rank": adapter.lora_config.r,
         "alpha": adapter.lora_config.lora_alpha,
         "embeddings": adapter.card.embeddings,
     }
+    flags = []
     for name, value in shape.items():
-        wanted = getattr(config, name)
-        if value != wanted:
-            raise AdapterError(
-                f"The adapter {config.init} has {name} {value}, the settings {wanted}; "
-                f"train with --{name.replace('_', '-')} {value}."
-            )
-    if set(adapter.lora_config.target_modules or ()) != set(config.targets):
+        if value != getattr(config, name):
+            flags.append(f"--{name.replace('_', '-')} {value}")
+    targets = sorted(adapter.lora_config.target_modules or ())
+    if targets != sorted(config.targets):
+        flags.append(f"--targets {','.join(targets) or 'none'}")
+    if adapter.knows_ratio and not config.knows_ratio:
+        flags.append("--knows-ratio")
+    if flags:
         raise AdapterError(
-            f"The adapter {config.init} has LoRA on other layers than --targets; name the same "
-            "ones."
+            f"The adapter {config.init} has another shape than the settings; train it on with "
+            f"{' '.join(flags)}."
         )
-    return adapter
 
 
 def _save_adapter(
