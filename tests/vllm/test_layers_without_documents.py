@@ -47,10 +47,10 @@ def test_without_the_connector_any_attention_is_served_and_no_memory_reserved(
 ):
     transfer = None if kind == "none" else SimpleNamespace(**transfer_config(tmp_path))
     make_layer(transfer)
-    assert not worker_state.has_pool()
+    assert not worker_state.has_pool("one")
 
 
 def test_with_the_connector_a_sliding_window_is_refused(make_layer, tmp_path):
     with pytest.raises(RestoreKVError, match="has a sliding window"):
         make_layer(SimpleNamespace(**ragged_config(tmp_path)))
-    assert not worker_state.has_pool()
+    assert not worker_state.has_pool("one")

@@ -233,15 +233,22 @@ def test_who_wants_the_prompts_likelihoods_is_refused(world):
         assert without_halves(answers(llm, world.prompts[:1])) == without_halves(world.expected[:1])
 
 
-def test_without_the_backend_the_connector_refuses(world):
+@pytest.mark.parametrize("earlier", [False, True], ids=["first engine", "after an engine with it"])
+def test_without_the_backend_the_connector_refuses(world, earlier):
+    """Without it, vLLM would read the placeholders' blocks, into which nothing was written."""
     os.environ.update(ENVIRONMENT)
     import vllm
+    from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import _ATTN_OVERRIDES
 
     from restorekv.vllm import worker_state
 
-    _ATTN_OVERRIDES.clear()
     worker_state.forget_pools()
+    if earlier:
+        with engine(world):
+            pass
+    _ATTN_OVERRIDES.clear()
+    selector._cached_get_attn_backend.cache_clear()
     with pytest.raises(Exception, match="RESTOREKV_VLLM=1"):
         vllm.LLM(
             str(world.folder),

@@ -53,6 +53,11 @@ def test_a_backend_can_be_overridden_by_its_name():
     assert "_ATTN_OVERRIDES.get(self" in write_source(REGISTRY, "AttentionBackendEnum", "get_path")
 
 
+def test_the_chosen_backend_is_remembered_in_a_cache_that_can_be_cleared():
+    source = write_source("v1/attention/selector.py", "_cached_get_attn_backend")
+    assert source.startswith("@cache\ndef _cached_get_attn_backend(")
+
+
 def test_a_cpu_asks_the_registry_for_its_backend():
     source = write_source("platforms/cpu.py", "CpuPlatform", "get_attn_backend_cls")
     assert "AttentionBackendEnum.CPU_ATTN.get_path()" in source

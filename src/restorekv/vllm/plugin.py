@@ -36,9 +36,12 @@ def register() -> None:
     if os.environ.get(OPTION) != "1":
         return
     check_version()
+    from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CPU_ATTN, "restorekv.vllm.cpu_backend.RaggedCPUBackend")
+    # vLLM remembers the backend that an earlier engine of this process got.
+    selector._cached_get_attn_backend.cache_clear()
 
 
 def end_with_parent() -> None:

@@ -366,7 +366,7 @@ class WorkerHalf:
     """Reads documents into the pool of this worker."""
 
     def __init__(self, config: VllmConfig, model: EngineModel) -> None:
-        if not worker_state.has_pool():
+        if not worker_state.has_pool(config.instance_id):
             raise RestoreKVError(
                 "vLLM runs without restorekv's attention backend, which documents need; set the "
                 "environment variable RESTOREKV_VLLM=1 before vLLM starts, and give it no other "

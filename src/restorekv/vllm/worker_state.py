@@ -70,9 +70,12 @@ def pool() -> PagePool:
     return only
 
 
-def has_pool() -> bool:
-    """Whether attention layers of ours were made in this process."""
-    return bool(_pools)
+def has_pool(engine: str) -> bool:
+    """Whether attention layers of ours were made for an engine, by vLLM's instance id.
+
+    The pool of an earlier engine of this process says nothing about the layers of this one.
+    """
+    return engine in _pools
 
 
 def begin_step(documents: Mapping[int, str]) -> None:
