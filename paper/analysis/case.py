@@ -78,7 +78,7 @@ class Case:
         """(L, H, S + T) bool for every compressed cache: the columns that each head holds."""
         columns = self.prepared.context.positions
         return {
-            name: cache.keep_mask(columns) for name, cache in self.caches.items() if name != FULL
+            name: cache.mark_held(columns) for name, cache in self.caches.items() if name != FULL
         }
 
     @cached_property

@@ -379,7 +379,7 @@ class CompressedContext:
     @property
     def kept(self) -> Tensor:
         """Which pairs of the full cache are held: (L, H, S + T) bool."""
-        return self.cache.keep_mask(self.context.positions)
+        return self.cache.mark_held(self.context.positions)
 
     def inputs(
         self, question: str, answer_prefix: str = "", plain: bool = False

@@ -231,3 +231,10 @@ def test_a_hub_that_does_not_answer_holds_nothing_up(monkeypatch):
 def test_bad_input_gets_a_sentence(words, sentence):
     result = cli("doctor", *words)
     assert result.code in (1, 2) and sentence in result.err and "Traceback" not in result.err
+
+
+def test_a_secret_that_begins_like_another_is_hidden_whole(monkeypatch):
+    monkeypatch.setenv("A_TOKEN", "abcdefgh")
+    monkeypatch.setenv("B_TOKEN", "abcdefgh12345678")
+    text = diagnosis.remove_private_text("abcdefgh12345678 and abcdefgh")
+    assert text == "<secret> and <secret>"

@@ -13,7 +13,7 @@ from restorekv.cli import choices
 from restorekv.cli.inputs import PLOTS
 from restorekv.compression.allocate import ALLOCATIONS
 from restorekv.compression.eviction import COMPRESSORS
-from restorekv.compression.growing import RESTORE
+from restorekv.compression.growing import RESTORE_CHOICES
 from restorekv.compression.presets import DEFAULT_EVICTOR, PRESETS
 from restorekv.evaluation.protocols import PROTOCOLS
 from restorekv.evaluation.survivors import FORMATS
@@ -99,7 +99,7 @@ def test_the_names_for_the_command_line_are_those_of_the_library():
     assert choices.STORAGES == STORAGES
     assert choices.DTYPES == DTYPES
     assert tuple(PROTOCOLS) == choices.PROTOCOLS
-    assert choices.GROWING == RESTORE
+    assert choices.GROWING == RESTORE_CHOICES
     assert set(choices.BENCHMARKS) == set(BENCHMARKS)
     assert PLOTS == FORMATS
 

@@ -158,7 +158,7 @@ def test_gemma3_keeps_the_same_pairs(spec, worst):
         assert "None_inv_freq" in str(error) and spec.startswith("expected-attention")
         pytest.skip("kvpress cannot score Gemma 3 with this press")
     assert found.scores.shape == exact.shape and len(exact) == 2
-    ours = found.evict(0.5).keep_mask(context.tokens)
+    ours = found.evict(0.5).mark_held(context.tokens)
     theirs = torch.zeros_like(ours)
     theirs.scatter_(-1, exact.topk(context.tokens // 2, dim=-1).indices, True)
     worst[f"gemma3 {spec}, pairs kept otherwise"] = int((ours != theirs).sum())

@@ -2,6 +2,7 @@
 up.
 """
 
+import csv
 import random
 import re
 from collections import Counter
@@ -306,3 +307,25 @@ def test_facts_are_asked_for(tiny_tokenizer):
     documents, _ = read(replace(CONFIG, invented=1.0), tiny_tokenizer)
     with_facts = [each for each in documents if passages.FACT in [kind for kind, _ in each.asked]]
     assert len(with_facts) == sum(not each.name.startswith("made ") for each in documents)
+
+
+def test_every_row_of_a_table_has_a_cell_for_each_column():
+    """Dates have a comma, which separates cells too."""
+    with_dates = 0
+    for seed in range(200):
+        text = made.make_csv(random.Random(seed), 600).text
+        separator = next(each for each in (" | ", "\t", ";", ",") if each in text.split("\n")[0])
+        if separator == " | ":
+            rows = [line.split(separator) for line in text.split("\n")]
+        else:
+            rows = list(csv.reader(text.split("\n"), delimiter=separator))
+        assert {len(row) for row in rows} == {len(rows[0])}, text
+        with_dates += separator == "," and '"' in text
+    assert with_dates
+
+
+@pytest.mark.parametrize("form", made.FORMS)
+def test_the_shortest_documents_can_be_asked_about(form):
+    for seed in range(100):
+        document = form(random.Random(seed), 20)
+        assert document.text and document.questions

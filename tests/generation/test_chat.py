@@ -104,7 +104,7 @@ def test_undo_and_fork(small):
     assert branch.ask("Green?", 6) == chat.ask("Green?", 6)
     branch.undo()
     assert len(branch.turns) == 3 and len(chat.turns) == 4
-    with pytest.raises(RestoreKVError, match="at most 4, not 5"):
+    with pytest.raises(RestoreKVError, match="from 1 to 4, not 5"):
         chat.undo(5)
 
 
@@ -167,8 +167,11 @@ def test_folding_frees_the_tail(small, tiny_tokenizer, tmp_path):
     chat.document.save(tmp_path / "folded.rkv")
     again = CompressedContext.load(tmp_path / "folded.rkv", small.model, tiny_tokenizer).chat()
     assert again.ask("Green?", 6) == chat.messages[-1]["content"]
-    with pytest.raises(RestoreKVError, match="at most 1, not 2"):
+    with pytest.raises(RestoreKVError, match="from 1 to 1, not 2"):
         chat.undo(2)
+    chat.undo()
+    with pytest.raises(RestoreKVError, match="no turn to take back"):
+        chat.undo()
     with pytest.raises(RestoreKVError, match="Folded turns"):
         chat.save("never.json")
 
@@ -272,3 +275,12 @@ def test_without_a_chat_template(small, tiny_tokenizer):
         chat.ask("And?", 4) is not None
         and plain.append(TEXT).manifest.tokens > plain.manifest.tokens
     )
+
+
+def test_what_could_not_be_loaded_is_not_saved(small, tmp_path, monkeypatch):
+    chat = small.chat()
+    chat.ask(QUESTIONS[0], 4)
+    monkeypatch.setattr("restorekv.generation.chat.SYSTEM_LETTERS", len(QUESTIONS[0]) - 1)
+    with pytest.raises(RestoreKVError, match=r"more than .* characters"):
+        chat.save(tmp_path / "chat.json")
+    assert not list(tmp_path.iterdir())

@@ -66,7 +66,7 @@ def compare(
         cache = prepared.evict(ratio)
         asked = ids[:, text:]
         own = read_question(model, cache, asked)
-        keep = cache.keep_mask(text)
+        keep = cache.mark_held(text)
         expected = plain(input_ids=ids).logits if ratio == 1 else oracle(plain, ids, keep)
         problems += differences(f"logits at ratio {ratio}", own, expected[:, text:])
         written = decoding.generate_ids(model, TOKENIZER, cache, [asked], answer)[0].tolist()

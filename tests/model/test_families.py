@@ -120,7 +120,7 @@ def test_a_question_sees_what_is_kept(family, spec):
     context = make_context()
     asked = random_ids(QUESTION, 1)
     cache = prepare(model, spec, context).evict(0.4)
-    keep = cache.keep_mask(TEXT)
+    keep = cache.mark_held(TEXT)
     assert len(keep) == len(full_rows(model)) == CacheShape.from_model(model).layers
     whole = torch.cat([context.ids, asked], -1)
     expected = dense_logits(model, whole, [(TEXT, whole.shape[-1], keep)])[:, TEXT:]

@@ -82,7 +82,7 @@ def test_a_question_sees_what_is_kept_and_its_window(kind, spec):
     context = make_context()
     asked = random_ids(QUESTION, 1)
     cache = prepare(model, spec, context).evict(0.3)
-    keep = cache.keep_mask(TEXT)
+    keep = cache.mark_held(TEXT)
     shape = CacheShape.from_model(model)
     budget = int(0.3 * (TEXT - S) * shape.layers * shape.heads)
     assert int(keep[..., S:].sum()) == budget == cache.pairs_held - shape.layers * shape.heads * S
@@ -240,7 +240,7 @@ def test_every_evictor_evicts_the_layers_that_see_everything(kind, spec):
     assert offloaded.scores.equal(prepared.scores)
     cache = offloaded.evict(0.3)
     whole = torch.cat([context.ids, asked], -1)
-    keep = cache.keep_mask(TEXT)
+    keep = cache.mark_held(TEXT)
     expected = dense_logits(model, whole, [(TEXT, whole.shape[-1], keep)])[:, TEXT:]
     with torch.no_grad():
         assert measure_error(read_question(model, cache, asked), expected) < CLOSE
@@ -317,7 +317,7 @@ def test_the_restore_pass_and_its_gradients_are_those_of_a_dense_model(kind, off
         cache = prepared.with_restore_cache(adapter).evict(0.4)
         own = read_question(model, cache, asked)
         own.square().mean().backward()
-    keep = cache.keep_mask(TEXT)
+    keep = cache.mark_held(TEXT)
     gradients = {
         name: weight.grad.clone()
         for name, weight in adapter.named_parameters()

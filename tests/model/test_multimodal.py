@@ -148,7 +148,7 @@ def test_nothing_is_lost_at_ratio_1(model):
 @pytest.mark.parametrize("spec", ["kvzip:chunk=40", "snapkv:window=8", "expected-attention"])
 def test_a_question_sees_what_is_kept(model, spec):
     cache = prepare(model, spec).evict(0.4)
-    keep = cache.keep_mask(TEXT)
+    keep = cache.mark_held(TEXT)
     asked = random_ids(QUESTION, 1)
     whole = torch.cat([make_context().ids, asked], -1)
     expected = dense_logits(model, whole, [(TEXT, whole.shape[-1], keep)])[:, TEXT:]

@@ -353,3 +353,12 @@ def test_a_context_as_long_as_the_window_is_exact():
         assert torch.allclose(
             own, plain(input_ids=ids).logits[:, -1:], atol=1e-3 * float(own.abs().max())
         )
+
+
+def test_attention_without_a_mask_is_refused(monkeypatch):
+    """Nothing then says what a layer sees of a longer text."""
+    module = sys.modules["transformers.models.llama.modeling_llama"]
+    monkeypatch.setattr(support, "_known", {})
+    monkeypatch.setattr(module, "create_causal_mask", lambda *args, **options: None)
+    with pytest.raises(ModelError, match="calls attention without a mask"):
+        support.get_support(decoders.build("llama"))

@@ -19,6 +19,7 @@ from restorekv import compose, compress, load_model  # noqa: E402
 from restorekv.errors import RestoreKVError  # noqa: E402
 from restorekv.generation.decoding import get_stop_ids  # noqa: E402
 from restorekv.model.identity import fingerprint_model  # noqa: E402
+from restorekv.serve import vllm_engine  # noqa: E402
 from restorekv.serve.run import find_engine_class  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from restorekv.serve.store import Store  # noqa: E402
@@ -28,6 +29,7 @@ from restorekv.serve.vllm_files import VllmFiles  # noqa: E402
 from restorekv.storage.cache_file import open_cache_file  # noqa: E402
 from restorekv.vllm.ragged_documents import identify  # noqa: E402
 from tests.helpers.fake_vllm import LONGEST, FakeVllm  # noqa: E402
+from tests.helpers.models import build_model  # noqa: E402
 from tests.helpers.serving import (  # noqa: E402
     OTHER,
     QUESTION,
@@ -428,3 +430,22 @@ def test_in_process_vllm_gets_a_folder_of_the_model_and_its_fingerprint(
     assert fingerprint_model(
         load_model(engine.client.options["model"], dtype="float32")[0]
     ) == fingerprint_model(model)
+
+
+def test_a_killed_copy_of_one_dtype_is_no_part_of_another(tmp_path, monkeypatch, tiny_tokenizer):
+    model = build_model("qwen3")
+    model.config.name_or_path = ""
+
+    def die(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_engine.os, "replace", die)
+        with pytest.raises(KeyboardInterrupt):
+            vllm_engine.find_model_folder(model, tiny_tokenizer, tmp_path, "weights")
+    (half,) = tmp_path.iterdir()
+    (half / "model-00002-of-00002.safetensors").write_bytes(b"half")
+    other = Path(
+        vllm_engine.find_model_folder(model.bfloat16(), tiny_tokenizer, tmp_path, "weights")
+    )
+    assert "model-00002-of-00002.safetensors" not in {each.name for each in other.iterdir()}

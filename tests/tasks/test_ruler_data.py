@@ -332,3 +332,16 @@ def test_what_is_no_essay_is_refused(tmp_path, tiny_tokenizer):
                     tiny_tokenizer, "kvpress"
                 )
             )
+
+
+def test_results_name_the_subsets_that_were_used_and_no_others(tmp_path):
+    squad = tmp_path / "squad.json"
+    squad.write_text(json.dumps({"data": []}))
+    both = make_benchmark("ruler:tasks=qa_1+qa_2").to_json()
+    assert both["subsets"].startswith("qa_1 and qa_2 on subsets (XQuAD")
+    given = make_benchmark(f"ruler:tasks=qa_1+qa_2,squad={squad}").to_json()
+    assert given["subsets"] == "qa_2 on a subset (HotpotQA's 100 dev examples)"
+    assert given["license"].endswith("that of the files given")
+    assert not both["license"].endswith("that of the files given")
+    alone = make_benchmark(f"ruler:tasks=qa_1,squad={squad}").to_json()
+    assert "subsets" not in alone

@@ -134,7 +134,7 @@ class ContextPairs:
 
     @classmethod
     def from_restore_cache(cls, layer: RaggedLayer, first: int) -> ContextPairs:
-        """Return a layer's restore cache as context pairs from position `first` on."""
+        """Return a layer's restore cache as context pairs at positions first, first + 1, ..."""
         count = layer.restore_length
         # The restore cache is a rectangle (H, n): row i of the flat pairs is column i % n of head i
         # // n.
@@ -326,7 +326,7 @@ class RaggedCache(Cache):
         """(L, H) int64: context pairs kept, without the restore cache."""
         return torch.stack([layer.offsets.diff().long().cpu() for layer in self.full_attention])
 
-    def keep_mask(self, columns: int) -> Tensor:
+    def mark_held(self, columns: int) -> Tensor:
         """Return which of the full cache's first columns are held: (L, H, columns) bool."""
         layers = self.full_attention
         keep = torch.zeros(len(layers), layers[0].heads, columns, dtype=torch.bool)
@@ -346,7 +346,7 @@ class RaggedCache(Cache):
         """
         if self.sliding:
             raise RestoreKVError(
-                "A plain cache has no layers with a sliding window; use the fork of this one."
+                "A plain cache has no layers with a sliding window; pass `cache.fork()` instead."
             )
         layers = self.full_attention
         # transformers has one length per layer and no bias, so only a rectangle can be handed over.

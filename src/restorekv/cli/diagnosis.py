@@ -43,7 +43,7 @@ PACKAGES = (
     "huggingface-hub",
     "vllm",
 )
-# To wait for the hub, whose name may take longer to resolve than a request may take.
+# Seconds to wait for the hub: resolving its name can take longer than the request's own timeout.
 HUB_SECONDS = 6.0
 # The benchmark: a decode step over a context of so many tokens, of which RATIO stays, with a tail.
 TOKENS = 8192
@@ -151,18 +151,17 @@ def describe_devices() -> list[dict[str, object]]:
 def describe_places() -> dict[str, str]:
     """Return where models, caches and proofs are looked for, and whether the hub answers."""
     folder = find_cache_folder()
+    shipping = []
+    for name in SHIPPING:
+        if is_shipping_installed(name):
+            shipping.append(name)
+        else:
+            shipping.append(f"{name} is missing: {get_install_command(name)}")
     return {
-        "models and proofs of restorekv": str(folder)
-        if folder
-        else "nowhere, there is no home folder",
+        "models and proofs of restorekv": str(folder or "nowhere, there is no home folder"),
         "models of the hub": str(constants.HF_HUB_CACHE),
         "the hub": check_hub(),
-        "what ships for models": ", ".join(
-            name
-            if is_shipping_installed(name)
-            else f"{name} is missing: {get_install_command(name)}"
-            for name in SHIPPING
-        ),
+        "what ships for models": ", ".join(shipping),
     }
 
 
@@ -217,12 +216,11 @@ def _is_installed(name: str) -> bool:
 
 
 def time_attention(target: Target) -> dict[str, float | str]:
-    """Return what `time_step` measures, or the problem that a device has with it."""
+    """Return what `_time_step` measures, or the problem that a device has with it."""
     try:
         return _time_step(target)
-    except (
-        Exception
-    ) as error:  # of a device that computes wrongly or has too little memory: any kind
+    # Of any kind: a device may compute wrongly or have too little memory.
+    except Exception as error:
         return {"problem": summarize_error(error)}
 
 
@@ -322,8 +320,10 @@ def remove_private_data(value: object) -> object:
 
 def remove_private_text(text: str) -> str:
     """Return a text with ~ for home folders, and signs for names and secrets."""
-    for name, secret in os.environ.items():
-        if SECRET.search(name) and len(secret) >= SHORTEST_SECRET:
+    secrets = [secret for name, secret in os.environ.items() if SECRET.search(name)]
+    # The longest first: one may begin with another.
+    for secret in sorted(secrets, key=len, reverse=True):
+        if len(secret) >= SHORTEST_SECRET:
             text = text.replace(secret, "<secret>")
     homes = {os.path.expanduser("~"), os.path.realpath(os.path.expanduser("~"))}
     for home in sorted(homes, key=len, reverse=True):

@@ -41,7 +41,7 @@ from restorekv.model.prompt import Context, warn_if_beyond_positions
 from restorekv.model.rope import shift_keys
 from restorekv.model.shape import CacheShape
 
-RESTORE = ("last", "every", "none")
+RESTORE_CHOICES = ("last", "every", "none")
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Growth:
 
     def __post_init__(self) -> None:
         evictor = self.eviction.evictor
-        check_choice("restore", self.restore, RESTORE)
+        check_choice("restore", self.restore, RESTORE_CHOICES)
         # Scores of parts must be comparable with each other.
         if not evictor.streams:
             raise RestoreKVError(
@@ -84,8 +84,8 @@ class Growth:
         has_bias = any(layer.bias is not None for layer in self.cache.full_attention)
         if self.eviction.config.offset or has_bias:
             raise RestoreKVError(
-                "Only a cache of an evictor without an offset can grow; compress the text in "
-                "another way."
+                "A cache with an offset, or with a bias on its logits (am-fast), cannot grow; "
+                "compress the text without them."
             )
 
     @cached_property
@@ -133,7 +133,6 @@ class Growth:
         if adapter is not None and tokens and config.restore_from == "full":
             restored = run_restore_pass(adapter, read, self.budget, self.seconds)
         with time_phase(self.seconds, "evict"):
-            scores = scores[..., -part.tokens :]
             keep = config.mark_kept(scores, min(room, scores.numel()))
             cache = self._build_grown_cache(read, keep, restored)
         if adapter is not None and tokens and not restored:
@@ -289,8 +288,8 @@ def compose_caches(
         has_bias = any(layer.bias is not None for layer in cache.full_attention)
         if has_bias or cache.seen != context.positions:
             raise RestoreKVError(
-                "Only caches of evictors without an offset can be composed; compress the texts in "
-                "another way."
+                "Caches with an offset, or with a bias on their logits (am-fast), cannot be "
+                "composed; compress the texts without them."
             )
         ids.append(context.ids[:, context.prefix :])
     whole = replace(first, ids=torch.cat(ids, -1))

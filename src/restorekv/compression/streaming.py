@@ -1,5 +1,5 @@
-"""Compression as the prefill goes: never more than the budget, the chat prefix and one part of the
-context are held.
+"""Compression during the prefill: at any time, at most the budget, the chat prefix and one part of
+the context are held.
 
 The context is read in parts of at most `chunk` tokens, all of one size. A part is prefilled over
 what is kept of the parts before it, at its own positions; then its pairs get scores, and the best
@@ -21,7 +21,9 @@ eviction, not the full cache.
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field, replace
+from fractions import Fraction
 from itertools import pairwise
+from math import ceil
 from typing import Self
 
 import torch
@@ -70,8 +72,7 @@ def split_context(evictor: Evictor, context: Context, chunk: int) -> list[Part]:
             f"{evictor.spec} always keeps the latest {pinned} tokens; stream more than that at a "
             "time."
         )
-    # ceil((tokens - pinned) / (chunk - pinned)), in whole numbers
-    count = -((pinned - tokens) // (chunk - pinned))
+    count = ceil(Fraction(tokens - pinned, chunk - pinned))
     edges = [first + (tokens - pinned) * number // count for number in range(count + 1)]
     parts = [Part(start, end, end + pinned) for start, end in pairwise(edges)]
     parts[-1] = replace(parts[-1], scored_end=context.positions)
@@ -90,6 +91,7 @@ class StreamedContext(PreparedContext):
     tokens at a time.
     """
 
+    # There never is a full cache: the field of the base class is no argument here.
     full: None = field(default=None, init=False)
     _: KW_ONLY
     tokenizer: Tokenizer

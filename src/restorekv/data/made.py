@@ -6,6 +6,8 @@ columns. No template, word list or number format is one of RULER's: no number ha
 there are no UUIDs.
 """
 
+import csv
+import io
 import json
 import random
 from collections.abc import Callable
@@ -17,7 +19,7 @@ MADE_LICENSE = "cc0-1.0"
 LOOKUP = "lookup"
 ROW = "row"
 COLUMN = "column"
-MAX_REPEATED_NAMES = 50  # that are drawn for a table before it ends
+MAX_REPEATED_NAMES = 50  # repeated names that are drawn before a table is ended
 MADE_KINDS = (LOOKUP, ROW, COLUMN)
 CHARACTERS_PER_TOKEN = 1.9  # of such texts, roughly; only the length of a document depends on it
 TOWNS = (
@@ -221,8 +223,15 @@ def ask_table(table: MadeTable, rng: random.Random) -> list[tuple[str, str]]:
 def make_csv(rng: random.Random, characters: int) -> MadeDocument:
     table = draw_table(rng, characters)
     separator = rng.choice((",", ";", "\t", " | "))
-    lines = [separator.join(row) for row in (table.columns, *table.rows)]
-    return MadeDocument("\n".join(lines), ask_table(table, rng))
+    rows = (table.columns, *table.rows)
+    if separator == " | ":
+        text = "\n".join(separator.join(row) for row in rows)
+    else:
+        lines = io.StringIO()
+        # Quotes a cell with the separator in it, such as a date.
+        csv.writer(lines, delimiter=separator, lineterminator="\n").writerows(rows)
+        text = lines.getvalue().removesuffix("\n")
+    return MadeDocument(text, ask_table(table, rng))
 
 
 def make_markdown_table(rng: random.Random, characters: int) -> MadeDocument:
@@ -263,7 +272,8 @@ def make_settings(rng: random.Random, characters: int) -> MadeDocument:
     values: list[tuple[str, str, str]] = []
     lines: list[str] = []
     size = 0
-    while size < characters:
+    # Three of the values are asked for.
+    while size < characters or len(values) < 3:
         section = f"{rng.choice(SERVICES)}.{rng.choice(WORDS)}"
         if any(section == known for known, _, _ in values):
             section = f"{section}{rng.randint(2, 99)}"
@@ -289,7 +299,8 @@ def make_log(rng: random.Random, characters: int) -> MadeDocument:
     # Time, service and what it reports.
     lines: list[tuple[str, str, str]] = []
     size = 0
-    while size < characters:
+    # Two of the lines are asked for.
+    while size < characters or len(lines) < 2:
         minutes += rng.randint(1, 4)
         stamp = f"{minutes // 60 % 24:02}:{minutes % 60:02}:{rng.randint(0, 59):02}"
         # Every field is drawn, so that the number of draws does not depend on the event.
@@ -318,7 +329,8 @@ def make_diary(rng: random.Random, characters: int) -> MadeDocument:
     entries: list[tuple[str, str]] = []
     dates: set[str] = set()
     size = 0
-    while size < characters:
+    # Two of the entries are asked for.
+    while size < characters or len(entries) < 2:
         date = draw_date(rng)
         if date in dates:
             continue

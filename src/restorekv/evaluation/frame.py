@@ -1,8 +1,8 @@
 """A grid as one table: a row for every condition, method, ratio and part of the benchmark.
 
 A condition is what was asked: only within one can scores be compared. A method is how caches were
-made. Both are Cells in which the other's fields are empty. Seeds are pooled. The rows are plain
-dicts, which terminals print; `make_frame` returns them as a DataFrame, which writes CSV.
+made. Both are Cells whose other fields are empty or have their defaults. Seeds are pooled. The rows
+are plain dicts, which terminals print; `make_frame` returns them as a DataFrame, which writes CSV.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class GridEntry:
 
 
 class GridResults:
-    """The cells of a run as `entries`: conditions in turn, the full cache first, mild ratios first.
+    """The cells of a run as `entries`: conditions in turn, the full cache first, then the highest
+    ratios first.
 
     Tasks on which the full cache has nothing to lose are left out of the means of every method of
     its condition.
@@ -252,10 +253,11 @@ def _label_methods(methods: Sequence[Cell]) -> dict[Cell, str]:
         # A label names what tells a method from its kin, and nothing that all of them share.
         kin = [each for each in methods if get_base(each) == get_base(method) and each.restored]
         several = len({each.adapter for each in kin}) > 1
-        parts = [
-            name_evictor(method.evictor) + " + RestoreKV" * method.restored,
-            describe_controls(method if several else replace(method, adapter="auto")),
-        ]
+        name = name_evictor(method.evictor)
+        if method.restored:
+            name = f"{name} + RestoreKV"
+        controls = describe_controls(method if several else replace(method, adapter="auto"))
+        parts = [name, controls]
         if method.restored and len({each.on_small_budget for each in kin}) > 1:
             parts.append(f"{method.on_small_budget} where tight")
         labels[method] = ", ".join(filter(None, parts))

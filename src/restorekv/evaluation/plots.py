@@ -64,10 +64,10 @@ def plot_scores(rows: Sequence[Row]) -> Chart | None:
         axes.set_ylabel("score (points)")
     first = compressed[0]
     title = f"{first['condition']}: score against ratio"
+    seeds = "1 seed" if first["seeds"] == 1 else f"{first['seeds']} seeds"
     note = (
         "Bars: 95 % bootstrap intervals over contexts. "
-        f"{first['questions']:,} questions on {first['contexts']:,} contexts, "
-        f"{first['seeds']} seed{'s' * (first['seeds'] > 1)}."
+        f"{first['questions']:,} questions on {first['contexts']:,} contexts, {seeds}."
     )
     if first["stand_ins"]:
         note += f" Not the official data for {first['stand_ins']}."

@@ -231,6 +231,7 @@ def make_rows(results: Sequence[Result]) -> list[dict]:
     """
     # A cell that still runs has no figures, and cannot be the base or the full cache of another.
     done_by_cell = {result.cell: result for result in results if result.done}
+    # Reversed, so that the first full cache of a question set is the one that stays.
     full_by_questions = {
         cell.question_set: result
         for cell, result in reversed(done_by_cell.items())
@@ -300,16 +301,22 @@ def describe_controls(cell: Cell) -> str:
     """Say how a cell differs from others of its evictor: its adapter, the tokens it uses and its
     controls.
     """
-    parts = [
-        (cell.adapter, cell.adapter != "auto"),
-        (f"n = {cell.restore_tokens}", cell.restore_tokens),
-        (cell.allocation, cell.allocation != "global"),
-        ("from the evicted cache", cell.restore_from != "full"),
-        (f"streamed {cell.streaming} tokens at a time", cell.streaming),
-        (cell.storage, cell.storage != "model"),
-        (f"offset {cell.offset}", cell.offset),
-    ]
-    return ", ".join(part for part, applies in parts if part and applies)
+    parts = []
+    if cell.adapter and cell.adapter != "auto":
+        parts.append(cell.adapter)
+    if cell.restore_tokens:
+        parts.append(f"n = {cell.restore_tokens}")
+    if cell.allocation != "global":
+        parts.append(cell.allocation)
+    if cell.restore_from != "full":
+        parts.append("from the evicted cache")
+    if cell.streaming:
+        parts.append(f"streamed {cell.streaming} tokens at a time")
+    if cell.storage != "model":
+        parts.append(cell.storage)
+    if cell.offset:
+        parts.append(f"offset {cell.offset}")
+    return ", ".join(parts)
 
 
 def make_payload(results: Sequence[Result]) -> dict:

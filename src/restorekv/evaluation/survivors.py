@@ -27,7 +27,7 @@ class Survivors:
         """Read a cache file; needs no model."""
         stored = open_cache_file(path)
         return cls(
-            stored.make_cache().keep_mask(stored.context.positions), stored.context, stored.manifest
+            stored.make_cache().mark_held(stored.context.positions), stored.context, stored.manifest
         )
 
     @property

@@ -100,12 +100,13 @@ class KVzip(Evictor):
         layers = list_full_attention(full)
         scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
         for each in passes:
-            # The pass's positions lie after the text, and some models rotate otherwise beyond a
-            # limit.
+            # The pass's positions lie after the text, and some models change their RoPE frequencies
+            # beyond a limit.
             refuse_scoring_beyond(model, full.get_seq_length() + each.ids.shape[-1])
             # Of the scores' T columns those of this chunk, as a view that the observer writes.
             columns = scores[..., each.start - context.prefix : each.end - context.prefix]
 
+            # As defaults, since the loop variables of a closure would be those of the last pass.
             def on_layer(
                 view: LayerView, each: Repetition = each, columns: Tensor = columns
             ) -> Tensor:
@@ -153,7 +154,8 @@ def make_repetitions(
             # A later chunk is announced by the last ids before it, or by fewer where a chunk is
             # shorter.
             hint = context.ids[:, start - min(HINT_LENGTH, chunk) : start]
-            prompt = [encode_text(tokenizer, LATER_PROMPT + " " * space), hint]
+            prompt_text = f"{LATER_PROMPT} " if space else LATER_PROMPT
+            prompt = [encode_text(tokenizer, prompt_text), hint]
         # The turn is closed and the assistant opens with the chunk's own tokens, which it repeats.
         ids = torch.cat([*prompt, context.suffix, context.ids[:, start:end]], -1)
         yield Repetition(ids, start, end)
@@ -188,9 +190,9 @@ def find_column_maxima(
             # exp2(logit - lse) * weight = exp2(logit - (lse - log2 weight)): the kernel needs no
             # argument for weights. Its logarithms are to base 2.
             lse = lse - row_weight.log2()
-        best = triton_maxima.find_maxima(view.query, keys[:, start:end], lse, view.scale)
-        return best, output
-    best = torch.zeros(*view.query.shape[:2], end - start, device=view.query.device)
+        maxima = triton_maxima.find_maxima(view.query, keys[:, start:end], lse, view.scale)
+        return maxima, output
+    maxima = torch.zeros(*view.query.shape[:2], end - start, device=view.query.device)
 
     def get_pairs(head: int) -> KeysValues:
         return _gather_head_pairs(cached, head)
@@ -201,11 +203,11 @@ def find_column_maxima(
         columns = weights[..., sinks : sinks + end - start]
         if row_weight is not None:
             columns = columns.mul_(row_weight[low:high, None])
-        torch.maximum(best[head], columns.amax(1), out=best[head])
+        torch.maximum(maxima[head], columns.amax(1), out=maxima[head])
 
     inside = [slice(0, sinks), slice(start, end)]
     output = attend_pass(view.query, own, get_pairs, view.scale, inside, on_weights, view.sinks)
-    return best, output
+    return maxima, output
 
 
 def _gather_head_pairs(cached: Any, head: int) -> KeysValues:

@@ -53,6 +53,7 @@ from restorekv.size_limits import POSITIONS, SYSTEM_LETTERS
 
 FORMAT = "restorekv-chat"
 VERSION = 1
+PARAGRAPH = "\n\n"  # between a system message and the question, where the context has no separator
 SAVED = {
     "question": str,
     "answer": str,
@@ -200,7 +201,7 @@ class Chat:
             The answer, or an iterator over its pieces.
         """
         max_new_tokens = take_limit(options, max_new_tokens)
-        # A loop that stays in a conversation is what the model reads next, and continues.
+        # The model reads a repetition that is left in the conversation, and then continues it.
         if not isinstance(options.get("config"), SamplingConfig):
             options.setdefault("stop_repeats", DEFAULT_REPEATS)
         sampling = SamplingConfig.make(**options)
@@ -351,8 +352,7 @@ class Chat:
         text, the question.
         """
         document = self.document
-        if not isinstance(question, str) or not question.strip():
-            raise RestoreKVError("A question is text that is not empty; ask something.")
+        check_question(question)
         tokenizer = document.tokenizer
         context = document.context
         # The first turn after the document: the document ends where a question begins.
@@ -364,8 +364,9 @@ class Chat:
         )
 
     def _follow_answer(self, ids: Tensor) -> list[int]:
-        """Return ids (1, q) after the last id of the latest answer, which has not been read
-        unless it is an EOS.
+        """Return ids (1, q) after the last id of the latest answer, which has not been read.
+
+        An EOS is left out: the text between turns takes its place.
         """
         last = self.turns[-1].answer.ids[-1]
         stops = decoding.get_stop_ids(self.document.model, self.document.tokenizer)
@@ -419,16 +420,17 @@ class Chat:
         with self._hold_turn():
             most = len(self.turns) - self.folded
             if type(turns) is not int or not 1 <= turns <= most:
+                if not most:
+                    raise RestoreKVError("There is no turn to take back.")
                 raise RestoreKVError(
-                    f"The number of turns that can be taken back is at most {most}, not {turns}."
+                    f"The number of turns to take back is a whole number from 1 to {most}, not "
+                    f"{turns!r}."
                 )
-            dropped = self.turns[-turns:]
-            self._cut_to(
-                # A turn has a column for each id of its question and of its answer but the last
-                # one.
-                self.columns
-                - sum(len(turn.prompt_ids) + len(turn.answer.ids) - 1 for turn in dropped)
-            )
+            dropped_columns = 0
+            for turn in self.turns[-turns:]:
+                # A column for each id of its question, and of its answer but the last one.
+                dropped_columns += len(turn.prompt_ids) + len(turn.answer.ids) - 1
+            self._cut_to(self.columns - dropped_columns)
             del self.turns[-turns:]
 
     def fork(self) -> Self:
@@ -469,6 +471,14 @@ class Chat:
                 "Folded turns are part of the document; save that: chat.document.save('doc.rkv')."
             )
         check_length(path, self)
+        for turn in self.turns:
+            # `load` takes nothing longer for a conversation.
+            if max(len(turn.question), len(turn.answer.text)) > SYSTEM_LETTERS:
+                raise RestoreKVError(
+                    f"A question or an answer has more than {SYSTEM_LETTERS:,} characters, which "
+                    "no file of a conversation holds; take that turn back, or fold the turns and "
+                    "save the document."
+                )
         turns = [
             {
                 "question": turn.question,
@@ -479,11 +489,10 @@ class Chat:
             }
             for turn in self.turns
         ]
-        of = self.document.digest
         content = {
             "format": FORMAT,
             "version": VERSION,
-            "document": of,
+            "document": self.document.digest,
             "system": self.system,
             "turns": turns,
         }
@@ -502,7 +511,7 @@ class Chat:
             answer = make_answer(
                 document.tokenizer, turn["written"], stops, len(turn["read"]), None
             )
-            answer = replace(answer, text=turn["answer"], finish=turn.get("finish", answer.finish))
+            answer = replace(answer, text=turn["answer"], finish=turn["finish"])
             chat.turns.append(Turn(turn["question"], answer, tuple(turn["read"])))
         if chat.turns:
             check_length(path, chat)
@@ -529,10 +538,10 @@ def encode_conversation(
     # The last "answer" is what the model is made to begin its answer with.
     for number, (asked, answered) in enumerate([*turns, (question, answer_prefix)]):
         check_question(asked, empty=number < len(turns))  # an earlier turn may be a file alone
-        if not number:
-            asked = (
-                context.between + (system + (context.between or "\n\n") if system else "") + asked
-            )
+        if number == 0 and system:
+            asked = f"{context.between}{system}{context.between or PARAGRAPH}{asked}"
+        elif number == 0:
+            asked = f"{context.between}{asked}"
         ids.append(encode_text(tokenizer, asked, before, context.suffix_text, answered))
         before = render_between_turns(tokenizer)
     return torch.cat(ids, -1)[0]

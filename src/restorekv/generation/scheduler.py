@@ -7,8 +7,8 @@ costs the others one piece a step.
 Fairness: questions begin in the order in which they came, and at most as many as a pass may have
 rows. Each then has a row as soon as it is read, whatever else runs: further samples of a question
 take only the rows that no question needs, and a sample gives its row back (it is paused, nothing is
-lost) when a question comes that has none. Of a piece, half is for the question that came first, the
-rest for the shortest ones, so that no question, long or short, waits for all.
+lost) when a question comes that has none. Half of the PIECE tokens go to the oldest question and
+the rest to the shortest others, so that neither a long nor a short question waits for all others.
 
 Rows of one context share a block of tails as long as padding costs at most as much as they hold.
 """
@@ -29,7 +29,7 @@ from restorekv.generation.decoding import BATCH, ActiveRow, Group, write_tokens
 from restorekv.generation.sampling import TokenChooser
 
 PIECE = 256  # tokens of questions that are read in one step
-SMALLEST = 32  # tokens below which a question that is not read to its end gets no piece of its own
+SMALLEST = 32  # tokens: a smaller share is given only if it finishes the prompt, or to the oldest
 SLACK = 64  # columns of padding that are always allowed in a row
 ROOM = 32  # columns for answers that a block of tails is made with
 
@@ -97,9 +97,9 @@ class AnswerTask:
     # While the prompt is prefilled, and then for the samples that have not begun.
     group: Group[SampleRow] | None = None
     logits: Tensor | None = None  # (V,) after the prompt, for them
-    begun: int = 0  # samples
-    ended: int = 0  # samples
-    active: int = 0  # rows that are in the next pass
+    samples_begun: int = 0
+    samples_ended: int = 0
+    active_rows: int = 0  # that are in the next pass
     paused: deque[Selection] = field(default_factory=deque)
 
     def get_group(self) -> Group[SampleRow]:
@@ -119,7 +119,7 @@ class AnswerTask:
     @property
     def waiting(self) -> bool:
         """Whether a sample could take a row now."""
-        may_begin = self.group and self.begun < len(self.choosers)
+        may_begin = self.group and self.samples_begun < len(self.choosers)
         return self.is_prefilled and bool(self.paused or may_begin)
 
 
@@ -187,7 +187,7 @@ class Scheduler:
         self.longest_wait = 0  # steps before a question's first token in which none of it was read
 
     def admit(self, task: AnswerTask) -> None:
-        """Add a task; it begins when one of the others has ended, if there are as many as rows."""
+        """Add a task. While as many run as a pass may have rows, it waits until one has ended."""
         task.arrived = self.steps
         task.prompt = task.prompt.flatten().cpu()
         self.pending.append(task)
@@ -228,11 +228,11 @@ class Scheduler:
         fork = task.cache.fork()
         # No ids yet: `take_pieces` decides in each pass how much of the prompt is read.
         nothing = torch.empty(1, 0, dtype=torch.long, device=self.model.device)
-        row = self.row_of(task, 0)
+        row = self.make_row(task, 0)
         task.group = Group(list(fork.layers), [row], nothing, nothing, None)
         self.tasks.append(task)
 
-    def row_of(self, task: AnswerTask, sample: int) -> SampleRow:
+    def make_row(self, task: AnswerTask, sample: int) -> SampleRow:
         """Return a new row for one of a task's answers."""
         stand_in = next(iter(self.stops), 0)
         return SampleRow(
@@ -262,7 +262,7 @@ class Scheduler:
         """Give every task that has been read a row, then the free rows to those with fewest."""
         # A copy, since resuming may end a task and so take it out of the list.
         for task in list(self.tasks):
-            while task.waiting and not task.active:
+            while task.waiting and not task.active_rows:
                 self.resume(task, events)
         # Tasks that just got their first row may have made more rows than a pass may have.
         while len(self.active_rows) > self.most:
@@ -272,7 +272,7 @@ class Scheduler:
             if not waiting:
                 return
             # Ties go to the task that came first: `min` returns the first of equals.
-            self.resume(min(waiting, key=lambda task: task.active), events)
+            self.resume(min(waiting, key=lambda task: task.active_rows), events)
 
     def resume(self, task: AnswerTask, events: list[Event]) -> None:
         """Go on with a paused sample of a task, or begin one."""
@@ -281,11 +281,11 @@ class Scheduler:
             for row in selection.rows:
                 row.paused = False
             self.joining.append(selection)
-            task.active += 1
+            task.active_rows += 1
             return
         assert task.logits is not None, "kept when the last token of the prompt was read"
-        row = self.row_of(task, task.begun)
-        task.begun += 1
+        row = self.make_row(task, task.samples_begun)
+        task.samples_begun += 1
         assert row.chooser is not None
         # All samples of a question begin after the same logits, with random numbers of their own.
         token = row.chooser.choose(task.logits)
@@ -304,17 +304,17 @@ class Scheduler:
             )
             row.columns = group.parts[0].columns
             self.joining.append(Selection(group, [0]))
-        task.active += 1
+        task.active_rows += 1
         # The last sample has begun; the prompt's logits and tail are not needed again.
-        if task.begun == len(task.choosers):
+        if task.samples_begun == len(task.choosers):
             task.group = task.logits = None
-        self.note(row, token, events)
+        self.record_token(row, token, events)
 
     def pause_one(self) -> None:
         """Take the latest sample of the task with most rows out of the next pass."""
         rows = self.active_rows
-        task = max(self.tasks, key=lambda each: each.active)
-        # The one that began last has written least, so least waits.
+        task = max(self.tasks, key=lambda each: each.active_rows)
+        # The one that began last has usually written least, so pausing it delays least.
         chosen = max((row for row in rows if row.task is task), key=lambda row: row.number)
         joining = next((selection for selection in self.joining if chosen in selection.rows), None)
         # A row that has not run yet is paused as it is; one out of a group gets a group of its own.
@@ -327,7 +327,7 @@ class Scheduler:
                 Selection(_join_rows([Selection(group, [group.rows.index(chosen)])]), [0])
             )
         chosen.paused = True
-        task.active -= 1
+        task.active_rows -= 1
 
     def regroup(self) -> None:
         """Make the groups of the next pass: rows that have ended or pause leave, others join those
@@ -360,8 +360,8 @@ class Scheduler:
         readers = [task for task in self.tasks if not task.is_prefilled]
         if not readers:
             return []
-        # Half is for the oldest question, half for the others, so that neither waits for all of the
-        # other.
+        # Half for the oldest question, half for the others: neither waits until all of the other is
+        # read.
         first, *others = readers
         share_of_first = self.piece
         if others:
@@ -431,13 +431,13 @@ class Scheduler:
             for row in group.rows:
                 row.columns += 1
         for task in reading:
-            self.note_read(task)
+            self.record_read(task)
         for row, token in written:
-            self.note(row, token, events)
+            self.record_token(row, token, events)
 
-    def note_read(self, task: AnswerTask) -> None:
-        """Note that a piece of a question was read; after the last one its first sample goes on as
-        a row.
+    def record_read(self, task: AnswerTask) -> None:
+        """Record that a piece of a question was read; after the last one its first sample goes on
+        as a row.
         """
         task.passes += 1
         group = task.get_group()
@@ -446,8 +446,8 @@ class Scheduler:
             return
         task.tokens_prefilled = len(task.prompt)
         row = group.rows[0]
-        task.begun = 1
-        task.active = 1
+        task.samples_begun = 1
+        task.active_rows = 1
         row.columns = group.parts[0].columns
         if len(task.choosers) == 1:
             task.group = None
@@ -457,8 +457,8 @@ class Scheduler:
         if not row.ended:
             self.joining.append(Selection(group, [0]))
 
-    def note(self, row: SampleRow, token: int, events: list[Event]) -> None:
-        """Note a token, and the end of its sample or task."""
+    def record_token(self, row: SampleRow, token: int, events: list[Event]) -> None:
+        """Record a token, and the end of its sample or task."""
         task = row.task
         # An error of one row ends all samples of its question.
         if task.error:
@@ -470,9 +470,9 @@ class Scheduler:
         if row.count == 1 and row.number == 0:
             self.longest_wait = max(self.longest_wait, self.steps - task.arrived - task.passes + 1)
         if row.ended:
-            task.active -= 1
-            task.ended += 1
-        done = task.ended == len(task.choosers)
+            task.active_rows -= 1
+            task.samples_ended += 1
+        done = task.samples_ended == len(task.choosers)
         events.append(Event(task, row.number, token, task.choosers[row.number].likely, done))
         if done:
             self.end(task)

@@ -2,14 +2,16 @@
 
 A config does not tell: Mistral has a window without saying so for any layer, other models add
 sinks, caps or biases to their attention, compress their keys, keep states that are no pairs, or
-rotate old keys anew when a text gets long. So seven tokens are read three times by the real model:
+rotate old keys anew when a text gets long. So the real model reads seven tokens in three kinds of
+passes:
 
 1. by transformers alone, where every layer has to call the registered attention function once, with
    plain keys and values and without anything that the ragged attention lacks; the class's own eager
    attention, given random queries and keys, has to give their causal softmax, with the sinks that
    the layer names, if it names any; and values of the first layer must not depend on positions;
 2. the last three of them over a ragged cache of the first four, which has to give the same logits;
-3. four of them, the last one far away, which must not change the keys of the others.
+3. four of them, the last one far away, which must not change the keys of the others. If it does,
+   this is repeated at the lengths that the config names.
 
 Which pairs a layer sees at any distance is asked of the function that transformers makes its masks
 from: it takes indices, so no long text has to be read. The first position that does not see the
@@ -144,12 +146,12 @@ def probe_model(model: PreTrainedModel) -> Support:
     except (RestoreKVError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # code of any class, which expects tensors and gets a ragged layer
-        raise _refusal(
+        raise _make_refusal(
             model, f"does not run over a compressed cache ({summarize_error(error)})"
         ) from error
 
 
-def _refusal(model: PreTrainedModel, why: str) -> ModelError:
+def _make_refusal(model: PreTrainedModel, why: str) -> ModelError:
     return ModelError(f"{type(model).__name__} {why}; {REMEDY}.")
 
 
@@ -160,10 +162,10 @@ def _check_layers(model: PreTrainedModel, backbone: nn.Module) -> None:
         return
     for path, module in model.named_modules():
         if _is_position_table(path, module):
-            raise _refusal(model, f"has no RoPE: it adds positions to embeddings ({path})")
+            raise _make_refusal(model, f"has no RoPE: it adds positions to embeddings ({path})")
     if any("alibi" in name for name in vars(sys.modules[type(model).__module__])):
-        raise _refusal(model, "is a class for ALiBi, not for RoPE alone")
-    raise _refusal(model, "has no decoder layers with a module 'self_attn' each")
+        raise _make_refusal(model, "is a class for ALiBi, not for RoPE alone")
+    raise _make_refusal(model, "has no decoder layers with a module 'self_attn' each")
 
 
 def _is_position_table(path: str, module: nn.Module) -> bool:
@@ -176,7 +178,7 @@ def _is_position_table(path: str, module: nn.Module) -> bool:
 
 
 class _Probe:
-    """The three passes of one model."""
+    """The three kinds of passes of one model."""
 
     def __init__(self, model: PreTrainedModel, backbone: nn.Module, shape: CacheShape) -> None:
         self.model: Any = model
@@ -189,7 +191,7 @@ class _Probe:
         self.positions = torch.arange(START, START + len(IDS), device=model.device)[None]
 
     def run(self) -> Support:
-        """Read the tokens three times and return the narrowest limit."""
+        """Make all passes and return the narrowest limit."""
         # Nothing of the few tokens has to leave a window before they are compared.
         cache = make_full_cache(self.model, margin=len(IDS))
         with _record_pass(self.model) as record:
@@ -211,9 +213,9 @@ class _Probe:
         has_sinks = any(call.options.get("s_aux") is not None for call in record.calls)
         return replace(narrowest, has_sinks=has_sinks)
 
-    def refusal(self, why: str) -> ModelError:
+    def make_refusal(self, why: str) -> ModelError:
         """Return the error of a model that `why` describes."""
-        return _refusal(self.model, why)
+        return _make_refusal(self.model, why)
 
     def is_close(self, one: Tensor, other: Tensor, strict: bool = False) -> bool:
         """Return whether two results are equal up to the rounding of the model's dtype."""
@@ -227,31 +229,35 @@ class _Probe:
         if called != list(range(layers)) or len(cache.layers) != layers:
             if called and len(cache.layers) == layers:
                 if len(called) == layers:
-                    raise self.refusal("does not call the attention of its layers in their order")
-                raise self.refusal(f"calls its attention {len(called)} times for {layers} layers")
-            raise self.refusal("does not compute attention through AttentionInterface")
+                    raise self.make_refusal(
+                        "does not call the attention of its layers in their order"
+                    )
+                raise self.make_refusal(
+                    f"calls its attention {len(called)} times for {layers} layers"
+                )
+            raise self.make_refusal("does not compute attention through AttentionInterface")
         plain = (1, shape.heads, len(IDS), shape.head_dim)
         query_heads = shape.heads * shape.groups
         for call, layer in zip(record.calls, cache.layers, strict=True):
             shapes = [tuple(call.key.shape), tuple(call.value.shape)]
             if shapes == [plain, plain] and call.query.shape[1] != query_heads:
-                raise self.refusal(
+                raise self.make_refusal(
                     f"has {call.query.shape[1]} query heads where {query_heads} are expected"
                 )
             if shapes != [plain, plain]:
                 (_, heads, _, size), (_, others, _, width) = shapes
-                raise self.refusal(
+                raise self.make_refusal(
                     f"has {heads} key heads of {size} and {others} value heads of {width} numbers, "
                     f"where {shape.heads} of {shape.head_dim} are expected, as latent attention or "
                     "unequal layers do"
                 )
             if not torch.equal(layer.keys, call.key) or not torch.equal(layer.values, call.value):
-                raise self.refusal("attends to other keys or values than its cache holds")
+                raise self.make_refusal("attends to other keys or values than its cache holds")
             self.check_eager(call)
         for call, window in zip(record.calls, self.windows, strict=True):
             named = call.options.get("sliding_window")
             if named is not None and window is not None and int(named) != window:
-                raise self.refusal("has layers with another window than its config names")
+                raise self.make_refusal("has layers with another window than its config names")
 
     def check_eager(self, call: AttentionCall) -> None:
         """Refuse a layer whose class's eager attention is not the causal softmax of random queries
@@ -260,7 +266,7 @@ class _Probe:
         module = sys.modules[type(call.module).__module__]
         eager_attention = getattr(module, "eager_attention_forward", None)
         if eager_attention is None:
-            raise self.refusal("has no eager attention to compare with")
+            raise self.make_refusal("has no eager attention to compare with")
         generator = torch.Generator().manual_seed(0)
         query, key, value = (
             torch.randn(like.shape, generator=generator).to(like.device)
@@ -285,7 +291,7 @@ class _Probe:
         # One group of all query heads, whose keys were repeated.
         weights = compute_weights(logits, sinks)
         if not torch.allclose(result.float(), (weights @ values).transpose(1, 2), atol=1e-3):
-            raise self.refusal(
+            raise self.make_refusal(
                 "computes its attention in a way of its own, such as with a cap or another sink"
             )
 
@@ -295,7 +301,7 @@ class _Probe:
         """
         first, _, third, *_ = cache.layers[0].values[0].float().unbind(1)
         if not self.is_close(first, third, strict=True):
-            raise self.refusal("has no RoPE: it adds positions to embeddings or values")
+            raise self.make_refusal("has no RoPE: it adds positions to embeddings or values")
 
     def check_ragged(self, cache: Any, hidden: Tensor) -> None:
         """Refuse a model that computes other logits over a ragged cache than at once.
@@ -318,7 +324,7 @@ class _Probe:
                 **pass_cache(self.model, ragged),
             ).logits
         if not self.is_close(answered, compute_logits(self.model, hidden[:, CACHED:])):
-            raise self.refusal("computes other logits over a compressed cache than without")
+            raise self.make_refusal("computes other logits over a compressed cache than without")
 
     def find_window_limit(self, record: PassRecord) -> Support:
         """Return up to where every layer sees what it is taken to see, from the masks and from
@@ -329,20 +335,24 @@ class _Probe:
         for call, window in zip(record.calls, self.windows, strict=True):
             own = [function for mask, function in record.masks if mask is call.mask]
             if call.mask is not None and not own:  # it may hide pairs of a longer text
-                raise self.refusal("makes a mask of its own")
+                raise self.make_refusal("makes a mask of its own")
             functions.setdefault(window, set()).update(own)
             named = call.options.get("sliding_window")
             if named is not None and window is None:
                 limits.append(int(named))
+        if not any(functions.values()):  # nothing says what its layers see of a longer text
+            raise self.make_refusal("calls attention without a mask")
+        seen_whole = []
         for window, own in functions.items():
             for function in own:
+                seen_whole.append(self.count_seen_whole(function))
                 if window is None:
-                    limits.append(self.count_seen_whole(function))
+                    limits.append(seen_whole[-1])
                 else:
                     self.check_window(function, window)
         limit = min(limits)
-        seen_whole = max(self.count_seen_whole(each) for own in functions.values() for each in own)
-        return _make_window(limit, in_every_layer=seen_whole == limit < UNLIMITED)
+        has_limit = limit < UNLIMITED
+        return _make_window(limit, in_every_layer=has_limit and max(seen_whole) == limit)
 
     def check_window(self, function: Callable, window: int) -> None:
         """Refuse a mask function by which a token sees anything but itself and the window - 1
@@ -369,7 +379,7 @@ class _Probe:
             keys = keys.clamp(min=0)
             expected = (keys <= rows) & (keys > rows - window)
             if not torch.equal(self.compute_visible(function, rows, keys), expected):
-                raise self.refusal("hides or shows pairs in a way of its own")
+                raise self.make_refusal("hides or shows pairs in a way of its own")
 
     def count_seen_whole(self, function: Callable) -> int:
         """Return how many positions a mask function lets see all before them, UNLIMITED if nothing
@@ -386,19 +396,23 @@ class _Probe:
         if not sees_first.all():
             limit = int(far[sees_first.long().argmin()])
         if limit <= 1:
-            raise self.refusal("makes a mask of its own")
+            raise self.make_refusal("makes a mask of its own")
         # Before the limit the mask is exactly causal: near the start, near the limit, at random.
         generator = torch.Generator().manual_seed(0)
         end = min(limit, DISTANCES)
         start = min(end, EDGE)
         queries = torch.randint(end, (PAIRS,), generator=generator)
         keys = torch.randint(end, (PAIRS,), generator=generator)
-        near = torch.arange(max(end - EDGE, 0), end).repeat_interleave(8)
-        keys_near = near + torch.arange(8).repeat(len(near) // 8) - 4
-        queries = torch.cat([queries, near, torch.arange(start).repeat_interleave(8)])
-        keys = torch.cat([keys, keys_near, torch.arange(start * 8) % start]).clamp(0, end - 1)
+        # Each query near the limit with the eight keys around it.
+        queries_near = torch.arange(max(end - EDGE, 0), end).repeat_interleave(8)
+        keys_near = queries_near + torch.arange(8).repeat(len(queries_near) // 8) - 4
+        # Each query near the start with eight keys there, which go round.
+        queries_first = torch.arange(start).repeat_interleave(8)
+        keys_first = torch.arange(start * 8) % start
+        queries = torch.cat([queries, queries_near, queries_first])
+        keys = torch.cat([keys, keys_near, keys_first]).clamp(0, end - 1)
         if not torch.equal(self.compute_visible(function, queries, keys), keys <= queries):
-            raise self.refusal("hides or shows pairs in a way of its own")
+            raise self.make_refusal("hides or shows pairs in a way of its own")
         return limit
 
     def compute_visible(self, function: Callable, queries: Tensor, keys: Tensor) -> Tensor:
@@ -421,9 +435,11 @@ class _Probe:
                 if int(layer.sliding_window) != window:
                     limits.append(int(layer.sliding_window))
             elif window is not None:
-                raise self.refusal("keeps whole texts in layers that are said to have a window")
+                raise self.make_refusal(
+                    "keeps whole texts in layers that are said to have a window"
+                )
             elif type(layer) is not DynamicLayer:
-                raise self.refusal(f"keeps {type(layer).__name__} besides keys and values")
+                raise self.make_refusal(f"keeps {type(layer).__name__} besides keys and values")
         return _make_window(min(limits))
 
     def find_rotation_limit(self, cache: Any) -> Support:
@@ -440,7 +456,7 @@ class _Probe:
         if keys is not None:
             pairs = zip(own, keys, strict=True)
             if all(self.is_close(near[:, -1], far[:, -1]) for near, far in pairs):
-                raise self.refusal("has no RoPE that follows the positions it is given")
+                raise self.make_refusal("has no RoPE that follows the positions it is given")
             if self.are_keys_unchanged(own, keys):
                 return Support()
         # Somewhere the keys change: at one of the numbers in the config.
@@ -448,7 +464,7 @@ class _Probe:
         lengths = sorted(each for each in numbers if START + CACHED < each < FAR)
         exact = [each for each in lengths if self.does_length_keep_keys(own, each)]
         if not exact or exact != lengths[: len(exact)]:
-            raise self.refusal("rotates keys in a way that depends on what follows them")
+            raise self.make_refusal("rotates keys in a way that depends on what follows them")
         limit = exact[-1]
         # After a longer text dynamic RoPE keeps its frequencies at exactly the limit, and changes
         # them back below it.
@@ -516,16 +532,16 @@ def _check_options(model: PreTrainedModel, call: AttentionCall) -> None:
         if name not in KNOWN_OPTIONS and value is not None:
             others.append(OPTION_PHRASES.get(name, name))
     if others:
-        raise _refusal(model, f"computes its attention with {', '.join(sorted(others))}")
+        raise _make_refusal(model, f"computes its attention with {', '.join(sorted(others))}")
     sinks = call.options.get("s_aux")
     if sinks is not None and (
         not isinstance(sinks, Tensor) or tuple(sinks.shape) != (call.query.shape[1],)
     ):
-        raise _refusal(model, "has sinks that are not one logit of each query head (s_aux)")
+        raise _make_refusal(model, "has sinks that are not one logit of each query head (s_aux)")
     if call.options.get("is_causal") is False:
-        raise _refusal(model, "has layers that see later tokens")
+        raise _make_refusal(model, "has layers that see later tokens")
     if call.mask is not None and call.mask.dtype != torch.bool:
-        raise _refusal(model, "adds a bias to the logits of its attention, as ALiBi does")
+        raise _make_refusal(model, "adds a bias to the logits of its attention, as ALiBi does")
 
 
 def _is_close(one: Tensor, other: Tensor, dtype: torch.dtype, strict: bool = False) -> bool:
@@ -571,10 +587,10 @@ def do_keys_move(model: PreTrainedModel, turn: Callable[[Tensor, int], Tensor]) 
     first = _run_one_token(model, backbone, 0)
     near = _run_one_token(model, backbone, START)
     far = _run_one_token(model, backbone, FAR)
-    for (keys, query), (turned, _), (_, later) in zip(first, near, far, strict=True):
-        if not _is_close(turn(keys, START).float(), turned.float(), model.dtype):
+    for (keys, query), (near_keys, _), (_, far_query) in zip(first, near, far, strict=True):
+        if not _is_close(turn(keys, START).float(), near_keys.float(), model.dtype):
             return False
-        if not _is_close(query.float().norm(dim=-1), later.float().norm(dim=-1), model.dtype):
+        if not _is_close(query.float().norm(dim=-1), far_query.float().norm(dim=-1), model.dtype):
             return False
     return True
 

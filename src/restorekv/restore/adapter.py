@@ -70,7 +70,8 @@ class RestoreAdapter(nn.Module):
     ) -> None:
         super().__init__()
         self.embeddings = nn.Parameter(
-            embeddings.to(model.device, torch.float32), card.embeddings == "learned"
+            embeddings.to(model.device, torch.float32),
+            requires_grad=card.embeddings == "learned",
         )
         self.ratio_vectors = None
         if ratio_vectors is not None:
@@ -111,7 +112,8 @@ class RestoreAdapter(nn.Module):
             alpha: of LoRA.
             targets: the names of the layers with LoRA; without any (a control), there is none.
             seed: of the draw.
-            fixed: a token whose embedding all n have and keep (a control).
+            fixed: the id of a token whose embedding all n restore tokens use, untrained (a
+                control).
 
         Raises:
             AdapterError: where nothing would be left to train, and for layers that the model lacks.
@@ -187,8 +189,7 @@ class RestoreAdapter(nn.Module):
         if hidden != model_hidden:
             raise AdapterError(
                 f"The adapter {name} is for a model of width {hidden}, this one has "
-                f"{model_hidden}; "
-                "load the model that it was trained for."
+                f"{model_hidden}; load the model that it was trained for."
             )
         card = stored.card
         if card is None:

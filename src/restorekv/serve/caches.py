@@ -57,8 +57,9 @@ from restorekv.serve.store import Store
 from restorekv.serve.survivors import describe_survivors
 from restorekv.serve.variants import Variant
 
-# Seconds that the end waits for a thread. What is written is written whole or not at all.
-JOIN = 0.5
+# Seconds that the end waits for a thread. Files are written whole or not at all, so nothing
+# half-written stays.
+SHUTDOWN_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class CacheCost:
     seconds: Mapping[str, float]
 
 
+NOTHING_MADE = ("", WAITING)  # the key and state while no cache is being made
 NO_CACHE = CacheCost(0, 0, {})  # of a conversation without a document
 
 
@@ -108,6 +110,10 @@ class ActiveQuestion:
 Active = TypeVar("Active", bound=ActiveQuestion)
 
 
+def _do_nothing() -> None:
+    """Mark the end of a queue of jobs."""
+
+
 class CacheEngine(Engine, Generic[Active]):
     """Holds documents in memory up to `memory` bytes, and on disk in a store.
 
@@ -141,7 +147,7 @@ class CacheEngine(Engine, Generic[Active]):
         self.loading = threading.Lock()  # while a cache is read from disk
         store.on_delete = self.forget_document
         # The key of the cache that is being made, and how far it is.
-        self.making = ("", WAITING)
+        self.making = NOTHING_MADE
         self.counts = {"questions": 0, "tokens": 0, "compressed": 0, "loaded": 0, "hits": 0}
         self.compressor = ThreadPoolExecutor(
             1, "restorekv-compress", initializer=self._note_compressing_thread
@@ -165,9 +171,8 @@ class CacheEngine(Engine, Generic[Active]):
     def close(self) -> None:
         """End; documents that wait to be compressed get an UnavailableError."""
         self.stop_asking()
-        # They come one after another, so the last has ended when this one has.
-        # Does nothing itself: it stands at the end of the queue.
-        wait([self.compressor.submit(bool)], timeout=JOIN)
+        # One thread works the queue off in order, so this empty job ends after all others.
+        wait([self.compressor.submit(_do_nothing)], timeout=SHUTDOWN_SECONDS)
         self.compressor.shutdown(wait=False)
 
     # Questions: each is prepared in a thread, written by the engine, and settled with a reply.
@@ -341,7 +346,7 @@ class CacheEngine(Engine, Generic[Active]):
                     **variant.options,
                 )
         finally:
-            self.making = ("", WAITING)
+            self.making = NOTHING_MADE
         self.counts["compressed"] += 1
         return context
 
@@ -436,7 +441,7 @@ class CacheEngine(Engine, Generic[Active]):
                 raise
             self.store.quarantine_cache(key, sha256)
             return None
-        self.store.unverified.discard(key)
+        self.store.mark_verified(key)
         self.counts["loaded"] += 1
         self._hold(sha256, key, context)
         return context

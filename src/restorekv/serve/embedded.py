@@ -33,7 +33,14 @@ from restorekv.model.observer import HOOKS_LOCK
 from restorekv.model.prefill import make_empty_cache
 from restorekv.model.prompt import count_usable_positions
 from restorekv.model.shape import get_backbone
-from restorekv.serve.caches import JOIN, NO_CACHE, ActiveQuestion, CacheCost, CacheEngine
+from restorekv.serve.caches import (
+    NO_CACHE,
+    NOTHING_MADE,
+    SHUTDOWN_SECONDS,
+    ActiveQuestion,
+    CacheCost,
+    CacheEngine,
+)
 from restorekv.serve.documents import check_size
 from restorekv.serve.engine import ENDING, ServedQuestion, UnavailableError, settle_future
 from restorekv.serve.store import Store
@@ -116,7 +123,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
             self.preparers.shutdown(wait=False)
         # None ends the thread that answers.
         self.prepared.put(None)
-        self.answering.join(JOIN)
+        self.answering.join(SHUTDOWN_SECONDS)
         with HOOKS_LOCK:
             for hook in self.hooks:
                 hook.remove()
@@ -289,8 +296,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
 
     def _yield_to_compression(self, seconds: float) -> None:
         """Give a compression its share of the time, after a step that took some seconds."""
-        # Nothing is being compressed.
-        if self.making == ("", ""):
+        if self.making == NOTHING_MADE:
             self.owed = 0.0
             return
         self.owed += SHARE * seconds

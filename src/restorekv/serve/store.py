@@ -359,6 +359,10 @@ class Store:
                     self.unverified.add(key)
             return self.has_cache(key)
 
+    def mark_verified(self, key: str) -> None:
+        """Note that a cache was read and found sound, as its copy in the shared folder then is."""
+        self.unverified.discard(key)
+
     def quarantine_cache(self, key: str, sha256: str) -> None:
         """Move a damaged cache to `damaged/`, and in the shared folder too if it was fetched from
         there.

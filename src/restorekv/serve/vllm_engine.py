@@ -147,10 +147,6 @@ class VllmEngine(CacheEngine[VllmQuestion]):
         self.wait_for_tasks(2 * PATIENCE)
         self.client.close()
 
-    def collect_metrics(self) -> tuple[dict[str, int], dict[str, int]]:
-        counted, now = super().collect_metrics()
-        return counted, {**now, "questions_waiting": self.count_waiting()}
-
     # Documents: compressed ones as the library holds them, full ones as texts that vLLM reads.
 
     async def get_document(self, sha256: str, variant: Variant, content: Content) -> ServedDocument:
@@ -336,7 +332,10 @@ def check_supported(sampling: SamplingConfig) -> None:
     plain = SamplingConfig()
     lacking = [name for name in UNSUPPORTED if getattr(sampling, name) != getattr(plain, name)]
     if lacking:
-        raise RestoreKVError(f"The engine vllm has no {', '.join(lacking)}; leave it out.")
+        pronoun = "it" if len(lacking) == 1 else "them"
+        raise RestoreKVError(
+            f"The engine vllm does not support {', '.join(lacking)}; leave {pronoun} out."
+        )
 
 
 def make_sampling_params(sampling: SamplingConfig, limit: int, stops: set[int]) -> dict[str, Any]:
@@ -404,7 +403,7 @@ def find_model_folder(
     copy = copies / f"{fingerprint}-{model.dtype}"
     # Written under another name first, so that a kill leaves no half a model.
     if not copy.exists():
-        part = copy.with_suffix(".part")
+        part = copy.with_name(f"{copy.name}.part")
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
         os.replace(part, copy)

@@ -39,7 +39,8 @@ FIX = "compress the context again"
 KIND = FileKind("restorekv-cache", "4", "a restorekv cache", FIX)
 
 
-# A new field: `pipeline.make_manifest` sets it, cache_checks.py checks it, KIND's version rises.
+# To add a field: set it in `pipeline.make_manifest`, check it in cache_checks.py, and raise the
+# version of KIND.
 @dataclass(frozen=True)
 class Manifest:
     """How a cache was made and what it holds."""
@@ -47,7 +48,7 @@ class Manifest:
     model: str  # name or path, for people
     fingerprint: str  # of the base weights; must match on load
     rope: dict[str, Any]  # must match on load
-    template: str  # hash of the chat template's surroundings
+    template: str  # hash of the chat template's text around the user's words
     dtype: str
     shape: dict[str, int]  # layers, heads, groups, head_dim, hidden
     prefix: int  # S

@@ -145,9 +145,10 @@ def train_adapter(
     group.check_same(config.to_json() + json.dumps(run.origin))
     check_example_lengths(model, tokenizer, examples, config)
     teachers = TeacherCache(model, tokenizer, examples, config, store, store_prefill)
-    start = _find_first_step(folder, run, teachers, resume, group, notice)
+    start = _resume_and_check(folder, run, teachers, resume, group, notice)
     # Only now is the folder made: everything that may be refused has been checked.
-    with nullcontext() if group.rank else folder_lock(folder):
+    lock = folder_lock(folder) if group.rank == 0 else nullcontext()
+    with lock:
         if group.rank == 0:
             if start:
                 checkpoint.trim_log(folder, start)
@@ -192,12 +193,13 @@ def _take_steps(
         # Interrupted: what was done since the last checkpoint is kept.
         if done > start and group.rank == 0:
             # A launcher repeats the signal, which would interrupt the saving.
-            with checkpoint.hold_signals() if group.size > 1 else nullcontext():
+            holding = checkpoint.hold_signals() if group.size > 1 else nullcontext()
+            with holding:
                 checkpoint.save_checkpoint(folder, run, done)
         raise
 
 
-def _find_first_step(
+def _resume_and_check(
     folder: Path,
     run: TrainingRun,
     teachers: TeacherCache,
@@ -205,8 +207,9 @@ def _find_first_step(
     group: ProcessGroup,
     notice: Callable[[str], None],
 ) -> int:
-    """Return the step to begin with, at which the setup is checked; changes no file but the
-    store's.
+    """Load the checkpoint if the run goes on, check the setup, and return the step to begin with.
+
+    It changes no file but the store's.
     """
     start = checkpoint.load_checkpoint(folder, run) if resume else 0
     if resume and not start:
@@ -255,7 +258,7 @@ def _add_gradients(
 
 
 def weigh_ratio(config: TrainConfig, ratio: float) -> float:
-    """Return what the loss of a context at `ratio` counts.
+    """Return the weight of a context's loss at `ratio`.
 
     The divergence falls steeply with the ratio, so without a weight the tight ratios alone decide
     what is learned.
@@ -264,8 +267,8 @@ def weigh_ratio(config: TrainConfig, ratio: float) -> float:
 
 
 def weigh_loss(power: float, loss: float) -> float:
-    """Return what the gradient of a context's loss is multiplied by, so that the loss to
-    that power, or its logarithm where `power` is 0, is minimized.
+    """Return the factor of a context's gradient, so that the step minimizes the loss to that power,
+    or its logarithm if `power` is 0.
 
     The gradient of (L + c)^p / p is (L + c)^(p - 1) times that of L, and that of log(L + c) is the
     same with p = 0. The c keeps contexts that are already right from deciding the step.

@@ -42,7 +42,8 @@ from restorekv.train.teacher import Teacher, TeacherTarget
 VERSION = 2
 # What is left free on the disk.
 SPARE_BYTES = 2**30
-# What a model's config says about its origin, not about what the model computes.
+# Entries of a model's config that are not hashed: its origin and versions, the dtype, which is
+# recorded by itself, and the attention's implementation, which is replaced.
 IRRELEVANT_SETTINGS = (
     "name_or_path",
     "architectures",
@@ -212,7 +213,9 @@ class TeacherCache:
         if self.store_prefill:
 
             def compute_prefill() -> Tensors:
-                return _pack_cache(full or prefill(self.model, context.ids))
+                if full is not None:
+                    return _pack_cache(full)
+                return _pack_cache(prefill(self.model, context.ids))
 
             specs = self._list_prefill_specs(context.positions)
             is_prefill = partial(seal.has_sizes, sizes=specs)

@@ -300,7 +300,7 @@ class SchedulerHalf:
         return self.ledger.pin_or_load(request, document.name, pages)
 
     def _give_up(self, request: str, problem: str) -> None:
-        """Have a request end with an error; the log has the sentence."""
+        """End a request with an error, and log the reason."""
         log.error("Request %s ends: %s", request, problem)
         self.ledger.release(request)
         self.documents.pop(request, None)
@@ -434,7 +434,7 @@ class WorkerHalf:
             try:
                 worker_state.pool().put(name, future.result())
                 report.loaded[name, number] = 1
-            except Exception as error:  # else requests would wait for it for ever
+            except Exception as error:  # else requests would wait for it forever
                 if not isinstance(error, RestoreKVError):
                     log.exception("The document %s cannot be read.", name)
                 report.failed[name, number] = str(error)
@@ -459,27 +459,35 @@ def refuse_unsupported(config: VllmConfig, cache: KVCacheConfig) -> None:
     failure_policy = config.kv_transfer_config.kv_load_failure_policy
     context_ranks = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
     # What stands in the way, and what to do about it.
-    obstacles = {
-        f"with the kv_load_failure_policy {failure_policy!r}; set it to 'fail'": (
-            failure_policy != "fail"
+    obstacles = [
+        (
+            failure_policy != "fail",
+            f"with the kv_load_failure_policy {failure_policy!r}; set it to 'fail'",
         ),
-        "over context parallel ranks; use one": context_ranks > 1,
-        "over pipeline parallel ranks; use one, or tensor parallel ranks": (
-            parallel.pipeline_parallel_size > 1
+        (context_ranks > 1, "over context parallel ranks; use one"),
+        (
+            parallel.pipeline_parallel_size > 1,
+            "over pipeline parallel ranks; use one, or tensor parallel ranks",
         ),
-        "with speculative decoding; leave out the speculative config": (
-            config.speculative_config is not None
+        (
+            config.speculative_config is not None,
+            "with speculative decoding; leave out the speculative config",
         ),
-        "with LoRA adapters; leave out enable_lora": config.lora_config is not None,
-        "for a model with multi-head latent attention; use another model": (
-            config.model_config.use_mla
+        (config.lora_config is not None, "with LoRA adapters; leave out enable_lora"),
+        (
+            config.model_config.use_mla,
+            "for a model with multi-head latent attention; use another model",
         ),
-        "for a model with sliding-window or other special layers; use another model": (
-            len(cache.kv_cache_groups) != 1
+        (
+            len(cache.kv_cache_groups) != 1,
+            "for a model with sliding-window or other special layers; use another model",
         ),
-        f"with blocks of {block_size} tokens, of which {PLACEHOLDERS} is no multiple; set "
-        "block_size to 16, 32, 64 or 128": PLACEHOLDERS % block_size != 0,
-    }
-    for obstacle, holds in obstacles.items():
-        if holds:
+        (
+            PLACEHOLDERS % block_size != 0,
+            f"with blocks of {block_size} tokens, of which {PLACEHOLDERS} is no multiple; set "
+            "block_size to 16, 32, 64 or 128",
+        ),
+    ]
+    for stands_in_the_way, obstacle in obstacles:
+        if stands_in_the_way:
             raise RestoreKVError(f"vLLM does not serve compressed documents {obstacle}.")

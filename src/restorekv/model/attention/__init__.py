@@ -54,8 +54,8 @@ Callback = Callable[
     [nn.Module, Tensor, AttentionInput, AttentionInput, Tensor | None, float, Tensor | None],
     Tensor | None,
 ]
-# From query, layer, mask, scale and perhaps sinks. A new backend is added here; to be chosen by
-# itself it is added to BACKENDS_BY_SPEED too, and for a GPU to the components in trials.py.
+# From query, layer, mask, scale and perhaps sinks. Add a new backend here; to have it chosen
+# automatically, add it to BACKENDS_BY_SPEED too, and for a GPU to the components in trials.py.
 Backend = Callable[..., Tensor]
 BACKENDS: dict[str, Backend] = {
     "naive": naive.attend_ragged,
@@ -306,6 +306,7 @@ def attend_layer(
     replacement = None
     if callback is not None:
         replacement = callback(module, query, key, value, attention_mask, scale, sinks)
+    # Over a ragged layer the callback observes, and replaces nothing.
     if isinstance(key, RaggedLayer):
         return _attend_ragged(query, key, attention_mask, scale, kwargs), None
     if replacement is not None:
@@ -458,7 +459,8 @@ def install_attention(model: PreTrainedModel) -> None:
 def make_mask(*args: Any, **options: Any) -> Tensor | None:
     """Return transformers' mask for SDPA, with the signature of AttentionMaskInterface.
 
-    While somebody inspects, plain causal masks are made too, which SDPA does without.
+    Inside an `inspect_attention` block, plain causal masks are made too; otherwise they are
+    skipped, because SDPA does not need them.
     """
     inspectors = _get_variable(_inspectors)
     if inspectors is None:

@@ -37,7 +37,8 @@ try:
 except ImportError:  # an extra: pip install 'restorekv[triton]'
     triton_attend = None
 
-# Pairs that heads keep; a trial's first head starts somewhere in here.
+# Pairs that heads keep: those of a trial's heads are consecutive entries, from its `first_length`
+# on, and begin again after the last entry.
 LENGTHS = (130, 0, 1, 64, 65, 63, 7, 300)
 # The logit of a pair that a query points at, about; random logits have a deviation of 2.
 _POINTED_LOGIT = 8.0
@@ -175,7 +176,10 @@ GRADIENT_TRIALS = (
 
 @dataclass(frozen=True)
 class TrialInputs:
-    """A trial's inputs on the CPU in the target's dtype, and the largest logit of any query."""
+    """A trial's inputs on the CPU in the target's dtype.
+
+    `largest` estimates the largest logit: the longest query times the longest key of the tail.
+    """
 
     query: Tensor
     layer: RaggedLayer
@@ -197,8 +201,8 @@ class TrialInputs:
         """Return, for each number of the result, the weighted mean of the absolute values in it.
 
         Rounding changes a number in proportion to what is added up, however small the sum is.
-        Weights below the least normal number of the dtype keep fewer digits, which all pairs
-        together may feel.
+        Weights below the least normal number of the dtype keep fewer digits; over many pairs that
+        error can add up.
         """
         layer = _convert_to_float64(self.layer)
         context = layer.context_values[:].abs()

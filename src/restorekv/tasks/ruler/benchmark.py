@@ -63,7 +63,7 @@ FILE_SETTING = {**dict.fromkeys(ESSAY_TASKS, "essays"), "qa_1": "squad", "qa_2":
 REPLACEMENTS: dict[str, dict[str, str]] = json.loads(
     Path(__file__).with_name("stand_ins.json").read_text("utf-8")
 )
-SUBSETS = "qa_1 and qa_2 on subsets (XQuAD's English part; HotpotQA's 100 dev examples)"
+SUBSETS = {"qa_1": "XQuAD's English part", "qa_2": "HotpotQA's 100 dev examples"}
 SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"'”’)]))\s+(?=[\"'“‘(]?[A-Z0-9])")
 LEAST_TOKENS = 25  # of a generated document, by any tokenizer
 
@@ -73,7 +73,7 @@ class Ruler(Benchmark):
     """RULER, read from kvpress's data set or generated in its form.
 
     A fourteenth task is an entry in GROUPS, in NEEDLES or `_make_task_maker`, and in
-    `synthetic.get_answer_limit`.
+    `draft.MAX_NEW_TOKENS`, by the part of its name before the first "_".
 
     Args:
         length: Tokens of the prompt and of the longest answer together.
@@ -310,20 +310,20 @@ class Ruler(Benchmark):
         }
 
     def _describe_generated(self) -> dict[str, object]:
-        novel_license = (
-            "Apache-2.0; the novel in the public domain, SQuAD and HotpotQA CC BY-SA 4.0"
-        )
         files = {
             FILE_SETTING[name]: file for name in FILE_SETTING if (file := self._find_file(name))
         }
+        tasks = [
+            name for name in SUBSETS if name in self.chosen_tasks and self._uses_shipped_file(name)
+        ]
         subsets = {}
-        if {"qa_1", "qa_2"} & {*self.chosen_tasks} and self.source == NOVEL:
-            subsets = {"subsets": SUBSETS}
+        if tasks:
+            what = "subsets" if len(tasks) > 1 else "a subset"
+            parts = "; ".join(SUBSETS[name] for name in tasks)
+            subsets = {"subsets": f"{' and '.join(tasks)} on {what} ({parts})"}
         return {
             "data": "generated in RULER's form, not RULER's own samples",
-            "license": (
-                novel_license if self.source == NOVEL else "Apache-2.0; that of the files given"
-            ),
+            "license": self._describe_license(),
             "length": (
                 f"{self.length} tokens of the model's tokenizer, the answer's budget included, no "
                 "template"
@@ -337,6 +337,14 @@ class Ruler(Benchmark):
             **subsets,
             "metric": self.metric,
         }
+
+    def _describe_license(self) -> str:
+        if self.source != NOVEL:
+            return "Apache-2.0; that of the files given"
+        text = "Apache-2.0; the novel in the public domain, SQuAD and HotpotQA CC BY-SA 4.0"
+        if any(getattr(self, setting) for setting in FILE_SETTING.values()):
+            return f"{text}; that of the files given"
+        return text
 
     def _list_stand_ins(self) -> Iterator[tuple[str, str]]:
         for name, setting in FILE_SETTING.items():
