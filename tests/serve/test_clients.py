@@ -1,6 +1,7 @@
 """The first requests of clients: each gets an answer.
 
-A client that asks for tools or sends an image gets a sentence.
+A client may offer tools, which are not called; one that asks for a call or sends an image gets a
+sentence.
 """
 
 import json
@@ -16,48 +17,12 @@ from restorekv.serve.service import Limits
 from tests.helpers.serving import KEY, serving
 
 HELLO = {"role": "user", "content": "hello"}
-SYSTEM = {"role": "system", "content": "Be brief."}
 CHAT = "chat/completions"
-# Recorded from the real clients, each of which asked "hello" or for a name. The texts of aider's
-# prompts are shortened.
-RECORDED = json.loads(Path(__file__).with_name("clients.json").read_text())
-# Written by hand after what these programs are known to send; they were not run.
-WRITTEN = {
-    "Open WebUI": (
-        CHAT,
-        {
-            "stream": True,
-            "model": "tiny",
-            "messages": [HELLO],
-            "stream_options": {"include_usage": True},
-        },
-    ),
-    "Open WebUI, the title of a chat": (
-        CHAT,
-        {
-            "model": "tiny",
-            "messages": [{"role": "user", "content": "### Task:\nGenerate a title."}],
-            "stream": False,
-            "max_completion_tokens": 1000,
-        },
-    ),
-    "Continue": (
-        CHAT,
-        {
-            "messages": [
-                SYSTEM,
-                {"role": "user", "content": [{"type": "text", "text": "hello"}]},
-            ],
-            "model": "tiny",
-            "max_tokens": 2048,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "parallel_tool_calls": None,
-            "tools": [],
-        },
-    ),
-}
-REQUESTS = RECORDED | WRITTEN
+# Recorded from the real clients, each of which asked "hello" or for a name. The texts of Open
+# WebUI's, Continue's and aider's prompts are replaced by short ones, and most tools are left out.
+REQUESTS = json.loads(Path(__file__).with_name("clients.json").read_text())
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CHOICE = {"type": "function", "function": {"name": "f"}}
 HARMLESS = {
     "user": "a",
     "store": False,
@@ -68,8 +33,8 @@ HARMLESS = {
     "logit_bias": {},
     "n": 1,
     "logprobs": False,
-    "tools": [],
-    "tool_choice": "none",
+    "tools": [TOOL],
+    "tool_choice": "auto",
     "parallel_tool_calls": None,
     "functions": None,
     "response_format": {"type": "text"},
@@ -131,7 +96,9 @@ def test_fields_that_ask_for_nothing_change_nothing(url):
 @pytest.mark.parametrize(
     "more, sentence",
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "server has no tools"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "server calls no tools"),
+        ({"tools": [TOOL], "tool_choice": CHOICE}, "server calls no tools"),
+        ({"functions": [TOOL["function"]], "function_call": {"name": "f"}}, "calls no tools"),
         (
             {
                 "messages": [
@@ -143,9 +110,11 @@ def test_fields_that_ask_for_nothing_change_nothing(url):
             },
             "a text or a file here",
         ),
+        ({"repeat_penalty": 1.1}, "use repetition_penalty"),
+        ({"num_ctx": 2048}, "not a field of this request; leave it out"),
         ({"messages": [HELLO, {"role": "tool", "content": "a"}]}, "role"),
     ],
 )
-def test_tools_and_images_get_a_sentence(url, more, sentence):
+def test_calls_of_tools_and_images_get_a_sentence(url, more, sentence):
     status, answer = send(url, CHAT, {"model": "tiny", "messages": [HELLO], **more})
     assert status == 400 and sentence in json.loads(answer)["error"]["message"]

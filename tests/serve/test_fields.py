@@ -99,7 +99,7 @@ def test_the_description_lists_every_field_and_no_other(kind):
         set(theirs) <= set(described["properties"]) and described["additionalProperties"] is False
     )
     assert (
-        described["properties"]["tools"] == {"enum": [None, []]}
+        described["properties"]["tool_choice"] == {"enum": [None, "none", "auto"]}
         and described["properties"]["user"] == {}
     )
 

@@ -130,3 +130,74 @@ def test_a_conversation_longer_than_the_model_is_refused(client, model):
     words = "red house " * model.config.max_position_embeddings
     with pytest.raises(openai.BadRequestError, match="positions"):
         ask(client, [{"role": "user", "content": words}])
+
+
+def say(role, content):
+    return {"role": role, "content": content}
+
+
+def test_an_answer_goes_on_where_the_assistant_stopped(client, model, tiny_tokenizer):
+    """As Open WebUI's "Continue Response" asks it to."""
+    begun = "The green house"
+    messages = [*HELLO, say("assistant", begun)]
+    ids = encode_plain_chat(tiny_tokenizer, [], "hello", "", begun)
+    stops = model.generation_config.eos_token_id or tiny_tokenizer.eos_token_id
+    written = model.generate(ids[None], max_new_tokens=12, do_sample=False, eos_token_id=stops)
+    wanted = tiny_tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True)
+    answer = ask(client, messages)
+    assert answer.choices[0].message.content == wanted
+    assert answer.usage.prompt_tokens == len(ids)
+    streamed = ask(client, messages, stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in streamed) == wanted
+    with pytest.raises(openai.BadRequestError, match="leave out the assistant's last message"):
+        ask(client, messages, response_format={"type": "json_object"})
+
+
+def test_an_answer_about_a_document_goes_on_too(client, tiny_tokenizer):
+    question = about(upload(client))
+    begun = "The green house"
+    fresh = ask(client, question)
+    answer = ask(client, [*question, say("assistant", begun)])
+    more = len(tiny_tokenizer.encode(begun, add_special_tokens=False))
+    assert answer.usage.prompt_tokens == fresh.usage.prompt_tokens + more
+    assert answer.choices[0].message.content != fresh.choices[0].message.content
+
+
+def test_the_model_reads_what_the_assistant_has_begun(tiny_tokenizer):
+    ids = encode_plain_chat(tiny_tokenizer, [], "hello", "", "It was")
+    whole = template_ids(tiny_tokenizer, HELLO).tolist()
+    assert ids.tolist()[: len(whole)] == whole
+    assert tiny_tokenizer.decode(ids[len(whole) :]) == "It was"
+
+
+def test_messages_in_any_order_are_answered(client, model, tiny_tokenizer):
+    """As Continue sends them, which keeps its own notices as system messages."""
+    late = [say("user", "hello"), say("assistant", "Hi."), say("system", "Note."), *HELLO]
+    same = [say("user", "hello"), say("assistant", "Hi."), say("user", "Note.\n\nhello")]
+    wanted = generated(model, tiny_tokenizer, same)
+    assert ask(client, late).choices[0].message.content == wanted
+    last = [say("user", "hello"), say("assistant", "Hi."), *HELLO, say("system", "Note.")]
+    same = [say("user", "hello"), say("assistant", "Hi."), say("user", "hello\n\nNote.")]
+    wanted = generated(model, tiny_tokenizer, same)
+    assert ask(client, last).choices[0].message.content == wanted
+    opened = [say("system", "Be brief."), say("assistant", "I am ready."), *HELLO]
+    same = [say("system", "Be brief."), say("user", ""), say("assistant", "I am ready."), *HELLO]
+    wanted = generated(model, tiny_tokenizer, same)
+    assert ask(client, opened).choices[0].message.content == wanted
+
+
+def test_a_response_goes_on_from_what_the_assistant_has_begun(client):
+    options = {"model": "tiny", "temperature": 0, "max_output_tokens": 8}
+    begun = client.responses.create(input=[*HELLO, say("assistant", "It was")], **options)
+    then = client.responses.create(input="Why?", previous_response_id=begun.id, **options)
+    told = say("assistant", f"It was{begun.output_text}")
+    whole = client.responses.create(input=[*HELLO, told, say("user", "Why?")], **options)
+    assert then.output_text == whole.output_text
+
+
+def test_a_conversation_that_is_too_long_says_so_in_a_word(client, model):
+    long = "hello " * model.config.max_position_embeddings
+    for messages in ([say("user", long)], [say("user", long * 50)]):
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask(client, messages)
+        assert caught.value.code == "context_length_exceeded"

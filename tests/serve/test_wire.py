@@ -154,7 +154,7 @@ REQUESTS = {
     "a busy server": chat("Are you busy?", "A text."),
     "a chat without a document": chat("Say the whole."),
     "an unknown field": chat("What?", "A text.", strange=1),
-    "a refused field": chat("What?", "A text.", tools=[{"type": "function"}]),
+    "a refused field": chat("What?", "A text.", tool_choice="required"),
     "a wrong value": chat("What?", "A text.", temperature=7),
     "half a body": ("POST", "/v1/chat/completions", "{"),
     "a response": respond(

@@ -278,7 +278,11 @@ def render_between_turns(tokenizer: Tokenizer) -> str:
 
 
 def encode_plain_chat(
-    tokenizer: Tokenizer, turns: Sequence[tuple[str, str]], question: str, system: str = ""
+    tokenizer: Tokenizer,
+    turns: Sequence[tuple[str, str]],
+    question: str,
+    system: str = "",
+    opening: str = "",
 ) -> Tensor:
     """Return the ids (q,) of a conversation without a document, as the chat template writes it.
 
@@ -287,6 +291,7 @@ def encode_plain_chat(
         turns: Earlier questions with their answers.
         question: What is asked.
         system: The system message in the template's place for it, or "" for the template's own.
+        opening: What the model is made to begin its answer with.
 
     Raises:
         RestoreKVError: The question is empty, or the template has no place for these messages.
@@ -294,7 +299,7 @@ def encode_plain_chat(
     check_question(question)
     texts = []
     for asked, answered in turns:
-        check_question(asked)
+        check_question(asked, empty=True)  # the assistant may have begun
         texts.extend((asked, answered))
     texts.append(question)
     if tokenizer.chat_template:
@@ -309,6 +314,9 @@ def encode_plain_chat(
         if system:
             template[:1] = [before, "\n"]
             texts.insert(0, system)
+    if opening:
+        template.append("")
+        texts.append(opening)
     return torch.tensor(tokenize_parts(tokenizer, template, texts), dtype=torch.long)
 
 

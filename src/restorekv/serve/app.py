@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, TextTooLongError
 from restorekv.serve import replies, schemas
 from restorekv.serve.body import BodyError, CheckedRoute
 from restorekv.serve.completions import add_completions
@@ -119,7 +119,9 @@ def add_errors(app: FastAPI, service: Service) -> None:
             return make_problem_response(*lack)
         if str(error).startswith("There is no model"):
             return make_problem_response(404, str(error), "model_not_found")
-        return make_problem_response(400, str(error))
+        # Clients look for this word, and shorten the conversation.
+        code = "context_length_exceeded" if isinstance(error, TextTooLongError) else None
+        return make_problem_response(400, str(error), code)
 
     @app.exception_handler(ValidationError)
     @app.exception_handler(RequestValidationError)

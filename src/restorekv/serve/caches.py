@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.prepared_cache import PreparedContextCache
 from restorekv.context import CompressedContext
-from restorekv.errors import CacheFileError, RestoreKVError
+from restorekv.errors import CacheFileError, RestoreKVError, TextTooLongError
 from restorekv.generation import decoding
 from restorekv.generation.answers import Answer, make_answer
 from restorekv.generation.sampling import TokenChooser
@@ -209,7 +209,9 @@ class CacheEngine(Engine, Generic[Active]):
         if question.prompt:
             ids = torch.tensor(self._encode_prompt(question.prompt), dtype=torch.long)
         else:
-            ids = encode_plain_chat(self.tokenizer, question.turns, question.text, question.system)
+            ids = encode_plain_chat(
+                self.tokenizer, question.turns, question.text, question.system, question.opening
+            )
         nothing = torch.empty(1, 0, dtype=torch.long)
         context = Context(ids[None, :first], prefix=0, suffix=nothing)
         return context, ids[first:]
@@ -227,7 +229,7 @@ class CacheEngine(Engine, Generic[Active]):
                 f"A prompt of ids has numbers from 0 to {len(self.tokenizer) - 1}; send a text."
             )
         if len(ids) >= most:
-            raise RestoreKVError(
+            raise TextTooLongError(
                 f"The prompt has {len(ids):,} tokens, and the model {most:,} positions for prompt "
                 "and answer; shorten it."
             )
@@ -251,10 +253,8 @@ class CacheEngine(Engine, Generic[Active]):
         answers = []
         for row in active.rows:
             if row.answer:
-                # What continues a prompt may begin with a space.
-                keep_leading_space = bool(active.question.prompt)
                 answer = make_answer(
-                    self.tokenizer, row.answer, self.stops, read, row, keep_leading_space
+                    self.tokenizer, row.answer, self.stops, read, row, active.question.goes_on
                 )
                 answers.append(answer)
             else:

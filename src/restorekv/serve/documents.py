@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.errors import RestoreKVError, TextTooLongError
+from restorekv.errors import TextTooLongError
 
 
 def start_document_hash(kind: str) -> hashlib._Hash:
@@ -30,7 +30,7 @@ def explain_length() -> Iterator[None]:
     try:
         yield
     except TextTooLongError as error:
-        raise RestoreKVError(
+        raise TextTooLongError(
             f"The text has {error.tokens:,} tokens, and the model's {error.positions:,} positions "
             f"have room for {error.room:,} and a question; shorten it, split it into several "
             "files, or choose a server whose --model has more positions."
@@ -44,7 +44,7 @@ def check_size(text: str, tokenizer: Tokenizer, positions: int) -> None:
     """
     most = positions * _find_longest_token(tokenizer)
     if len(text) > most:
-        raise RestoreKVError(
+        raise TextTooLongError(
             f"The text has {len(text):,} characters, and the model's {positions:,} positions have "
             f"room for fewer than {most:,}; split it."
         )

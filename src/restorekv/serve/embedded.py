@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
-from restorekv.errors import RestoreKVError
+from restorekv.errors import TextTooLongError
 from restorekv.generation import decoding
 from restorekv.generation.chat import encode_conversation
 from restorekv.generation.sampling import make_choosers
@@ -152,7 +152,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         started = time.perf_counter()
         most = count_usable_positions(self.model)
         # Refuse what is far too long before it is tokenized.
-        texts = [question.system, question.text]
+        texts = [question.system, question.text, question.opening]
         for turn in question.turns:
             texts.extend(turn)
         check_size("".join(texts), self.tokenizer, most)
@@ -162,7 +162,12 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
             context = joined.context
             cache = joined.cache
             prompt = encode_conversation(
-                self.tokenizer, context, question.turns, question.text, question.system
+                self.tokenizer,
+                context,
+                question.turns,
+                question.text,
+                question.system,
+                question.opening,
             )
             manifest = joined.manifest
             cost = CacheCost(manifest.pairs_held, manifest.bytes_held, manifest.seconds)
@@ -177,7 +182,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
             too_long = "The conversation is longer than {}; shorten it."
         room = most - context.positions - len(prompt)
         if room < 1:
-            raise RestoreKVError(too_long.format(f"the model's {most:,} positions"))
+            raise TextTooLongError(too_long.format(f"the model's {most:,} positions"))
         question.limit = min(question.limit, room)
         # One row of the scheduler for every sample.
         sampling = question.sampling

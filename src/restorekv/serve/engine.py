@@ -130,6 +130,7 @@ class ServedQuestion:
         turns: earlier questions with their answers.
         text: the question.
         system: the system message, or "".
+        opening: the beginning of the answer, which the client has and the model goes on from.
         limit: how many tokens an answer may have.
         sampling: how the answers are written.
         on_token: called with (sample, id, *TokenChooser.likely) for every token, from any thread.
@@ -152,6 +153,12 @@ class ServedQuestion:
     started: bool = False
     cancelled: bool = False
     prompt: str | Sequence[int] = ""
+    opening: str = ""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the answer continues a text, so that a space at its start belongs to it."""
+        return bool(self.prompt or self.opening)
 
 
 @dataclass(frozen=True)

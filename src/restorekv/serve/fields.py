@@ -13,7 +13,7 @@ from typing import Any, LiteralString
 from pydantic import ConfigDict
 from pydantic_core import PydanticCustomError
 
-TOOLS = "this server has no tools"
+TOOLS = "this server calls no tools"
 REASONING = "the models here do not reason first"
 
 # By field: the values that ask for nothing, in addition to null, and why others cannot be honored.
@@ -28,21 +28,21 @@ IDLE_ALWAYS = frozenset(
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
+        # An answer may always be a text, unless `tool_choice` asks for a call.
+        "tools",
         "user",
     }
 )
 REFUSED_ALWAYS: Refused = {
     "moderation": ((), "this server moderates nothing"),
     "tool_choice": (("none", "auto"), TOOLS),
-    "tools": (([],), TOOLS),
 }
 
-CHAT_IDLE = IDLE_ALWAYS | {"prediction", "store"}
+CHAT_IDLE = IDLE_ALWAYS | {"functions", "prediction", "store"}
 CHAT_REFUSED: Refused = {
     **REFUSED_ALWAYS,
     "audio": ((), "answers are text"),
     "function_call": (("none", "auto"), TOOLS),
-    "functions": (([],), TOOLS),
     "modalities": ((["text"],), "answers are text"),
     "reasoning_effort": (("none",), REASONING),
     "verbosity": (("medium",), "ask for short or long answers in words"),
@@ -90,6 +90,14 @@ FORMAT_IDLE = frozenset({"description", "name", "strict"})
 STREAM = frozenset({"include_usage", "include_obfuscation"})
 
 
+# What other servers call a field that requests here have.
+OTHER_NAMES = {
+    "num_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+}
+
+
 def take_known(
     given: Any,
     honored: Mapping[str, object],
@@ -124,8 +132,10 @@ def take_known(
                     f"is not supported, since {why}; leave it out",
                 )
         elif name not in idle:
+            ours = OTHER_NAMES.get(name)
+            fix = f"use {ours}" if ours in honored else "leave it out"
             raise make_field_error(
-                "unknown_parameter", place + name, "is not a field of this request; leave it out"
+                "unknown_parameter", place + name, f"is not a field of this request; {fix}"
             )
     return taken
 

@@ -99,6 +99,7 @@ class Questions:
             turns=chat.turns,
             text=chat.question,
             system=chat.system,
+            opening=chat.opening,
             limit=chat.limit,
             sampling=chat.sampling,
         )
@@ -133,7 +134,7 @@ class Questions:
                 service.engine.tokenizer,
                 service.engine.stops,
                 question.sampling.stop,
-                keep_leading_space=bool(question.prompt),
+                keep_leading_space=question.goes_on,
             )
             texts.append(text)
         return PendingAnswer(

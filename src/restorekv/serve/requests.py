@@ -300,6 +300,7 @@ class ParsedChat:
         system: all system messages.
         turns: earlier questions with their answers.
         question: the last question.
+        opening: what the assistant has begun to answer to it, or "".
         variant: how the documents are held.
         sampling: how the answers are written.
         limit: how many tokens an answer may have.
@@ -309,6 +310,7 @@ class ParsedChat:
     system: str
     turns: Sequence[tuple[str, str]]
     question: str
+    opening: str
     variant: Variant
     sampling: SamplingConfig
     limit: int
@@ -317,10 +319,12 @@ class ParsedChat:
 def parse_chat(
     request: ChatRequest, base: str, most_tokens: int, defaults: AnswerDefaults
 ) -> ParsedChat:
-    """Return what a request asks: system messages first, then user and assistant in turn.
+    """Return what a request asks: system messages, then user and assistant in turn.
 
     Any message but the assistant's may hold documents. The model reads all of them first, in their
-    order; the texts of a message stay together.
+    order; the texts of a message stay together. Chat templates have no place for a system message
+    after the first turn, so it is said by the user, nor for an assistant that begins, whom an empty
+    question precedes. If the assistant has the last word, the model goes on from there.
 
     Args:
         request: what was sent.
@@ -334,27 +338,37 @@ def parse_chat(
     texts: list[str] = []
     for message in request.messages:
         text = _read_message(message, documents)
-        if message.role in ("system", "developer"):
-            if roles:
-                raise RestoreKVError("System messages come first; put them before the others.")
-            system.append(text)
-        elif roles and roles[-1] == message.role:
+        role = message.role
+        if role in ("system", "developer"):
+            if not roles:
+                system.append(text)
+                continue
+            role = "user"
+        if not roles and role == "assistant":
+            roles.append("user")
+            texts.append("")
+        if roles and roles[-1] == role:
             # Chat templates have no place for two of the same role.
             texts[-1] = _join_texts([texts[-1], text])
         else:
-            roles.append(message.role)
+            roles.append(role)
             texts.append(text)
-    if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"]:
-        raise RestoreKVError(
-            "After system messages, user and assistant take turns; the user begins and has the "
-            "last word."
-        )
+    opening = ""
+    if roles and roles[-1] == "assistant":
+        opening = texts.pop()
+        if request.response_format and request.response_format.find_schema():
+            raise RestoreKVError(
+                "An answer in JSON begins anew; leave out the assistant's last message."
+            )
+    if not texts:
+        raise RestoreKVError("There is no question; send a message of the user.")
     questions = texts[::2]
     return ParsedChat(
         documents=documents,
         system=_join_texts(system),
         turns=list(zip(questions[:-1], texts[1::2], strict=True)),
         question=questions[-1],
+        opening=opening,
         variant=Variant.parse(request.model, base),
         sampling=request.make_sampling(defaults),
         limit=min(request.max_completion_tokens or request.max_tokens or most_tokens, most_tokens),
@@ -364,6 +378,11 @@ def parse_chat(
 def _choose(asked: float | None, default: float) -> float:
     """Return what a request asks for, 0 included, or the default."""
     return default if asked is None else asked
+
+
+def read_text(message: Message) -> str:
+    """Return the text of a message, without its documents."""
+    return _read_message(message, [])
 
 
 def _read_message(message: Message, documents: list[DocumentPart]) -> str:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, model_validator
 from restorekv.serve import fields, replies, schemas
 from restorekv.serve.engine import Reply
 from restorekv.serve.questions import PendingAnswer, Questions
-from restorekv.serve.requests import ChatRequest, Message, Text
+from restorekv.serve.requests import ChatRequest, Message, Text, read_text
 from restorekv.serve.service import ApiError, explain_error
 
 REMEMBERED = 1000  # answers whose turns are known
@@ -114,6 +114,8 @@ class ResponseMemory:
     def add(self, name: str, messages: list[Message], text: str) -> None:
         """Remember an answer, without system messages, which every request gives anew."""
         turns = [message for message in messages if message.role not in ("system", "developer")]
+        if turns and turns[-1].role == "assistant":  # the answer went on from there
+            text = read_text(turns.pop()) + text
         turns.append(Message(role="assistant", content=text))
         self.turns[name] = turns
         self.sizes[name] = sum(len(message.model_dump_json()) for message in turns)

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.context import CompressedContext
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, TextTooLongError
 from restorekv.generation.chat import encode_conversation
 from restorekv.generation.sampling import SamplingConfig, TokenChooser
 from restorekv.many_contexts import compose
@@ -285,7 +285,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
             # Prompt and answer share vLLM's max_model_len.
             limit = min(limit, self.client.longest - len(ids))
         if limit < 1:
-            raise RestoreKVError(
+            raise TextTooLongError(
                 f"vLLM reads at most {self.client.longest:,} tokens, and the prompt has "
                 f"{len(ids):,}."
             )
@@ -323,7 +323,12 @@ class VllmEngine(CacheEngine[VllmQuestion]):
 
     def _make_prompt(self, question: ServedQuestion, context: Context) -> Tensor:
         return encode_conversation(
-            self.tokenizer, context, question.turns, question.text, question.system
+            self.tokenizer,
+            context,
+            question.turns,
+            question.text,
+            question.system,
+            question.opening,
         )
 
 

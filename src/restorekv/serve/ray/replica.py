@@ -217,6 +217,7 @@ def pack_question(question: ServedQuestion) -> dict[str, Any]:
         "limit": question.limit,
         "sampling": question.sampling,
         "prompt": question.prompt,
+        "opening": question.opening,
     }
 
 
