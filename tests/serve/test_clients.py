@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("openai")
 
+from restorekv.serve.requests import AnswerDefaults
 from restorekv.serve.service import Limits
 from tests.helpers.serving import KEY, serving
 
@@ -46,7 +47,9 @@ HARMLESS = {
 @pytest.fixture(scope="module")
 def url(model, tiny_tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("store")
-    with serving(model, tiny_tokenizer, folder, limits=Limits(tokens=16)) as url:
+    # Most clients name no temperature, and an answer that is sampled may be empty.
+    greedy = AnswerDefaults(temperature=0.0)
+    with serving(model, tiny_tokenizer, folder, limits=Limits(tokens=16), defaults=greedy) as url:
         yield url
 
 

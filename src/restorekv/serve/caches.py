@@ -29,6 +29,7 @@ from restorekv.context import CompressedContext
 from restorekv.errors import CacheFileError, RestoreKVError, TextTooLongError
 from restorekv.generation import decoding
 from restorekv.generation.answers import Answer, make_answer
+from restorekv.generation.chat import encode_conversation
 from restorekv.generation.sampling import TokenChooser
 from restorekv.model.prompt import (
     Context,
@@ -215,6 +216,17 @@ class CacheEngine(Engine, Generic[Active]):
         nothing = torch.empty(1, 0, dtype=torch.long)
         context = Context(ids[None, :first], prefix=0, suffix=nothing)
         return context, ids[first:]
+
+    def encode_question(self, question: ServedQuestion, context: Context) -> Tensor:
+        """Return the ids (q,) that follow the documents, up to where the answer goes on."""
+        return encode_conversation(
+            self.tokenizer,
+            context,
+            question.turns,
+            question.text,
+            question.system,
+            question.opening,
+        )
 
     def _encode_prompt(self, prompt: str | Sequence[int]) -> Sequence[int]:
         """Return a prompt that stands alone as ids; refuse one that the model cannot read."""

@@ -25,7 +25,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import TextTooLongError
 from restorekv.generation import decoding
-from restorekv.generation.chat import encode_conversation
 from restorekv.generation.sampling import make_choosers
 from restorekv.generation.scheduler import AnswerTask, Event, Scheduler
 from restorekv.many_contexts import compose
@@ -161,14 +160,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
             joined = compose(contexts) if len(contexts) > 1 else contexts[0]
             context = joined.context
             cache = joined.cache
-            prompt = encode_conversation(
-                self.tokenizer,
-                context,
-                question.turns,
-                question.text,
-                question.system,
-                question.opening,
-            )
+            prompt = self.encode_question(question, context)
             manifest = joined.manifest
             cost = CacheCost(manifest.pairs_held, manifest.bytes_held, manifest.seconds)
             computed = 0

@@ -20,13 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError, TextTooLongError
-from restorekv.generation.chat import encode_conversation
 from restorekv.generation.sampling import SamplingConfig, TokenChooser
 from restorekv.many_contexts import compose
 from restorekv.model import gguf
@@ -236,7 +234,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
             )
         if contexts:
             context = join_contexts(contexts)
-            prompt = self._make_prompt(question, context)
+            prompt = self.encode_question(question, context)
             return VllmQuestion(
                 question=question,
                 context=context,
@@ -248,7 +246,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
                 computed=context.positions,
             )
         cache = compose(caches) if len(caches) > 1 else caches[0]
-        prompt = self._make_prompt(question, cache.context)
+        prompt = self.encode_question(question, cache.context)
         keys = []
         for document in question.documents:
             keys.append(self.make_key(document.sha256, document.variant))
@@ -320,16 +318,6 @@ class VllmEngine(CacheEngine[VllmQuestion]):
             row.cancelled = lambda: question.cancelled
             rows.append(row)
         return rows
-
-    def _make_prompt(self, question: ServedQuestion, context: Context) -> Tensor:
-        return encode_conversation(
-            self.tokenizer,
-            context,
-            question.turns,
-            question.text,
-            question.system,
-            question.opening,
-        )
 
 
 def check_supported(sampling: SamplingConfig) -> None:
