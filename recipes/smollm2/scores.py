@@ -4,24 +4,36 @@
 
 Each evictor is asked alone and with its shipped adapter, at three ratios; FOLDER keeps every
 answer, and another call continues or adds to it. `paper/results/smollm2-scores.json` gets a row for
-every complete cell in FOLDER, and how many of the full cache's right answers each small cache
-keeps. `make charts` draws the README's chart and the tables of the pages from it. All of BENCHMARKS
-take more than five hours of one core, RULER one.
+every complete cell in FOLDER, how many of the full cache's right answers each small cache keeps,
+and how much of the divergence of each genre restoring takes away. What it holds of benchmarks that
+FOLDER lacks stays, as long as it was measured with the same adapters, so that benchmarks can be
+measured one after the other. `make charts` draws the README's chart and the tables of the pages
+from it. All of BENCHMARKS take about six hours of one core, RULER one.
 """
 
 import argparse
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
-from restorekv.evaluation.answers_kept import list_kept_rows
+from restorekv.evaluation.answers_kept import (
+    EVERY,
+    AnswersByMethod,
+    ContextAnswers,
+    collect_answers,
+    list_kept_rows,
+)
 from restorekv.evaluation.frame import GridResults
-from restorekv.evaluation.grid import SHIPPED, Grid
+from restorekv.evaluation.grid import FULL, SHIPPED, Grid
 from restorekv.evaluation.ray_pool import RayPool
 from restorekv.evaluation.results import Result, load_results
 from restorekv.evaluation.rows import make_payload
 from restorekv.evaluation.run import GridProgress, LocalPool, WorkerPool, run_grid
-from restorekv.files import write_json
+from restorekv.files import read_json, write_json
 
 RESULT = Path(__file__).parents[2] / "paper" / "results" / "smollm2-scores.json"
 # Five texts of each of RULER's tasks, every validation story, every article, 40 of the others, two
@@ -69,12 +81,121 @@ def run_scores(
 
 
 def write_result(results: Sequence[Result], path: Path) -> None:
-    """Write rows, conventions and answers kept, without the answers themselves."""
+    """Write rows, conventions and answers kept, without the answers themselves.
+
+    What `path` holds of other benchmarks stays, if it was measured with the same adapters.
+    """
     payload = make_payload(results)
     del payload["answers"]
-    payload["kept"] = list(list_kept_rows(GridResults(results)))
+    payload["genres"] = measure_genres(results)
+    counted = {
+        key: [replace(each, text=find_title(each.text)) for each in contexts]
+        for key, contexts in collect_answers(GridResults(results)).items()
+    }
+    payload["kept"] = list(list_kept_rows(counted))
+    payload["kept_by_context"] = {}
+    for (method, ratio), contexts in counted.items():
+        payload["kept_by_context"][f"{method} at {ratio:g}"] = [
+            [each.text, each.tokens, each.right, each.kept] for each in contexts
+        ]
+    if path.exists():
+        add_former(payload, read_json(path, str(path)))
     payload["date"] = time.strftime("%Y-%m-%d")
     write_json(path, payload)
+
+
+def find_title(label: str) -> str:
+    """Return the benchmark's title from a label that also says the prefix policy, which is one."""
+    return label.partition(", prefix policy")[0]
+
+
+def measure_genres(results: Sequence[Result]) -> dict[str, dict[str, float]]:
+    """Return the mean divergence of every genre's answers, by evictor, ratio and restoring."""
+    genres = {}
+    for result in results:
+        cell = result.cell
+        if not result.done or cell.evictor == FULL or not cell.benchmark.startswith("genres"):
+            continue
+        divergences: dict[str, list[float]] = {}
+        for line in result.lines:
+            for answer in line["answers"]:
+                divergences.setdefault(answer["task"], []).append(answer["kl"])
+        how = "restored" if cell.adapter else "alone"
+        genres[f"{cell.evictor} {how} at {cell.ratio}"] = {
+            genre: fmean(own) for genre, own in sorted(divergences.items())
+        }
+    return genres
+
+
+def add_former(payload: dict[str, Any], former: Mapping[str, Any]) -> None:
+    """Add what a former result holds of benchmarks that `payload` lacks, to all of its parts.
+
+    Figures of another adapter or model say nothing about these, so all of them are left out then.
+    """
+    # Of the former facts only those that decide answers: versions may differ.
+    if list_makers(payload["facts"]) != list_makers(former["facts"]):
+        print("The former result was measured with other adapters; nothing of it stays.")
+        return
+    here = {row["benchmark"] for row in payload["rows"]}
+    kept_rows = [row for row in former["rows"] if row["benchmark"] not in here]
+    names = {fact["benchmark"]["title"] for fact in payload["facts"].values()}
+    added = {
+        name: fact
+        for name, fact in former["facts"].items()
+        if fact["benchmark"]["title"] not in names
+    }
+    payload["rows"] = kept_rows + payload["rows"]
+    payload["facts"] = added | payload["facts"]
+    payload["genres"] = former.get("genres", {}) | payload["genres"]
+    by_context = former.get("kept_by_context", {})
+    counted: AnswersByMethod = {}
+    for key in dict.fromkeys((*by_context, *payload["kept_by_context"])):
+        method, _, ratio = key.rpartition(" at ")
+        stay = [each for each in by_context.get(key, []) if each[0] not in names]
+        own = stay + payload["kept_by_context"].get(key, [])
+        payload["kept_by_context"][key] = own
+        counted[method, float(ratio)] = [
+            ContextAnswers(place, *each) for place, each in enumerate(own)
+        ]
+    rows = list(list_kept_rows(counted))
+    payload["kept"] = add_uncounted(rows, former["kept"], names)
+
+
+def list_makers(facts: Mapping[str, Mapping]) -> set[str]:
+    """Return what decides the answers of a result's small caches, beside evictor and ratio."""
+    makers = set()
+    for fact in facts.values():
+        if fact["adapter"]:
+            makers.add(json.dumps([fact["fingerprint"], fact["dtype"], fact["adapter"]]))
+    return makers
+
+
+def add_uncounted(
+    rows: list[dict], former: Sequence[Mapping[str, Any]], names: Collection[str]
+) -> list[dict]:
+    """Return the rows of answers kept with those kinds of text whose contexts were not stored.
+
+    The rows of all texts get their numbers too, and lose their intervals, which cannot be known.
+    """
+    counted = {row["part"] for row in rows}
+    uncounted = []
+    for row in former:
+        part = find_title(row["part"])
+        if part not in counted | names | {EVERY} and "tokens" not in part:
+            uncounted.append({**row, "part": part})
+    for row in list(rows):
+        if row["part"] != EVERY:
+            continue
+        key = row["method"], row["ratio"]
+        own = [each for each in uncounted if (each["method"], each["ratio"]) == key]
+        if own:
+            if len(names) == 1:  # its row was that of all texts until now
+                rows.append({**row, "part": min(names)})
+            for name in ("right", "kept", "contexts"):
+                row[name] += sum(each[name] for each in own)
+            row["share"] = row["kept"] / row["right"]
+            del row["low"], row["high"]
+    return rows + uncounted
 
 
 def main(args: Sequence[str] | None = None) -> None:

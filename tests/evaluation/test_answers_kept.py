@@ -8,8 +8,9 @@ import pytest
 from restorekv import tasks
 from restorekv.evaluation.answers_kept import (
     EVERY,
-    KeptAnswer,
-    _split_answers,
+    ContextAnswers,
+    _split_contexts,
+    collect_answers,
     count_kept,
     list_kept_rows,
     make_kept_table,
@@ -33,7 +34,9 @@ def run(tmp_path):
 
 
 def test_only_what_the_full_cache_knew_counts(run):
-    found = {(row["method"], row["part"]): row for row in list_kept_rows(load_grid(run))}
+    found = {
+        (row["method"], row["part"]): row for row in list_kept_rows(collect_answers(load_grid(run)))
+    }
     base, restored = found["KVzip", EVERY], found["KVzip + RestoreKV", EVERY]
     assert (base["right"], base["kept"], base["contexts"]) == (12, 6, 6)
     assert (base["share"], base["low"], base["high"]) == (0.5, 0.5, 0.5)
@@ -74,19 +77,19 @@ def test_the_interval_is_that_of_a_bootstrap_over_contexts():
     """An independent bootstrap, context by context, comes to the same interval."""
     rng = np.random.default_rng(0)
     contexts = [(rng.integers(1, 6), rng.random()) for _ in range(60)]
-    answers = [
-        KeptAnswer(name, "text", 500, bool(rng.random() < chance))
-        for name, (count, chance) in enumerate(contexts)
-        for _ in range(count)
-    ]
-    figures = count_kept(answers)
-    by_context = [[each.kept for each in answers if each.context == name] for name in range(60)]
+    by_context = [list(rng.random(count) < chance) for count, chance in contexts]
+    figures = count_kept(
+        [
+            ContextAnswers(name, "text", 500, len(kept), int(sum(kept)))
+            for name, kept in enumerate(by_context)
+        ]
+    )
     shares = []
     for _ in range(4000):
         drawn = [kept for place in rng.integers(0, 60, 60) for kept in by_context[place]]
         shares.append(np.mean(drawn))
     low, high = np.percentile(shares, (2.5, 97.5))
-    assert figures["share"] == pytest.approx(np.mean([each.kept for each in answers]))
+    assert figures["share"] == pytest.approx(np.mean(np.concatenate(by_context)))
     assert (figures["low"], figures["high"]) == (
         pytest.approx(low, abs=0.02),
         pytest.approx(high, abs=0.02),
@@ -103,21 +106,21 @@ def test_free_answers_are_right_from_half_of_the_words():
 
 
 def test_kinds_of_text_and_lengths_are_told_apart():
-    answers = [
-        KeptAnswer(1, "RULER", 400, True),
-        KeptAnswer(2, "XQuAD", 900, False),
-        KeptAnswer(3, "XQuAD", 1024, True),
+    contexts = [
+        ContextAnswers(1, "RULER", 400, right=1, kept=1),
+        ContextAnswers(2, "XQuAD", 900, right=1, kept=0),
+        ContextAnswers(3, "XQuAD", 1024, right=2, kept=1),
     ]
     counts = {
-        part: (len(own), sum(each.kept for each in own))
-        for part, own in _split_answers(answers).items()
+        part: (sum(each.right for each in own), sum(each.kept for each in own))
+        for part, own in _split_contexts(contexts).items()
     }
     assert counts == {
-        EVERY: (3, 2),
+        EVERY: (4, 2),
         "RULER": (1, 1),
-        "XQuAD": (2, 1),
+        "XQuAD": (3, 1),
         "1 to 512 tokens": (1, 1),
-        "513 to 1,024 tokens": (2, 1),
+        "513 to 1,024 tokens": (3, 1),
     }
 
 

@@ -3,6 +3,7 @@
 import json
 
 from recipes.smollm2 import scores
+from restorekv.evaluation.answers_kept import EVERY
 from restorekv.evaluation.run import LocalPool
 
 
@@ -19,3 +20,70 @@ def test_scores_are_written_with_answers_kept_and_made_once(tmp_path):
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*.jsonl")}
     scores.run_scores(*given)
     assert files and files == {path: path.stat().st_mtime_ns for path in files}
+
+
+FIRST = "tiny:low=100,high=160,count=2"
+
+
+def measure(folder, benchmarks, path):
+    """Measure benchmarks in a folder of their own and add them to the result at `path`."""
+    given = (folder, ["kvzip"], benchmarks, LocalPool(), ("0.3",), "tiny")
+    scores.write_result(scores.run_scores(*given), path)
+    return json.loads(path.read_text())
+
+
+def rename(stored, title, benchmark):
+    """Return a result whose only benchmark has another name, as another benchmark would."""
+    text = json.dumps(stored)
+    (old,) = {fact["benchmark"]["title"] for fact in stored["facts"].values()}
+    (spec,) = {row["benchmark"] for row in stored["rows"]}
+    renamed = json.loads(text.replace(json.dumps(old), json.dumps(title)).replace(spec, benchmark))
+    renamed["facts"] = {f"{benchmark} {name}": fact for name, fact in renamed["facts"].items()}
+    return renamed
+
+
+def test_benchmarks_can_be_measured_one_after_the_other(tmp_path):
+    path = tmp_path / "scores.json"
+    first = rename(measure(tmp_path / "one", [FIRST], path), "Other", "other")
+    path.write_text(json.dumps(first))
+    both = measure(tmp_path / "two", [FIRST], path)
+    assert {row["benchmark"] for row in both["rows"]} == {"other", both["rows"][-1]["benchmark"]}
+    assert len(both["rows"]) == 2 * len(first["rows"])
+    assert len(both["facts"]) == 2 * len(first["facts"])
+    total = {row["method"]: row for row in both["kept"] if row["part"] == EVERY}
+    alone = {row["method"]: row for row in first["kept"] if row["part"] == EVERY}
+    for method, row in total.items():
+        assert row["right"] == 2 * alone[method]["right"] and "low" in row
+    again = measure(tmp_path / "two", [FIRST], path)
+    assert {**again, "date": ""} == {**both, "date": ""}
+
+
+def test_contexts_that_were_not_stored_count_without_an_interval(tmp_path):
+    path = tmp_path / "scores.json"
+    first = rename(measure(tmp_path / "one", [FIRST], path), "Other", "other")
+    del first["kept_by_context"]
+    for row in first["kept"]:
+        row["part"] = "Other" if row["part"] == EVERY else row["part"]
+    path.write_text(json.dumps(first))
+    both = measure(tmp_path / "two", [FIRST], path)
+    rows = {(row["method"], row["part"]): row for row in both["kept"]}
+    for row in first["kept"]:
+        if row["part"] == "Other":
+            total = rows[row["method"], EVERY]
+            assert total["right"] == 2 * row["right"] and "low" not in total
+            assert rows[row["method"], "Other"] == row
+    parts = {part for _, part in rows}
+    (fresh,) = {fact["benchmark"]["title"] for fact in both["facts"].values()} - {"Other"}
+    assert fresh in parts
+
+
+def test_figures_of_another_adapter_do_not_stay(tmp_path, capsys):
+    path = tmp_path / "scores.json"
+    text = json.dumps(rename(measure(tmp_path / "one", [FIRST], path), "Other", "other"))
+    (digest,) = {
+        fact["adapter"]["hash"] for fact in json.loads(text)["facts"].values() if fact["adapter"]
+    }
+    path.write_text(text.replace(digest, "0" * 16))
+    both = measure(tmp_path / "two", [FIRST], path)
+    assert "other" not in {row["benchmark"] for row in both["rows"]}
+    assert "other adapters" in capsys.readouterr().out

@@ -29,23 +29,29 @@ NOTE = (
 
 
 @dataclass(frozen=True)
-class KeptAnswer:
-    """A question that the full cache answers right, and whether the small cache does.
+class ContextAnswers:
+    """The questions about one context that the full cache answers right.
 
     Attributes:
         context: names the context, for the bootstrap.
         text: the kind of text, which is the benchmark's title.
         tokens: length of the context.
-        kept: whether the small cache answers right too.
+        right: how many questions there are, at least one.
+        kept: how many of them the small cache answers right too.
     """
 
     context: Hashable
     text: str
     tokens: int
-    kept: bool
+    right: int
+    kept: int
 
 
-def list_kept_answers(pool: SeedPool, full: SeedPool, title: str) -> list[KeptAnswer]:
+# By method and ratio.
+AnswersByMethod = dict[tuple[str, float], list[ContextAnswers]]
+
+
+def compare_contexts(pool: SeedPool, full: SeedPool, title: str) -> Iterator[ContextAnswers]:
     """Compare a small cache's answers with the full cache's, question by question.
 
     Args:
@@ -53,63 +59,59 @@ def list_kept_answers(pool: SeedPool, full: SeedPool, title: str) -> list[KeptAn
         full: the cells of the full cache on the same contexts.
         title: the name of the kind of text.
 
-    Returns:
-        One entry for each question that the full cache answers right.
+    Yields:
+        One entry for each context about which the full cache answers a question right.
     """
     is_right = full.benchmark.is_right
-    found = []
     for sample, line in full.lines_by_context.items():
         if sample not in pool.lines_by_context:  # another seed was asked of the full cache too
             continue
         # The same questions by their ids, whatever the order.
         own = {answer["id"]: answer for answer in pool.lines_by_context[sample]["answers"]}
-        for answer in line["answers"]:
-            if is_right(answer):
-                kept = is_right(own[answer["id"]])
-                found.append(KeptAnswer((title, sample), title, line["tokens"], kept))
-    return found
+        right = [answer["id"] for answer in line["answers"] if is_right(answer)]
+        if right:
+            kept = sum(is_right(own[question]) for question in right)
+            yield ContextAnswers((title, sample), title, line["tokens"], len(right), kept)
 
 
-def count_kept(answers: Sequence[KeptAnswer]) -> dict[str, Any]:
-    """Return how many answers there were and are, and the share with its interval over contexts."""
-    contexts = {
-        name: place for place, name in enumerate(dict.fromkeys(each.context for each in answers))
-    }
-    kept = np.zeros(len(contexts))
-    right = np.zeros(len(contexts))
-    for each in answers:
-        # Per context, since the questions of one text are dependent draws.
-        kept[contexts[each.context]] += each.kept
-        right[contexts[each.context]] += 1
-    figures: dict[str, Any] = {
-        "right": int(right.sum()),
-        "kept": int(kept.sum()),
-        "contexts": len(contexts),
-    }
-    if answers:
-        share, low, high = bootstrap_ratio(kept, right)
-        figures |= {"share": share, "low": low, "high": high}
-    return figures
-
-
-def list_kept_rows(grid: GridResults) -> Iterator[Row]:
-    """Yield a row for every method and ratio: over all texts, by kind of text, and by length.
+def collect_answers(grid: GridResults) -> AnswersByMethod:
+    """Return the contexts of every small cache, by its method and ratio.
 
     Conditions without a finished full cache have no answers to keep and are left out.
     """
-    answers: dict[tuple[str, float], list[KeptAnswer]] = {}
+    answers: AnswersByMethod = {}
     for entry in grid.entries:
         columns = entry.columns
         if columns["method"] == FULL_CACHE or entry.full is None:
             continue
         if entry.full.done and entry.pool.done:
-            key = columns["method"], columns["ratio"]
-            found = list_kept_answers(entry.pool, entry.full, columns["condition"])
-            answers.setdefault(key, []).extend(found)
+            own = answers.setdefault((columns["method"], columns["ratio"]), [])
+            own.extend(compare_contexts(entry.pool, entry.full, columns["condition"]))
+    return answers
+
+
+def count_kept(contexts: Sequence[ContextAnswers]) -> dict[str, Any]:
+    """Return how many answers there were and are, and the share with its interval over contexts."""
+    right = np.array([each.right for each in contexts], dtype=float)
+    kept = np.array([each.kept for each in contexts], dtype=float)
+    figures: dict[str, Any] = {
+        "right": int(right.sum()),
+        "kept": int(kept.sum()),
+        "contexts": len(contexts),
+    }
+    if contexts:
+        # Per context, since the questions of one text are dependent draws.
+        share, low, high = bootstrap_ratio(kept, right)
+        figures |= {"share": share, "low": low, "high": high}
+    return figures
+
+
+def list_kept_rows(answers: AnswersByMethod) -> Iterator[Row]:
+    """Yield a row for every method and ratio: over all texts, by kind of text, and by length."""
     # Methods as tables order them, ratios from mild to tight.
     methods = list(dict.fromkeys(method for method, _ in answers))
     for method, ratio in sorted(answers, key=lambda key: (methods.index(key[0]), -key[1])):
-        for part, own in _split_answers(answers[method, ratio]).items():
+        for part, own in _split_contexts(answers[method, ratio]).items():
             yield {"method": method, "ratio": ratio, "part": part} | count_kept(own)
 
 
@@ -117,7 +119,7 @@ def make_kept_table(grid: GridResults) -> Table | None:
     """Return the table of answers kept; None where full caches answer right on too few contexts to
     tell.
     """
-    rows = [row for row in list_kept_rows(grid) if row["right"]]
+    rows = [row for row in list_kept_rows(collect_answers(grid)) if row["right"]]
     # A share of a handful of texts says nothing.
     if max((row["contexts"] for row in rows), default=0) < FEW:
         return None
@@ -136,18 +138,18 @@ def make_kept_table(grid: GridResults) -> Table | None:
     )
 
 
-def _split_answers(answers: Sequence[KeptAnswer]) -> dict[str, list[KeptAnswer]]:
-    """Return the answers over all texts, by kind of text if there are several, and by length."""
-    parts = {EVERY: list(answers)}
-    titles = list(dict.fromkeys(each.text for each in answers))
+def _split_contexts(contexts: Sequence[ContextAnswers]) -> dict[str, list[ContextAnswers]]:
+    """Return the contexts of all texts, by kind of text if there are several, and by length."""
+    parts = {EVERY: list(contexts)}
+    titles = list(dict.fromkeys(each.text for each in contexts))
     # With one kind of text its row would repeat that of all texts.
     if len(titles) > 1:
         for title in titles:
-            parts[title] = [each for each in answers if each.text == title]
+            parts[title] = [each for each in contexts if each.text == title]
     lowest = 0
     for highest in LENGTHS:
-        own = [each for each in answers if lowest < each.tokens <= highest]
-        if own and len(own) < len(answers):
+        own = [each for each in contexts if lowest < each.tokens <= highest]
+        if own and len(own) < len(contexts):
             parts[f"{lowest + 1:,} to {highest:,} tokens"] = own
         lowest = highest
     return parts
