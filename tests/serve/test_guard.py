@@ -21,7 +21,7 @@ from starlette.datastructures import URL  # noqa: E402
 
 from restorekv.readers import extract  # noqa: E402
 from restorekv.readers.extract import extract_text  # noqa: E402
-from restorekv.serve import documents, guard  # noqa: E402
+from restorekv.serve import document_checks, guard  # noqa: E402
 from restorekv.serve.responses import ResponseMemory  # noqa: E402
 from restorekv.serve.run import Settings, build_app  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
@@ -314,7 +314,7 @@ def test_texts_longer_than_the_model_are_refused_at_once(client, file, monkeypat
     with pytest.raises(openai.BadRequestError, match="longer than the model"):
         ask(client, about(file, question="why " * 9000))
     # A short text stands for a huge one.
-    monkeypatch.setattr(documents, "_find_longest_token", lambda tokenizer: 1)
+    monkeypatch.setattr(document_checks, "_find_longest_token", lambda tokenizer: 1)
     with pytest.raises(openai.BadRequestError, match="characters"):
         ask(client, about(file, question="x" * 70_000))
     made = upload(client, OTHER.encode() * 250, "long.txt")

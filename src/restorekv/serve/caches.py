@@ -39,7 +39,7 @@ from restorekv.model.prompt import (
 )
 from restorekv.pipeline import compress
 from restorekv.serve.cache_origin import CacheOrigin
-from restorekv.serve.documents import check_size, explain_length
+from restorekv.serve.document_checks import check_size, explain_length
 from restorekv.serve.engine import (
     ENDING,
     READY,
@@ -84,7 +84,7 @@ class ActiveQuestion:
         question: what was asked.
         context: the ids of its documents.
         prompt: the ids (q,) that the model reads after them.
-        rows: a chooser of tokens for each answer.
+        choosers: of each answer's tokens; they collect the answer, too.
         cost: of the documents' caches.
         started: when it was begun, on `time.perf_counter`.
         first: when its first token was written; 0 before that.
@@ -94,7 +94,7 @@ class ActiveQuestion:
     question: ServedQuestion
     context: Context
     prompt: Tensor
-    rows: list[TokenChooser]
+    choosers: list[TokenChooser]
     cost: CacheCost
     started: float
     first: float = 0.0
@@ -257,16 +257,21 @@ class CacheEngine(Engine, Generic[Active]):
 
     @abstractmethod
     async def write(self, active: Active) -> None:
-        """Write the answers into the rows; return when all have ended or nobody waits."""
+        """Write the answers into the choosers; return when all have ended or nobody waits."""
 
     def make_reply(self, active: ActiveQuestion) -> Reply:
         """Return what was written, and count it."""
         read = len(active.prompt)
         answers = []
-        for row in active.rows:
-            if row.answer:
+        for chooser in active.choosers:
+            if chooser.answer:
                 answer = make_answer(
-                    self.tokenizer, row.answer, self.stops, read, row, active.question.goes_on
+                    self.tokenizer,
+                    chooser.answer,
+                    self.stops,
+                    read,
+                    chooser,
+                    active.question.goes_on,
                 )
                 answers.append(answer)
             else:

@@ -40,7 +40,7 @@ from restorekv.serve.caches import (
     CacheCost,
     CacheEngine,
 )
-from restorekv.serve.documents import check_size
+from restorekv.serve.document_checks import check_size
 from restorekv.serve.engine import ENDING, ServedQuestion, UnavailableError, settle_future
 from restorekv.serve.store import Store
 
@@ -180,15 +180,15 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         sampling = question.sampling
         ids = torch.cat([context.ids[0], prompt])[None]
         seeds = [sampling.seed + number for number in range(sampling.samples)]
-        rows = make_choosers(
+        choosers = make_choosers(
             sampling, self.tokenizer, [ids] * len(seeds), seeds, self.stops, always=True
         )
-        assert rows is not None
+        assert choosers is not None
         return LocalQuestion(
             question=question,
             context=context,
             prompt=prompt,
-            rows=rows,
+            choosers=choosers,
             cost=cost,
             started=started,
             cache=cache,
@@ -263,7 +263,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
                 active.cache,
                 active.prompt,
                 question.limit,
-                active.rows,
+                active.choosers,
                 label=active,
                 cancelled=is_cancelled,
             )

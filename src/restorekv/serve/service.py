@@ -17,7 +17,7 @@ from fastapi import UploadFile
 
 from restorekv.errors import RestoreKVError
 from restorekv.readers.extract import CACHE, TEXT, extract_text, find_kind, printable_name
-from restorekv.serve.documents import start_document_hash
+from restorekv.serve.document_checks import start_document_hash
 from restorekv.serve.engine import (
     ENDING,
     BusyError,

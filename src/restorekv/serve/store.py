@@ -30,7 +30,7 @@ from typing import BinaryIO
 from restorekv.errors import RestoreKVError
 from restorekv.files import check_not_link, read_bytes, replace_file
 from restorekv.readers.extract import find_kind
-from restorekv.serve.documents import start_document_hash
+from restorekv.serve.document_checks import start_document_hash
 from restorekv.serve.index import FILE, KEY, UPLOADED, Index, Status
 from restorekv.serve.shared import SharedFolder
 

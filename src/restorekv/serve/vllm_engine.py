@@ -32,7 +32,7 @@ from restorekv.model.identity import fingerprint_model
 from restorekv.model.prompt import Context, fit_context, get_default_between, make_context
 from restorekv.model.shape import CacheShape
 from restorekv.serve.caches import NO_CACHE, ActiveQuestion, CacheCost, CacheEngine
-from restorekv.serve.documents import explain_length
+from restorekv.serve.document_checks import explain_length
 from restorekv.serve.engine import (
     READY,
     CacheState,
@@ -214,7 +214,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
                 question=question,
                 context=context,
                 prompt=prompt,
-                rows=self._make_rows(question),
+                choosers=self._make_choosers(question),
                 cost=NO_CACHE,
                 started=started,
                 document_ids=context.ids[0].tolist(),
@@ -239,7 +239,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
                 question=question,
                 context=context,
                 prompt=prompt,
-                rows=self._make_rows(question),
+                choosers=self._make_choosers(question),
                 cost=full_cache_cost(self.model, context.positions),
                 started=started,
                 document_ids=context.ids[0].tolist(),
@@ -256,7 +256,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
             question=question,
             context=cache.context,
             prompt=prompt,
-            rows=self._make_rows(question),
+            choosers=self._make_choosers(question),
             cost=CacheCost(manifest.pairs_held, manifest.bytes_held, manifest.seconds),
             started=started,
             document_ids=self.files.take(files, cache),
@@ -295,29 +295,29 @@ class VllmEngine(CacheEngine[VllmQuestion]):
                 self._add_piece(active, piece)
 
     def _add_piece(self, active: VllmQuestion, piece: Piece) -> None:
-        """Add tokens to a row, each with the log-probabilities that were asked for."""
-        row = active.rows[piece.sample]
+        """Add tokens to an answer, each with the log-probabilities that were asked for."""
+        chooser = active.choosers[piece.sample]
         for token, likely in zip_longest(piece.ids, piece.likely):
             if likely:
                 logprob, likeliest = likely
-                row.logprobs.append(logprob)
+                chooser.logprobs.append(logprob)
                 # vLLM adds the chosen token, which may make one more than was asked for.
                 best = sorted(likeliest.items(), key=lambda pair: -pair[1])
-                row.top.append(dict(best[: active.question.sampling.logprobs]))
-            row.answer.append(token)
-            active.pass_token(piece.sample, token, row.likely)
+                chooser.top.append(dict(best[: active.question.sampling.logprobs]))
+            chooser.answer.append(token)
+            active.pass_token(piece.sample, token, chooser.likely)
 
-    def _make_rows(self, question: ServedQuestion) -> list[TokenChooser]:
-        """Return a row for each answer, which collects what vLLM chooses."""
+    def _make_choosers(self, question: ServedQuestion) -> list[TokenChooser]:
+        """Return a chooser for each answer, which only collects what vLLM chooses."""
         sampling = question.sampling
-        rows = []
+        choosers = []
         for number in range(sampling.samples):
-            # The rows only collect: vLLM applies penalties and seeds itself.
+            # vLLM applies penalties and seeds itself.
             nothing_read = torch.empty(1, 0, dtype=torch.long)
-            row = TokenChooser(sampling, self.tokenizer, nothing_read, sampling.seed + number)
-            row.cancelled = lambda: question.cancelled
-            rows.append(row)
-        return rows
+            chooser = TokenChooser(sampling, self.tokenizer, nothing_read, sampling.seed + number)
+            chooser.cancelled = lambda: question.cancelled
+            choosers.append(chooser)
+        return choosers
 
 
 def check_supported(sampling: SamplingConfig) -> None:

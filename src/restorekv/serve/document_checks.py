@@ -1,4 +1,4 @@
-"""What is true of documents in every engine: the hash that names one, and how long one may be."""
+"""What every engine asks of a document: the hash that names it, and that it is not too long."""
 
 from __future__ import annotations
 
