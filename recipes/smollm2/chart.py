@@ -11,6 +11,7 @@ adapter.
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from matplotlib import rc_context
@@ -25,8 +26,10 @@ PAGE = ROOT / "docs" / "evaluation.md"
 README = ROOT / "README.md"
 BEGIN = "<!-- made by `make charts` -->"
 BEGIN_KEPT = "<!-- answers kept, made by `make charts` -->"
+BEGIN_GENRES = "<!-- genres, made by `make charts` -->"
 END = "<!-- end -->"
 END_KEPT = "<!-- end of answers kept -->"
+END_GENRES = "<!-- end of genres -->"
 PANELS = ("RULER", "FairytaleQA")
 EVICTOR_NAMES = {
     "kvzip": "KVzip",
@@ -216,6 +219,38 @@ def make_kept_table(result: Mapping) -> str:
     return "\n".join(lines)
 
 
+def make_genres_table(result: Mapping, evictor: str) -> str:
+    """Return how much of each genre's divergence restoring takes away: the median and the extremes
+    over genres.
+    """
+    lines = [
+        "| r | genres | KL alone, mean | restored | cut, median | least | most |",
+        "|---" * 7 + "|",
+    ]
+    for name, alone in result["genres"].items():
+        method, _, ratio = name.partition(" alone at ")
+        if method != evictor or not ratio:
+            continue
+        restored = result["genres"][f"{evictor} restored at {ratio}"]
+        cuts = sorted((1 - restored[genre] / alone[genre], genre) for genre in alone)
+        lines.append(
+            format_line(
+                ratio,
+                len(cuts),
+                f"{fmean(alone.values()):.3f}",
+                f"{fmean(restored.values()):.3f}",
+                f"{100 * median(cut for cut, _ in cuts):.0f} %",
+                format_cut(*cuts[0]),
+                format_cut(*cuts[-1]),
+            )
+        )
+    return "\n".join(lines)
+
+
+def format_cut(cut: float, genre: str) -> str:
+    return f"{100 * cut:.0f} % ({genre.replace('_', ' ')})"
+
+
 def describe_texts(title: str, full: Row) -> str:
     """Return how many texts a benchmark has, and of how many of its tasks the score is the mean."""
     texts = f"{title}, {full['samples']} texts"
@@ -226,7 +261,9 @@ def describe_texts(title: str, full: Row) -> str:
 
 
 def format_share(row: Row) -> str:
-    """Return the share of answers kept with its 95 % interval over texts."""
+    """Return the share of answers kept, with its 95 % interval over texts if it is known."""
+    if "low" not in row:
+        return f"{100 * row['share']:.0f} %"
     return f"{100 * row['share']:.0f} %, {100 * row['low']:.0f} to {100 * row['high']:.0f}"
 
 
@@ -269,6 +306,7 @@ def main(args: Sequence[str] | None = None) -> None:
     draw_chart(result, given.evictor, given.chart)
     fill_page(given.page, BEGIN, END, make_table(result))
     fill_page(given.page, BEGIN_KEPT, END_KEPT, make_kept_table(result))
+    fill_page(given.page, BEGIN_GENRES, END_GENRES, make_genres_table(result, given.evictor))
     fill_page(given.readme, BEGIN, END, make_summary(result, given.evictor))
 
 

@@ -59,3 +59,19 @@ def test_answers_kept_are_a_row_for_each_ratio_and_text():
         "| all texts | 0.1 | 20 | 15 (75 %, 50 to 90) | 18 (75 %, 50 to 90) |",
         "| all texts | 0.05 | 20 | 15 (75 %, 50 to 90) | 18 (75 %, 50 to 90) |",
     ]
+
+
+def test_genres_are_a_row_for_each_ratio():
+    genres = {
+        "kvzip alone at 0.1": {"chat_logs": 0.2, "plays": 0.4, "code": 0.1},
+        "kvzip restored at 0.1": {"chat_logs": 0.1, "plays": 0.1, "code": 0.12},
+        "h2o alone at 0.1": {"chat_logs": 1.0},
+    }
+    lines = chart.make_genres_table({"genres": genres}, "kvzip").splitlines()[2:]
+    assert lines == [
+        "| 0.1 | 3 | 0.233 | 0.107 | 50 % | -20 % (code) | 75 % (plays) |",
+    ]
+
+
+def test_a_share_whose_interval_is_not_known_has_none():
+    assert chart.format_share({"share": 0.5}) == "50 %"
