@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from benchmarks.workload import describe_machine, load_novel
 from restorekv import tasks
 from restorekv.compression.config import CompressionConfig
-from restorekv.compression.growing import RESTORE
+from restorekv.compression.growing import RESTORE_CHOICES
 from restorekv.context import CompressedContext
 from restorekv.errors import BudgetError, RestoreKVWarning
 from restorekv.evaluation.fidelity import FullAnswers
@@ -47,7 +47,7 @@ class Options:
     evictor: str
     ratio: str
     parts: tuple[int, ...]
-    restore: tuple[str, ...] = RESTORE
+    restore: tuple[str, ...] = RESTORE_CHOICES
     together: int = 0
     turns: int = 0
 

@@ -162,7 +162,7 @@ def test_what_cannot_grow_says_so(model, tiny_tokenizer):
             lambda: compress(
                 model, tiny_tokenizer, first, config=CompressionConfig(offset=3), adapter=None
             ).append(second),
-            "without an offset",
+            "with an offset",
         ),
         (
             lambda: compress(

@@ -252,7 +252,7 @@ def fresh_trial(rng: random.Random) -> Trial:
         batch=rng.randint(1, 4),
         queries=queries,
         tail=tail,
-        first=rng.randrange(8),
+        first_length=rng.randrange(8),
         masked=rng.random() < 0.5 and tail > queries,
         bias=rng.random() < 0.5,
     )

@@ -55,16 +55,16 @@ class Trial:
     buffer.
 
     With `masked`, questions are padded on the left after the first column. The buffer has `spare`
-    more columns, which a `fixed` tail shows and its mask hides, as for steps of fixed work. `first`
-    is where in LENGTHS the first head starts, or None for empty heads. `sinks` says that the model
-    has a logit of each query head in every softmax.
+    more columns, which a `fixed` tail shows and its mask hides, as for steps of fixed work.
+    `first_length` is where in LENGTHS the first head starts, or None for empty heads. `sinks` says
+    that the model has a logit of each query head in every softmax.
     """
 
     name: str
     batch: int
     queries: int
     tail: int
-    first: int | None
+    first_length: int | None
     masked: bool = False
     bias: bool = False
     spare: int = 0
@@ -92,73 +92,88 @@ def _iterate_forms() -> Iterator[Trial]:
             words.append("mask")
         if bias:
             words.append("bias")
-        first = (0, 3, 4, 7)[(number + number // 4) % 4]
-        yield Trial(", ".join(words), batch, queries, tail, first, masked, bias)
+        # Long heads in turn, so that every form comes with different ones.
+        first_length = (0, 3, 4, 7)[(number + number // 4) % 4]
+        yield Trial(", ".join(words), batch, queries, tail, first_length, masked, bias)
 
 
 TRIALS = (
-    Trial("one token", batch=1, queries=1, tail=5, first=0),
+    Trial("one token", batch=1, queries=1, tail=5, first_length=0),
     Trial(
         "padded answers with a bias",
         batch=3,
         queries=1,
         tail=70,
-        first=3,
+        first_length=3,
         masked=True,
         bias=True,
         spare=6,
     ),
-    Trial("two questions", batch=2, queries=7, tail=9, first=6),
-    Trial("long questions, padded", batch=2, queries=33, tail=66, first=7, masked=True),
+    Trial("two questions", batch=2, queries=7, tail=9, first_length=6),
+    Trial("long questions, padded", batch=2, queries=33, tail=66, first_length=7, masked=True),
     Trial(
         "a step of fixed work",
         batch=2,
         queries=1,
         tail=20,
-        first=4,
+        first_length=4,
         masked=True,
         spare=30,
         fixed=True,
     ),
-    Trial("empty heads", batch=2, queries=2, tail=6, first=None, masked=True),
+    Trial("empty heads", batch=2, queries=2, tail=6, first_length=None, masked=True),
     Trial(
         "one long question, padded, with a bias",
         batch=1,
         queries=12,
         tail=82,
-        first=2,
+        first_length=2,
         masked=True,
         bias=True,
     ),
-    Trial("several short questions with a bias", batch=4, queries=3, tail=5, first=5, bias=True),
     Trial(
-        "one token with a bias, behind a full tile", batch=1, queries=1, tail=65, first=1, bias=True
+        "several short questions with a bias", batch=4, queries=3, tail=5, first_length=5, bias=True
     ),
     Trial(
-        "one padded token", batch=1, queries=1, tail=6, first=5, masked=True, spare=4, fixed=True
+        "one token with a bias, behind a full tile",
+        batch=1,
+        queries=1,
+        tail=65,
+        first_length=1,
+        bias=True,
     ),
-    Trial("one question of a full tile", batch=1, queries=64, tail=64, first=7),
+    Trial(
+        "one padded token",
+        batch=1,
+        queries=1,
+        tail=6,
+        first_length=5,
+        masked=True,
+        spare=4,
+        fixed=True,
+    ),
+    Trial("one question of a full tile", batch=1, queries=64, tail=64, first_length=7),
     Trial(
         "a few tokens after a full tile, with a bias",
         batch=1,
         queries=3,
         tail=67,
-        first=3,
+        first_length=3,
         bias=True,
     ),
     *_iterate_forms(),
-    Trial("one token and sinks", batch=1, queries=1, tail=5, first=0, sinks=True),
+    Trial("one token and sinks", batch=1, queries=1, tail=5, first_length=0, sinks=True),
     Trial(
         "padded questions with a bias and sinks",
         batch=3,
         queries=3,
         tail=70,
-        first=3,
+        first_length=3,
         masked=True,
         bias=True,
         sinks=True,
     ),
-    Trial("empty heads and sinks", batch=2, queries=2, tail=6, first=None, sinks=True),
+    Trial("empty heads and sinks", batch=2, queries=2, tail=6, first_length=None, sinks=True),
 )
 
 
@@ -246,8 +261,8 @@ def make_sample(target: Target, trial: Trial, seed: int | None = None) -> TrialI
     edges = [0]
     for head in range(heads):
         length = 0
-        if trial.first is not None:
-            length = LENGTHS[(trial.first + head) % len(LENGTHS)]
+        if trial.first_length is not None:
+            length = LENGTHS[(trial.first_length + head) % len(LENGTHS)]
         edges.append(edges[-1] + length)
     # Every number is drawn in this order, whatever the trial needs of it.
     context_keys, context_values = (draw(edges[-1], dim).to(dtype) for _ in range(2))
