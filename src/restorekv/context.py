@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
@@ -200,6 +201,7 @@ class CompressedContext:
             graph=graph,
             sampling=sampling,
         )
+        answers.warn_of_cut_forms(chain.from_iterable(written), sampling)
         results = [answers.to_result(each, details, sampling.samples) for each in written]
         return results[0] if single else results
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from itertools import chain
 from typing import Any, Literal, Unpack, overload
 
 from restorekv.compression.growing import compose_caches
@@ -111,6 +112,7 @@ def ask_many(
         answer_prefix=answer_prefix,
         sampling=sampling,
     )
+    answers.warn_of_cut_forms(chain.from_iterable(written), sampling)
     # The answers come in the order of the rows: first those of the first pair, then the next.
     remaining = iter(written)
     results = []
@@ -135,7 +137,7 @@ def _check_pairs(asked: object) -> list[tuple[CompressedContext, str | Sequence[
     return pairs
 
 
-def compose(contexts: Sequence[CompressedContext]) -> CompressedContext:
+def compose(contexts: Sequence[CompressedContext], *more: object) -> CompressedContext:
     """Join contexts that were compressed apart, as if their texts followed each other.
 
     No text is read again: keys are rotated to their new positions, and every context keeps its
@@ -149,6 +151,8 @@ def compose(contexts: Sequence[CompressedContext]) -> CompressedContext:
     Raises:
         RestoreKVError: The contexts differ in model, chat prefix or config.
     """
+    if more:
+        raise RestoreKVError("compose takes one list: compose([first, second]).")
     if not isinstance(contexts, Iterable):
         raise RestoreKVError(
             f"compose takes a list of compressed contexts, not {type(contexts).__name__}."
@@ -208,7 +212,9 @@ def _explain_difference(name: str, first: Manifest, other: Manifest) -> str:
             value = value["hash"] if value else "none"
         values.append(f"{value} at ratio {float(Fraction(each.ratio)):g}")
     fix = "alike"
-    if name == "adapter":
+    if name == "adapter" and first.adapter and other.adapter:
+        fix = "with the same adapter"
+    elif name == "adapter":
         fix = "at one ratio, or with adapter=None (in the shell --adapter none),"
     return (
         f"The contexts differ in {name}, {values[0]} and {values[1]}; compress them {fix} to "

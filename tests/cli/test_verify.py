@@ -7,8 +7,10 @@ import os
 
 import pytest
 
-from restorekv import CompressionConfig, compress, load_model
+from restorekv import CompressedContext, CompressionConfig, compress, load_model
 from restorekv.cli import execute
+from restorekv.errors import RestoreKVError
+from restorekv.generation.chat import Chat
 from restorekv.model.names import TINY, shipped_path
 
 TEXT = "The red house belongs to Ada. The code of the red house is 482. " * 6
@@ -69,6 +71,19 @@ def test_strangers_are_refused_and_the_others_still_named(place, capsys):
     assert [line.split()[0] for line in out.splitlines()] == ["refused"] * 5 + ["intact"]
     for name, line in zip(files, out.splitlines(), strict=True):
         assert name in line
+
+
+def test_conversations_are_told_from_caches(place, capsys):
+    small = CompressedContext.load(place / "doc.rkv", *load_model("tiny"))
+    chat = small.chat()
+    chat.ask("Which code?", 4)
+    chat.save(place / "talk.json")
+    code, out, _ = said(capsys, place / "talk.json")
+    assert code == 0 and "a conversation of 1 turns" in out
+    with pytest.raises(RestoreKVError, match="the cache of a document, not a conversation"):
+        Chat.load(place / "doc.rkv", small)
+    (place / "other.json").write_text("{}")
+    assert "no conversation of restorekv" in said(capsys, place / "other.json")[1]
 
 
 def test_folders_of_data_and_results(capsys, tmp_path):

@@ -33,6 +33,8 @@ def call(model, tokenizer, **options):
         ({"evictr": "kvzip"}, "did you mean evictor"),
         ({"something_else": 1}, "use some of model, tokenizer, context, ratio"),
         ({"ratio": 20}, "write 0.2 for 20 %"),
+        ({"ratio": "20%"}, "write 0.2 for 20 %"),
+        ({"ratio": "0.5 %"}, "write 0.005 for 0.5 %"),
         ({"ratio": 1.5}, "the share that stays"),
         ({"adapter": "none"}, "pass adapter=None"),
         ({"adapter": False}, "a RestoreAdapter or None, not bool"),

@@ -13,6 +13,7 @@ from restorekv.cache.sliding import SlidingLayer
 from restorekv.errors import BudgetError, RestoreKVError, RestoreKVWarning
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import make_context
+from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.compressing import QUESTIONS, TEXT, compress_with, make_adapter
 from tests.helpers.models import build_model
 
@@ -297,6 +298,12 @@ def test_caches_of_several_ratios_are_composed_or_the_ratios_are_named(model, ti
     )
     with pytest.raises(RestoreKVError, match=sentence):
         compose([low, high])
+    stranger = RestoreAdapter.create(model, 3, rank=2, seed=9)
+    foreign = compress(model, tiny_tokenizer, second, ratio=0.5, adapter=stranger)
+    with pytest.raises(RestoreKVError, match="compress them with the same adapter"):
+        compose([low, foreign])
+    with pytest.raises(RestoreKVError, match=r"one list: compose\(\[first, second\]\)"):
+        compose(low, high)
     other = compress(model, tiny_tokenizer, second, ratio=0.75, adapter=None, evictor="knorm")
     with pytest.raises(RestoreKVError, match=r"evictor, kvzip at ratio 0.25 and knorm at ratio 0"):
         compose([low, other])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from restorekv import compress, load_model
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.generation.constraint import Constraint
 from restorekv.generation.sampling import SamplingConfig
 
@@ -86,5 +86,11 @@ def test_a_pydantic_class_is_its_schema():
     answer = small.ask(question, 60, json_schema=House)
     assert answer == small.ask(question, 60, json_schema=House.model_json_schema())
     assert answer.startswith("{")
+    with pytest.warns(RestoreKVWarning, match="An answer reached max_new_tokens before the end"):
+        assert small.ask(question, 4, json_schema=House).startswith("{")
+    with pytest.warns(RestoreKVWarning, match="3 answers reached max_new_tokens .* its regex"):
+        small.ask([question, question, question], 2, regex=r"(a|b){40}")
+    with pytest.warns(RestoreKVWarning, match="cannot be parsed"):
+        small.chat().ask(question, 4, json_schema=House)
     with pytest.raises(RestoreKVError, match="int is another class; derive"):
         small.ask(question, json_schema=int)

@@ -272,3 +272,8 @@ def test_a_stream_tells_at_its_end_how_the_answer_ended(small, limit, options):
     next(left, None)
     left.close()
     assert next(left, None) is None and left.answer is None
+
+
+def test_a_misspelled_argument_of_ask_gets_its_name():
+    with pytest.raises(RestoreKVError, match="did you mean max_new_tokens"):
+        SamplingConfig.make(max_new_token=5)

@@ -517,3 +517,11 @@ def test_saving_into_a_file_is_refused(tiny_model, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(AdapterError, match="Cannot write"):
         trained(tiny_model).save_pretrained(tmp_path / "file")
+
+
+def test_the_folder_of_a_run_leads_to_its_adapter(tmp_path):
+    model = build_model("llama")
+    RestoreAdapter.create(model, 2, rank=1).save_pretrained(tmp_path / "run" / "adapter")
+    with pytest.raises(AdapterError, match=r"folder of a training run; pass .*run/adapter\."):
+        RestoreAdapter.from_pretrained(model, tmp_path / "run")
+    RestoreAdapter.from_pretrained(model, tmp_path / "run" / "adapter")

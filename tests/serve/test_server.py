@@ -673,6 +673,11 @@ def test_the_server_decides_what_a_request_leaves_open(model, tiny_tokenizer, tm
         AnswerDefaults(stop_repeats=1)
 
 
+def test_an_empty_upload_is_refused_at_once(client):
+    with pytest.raises(openai.BadRequestError, match="The file is empty"):
+        upload(client, b"", "empty.txt")
+
+
 def test_a_text_too_short_for_its_ratio_is_kept_whole(client, file):
     """A tenth of eight tokens is no token, and there is nothing to save."""
     short = upload(client, "31 goats", "short.txt")

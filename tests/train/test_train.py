@@ -316,6 +316,13 @@ def test_a_poisoned_line_is_named(tiny_model, tiny_tokenizer, tmp_path, line, to
         read_examples(path, tiny_model, tiny_tokenizer)
 
 
+def test_a_plain_text_is_no_training_data(tiny_model, tiny_tokenizer, tmp_path):
+    path = tmp_path / "story.txt"
+    path.write_text("Once upon a time.")
+    with pytest.raises(RestoreKVError, match=r"story.txt is a plain text; .* JSON lines"):
+        read_examples(path, tiny_model, tiny_tokenizer)
+
+
 def test_long_contexts_are_left_out_in_order(tiny_tokenizer):
     examples = [TrainingContext(TEXT * count, ("What?",), (None,)) for count in (2, 1, 3)]
     lengths = [make_context(tiny_tokenizer, example.context).tokens for example in examples]

@@ -9,6 +9,8 @@ from restorekv.data.mixture import read_mixture
 from restorekv.errors import RestoreKVError, make_printable
 from restorekv.evaluation import results
 from restorekv.evictors import gate_file
+from restorekv.files import open_with_size, read_json
+from restorekv.generation import chat
 from restorekv.restore import adapter_file
 from restorekv.seal import FileKind, read_sealed, read_tensors
 from restorekv.storage import cache_file, portable
@@ -24,6 +26,10 @@ def describe_file(path: Path) -> str:
         raise RestoreKVError(
             f"{path} is not a folder that restorekv made; name a file or another folder."
         )
+    with open_with_size(path, str(path)) as (file, _):
+        start = file.read(1)
+    if start == b"{":  # no safetensors file begins so: it would have a header of petabytes
+        return _describe_conversation(path)
     metadata, _ = read_tensors(path, str(path))
     name = metadata.get("format")
     if name in FILES:
@@ -36,6 +42,17 @@ def describe_file(path: Path) -> str:
         "does not seal; "
         "of an adapter, name the folder."
     )
+
+
+def _describe_conversation(path: Path) -> str:
+    content = read_json(path, str(path))
+    if content.get("format") != chat.FORMAT:
+        raise RestoreKVError(
+            f"{path} is JSON, and no conversation of restorekv; name another file."
+        )
+    turns = content.get("turns")
+    count = len(turns) if isinstance(turns, list) else 0
+    return f"a conversation of {count:,} turns, which is checked when it is loaded"
 
 
 def _describe_cache(path: Path) -> str:

@@ -19,8 +19,9 @@ def check_text_file(name: str) -> None:
     """Refuse a file that is missing, not a file, or a cache file; "-" is stdin."""
     if name == "-":
         return
-    with open_with_size(Path(name), f"The file {name}"):
-        pass
+    with open_with_size(Path(name), f"The file {name}") as (_, size):
+        if size == 0:
+            raise RestoreKVError(f"The file {name} is empty; give a text.")
     if name.lower().endswith(".rkv"):
         raise RestoreKVError(
             f"{name} is a cache file, compressed already; ask it with restorekv ask."

@@ -24,6 +24,7 @@ from restorekv.serve.ray.options import RayOptions
 
 SHORTEST_KEY = 16  # characters
 BACKLOG = 2048  # connections that wait to be accepted, as many as uvicorn has
+LOSES_FACTS = 0.2  # a ratio below which single facts of short texts are lost (docs/choosing.md)
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -87,7 +88,7 @@ def run(
         typer.Option(
             min=0, max=1000, help="End an answer that repeats a block so often; 0 never does."
         ),
-    ] = 0,
+    ] = 3,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     **spread: Any,
@@ -148,6 +149,10 @@ def run(
         name = f"[{host}]" if ":" in host else host
         address = f"http://{name}:{listeners[0].getsockname()[1]}"
         _print_note(f"Serving {settings.default} at {address}/v1\nThe page is at {address}/")
+        if parse_ratio(ratio) < LOSES_FACTS:
+            _print_note(
+                f"A short text full of facts loses some of them at {ratio}; --ratio 0.3 keeps more."
+            )
         server.serve_app(app, listeners)
         _print_note(f"Stopped; the documents stay in {store}.")
         server.exit_after_signal(app)

@@ -155,7 +155,11 @@ def parse_ratio(ratio: float | str | Fraction) -> Fraction:
         exact = Fraction(0)
     if not 0 < exact <= 1:
         hint = ""
-        if 1 < exact <= 100:
+        percent = re.fullmatch(r"\s*(\d{1,2}(?:\.\d+)?)\s*%\s*", text)
+        if percent:
+            exact = Fraction(percent[1])
+            text = percent[1]
+        if percent or 1 < exact <= 100:
             hint = f"; it is the share that stays, so write {float(exact / 100):g} for {text} %"
         raise BudgetError(f"The ratio is a number above 0 and at most 1, not {text}{hint}.")
     return exact

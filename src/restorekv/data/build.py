@@ -141,7 +141,7 @@ def _build_source(builder: SourceBuilder, source: Source, out: Path, record: dic
     reasons = f"(dropped: {result.describe_drops()})"
     if not result.examples:
         raise RestoreKVError(
-            f"{source.title} gave no example from {where} {reasons}; check its format."
+            f"{source.title} gave no example from {where} {reasons}; {_explain_rows(source)}."
         )
     count = result.count_units(source)
     wanted = source.wanted(builder.config)
@@ -153,11 +153,19 @@ def _build_source(builder: SourceBuilder, source: Source, out: Path, record: dic
     return {**result.to_account(source), "from": {"given": where, **origin}, "file": file}
 
 
+def _explain_rows(source: Source) -> str:
+    """Return what to do about rows of which none can be used."""
+    if source.name == "corpus":
+        return "give rows with genre, license and text, in .jsonl or .json"
+    return "check its format"
+
+
 def _check_source_lengths(config: BuildConfig, longest: int) -> None:
     """Refuse sources whose shortest context is longer than `longest`; warn if that is less than
     was asked for.
     """
-    for source in select_sources(config):
+    sources = select_sources(config)
+    for source in sources:
         # A chunk of a book has its length exactly, whatever the shortest context is.
         shortest = config.chunk
         if source.name != "pg19":
@@ -167,7 +175,9 @@ def _check_source_lengths(config: BuildConfig, longest: int) -> None:
                 f"{source.title} needs contexts of {shortest} tokens, and at most {longest} fit "
                 "with a question and an answer; lower --shortest, --chunk or --flan-shortest."
             )
-    if longest < config.longest:
+    # The lengths of passages and corpora are said by other flags.
+    uses_longest = any(source.name not in ("corpus", "passages") for source in sources)
+    if uses_longest and longest < config.longest:
         warn(
             f"--longest {config.longest} is lowered to {longest}: with a question and an answer "
             "the model has no positions for more."

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, warn
 from restorekv.generation import decoding
 from restorekv.generation.repetition import drop_repetition
 from restorekv.generation.sampling import (
@@ -180,6 +180,23 @@ def make_answer(
         finish = "stop"
     text = text[:cut] if keep_leading_space else text[:cut].lstrip()
     return Answer(text, tuple(ids), finish, prompt_tokens, logprobs, top)
+
+
+def warn_of_cut_forms(written: Iterable[Answer], sampling: SamplingConfig) -> None:
+    """Warn of answers in JSON, or after a regular expression, that their limit has cut.
+
+    Such a text cannot be parsed.
+    """
+    if sampling.json_schema is None and sampling.regex is None:
+        return
+    cut = sum(answer.finish == "length" for answer in written)
+    if cut:
+        form = "its JSON" if sampling.json_schema is not None else "what its regex asks for"
+        who = "An answer" if cut == 1 else f"{cut} answers"
+        warn(
+            f"{who} reached max_new_tokens before the end of "
+            f"{form} and cannot be parsed; allow more tokens."
+        )
 
 
 def to_result(answers: list[Answer], details: bool, samples: int) -> str | Answer | list[Any]:

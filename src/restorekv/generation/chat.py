@@ -26,7 +26,7 @@ from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.files import matches_type, read_json, write_json
 from restorekv.generation import decoding
-from restorekv.generation.answers import Answer, make_answer, stream_text
+from restorekv.generation.answers import Answer, make_answer, stream_text, warn_of_cut_forms
 from restorekv.generation.constraint import Constraint
 from restorekv.generation.repetition import DEFAULT_REPEATS, drop_repetition
 from restorekv.generation.sampling import (
@@ -228,6 +228,7 @@ class Chat:
         for _ in pieces:
             pass
         answer = self.turns[-1].answer
+        warn_of_cut_forms([answer], sampling)
         return answer if details else answer.text
 
     async def ask_async(self, question: str, max_new_tokens: int = 128, **options: Any) -> Any:
@@ -503,6 +504,7 @@ class Chat:
         """Go on with a conversation that was saved; refuse one over another document and damaged
         files.
         """
+        refuse_cache_file(Path(path))
         content = read_json(Path(path), str(path))
         check_saved_turns(path, content, document)
         chat = cls(document, content["system"])
@@ -545,6 +547,15 @@ def encode_conversation(
         ids.append(encode_text(tokenizer, asked, before, context.suffix_text, answered))
         before = render_between_turns(tokenizer)
     return torch.cat(ids, -1)[0]
+
+
+def refuse_cache_file(path: Path) -> None:
+    """Refuse a cache in place of a conversation: both are kept beside each other."""
+    if path.suffix == ".rkv":
+        raise CacheFileError(
+            f"{path} is the cache of a document, not a conversation; give the file that chat.save "
+            "wrote."
+        )
 
 
 def check_saved_turns(path: str | Path, content: object, document: ChatContext) -> None:

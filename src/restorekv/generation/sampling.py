@@ -134,6 +134,8 @@ class SamplingOptions(TypedDict, total=False):
     config: SamplingConfig | GenerationConfig | None
 
 
+# Arguments of `ask` that are no options of sampling, for those who misspell them.
+OF_ASK = ("max_new_tokens", "answer_prefix", "stream", "details")
 # What other libraries call an option, and how the same is said here.
 OTHER_NAMES = {
     "do_sample": "a temperature above 0 samples, and 0 takes the likeliest token.",
@@ -224,7 +226,7 @@ class SamplingConfig:
         known = [each.name for each in fields(cls)]
         for name in options:
             if name not in known:
-                hint = suggest_argument(name, known, OTHER_NAMES)
+                hint = suggest_argument(name, [*known, *OF_ASK], OTHER_NAMES)
                 raise RestoreKVError(f"There is no option {name}; {hint}")
         if isinstance(config, SamplingConfig):
             return replace(config, **options)

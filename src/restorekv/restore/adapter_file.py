@@ -262,6 +262,9 @@ def _read_files(folder: Path) -> StoredAdapter:
     """Read every file of an adapter once, and compare them with each other."""
     for file in SUMMED:
         if not locate_file(folder, file).exists():
+            run = folder / "adapter"
+            if (run / CONFIG).exists():
+                raise AdapterError(f"{folder} is the folder of a training run; pass {run}.")
             raise AdapterError(
                 f"{folder} has no {file}; pass the folder of a complete restore adapter."
             )

@@ -123,6 +123,8 @@ class Service:
         # FastAPI has received the file by now; its size is known.
         if (file.size or 0) > self.limits.upload:
             raise ApiError(413, f"The file is larger than {self.limits.upload:,} bytes; split it.")
+        if file.size == 0:
+            raise ApiError(400, "The file is empty; upload one with a text.")
         name = printable_name(file.filename or "file")
         try:
             upload = await asyncio.to_thread(

@@ -182,6 +182,11 @@ def _read_line_examples(path: Path) -> list[TrainingContext]:
         raise RestoreKVError(
             f"There is no training file {path}; give a JSON-lines file, a mixture or 'tiny'."
         )
+    if path.suffix.lower() == ".txt":
+        raise RestoreKVError(
+            f"{path} is a plain text; training data are JSON lines "
+            '{"context": "...", "questions": ["..."]}, or a folder that restorekv data build made.'
+        )
     examples = [_parse_example(row, f"{path}, {place}") for place, row in iterate_values(path)]
     if not examples:
         raise RestoreKVError(
