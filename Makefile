@@ -32,7 +32,8 @@ venv: $(VENV)/ready
 demo: venv
 	$(VENV)/bin/restorekv demo
 
-# The site of docs/ into site/, with every link checked; open site/index.html.
+# The site of docs/ into site/, with every link checked; open site/index.html, or, for its search,
+# `python3 -m http.server -d site`.
 docs: venv
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
 

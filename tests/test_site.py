@@ -59,7 +59,7 @@ def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "load_model" in (tmp_path / "api" / "index.html").read_text()
+    assert "load_model" in (tmp_path / "api.html").read_text()
     for page in tmp_path.rglob("*.html"):
         for tag in re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", page.read_text()):
             address = re.search(r'(?:src|href)="(?:https?:)?//', tag)

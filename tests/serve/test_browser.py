@@ -53,7 +53,11 @@ def page(browser, origin) -> Iterator:
     page, said, asked = context.new_page(), [], []
     page.set_default_timeout(60_000)
     expect.set_options(timeout=60_000)
-    page.on("console", lambda message: "status of 4" in message.text or said.append(message.text))
+    refused = ("status of 4", "net::ERR_FAILED")
+    page.on(
+        "console",
+        lambda message: any(each in message.text for each in refused) or said.append(message.text),
+    )
     page.on("pageerror", lambda error: said.append(str(error)))
     page.on("request", lambda request: asked.append(request.url))
     page.goto(origin)
@@ -107,8 +111,36 @@ def test_conversations_go_on_and_start_over(page, origin):
             {"role": "assistant", "content": answer},
             {"role": "user", "content": "And then?"},
         ]
+    # The newest answer can be seen without scrolling.
+    box = log.locator(".quiet").last.bounding_box()
+    assert box["y"] + box["height"] <= page.viewport_size["height"]
     page.get_by_role("button", name="Start over").click()
     assert log.text_content() == ""
+
+
+def test_a_message_that_was_not_answered_is_kept(page):
+    add(page, "doc.txt", TEXT)
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    page.get_by_label("Message").fill(QUESTION)
+    page.get_by_role("button", name="Send").click()
+    expect(page.get_by_role("alert").get_by_text("The server does not answer")).to_be_visible()
+    assert page.get_by_label("Message").input_value() == QUESTION
+    page.get_by_role("textbox", name="Question").fill(QUESTION)
+    page.get_by_role("textbox", name="Question").press("Enter")
+    expect(page.get_by_role("article").get_by_text("Not asked.")).to_have_count(2)
+    page.get_by_role("button", name="Close this message").click()
+    expect(page.get_by_text("The server does not answer")).to_have_count(0)
+
+
+def test_a_reload_opens_the_document_again(page):
+    add(page, "doc.txt", TEXT)
+    page.reload()
+    expect(page.get_by_role("heading", level=2, name="doc.txt")).to_be_visible()
+    page.get_by_label("Share of the cache").fill("0.9")
+    expect(page.locator("#results.old")).to_be_visible()
+    page.get_by_role("button", name="Compress").click()
+    expect(page.get_by_role("status").get_by_text("tiny:snapkv-0.9")).to_be_visible()
+    expect(page.locator("#results.old")).to_have_count(0)
 
 
 def test_text_is_never_markup(page):

@@ -63,6 +63,7 @@ class Scripted:
             "heads": 2,
             "tokens": 5,
             "surviving": 4,
+            "prefix": 24,
             "kept_share": 0.5,
             "restore_tokens": 0,
             "evictor": "snapkv",

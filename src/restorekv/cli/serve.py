@@ -25,6 +25,7 @@ from restorekv.serve.ray.options import RayOptions
 SHORTEST_KEY = 16  # characters
 BACKLOG = 2048  # connections that wait to be accepted, as many as uvicorn has
 LOSES_FACTS = 0.2  # a ratio below which single facts of short texts are lost (docs/choosing.md)
+STOP_REPEATS = 3  # as in the shell
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -84,11 +85,14 @@ def run(
         typer.Option(min=0, max=2, help="Of answers whose request names none; 0 is greedy."),
     ] = 1.0,
     stop_repeats: Annotated[
-        int,
+        int | None,
         typer.Option(
-            min=0, max=1000, help="End an answer that repeats a block so often; 0 never does."
+            min=0,
+            max=1000,
+            help="End an answer that repeats a block so often; 0 never does.",
+            show_default="3",
         ),
-    ] = 3,
+    ] = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     **spread: Any,
@@ -125,7 +129,7 @@ def run(
         shared=shared or None,
         keys=keys,
         limits=server.Limits(tokens=max_tokens, waiting=waiting),
-        defaults=server.AnswerDefaults(temperature, stop_repeats),
+        defaults=server.AnswerDefaults(temperature, _choose_repeats(stop_repeats, engine)),
         engine=engine,
         options=engine_options,
     )
@@ -156,6 +160,15 @@ def run(
         server.serve_app(app, listeners)
         _print_note(f"Stopped; the documents stay in {store}.")
         server.exit_after_signal(app)
+
+
+def _choose_repeats(wanted: int | None, engine: str) -> int:
+    """Return after how many repetitions answers end; vLLM ends none."""
+    if engine != "vllm":
+        return STOP_REPEATS if wanted is None else wanted
+    if wanted:
+        raise RestoreKVError("--stop-repeats is not for --engine vllm; leave it out.")
+    return 0
 
 
 def _check_preset(preset: str) -> None:

@@ -93,6 +93,7 @@ class Kept(BaseModel):
     layers: int
     heads: int
     tokens: int
+    prefix: int = Field(description="tokens of the chat template before the text")
     surviving: int
     kept_share: float = Field(description="of all pairs of the text, without restore tokens")
     restore_tokens: int

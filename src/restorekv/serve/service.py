@@ -231,7 +231,7 @@ class Service:
         """Return the document that was uploaded under an id."""
         upload = self.find_upload(upload_id)
         if upload.status == FAILED:
-            raise ApiError(400, f"The file {upload.id} could not be processed: {upload.problem}")
+            raise ApiError(400, f"{upload.name} could not be processed: {upload.problem}")
         self.check_variant(upload, variant)
         document = await self.engine.get_document(
             upload.sha256, variant, lambda: self._read_content(upload)

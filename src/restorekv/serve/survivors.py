@@ -41,6 +41,7 @@ def describe_survivors(
         "layers": layers,
         "heads": heads,
         "tokens": manifest.tokens,
+        "prefix": start,
         "surviving": int((shares > 0).sum()),
         "kept_share": round(float(shares.mean()), 4),
         "restore_tokens": manifest.restore_tokens,

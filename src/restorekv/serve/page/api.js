@@ -89,10 +89,11 @@ export async function answer(file, model, messages, limit, { onText, onProgress,
   body.stream_options = { include_usage: true };
   const headers = { "content-type": "application/json" };
   const sent = request("/v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal });
-  const result = { text: "", held: null };
+  const result = { text: "", held: null, finish: null };
   for await (const chunk of events(await watched(file, model, sent, onProgress))) {
     if (chunk.error) throw new Error(chunk.error.message);
     const piece = chunk.choices[0]?.delta.content;
+    result.finish = chunk.choices[0]?.finish_reason ?? result.finish;
     if (piece) onText(result.text += piece);
     result.held = chunk.restorekv ?? result.held;
   }

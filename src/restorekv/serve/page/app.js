@@ -7,6 +7,7 @@ import * as documents from "./documents.js";
 import { fillHeads, kept, showSizes, showText } from "./survivors.js";
 
 const state = { variants: null, file: null, model: "", turns: [] };
+const METHODS = { fast: "fast: a learned gate", best: "best: KVzip" };
 let turn = 0; // of what was asked for last: answers to earlier requests are dropped
 
 const chosen = () => `${state.variants.base}:${$("method").value}-${Number($("ratio").value)}`;
@@ -25,6 +26,7 @@ async function compress() {
   ask.reset(state);
   tell(null);
   $("results").hidden = true;
+  markOld();
   busy("waiting");
   try {
     const found = await watched(state.file.id, state.model, kept(state.file, state.model), (phase, share) => {
@@ -41,6 +43,7 @@ async function compress() {
   } catch (error) {
     if (own !== turn) return;
     busy(null);
+    $("adding").textContent = "";
     tell(error);
   }
   documents.refresh().catch(tell);
@@ -53,15 +56,23 @@ function open(file) {
   $("three").hidden = $("variant").hidden;
   $("title").textContent = file?.filename ?? "No document is open";
   documents.mark(file?.id ?? null).catch(tell);
+  // So that a reload opens it again.
+  history.replaceState(null, "", file ? `#${file.id}` : location.pathname);
   if (file) {
     compress();
-    $("document").focus({ preventScroll: innerWidth > 820 });
+    $("document").focus({ preventScroll: true });
+    if (innerWidth <= 820) $("document").scrollIntoView();
   } else {
     turn += 1;
     ask.stopAll();
     busy(null);
     $("results").hidden = true;
   }
+}
+
+// Dims what is shown while the form asks for another cache than that.
+function markOld() {
+  $("results").classList.toggle("old", state.model !== chosen());
 }
 
 async function shade() {
@@ -78,14 +89,16 @@ async function start() {
     event.preventDefault();
     compress();
   };
+  $("variant").oninput = markOld;
   for (const id of ["layer", "head"]) $(id).onchange = () => shade().catch(tell);
   state.variants = await json("/v1/variants");
   const { base, default: usual, methods } = state.variants;
   $("model").textContent = `The model is ${base}.`;
-  $("method").replaceChildren(...methods.map((name) => el("option", { value: name, textContent: name })));
+  $("method").replaceChildren(...methods.map((name) => el("option", { value: name, textContent: METHODS[name] ?? name })));
   $("method").value = usual.method;
   $("ratio").value = usual.ratio;
-  await documents.refresh();
+  const opened = (await documents.refresh()).find((file) => `#${file.id}` === location.hash);
+  if (opened) open(opened);
 }
 
 start().catch(tell);

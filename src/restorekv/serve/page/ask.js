@@ -40,20 +40,29 @@ const opening = (file, question) => ({
   role: "user", content: [{ type: "file", file: { file_id: file.id } }, { type: "text", text: question }],
 });
 
+// Whether an element's end is on the screen, or just below it: then who reads it has not scrolled up.
+const isInView = (element) => element.getBoundingClientRect().bottom < innerHeight + 120;
+
 async function write(into, about, state, model, messages, signal) {
   into.setAttribute("aria-busy", "true");
   const onProgress = (phase, share) => {
     about.textContent = phase === "ready" ? "Answering …" : describePhase(phase, share);
   };
   onProgress("waiting", 0);
-  const onText = (text) => { into.textContent = text; };
+  const follow = (change) => {
+    const follows = isInView(about);
+    change();
+    if (follows) about.scrollIntoView({ block: "nearest" });
+  };
+  const onText = (text) => follow(() => { into.textContent = text; });
   try {
     const limit = Math.min(LIMIT, state.variants.max_tokens);
     const result = await answer(state.file.id, model, messages, limit, { onText, onProgress, signal });
     if (!result.text) into.textContent = "(The answer is empty.)";
     const { pairs, bytes, seconds } = result.held;
-    about.textContent = `first word ${seconds.first.toFixed(2)} s, all ${seconds.total.toFixed(2)} s; `
-      + `${count(pairs)} KV pairs, ${size(bytes)}`;
+    const cut = result.finish === "length" ? `cut at ${limit} tokens; ` : "";
+    follow(() => { about.textContent = `${cut}first word ${seconds.first.toFixed(2)} s, all ${seconds.total.toFixed(2)} s; `
+      + `${count(pairs)} KV pairs, ${size(bytes)}`; });
     return result.text;
   } catch (error) {
     about.textContent = error.name === "AbortError" ? "Stopped." : "Failed.";
@@ -74,8 +83,14 @@ async function compare(state, question, signal) {
     return { model, into, about, column };
   });
   $("answers").replaceChildren(...columns.map(({ column }) => column));
-  for (const { model, into, about } of columns) {
-    await write(into, about, state, model, [opening(state.file, question)], signal);
+  let asked = 0;
+  try {
+    for (const { model, into, about } of columns) {
+      asked += 1;
+      await write(into, about, state, model, [opening(state.file, question)], signal);
+    }
+  } finally {
+    for (const { about } of columns.slice(asked)) about.textContent = "Not asked.";
   }
 }
 
@@ -90,7 +105,10 @@ async function talk(state, message, signal) {
     const text = await write(into, about, state, state.model, messages, signal);
     state.turns = [...messages, { role: "assistant", content: text }];
   } catch (error) {
-    if (!into.textContent) [said, into, about].forEach((each) => each.remove());
+    if (!into.textContent) {
+      [said, into, about].forEach((each) => each.remove());
+      if (!$("message").value) $("message").value = message; // to be sent again
+    }
     throw error;
   }
 }

@@ -31,6 +31,7 @@ async function removeFile(file) {
   $("documents-title").focus();
 }
 
+// Shows the server's documents, and returns them.
 export async function refresh() {
   const { data } = await json("/v1/files");
   const focused = document.activeElement?.closest("#documents") ? document.activeElement.getAttribute("aria-label")
@@ -47,6 +48,7 @@ export async function refresh() {
     polling = false;
     refresh().catch(tell);
   }
+  return data;
 }
 
 export function mark(id) {

@@ -12,7 +12,14 @@ export function el(tag, properties = {}, ...children) {
 }
 
 export function tell(error) {
-  $("notice").textContent = error && error.name !== "AbortError" ? error.message : "";
+  if (!error || error.name === "AbortError") {
+    $("notice").replaceChildren();
+    return;
+  }
+  const close = el("button", {
+    type: "button", className: "close", textContent: "×", aria: { label: "Close this message" }, onclick: () => tell(null),
+  });
+  $("notice").replaceChildren(el("span", { textContent: error.message }), close);
 }
 
 export const sleep = (seconds) => new Promise((resolve) => setTimeout(resolve, 1000 * seconds));

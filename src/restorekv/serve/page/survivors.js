@@ -17,12 +17,14 @@ export function showSizes(found) {
     el("th", { scope: "row", textContent: name }),
     ...[write(before), write(after), percent(after / before)].map((text) => el("td", { textContent: text })));
   $("sizes").replaceChildren(line("KV pairs", found.pairs, count), line("Memory", found.bytes, size));
-  const seconds = Object.entries(found.seconds).map(([phase, value]) => `${phase} ${value.toFixed(2)} s`).join(", ");
+  const took = Object.entries(found.seconds).filter(([, value]) => value >= 0.005);
+  const seconds = took.map(([phase, value]) => `${phase} ${value.toFixed(2)} s`).join(", ");
   const tokens = found.restore_tokens;
   const added = tokens ? `with ${tokens} restore tokens in every head` : "without restore tokens";
   $("same").textContent = tokens ? "" : "There are no restore tokens here, so the last two caches are the same.";
   $("made").textContent = `${count(found.tokens)} tokens, ${found.layers} layers, ${found.heads} KV heads. `
-    + `The evictor is ${found.evictor.split(":")[0]}, ${added}. ${seconds && `Time: ${seconds}.`}`;
+    + `The evictor is ${found.evictor.split(":")[0]}, ${added}. `
+    + `The ${count(found.prefix)} tokens of the chat template before the text are always kept. ${seconds && `Time: ${seconds}.`}`;
 }
 
 export function fillHeads(found) {
@@ -33,19 +35,24 @@ export function fillHeads(found) {
 }
 
 export function showText(found) {
-  const most = found.pieces.reduce((best, [, share]) => Math.max(best, share), 1e-9);
+  const single = $("layer").value !== "" && $("head").value !== "";
+  const shares = found.pieces.map(([, share]) => share).sort((one, other) => one - other);
+  const most = shares.at(-1) ?? 0;
+  // The deepest shade begins below the few tokens that a method always keeps, which would leave the others pale.
+  const usual = single ? most : shares[Math.floor(0.95 * (shares.length - 1))];
+  const top = Math.max(usual || most, 1e-9);
   const spans = [];
   for (const [text, share] of found.pieces) {
-    const shade = Math.ceil((SHADES * share) / most);
+    const shade = Math.min(SHADES, Math.ceil((SHADES * share) / top));
     const last = spans.at(-1);
     if (last?.shade === shade) last.text += text;
     else spans.push({ shade, text });
   }
   $("text").replaceChildren(...spans.map(({ shade, text }) => el("span", { dataset: { shade }, textContent: text })));
-  const single = $("layer").value !== "" && $("head").value !== "";
-  const upTo = (shade) => percent((most * shade) / SHADES);
+  const upTo = (shade) => percent((top * shade) / SHADES);
   const name = (shade) => {
     if (single) return shade ? "kept" : "evicted";
+    if (shade === SHADES && top < most) return `over ${upTo(shade - 1)}`;
     return shade ? `${upTo(shade - 1)} to ${upTo(shade)}` : "none";
   };
   const shades = single ? [SHADES] : [...Array(SHADES).keys()].map((index) => index + 1);
