@@ -126,7 +126,7 @@ def make_table(result: Mapping) -> str:
     restored.
     """
     lines = [
-        "| benchmark | evictor | r | MB | score alone | restored | gain | KL alone | restored |",
+        "| benchmark | evictor | r | MB | score | restored | gain | KL | KL restored |",
         "|---" * 9 + "|",
     ]
     methods = [evictor_of(row) for row in result["rows"] if row["method"] != "full"]
@@ -224,7 +224,7 @@ def make_genres_table(result: Mapping, evictor: str) -> str:
     over genres.
     """
     lines = [
-        "| r | genres | KL alone, mean | restored | cut, median | least | most |",
+        "| r | genres | KL, mean | KL restored | cut, median | least | most |",
         "|---" * 7 + "|",
     ]
     for name, alone in result["genres"].items():
