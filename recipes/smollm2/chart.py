@@ -10,6 +10,7 @@ adapter.
 
 import argparse
 from collections.abc import Mapping, Sequence
+from math import ceil
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -30,7 +31,8 @@ BEGIN_GENRES = "<!-- genres, made by `make charts` -->"
 END = "<!-- end -->"
 END_KEPT = "<!-- end of answers kept -->"
 END_GENRES = "<!-- end of genres -->"
-PANELS = ("RULER", "FairytaleQA")
+PANELS = ("RULER", "Factbook", "FairytaleQA", "Genres")
+PANELS_BESIDE = 2
 EVICTOR_NAMES = {
     "kvzip": "KVzip",
     "kvzip+": "KVzip+",
@@ -96,9 +98,15 @@ def draw_chart(result: Mapping, evictor: str, path: Path) -> None:
         benchmark: title for benchmark, title in collect_titles(result).items() if title in PANELS
     }
     with rc_context(CHART_STYLE):
-        figure = Figure(figsize=(4.6 * len(titles), 3.9), layout="constrained", facecolor="white")
-        panels = figure.subplots(1, len(titles), squeeze=False)[0]
-        for axes, benchmark in zip(panels, titles, strict=True):
+        beside = min(PANELS_BESIDE, len(titles))
+        lines = ceil(len(titles) / beside)
+        size = (4.6 * beside, 3.5 * lines)
+        figure = Figure(figsize=size, layout="constrained", facecolor="white")
+        panels = figure.subplots(lines, beside, squeeze=False).flatten()
+        order = sorted(titles, key=lambda benchmark: PANELS.index(titles[benchmark]))
+        for axes in panels[len(titles) :]:
+            axes.set_axis_off()
+        for axes, benchmark in zip(panels, order, strict=False):
             full = find_full_cache(result, benchmark)
             label = f"full cache, {format_megabytes(full)} MB"
             axes.axhline(full["score"], color="#1d2530", linestyle="--", label=label)
