@@ -2,6 +2,7 @@
 holds.
 """
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,6 +65,28 @@ def test_cells_without_a_partner_and_full_caches_have_no_row():
         make_result({"a": 0.0}, None, "1", "full"),
     ]
     assert border.compare_all(results) == []
+
+
+def test_rows_of_other_benchmarks_stay_with_the_same_adapter(tmp_path):
+    path = tmp_path / "border.json"
+    pair = [make_result({"a": 1.0}), make_result({"a": 0.5}, "auto")]
+    for result in pair:
+        result.identity.update(
+            model="m", fingerprint="f", prefix_policy="free", dtype="float32", versions={}
+        )
+        result.identity["adapter"] = {"hash": "h"} if result.cell.adapter else None
+    border.write_comparison(pair, path)
+    stored = json.loads(path.read_text())
+    other = {**stored["rows"][0], "benchmark": "other", "title": "A"}
+    path.write_text(json.dumps({**stored, "rows": [other, *stored["rows"]]}))
+    border.write_comparison(pair, path)
+    assert [row["title"] for row in json.loads(path.read_text())["rows"]] == [
+        "A",
+        stored["rows"][0]["title"],
+    ]
+    path.write_text(json.dumps({**stored, "adapter": "another", "rows": [other]}))
+    border.write_comparison(pair, path)
+    assert json.loads(path.read_text())["rows"] == stored["rows"]
 
 
 def test_the_page_says_what_the_stored_result_holds(tmp_path):
