@@ -124,7 +124,7 @@ def test_a_message_that_was_not_answered_is_kept(page):
     page.get_by_label("Message").fill(QUESTION)
     page.get_by_role("button", name="Send").click()
     expect(page.get_by_role("alert").get_by_text("The server does not answer")).to_be_visible()
-    assert page.get_by_label("Message").input_value() == QUESTION
+    assert page.get_by_role("textbox", name="Message").input_value() == QUESTION
     page.get_by_role("textbox", name="Question").fill(QUESTION)
     page.get_by_role("textbox", name="Question").press("Enter")
     expect(page.get_by_role("article").get_by_text("Not asked.")).to_have_count(2)

@@ -90,6 +90,11 @@ async function start() {
     compress();
   };
   $("variant").oninput = markOld;
+  // Its own address would take the place of the open document's.
+  document.querySelector(".skip").onclick = (event) => {
+    event.preventDefault();
+    $("document").focus();
+  };
   for (const id of ["layer", "head"]) $(id).onchange = () => shade().catch(tell);
   state.variants = await json("/v1/variants");
   const { base, default: usual, methods } = state.variants;

@@ -40,8 +40,11 @@ const opening = (file, question) => ({
   role: "user", content: [{ type: "file", file: { file_id: file.id } }, { type: "text", text: question }],
 });
 
-// Whether an element's end is on the screen, or just below it: then who reads it has not scrolled up.
-const isInView = (element) => element.getBoundingClientRect().bottom < innerHeight + 120;
+// Whether an element's end is on the screen, or just below it: then who reads it has scrolled neither up nor past it.
+const isInView = (element) => {
+  const { bottom } = element.getBoundingClientRect();
+  return bottom > 0 && bottom < innerHeight + 160;
+};
 
 async function write(into, about, state, model, messages, signal) {
   into.setAttribute("aria-busy", "true");
@@ -85,7 +88,9 @@ async function compare(state, question, signal) {
   $("answers").replaceChildren(...columns.map(({ column }) => column));
   let asked = 0;
   try {
-    for (const { model, into, about } of columns) {
+    for (const { model, into, about, column } of columns) {
+      if (!asked || isInView(columns[asked - 1].about)) column.firstChild.scrollIntoView({ block: "nearest" });
+      if (!asked) about.scrollIntoView({ block: "nearest" });
       asked += 1;
       await write(into, about, state, model, [opening(state.file, question)], signal);
     }

@@ -20,7 +20,7 @@ export function showSizes(found) {
   const took = Object.entries(found.seconds).filter(([, value]) => value >= 0.005);
   const seconds = took.map(([phase, value]) => `${phase} ${value.toFixed(2)} s`).join(", ");
   const tokens = found.restore_tokens;
-  const added = tokens ? `with ${tokens} restore tokens in every head` : "without restore tokens";
+  const added = tokens ? `with ${tokens} restore tokens in every head, which count in the share` : "without restore tokens";
   $("same").textContent = tokens ? "" : "There are no restore tokens here, so the last two caches are the same.";
   $("made").textContent = `${count(found.tokens)} tokens, ${found.layers} layers, ${found.heads} KV heads. `
     + `The evictor is ${found.evictor.split(":")[0]}, ${added}. `
