@@ -265,6 +265,8 @@ def describe_texts(title: str, full: Row) -> str:
     if not full["left_out"]:
         return texts
     tasks = len(full["tasks"])
+    if tasks == len(full["left_out"]):
+        return f"{texts}; the full cache scores below 10"
     return f"{texts}; scores: {tasks - len(full['left_out'])} of {tasks} tasks"
 
 
