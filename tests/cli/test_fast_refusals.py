@@ -35,6 +35,8 @@ WRONG = {
     "no such command": ["comprss", "text.txt"],
     "no such flag of compress": ["compress", "text.txt", *OUT, "--ration", "0.1"],
     "no text": ["compress", "missing.txt", *OUT],
+    "an empty text": ["compress", "empty.txt", *OUT],
+    "no schema": ["ask", "doc.rkv", "who?", "--json-schema", "missing.json"],
     "a cache as a text": ["compress", "doc.rkv", *OUT],
     "no folder for the output": ["compress", "text.txt", "-o", "nowhere/out.rkv"],
     "a wrong ratio": ["compress", "text.txt", *OUT, "--ratio", "2"],
@@ -68,6 +70,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_mistake_does_not_wait_for_pytorch(tmp_path, name):
     (tmp_path / "text.txt").write_text("A text of a few words.")
+    (tmp_path / "empty.txt").touch()
     header = b'{"__metadata__":{"format":"restorekv-cache"}}'
     (tmp_path / "doc.rkv").write_bytes(len(header).to_bytes(8, "little") + header)
     done = subprocess.run(

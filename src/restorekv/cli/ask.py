@@ -15,6 +15,7 @@ from restorekv.cli.errors import make_visible
 from restorekv.cli.inputs import check_cache_files, check_outputs_apart
 from restorekv.cli.terminal import STDOUT, notes, output, write_figures
 from restorekv.errors import RestoreKVError
+from restorekv.files import open_with_size
 
 
 @options.add_options_of(options.SamplingFlags)
@@ -45,6 +46,9 @@ def run(
         raise RestoreKVError(f"--max-new-tokens is a number of at least 1, not {max_new_tokens}.")
     check_outputs_apart([json], (*files, flags["json_schema"], model))
     check_cache_files(files)
+    if flags["json_schema"] is not None:
+        with open_with_size(flags["json_schema"], str(flags["json_schema"])):
+            pass
     asked = _read_questions(words)
     if not asked:
         raise RestoreKVError("There is no question in the input; ask something.")
