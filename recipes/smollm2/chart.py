@@ -33,6 +33,7 @@ END_KEPT = "<!-- end of answers kept -->"
 END_GENRES = "<!-- end of genres -->"
 PANELS = ("RULER", "Factbook", "FairytaleQA", "Genres")
 PANELS_BESIDE = 2
+ENOUGH_TEXTS = 65  # of a comparison of scores; fewer are a glimpse
 EVICTOR_NAMES = {
     "kvzip": "KVzip",
     "kvzip+": "KVzip+",
@@ -262,6 +263,8 @@ def format_cut(cut: float, genre: str) -> str:
 def describe_texts(title: str, full: Row) -> str:
     """Return how many texts a benchmark has, and of how many of its tasks the score is the mean."""
     texts = f"{title}, {full['samples']} texts"
+    if full["samples"] < ENOUGH_TEXTS:
+        texts = f"{texts} (a glimpse)"
     if not full["left_out"]:
         return texts
     tasks = len(full["tasks"])
