@@ -12,10 +12,9 @@ from rich.text import Text
 
 from restorekv.cli import options
 from restorekv.cli.errors import make_visible
-from restorekv.cli.inputs import check_cache_files, check_outputs_apart
+from restorekv.cli.inputs import check_cache_files, check_outputs_apart, check_readable
 from restorekv.cli.terminal import STDOUT, notes, output, write_figures
 from restorekv.errors import RestoreKVError
-from restorekv.files import open_with_size
 
 
 @options.add_options_of(options.SamplingFlags)
@@ -47,8 +46,7 @@ def run(
     check_outputs_apart([json], (*files, flags["json_schema"], model))
     check_cache_files(files)
     if flags["json_schema"] is not None:
-        with open_with_size(flags["json_schema"], str(flags["json_schema"])):
-            pass
+        check_readable(flags["json_schema"])
     asked = _read_questions(words)
     if not asked:
         raise RestoreKVError("There is no question in the input; ask something.")

@@ -50,9 +50,8 @@ def _describe_conversation(path: Path) -> str:
         raise RestoreKVError(
             f"{path} is JSON, and no conversation of restorekv; name another file."
         )
-    turns = content.get("turns")
-    count = len(turns) if isinstance(turns, list) else 0
-    return f"a conversation of {count:,} turns, which is checked when it is loaded"
+    turns = chat.check_form(path, content)["turns"]
+    return f"a conversation of {len(turns):,} turns"
 
 
 def _describe_cache(path: Path) -> str:

@@ -15,6 +15,12 @@ from restorekv.size_limits import HEADER_BYTES
 PLOTS = (".png", ".pdf", ".svg")
 
 
+def check_readable(path: Path) -> None:
+    """Refuse a file that is missing or cannot be read."""
+    with open_with_size(path, str(path)):
+        pass
+
+
 def check_text_file(name: str) -> None:
     """Refuse a file that is missing, not a file, or a cache file; "-" is stdin."""
     if name == "-":

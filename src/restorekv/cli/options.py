@@ -61,6 +61,7 @@ Adapter = Annotated[
     ),
 ]
 DEFAULT_MODEL = "smollm2"  # everywhere; the toy is used where it is named
+STOP_REPEATS = 3  # as in conversations; 0 lets an answer repeat itself
 MODEL_HELP = "smollm2, gemma3-270m, tiny, a model folder, a GGUF file or a hub id."
 Model = Annotated[str, typer.Option(help=MODEL_HELP)]
 OtherModel = Annotated[
@@ -164,7 +165,7 @@ class SamplingFlags:
         default=None, metadata={"help": "End an answer before this text; repeatable."}
     )
     stop_repeats: int = field(
-        default=3,
+        default=STOP_REPEATS,
         metadata={
             "help": "End an answer that says the same so many times in a row, and keep it once; 0 "
             "lets it go on."

@@ -25,7 +25,6 @@ from restorekv.serve.ray.options import RayOptions
 SHORTEST_KEY = 16  # characters
 BACKLOG = 2048  # connections that wait to be accepted, as many as uvicorn has
 LOSES_FACTS = 0.2  # a ratio below which single facts of short texts are lost (docs/choosing.md)
-STOP_REPEATS = 3  # as in the shell
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -90,7 +89,7 @@ def run(
             min=0,
             max=1000,
             help="End an answer that repeats a block so often; 0 never does.",
-            show_default="3",
+            show_default=str(options.STOP_REPEATS),
         ),
     ] = None,
     device: options.Device = "cpu",
@@ -165,7 +164,7 @@ def run(
 def _choose_repeats(wanted: int | None, engine: str) -> int:
     """Return after how many repetitions answers end; vLLM ends none."""
     if engine != "vllm":
-        return STOP_REPEATS if wanted is None else wanted
+        return options.STOP_REPEATS if wanted is None else wanted
     if wanted:
         raise RestoreKVError("--stop-repeats is not for --engine vllm; leave it out.")
     return 0

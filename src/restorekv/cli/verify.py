@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from restorekv.cli.inputs import check_readable
 from restorekv.cli.terminal import output
 from restorekv.errors import RestoreKVError
-from restorekv.files import open_with_size
 
 
 def run(
@@ -34,8 +34,7 @@ def run(
 def _describe(path: Path) -> str:
     """Return what a file or folder is; a missing one is refused before PyTorch is imported."""
     if not path.is_dir():
-        with open_with_size(path, str(path)):
-            pass
+        check_readable(path)
     from restorekv.cli.file_kinds import describe_file
 
     return describe_file(path)

@@ -560,6 +560,21 @@ def refuse_cache_file(path: Path) -> None:
 
 def check_saved_turns(path: str | Path, content: object, document: ChatContext) -> None:
     """Refuse what `save` did not write for this document."""
+    saved = check_form(path, content)
+    if saved["document"] != document.digest:
+        raise CacheFileError(
+            f"{path} is a conversation over another document; give that document's cache file."
+        )
+    vocabulary = get_vocabulary_size(document.model)
+    if any(max(turn["read"] + turn["written"]) >= vocabulary for turn in saved["turns"]):
+        raise _make_damage_error(path)
+
+
+def check_form(path: str | Path, content: object) -> dict[str, Any]:
+    """Return the JSON of a conversation's file; refuse what `save` does not write for any document.
+
+    It needs neither the document nor the model, whose vocabulary bounds the token ids.
+    """
     if (
         not isinstance(content, dict)
         or content.get("format") != FORMAT
@@ -569,20 +584,20 @@ def check_saved_turns(path: str | Path, content: object, document: ChatContext) 
             f"{path} is no conversation of this restorekv; give a file that /save or chat.save "
             "wrote."
         )
-    if content.get("document") != document.digest:
-        raise CacheFileError(
-            f"{path} is a conversation over another document; give that document's cache file."
-        )
     system = content.get("system")
     turns = content.get("turns")
-    vocabulary = get_vocabulary_size(document.model)
     has_system = isinstance(system, str) and len(system) <= SYSTEM_LETTERS
-    has_turns = isinstance(turns, list) and all(_is_saved_turn(turn, vocabulary) for turn in turns)
-    if not has_system or not has_turns:
-        raise CacheFileError(f"{path} is damaged; its turns are not what chat.save writes.")
+    has_turns = isinstance(turns, list) and all(map(_is_saved_turn, turns))
+    if not has_system or not has_turns or not isinstance(content.get("document"), str):
+        raise _make_damage_error(path)
+    return content
 
 
-def _is_saved_turn(turn: object, vocabulary: int) -> bool:
+def _make_damage_error(path: str | Path) -> CacheFileError:
+    return CacheFileError(f"{path} is damaged; its turns are not what chat.save writes.")
+
+
+def _is_saved_turn(turn: object) -> bool:
     """Return whether a turn of a file has the entries of SAVED, with possible ids and lengths."""
     if not isinstance(turn, dict) or set(turn) != set(SAVED):
         return False
@@ -590,7 +605,7 @@ def _is_saved_turn(turn: object, vocabulary: int) -> bool:
         return False
     if not turn["read"] or not turn["written"]:
         return False
-    if not all(0 <= token < vocabulary for token in turn["read"] + turn["written"]):
+    if min(turn["read"] + turn["written"]) < 0:
         return False
     return len(turn["question"]) <= SYSTEM_LETTERS and len(turn["answer"]) <= SYSTEM_LETTERS
 
