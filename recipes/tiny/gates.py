@@ -15,7 +15,7 @@ import torch
 
 from restorekv.evictors.gate_file import KINDS, TARGETS
 from restorekv.model.load import load_model
-from restorekv.tiny.suite import LONGEST, SHORTEST
+from restorekv.tiny.world import LONGEST, SHORTEST
 from restorekv.train.examples import make_tiny_examples
 from restorekv.train.gate import GateConfig, train_gate
 

@@ -64,6 +64,14 @@ WRONG = {
     "a wrong ratio to score": ["eval", "--benchmark", "ruler", "--ratio", "1.5"],
     "no results to report": ["report", "missing"],
     "no adapter to publish": ["push", "missing", "me/mine"],
+    "no data to train on": ["train", "--data", "missing.jsonl", "--out", "run"],
+    "an empty folder to train on": ["train", "--data", "empty", "--out", "run"],
+    "a text to train into": ["train", "--data", "tiny", "--out", "text.txt"],
+    "a wrong evictor to train for": ["train", "--data", "tiny", "--out", "run", "--evictor", "kv"],
+    "a wrong number of steps": ["train", "--data", "tiny", "--out", "run", "--steps", "0"],
+    "a folder that is no place for data": ["data", "build", "--out", "text.txt"],
+    "no text to keep out of data": ["data", "build", "--out", "new", "--exclude", "missing"],
+    "no data to show": ["data", "show", "missing"],
 }
 
 
@@ -71,6 +79,7 @@ WRONG = {
 def test_a_mistake_does_not_wait_for_pytorch(tmp_path, name):
     (tmp_path / "text.txt").write_text("A text of a few words.")
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "empty").mkdir()
     header = b'{"__metadata__":{"format":"restorekv-cache"}}'
     (tmp_path / "doc.rkv").write_bytes(len(header).to_bytes(8, "little") + header)
     done = subprocess.run(
@@ -85,7 +94,9 @@ def test_a_mistake_does_not_wait_for_pytorch(tmp_path, name):
     assert code in (1, 2) and not slow
 
 
-@pytest.mark.parametrize("command", ["compress", "ask", "chat", "serve", "demo", "eval", "inspect"])
+@pytest.mark.parametrize(
+    "command", ["compress", "ask", "chat", "serve", "demo", "eval", "inspect", "train"]
+)
 def test_help_does_not_wait_for_pytorch(command):
     done = subprocess.run(
         [sys.executable, "-c", PROBE, command, "--help"], capture_output=True, text=True

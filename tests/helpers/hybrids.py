@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from restorekv.restore.adapter import LINEAR_LAYERS
+from restorekv.restore.choices import LINEAR_LAYERS
 from tests.helpers import decoders, exactness
 
 WINDOW = 16

@@ -12,6 +12,7 @@ from restorekv.compression.budget import OnSmallBudget, PrefixPolicy, parse_rati
 from restorekv.compression.presets import choose_evictor
 from restorekv.errors import BudgetError, RestoreKVError, check_choice
 from restorekv.files import check_target
+from restorekv.restore.choices import RestoreFrom
 
 
 def run(
@@ -78,7 +79,7 @@ def run(
     # These imports load PyTorch; the checks above must not need it.
     from restorekv.cli.compress_text import compress_file
     from restorekv.cli.folder import CompressionRecipe, compress_folder
-    from restorekv.compression.config import CompressionConfig, RestoreFrom
+    from restorekv.compression.config import CompressionConfig
     from restorekv.compression.eviction import make_compressor
 
     config = CompressionConfig(

@@ -9,14 +9,9 @@ import typer
 
 from restorekv.cli import options
 from restorekv.cli.inputs import check_outputs_apart
-from restorekv.cli.session import open_model
 from restorekv.cli.terminal import output, print_written, show_progress_bar, write_figures
-from restorekv.data.build import build_mixture
 from restorekv.data.config import BuildConfig
 from restorekv.data.manifest import check_folder, read_manifest
-from restorekv.data.mixture import read_mixture
-from restorekv.data.sources import select_sources
-from restorekv.data.table import compute_figures, make_data_table, make_drops_table
 from restorekv.errors import RestoreKVError, import_extra
 
 NOTHING: list[str] = []  # typer wants lists as defaults of options that are repeatable
@@ -55,6 +50,12 @@ def run(
     for name in exclude:
         if not Path(name).exists():
             raise RestoreKVError(f"There is no evaluation file or folder {name}; check the path.")
+
+    # From here on PyTorch is imported.
+    from restorekv.cli.session import open_model
+    from restorekv.data.build import build_mixture
+    from restorekv.data.sources import select_sources
+
     packages = ["pyarrow", "pydantic"]
     # Only what comes from the hub is read through `datasets`.
     if any(not Path(getattr(config, source.name)).exists() for source in select_sources(config)):
@@ -90,6 +91,10 @@ def show(
 
 def _print_tables(folder: Path) -> tuple[list[dict], dict]:
     """Read the data back, so that only verified data is shown."""
+    # These imports load PyTorch; the checks before do not need it.
+    from restorekv.data.mixture import read_mixture
+    from restorekv.data.table import compute_figures, make_data_table, make_drops_table
+
     contexts, manifest = read_mixture(folder)
     rows = compute_figures(contexts, manifest)
     output.print(make_data_table(rows, manifest))

@@ -17,7 +17,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.evictors import gate_file
 from restorekv.evictors.published_gate import FAST_KVZIP, convert_gate
 from restorekv.tasks.reading import choose_spread
-from restorekv.tiny.suite import LONGEST, SHORTEST
+from restorekv.tiny.world import LONGEST, SHORTEST
 from restorekv.train.examples import make_tiny_examples, read_contexts
 from restorekv.train.gate import GateConfig, train_gate
 

@@ -1,35 +1,23 @@
 """`restorekv train --data tiny --out DIR`: TrainConfig's fields are options."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import typer
 
 from restorekv.cli import options
-from restorekv.cli.session import open_model
+from restorekv.cli.choices import check_evictor
 from restorekv.cli.terminal import notes, output, print_written, show_progress_bar
 from restorekv.data.manifest import read_manifest
 from restorekv.errors import RestoreKVError, import_extra
-from restorekv.tiny.suite import LONGEST, SHORTEST
-from restorekv.train import checkpoint
+from restorekv.spec import split_specs
+from restorekv.tiny.world import LONGEST, SHORTEST
 from restorekv.train.config import TrainConfig
-from restorekv.train.examples import (
-    TrainingContext,
-    keep_short_examples,
-    make_tiny_examples,
-    read_examples,
-)
-from restorekv.train.loop import Progress, train_adapter
-from restorekv.train.parallel import (
-    is_shared,
-    open_process_group,
-    select_own_device,
-    shard_model,
-    wants_shards,
-)
+from restorekv.train.run_folder import CHECKPOINT_FILE, LOG_FILE, check_folders, read_losses
 
 DATA_HELP = (
     'tiny (its world), a mixture (restorekv data) or JSON lines {"context", "questions"}, with '
@@ -79,12 +67,33 @@ def run(
     targets: tuple[str, ...] = ()
     if settings["targets"] != "none":
         targets = tuple(name.strip() for name in settings["targets"].split(","))
-    config = TrainConfig(**{**settings, "targets": targets})
     check_lengths(shortest, longest)
-    checkpoint.check_folders(out, resume, store)
+    check_folders(out, resume, store)
     if store_prefill and store is None:
         raise RestoreKVError("--store-prefill needs a folder; name it with --store.")
+    for evictor in split_specs(settings["evictor"]):
+        check_evictor(evictor)
     check_data(data)
+    config = TrainConfig(**{**settings, "targets": targets})
+
+    # From here on PyTorch is imported.
+    from restorekv.cli.session import open_model
+    from restorekv.train.examples import (
+        TrainingContext,
+        keep_short_examples,
+        make_tiny_examples,
+        read_examples,
+    )
+    from restorekv.train.loop import train_adapter
+    from restorekv.train.parallel import (
+        is_shared,
+        open_process_group,
+        select_own_device,
+        shard_model,
+        wants_shards,
+    )
+
+    import_extra("torch.utils.tensorboard", "train", "Training")
     own = select_own_device(device)
     shared = is_shared(device)
     sharing = wants_shards(shard, shared)
@@ -115,12 +124,13 @@ def run(
                 group=group,
                 notice=notes.print,
             )
+    if group.rank == 0:
+        notes.print(summarize_losses(read_losses(out)))
     print_written(out / "adapter")
 
 
 def check_data(names: list[str]) -> None:
-    """Refuse a missing file, or a missing package of an extra, before the model is loaded."""
-    import_extra("torch.utils.tensorboard", "train", "Training")
+    """Refuse a missing file, or a missing package of an extra, before PyTorch is imported."""
     for name in names:
         if name == "tiny":
             continue
@@ -130,14 +140,25 @@ def check_data(names: list[str]) -> None:
                 f"There is no training file {name}; give a JSON-lines file, a mixture or 'tiny'."
             )
         if path.is_dir():
-            import_extra("pyarrow.parquet", "data", "A mixture")
             read_manifest(path)
+            import_extra("pyarrow.parquet", "data", "A mixture")
 
 
 def check_lengths(shortest: int, longest: int) -> None:
     """Refuse a range of lengths that is empty."""
     if shortest > longest:
         raise RestoreKVError(f"--shortest {shortest} is more than --longest {longest}; swap them.")
+
+
+def summarize_losses(losses: Sequence[float]) -> str:
+    """Return the mean loss of the first and of the last tenth of a run's steps, in a sentence."""
+    tenth = max(len(losses) // 10, 1)
+    begin = fmean(losses[:tenth])
+    end = fmean(losses[-tenth:])
+    return (
+        f"loss {begin:.4f} over the first {tenth} of {len(losses)} steps, {end:.4f} over the last "
+        f"{tenth}; all of them are in {LOG_FILE}"
+    )
 
 
 @contextmanager
@@ -147,13 +168,13 @@ def _explain_resume(out: Path) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         fix = f"no checkpoint yet in {out}"
-        if (out / checkpoint.CHECKPOINT_FILE).exists():
+        if (out / CHECKPOINT_FILE).exists():
             fix = f"continue from the last checkpoint in {out} with --resume"
         raise KeyboardInterrupt(f"Interrupted; {fix}.") from None
 
 
-def _make_reporter(show: Callable[..., None], every: int) -> Progress:
-    """Return the progress callback: the bar on a terminal, a line every `every` steps elsewhere."""
+def _make_reporter(show: Callable[..., None], every: int) -> Callable[[int, int, float], None]:
+    """Return `progress` of a run: the bar on a terminal, a line every `every` steps elsewhere."""
     begun = time.monotonic()
     done = 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -22,10 +22,9 @@ from restorekv.compression.budget import (
 )
 from restorekv.errors import BudgetError, RestoreKVError, check_choice
 from restorekv.model.prompt import TOO_LONG, Context, get_default_between
+from restorekv.restore.choices import RESTORE_FROM, RestoreFrom
 
-RestoreFrom = Literal["full", "evicted"]
 RatioOrBudget = float | str | Fraction | Budget
-RESTORE_FROM: tuple[str, ...] = ("full", "evicted")
 # The fields that decide which pairs a method keeps. Results, cache files and adapters record them.
 RECORDED = ("prefix_policy", "on_small_budget", "allocation", "restore_from", "offset")
 

@@ -15,7 +15,7 @@ from restorekv import evictors, spec
 from restorekv.compression.attention_matching.method import AttentionMatching
 from restorekv.compression.budget import Budget, OnSmallBudget, PrefixPolicy
 from restorekv.compression.compressor import BeginPhase, Compressor, PreparedContext
-from restorekv.compression.config import CompressionConfig, RestoreFrom
+from restorekv.compression.config import CompressionConfig
 from restorekv.compression.full_cache import ScoredContext, prefill_and_score, prefill_unscored
 from restorekv.compression.streaming import StreamedContext, split_context
 from restorekv.errors import RestoreKVError
@@ -24,6 +24,7 @@ from restorekv.model.offload import make_offloaded_cache
 from restorekv.model.prefill import make_full_cache
 from restorekv.model.prompt import Context, make_context, warn_if_beyond_positions
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.restore.choices import RestoreFrom
 
 # Compressors other than eviction by one of the evictors, by the name in their spec.
 COMPRESSORS: dict[str, type[Compressor]] = {"am-fast": AttentionMatching}

@@ -21,6 +21,7 @@ from restorekv.data.gather import AttemptFile, Progress, SourceBuilder, compute_
 from restorekv.data.mixture import write_examples
 from restorekv.data.overlap import EvaluationIndex, read_evaluation_texts
 from restorekv.data.sources import Source, select_sources
+from restorekv.data.teacher import describe_model
 from restorekv.errors import RestoreKVError, warn
 from restorekv.files import folder_lock, write_json
 from restorekv.seal import digest_file
@@ -211,7 +212,7 @@ def _describe_build(
         "config": asdict(config),
         "sources": origins,
         "exclude": excluded,
-        "model": folder.describe_model(model, tokenizer),
+        "model": describe_model(model, tokenizer),
     }
     # As it is after a way through the file: tuples are lists there, and so on.
     return json.loads(json.dumps(record))

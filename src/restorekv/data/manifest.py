@@ -5,22 +5,15 @@ While it is built the folder holds build.json (what is being built) and parts/ (
 manifest comes last and replaces them, so a folder with a manifest is complete.
 """
 
-import hashlib
-import json
 import platform
 import shutil
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from transformers import PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
-
 from restorekv import __version__
 from restorekv.errors import RestoreKVError, import_extra, make_printable
 from restorekv.files import check_not_link, read_json, write_json
-from restorekv.model.identity import identify_model
-from restorekv.model.tokenize import tokenize_text
 
 FORMAT = "restorekv-data"
 VERSION = 1
@@ -29,28 +22,6 @@ BUILD_FILE = "build.json"
 PARTS_FOLDER = "parts"
 LOCK_FILE = ".build.json.lock"
 LIBRARIES = ("torch", "transformers", "datasets", "pyarrow")
-PROBE = "Kv 0123456789: naïve, “tabs”\t\n\n日本 😀 What? Yes! (a; b) 'c' - d/e."
-_SAME_MODEL = {"fingerprint": "model", "template": "chat template", "tokenizer": "tokenizer"}
-
-
-def describe_model(model: PreTrainedModel, tokenizer: Tokenizer) -> dict:
-    """Return what identifies the teacher, its answers and their ids."""
-    identity = identify_model(model, tokenizer)
-    return {
-        "name": identity.name,
-        "fingerprint": identity.fingerprint,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "template": identity.template,
-        "tokenizer": hash_tokenizer(tokenizer),
-        "rope": identity.rope,
-    }
-
-
-def hash_tokenizer(tokenizer: Tokenizer) -> str:
-    """Return 16 hex digits of the vocabulary and of how a text full of traps is split."""
-    # How the tokenizer splits a text with spaces, accents, symbols and emoji.
-    facts = [sorted(tokenizer.get_vocab().items()), tokenize_text(tokenizer, PROBE)]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def list_versions() -> dict[str, str]:
@@ -94,21 +65,6 @@ def read_manifest(folder: Path) -> dict:
     if problem:
         raise RestoreKVError(f"{path} is damaged ({problem}); build the data again.")
     return manifest
-
-
-def check_model(manifest: dict, model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
-    """Refuse answers of another model: they are not this teacher's, and their ids may mean other
-    words.
-    """
-    now = describe_model(model, tokenizer)
-    before = manifest["model"]
-    for key, what in _SAME_MODEL.items():
-        if now[key] != before.get(key):
-            raise RestoreKVError(
-                f"The data in {folder} was made by the model {make_printable(before.get('name'))} "
-                f"with another {what} ({make_printable(before.get(key))}, not {now[key]}); build "
-                "it for this model."
-            )
 
 
 def check_folder(out: Path, resume: bool) -> None:

@@ -15,10 +15,11 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data import exercises, made
 from restorekv.data.files import read_parquet_rows
-from restorekv.data.manifest import check_model, read_manifest
+from restorekv.data.manifest import read_manifest
 from restorekv.data.passages import FACT, HUMAN, LISTED, REPEAT
 from restorekv.data.self_study import PROMPT, QUESTION_PROMPTS
 from restorekv.data.sources import ASKED_ONCE, LICENSES
+from restorekv.data.teacher import check_model
 from restorekv.errors import RestoreKVError, import_extra
 from restorekv.files import read_bytes, replace_file
 

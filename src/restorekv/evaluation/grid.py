@@ -13,11 +13,12 @@ from typing import Any, Self, TypeVar, cast, get_type_hints
 
 from restorekv import tasks
 from restorekv.compression.budget import OnSmallBudget, PrefixPolicy, parse_ratio
-from restorekv.compression.config import CompressionConfig, RestoreFrom
+from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor
 from restorekv.errors import RestoreKVError
 from restorekv.files import matches_type
 from restorekv.model.names import TINY, tiny_path, to_canonical_name
+from restorekv.restore.choices import RestoreFrom
 from restorekv.restore.shipped import find_shipped_adapter
 
 Item = TypeVar("Item")

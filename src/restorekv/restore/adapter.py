@@ -35,13 +35,13 @@ from restorekv.model.shape import get_backbone
 from restorekv.model.support import refuse_beyond
 from restorekv.restore import adapter_file, publish
 from restorekv.restore.adapter_file import AdapterCard, StoredAdapter, to_plain_json
+from restorekv.restore.choices import LINEAR_LAYERS
 from restorekv.restore.hub import fetch_adapter, recognize_copy
 from restorekv.restore.licenses import inherit_license, normalize_license
 from restorekv.restore.lora import NAME as LORA_NAME
 from restorekv.restore.lora import attach_lora, check_lora_fit
 from restorekv.spec import split_specs
 
-LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # The ratio at which ratio vectors add nothing to the embeddings.
 MIDDLE_RATIO = 0.1
 

@@ -21,11 +21,11 @@ from restorekv.cache import quantized
 from restorekv.cache.quantized import STORAGE_DTYPES, STORAGES, compute_scale_shapes
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.budget import ON_SMALL_BUDGET, PREFIX_POLICIES, parse_ratio
-from restorekv.compression.config import RESTORE_FROM
 from restorekv.errors import CacheFileError, RestoreKVError, make_printable
 from restorekv.files import matches_type
 from restorekv.model.identity import identify_model
 from restorekv.model.shape import CacheShape
+from restorekv.restore.choices import RESTORE_FROM
 from restorekv.seal import largest_number
 from restorekv.size_limits import (
     AROUND_LETTERS,

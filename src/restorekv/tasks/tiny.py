@@ -21,8 +21,8 @@ class TinySuite(Benchmark):
     metric = "share found, letter or token F1 by family"
 
     count: int = 52
-    low: int = suite.SHORTEST
-    high: int = suite.LONGEST
+    low: int = world.SHORTEST
+    high: int = world.LONGEST
     split: str = "test"
 
     def __post_init__(self) -> None:

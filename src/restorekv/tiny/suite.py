@@ -11,11 +11,9 @@ from functools import lru_cache
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.model.tokenize import tokenize_text
-from restorekv.tiny.world import KINDS, WorldDocument, draw_document
+from restorekv.tiny.world import KINDS, LONGEST, SHORTEST, WorldDocument, draw_document
 
 SHARES = (12, 12, 12, 16)  # of every 52 documents, by kind
-LONGEST = 2048
-SHORTEST = 512
 MOST_PER_FAMILY = 2  # questions of one family asked of one document
 
 

@@ -21,6 +21,9 @@ VOCABULARY: dict[str, list[str]] = json.loads(
 )
 ITEMS, NAMES, TOWNS, JOBS, PETS, LINKS, CODED, PLACES, PEOPLE, DEEDS, TIMES = VOCABULARY.values()
 
+# Tokens of a document, unless told otherwise.
+SHORTEST = 512
+LONGEST = 2048
 # The paper's four benchmarks in small: RULER, QASPER, QuALITY (four options), LongHealth (five).
 GROUPS = {
     "retrieval and tracing": ("single", "multikey", "multivalue", "multiquery", "vt", "cwe", "fwe"),

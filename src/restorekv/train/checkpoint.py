@@ -26,18 +26,22 @@ from restorekv.errors import (
     summarize_error,
     warn,
 )
-from restorekv.files import check_target, parse_record, read_bytes, replace_file
+from restorekv.files import parse_record, replace_file
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.seal import FileKind
 from restorekv.train.config import TrainConfig
 from restorekv.train.examples import TrainingContext, hash_examples
+from restorekv.train.run_folder import (
+    CHECKPOINT_FILE,
+    HEADER,
+    LOG_FILE,
+    check_folders,
+    read_log_lines,
+)
 from restorekv.train.teacher_cache import describe_teacher
 
-CHECKPOINT_FILE = "checkpoint.safetensors"
-LOG_FILE = "loss.csv"
 FIX = "start again in another folder"
 KIND = FileKind("restorekv-checkpoint", "1", "a checkpoint of restorekv", FIX)
-HEADER = "step,loss,lr,seconds\n"
 ROW = re.compile(r"([0-9]{1,9}),[^,]+,[^,]+,[^,]+")
 # Settings that a resumed run may change: they decide no loss.
 FREE_SETTINGS = ("keep", "checkpoint_every")
@@ -51,45 +55,6 @@ class TrainingRun:
     adapter: RestoreAdapter
     optimizer: torch.optim.Optimizer
     origin: dict[str, object]
-
-
-def check_folders(folder: Path, resume: bool = False, store: Path | None = None) -> None:
-    """Refuse places that no run can use, and a folder of other files or of another run.
-
-    Nothing is made or changed.
-    """
-    for place in (folder, store):
-        if place is not None:
-            _check_folder(place)
-    if folder.exists():
-        check_target(folder / CHECKPOINT_FILE)
-    if os.path.lexists(folder / CHECKPOINT_FILE):
-        if not resume:
-            raise RestoreKVError(
-                f"{folder} already holds a run; continue it with --resume or choose another folder."
-            )
-        return
-    names: set[str] = set()
-    if folder.exists():
-        names = {path.name for path in folder.iterdir()} - {".lock"}
-    # A log alone is what a run leaves that was killed before its first checkpoint; it may be begun
-    # anew.
-    if names and (LOG_FILE not in names or _read_log_lines(folder / LOG_FILE) is None):
-        raise RestoreKVError(
-            f"{folder} holds other files and no run; choose an empty or a new folder."
-        )
-
-
-def _check_folder(folder: Path) -> None:
-    """Refuse what is not a folder and what cannot become one."""
-    places = (folder, *folder.absolute().parents)
-    existing = next(place for place in places if place.exists())
-    if not existing.is_dir():
-        raise RestoreKVError(f"{existing} is a file; give the name of a folder.")
-    if existing != folder:
-        # The first folder that would be made.
-        missing = folder.absolute().relative_to(existing.absolute()).parts[0]
-        check_target(existing / missing)
 
 
 def begin_log(folder: Path) -> None:
@@ -233,7 +198,7 @@ def trim_log(folder: Path, step: int) -> None:
     lacks.
     """
     path = folder / LOG_FILE
-    lines = _read_log_lines(path)
+    lines = read_log_lines(path)
     if lines is None:
         raise RestoreKVError(
             f"{path} is not the log of a run; move it away, then continue with --resume."
@@ -251,18 +216,6 @@ def trim_log(folder: Path, step: int) -> None:
         )
     with replace_file(path, follow=False) as temporary:
         temporary.write_text(HEADER + "".join(kept))
-
-
-def _read_log_lines(path: Path) -> list[str] | None:
-    """Return the lines of a run's log, none where there is no file yet, or None for a file of
-    something else.
-    """
-    if not os.path.lexists(path):
-        return []
-    text = read_bytes(path, f"The log {path}").decode(errors="replace")
-    if not HEADER.startswith(text[: len(HEADER)]):
-        return None
-    return text.splitlines()[1:]
 
 
 def _select_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -1,22 +1,29 @@
 """The settings of a training run: the paper's are the defaults ("Training Setup Details")."""
 # ruff: noqa: RUF009 (`setting` returns a dataclass field)
 
+from __future__ import annotations
+
 import json
 import math
 from dataclasses import asdict, dataclass
-from typing import Literal, Self, get_type_hints
+from typing import TYPE_CHECKING, Literal, Self, get_args, get_type_hints
 
 from restorekv.compression.budget import PrefixPolicy
-from restorekv.compression.config import RestoreFrom
-from restorekv.compression.eviction import Eviction
 from restorekv.data.config import require_at_least, setting
 from restorekv.errors import RestoreKVError, check_choice, make_printable
 from restorekv.files import matches_type, parse_json
-from restorekv.restore.adapter import LINEAR_LAYERS
+from restorekv.restore.choices import LINEAR_LAYERS, RestoreFrom
 from restorekv.spec import split_specs
-from restorekv.train.loss import ATTENTION, DIRECTIONS, HIDDEN, REDUCTIONS, Direction, Reduction
+
+if TYPE_CHECKING:
+    from restorekv.compression.eviction import Eviction
 
 RatioLaw = Literal["uniform", "log-uniform"]
+Direction = Literal["symmetric", "forward", "reverse"]
+Reduction = Literal["mean", "sum"]
+# Names of states that can be matched: the output of a layer, and of its attention.
+HIDDEN = "hidden"
+ATTENTION = "attention"
 AT_LEAST_ONE = (
     "restore_tokens",
     "rank",
@@ -130,12 +137,10 @@ class TrainConfig:
     checkpoint_every: int = setting(50, "Steps between checkpoints.")
 
     def __post_init__(self) -> None:
-        # Makes every evictor once, which refuses unknown ones and contradicting settings.
-        self.make_evictions()
         check_choice("embeddings", self.embeddings, ("learned", "fixed"))
-        check_choice("ratio_law", self.ratio_law, ("uniform", "log-uniform"))
-        check_choice("kl", self.kl, DIRECTIONS)
-        check_choice("reduction", self.reduction, REDUCTIONS)
+        check_choice("ratio_law", self.ratio_law, get_args(RatioLaw))
+        check_choice("kl", self.kl, get_args(Direction))
+        check_choice("reduction", self.reduction, get_args(Reduction))
         require_at_least(1, self, AT_LEAST_ONE)
         require_at_least(0, self, AT_LEAST_ZERO)
         if not 1e-6 <= self.ratio_min <= self.ratio_max <= 1:
@@ -143,6 +148,9 @@ class TrainConfig:
                 "Training ratios need 0.000001 <= ratio_min <= ratio_max <= 1, not "
                 f"{self.ratio_min:g} and {self.ratio_max:g}."
             )
+        # Makes every evictor once, which refuses unknown ones and contradicting settings. Last,
+        # because it imports PyTorch, and a wrong number is refused without.
+        self.make_evictions()
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -173,6 +181,8 @@ class TrainConfig:
         """Return what the adapter is trained to restore; contexts too short for n restore tokens
         get fewer.
         """
+        from restorekv.compression.eviction import Eviction
+
         evictions = []
         for spec in split_specs(self.evictor) or [self.evictor]:
             eviction = Eviction.make(

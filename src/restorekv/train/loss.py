@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,16 +13,10 @@ from transformers import PreTrainedModel
 from restorekv.cache.ragged import RaggedCache
 from restorekv.model.cache_argument import pass_cache
 from restorekv.model.shape import compute_logits, get_backbone
+from restorekv.train.config import HIDDEN, Direction, Reduction
 
-Direction = Literal["symmetric", "forward", "reverse"]
-Reduction = Literal["mean", "sum"]
-DIRECTIONS = get_args(Direction)
-REDUCTIONS = get_args(Reduction)
 # Logits (rows x vocabulary) that are held at a time: 64 MiB in float32.
 LOGITS_AT_ONCE = 2**24
-# Names of recorded states: the output of a layer, and of its attention.
-HIDDEN = "hidden"
-ATTENTION = "attention"
 States = dict[str, Tensor]  # (layers, M, d) each
 
 

@@ -26,7 +26,7 @@ from restorekv.cache.dense import list_dense_layers
 from restorekv.cache.sliding import RecentLayer
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import ScoredContext
-from restorekv.data.manifest import hash_tokenizer
+from restorekv.data.teacher import hash_tokenizer
 from restorekv.errors import RestoreKVError, warn
 from restorekv.generation.decoding import get_stop_ids
 from restorekv.model import support

@@ -1,0 +1,50 @@
+"""The model whose answers a mixture holds: what identifies it, and whether another is the same."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.errors import RestoreKVError, make_printable
+from restorekv.model.identity import identify_model
+from restorekv.model.tokenize import tokenize_text
+
+PROBE = "Kv 0123456789: naïve, “tabs”\t\n\n日本 😀 What? Yes! (a; b) 'c' - d/e."
+_SAME_MODEL = {"fingerprint": "model", "template": "chat template", "tokenizer": "tokenizer"}
+
+
+def describe_model(model: PreTrainedModel, tokenizer: Tokenizer) -> dict:
+    """Return what identifies the teacher, its answers and their ids."""
+    identity = identify_model(model, tokenizer)
+    return {
+        "name": identity.name,
+        "fingerprint": identity.fingerprint,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "template": identity.template,
+        "tokenizer": hash_tokenizer(tokenizer),
+        "rope": identity.rope,
+    }
+
+
+def hash_tokenizer(tokenizer: Tokenizer) -> str:
+    """Return 16 hex digits of the vocabulary and of how a text full of traps is split."""
+    # How the tokenizer splits a text with spaces, accents, symbols and emoji.
+    facts = [sorted(tokenizer.get_vocab().items()), tokenize_text(tokenizer, PROBE)]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def check_model(manifest: dict, model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
+    """Refuse answers of another model: they are not this teacher's, and their ids may mean other
+    words.
+    """
+    now = describe_model(model, tokenizer)
+    before = manifest["model"]
+    for key, what in _SAME_MODEL.items():
+        if now[key] != before.get(key):
+            raise RestoreKVError(
+                f"The data in {folder} was made by the model {make_printable(before.get('name'))} "
+                f"with another {what} ({make_printable(before.get(key))}, not {now[key]}); build "
+                "it for this model."
+            )

@@ -1,0 +1,69 @@
+"""The files in the folder of a training run, and which folders a run refuses; needs no PyTorch."""
+
+import csv
+import os
+from pathlib import Path
+
+from restorekv.errors import RestoreKVError
+from restorekv.files import check_target, read_bytes
+
+CHECKPOINT_FILE = "checkpoint.safetensors"
+LOG_FILE = "loss.csv"
+HEADER = "step,loss,lr,seconds\n"
+
+
+def check_folders(folder: Path, resume: bool = False, store: Path | None = None) -> None:
+    """Refuse places that no run can use, and a folder of other files or of another run.
+
+    Nothing is made or changed.
+    """
+    for place in (folder, store):
+        if place is not None:
+            _check_folder(place)
+    if folder.exists():
+        check_target(folder / CHECKPOINT_FILE)
+    if os.path.lexists(folder / CHECKPOINT_FILE):
+        if not resume:
+            raise RestoreKVError(
+                f"{folder} already holds a run; continue it with --resume or choose another folder."
+            )
+        return
+    names: set[str] = set()
+    if folder.exists():
+        names = {path.name for path in folder.iterdir()} - {".lock"}
+    # A log alone is what a run leaves that was killed before its first checkpoint; it may be begun
+    # anew.
+    if names and (LOG_FILE not in names or read_log_lines(folder / LOG_FILE) is None):
+        raise RestoreKVError(
+            f"{folder} holds other files and no run; choose an empty or a new folder."
+        )
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse what is not a folder and what cannot become one."""
+    places = (folder, *folder.absolute().parents)
+    existing = next(place for place in places if place.exists())
+    if not existing.is_dir():
+        raise RestoreKVError(f"{existing} is a file; give the name of a folder.")
+    if existing != folder:
+        # The first folder that would be made.
+        missing = folder.absolute().relative_to(existing.absolute()).parts[0]
+        check_target(existing / missing)
+
+
+def read_log_lines(path: Path) -> list[str] | None:
+    """Return the lines of a run's log, none where there is no file yet, or None for a file of
+    something else.
+    """
+    if not os.path.lexists(path):
+        return []
+    text = read_bytes(path, f"The log {path}").decode(errors="replace")
+    if not HEADER.startswith(text[: len(HEADER)]):
+        return None
+    return text.splitlines()[1:]
+
+
+def read_losses(folder: Path) -> list[float]:
+    """Return the loss of every step in a run's log."""
+    text = read_bytes(folder / LOG_FILE, "The log").decode()
+    return [float(row["loss"]) for row in csv.DictReader(text.splitlines())]
