@@ -189,7 +189,8 @@ def add_uncounted(
         key = row["method"], row["ratio"]
         own = [each for each in uncounted if (each["method"], each["ratio"]) == key]
         if own:
-            if len(names) == 1:  # its row was that of all texts until now
+            # With one kind of text, its row was that of all texts until now.
+            if len(names) == 1 and not names & counted:
                 rows.append({**row, "part": min(names)})
             for name in ("right", "kept", "contexts"):
                 row[name] += sum(each[name] for each in own)
