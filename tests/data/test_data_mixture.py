@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import restorekv.cli.data
+from restorekv.cli.data import run as run_data
 from restorekv.data.build import build_mixture
 from restorekv.data.config import BuildConfig
 from restorekv.data.mixture import MixtureContext, read_mixture, summarize_sources
@@ -243,7 +243,7 @@ def test_the_papers_table_adds_up():
 def test_every_setting_is_a_flag_with_help():
     told = cli("data", "build", "--help")
     assert told.code == 0, told.err
-    assert set(restorekv.cli.data.run.__annotations__) > {
+    assert set(run_data.__annotations__) > {
         field.name for field in fields(BuildConfig)
     }
     assert all(field.metadata["help"].endswith(".") for field in fields(BuildConfig))
@@ -311,5 +311,5 @@ def test_mistakes_on_the_command_line_are_one_sentence(files, tmp_path, monkeypa
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(restorekv.cli.data, "build_mixture", interrupt)
+    monkeypatch.setattr("restorekv.data.build.build_mixture", interrupt)
     refused("continue with --resume", "build", "--out", out, code=130)

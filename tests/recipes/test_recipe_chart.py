@@ -33,10 +33,9 @@ def test_the_table_has_every_row_of_the_result():
     small = [row for row in result["rows"] if row["method"] != "full" and not row["restored"]]
     assert len(lines) == len(small) + len({row["benchmark"] for row in result["rows"]})
     for row in result["rows"]:
-        assert any(
-            f"| {row['score']:.1f} |" in line and f" {row['bytes'] / 1e6:.1f} " in line
-            for line in lines
-        ), row
+        # A restored cache shares its line, and so the bytes, with the evictor alone.
+        size = "" if row["restored"] else f" {row['bytes'] / 1e6:.1f} "
+        assert any(f"| {row['score']:.1f} |" in line and size in line for line in lines), row
 
 
 def test_an_evictor_without_an_adapter_has_empty_cells(tmp_path):

@@ -77,6 +77,22 @@ def test_contexts_that_were_not_stored_count_without_an_interval(tmp_path):
     assert fresh in parts
 
 
+def test_every_kind_of_text_has_one_row_when_some_contexts_were_not_stored(tmp_path):
+    path = tmp_path / "scores.json"
+    counted = rename(measure(tmp_path / "one", [FIRST], path), "Counted", "counted")
+    path.write_text(json.dumps(counted))
+    both = measure(tmp_path / "two", [FIRST], path)
+    # A third kind of text is known by its rows alone.
+    for row in list(both["kept"]):
+        if row["part"] == "Counted":
+            both["kept"].append({**row, "part": "Uncounted"})
+    path.write_text(json.dumps(both))
+    again = measure(tmp_path / "two", [FIRST], path)
+    places = [(row["method"], row["ratio"], row["part"]) for row in again["kept"]]
+    assert len(places) == len(set(places))
+    assert {"Counted", "Uncounted", EVERY} < {row["part"] for row in again["kept"]}
+
+
 def test_figures_of_another_adapter_do_not_stay(tmp_path, capsys):
     path = tmp_path / "scores.json"
     text = json.dumps(rename(measure(tmp_path / "one", [FIRST], path), "Other", "other"))
