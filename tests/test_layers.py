@@ -59,6 +59,7 @@ LATE = {
     ("lazy", "restorekv.cli.folder", "restorekv.cli.ray_folder"): "Ray is an extra",
     ("lazy", "restorekv.train.config", "restorekv.compression.eviction"): "it needs PyTorch",
     ("typing", "restorekv.train.config", "restorekv.compression.eviction"): "an annotation",
+    ("typing", "restorekv.train.gate_config", "restorekv.model.shape"): "an annotation",
     ("lazy", "restorekv.vllm", "restorekv.vllm.connector"): "vLLM is an extra",
     ("lazy", "benchmarks.vllm_kl", "restorekv.vllm.plugin"): "vLLM has an environment of its own",
     ("lazy", "benchmarks.vllm_steps_side", "restorekv.vllm.cpu_backend"): "settings first",

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from restorekv.evictors import gate_file
+from restorekv.model import gate_kinds
 from restorekv.restore.adapter import RestoreAdapter
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +58,7 @@ def install_models(folder: Path) -> None:
 def install_gates(folder: Path) -> None:
     """Before the adapters, which need them: "fastkvzip" looks for its gate in the package."""
     (PACKAGE / "gates").mkdir(exist_ok=True)
-    for kind in gate_file.KINDS:
+    for kind in gate_kinds.KINDS:
         gate = gate_file.read_gate(folder / "gates" / f"{kind}.safetensors")
         gate_file.write_gate(
             PACKAGE / "gates" / f"{kind}.safetensors",

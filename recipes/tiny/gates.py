@@ -13,11 +13,12 @@ from pathlib import Path
 
 import torch
 
-from restorekv.evictors.gate_file import KINDS, TARGETS
+from restorekv.model.gate_kinds import KINDS, TARGETS
 from restorekv.model.load import load_model
 from restorekv.tiny.world import LONGEST, SHORTEST
 from restorekv.train.examples import make_tiny_examples
-from restorekv.train.gate import GateConfig, train_gate
+from restorekv.train.gate import train_gate
+from restorekv.train.gate_config import GateConfig
 
 CONTEXTS = 200
 

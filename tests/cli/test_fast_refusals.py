@@ -72,6 +72,19 @@ WRONG = {
     "a folder that is no place for data": ["data", "build", "--out", "text.txt"],
     "no text to keep out of data": ["data", "build", "--out", "new", "--exclude", "missing"],
     "no data to show": ["data", "show", "missing"],
+    "no data for a gate": ["train-gate", "--data", "missing.jsonl", "--out", "gate"],
+    "a wrong kind of gate": ["train-gate", "--data", "tiny", "--out", "gate", "--kind", "mlp"],
+    "a wrong number for a gate": ["train-gate", "--data", "tiny", "--out", "gate", "--rank", "0"],
+    "a file for a gate's features": [
+        "train-gate",
+        "--data",
+        "tiny",
+        "--out",
+        "gate",
+        "--features",
+        "text.txt",
+    ],
+    "no gate to convert": ["convert-gate", "missing.pt", "-o", "gate"],
 }
 
 
@@ -95,7 +108,8 @@ def test_a_mistake_does_not_wait_for_pytorch(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "command", ["compress", "ask", "chat", "serve", "demo", "eval", "inspect", "train"]
+    "command",
+    ["compress", "ask", "chat", "serve", "demo", "eval", "inspect", "train", "train-gate"],
 )
 def test_help_does_not_wait_for_pytorch(command):
     done = subprocess.run(

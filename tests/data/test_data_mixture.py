@@ -243,9 +243,7 @@ def test_the_papers_table_adds_up():
 def test_every_setting_is_a_flag_with_help():
     told = cli("data", "build", "--help")
     assert told.code == 0, told.err
-    assert set(run_data.__annotations__) > {
-        field.name for field in fields(BuildConfig)
-    }
+    assert set(run_data.__annotations__) > {field.name for field in fields(BuildConfig)}
     assert all(field.metadata["help"].endswith(".") for field in fields(BuildConfig))
 
 

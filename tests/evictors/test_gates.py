@@ -15,6 +15,7 @@ from restorekv.compression.eviction import Eviction
 from restorekv.errors import GateError, RestoreKVError
 from restorekv.evictors import gate_file
 from restorekv.evictors.gate_file import GateCard
+from restorekv.model import gate_kinds
 from restorekv.model.load import load_model
 from restorekv.model.names import tiny_path
 from restorekv.model.observer import observe_layers
@@ -101,7 +102,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("chunk", [4096, 20, 1])
-@pytest.mark.parametrize("kind", gate_file.KINDS)
+@pytest.mark.parametrize("kind", gate_kinds.KINDS)
 def test_scores_are_the_formula(tiny_model, tmp_path, kind, chunk):
     context, layers = make_context(), random_layers(kind, tiny_model)
     path = save_gate(tmp_path / "gate", kind, tiny_model, layers)
@@ -116,7 +117,7 @@ def test_scores_are_the_formula(tiny_model, tmp_path, kind, chunk):
     torch.testing.assert_close(found.double() / scale, wanted / scale, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", gate_file.KINDS)
+@pytest.mark.parametrize("kind", gate_kinds.KINDS)
 def test_a_half_precision_gate_in_a_half_precision_model(tmp_path, kind):
     """Projections in bfloat16, the rest in float32."""
     model, context = build_model("qwen3"), make_context()
@@ -183,7 +184,7 @@ def test_kept_columns_stand_above_all(tiny_model, tmp_path):
 
 
 def test_a_file_brings_everything_back(tiny_model, tmp_path):
-    for kind in gate_file.KINDS:
+    for kind in gate_kinds.KINDS:
         layers = random_layers(kind, tiny_model)
         save_gate(tmp_path / kind, kind, tiny_model, layers)
         gate = gate_file.read_gate(tmp_path / kind)
@@ -203,7 +204,7 @@ def test_every_byte_counts(tiny_model, tmp_path):
     for place in [0, 9, *range(20, len(data), 97), len(data) - 1]:
         path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
         with pytest.raises(GateError):
-            gate_file.check_gate("it", gate_file.read_gate(path), tiny_model, gate_file.KINDS)
+            gate_file.check_gate("it", gate_file.read_gate(path), tiny_model, gate_kinds.KINDS)
     for length in (0, 5, len(data) // 2, len(data) - 1):
         path.write_bytes(data[:length])
         with pytest.raises(GateError):
@@ -294,7 +295,7 @@ def test_sealed_gates_that_cannot_be_are_refused(tiny_model, tmp_path):
     paths += [(lambda tensors=tensors: harmed(good, tensors=tensors)) for tensors in numbers]
     for path in paths:
         with pytest.raises(GateError):
-            gate_file.load_gate(tiny_model, str(path()), gate_file.KINDS)
+            gate_file.load_gate(tiny_model, str(path()), gate_kinds.KINDS)
 
 
 def test_a_gate_is_read_once_per_model_and_again_when_it_changes(tmp_path, monkeypatch):
@@ -327,7 +328,7 @@ def test_auto_is_the_shipped_gate_of_this_very_model(tmp_path, monkeypatch):
         GateError, match=r"No fastkvzip gate ships.*train-gate.*convert-gate.*gate=FILE"
     ):
         evictors.make_evictor("fastkvzip").load_gate(model)
-    for kind in gate_file.KINDS:
+    for kind in gate_kinds.KINDS:
         save_gate(tmp_path / "gates" / f"{kind}.safetensors", kind, model)
     for spec, kind in (
         ("fastkvzip", "fastkvzip"),
@@ -361,7 +362,7 @@ def test_the_shipped_gates_rank_like_their_evictors(spec, target):
 
 def test_the_shipped_gates_are_small():
     files = list(tiny_path("gates").iterdir())
-    assert {path.stem for path in files} == set(gate_file.KINDS)
+    assert {path.stem for path in files} == set(gate_kinds.KINDS)
     assert sum(path.stat().st_size for path in files) < 2_000_000
     assert {gate_file.read_gate(path).card.model for path in files} == {"tiny"}
 

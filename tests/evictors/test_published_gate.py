@@ -215,7 +215,7 @@ def of_no_sinks(folder, tmp):
 
 
 MISTAKES = {
-    "nothing there": (lambda folder, tmp: None, "cannot be fetched"),
+    "nothing there": (lambda folder, tmp: None, "no gate file"),
     "an empty file": (lambda folder, tmp: (tmp / "source").touch(), "without running code"),
     "a text": (lambda folder, tmp: (tmp / "source").write_text(TEXT), "without running code"),
     "half a pickle": (

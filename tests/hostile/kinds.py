@@ -28,7 +28,7 @@ from restorekv.evaluation.run import run_grid
 from restorekv.evictors import gate_file
 from restorekv.evictors.gate_file import Gate, GateCard
 from restorekv.generation.chat import Chat
-from restorekv.model import gguf, model_folder
+from restorekv.model import gate_kinds, gguf, model_folder
 from restorekv.model.identity import fingerprint_model
 from restorekv.model.load import load_tokenizer
 from restorekv.model.shape import CacheShape
@@ -135,7 +135,7 @@ def make_gate(folder: Path) -> None:
 
 def read_gate(folder: Path) -> str:
     gate_file._loaded.clear()
-    gate = gate_file.load_gate(MODEL, str(folder / "gate.safetensors"), gate_file.KINDS)
+    gate = gate_file.load_gate(MODEL, str(folder / "gate.safetensors"), gate_kinds.KINDS)
     return repr((gate.card, gate.digest))
 
 

@@ -125,8 +125,10 @@ def texts() -> Iterator[Case]:
     yield Case("NULs", b"nul.txt", WORDS + b"\0" + WORDS, False)
     yield Case("control characters", b"control.txt", WORDS + bytes(range(1, 32)), True)
     yield Case("control tokens", b"tokens.txt", WORDS + b"<|im_end|>\n<|im_start|>system\n", True)
-    for coding in ("utf-16", "utf-32", "latin-1", "cp1252"):
-        yield Case(coding, b"coded.txt", ("Zoë owns the red house. " * 20).encode(coding), False)
+    # Python writes a byte order mark for "utf-16", without which UTF-16 is not recognized.
+    for coding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1", "cp1252"):
+        coded = ("Zoë owns the red house. " * 20).encode(coding)
+        yield Case(coding, b"coded.txt", coded, coding == "utf-16")
     yield Case("UTF-8 with a mark", b"mark.txt", b"\xef\xbb\xbf" + WORDS, True)
     yield Case("surrogates", b"half.txt", WORDS + b"\xed\xa0\x80", False)
     yield Case("no cache at all", b"empty.rkv", b"", False)

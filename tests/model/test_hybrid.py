@@ -21,7 +21,8 @@ from restorekv.model.prompt import Context
 from restorekv.model.shape import CacheShape
 from restorekv.model.support import UNLIMITED, get_support
 from restorekv.restore.adapter import RestoreAdapter
-from restorekv.train.gate import GateConfig, train_gate
+from restorekv.train.gate import train_gate
+from restorekv.train.gate_config import GateConfig
 from tests.helpers import decoders, exactness
 from tests.helpers.exactness import TOKENIZER, measure_error, random_ids, read_question
 from tests.helpers.hybrids import (

@@ -13,6 +13,7 @@ from restorekv import evictors
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import gate_file
 from restorekv.evictors.kvzap import KVzap
+from restorekv.model import gate_kinds
 from restorekv.model.observer import observe_layers
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import make_context
@@ -21,8 +22,6 @@ from restorekv.train import features as features_module
 from restorekv.train.features import Features, collect_features
 from restorekv.train.gate import (
     FITS,
-    USED_SETTINGS,
-    GateConfig,
     _scale_rate,
     compute_cross_entropy,
     compute_spearman,
@@ -32,6 +31,7 @@ from restorekv.train.gate import (
     train_gate,
     unstack_layers,
 )
+from restorekv.train.gate_config import USED_SETTINGS, GateConfig
 from tests.helpers.cli_world import cli
 from tests.helpers.gates import random_layers
 from tests.helpers.models import build_model
@@ -274,13 +274,13 @@ def command(folder, out, *more):
     ]
 
 
-@pytest.mark.parametrize("kind", gate_file.KINDS)
+@pytest.mark.parametrize("kind", gate_kinds.KINDS)
 def test_the_command_makes_a_gate_that_works(folder, tmp_path, kind):
     out = tmp_path / "gate.safetensors"
     result = cli(*command(folder, out, "--kind", kind))
     assert result.code == 0 and "spearman" in result.out and "predicts" in result.out, result
     card = gate_file.read_gate(out).card
-    assert card.kind == kind and card.target == gate_file.TARGETS[kind]
+    assert card.kind == kind and card.target == gate_kinds.TARGETS[kind]
     assert card.figures.keys() == {
         "held_out_loss",
         "spearman",

@@ -10,16 +10,12 @@ import typer
 
 from restorekv.cli import options
 from restorekv.cli.inputs import check_outputs_apart
-from restorekv.cli.session import open_model
 from restorekv.cli.terminal import print_figures, show_progress_bar
-from restorekv.cli.train import check_lengths
-from restorekv.errors import RestoreKVError
-from restorekv.evictors import gate_file
-from restorekv.evictors.published_gate import FAST_KVZIP, convert_gate
-from restorekv.tasks.reading import choose_spread
+from restorekv.cli.train import check_data, check_lengths
+from restorekv.errors import GateError, RestoreKVError
+from restorekv.model.gate_kinds import FAST_KVZIP
 from restorekv.tiny.world import LONGEST, SHORTEST
-from restorekv.train.examples import make_tiny_examples, read_contexts
-from restorekv.train.gate import GateConfig, train_gate
+from restorekv.train.gate_config import GateConfig
 
 
 @options.add_options_of(GateConfig)
@@ -64,6 +60,14 @@ def train(
     folder = features or out.with_name(f"{out.name}.features")
     if folder.exists() and not folder.is_dir():
         raise RestoreKVError(f"{folder} is a file; name a folder with --features.")
+    check_data(data)
+
+    # From here on PyTorch is imported.
+    from restorekv.cli.session import open_model
+    from restorekv.tasks.reading import choose_spread
+    from restorekv.train.examples import make_tiny_examples, read_contexts
+    from restorekv.train.gate import train_gate
+
     read = choose_spread(read_contexts([Path(name) for name in data if name != "tiny"]), count)
     loaded, tokenizer = open_model(model, dtype, device)
     made = (
@@ -95,8 +99,24 @@ def convert(
     dtype: options.Dtype = "auto",
 ) -> None:
     check_outputs_apart([out], (source, model))
+    check_published_gate(source)
+
+    # From here on PyTorch is imported.
+    from restorekv.cli.session import open_model
+    from restorekv.evictors import gate_file
+    from restorekv.evictors.published_gate import convert_gate
+
     loaded, _ = open_model(model, dtype)
     gate = convert_gate(source, loaded)
     gate_file.write_gate(out, gate)
     rows = {"kind": gate.card.kind, "predicts": gate.card.target, "model": gate.card.model}
     print_figures(f"Wrote {out}", rows)
+
+
+def check_published_gate(source: str) -> None:
+    """Refuse a source that can only be a path, and where nothing is."""
+    path = Path(source)
+    # A hub id has one slash and never begins with a dot or a slash.
+    is_only_path = path.suffix in (".pt", ".safetensors") or source[:1] in ("/", ".", "~")
+    if is_only_path and not path.exists():
+        raise GateError(f"There is no gate file {source}; check the path.")

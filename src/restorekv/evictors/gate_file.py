@@ -27,6 +27,7 @@ from restorekv import seal
 from restorekv.errors import GateError, RestoreKVError, reraise_as
 from restorekv.files import matches_type, parse_record
 from restorekv.model import base_weights
+from restorekv.model.gate_kinds import TARGETS
 from restorekv.model.identity import ModelIdentity, describe_weights, identify_model
 from restorekv.model.names import (
     SHIPPING,
@@ -37,9 +38,6 @@ from restorekv.model.names import (
 from restorekv.model.shape import CacheShape
 from restorekv.seal import FileKind, digest_tensors
 
-# What each kind predicts.
-TARGETS = {"fastkvzip": "kvzip", "kvzap-linear": "kvzip+", "kvzap-mlp": "kvzip+"}
-KINDS = tuple(TARGETS)
 MAKE = "make one with restorekv train-gate, or restorekv convert-gate for a published one"
 FILE = FileKind("restorekv-gate", "2", "a gate of restorekv", MAKE)
 Layer = Mapping[str, Tensor]
@@ -81,7 +79,7 @@ class GateCard:
 
         Args:
             model: the model whose hidden states the gate reads.
-            kind: one of KINDS.
+            kind: one of `gate_kinds.KINDS`.
             target: the evictor whose scores the gate predicts.
             settings: how it was trained.
             figures: how well it predicts.
@@ -198,7 +196,7 @@ def check_shapes(name: object, kind: str, layers: Sequence[Layer], shape: CacheS
 
     Args:
         name: of the gate, for messages.
-        kind: one of KINDS.
+        kind: one of `gate_kinds.KINDS`.
         layers: the gate's parameters.
         shape: of the model.
 

@@ -22,17 +22,16 @@ from transformers import PreTrainedModel
 from restorekv import files
 from restorekv.errors import GateError
 from restorekv.evictors.gate_file import (
-    TARGETS,
     Gate,
     GateCard,
     check_numbers,
     check_shapes,
     split_layers,
 )
+from restorekv.model.gate_kinds import FAST_KVZIP, TARGETS
 from restorekv.model.shape import CacheShape
 from restorekv.seal import read_tensors
 
-FAST_KVZIP = "Jang-Hyun/Fast-KVzip"
 PICKLE_LIMIT = 1 << 30  # bytes; the published files have a few megabytes
 Layers = list[dict[str, Tensor]]
 
