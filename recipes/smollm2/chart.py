@@ -2,10 +2,10 @@
 
     python -m recipes.smollm2.chart paper/results/smollm2-scores.json     # make charts
 
-Writes docs/charts/smollm2.svg, which the README shows, and the tables between marks of the README
-and of docs/evaluation.md. The chart has a panel for each of PANELS: score against the share of the
-full cache's bytes that is held, chat prefix included, for an evictor alone and with its restore
-adapter.
+Writes docs/charts/smollm2.svg, which the README shows, and the tables between marks of the README,
+of docs/choosing.md and of docs/evaluation.md. The chart has a panel for each of PANELS: score
+against the share of the full cache's bytes that is held, chat prefix included, for an evictor alone
+and with its restore adapter.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from restorekv.files import read_json, replace_file
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "docs" / "charts" / "smollm2.svg"
 PAGE = ROOT / "docs" / "evaluation.md"
+CHOOSING = ROOT / "docs" / "choosing.md"
 README = ROOT / "README.md"
 BEGIN = "<!-- made by `make charts` -->"
 BEGIN_KEPT = "<!-- answers kept, made by `make charts` -->"
@@ -177,7 +178,7 @@ def make_table(result: Mapping) -> str:
 
 
 def make_summary(result: Mapping, evictor: str) -> str:
-    """Return the README's table of one evictor: scores and divergence on every benchmark."""
+    """Return a short table of one evictor: scores and divergence on every benchmark."""
     lines = [
         "| texts | r | full cache | KVzip | restored | KL, KVzip | KL, restored |",
         "|---" * 7 + "|",
@@ -209,23 +210,49 @@ def make_kept_table(result: Mapping) -> str:
     """Return how many of the full cache's right answers every small cache keeps, by kind of text;
     benchmarks on which it has fewer than ten are counted in the first rows alone.
     """
-    by_part: dict[str, dict[tuple[str, float], Row]] = {}
-    for row in result["kept"]:
-        if "tokens" not in row["part"] and row["right"] >= 10:
-            by_part.setdefault(row["part"], {})[row["method"], row["ratio"]] = row
+    by_part = group_kept_rows(result)
     methods = list(dict.fromkeys(row["method"] for row in result["kept"]))
     lines = [
         "| texts | r | right with the full cache | " + " | ".join(methods) + " |",
         "|---" * (3 + len(methods)) + "|",
     ]
     for part, rows in by_part.items():
-        title = part.partition(", prefix policy")[0]
         for ratio in sorted({ratio for _, ratio in rows}, reverse=True):
             own = [rows.get((method, ratio)) for method in methods]
             right = next(row["right"] for row in own if row)
             cells = [f"{row['kept']} ({format_share(row)})" if row else "" for row in own]
-            lines.append(format_line(title, f"{ratio:g}", right, *cells))
+            lines.append(format_line(part, f"{ratio:g}", right, *cells))
     return "\n".join(lines)
+
+
+def make_kept_summary(result: Mapping, evictor: str) -> str:
+    """Return the README's table: answers kept alone and restored, a line for a kind of text."""
+    alone = EVICTOR_NAMES.get(evictor, evictor)
+    restored = f"{alone} + RestoreKV"
+    by_part = group_kept_rows(result)
+    ratios = sorted({ratio for rows in by_part.values() for _, ratio in rows}, reverse=True)
+    lines = [
+        format_line("texts", "right with the full cache", *(f"r = {ratio:g}" for ratio in ratios)),
+        "|---" * (2 + len(ratios)) + "|",
+    ]
+    for part, rows in by_part.items():
+        cells = []
+        for ratio in ratios:
+            cells.append(f"{rows[alone, ratio]['kept']} / {rows[restored, ratio]['kept']}")
+        lines.append(format_line(part, rows[alone, ratios[0]]["right"], *cells))
+    return "\n".join(lines)
+
+
+def group_kept_rows(result: Mapping) -> dict[str, dict[tuple[str, float], Row]]:
+    """Return the rows of answers kept by kind of text, and by method and ratio, without kinds of
+    which the full cache answers fewer than ten questions right.
+    """
+    by_part: dict[str, dict[tuple[str, float], Row]] = {}
+    for row in result["kept"]:
+        if "tokens" not in row["part"] and row["right"] >= 10:
+            title = row["part"].partition(", prefix policy")[0]
+            by_part.setdefault(title, {})[row["method"], row["ratio"]] = row
+    return by_part
 
 
 def make_genres_table(result: Mapping, evictor: str) -> str:
@@ -313,6 +340,7 @@ def main(args: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--chart", type=Path, default=CHART)
     parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--choosing", type=Path, default=CHOOSING)
     parser.add_argument("--readme", type=Path, default=README)
     given = parser.parse_args(args)
     result = read_json(given.result, str(given.result))
@@ -320,7 +348,10 @@ def main(args: Sequence[str] | None = None) -> None:
     fill_page(given.page, BEGIN, END, make_table(result))
     fill_page(given.page, BEGIN_KEPT, END_KEPT, make_kept_table(result))
     fill_page(given.page, BEGIN_GENRES, END_GENRES, make_genres_table(result, given.evictor))
-    fill_page(given.readme, BEGIN, END, make_summary(result, given.evictor))
+    fill_page(given.choosing, BEGIN, END, make_summary(result, given.evictor))
+    kept = make_kept_summary(result, given.evictor)
+    for page in (given.choosing, given.readme):
+        fill_page(page, BEGIN_KEPT, END_KEPT, kept)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""`make charts`: the README's chart and table and the tables of docs/evaluation.md say what the
-stored result holds.
+"""`make charts`: the README's chart and table and the tables of two pages say what the stored
+result holds.
 """
 
 import json
@@ -12,15 +12,16 @@ RESULT = ROOT / "paper" / "results" / "smollm2-scores.json"
 
 
 def test_the_chart_is_drawn_and_the_page_is_up_to_date(tmp_path):
-    page = tmp_path / "page.md"
-    readme = tmp_path / "readme.md"
     drawn = tmp_path / "chart.svg"
-    page.write_bytes(chart.PAGE.read_bytes())
-    readme.write_bytes(chart.README.read_bytes())
-    places = ["--page", str(page), "--readme", str(readme), "--chart", str(drawn)]
+    places = ["--chart", str(drawn)]
+    pages = {"--page": chart.PAGE, "--choosing": chart.CHOOSING, "--readme": chart.README}
+    for flag, page in pages.items():
+        copy = tmp_path / page.name
+        copy.write_bytes(page.read_bytes())
+        places += [flag, str(copy)]
     chart.main([str(RESULT), *places])
-    assert page.read_text() == chart.PAGE.read_text()
-    assert readme.read_text() == chart.README.read_text()
+    for page in pages.values():
+        assert (tmp_path / page.name).read_text() == page.read_text()
     text = drawn.read_text()
     assert "<svg" in text and all(
         f">{word}<" in text for word in ("RULER", "FairytaleQA", "KVzip restored")
@@ -36,6 +37,20 @@ def test_the_table_has_every_row_of_the_result():
         # A restored cache shares its line, and so the bytes, with the evictor alone.
         size = "" if row["restored"] else f" {row['bytes'] / 1e6:.1f} "
         assert any(f"| {row['score']:.1f} |" in line and size in line for line in lines), row
+
+
+def test_the_summary_of_answers_kept_has_the_numbers_of_the_result():
+    result = json.loads(RESULT.read_text())
+    lines = chart.make_kept_summary(result, "kvzip").splitlines()[2:]
+    kept = {(row["part"], row["method"], row["ratio"]): row for row in result["kept"]}
+    assert len(lines) == len(chart.group_kept_rows(result)) > 5
+    for line in lines:
+        part, right, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        for ratio, cell in zip((0.3, 0.1, 0.05), cells, strict=True):
+            alone = kept[part, "KVzip", ratio]
+            restored = kept[part, "KVzip + RestoreKV", ratio]
+            assert cell == f"{alone['kept']} / {restored['kept']}"
+            assert int(right) == alone["right"] == restored["right"]
 
 
 def test_an_evictor_without_an_adapter_has_empty_cells(tmp_path):
