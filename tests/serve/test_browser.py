@@ -141,6 +141,28 @@ def test_a_reload_opens_the_document_again(page):
     page.get_by_role("button", name="Compress").click()
     expect(page.get_by_role("status").get_by_text("tiny:snapkv-0.9")).to_be_visible()
     expect(page.locator("#results.old")).to_have_count(0)
+    # In the same way as before, too.
+    page.reload()
+    expect(page.get_by_role("status").get_by_text("tiny:snapkv-0.9")).to_be_visible()
+    expect(page.get_by_label("Share of the cache")).to_have_value("0.9")
+
+
+def test_an_address_with_a_wrong_ratio_opens_the_document_with_the_usual_one(page):
+    add(page, "doc.txt", TEXT)
+    address, _, way = page.url.rpartition("/")
+    assert way.startswith("snapkv-")
+    page.goto(f"{address}/snapkv-7")
+    page.reload()
+    expect(page.get_by_role("status").get_by_text(f"tiny:{way}")).to_be_visible()
+
+
+def test_the_skip_link_leads_to_the_document_and_keeps_its_address(page):
+    add(page, "doc.txt", TEXT)
+    address = page.url
+    page.locator(".skip").focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "document"
+    assert page.url == address
 
 
 def test_text_is_never_markup(page):

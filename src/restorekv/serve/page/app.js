@@ -20,9 +20,16 @@ function busy(phase, share = 0) {
   $("phase").textContent = phase ? ask.describePhase(phase, share) : "";
 }
 
+// So that a reload opens the same document, compressed in the same way.
+function remember() {
+  const way = asItIs(state.file) ? "" : `/${$("method").value}-${Number($("ratio").value)}`;
+  history.replaceState(null, "", `#${state.file.id}${way}`);
+}
+
 async function compress() {
   const own = ++turn;
   state.model = chosen();
+  remember();
   ask.reset(state);
   tell(null);
   $("results").hidden = true;
@@ -56,14 +63,13 @@ function open(file) {
   $("three").hidden = $("variant").hidden;
   $("title").textContent = file?.filename ?? "No document is open";
   documents.mark(file?.id ?? null).catch(tell);
-  // So that a reload opens it again.
-  history.replaceState(null, "", file ? `#${file.id}` : location.pathname);
   if (file) {
     compress();
     $("document").focus({ preventScroll: true });
     if (innerWidth <= 820) $("document").scrollIntoView();
   } else {
     turn += 1;
+    history.replaceState(null, "", location.pathname);
     ask.stopAll();
     busy(null);
     $("results").hidden = true;
@@ -102,7 +108,11 @@ async function start() {
   $("method").replaceChildren(...methods.map((name) => el("option", { value: name, textContent: METHODS[name] ?? name })));
   $("method").value = usual.method;
   $("ratio").value = usual.ratio;
-  const opened = (await documents.refresh()).find((file) => `#${file.id}` === location.hash);
+  const [id, way = ""] = location.hash.slice(1).split("/");
+  const [, method, ratio] = way.match(/^(.+)-([\d.]+)$/) ?? [];
+  if (methods.includes(method)) $("method").value = method;
+  if (ratio > 0 && ratio <= 1) $("ratio").value = ratio;
+  const opened = (await documents.refresh()).find((file) => file.id === id);
   if (opened) open(opened);
 }
 
