@@ -265,8 +265,8 @@ class CompressedContext:
         Args:
             text: A text, or its token ids.
             restore: What becomes of the restore tokens of earlier parts. "last" drops them when the
-                new part has its own, "every" keeps them as ordinary pairs, "none" does without
-                restoring.
+                new part has its own, "every" keeps them as ordinary pairs, "none" drops them and
+                makes no new ones.
             adapter: As `compress` takes it. "auto" is the adapter that made this cache.
             evictor: The spec of another evictor than the one that made this cache.
 

@@ -45,7 +45,7 @@ def run(world, given, *more, flags=FLAGS):
 
 def test_every_document_is_compressed(world, given, tmp_path):
     result = run(world, given, "--json", tmp_path / "made.json")
-    assert result.code == 0 and "Wrote 4 cache files" in result.out, result
+    assert result.code == 0 and ": 4 written" in result.out, result
     assert set(written(tmp_path / "out")) == {f"{name}.rkv" for name in TEXTS}
     model, tokenizer = load_model(world.model)
     for name, text in {"c.html": TEXT.strip(), "a.txt": TEXT}.items():
@@ -67,24 +67,22 @@ def test_what_is_there_is_kept(world, given, tmp_path):
     run(world, given)
     first = written(out := tmp_path / "out")
     stamps = {name: (out / name).stat().st_mtime_ns for name in first}
-    assert (
-        "Wrote 0 cache files" in (result := run(world, given)).out and "4 were there" in result.out
-    )
+    assert "0 written, 4 already there" in run(world, given).out
     assert {name: (out / name).stat().st_mtime_ns for name in first} == stamps
     (given / "a.txt").write_text(f"{TEXT} And more.")
     (out / "c.html.rkv").write_bytes(first["c.html.rkv"][:-9])
     (out / "D.TXT.rkv").unlink()
     (out / ".made" / "D.TXT.rkv.json").write_text("[]")
-    assert "Wrote 3 cache files" in run(world, given).out
+    assert ": 3 written" in run(world, given).out
     assert {name for name, content in written(out).items() if content != first[name]} == {
         "a.txt.rkv"
     }
-    assert "Wrote 4" in run(world, given, flags=("--ratio", "0.4", "--adapter", "none")).out
-    assert "Wrote 4" in run(world, given, flags=("--ratio", "0.4", "--adapter", world.adapter)).out
+    assert ": 4 written" in run(world, given, flags=("--ratio", "0.4", "--adapter", "none")).out
+    assert ": 4 written" in run(world, given, flags=("--ratio", "0.4", "--adapter", world.adapter)).out
     again = cli(
         "compress", given, "--model", world.other, "-o", out, "--ratio", "0.4", "--adapter", "none"
     )
-    assert "Wrote 4" in again.out
+    assert ": 4 written" in again.out
 
 
 def test_files_of_another_version_of_the_evictor_are_made_anew(world, given, tmp_path, monkeypatch):
@@ -92,7 +90,7 @@ def test_files_of_another_version_of_the_evictor_are_made_anew(world, given, tmp
     run(world, given)
     read = spec._read_source
     monkeypatch.setattr(spec, "_read_source", lambda cls: read(cls) + "# changed")
-    assert "Wrote 4 cache files" in run(world, given).out
+    assert ": 4 written" in run(world, given).out
 
 
 def test_a_record_is_of_the_file_beside_it(world, given, tmp_path, monkeypatch):
@@ -113,13 +111,13 @@ def test_a_record_is_of_the_file_beside_it(world, given, tmp_path, monkeypatch):
             broken.setattr(module, "write_json", killed)
             assert run(world, given).code == 130 and written(out)["a.txt.rkv"] != first["a.txt.rkv"]
         (given / "a.txt").write_text(TEXT)
-        assert "Wrote 1 cache files" in run(world, given).out and written(out) == first
+        assert ": 1 written" in run(world, given).out and written(out) == first
         (given / "a.txt").write_text(f"{TEXT} And more.")
     (given / "a.txt").write_text(TEXT)
     (out / "a.txt.rkv").write_bytes(first["D.TXT.rkv"])
-    assert "Wrote 1 cache files" in run(world, given).out and written(out) == first
+    assert ": 1 written" in run(world, given).out and written(out) == first
     record.write_text(json.dumps({"of": entries["of"], "seconds": {}}))
-    assert "Wrote 0 cache files" in run(world, given).out
+    assert ": 0 written" in run(world, given).out
 
 
 def test_one_failure_does_not_stop_the_others(world, given, tmp_path):
@@ -127,7 +125,7 @@ def test_one_failure_does_not_stop_the_others(world, given, tmp_path):
     (given / "empty.txt").write_text(" \n")
     (given / "latin.txt").write_bytes(b"caf\xe9 " * 40)
     result = run(world, given)
-    assert result.code == 1 and "Wrote 4 cache files" in result.out
+    assert result.code == 1 and ": 4 written" in result.out
     assert result.err.splitlines()[-1] == (
         "error: 3 of 7 documents could not be compressed; fix what is named above and run it again."
     )
@@ -140,7 +138,7 @@ def test_one_failure_does_not_stop_the_others(world, given, tmp_path):
         assert words in line
     assert len(written(tmp_path / "out")) == 4
     (given / "empty.txt").write_text(TEXT)
-    assert "Wrote 1 cache files" in run(world, given).out
+    assert ": 1 written" in run(world, given).out
 
 
 def test_a_folder_stopped_in_the_middle_goes_on(world, given, tmp_path, monkeypatch):
@@ -154,7 +152,7 @@ def test_a_folder_stopped_in_the_middle_goes_on(world, given, tmp_path, monkeypa
 
     monkeypatch.setattr(module, "compress", stopping)
     assert run(world, given).code == 130 and len(written(tmp_path / "out")) == 2
-    assert "Wrote 2 cache files" in run(world, given).out and len(count) == 5
+    assert ": 2 written" in run(world, given).out and len(count) == 5
     assert not [path for path in (tmp_path / "out").rglob("*") if path.suffix == ".tmp"]
 
 
@@ -181,7 +179,7 @@ def test_spread_over_ray_gives_the_same_bytes(world, given, tmp_path):
     result = run(world, given, "--ray", "local")
     assert result.code == 1 and "empty.txt: " in result.err and "1 of 5 documents" in result.err
     assert written(tmp_path / "out") == here and len(here) == 4
-    assert "Wrote 0 cache files" in run(world, given).out
+    assert ": 0 written" in run(world, given).out
     wrong = cli(
         "compress", given, "--model", "no/such-model", "-o", tmp_path / "out", "--ray", "local"
     )

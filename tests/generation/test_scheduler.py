@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from restorekv.generation import decoding
+from restorekv.generation import decoding, scheduler
 from restorekv.generation.sampling import SamplingConfig, make_choosers
 from restorekv.generation.scheduler import AnswerTask, Scheduler
 from restorekv.model.prompt import encode_question
@@ -279,6 +279,26 @@ def test_a_pass_that_fails_in_the_middle_is_taken_back(world):
     with world[0].model.layers[1].register_forward_pre_hook(fail):
         run(engine, {0: [stream], 5: [long]})
     assert isinstance(long.error, MemoryError) and stream.error is None
+    stream.check()
+
+
+def test_logits_that_cannot_be_kept_cost_other_answers_nothing(world, monkeypatch):
+    """They are kept for further samples of a question; memory may run out just then."""
+    engine = scheduler_of(world)
+    stream = endless(world, 0, limit=30)
+    several = endless(world, 1, limit=5, samples=2, temperature=1.0)
+
+    def write_tokens(*given, keep_logits):
+        def fail(group, logits):
+            if engine.steps > 3 and group not in engine.running:
+                raise MemoryError("no more memory")
+            keep_logits(group, logits)
+
+        return decoding.write_tokens(*given, keep_logits=fail)
+
+    monkeypatch.setattr(scheduler, "write_tokens", write_tokens)
+    run(engine, {0: [stream], 5: [several]})
+    assert isinstance(several.error, MemoryError) and stream.error is None
     stream.check()
 
 

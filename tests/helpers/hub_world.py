@@ -219,4 +219,7 @@ def point_client_at(monkeypatch, endpoint: str, cache) -> None:
     )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    # transformers keeps a client for the endpoint of its first call, which may be that of an
+    # earlier test; asking that one takes 47 seconds of retries.
+    monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)

@@ -77,6 +77,18 @@ def test_a_template_that_drops_the_user(tiny_tokenizer):
         make_context(tokenizer, TEXT)
 
 
+def test_a_template_that_drops_the_system_message(tiny_tokenizer):
+    """Even if the message is a word that the template itself writes."""
+    template = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}"
+    tokenizer = type(tiny_tokenizer)(
+        tokenizer_object=tiny_tokenizer.backend_tokenizer, chat_template=f"{template}{{% endfor %}}"
+    )
+    assert make_context(tokenizer, TEXT).tokens
+    for system in ("Be brief.", "user"):
+        with pytest.raises(RestoreKVError, match="no place for these messages"):
+            make_context(tokenizer, TEXT, system=system)
+
+
 def test_a_system_message_writes_no_control_tokens(tiny_tokenizer):
     with pytest.raises(
         RestoreKVError,

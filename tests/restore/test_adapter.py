@@ -63,6 +63,12 @@ def test_zero_lora_equals_a_plain_forward_of_the_embeddings(tiny_model):
         torch.testing.assert_close(ours.values, theirs.values, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("token", [-1, 10**9])
+def test_a_fixed_token_that_the_model_lacks_is_refused(tiny_model, token):
+    with pytest.raises(AdapterError, match=f"fixed token {token} is none of the model's"):
+        RestoreAdapter.create(tiny_model, 3, fixed=token)
+
+
 def test_new_restore_tokens_are_tokens_as_the_model_reads_them(tiny_model):
     torch.manual_seed(0)
     # Scales what it looks up.

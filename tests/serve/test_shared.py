@@ -5,6 +5,7 @@ import logging
 import os
 import secrets
 import time
+from pathlib import Path
 
 import pytest
 
@@ -105,6 +106,42 @@ def test_a_deleted_document_goes_everywhere(two):
     assert other.find_or_fetch(KEY, made.sha256).read_bytes() == b"again"
     other.sync_once()
     assert other.has_cache(KEY)
+
+
+def test_a_disk_that_can_only_be_read_ends_nothing(two, monkeypatch):
+    """Neither the thread that serves the shared folder nor the rest of a list of caches."""
+    store, _ = two
+    keys = [f"{number}" * 32 for number in range(2)]
+    for key in keys:
+        write(store, key=key)
+    dropped = []
+    store.on_drop = dropped.append
+
+    def refuse(path, missing_ok=False):
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        store.drop_caches(keys)
+    assert dropped == keys and not any(map(store.has_cache, keys))
+
+
+def test_the_thread_of_the_shared_folder_outlives_an_error(tmp_path, url, monkeypatch, caplog):
+    calls = []
+
+    def fail_once(store):
+        calls.append(store)
+        if len(calls) == 1:
+            raise ValueError("unforeseen")
+
+    monkeypatch.setattr(Store, "sync_once", fail_once)
+    monkeypatch.setattr("restorekv.serve.store.SYNC_SECONDS", 0.01)
+    store = Store(tmp_path / "own", MUCH, SharedFolder(url))
+    deadline = time.monotonic() + 60
+    while len(calls) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    store.close()
+    assert len(calls) >= 3 and "it is tried again" in caplog.text
 
 
 def test_an_unreachable_folder_is_refused_at_the_start(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from restorekv.errors import RestoreKVError
 from restorekv.tasks import make_benchmark
-from restorekv.tasks.lettered import add_options
+from restorekv.tasks.lettered import Quality, add_options
 from restorekv.tasks.metrics import find_letter
 
 READ = {
@@ -193,6 +193,11 @@ def test_quality_takes_the_first_articles_and_the_hard_questions(quality):
     ]
     with pytest.raises(RestoreKVError, match="all or hard"):
         make_benchmark("quality:subset=easy")
+
+
+def test_a_negative_number_of_articles_is_refused(quality):
+    with pytest.raises(RestoreKVError, match=r"articles must be 0 \(all\) or more, not -1"):
+        Quality(str(quality), articles=-1)
 
 
 def test_counts_are_drawn_from_all_articles(quality):

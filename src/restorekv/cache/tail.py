@@ -298,8 +298,10 @@ class TailLayer(CompressedLayer):
         self.values = self.restore_values.expand(batch, -1, -1, -1)
 
     def crop(self, length: int) -> None:
-        """Drop -length positions (if negative) or all after the first `length`, never context."""
-        # transformers crops to a length in tokens seen; a negative number drops that many.
+        """Shorten the tail, never the context: by -length positions if `length` is 0 or less, else
+        to `length` positions of cache in all.
+        """
+        # Newer versions of transformers pass only numbers of 0 or less, older ones both.
         end = self.columns + length if length <= 0 else length - self.seen
         end = min(max(end, 0), self.columns)
         if self.buffers:

@@ -66,9 +66,16 @@ class CompressionRecipe:
 
 @dataclass(frozen=True)
 class DocumentResult:
-    """What became of a document: `done` is "wrote" or "kept", or "failed" with the reason."""
+    """What became of a document.
 
-    done: str
+    Attributes:
+        outcome: "wrote", "kept", or "failed" with the reason.
+        held: bytes of the small cache.
+        full: bytes of the full cache.
+        reason: why it failed.
+    """
+
+    outcome: str
     held: int = 0
     full: int = 0
     reason: str = ""
@@ -133,7 +140,7 @@ class DocumentCompressor:
             return DocumentResult("failed", reason=reason or type(error).__name__)
 
     def _compress(self, source: Path, name: str, target: Path) -> DocumentResult:
-        """Do so; raise what is wrong with the document."""
+        """Compress one document; raise what is wrong with it."""
         self.open()
         assert self.model_and_tokenizer is not None
         model, tokenizer = self.model_and_tokenizer
@@ -173,7 +180,7 @@ def _locate_record(target: Path) -> Path:
 
 
 def _find_existing(target: Path, record: Path, digest: str) -> DocumentResult | None:
-    """Return a cache file that is there, if it is intact and made of the same."""
+    """Return the result of an intact cache file of the same document and settings, or None."""
     if not target.exists() or not record.exists():
         return None
     try:
@@ -244,16 +251,15 @@ def compress_folder(
 
     counts = {"wrote": 0, "kept": 0, "failed": 0}
     for result in results:
-        counts[result.done] += 1
+        counts[result.outcome] += 1
     if figures:
         rows = {str(name): vars(each) for name, each in zip(names, results, strict=True)}
         write_figures(figures, {**counts, "seconds": seconds, "documents": rows})
     held = sum(result.held for result in results)
     full = sum(result.full for result in results)
     output.print(
-        f"Wrote {counts['wrote']} cache files to {out}, {counts['kept']} were there: "
-        f"{format_bytes(held)} "
-        f"of {format_bytes(full)} in {seconds:.1f} s",
+        f"Cache files in {out}: {counts['wrote']} written, {counts['kept']} already there; "
+        f"{format_bytes(held)} of {format_bytes(full)} in {seconds:.1f} s",
         markup=False,
         highlight=False,
         soft_wrap=True,
@@ -284,7 +290,7 @@ def _compress_all(
         update(str(names[0]), 0.0)
         for name, result in zip(names, compress_each(work), strict=True):
             results.append(result)
-            if result.done == "failed":
+            if result.outcome == "failed":
                 notes.print(
                     f"{name}: {result.reason}", markup=False, highlight=False, soft_wrap=True
                 )

@@ -1,12 +1,12 @@
-"""Contexts that grow: a text appended to a small cache, and caches that were compressed apart put
-behind one another.
+"""Contexts that grow: a text appended to a small cache, and independently compressed caches joined
+end to end.
 
 An appended part is prefilled at its own positions over the chat prefix and all that is kept, scored
 as streaming scores a part, and evicted to what is left of the grown context's budget; what was kept
 before stays. The part reads the restore pairs of the parts before it, and `restore` decides what
 becomes of them: "last" drops them when the part has its own, "every" turns them into context pairs,
-"none" does without restoring. Caches to compose were compressed independently: their keys are
-rotated to where the text would be in the whole (model/rope.py), and every restore cache but the
+"none" drops them and makes no new ones. Caches to compose were compressed independently: their keys
+are rotated to where the text would be in the whole (model/rope.py), and every restore cache but the
 last becomes context.
 
 Restore pairs among the context's rows have the positions from S + T on, which no token of the text

@@ -70,7 +70,7 @@ class KVzip(Evictor):
         """Return the settings of the authors' code: chunks of 2,000 tokens, every prefix column as
         a sink and prompts that end with a space.
         """
-        # Only what the user left at its default becomes the authors' value.
+        # A setting that differs from its default was chosen by the user and stays.
         published = {"chunk": 2000, "sinks": prefix, "space": True}
         changes = {}
         for field in fields(self):
@@ -177,7 +177,8 @@ def find_column_maxima(
         cached: the same layer of the full cache, or a `RaggedLayer`.
         start: the first column i.
         end: the column after the last.
-        sinks: the number of first columns that share the softmax.
+        sinks: how many columns at the start of the cache share the softmax; not the learned
+            logits of `view.sinks`.
         row_weight: (Q,), or None for weights of 1.
     """
     own = view.key, view.value

@@ -349,13 +349,15 @@ def write_tokens(
     active = [row for group in writing for row in group.rows]
     if not active:
         return []
+    sizes = [len(group.rows) for group in writing]
+    # Before anything advances, so that the pass can run again if this fails.
+    if keep_logits:
+        for group, after in zip(writing, logits.split(sizes), strict=True):
+            keep_logits(group, after)
     choosers = [row.chooser for row in active if row.chooser is not None]
     ids, chosen = choose_ids(logits, choosers)
-    sizes = [len(group.rows) for group in writing]
-    for group, own, after in zip(writing, ids.split(sizes), logits.split(sizes), strict=True):
+    for group, own in zip(writing, ids.split(sizes), strict=True):
         group.advance(own)
-        if keep_logits:
-            keep_logits(group, after)
     for row, token in zip(active, chosen, strict=True):
         row.count_token(token, stops, first_may_stop)
     return list(zip(active, chosen, strict=True))

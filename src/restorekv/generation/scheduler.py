@@ -43,13 +43,13 @@ class IsolatedChooser:
     """A row's chooser whose errors end its own question and nobody else's.
 
     Args:
-        row: The chooser of the row.
+        chooser: The chooser whose errors are caught.
         task: The task that an error is noted in.
         stand_in: The id that is returned after an error.
     """
 
-    def __init__(self, row: TokenChooser, task: AnswerTask, stand_in: int) -> None:
-        self.row = row
+    def __init__(self, chooser: TokenChooser, task: AnswerTask, stand_in: int) -> None:
+        self.chooser = chooser
         self.task = task
         self.stand_in = stand_in
 
@@ -57,7 +57,7 @@ class IsolatedChooser:
         """Choose the next token, or note the error and return `stand_in`."""
         try:
             # The pass goes on for the other rows, so this one needs an id: an EOS, if there is one.
-            return self.row.choose(logits)
+            return self.chooser.choose(logits)
         except Exception as error:
             self.task.error = error
             return self.stand_in
@@ -65,7 +65,7 @@ class IsolatedChooser:
     def ends(self) -> bool:
         """Return whether the answer ends here: by its chooser, or by an error."""
         try:
-            return self.task.error is not None or self.row.ends()
+            return self.task.error is not None or self.chooser.ends()
         except Exception as error:
             self.task.error = error
             return True
@@ -91,15 +91,15 @@ class AnswerTask:
     cancelled: Callable[[], bool] = _never_cancelled
     label: object = None
     error: Exception | None = None  # of one of its rows
-    arrived: int = 0  # steps before it came
-    passes: int = 0  # that have read a piece of its prompt
+    arrived: int = 0  # how many steps had been taken when the task came
+    passes: int = 0  # how many passes have read a piece of its prompt
     tokens_prefilled: int = 0  # tokens of the prompt
-    # While the prompt is prefilled, and then for the samples that have not begun.
+    # Holds the prompt while it is prefilled, and then for the samples that have not begun.
     group: Group[SampleRow] | None = None
-    logits: Tensor | None = None  # (V,) after the prompt, for them
+    logits: Tensor | None = None  # (V,) after the prompt; samples that have not begun need them
     samples_begun: int = 0
     samples_ended: int = 0
-    active_rows: int = 0  # that are in the next pass
+    active_rows: int = 0  # rows of this task in the next pass
     paused: deque[Selection] = field(default_factory=deque)
 
     def get_group(self) -> Group[SampleRow]:
@@ -184,10 +184,11 @@ class Scheduler:
         self.running: list[Group[SampleRow]] = []  # of the last pass
         self.joining: list[Selection] = []  # rows that join them in the next
         self.steps = 0
-        self.longest_wait = 0  # steps before a question's first token in which none of it was read
+        # The most steps in which a question was neither read nor written before its first token.
+        self.longest_wait = 0
 
     def admit(self, task: AnswerTask) -> None:
-        """Add a task. While as many run as a pass may have rows, it waits until one has ended."""
+        """Add a task. If a pass has no row left for it, it waits until another one has ended."""
         task.arrived = self.steps
         task.prompt = task.prompt.flatten().cpu()
         self.pending.append(task)
@@ -391,8 +392,8 @@ class Scheduler:
     def run(self, reading: Sequence[AnswerTask], events: list[Event]) -> None:
         """Run a pass over the answers that are written and the questions that are read.
 
-        If it fails, for want of memory for example, the questions that are read end with the error,
-        and the pass runs again without them. If it fails again, the answers end too.
+        If it fails, for example when memory runs out, the questions that are read end with the
+        error, and the pass runs again without them. If it fails again, the answers end too.
         """
         groups = [*self.running, *(task.get_group() for task in reading)]
         if not groups:

@@ -35,6 +35,7 @@ from restorekv.model.tokenize import (
 from restorekv.size_limits import AROUND_LETTERS, AROUND_TOKENS
 
 SEPARATOR = "<restorekv-separator>"
+SYSTEM_MARK = "<restorekv-system>"  # shows whether a template has a place for a system text
 ROOM = 256  # positions for restore tokens, a question and its answer after the longest context
 TOO_LONG = ("refuse", "cut")  # what happens to a longer one
 TODAY = date(2026, 1, 1)  # for templates that print it: a cache made today is as good tomorrow
@@ -116,7 +117,7 @@ def make_context(
     if max(len(after), len(between)) > AROUND_LETTERS or suffix.shape[-1] > AROUND_TOKENS:
         raise RestoreKVError(
             f"The chat template puts {len(between):,} and {len(after):,} characters around every "
-            f"question, and files hold {AROUND_LETTERS:,} and {AROUND_TOKENS:,} tokens; "
+            f"question, and files hold {AROUND_LETTERS:,} characters and {AROUND_TOKENS:,} tokens; "
             "use a shorter template."
         )
     return Context(ids, prefix.shape[-1], suffix, after, between)
@@ -154,7 +155,8 @@ def fit_context(
         return context, 0
     if most < 1:
         raise RestoreKVError(
-            f"The model's {limit:,} positions have no room for a text; use a smaller offset."
+            f"The model's {limit:,} positions have no room for a text; use a shorter system text "
+            "or a smaller offset."
         )
     if too_long == "refuse":
         room = f"the model's {limit:,} positions have room for {most:,} and a question"
@@ -332,10 +334,33 @@ def _render_parts(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") 
 
     A system message, if given, precedes them and is part of the first text.
     """
-    # A separator that a template cannot drop without leaving a trace: each place is marked.
+    # Every message is the separator, so a template that drops or repeats one shows below.
     messages = [{"role": role, "content": SEPARATOR} for role in roles]
+    introduction = [{"role": "system", "content": system}] if system else []
+    # As many parts as messages, plus what precedes the first.
+    parts = _render_messages(tokenizer, [*introduction, *messages]).split(SEPARATOR)
+    if len(parts) <= len(roles):
+        raise RestoreKVError(
+            "The tokenizer's chat template drops the user's words; use another tokenizer."
+        )
+    has_place = True
     if system:
-        messages.insert(0, {"role": "system", "content": system})
+        # A word of the template itself, such as "user", would be found there in any case.
+        marked = [{"role": "system", "content": SYSTEM_MARK}, *messages]
+        has_place = (
+            SYSTEM_MARK in _render_messages(tokenizer, marked).split(SEPARATOR)[0]
+            and system.strip() in parts[0]
+        )
+    if len(parts) > len(roles) + 1 or not has_place:
+        raise RestoreKVError(
+            "The tokenizer's chat template has no place for these messages; "
+            "leave the system text out."
+        )
+    return parts
+
+
+def _render_messages(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> str:
+    """Return the template's text of messages, up to where the answer begins."""
     # Templates that print today's date would make a cache stale tomorrow.
     template = NOW.sub(lambda call: repr(TODAY.strftime(call[2])), tokenizer.get_chat_template())
     try:
@@ -351,18 +376,7 @@ def _render_parts(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") 
             f"The tokenizer's chat template refuses these messages: {error}"
         ) from None
     assert isinstance(text, str)  # and not ids, with tokenize=False
-    # As many parts as messages, plus what precedes the first.
-    parts = text.split(SEPARATOR)
-    if len(parts) <= len(roles):
-        raise RestoreKVError(
-            "The tokenizer's chat template drops the user's words; use another tokenizer."
-        )
-    if len(parts) > len(roles) + 1 or (system and system.strip() not in parts[0]):
-        raise RestoreKVError(
-            "The tokenizer's chat template has no place for these messages; "
-            "leave the system text out."
-        )
-    return parts
+    return text
 
 
 def encode_text(

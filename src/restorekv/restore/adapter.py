@@ -108,15 +108,16 @@ class RestoreAdapter(nn.Module):
         Args:
             model: the model that it is for.
             n: the number of restore tokens.
-            rank: of LoRA.
-            alpha: of LoRA.
+            rank: the rank of LoRA.
+            alpha: LoRA's alpha, its scale times the rank.
             targets: the names of the layers with LoRA; without any (a control), there is none.
-            seed: of the draw.
+            seed: the seed of the random tokens.
             fixed: the id of a token whose embedding all n restore tokens use, untrained (a
                 control).
 
         Raises:
-            AdapterError: where nothing would be left to train, and for layers that the model lacks.
+            AdapterError: nothing would be left to train, or the model lacks such layers or such a
+                token.
         """
         if n < 1 or rank < 1:
             raise AdapterError(
@@ -145,6 +146,11 @@ class RestoreAdapter(nn.Module):
         # The layer and not its matrix: Gemma's scales what it looks up.
         layer: Any = model.get_input_embeddings()
         weight = layer.weight
+        if fixed is not None and not 0 <= fixed < len(weight):
+            raise AdapterError(
+                f"The fixed token {fixed} is none of the model's, which go from 0 to "
+                f"{len(weight) - 1}."
+            )
         # The caller's own random state is left as it was.
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)

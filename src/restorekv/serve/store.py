@@ -84,7 +84,8 @@ class Store:
         # Set when `pending` has a row for the thread that serves the shared folder.
         self.has_pending = threading.Event()
         self.closed = False
-        self.on_drop: Callable[[str], object] = _ignore  # takes the key of every cache that goes
+        # Takes the key of every cache that is dropped.
+        self.on_drop: Callable[[str], object] = _ignore
         # Takes the SHA-256 of every content that no upload has any more.
         self.on_delete: Callable[[str], object] = _ignore
 
@@ -389,7 +390,11 @@ class Store:
             changes = [("delete from caches where key = ?", (key,)) for key in keys]
             self.index.apply(*changes, late=True)
         for key in keys:
-            self.cache_path(key).unlink(missing_ok=True)
+            # A cache that is made anew under this key was not fetched.
+            self.unverified.discard(key)
+            # A disk that can only be read keeps the file; the next start removes it.
+            with suppress(OSError):
+                self.cache_path(key).unlink(missing_ok=True)
             self.on_drop(key)
 
     def _enforce_quota(self, newest: str) -> None:
@@ -447,7 +452,11 @@ class Store:
         a thread.
         """
         while not self.closed:
-            self.sync_once()
+            # This thread is the only one that serves the shared folder, so it must go on.
+            try:
+                self.sync_once()
+            except Exception:
+                LOG.exception("Syncing with the shared folder failed; it is tried again.")
             self.has_pending.wait(SYNC_SECONDS)
             self.has_pending.clear()
 

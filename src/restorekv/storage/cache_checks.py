@@ -168,7 +168,7 @@ def check_adapter(adapter: dict[str, Any] | None) -> None:
         known = name in ADAPTER and matches_type(value, ADAPTER[name])
         require(known, f"records something else than an adapter's {make_printable(name)}")
         fits = not isinstance(value, str) or (len(value) <= NAME_LETTERS and value.isprintable())
-        require(fits, f"records an adapter's {name} that cannot be printed")
+        require(fits, f"records an adapter's {name} that is too long or cannot be printed")
     require(0 < adapter["restore_tokens"] <= POSITIONS, "records an adapter without restore tokens")
 
 

@@ -38,7 +38,7 @@ class Lettered(Benchmark):
     path: str = ""
 
     def locate_file(self) -> Path:
-        """Return the path of the file, or raises RestoreKVError if there is none."""
+        """Return the path of the file; raise RestoreKVError if there is none."""
         path = Path(self.path) / self.file if Path(self.path).is_dir() else Path(self.path)
         if not self.path or not path.is_file():
             missing = "its data do not ship"
@@ -108,6 +108,8 @@ class Quality(Lettered):
     def __post_init__(self) -> None:
         if self.subset not in ("all", "hard"):
             raise RestoreKVError(f"The subset of QuALITY is all or hard, not {self.subset!r}.")
+        if self.articles < 0:
+            raise RestoreKVError(f"articles must be 0 (all) or more, not {self.articles}.")
 
     def load_samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
         """Yield articles in the file's order, except those without a question of the subset."""

@@ -56,7 +56,7 @@ FIX = "delete it to have it computed again"
 KIND = FileKind("restorekv-teacher", "1", "a file of a teacher's cache", FIX)
 Tensors = dict[str, Tensor]
 Check = Callable[[Tensors], bool]
-Prepared = tuple[ScoredContext, list[TeacherTarget]]
+ScoredWithTargets = tuple[ScoredContext, list[TeacherTarget]]
 
 
 @dataclass
@@ -162,13 +162,13 @@ class TeacherCache:
             None if store is None else TensorStore(store, describe_teacher(model, tokenizer))
         )
         # By the index of the context and of the evictor.
-        self.in_memory: dict[tuple[int, int], Prepared] = {}
+        self.in_memory: dict[tuple[int, int], ScoredWithTargets] = {}
         # The newest one that is not in `in_memory`: the other draws of its step ask for it again.
-        self.latest: tuple[tuple[int, int], Prepared] | None = None
+        self.latest: tuple[tuple[int, int], ScoredWithTargets] | None = None
         support.prepare_model(model)
 
     @torch.no_grad()
-    def get_context(self, example_index: int, evictor_index: int = 0) -> Prepared:
+    def get_context(self, example_index: int, evictor_index: int = 0) -> ScoredWithTargets:
         """Return a context, scored by one of the run's evictors, and its targets."""
         index = (example_index, evictor_index)
         if index in self.in_memory:
