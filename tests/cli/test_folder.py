@@ -78,7 +78,9 @@ def test_what_is_there_is_kept(world, given, tmp_path):
         "a.txt.rkv"
     }
     assert ": 4 written" in run(world, given, flags=("--ratio", "0.4", "--adapter", "none")).out
-    assert ": 4 written" in run(world, given, flags=("--ratio", "0.4", "--adapter", world.adapter)).out
+    assert (
+        ": 4 written" in run(world, given, flags=("--ratio", "0.4", "--adapter", world.adapter)).out
+    )
     again = cli(
         "compress", given, "--model", world.other, "-o", out, "--ratio", "0.4", "--adapter", "none"
     )

@@ -20,7 +20,7 @@ class FieldError(TypeError):
 
 
 def check_exists(where: str | Path) -> Path:
-    """Return the path of a file or folder, or raises RestoreKVError if there is none."""
+    """Return the path of a file or folder; raise RestoreKVError if there is none."""
     if not Path(where).exists():
         raise RestoreKVError(f"There is no file or folder {where}; check the path.")
     return Path(where)
