@@ -111,8 +111,9 @@ def write_comparison(results: Sequence[Result], path: Path) -> None:
     if path.exists():
         former = read_json(path, str(path))
         if (former["fingerprint"], former["adapter"]) == (made_with["fingerprint"], adapter):
-            here = {row["benchmark"] for row in rows}
-            rows += [row for row in former["rows"] if row["benchmark"] not in here]
+            # A benchmark with other settings takes the place of the former one.
+            here = {row["title"] for row in rows}
+            rows += [row for row in former["rows"] if row["title"] not in here]
     rows.sort(key=lambda row: (str(row["title"]), -float(str(row["ratio"]))))
     write_json(path, {**conventions, "adapter": adapter, "rows": rows})
 

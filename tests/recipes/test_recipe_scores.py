@@ -93,6 +93,13 @@ def test_every_kind_of_text_has_one_row_when_some_contexts_were_not_stored(tmp_p
     assert {"Counted", "Uncounted", EVERY} < {row["part"] for row in again["kept"]}
 
 
+def test_more_questions_take_the_place_of_fewer(tmp_path):
+    path = tmp_path / "scores.json"
+    measure(tmp_path / "one", ["tiny:low=100,high=160,count=1"], path)
+    both = measure(tmp_path / "two", [FIRST], path)
+    assert {row["benchmark"] for row in both["rows"]} == {"tiny:count=2,low=100,high=160"}
+
+
 def test_figures_of_another_adapter_do_not_stay(tmp_path, capsys):
     path = tmp_path / "scores.json"
     text = json.dumps(rename(measure(tmp_path / "one", [FIRST], path), "Other", "other"))
