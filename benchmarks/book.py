@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from benchmarks.compress_cost import measure_apart
 from benchmarks.workload import describe_machine, load_novel
 from restorekv.evaluation.tables import Table
+from restorekv.files import write_json
 from restorekv.model.load import load_model
 from restorekv.model.tokenize import tokenize_text
 
@@ -79,8 +80,10 @@ def make_book(tokenizer: Tokenizer, tokens: int, seed: int) -> Book:
     return Book("\n\n".join(paragraphs), questions, tuple(map(str, numbers)))
 
 
-def run_book(options: Options, tell: Callable[[str], None], threads: int) -> dict:
-    """Return a row for each way and ratio."""
+def run_book(
+    options: Options, tell: Callable[[str], None], threads: int, kept: Path | None = None
+) -> dict:
+    """Return a row for each way and ratio; `kept` is a folder that keeps them for a later run."""
     rows: list[dict] = []
     with TemporaryDirectory(prefix="restorekv-bench-") as name:
         folder = Path(name)
@@ -90,10 +93,10 @@ def run_book(options: Options, tell: Callable[[str], None], threads: int) -> dic
         for way in WAYS:
             ratios = ("1",) if way == TRANSFORMERS else options.ratios
             for ratio in ratios:
-                tell(f"{way}, r = {ratio}")
-                job = {
+                settings = {
                     "model": options.model,
-                    "book": str(folder / "book.json"),
+                    "tokens": options.tokens,
+                    "seed": options.seed,
                     "way": way,
                     "ratio": ratio,
                     "evictor": options.evictor,
@@ -101,9 +104,18 @@ def run_book(options: Options, tell: Callable[[str], None], threads: int) -> dic
                     "answer": options.answer,
                     "threads": threads,
                 }
-                command = [sys.executable, "-m", "benchmarks.book_side"]
-                what = f"The measurement of {way} at r = {ratio}"
-                rows.append({"way": way, **measure_apart(command, job, folder, what)})
+                row = read_kept_row(kept, settings)
+                if row is None:
+                    tell(f"{way}, r = {ratio}")
+                    job = {**settings, "book": str(folder / "book.json")}
+                    command = [sys.executable, "-m", "benchmarks.book_side"]
+                    what = f"The measurement of {way} at r = {ratio}"
+                    row = {"way": way, **measure_apart(command, job, folder, what)}
+                    if kept is not None:
+                        kept.mkdir(parents=True, exist_ok=True)
+                        kept_row = {"settings": settings, "row": row}
+                        write_json(locate_kept_row(kept, settings), kept_row)
+                rows.append(row)
     whole = rows[0]
     for row in rows:
         row["right"] = count_right(row["texts"], book.answers)
@@ -119,6 +131,20 @@ def run_book(options: Options, tell: Callable[[str], None], threads: int) -> dic
         "machine": describe_machine(threads),
         "rows": rows,
     }
+
+
+def locate_kept_row(kept: Path, settings: dict) -> Path:
+    """Return where a folder keeps the row of a way and a ratio."""
+    way = settings["way"].replace(" ", "-")
+    return kept / f"{way}-{settings['ratio']}.json"
+
+
+def read_kept_row(kept: Path | None, settings: dict) -> dict | None:
+    """Return a row that the folder keeps, or None where it has none with these settings."""
+    if kept is None or not locate_kept_row(kept, settings).exists():
+        return None
+    found = json.loads(locate_kept_row(kept, settings).read_text("utf-8"))
+    return found["row"] if found["settings"] == settings else None
 
 
 def count_right(texts: Sequence[str], answers: Sequence[str]) -> int:

@@ -86,12 +86,17 @@ def run_scores(
 
 def locate_cache(folder: Path, sample: Sample, ratio: str) -> Path:
     """Return where the cache file of a context is."""
-    return folder / f"{sample.id}-{ratio}.rkv"
+    return folder / f"{_make_file_name(sample)}-{ratio}.rkv"
 
 
 def locate_answers(folder: Path, side: str, sample: Sample, ratio: str) -> Path:
     """Return where a side's answers about a context are."""
-    return folder / f"{sample.id}-{ratio}-{side}.json"
+    return folder / f"{_make_file_name(sample)}-{ratio}-{side}.json"
+
+
+def _make_file_name(sample: Sample) -> str:
+    """Return the sample's id as a file's name; that of a passage of a book has a slash."""
+    return sample.id.replace("/", "--")
 
 
 def _ask_vllm(

@@ -23,13 +23,16 @@ def run(
     ),
     part: Annotated[int, typer.Option(min=64, help="Tokens of a part.")] = 2048,
     answer: Annotated[int, typer.Option(min=1, help="Tokens of every answer.")] = 14,
+    folder: Annotated[
+        Path | None, typer.Option(help="Keeps what was measured, so that a later run goes on.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
 ) -> None:
     if json:
         check_target(json)
     options = Options(model, tokens, evictor, tuple(ratio), part, answer)
     run_benchmark(
-        lambda tell: run_book(options, tell, torch.get_num_threads()),
+        lambda tell: run_book(options, tell, torch.get_num_threads(), folder),
         lambda result: run_each([make_table(result)]),
         json,
     )

@@ -1,11 +1,13 @@
 """The benchmark of a book: where its facts stand, and that every way answers about them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from benchmarks import book, book_side
-from benchmarks.book import PLACES, WAYS, count_right, make_book, make_table
+from benchmarks.book import PLACES, WAYS, Options, count_right, make_book, make_table, run_book
+from restorekv.errors import RestoreKVError
 from restorekv.model.load import load_model
 
 
@@ -47,3 +49,25 @@ def test_every_way_is_measured(tiny, tmp_path):
     result = {"rows": rows, "questions": made.questions, "model": "tiny", "tokens": 1000}
     table = make_table({**result, "evictor": "snapkv", "part": 256})
     assert [row[0] for row in table.rows] == [book.TRANSFORMERS, book.AT_ONCE, book.IN_PARTS]
+
+
+def test_a_kept_row_is_not_measured_again(tiny, tmp_path, monkeypatch):
+    _, tokenizer = tiny
+    monkeypatch.setattr(book, "load_model", lambda name: (None, tokenizer))
+    measured = []
+
+    def measure(command, job, folder, what):
+        measured.append((job["way"], job["ratio"]))
+        if len(measured) == 2 and job["answer"] == 14:
+            raise RestoreKVError("out of memory")
+        return {"ratio": job["ratio"], "texts": [""] * len(PLACES)}
+
+    monkeypatch.setattr(book, "measure_apart", measure)
+    options = Options("tiny", 1500, "knorm", ("0.5",), 512, 14)
+    with pytest.raises(RestoreKVError):
+        run_book(options, print, 1, tmp_path)
+    result = run_book(options, print, 1, tmp_path)
+    assert measured == [(WAYS[0], "1"), (WAYS[1], "0.5"), (WAYS[1], "0.5"), (WAYS[2], "0.5")]
+    assert [row["way"] for row in result["rows"]] == list(WAYS)
+    run_book(replace(options, answer=7), print, 1, tmp_path)
+    assert len(measured) == 7

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("openai")
 
 from benchmarks import vllm_scores
-from benchmarks.vllm_scores import locate_answers, make_tables, run_scores
+from benchmarks.vllm_scores import locate_answers, locate_cache, make_tables, run_scores
 from restorekv.storage.cache_file import open_cache_file
 
 
@@ -99,3 +99,9 @@ def test_answers_of_sides_and_ratios_do_not_mix(tmp_path):
         for ratio in ("0.1", "0.05")
     }
     assert len(places) == 4
+
+
+def test_a_passage_of_a_book_gets_a_file_in_the_folder(tmp_path):
+    sample = SimpleNamespace(id="book/passage")
+    assert locate_cache(tmp_path, sample, "0.1").parent == tmp_path
+    assert locate_answers(tmp_path, "ask", sample, "0.1").parent == tmp_path
