@@ -17,7 +17,7 @@ import torch
 from restorekv.cluster import LOCAL, connect_ray
 from restorekv.errors import RestoreKVError, RestoreKVWarning, summarize_error, warn
 from restorekv.evaluation.grid import Cell, Job
-from restorekv.evaluation.run import Identities, LocalPool, Missing
+from restorekv.evaluation.run import Digests, Identities, LocalPool, Missing
 from restorekv.evaluation.worker import Line
 
 TRIES = 3  # workers that may die over one context
@@ -46,7 +46,7 @@ class RayWorker(WorkerProcess, LocalPool):
         super().__init__(device)
         self.set_up(threads, folder)
 
-    def open_with_warnings(self, job: Job) -> tuple[tuple[Identities, list[str]], list[str]]:
+    def open_with_warnings(self, job: Job) -> tuple[tuple[Identities, Digests], list[str]]:
         """Open the job and returns also the warnings, which would be lost in this process."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", RestoreKVWarning)
@@ -162,7 +162,7 @@ class RayPool(RayWorkers):
     ) -> None:
         super().__init__(RayWorker, (), workers, address, device, threads)
 
-    def open_job(self, job: Job) -> tuple[Identities, list[str]]:
+    def open_job(self, job: Job) -> tuple[Identities, Digests]:
         """Open the job on a worker: this machine may have no room for the model."""
         opened, messages = next(self.run_calls([("open_with_warnings", (job,))]))
         for text in messages:

@@ -12,6 +12,7 @@ from restorekv.compression.budget import parse_ratio
 from restorekv.compression.eviction import make_compressor
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
+from restorekv.evaluation.earlier import EarlierLine, digest_sample, find_earlier_lines
 from restorekv.evaluation.grid import FULL, Cell, Job, group_jobs
 from restorekv.evaluation.results import CELLS, SUMMARY, Result, identify_setup, open_result
 from restorekv.evaluation.rows import summarize_cell
@@ -22,6 +23,7 @@ from restorekv.tasks.base import digest_samples
 
 LOCK = ".lock"
 Identities = dict[Cell, dict]  # what each cell is made with
+Digests = dict[str, str]  # what each sample asks, by its id
 Missing = list[tuple[str, list[Cell]]]  # ids of samples in order, each with the cells that lack it
 
 
@@ -55,8 +57,8 @@ OnProgress = Callable[[GridProgress], None]
 class WorkerPool(Protocol):
     """Where jobs run."""
 
-    def open_job(self, job: Job) -> tuple[Identities, list[str]]:
-        """Return what every cell is made with, and the ids of the samples in order."""
+    def open_job(self, job: Job) -> tuple[Identities, Digests]:
+        """Return what every cell is made with, and the digests of the samples in order."""
         ...
 
     def answer_contexts(self, job: Job, missing: Missing) -> Iterator[list[Line]]:
@@ -78,10 +80,10 @@ class LocalPool:
             self.opened = Worker(job, self.device)
         return self.opened
 
-    def open_job(self, job: Job) -> tuple[Identities, list[str]]:
+    def open_job(self, job: Job) -> tuple[Identities, Digests]:
         worker = self._get_worker(job)
         identities = {cell: identify_cell(worker, cell) for cell in job.cells}
-        return identities, [sample.id for sample in worker.samples]
+        return identities, {sample.id: digest_sample(sample) for sample in worker.samples}
 
     def answer_contexts(self, job: Job, missing: Missing) -> Iterator[list[Line]]:
         for sample, cells in missing:
@@ -190,8 +192,8 @@ def _run_jobs(
     finished: dict[Cell, Result] = {}
     for turn, job in enumerate(todo):
         on_progress(GridProgress(job.title, turn, len(todo), 0, 0))
-        identities, sample_ids = pool.open_job(job)
-        if not sample_ids:
+        identities, digests = pool.open_job(job)
+        if not digests:
             raise RestoreKVError(
                 f"The benchmark {job.representative.benchmark} has no contexts; "
                 "choose other settings."
@@ -200,20 +202,44 @@ def _run_jobs(
             cell: open_result(folder, cell, identities[cell], set_aside) for cell in job.cells
         }
         # What the folder lacks, context by context; what is there is never asked again.
-        missing = _find_missing(results, sample_ids)
-        done = len(sample_ids) - len(missing)
-        for lines in pool.answer_contexts(job, missing):
+        missing = _find_missing(results, list(digests))
+        earlier = _find_earlier(folder, results, missing, digests)
+        unanswered: Missing = []
+        for sample, cells in missing:
+            asked = [cell for cell in cells if sample not in earlier[cell]]
+            if asked:
+                unanswered.append((sample, asked))
+        answers = iter(pool.answer_contexts(job, unanswered))
+        done = len(digests) - len(missing)
+        # In the order of the samples, whoever answered them, so that a cell's file does not depend
+        # on what came first.
+        for sample, cells in missing:
+            known = [cell for cell in cells if sample in earlier[cell]]
+            lines = [(cell, *earlier[cell][sample]) for cell in known]
+            if len(known) < len(cells):
+                lines += next(answers)
             # Lines of a context are written together, when all its cells have answered.
             for cell, line, seconds in lines:
                 results[cell].append(line, seconds)
             done += 1
-            on_progress(GridProgress(job.title, turn, len(todo), done, len(sample_ids)))
+            on_progress(GridProgress(job.title, turn, len(todo), done, len(digests)))
         # Written last: a cell without a summary is not finished.
         for result in results.values():
             if not result.done:
                 write_json(result.folder / SUMMARY, summarize_cell(result), follow=False)
         finished |= results
     return finished
+
+
+def _find_earlier(
+    folder: Path, results: dict[Cell, Result], missing: Missing, digests: Digests
+) -> dict[Cell, dict[str, EarlierLine]]:
+    """Return the missing answers that other cells of the folder have, for every cell."""
+    lacking = {cell for _, cells in missing for cell in cells}
+    return {
+        cell: find_earlier_lines(folder, result, digests) if cell in lacking else {}
+        for cell, result in results.items()
+    }
 
 
 def check_cells(cells: Sequence[Cell]) -> None:

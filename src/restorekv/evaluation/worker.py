@@ -1,6 +1,5 @@
 """A job opened in a process: its model, contexts and adapters, and the answers of its cells."""
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
@@ -19,6 +18,7 @@ from restorekv.compression.eviction import make_compressor
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
+from restorekv.evaluation.earlier import digest_text
 from restorekv.evaluation.fidelity import FullAnswers
 from restorekv.evaluation.grid import (
     DEFAULT_ON_SMALL_BUDGET,
@@ -136,7 +136,7 @@ class Worker:
                     )
             line = {
                 "sample": sample.id,
-                "context": _digest_text(sample.context),
+                "context": digest_text(sample.context),
                 "cut": cut,
                 "tokens": context.tokens,
                 "prefix": context.prefix,
@@ -277,11 +277,6 @@ class Worker:
             self.protocol.trim_answer(ids.tolist()),
             get_stop_ids(self.model, self.tokenizer),
         )
-
-
-def _digest_text(text: str) -> str:
-    """Return 12 hex digits of a text's hash, which tell contexts with one sample id apart."""
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def open_model(
