@@ -165,6 +165,11 @@ def test_the_skip_link_leads_to_the_document_and_keeps_its_address(page):
     assert page.url == address
 
 
+def test_on_a_narrow_screen_an_opened_document_is_scrolled_to_the_top(page):
+    add(page, "doc.txt", TEXT)
+    assert abs(page.get_by_role("main").bounding_box()["y"]) < 1
+
+
 def test_text_is_never_markup(page):
     add(page, f"{HOSTILE}.txt", f"{HOSTILE} {TEXT}")
     assert page.get_by_role("region", name="Text, shaded").text_content() == f"{HOSTILE} {TEXT}"
