@@ -188,8 +188,8 @@ def draw_table(rng: random.Random, characters: int) -> MadeTable:
     names: set[str] = set()
     size = 0
     repeats = 0
-    # Names run out in a long table, which then ends.
-    while size < characters and repeats < MAX_REPEATED_NAMES:
+    # Names run out in a long table, which then ends; the shortest has a row to ask about.
+    while not rows or (size < characters and repeats < MAX_REPEATED_NAMES):
         name = KEYS[key](rng)
         if name in names:
             repeats += 1
@@ -207,12 +207,14 @@ def ask_table(table: MadeTable, rng: random.Random) -> list[tuple[str, str]]:
     for row in rng.sample(table.rows, min(3, len(table.rows))):
         column_index = rng.randrange(1, len(table.columns))
         column = table.columns[column_index]
-        wordings = (
-            f"What is the {column} of {row[0]}?",
-            f"Which {column} is given for {row[0]}?",
-            f"Which {table.key} has the {column} {row[column_index]}?",
-        )
-        questions.append((LOOKUP, rng.choice(wordings)))
+        value = row[column_index]
+        forward = f"What is the {column} of {row[0]}?"
+        backward = f"Which {table.key} has the {column} {value}?"
+        question = rng.choice((forward, f"Which {column} is given for {row[0]}?", backward))
+        # A value that several rows have names none of them.
+        if question == backward and [each[column_index] for each in table.rows].count(value) > 1:
+            question = forward
+        questions.append((LOOKUP, question))
     row = rng.choice(table.rows)
     questions.append((ROW, f"Give everything that is said of {row[0]}."))
     column = rng.choice(table.columns)
@@ -318,7 +320,10 @@ def make_log(rng: random.Random, characters: int) -> MadeDocument:
     text = "\n".join(f"{stamp} [{service}] {event}" for stamp, service, event in lines)
     questions = [(LOOKUP, f"What happened at {stamp}?") for stamp, _, _ in rng.sample(lines, 2)]
     stamp, service, event = rng.choice(lines)
-    questions.append((LOOKUP, f'When did {service} report "{event}"?'))
+    reports = [line[1:] for line in lines]
+    # What a service reported twice has no single time.
+    if reports.count((service, event)) == 1:
+        questions.append((LOOKUP, f'When did {service} report "{event}"?'))
     questions.append((COLUMN, f"List everything that {service} reported."))
     questions.append((ROW, f"Which line comes after the one of {rng.choice(lines[:-1])[0]}?"))
     return MadeDocument(text, questions)
@@ -347,7 +352,10 @@ def make_diary(rng: random.Random, characters: int) -> MadeDocument:
         size += len(date) + len(appointment) + 3
     text = "\n".join(f"{date}: {appointment}" for date, appointment in entries)
     questions = [(LOOKUP, f"What is planned for {date}?") for date, _ in rng.sample(entries, 2)]
-    questions.append((LOOKUP, f'On which date does the diary say "{rng.choice(entries)[1]}"?'))
+    appointment = rng.choice(entries)[1]
+    # What is planned twice has no single date.
+    if [planned for _, planned in entries].count(appointment) == 1:
+        questions.append((LOOKUP, f'On which date does the diary say "{appointment}"?'))
     questions.append((COLUMN, "List the dates of the diary in order."))
     questions.append((ROW, f"Which entry follows that of {rng.choice(entries[:-1])[0]}?"))
     return MadeDocument(text, questions)
