@@ -116,8 +116,8 @@ FIELDS = {
     "model": ("m" * 5000, "5,000 characters as its model"),
     "system": ("s" * (2 << 20), "characters as its system"),
     "suffix_text": ("x " * 5000, "after every question"),
-    "offset": (2**31 - 2000, "number of tokens that no context has"),
-    "earlier": (2**31, "number of tokens that no context has"),
+    "offset": (2**31 - 2000, "which no context has"),
+    "earlier": (2**31, "which no context has"),
 }
 
 

@@ -42,8 +42,8 @@ from restorekv.size_limits import (
 if TYPE_CHECKING:
     from restorekv.storage.cache_file import Manifest
 
-SHAPE = {field.name for field in fields(CacheShape)}
-COUNTS = (
+SHAPE_NAMES = {field.name for field in fields(CacheShape)}
+COUNT_FIELDS = (
     "prefix",
     "restore_tokens",
     "offset",
@@ -54,18 +54,21 @@ COUNTS = (
     "bytes_held",
     "earlier",
 )
-CHOICES = {
+FIELD_CHOICES = {
     "dtype": ("float32", "bfloat16", "float16", "float64"),
     "storage": STORAGES,
     "prefix_policy": PREFIX_POLICIES,
     "on_small_budget": ON_SMALL_BUDGET,
     "restore_from": RESTORE_FROM,
 }
-PARTS = ("keys", "values")
+PAIR_PARTS = ("keys", "values")
+LARGEST_COUNT = 2**62  # of pairs or bytes
 # Texts of several lines, with their most characters.
-WORDS = {"between": AROUND_LETTERS, "system": SYSTEM_LETTERS}
-SIZES = dict.fromkeys(SHAPE, WIDTH) | dict.fromkeys(("layers", "heads", "groups"), LAYERS)
-ADAPTER: dict[str, Any] = {  # what a record of the adapter holds; the first two are in every one
+TEXT_LIMITS = {"between": AROUND_LETTERS, "system": SYSTEM_LETTERS}
+COUNTED_SIZES = ("layers", "heads", "groups")
+SHAPE_LIMITS = dict.fromkeys(SHAPE_NAMES, WIDTH) | dict.fromkeys(COUNTED_SIZES, LAYERS)
+# What a record of the adapter holds; the first two are in every one.
+ADAPTER_ENTRIES: dict[str, Any] = {
     "hash": str,
     "restore_tokens": int,
     "source": str | None,
@@ -93,37 +96,43 @@ def check_manifest(manifest: Manifest) -> None:
         value = getattr(manifest, name)
         require(matches_type(value, hint), f"has a {name} that is not of the type {hint}")
         if isinstance(value, str):
-            most = WORDS.get(name, NAME_LETTERS)
+            most = TEXT_LIMITS.get(name, NAME_LETTERS)
             require(
                 len(value) <= most,
                 f"records {len(value):,} characters as its {name}, more than {most:,}",
             )
             # What cannot be printed may command a terminal.
             require(
-                name in WORDS or value.isprintable(),
+                name in TEXT_LIMITS or value.isprintable(),
                 f"records {make_printable(value)} as its {name}",
             )
-    for name, choices in CHOICES.items():
+    for name, choices in FIELD_CHOICES.items():
         require(
             getattr(manifest, name) in choices,
             f"records the {name} {make_printable(getattr(manifest, name))}",
         )
     shape = manifest.shape
-    fits = set(shape) == SHAPE and all(0 < size <= SIZES[name] for name, size in shape.items())
-    require(fits, "has an impossible model shape")
-    require(
-        all(0 <= getattr(manifest, name) <= 2**62 for name in COUNTS),
-        "records a count below zero or too large",
-    )
+    fits = set(shape) == SHAPE_NAMES
+    fits = fits and all(0 < size <= SHAPE_LIMITS[name] for name, size in shape.items())
+    require(fits, f"records an impossible model shape ({make_printable(shape)})")
+    for name in COUNT_FIELDS:
+        count = getattr(manifest, name)
+        require(0 <= count <= LARGEST_COUNT, f"records {count} as its {name}")
     positions = manifest.prefix + manifest.tokens + manifest.offset
     cells = shape["layers"] * shape["heads"] * (positions + manifest.earlier)
     fits = manifest.tokens > 0 and positions <= POSITIONS and cells <= CELLS
-    require(fits, "records a number of tokens that no context has")
-    require(
-        not manifest.parts or (min(manifest.parts) > 0 and sum(manifest.parts) == manifest.tokens),
-        "records parts that are not its text's",
-    )
-    require(manifest.streaming is None or manifest.streaming > 0, "records parts without tokens")
+    require(fits, f"records {manifest.tokens} tokens of {positions}, which no context has")
+    if manifest.parts:
+        require(min(manifest.parts) > 0, "records an appended part without tokens")
+        in_parts = sum(manifest.parts)
+        require(
+            in_parts == manifest.tokens,
+            f"records {manifest.tokens} tokens, but {in_parts} in its parts",
+        )
+    if manifest.streaming is not None:
+        require(
+            manifest.streaming > 0, f"records streaming in parts of {manifest.streaming} tokens"
+        )
     require(
         all(seconds >= 0 for seconds in manifest.seconds.values()), "records a negative duration"
     )
@@ -165,7 +174,7 @@ def check_adapter(adapter: dict[str, Any] | None) -> None:
     )
     for name, value in adapter.items():
         # Unknown entries are refused: nothing checks them.
-        known = name in ADAPTER and matches_type(value, ADAPTER[name])
+        known = name in ADAPTER_ENTRIES and matches_type(value, ADAPTER_ENTRIES[name])
         require(known, f"records something else than an adapter's {make_printable(name)}")
         fits = not isinstance(value, str) or (len(value) <= NAME_LETTERS and value.isprintable())
         require(fits, f"records an adapter's {name} that is too long or cannot be printed")
@@ -243,8 +252,8 @@ def check_layer(
     rows = offsets[-1]
     dim = manifest.shape["head_dim"]
     storage = manifest.storage
-    names = {f"{layer}.positions", *(f"{layer}.{part}" for part in PARTS)}
-    for part in PARTS:
+    names = {f"{layer}.positions", *(f"{layer}.{part}" for part in PAIR_PARTS)}
+    for part in PAIR_PARTS:
         check_tensor(
             tensors,
             f"{layer}.{part}",
@@ -262,7 +271,8 @@ def check_layer(
         "has other restore pairs of earlier texts than its manifest names",
     )
     if storage != "model":
-        for part, shape in zip(PARTS, compute_scale_shapes(offsets, storage, dim), strict=True):
+        scale_shapes = compute_scale_shapes(offsets, storage, dim)
+        for part, shape in zip(PAIR_PARTS, scale_shapes, strict=True):
             check_tensor(tensors, f"{layer}.{part}.scales", torch.float32, shape)
             check_scales(tensors[f"{layer}.{part}.scales"], storage)
             names.add(f"{layer}.{part}.scales")
