@@ -35,6 +35,12 @@ def test_pieces_join_to_the_rendered_conversation(tiny_tokenizer):
     assert context.tokens + context.prefix == context.positions == context.ids.shape[1]
 
 
+def test_contexts_can_be_compared(tiny_tokenizer):
+    context = make_context(tiny_tokenizer, TEXT)
+    assert context in [make_context(tiny_tokenizer, TEXT), context]
+    assert len({context, make_context(tiny_tokenizer, TEXT)}) == 2
+
+
 def test_the_separator_may_stand_in_the_text(tiny_tokenizer):
     text = "<restorekv-separator> is a word"
     context = make_context(tiny_tokenizer, text)

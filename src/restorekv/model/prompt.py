@@ -12,7 +12,7 @@ after every question.
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import PurePath
 
@@ -46,18 +46,25 @@ NOW = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
 BETWEEN = "\n\n"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Context:
-    """ids (1, S + T): template prefix of S tokens, then the text; suffix (1, P) and its text.
+    """A text as the model reads it, and what surrounds every question about it.
 
-    `between` precedes every question.
+    Contexts are compared as objects, because tensors have no single answer to `==`.
+
+    Args:
+        ids: (1, S + T): the template's prefix of S tokens, then the text.
+        prefix: S.
+        suffix: (1, P): the ids that follow every question.
+        suffix_text: The text of `suffix`.
+        between: What precedes every question.
     """
 
     ids: Tensor
     prefix: int  # S, a number of tokens
     suffix: Tensor  # the ids themselves, (1, P)
-    suffix_text: str = field(default="", compare=False)
-    between: str = field(default="", compare=False)
+    suffix_text: str = ""
+    between: str = ""
 
     @property
     def tokens(self) -> int:
