@@ -1,7 +1,9 @@
 """JSON answers: no runs of spaces or blank lines, and schemas of pydantic classes."""
 
 import json
+import sys
 
+import numpy
 import pytest
 import torch
 
@@ -94,3 +96,22 @@ def test_a_pydantic_class_is_its_schema():
         small.chat().ask(question, 4, json_schema=House)
     with pytest.raises(RestoreKVError, match="int is another class; derive"):
         small.ask(question, json_schema=int)
+
+
+def test_what_may_come_next_is_what_llguidance_says(tokenizer, monkeypatch):
+    """Without llguidance.torch, whose torch.compile stops a server for seconds."""
+    monkeypatch.setitem(sys.modules, "llguidance.torch", None)
+    masks = pytest.importorskip("llguidance.numpy")
+    constraint = Constraint.make(tokenizer, SCHEMA, None, {tokenizer.eos_token_id})
+    assert constraint is not None
+    size = len(tokenizer)
+    # A model may have more ids than its tokenizer; those may never come.
+    logits = torch.randn(1, size + 3)
+    for token in tokenizer('{"open": true, "cod', add_special_tokens=False).input_ids:
+        bits = masks.allocate_token_bitmask(1, size)
+        masks.fill_next_token_bitmask(constraint.matcher, bits)
+        expected = logits.numpy().copy()
+        expected[:, size:] = -numpy.inf
+        masks.apply_token_bitmask_inplace(expected[:, :size], bits)
+        assert torch.equal(constraint.allow(logits), torch.from_numpy(expected))
+        constraint.take(token)

@@ -5,7 +5,6 @@ next.
 from __future__ import annotations
 
 import json
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
@@ -78,11 +77,12 @@ class Constraint:
 
     def allow(self, logits: Tensor) -> Tensor:
         """Return logits (1, V) with -inf for every token that may not come next."""
-        tokens = import_module("llguidance.torch")
-        mask = tokens.allocate_token_bitmask(1, self.size)
-        tokens.fill_next_token_bitmask(self.matcher, mask)
-        allowed = logits[:, : self.size].clone()
-        tokens.apply_token_bitmask_inplace(allowed, mask)
+        # A byte for each token, 0 where it may not come next. llguidance.torch would do the rest
+        # with torch.compile, which takes seconds when the first answer is written.
+        marks = bytearray(self.matcher.compute_logit_bias())
+        permitted = torch.frombuffer(marks, dtype=torch.uint8)
+        refused = permitted[: self.size].to(logits.device) == 0
+        allowed = logits[:, : self.size].masked_fill(refused, -torch.inf)
         if self.matcher.is_error() or (
             self.matcher.is_stopped() and not self.matcher.is_accepting()
         ):
