@@ -250,3 +250,25 @@ def test_fields_of_a_form_take_no_memory(url):
 )
 def test_only_names_of_this_machine_pass(url, host, status):
     assert send(url, "GET", "/v1/models", Host=host)[0] == status
+
+
+@pytest.mark.parametrize(
+    ("content", "header", "message"),
+    [
+        (b"[]", "application/json", "The body is JSON, but not an object; send one."),
+        (b'"text"', "application/json", "The body is JSON, but not an object; send one."),
+        (b"{}", "text/plain", "The body is not read as JSON; send a JSON object with the header "),
+        (b"", "application/json", "The body is empty; send a JSON object."),
+    ],
+)
+def test_a_body_that_is_no_object_is_told_what_is_wrong(url, content, header, message):
+    status, said = send(url, "POST", "/v1/chat/completions", content, content_type=header)
+    assert status == 400
+    assert said["error"]["message"].startswith(message)
+
+
+def test_a_field_of_several_forms_is_named_without_its_form(url):
+    messages = [{"role": "user", "content": "Who?"}]
+    content = json.dumps({"model": VARIANT, "messages": messages, "stop": 3}).encode()
+    _, said = send(url, "POST", "/v1/chat/completions", content, content_type="application/json")
+    assert said["error"]["param"] == "stop"

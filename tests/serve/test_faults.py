@@ -23,7 +23,7 @@ from restorekv.generation.decoding import BATCH  # noqa: E402
 from restorekv.model.shape import get_backbone  # noqa: E402
 from restorekv.serve import caches, service, shared  # noqa: E402
 from restorekv.serve.caches import CacheEngine  # noqa: E402
-from restorekv.serve.engine import UnavailableError  # noqa: E402
+from restorekv.serve.engine import DeletedError, UnavailableError  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from restorekv.serve.store import Store  # noqa: E402
 from restorekv.serve.variants import Variant  # noqa: E402
@@ -231,6 +231,37 @@ def test_a_document_deleted_while_it_is_compressed_otherwise_leaves_nothing(clie
         with pytest.raises(openai.NotFoundError, match="was deleted while it was compressed"):
             asking.result()
     assert not list((tmp_path / "files").iterdir()) and not list((tmp_path / "caches").iterdir())
+
+
+@pytest.mark.parametrize("processed", [True, False])
+def test_compressing_a_document_ends_when_it_is_deleted(client, slow, monkeypatch, processed):
+    """Also where the question waits for what the upload itself began."""
+    stop, inside, go = slow
+    made = None
+    if processed:
+        made = upload(client)
+    ended = []
+    compress = caches.compress
+
+    def compress_watched(*arguments, **options):
+        try:
+            return compress(*arguments, **options)
+        except Exception as error:
+            ended.append(type(error))
+            raise
+
+    monkeypatch.setattr(caches, "compress", compress_watched)
+    stop.set()
+    made = made or upload(client, wait=False)
+    with ThreadPoolExecutor(1) as pool:
+        model = ["tiny:knorm-0.2"] if processed else []
+        asking = pool.submit(ask, client, about(made), *model)
+        assert inside.wait(30)
+        client.files.delete(made.id)
+        go.set()
+        with pytest.raises(openai.NotFoundError):
+            asking.result()
+    assert ended == [DeletedError]
 
 
 def test_requests_that_wait_for_documents_are_counted(client, slow):

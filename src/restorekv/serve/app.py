@@ -21,7 +21,12 @@ from restorekv.errors import RestoreKVError, TextTooLongError
 from restorekv.serve import replies, schemas
 from restorekv.serve.body import BodyError, CheckedRoute
 from restorekv.serve.completions import add_completions
-from restorekv.serve.engine import BusyError, UnavailableError, explain_resource_shortage
+from restorekv.serve.engine import (
+    BusyError,
+    DeletedError,
+    UnavailableError,
+    explain_resource_shortage,
+)
 from restorekv.serve.guard import AROUND, Guard, OpenRequests, make_problem_response
 from restorekv.serve.page import PATHS, add_page
 from restorekv.serve.questions import Questions
@@ -36,6 +41,7 @@ from restorekv.serve.variants import Variant
 LOG = logging.getLogger("restorekv.serve")
 OPEN_PATHS = ("/health", "/ready", REFERENCE_PATH, *PATHS)  # asked without a key
 BYTES = "application/octet-stream"
+FORMS_OF_FIELDS = ("str", "int", "float", "bool")  # as pydantic names them
 LISTED = 10_000  # files in one list, as in OpenAI's API
 METRICS = "text/plain; version=0.0.4"
 
@@ -97,6 +103,10 @@ def add_errors(app: FastAPI, service: Service) -> None:
     @app.exception_handler(BusyError)
     async def answer_busy(_: Request, error: BusyError) -> Response:
         return make_problem_response(429, str(error), "rate_limit_exceeded", {"retry-after": "1"})
+
+    @app.exception_handler(DeletedError)
+    async def answer_deleted(_: Request, error: DeletedError) -> Response:
+        return make_problem_response(404, str(error), "file_not_found")
 
     @app.exception_handler(UnavailableError)
     async def answer_away(_: Request, error: UnavailableError) -> Response:
@@ -175,12 +185,19 @@ def describe_validation_error(error: ValidationError | RequestValidationError) -
     if param:  # the sentence is from fields.py
         return make_problem_response(400, f"{problem['msg']}.", problem["type"], param=param)
     if problem["type"] == "model_attributes_type":
-        return make_problem_response(
-            400,
-            "The body is not read as JSON; send a JSON object with the header "
-            "Content-Type: application/json.",
+        # Without the header the body arrives as bytes.
+        message = (
+            "The body is not read as JSON; send a JSON object with the header Content-Type: "
+            "application/json."
+            if isinstance(problem["input"], bytes)
+            else "The body is JSON, but not an object; send one."
         )
-    names = [str(part) for part in problem["loc"] if part != "body" and "[" not in str(part)]
+        return make_problem_response(400, message)
+    if problem["type"] == "missing" and problem["loc"] == ("body",):
+        return make_problem_response(400, "The body is empty; send a JSON object.")
+    # The form in which a field was read, as "str" or "list[str]", is no part of its name.
+    parts = [str(part) for part in problem["loc"] if part != "body"]
+    names = [part for part in parts if "[" not in part and part not in FORMS_OF_FIELDS]
     where = ".".join(names)
     message = problem["msg"].removeprefix("Value error, ").removesuffix(".")
     if where:

@@ -46,6 +46,7 @@ from restorekv.serve.engine import (
     WAITING,
     CacheState,
     Content,
+    DeletedError,
     Engine,
     Reply,
     ServedDocument,
@@ -149,6 +150,9 @@ class CacheEngine(Engine, Generic[Active]):
         store.on_delete = self.forget_document
         # The key of the cache that is being made, and how far it is.
         self.making = NOTHING_MADE
+        # The document that is being compressed, and whether it was deleted meanwhile.
+        self.sha256_in_work = ""
+        self.is_abandoned = False
         self.counts = {"questions": 0, "tokens": 0, "compressed": 0, "loaded": 0, "hits": 0}
         self.compressor = ThreadPoolExecutor(
             1, "restorekv-compress", initializer=self._note_compressing_thread
@@ -333,6 +337,8 @@ class CacheEngine(Engine, Generic[Active]):
         if context is None:
             # A disk that takes nothing is noticed before minutes of work, not after.
             self.store.check_writable()
+            self.sha256_in_work = sha256
+            self.is_abandoned = False
             context = self.make_cache(content(), variant, key)
             with self.store.write_cache_file(key, sha256) as path:
                 context.save(path)
@@ -349,6 +355,8 @@ class CacheEngine(Engine, Generic[Active]):
         def note_progress(phase: str, share: float) -> None:
             # One assignment of a tuple: who reads it from another thread sees a state of its key.
             self.making = (key, CacheState(phase, share))
+            if self.is_abandoned:
+                raise DeletedError
 
         self.prepared_cache.max_bytes = self.memory - self.bytes_held
         try:
@@ -393,8 +401,13 @@ class CacheEngine(Engine, Generic[Active]):
                 return None
 
     def forget_document(self, sha256: str) -> None:
-        """Take a deleted document out of memory; questions being answered keep it to their end."""
+        """Take a deleted document out of memory; questions being answered keep it to their end.
+
+        Its compression, if it runs, ends at the next sign of progress.
+        """
         self.prepared_cache.clear()
+        if self.sha256_in_work == sha256:
+            self.is_abandoned = True
         with self.lock:
             for place in list(self.held):
                 if place[0] == sha256:

@@ -65,6 +65,13 @@ class UnavailableError(RestoreKVError):
     """What the engine needs does not answer; the request was right."""
 
 
+class DeletedError(RestoreKVError):
+    """A document was deleted while it was compressed."""
+
+    def __init__(self) -> None:
+        super().__init__("The file was deleted while it was compressed.")
+
+
 def find_resource_shortage(error: BaseException | None) -> ResourceShortage | None:
     """Return the error in a chain of causes that says what the machine lacked, if there is one."""
     while error is not None:

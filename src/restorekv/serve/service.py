@@ -21,6 +21,7 @@ from restorekv.serve.document_checks import start_document_hash
 from restorekv.serve.engine import (
     ENDING,
     BusyError,
+    DeletedError,
     Engine,
     ServedDocument,
     UnavailableError,
@@ -162,7 +163,10 @@ class Service:
             if not self.store.drop_caches_if_deleted(upload):
                 self.start_processing(upload)
         except Exception as error:  # whatever it is, the file has not been processed
-            self.store.set_status(upload, FAILED, explain_failure(error))
+            problem = explain_failure(error)
+            # Whoever uploaded it knows the file by its name, and not where the server keeps it.
+            problem = problem.replace(str(self.store.upload_path(upload.id)), upload.name)
+            self.store.set_status(upload, FAILED, problem)
         else:
             self.store.set_status(upload, PROCESSED)
 
@@ -233,14 +237,18 @@ class Service:
         if upload.status == FAILED:
             raise ApiError(400, f"{upload.name} could not be processed: {upload.problem}")
         self.check_variant(upload, variant)
-        document = await self.engine.get_document(
-            upload.sha256, variant, lambda: self._read_content(upload)
-        )
-        # Compressing takes long enough for a deletion to come in between.
-        if document.fresh and self.store.drop_caches_if_deleted(upload):
-            raise ApiError(
-                404, f"The file {upload.id} was deleted while it was compressed.", "file_not_found"
+        try:
+            document = await self.engine.get_document(
+                upload.sha256, variant, lambda: self._read_content(upload)
             )
+        except RestoreKVError:
+            # Whatever failed, a file that is gone explains it best.
+            if self.store.drop_caches_if_deleted(upload):
+                raise DeletedError from None
+            raise
+        # Compressing takes long enough for a deletion to come in between.
+        if self.store.drop_caches_if_deleted(upload):
+            raise DeletedError
         return document
 
 
