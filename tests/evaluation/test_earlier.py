@@ -8,7 +8,7 @@ import pytest
 
 from restorekv.evaluation.earlier import strip_draw
 from restorekv.evaluation.grid import Cell, Grid
-from restorekv.evaluation.results import ANSWERS, CELLS
+from restorekv.evaluation.results import ANSWERS, CELL, CELLS
 from restorekv.evaluation.run import LocalPool, run_grid
 from restorekv.tasks import BENCHMARKS, make_benchmark
 from tests.helpers.grid_world import Plain, contents, save_world
@@ -103,6 +103,17 @@ def test_a_damaged_cell_beside_it_is_asked_again(make_cells, tmp_path):
         (tmp_path / CELLS / cell.name / ANSWERS).write_text("{}\n")
     assert len(run(make_cells(3), tmp_path)) == 3
     assert contents(tmp_path)
+
+
+def test_a_cell_without_its_benchmarks_facts_is_asked_again(make_cells, tmp_path):
+    cells = make_cells(2)
+    run(cells, tmp_path)
+    for cell in cells:
+        path = tmp_path / CELLS / cell.name / CELL
+        stored = json.loads(path.read_text())
+        del stored["facts"]["benchmark"]
+        path.write_text(json.dumps(stored))
+    assert len(run(make_cells(3), tmp_path)) == 3
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

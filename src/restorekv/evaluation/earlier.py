@@ -8,8 +8,9 @@ asked about it are the same, letter by letter.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,12 @@ from restorekv.evaluation.results import (
     load_lines,
     load_result,
 )
-from restorekv.tasks import Sample
+from restorekv.tasks import Question, Sample
 
 EarlierLine = tuple[dict, dict[str, float]]  # a context's answers, and what they took
+# What a line says of a question, and all that an answer depends on.
+QUESTION_KEYS = ("id", "task", "question", "answer_prefix", "max_new_tokens", "references")
+DRAW_SETTINGS = ("count", "seed")
 # Facts of a benchmark that follow from which of its contexts are asked.
 DRAWN_FACTS = ("spec", "samples", "questions", "digest")
 SAMPLES_DIGEST = 16  # hex digits, before those of the benchmark's source
@@ -37,19 +41,21 @@ def digest_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+def describe_question(question: Question) -> dict[str, Any]:
+    """Return what an answer's line says of its question."""
+    return {
+        "id": question.id,
+        "task": question.task,
+        "question": question.text,
+        "answer_prefix": question.answer_prefix,
+        "max_new_tokens": question.max_new_tokens,
+        "references": list(question.answers),
+    }
+
+
 def digest_sample(sample: Sample) -> str:
     """Return a hash of a context and of all that is asked about it."""
-    questions = [
-        (
-            question.id,
-            question.task,
-            question.text,
-            question.answer_prefix,
-            question.max_new_tokens,
-            list(question.answers),
-        )
-        for question in sample.questions
-    ]
+    questions = [describe_question(question) for question in sample.questions]
     return _digest_asked(sample.id, digest_text(sample.context), questions)
 
 
@@ -57,26 +63,35 @@ def digest_line(line: Mapping[str, Any]) -> str | None:
     """Return `digest_sample` of the sample that a stored line answers; None for a line that does
     not say all of it.
     """
-    keys = ("id", "task", "question", "answer_prefix", "max_new_tokens", "references")
     try:
-        questions = [tuple(answer[key] for key in keys) for answer in line["answers"]]
+        questions = [{key: answer[key] for key in QUESTION_KEYS} for answer in line["answers"]]
         return _digest_asked(line["sample"], line["context"], questions)
     except KeyError:
         return None
 
 
-def _digest_asked(sample_id: str | int, context: str, questions: Sequence[tuple]) -> str:
+def _digest_asked(sample_id: str | int, context: str, questions: Sequence[dict]) -> str:
     text = json.dumps([sample_id, context, questions], ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def load_readable_cells(folder: Path) -> list[Result]:
+    """Return the cells of a run's folder, by name, without those that are damaged."""
+    cells = []
+    for path in sorted((folder / CELLS).iterdir()):
+        # Whatever is wrong with another cell, this run's contexts are then asked.
+        with suppress(RestoreKVError, OSError):
+            cells.append(load_result(path))
+    return cells
+
+
 def find_earlier_lines(
-    folder: Path, result: Result, digests: Mapping[str, str]
+    others: Iterable[Result], result: Result, digests: Mapping[str, str]
 ) -> dict[str, EarlierLine]:
-    """Return what other cells of a folder answered that the result's cell would answer alike.
+    """Return what other cells answered that the result's cell would answer alike.
 
     Args:
-        folder: The folder of the run.
+        others: The cells of its folder; the cell itself may be among them.
         result: The cell that lacks answers.
         digests: `digest_sample` of every context that it asks, by id.
 
@@ -84,14 +99,15 @@ def find_earlier_lines(
         Lines by the id of their sample.
     """
     found: dict[str, EarlierLine] = {}
-    for path in sorted((folder / CELLS).iterdir()):
-        if path == result.folder:
+    for other in others:
+        if other.folder == result.folder or not _answers_alike(other, result):
             continue
-        other = _load_similar(path, result)
-        if other is None:
+        try:
+            lines = other.lines
+            seconds = {line.get("sample"): line for line in load_lines(other.folder / SECONDS)}
+        except (RestoreKVError, OSError):  # as in `load_readable_cells`
             continue
-        seconds = {line.get("sample"): line for line in load_lines(path / SECONDS)}
-        for line in other.lines:
+        for line in lines:
             name = line["sample"]
             if name in digests and digest_line(line) == digests[name]:
                 took = dict(seconds.get(name, {}))
@@ -100,32 +116,31 @@ def find_earlier_lines(
     return found
 
 
-def _load_similar(path: Path, result: Result) -> Result | None:
-    """Return the cell in a folder if its answers are those that the result's cell would give."""
-    similar = strip_draw(result.cell)
+def _answers_alike(other: Result, result: Result) -> bool:
+    """Return whether two cells, and what they are made with, differ in nothing but the draw."""
     try:
-        other = load_result(path)
-        if strip_draw(other.cell) != similar:
-            return None
-        if describe_changes(_strip_facts(other.identity), _strip_facts(result.identity)):
-            return None
-        other.lines  # noqa: B018 - checks every line
-    except (RestoreKVError, OSError):
-        # Whatever is wrong with another cell, this one's contexts are then asked.
-        return None
-    return other
+        if strip_draw(other.cell) != strip_draw(result.cell):
+            return False
+    except RestoreKVError:  # a benchmark that is no longer installed
+        return False
+    return not describe_changes(_strip_facts(other.identity), _strip_facts(result.identity))
 
 
-def strip_draw(cell: Cell) -> Cell:
-    """Return the cell as if its benchmark asked one context, which every benchmark allows."""
+def strip_draw(cell: Cell) -> tuple[Cell, dict[str, Any]]:
+    """Return the cell with its benchmark's name alone, and the benchmark's settings without those
+    that draw contexts.
+    """
     benchmark = tasks.make_benchmark(cell.benchmark)
-    return replace(cell, benchmark=replace(benchmark, count=1, seed=0).spec)
+    settings = asdict(benchmark)
+    for key in DRAW_SETTINGS:
+        settings.pop(key)
+    return replace(cell, benchmark=benchmark.name), settings
 
 
 def _strip_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a cell was made with, without what follows from which contexts were drawn."""
-    benchmark = dict(facts["benchmark"])
-    source = benchmark["digest"][SAMPLES_DIGEST:]
+    benchmark = dict(facts.get("benchmark", {}))
+    source = benchmark.get("digest", "")[SAMPLES_DIGEST:]
     for key in DRAWN_FACTS:
-        benchmark.pop(key)
+        benchmark.pop(key, None)
     return {**facts, "benchmark": {**benchmark, "source": source}}

@@ -12,7 +12,12 @@ from restorekv.compression.budget import parse_ratio
 from restorekv.compression.eviction import make_compressor
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
-from restorekv.evaluation.earlier import EarlierLine, digest_sample, find_earlier_lines
+from restorekv.evaluation.earlier import (
+    EarlierLine,
+    digest_sample,
+    find_earlier_lines,
+    load_readable_cells,
+)
 from restorekv.evaluation.grid import FULL, Cell, Job, group_jobs
 from restorekv.evaluation.results import CELLS, SUMMARY, Result, identify_setup, open_result
 from restorekv.evaluation.rows import summarize_cell
@@ -24,6 +29,7 @@ from restorekv.tasks.base import digest_samples
 LOCK = ".lock"
 Identities = dict[Cell, dict]  # what each cell is made with
 Digests = dict[str, str]  # what each sample asks, by its id
+EarlierLines = dict[Cell, dict[str, EarlierLine]]  # by the id of their sample
 Missing = list[tuple[str, list[Cell]]]  # ids of samples in order, each with the cells that lack it
 
 
@@ -204,20 +210,8 @@ def _run_jobs(
         # What the folder lacks, context by context; what is there is never asked again.
         missing = _find_missing(results, list(digests))
         earlier = _find_earlier(folder, results, missing, digests)
-        unanswered: Missing = []
-        for sample, cells in missing:
-            asked = [cell for cell in cells if sample not in earlier[cell]]
-            if asked:
-                unanswered.append((sample, asked))
-        answers = iter(pool.answer_contexts(job, unanswered))
         done = len(digests) - len(missing)
-        # In the order of the samples, whoever answered them, so that a cell's file does not depend
-        # on what came first.
-        for sample, cells in missing:
-            known = [cell for cell in cells if sample in earlier[cell]]
-            lines = [(cell, *earlier[cell][sample]) for cell in known]
-            if len(known) < len(cells):
-                lines += next(answers)
+        for lines in _answer_missing(pool, job, missing, earlier):
             # Lines of a context are written together, when all its cells have answered.
             for cell, line, seconds in lines:
                 results[cell].append(line, seconds)
@@ -233,13 +227,35 @@ def _run_jobs(
 
 def _find_earlier(
     folder: Path, results: dict[Cell, Result], missing: Missing, digests: Digests
-) -> dict[Cell, dict[str, EarlierLine]]:
-    """Return the missing answers that other cells of the folder have, for every cell."""
+) -> EarlierLines:
+    """Return what other cells of the folder have answered, for every cell that lacks an answer."""
     lacking = {cell for _, cells in missing for cell in cells}
-    return {
-        cell: find_earlier_lines(folder, result, digests) if cell in lacking else {}
-        for cell, result in results.items()
-    }
+    if not lacking:
+        return {}
+    others = load_readable_cells(folder)
+    return {cell: find_earlier_lines(others, results[cell], digests) for cell in lacking}
+
+
+def _answer_missing(
+    pool: WorkerPool, job: Job, missing: Missing, earlier: EarlierLines
+) -> Iterator[list[Line]]:
+    """Yield a line of each cell for every entry of `missing`: earlier ones, and for the rest what
+    the pool answers.
+
+    They come in the order of `missing`, whoever answered, so that a cell's file does not depend on
+    what came first.
+    """
+    unanswered: Missing = []
+    for sample, cells in missing:
+        asked = [cell for cell in cells if sample not in earlier[cell]]
+        if asked:
+            unanswered.append((sample, asked))
+    answers = iter(pool.answer_contexts(job, unanswered))
+    for sample, cells in missing:
+        lines = [(cell, *earlier[cell][sample]) for cell in cells if sample in earlier[cell]]
+        if len(lines) < len(cells):
+            lines += next(answers)
+        yield lines
 
 
 def check_cells(cells: Sequence[Cell]) -> None:

@@ -18,7 +18,7 @@ from restorekv.compression.eviction import make_compressor
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
-from restorekv.evaluation.earlier import digest_text
+from restorekv.evaluation.earlier import describe_question, digest_text
 from restorekv.evaluation.fidelity import FullAnswers
 from restorekv.evaluation.grid import (
     DEFAULT_ON_SMALL_BUDGET,
@@ -251,12 +251,7 @@ class Worker:
         figures = zip(answers, full.answers, divergences, strict=True)
         for question, (ids, whole, kl) in zip(sample.questions, figures, strict=True):
             text = self._decode_answer(ids)
-            answer = {"id": question.id, "task": question.task, "question": question.text}
-            answer |= {
-                "answer_prefix": question.answer_prefix,
-                "max_new_tokens": question.max_new_tokens,
-            }
-            answer |= {"references": list(question.answers), "prediction": text}
+            answer = {**describe_question(question), "prediction": text}
             answer |= {"score": self.benchmark.score(question, text)}
             if metrics := self.benchmark.compute_metrics(question, text):
                 answer |= {"metrics": metrics}
