@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -80,42 +79,29 @@ def make_book(tokenizer: Tokenizer, tokens: int, seed: int) -> Book:
     return Book("\n\n".join(paragraphs), questions, tuple(map(str, numbers)))
 
 
-def run_book(
-    options: Options, tell: Callable[[str], None], threads: int, kept: Path | None = None
-) -> dict:
-    """Return a row for each way and ratio; `kept` is a folder that keeps them for a later run."""
+def run_book(options: Options, tell: Callable[[str], None], threads: int, folder: Path) -> dict:
+    """Return a row for each way and ratio; the folder keeps them, so that a later run goes on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _, tokenizer = load_model(options.model)
+    book = make_book(tokenizer, options.tokens, options.seed)
+    (folder / "book.json").write_text(json.dumps(vars(book)), "utf-8")
     rows: list[dict] = []
-    with TemporaryDirectory(prefix="restorekv-bench-") as name:
-        folder = Path(name)
-        _, tokenizer = load_model(options.model)
-        book = make_book(tokenizer, options.tokens, options.seed)
-        (folder / "book.json").write_text(json.dumps(vars(book)), "utf-8")
-        for way in WAYS:
-            ratios = ("1",) if way == TRANSFORMERS else options.ratios
-            for ratio in ratios:
-                settings = {
-                    "model": options.model,
-                    "tokens": options.tokens,
-                    "seed": options.seed,
-                    "way": way,
-                    "ratio": ratio,
-                    "evictor": options.evictor,
-                    "part": options.part,
-                    "answer": options.answer,
-                    "threads": threads,
-                }
-                row = read_kept_row(kept, settings)
-                if row is None:
-                    tell(f"{way}, r = {ratio}")
-                    job = {**settings, "book": str(folder / "book.json")}
-                    command = [sys.executable, "-m", "benchmarks.book_side"]
-                    what = f"The measurement of {way} at r = {ratio}"
-                    row = {"way": way, **measure_apart(command, job, folder, what)}
-                    if kept is not None:
-                        kept.mkdir(parents=True, exist_ok=True)
-                        kept_row = {"settings": settings, "row": row}
-                        write_json(locate_kept_row(kept, settings), kept_row)
-                rows.append(row)
+    for way in WAYS:
+        ratios = ("1",) if way == TRANSFORMERS else options.ratios
+        for ratio in ratios:
+            job = {
+                "model": options.model,
+                "tokens": options.tokens,
+                "seed": options.seed,
+                "book": str(folder / "book.json"),
+                "way": way,
+                "ratio": ratio,
+                "evictor": options.evictor,
+                "part": options.part,
+                "answer": options.answer,
+                "threads": threads,
+            }
+            rows.append(measure_way(folder, job, tell))
     whole = rows[0]
     for row in rows:
         row["right"] = count_right(row["texts"], book.answers)
@@ -133,18 +119,20 @@ def run_book(
     }
 
 
-def locate_kept_row(kept: Path, settings: dict) -> Path:
-    """Return where a folder keeps the row of a way and a ratio."""
-    way = settings["way"].replace(" ", "-")
-    return kept / f"{way}-{settings['ratio']}.json"
-
-
-def read_kept_row(kept: Path | None, settings: dict) -> dict | None:
-    """Return a row that the folder keeps, or None where it has none with these settings."""
-    if kept is None or not locate_kept_row(kept, settings).exists():
-        return None
-    found = json.loads(locate_kept_row(kept, settings).read_text("utf-8"))
-    return found["row"] if found["settings"] == settings else None
+def measure_way(folder: Path, job: dict, tell: Callable[[str], None]) -> dict:
+    """Return the row of one way and ratio, which an earlier run of the same job may have kept."""
+    way = job["way"]
+    place = folder / f"{way.replace(' ', '-')}-{job['ratio']}.json"
+    if place.exists():
+        found = json.loads(place.read_text("utf-8"))
+        if found["job"] == job:
+            return found["row"]
+    tell(f"{way}, r = {job['ratio']}")
+    command = [sys.executable, "-m", "benchmarks.book_side"]
+    what = f"The measurement of {way} at r = {job['ratio']}"
+    row = {"way": way, **measure_apart(command, job, folder, what)}
+    write_json(place, {"job": job, "row": row})
+    return row
 
 
 def count_right(texts: Sequence[str], answers: Sequence[str]) -> int:

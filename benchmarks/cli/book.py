@@ -1,6 +1,7 @@
 """`python -m benchmarks book`: a book compressed at once and in parts, beside transformers."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import torch
@@ -31,8 +32,10 @@ def run(
     if json:
         check_target(json)
     options = Options(model, tokens, evictor, tuple(ratio), part, answer)
-    run_benchmark(
-        lambda tell: run_book(options, tell, torch.get_num_threads(), folder),
-        lambda result: run_each([make_table(result)]),
-        json,
-    )
+    with TemporaryDirectory(prefix="restorekv-bench-") as name:
+        place = folder or Path(name)
+        run_benchmark(
+            lambda tell: run_book(options, tell, torch.get_num_threads(), place),
+            lambda result: run_each([make_table(result)]),
+            json,
+        )

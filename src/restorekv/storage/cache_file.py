@@ -61,9 +61,8 @@ class Manifest:
     restore_from: str
     offset: int
     evictor: str
-    adapter: (
-        dict[str, Any] | None
-    )  # of the restore adapter: the fields of cache_checks.ADAPTER_ENTRIES
+    # Of the restore adapter: the fields of cache_checks.ADAPTER_ENTRIES.
+    adapter: dict[str, Any] | None
     pairs: int  # what the budget counts: all held but, under "free", those of the prefix
     pairs_of_prefix: int  # kept pairs that came from the chat prefix
     pairs_held: int  # everything, prefix and restore cache included

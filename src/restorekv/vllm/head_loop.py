@@ -18,8 +18,8 @@ from restorekv.vllm.page_pool import PageTable
 PageReader = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 # A document is attended head by head if as many tokens of the step ask it, and if tokens times the
-# pairs of its mean head are as many. `benchmarks vllm-steps`, with SmolLM2's heads: on one machine
-# pages were faster below 8 tokens, on another one below 32. In between, neither loses much at 16.
+# pairs of its mean head are as many. `benchmarks vllm-steps`, with SmolLM2's heads, chose 8 tokens
+# on one machine and 32 on another one. At 16, in between, neither way loses much.
 FEWEST_TOKENS = 16
 LEAST_WORK = 4096
 
