@@ -264,6 +264,29 @@ def test_compressing_a_document_ends_when_it_is_deleted(client, slow, monkeypatc
     assert ended == [DeletedError]
 
 
+def test_a_text_in_a_request_outlives_an_upload_of_the_same_text(client, slow):
+    stop, inside, go = slow
+    text = b64encode(TEXT.encode()).decode()
+    file = {"type": "file", "file": {"filename": "a.txt", "file_data": text}}
+    messages = [{"role": "user", "content": [file, {"type": "text", "text": QUESTION}]}]
+    stop.set()
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask, client, messages)
+        assert inside.wait(30)
+        client.files.delete(upload(client, wait=False).id)
+        go.set()
+        assert asking.result().choices[0].message.content
+
+
+def test_a_damaged_cache_file_is_told_by_its_name(client, monkeypatch, tmp_path):
+    """Also to a question that comes before the upload has been processed."""
+    monkeypatch.setattr(service.Service, "start_processing", lambda self, upload: None)
+    bad = upload(client, b"no cache", "bad.rkv", wait=False)
+    with pytest.raises(openai.BadRequestError, match=r"bad\.rkv ") as caught:
+        ask(client, about(bad))
+    assert str(tmp_path) not in str(caught.value)
+
+
 def test_requests_that_wait_for_documents_are_counted(client, slow):
     stop, _, go = slow
     stop.set()

@@ -185,13 +185,13 @@ def describe_validation_error(error: ValidationError | RequestValidationError) -
     if param:  # the sentence is from fields.py
         return make_problem_response(400, f"{problem['msg']}.", problem["type"], param=param)
     if problem["type"] == "model_attributes_type":
+        message = "The body is JSON, but not an object; send one."
         # Without the header the body arrives as bytes.
-        message = (
-            "The body is not read as JSON; send a JSON object with the header Content-Type: "
-            "application/json."
-            if isinstance(problem["input"], bytes)
-            else "The body is JSON, but not an object; send one."
-        )
+        if isinstance(problem["input"], bytes):
+            message = (
+                "The body is not read as JSON; send a JSON object with the header "
+                "Content-Type: application/json."
+            )
         return make_problem_response(400, message)
     if problem["type"] == "missing" and problem["loc"] == ("body",):
         return make_problem_response(400, "The body is empty; send a JSON object.")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fastapi import UploadFile
 
-from restorekv.errors import RestoreKVError
+from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.readers.extract import CACHE, TEXT, extract_text, find_kind, printable_name
 from restorekv.serve.document_checks import start_document_hash
 from restorekv.serve.engine import (
@@ -152,9 +152,7 @@ class Service:
     async def _process(self, upload: Upload) -> None:
         """Compress an upload as the default variant."""
         try:
-            await self.engine.get_document(
-                upload.sha256, self.default, lambda: self._read_content(upload)
-            )
+            await self._compress_upload(upload, self.default)
         except UnavailableError:
             if self.ending:  # the next start continues with it
                 return
@@ -163,10 +161,7 @@ class Service:
             if not self.store.drop_caches_if_deleted(upload):
                 self.start_processing(upload)
         except Exception as error:  # whatever it is, the file has not been processed
-            problem = explain_failure(error)
-            # Whoever uploaded it knows the file by its name, and not where the server keeps it.
-            problem = problem.replace(str(self.store.upload_path(upload.id)), upload.name)
-            self.store.set_status(upload, FAILED, problem)
+            self.store.set_status(upload, FAILED, explain_failure(error))
         else:
             self.store.set_status(upload, PROCESSED)
 
@@ -229,7 +224,12 @@ class Service:
         # The same text in another request is the same document.
         digest = start_document_hash(TEXT)
         digest.update(text.encode())
-        return await self.engine.get_document(digest.hexdigest(), variant, lambda: text)
+        while True:
+            try:
+                return await self.engine.get_document(digest.hexdigest(), variant, lambda: text)
+            except DeletedError:
+                # An upload of the same text was deleted, and this one is still asked.
+                continue
 
     async def get_uploaded(self, upload_id: str, variant: Variant) -> ServedDocument:
         """Return the document that was uploaded under an id."""
@@ -238,9 +238,7 @@ class Service:
             raise ApiError(400, f"{upload.name} could not be processed: {upload.problem}")
         self.check_variant(upload, variant)
         try:
-            document = await self.engine.get_document(
-                upload.sha256, variant, lambda: self._read_content(upload)
-            )
+            document = await self._compress_upload(upload, variant)
         except RestoreKVError:
             # Whatever failed, a file that is gone explains it best.
             if self.store.drop_caches_if_deleted(upload):
@@ -250,6 +248,17 @@ class Service:
         if self.store.drop_caches_if_deleted(upload):
             raise DeletedError
         return document
+
+    async def _compress_upload(self, upload: Upload, variant: Variant) -> ServedDocument:
+        """Return an upload's document, which is compressed unless its cache is there."""
+        try:
+            return await self.engine.get_document(
+                upload.sha256, variant, lambda: self._read_content(upload)
+            )
+        except CacheFileError as error:
+            # Whoever uploaded it knows the file by its name, and not where the server keeps it.
+            place = str(self.store.upload_path(upload.id))
+            raise CacheFileError(str(error).replace(place, upload.name)) from error
 
 
 def explain_failure(error: Exception) -> str:
