@@ -239,11 +239,11 @@ def _find_earlier(
 def _answer_missing(
     pool: WorkerPool, job: Job, missing: Missing, earlier: EarlierLines
 ) -> Iterator[list[Line]]:
-    """Yield a line of each cell for every entry of `missing`: earlier ones, and for the rest what
-    the pool answers.
+    """Yield a line of each cell for every entry of `missing`: an earlier one if there is one, else
+    what the pool answers.
 
-    They come in the order of `missing`, whoever answered, so that a cell's file does not depend on
-    what came first.
+    Entries come in the order of `missing`, so that a cell's file does not depend on which of its
+    contexts were answered earlier.
     """
     unanswered: Missing = []
     for sample, cells in missing:

@@ -121,7 +121,9 @@ def check_manifest(manifest: Manifest) -> None:
     positions = manifest.prefix + manifest.tokens + manifest.offset
     cells = shape["layers"] * shape["heads"] * (positions + manifest.earlier)
     fits = manifest.tokens > 0 and positions <= POSITIONS and cells <= CELLS
-    require(fits, f"records {manifest.tokens} tokens of {positions}, which no context has")
+    require(
+        fits, f"records {manifest.tokens} tokens at {positions} positions, which no context has"
+    )
     if manifest.parts:
         require(min(manifest.parts) > 0, "records an appended part without tokens")
         in_parts = sum(manifest.parts)
