@@ -38,6 +38,19 @@ class ModelError(RestoreKVError):
     """A model or tokenizer that cannot be loaded or is not supported."""
 
 
+class OptionError(RestoreKVError):
+    """An option, or a field of a request, whose value cannot be used.
+
+    Args:
+        message: the sentence.
+        option: its name.
+    """
+
+    def __init__(self, message: str, option: str = "") -> None:
+        super().__init__(message)
+        self.option = option
+
+
 class TextTooLongError(RestoreKVError):
     """A text of more tokens than the model has room for.
 
@@ -99,6 +112,15 @@ def reraise_as(kind: type[RestoreKVError]) -> Iterator[None]:
         yield
     except RestoreKVError as error:
         raise kind(str(error)) from error
+
+
+@contextmanager
+def name_option(option: str) -> Iterator[None]:
+    """Raise a RestoreKVError of the block as an OptionError of this option."""
+    try:
+        yield
+    except RestoreKVError as error:
+        raise OptionError(str(error), option) from error
 
 
 @contextmanager

@@ -192,6 +192,43 @@ def test_fields_inside_are_not_ignored_either(url, file, more, param):
     assert (status, error["param"]) == (400, param)
 
 
+FILE_PART = {"type": "file", "file": {"file_id": ""}}
+SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}
+
+
+@pytest.mark.parametrize(
+    "more, param",
+    [
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 9: 1}}, "logit_bias"),
+        ({"temperature": 0.001}, "temperature"),
+        ({"stop": [""]}, "stop"),
+        ({"stop_repeats": 1}, "stop_repeats"),
+        ({"model": "tiny:kvzip-7"}, "model"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [FILE_PART]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"response_format": SCHEMA}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "text", "json_schema": {"schema": {}}}},
+            "response_format.json_schema",
+        ),
+    ],
+)
+def test_a_refusal_names_its_field(url, file, more, param):
+    status, error = sent(url, *request_of("chat", file, **more))
+    assert (status, error["param"]) == (400, param), error
+
+
+def test_a_top_p_of_0_takes_the_likeliest_token(url, file):
+    options = {"temperature": 1.7, "top_p": 0, "seed": 4}
+    answers = [sent(url, *request_of("chat", file, **options))[1]]
+    answers.append(sent(url, *request_of("chat", file, temperature=0))[1])
+    first, second = [answer["choices"][0]["message"]["content"] for answer in answers]
+    assert first == second
+
+
 def test_what_an_answer_holds_can_be_sent_back():
     """As clients do with the messages of an answer, and Responses' items."""
     Message.model_validate(

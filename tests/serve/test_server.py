@@ -53,6 +53,23 @@ def client(model, tiny_tokenizer, tmp_path_factory):
         yield client_of(url)
 
 
+def test_downloads_say_their_names(client):
+    made = upload(client, name="größe 1.txt")
+    names = {"content": "gr%C3%B6%C3%9Fe%201.txt", "cache": "gr%C3%B6%C3%9Fe%201.txt.rkv"}
+    for path, name in names.items():
+        asked = Request(f"{client.base_url}files/{made.id}/{path}")
+        asked.add_header("authorization", f"Bearer {client.api_key}")
+        with urlopen(asked) as answer:
+            told = answer.headers["content-disposition"]
+        assert told == f"attachment; filename*=UTF-8''{name}"
+
+
+@pytest.mark.parametrize("path", ["health", "ready"])
+def test_load_balancers_ask_with_head(client, path):
+    with urlopen(Request(str(client.base_url.join(f"/{path}")), method="HEAD")) as answer:
+        assert (answer.status, answer.read()) == (200, b"")
+
+
 def test_answers_are_the_librarys(client, file, model, tiny_tokenizer):
     assert file.status == "processed"
     small = expected(model, tiny_tokenizer)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.errors import RestoreKVError, import_extra
+from restorekv.errors import OptionError, RestoreKVError, import_extra
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -66,8 +66,10 @@ class Constraint:
         except (ValueError, TypeError) as error:
             wrong = str(error)
         if wrong:
-            what = "regular expression" if regex is not None else "JSON schema"
-            raise RestoreKVError(f"The {what} cannot be used: {_shorten(wrong)}")
+            what, option = "JSON schema", "json_schema"
+            if regex is not None:
+                what, option = "regular expression", "regex"
+            raise OptionError(f"The {what} cannot be used: {_shorten(wrong)}", option)
         return cls(kind(vocabulary, grammar), vocabulary.vocab_size)
 
     @property

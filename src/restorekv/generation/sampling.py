@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.errors import RestoreKVError
+from restorekv.errors import OptionError, RestoreKVError
 from restorekv.files import matches_type
 from restorekv.generation.constraint import Constraint
 from restorekv.generation.repetition import RepetitionWatch
@@ -213,7 +213,7 @@ class SamplingConfig:
         for name, (kind, holds, wanted) in CHECKS.items():
             value = getattr(self, name)
             if not matches_type(value, kind) or not holds(value):
-                raise RestoreKVError(f"{name} is {wanted}, not {repr(value)[:60]}.")
+                raise OptionError(f"{name} is {wanted}, not {repr(value)[:60]}.", name)
         if self.regex is not None and self.json_schema is not None:
             raise RestoreKVError("regex is for answers without a json_schema; give one of them.")
         object.__setattr__(self, "stop", tuple(self.stop))
@@ -453,9 +453,10 @@ def check_bias(bias: Mapping[int, float] | None, tokenizer: Tokenizer) -> None:
     """Refuse ids that no token has."""
     strange = [token for token in bias or () if not 0 <= token < len(tokenizer)]
     if strange:
-        raise RestoreKVError(
+        raise OptionError(
             f"logit_bias names the token {strange[0]}, and this model's run from 0 to "
-            f"{len(tokenizer) - 1}; give those."
+            f"{len(tokenizer) - 1}; give those.",
+            "logit_bias",
         )
 
 

@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import quote
 
 from fastapi import FastAPI, Form, Query, Request, UploadFile
 from fastapi.exceptions import RequestValidationError
@@ -17,7 +18,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
-from restorekv.errors import RestoreKVError, TextTooLongError
+from restorekv.errors import OptionError, RestoreKVError, TextTooLongError
 from restorekv.serve import replies, schemas
 from restorekv.serve.body import BodyError, CheckedRoute
 from restorekv.serve.completions import add_completions
@@ -41,6 +42,8 @@ from restorekv.serve.variants import Variant
 LOG = logging.getLogger("restorekv.serve")
 OPEN_PATHS = ("/health", "/ready", REFERENCE_PATH, *PATHS)  # asked without a key
 BYTES = "application/octet-stream"
+# Requests call some options of `SamplingConfig` by other names.
+OPTION_FIELDS = {"json_schema": "response_format", "samples": "n"}
 FORMS_OF_FIELDS = ("str", "int", "float", "bool")  # as pydantic names them
 LISTED = 10_000  # files in one list, as in OpenAI's API
 METRICS = "text/plain; version=0.0.4"
@@ -127,11 +130,13 @@ def add_errors(app: FastAPI, service: Service) -> None:
         lack = explain_resource_shortage(error)
         if lack:
             return make_problem_response(*lack)
+        option = error.option if isinstance(error, OptionError) else ""
+        param = OPTION_FIELDS.get(option, option) or None
         if str(error).startswith("There is no model"):
-            return make_problem_response(404, str(error), "model_not_found")
+            return make_problem_response(404, str(error), "model_not_found", param=param)
         # Clients look for this word, and shorten the conversation.
         code = "context_length_exceeded" if isinstance(error, TextTooLongError) else None
-        return make_problem_response(400, str(error), code)
+        return make_problem_response(400, str(error), code, param=param)
 
     @app.exception_handler(ValidationError)
     @app.exception_handler(RequestValidationError)
@@ -217,10 +222,13 @@ def add_routes(
         503: {"model": schemas.Ready, "description": "The server still starts or ends"}
     }
 
+    # Load balancers ask with HEAD.
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> schemas.Status:
         return schemas.Status(status="ok")
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready", response_model=schemas.Ready, responses=not_yet)
     async def ready() -> Response:
         ready = is_ready()
@@ -274,8 +282,9 @@ def add_files(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/files/{name}/content", response_class=Response, responses=binary)
     async def content(name: str) -> Response:
-        path = service.store.upload_path(service.find_upload(name).id)
-        return await send_bytes(path, f"{name} was deleted.")
+        upload = service.find_upload(name)
+        path = service.store.upload_path(upload.id)
+        return await send_bytes(path, upload.name, f"{name} was deleted.")
 
     @app.get("/v1/files/{name}/cache", response_class=Response, responses=binary)
     async def cache(name: str, model: str | None = None) -> Response:
@@ -286,6 +295,7 @@ def add_files(app: FastAPI, service: Service) -> None:
         path = await asyncio.to_thread(service.store.find_or_fetch, key, upload.sha256)
         return await send_bytes(
             path,
+            f"{upload.name}.rkv",
             f"{upload.id} is not compressed as {variant.name} yet; wait until it is processed, or "
             "ask it as that.",
         )
@@ -312,11 +322,15 @@ def select_uploads(
     return [upload for upload in uploads if purpose in (None, upload.purpose)]
 
 
-async def send_bytes(path: Path | None, otherwise: str) -> Response:
-    """Return the bytes of a file; 404 and a sentence where it is not there, or no longer."""
+async def send_bytes(path: Path | None, name: str, otherwise: str) -> Response:
+    """Return the bytes of a file, to be saved under a name; 404 and a sentence where it is not
+    there, or no longer.
+    """
     if path is None:
         raise ApiError(404, otherwise)
     try:
-        return Response(await asyncio.to_thread(path.read_bytes), media_type=BYTES)
+        content = await asyncio.to_thread(path.read_bytes)
     except FileNotFoundError:
         raise ApiError(404, otherwise) from None
+    headers = {"content-disposition": f"attachment; filename*=UTF-8''{quote(name, safe='')}"}
+    return Response(content, media_type=BYTES, headers=headers)

@@ -16,7 +16,7 @@ from openai.types.completion_choice import Logprobs
 from pydantic import Field, model_validator
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.errors import RestoreKVError
+from restorekv.errors import OptionError
 from restorekv.serve import fields, replies, schemas
 from restorekv.serve.engine import Reply, ServedQuestion
 from restorekv.serve.questions import IsGone, PendingAnswer, Questions, format_event
@@ -88,8 +88,8 @@ async def complete_text(
     service.check_open()
     variant = Variant.parse(request.model, service.base)
     if variant.method:
-        raise RestoreKVError(
-            f"A completion has no document to compress; use {service.base} as the model."
+        raise OptionError(
+            f"A completion has no document to compress; use {service.base} as the model.", "model"
         )
     sampling = request.make_sampling(service.defaults)
     limit = min(request.max_tokens or DEFAULT_TOKENS, service.limits.tokens)

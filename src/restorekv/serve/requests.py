@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
-from restorekv.errors import RestoreKVError
+from restorekv.errors import OptionError, RestoreKVError, name_option
 from restorekv.generation.sampling import SamplingConfig
 from restorekv.model.tokenize import check_unicode
 from restorekv.serve import fields
@@ -157,9 +157,16 @@ class Format(BaseModel):
     def take_fields(cls, given: Any) -> Any:
         """Refuse fields that would be ignored."""
         taken = fields.take_known(given, cls.model_fields, frozenset(), {}, "response_format.")
-        if isinstance(taken, dict) and taken.get("json_schema"):
-            place = "response_format.json_schema."
-            fields.take_known(taken["json_schema"], {"schema": None}, fields.FORMAT_IDLE, {}, place)
+        if not isinstance(taken, dict):
+            return taken
+        place = "response_format.json_schema"
+        has_schema = taken.get("json_schema") is not None
+        if has_schema != (taken.get("type") == "json_schema"):
+            why = "comes with type json_schema, and with no other; give both or neither"
+            raise fields.make_field_error("invalid_value", place, why)
+        if has_schema:
+            known = {"schema": None}
+            fields.take_known(taken["json_schema"], known, fields.FORMAT_IDLE, {}, f"{place}.")
         return taken
 
     def find_schema(self) -> dict[str, Any] | None:
@@ -170,8 +177,9 @@ class Format(BaseModel):
             return {"type": "object"}
         schema = (self.json_schema or {}).get("schema", {})
         if len(json.dumps(schema)) > LARGEST_SCHEMA:
-            raise RestoreKVError(
-                f"The JSON schema has more than {LARGEST_SCHEMA:,} characters; shorten it."
+            raise OptionError(
+                f"The JSON schema has more than {LARGEST_SCHEMA:,} characters; shorten it.",
+                "response_format",
             )
         return schema
 
@@ -199,7 +207,8 @@ class SamplingRequest(BaseModel):
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    # 0 is the likeliest token alone, as in OpenAI's API.
+    top_p: float | None = Field(None, ge=0, le=1)
     max_tokens: int | None = Field(None, ge=1)
     n: int | None = Field(None, ge=1, le=16)
     stop: str | list[str] | None = Field(None, max_length=64)
@@ -227,7 +236,7 @@ class SamplingRequest(BaseModel):
         """Return settings of `SamplingConfig`: what the request asks for, else the defaults."""
         options: dict[str, Any] = {
             "temperature": _choose(self.temperature, defaults.temperature),
-            "top_p": self.top_p or 1.0,
+            "top_p": _choose(self.top_p, 1.0),
             "samples": self.n or 1,
             "stop": self.stop or (),
             "seed": secrets.randbelow(2**31) if self.seed is None else self.seed,
@@ -238,6 +247,9 @@ class SamplingRequest(BaseModel):
             "presence_penalty": self.presence_penalty or 0.0,
             "stop_repeats": _choose(self.stop_repeats, defaults.stop_repeats),
         }
+        if self.top_p == 0:
+            options["temperature"] = 0.0
+            options["top_p"] = 1.0
         if self.logit_bias:
             options["logit_bias"] = _parse_bias(self.logit_bias)
         return options
@@ -284,8 +296,9 @@ def _parse_bias(given: Mapping[str, float]) -> dict[int, float]:
     bias = {}
     for name, value in given.items():
         if not re.fullmatch(r"0|[1-9][0-9]{0,9}", name):
-            raise RestoreKVError(
-                "logit_bias names tokens by their ids, such as {'50256': -100}; give numbers."
+            raise OptionError(
+                "logit_bias names tokens by their ids, such as {'50256': -100}; give numbers.",
+                "logit_bias",
             )
         bias[int(name)] = value
     return bias
@@ -337,7 +350,8 @@ def parse_chat(
     roles: list[str] = []
     texts: list[str] = []
     for message in request.messages:
-        text = _read_message(message, documents)
+        with name_option("messages"):
+            text = _read_message(message, documents)
         role = message.role
         if role in ("system", "developer"):
             if not roles:
@@ -357,11 +371,12 @@ def parse_chat(
     if roles and roles[-1] == "assistant":
         opening = texts.pop()
         if request.response_format and request.response_format.find_schema():
-            raise RestoreKVError(
-                "An answer in JSON begins anew; leave out the assistant's last message."
+            raise OptionError(
+                "An answer in JSON begins anew; leave out the assistant's last message.",
+                "response_format",
             )
     if not texts:
-        raise RestoreKVError("There is no question; send a message of the user.")
+        raise OptionError("There is no question; send a message of the user.", "messages")
     questions = texts[::2]
     return ParsedChat(
         documents=documents,

@@ -54,7 +54,7 @@ class ResponsesRequest(BaseModel):
     previous_response_id: str | None = None
     stream: bool = False
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     max_output_tokens: int | None = Field(None, ge=1)
     text: TextOptions | None = None
     store: bool | None = None

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from restorekv.compression.budget import parse_ratio
 from restorekv.compression.presets import PRESETS, resolve_preset
-from restorekv.errors import RestoreKVError
+from restorekv.errors import OptionError, name_option
 from restorekv.evictors import EVICTORS
 
 WITHOUT_RESTORING = "-base"
@@ -46,12 +46,15 @@ class Variant:
         before, _, rest = name.partition(f"{base}:")
         method, dash, ratio = rest.removesuffix(WITHOUT_RESTORING).rpartition("-")
         if before or not dash or not is_method(method):
-            raise RestoreKVError(
+            raise OptionError(
                 f"There is no model {name!r} here; use {base}, or {base}:METHOD-RATIO with an "
                 f"evictor or a preset ({' or '.join(PRESETS)}) and a ratio, such as "
-                f"{base}:fast-0.1."
+                f"{base}:fast-0.1.",
+                "model",
             )
-        return cls(base, method, parse_ratio(ratio), not rest.endswith(WITHOUT_RESTORING))
+        with name_option("model"):
+            share = parse_ratio(ratio)
+        return cls(base, method, share, not rest.endswith(WITHOUT_RESTORING))
 
     @property
     def name(self) -> str:
