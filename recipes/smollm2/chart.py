@@ -302,7 +302,7 @@ def describe_texts(title: str, full: Row) -> str:
 
 def format_share(row: Row) -> str:
     """Return the share of answers kept, with its 95 % interval over texts if it is known."""
-    if "low" not in row:
+    if row.get("low") is None:
         return f"{100 * row['share']:.0f} %"
     return f"{100 * row['share']:.0f} %, {100 * row['low']:.0f} to {100 * row['high']:.0f}"
 

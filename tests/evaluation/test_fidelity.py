@@ -157,12 +157,10 @@ def test_the_full_cache_is_faithful_to_itself(world, tmp_path, protocol):
         grid(str(world / "model"), "plain", ratios=("1", "0.2"), protocol=protocol), tmp_path
     )
     full, same, small = (result.summary for result in done)
-    assert full["kl"] == full["kl_high"] == 0 and full["same"] == 100 and full["answer_tokens"] > 0
+    assert full["kl"] == 0 and full["same"] == 100 and full["answer_tokens"] > 0
     assert same["kl"] == pytest.approx(0, abs=1e-6) and same["same"] == 100, "r = 1 loses nothing"
-    assert (
-        0 < small["kl_low"] <= small["kl"] <= small["kl_high"]
-        and small["answer_tokens"] == full["answer_tokens"]
-    )
+    assert small["kl"] > 0 and small["answer_tokens"] == full["answer_tokens"]
+    assert small["kl_low"] is None, "two contexts have no interval"
     texts = [
         [answer["prediction"] for line in result.lines for answer in line["answers"]]
         for result in done
@@ -200,11 +198,9 @@ def test_every_token_weighs_alike():
         and summarize_fidelity(lines, {"b"})["answer_tokens"] == 1
     )
     assert summarize_fidelity(lines, {"c"}) == {}
-    one = summarize_fidelity(lines[:1])
-    assert one["kl_low"] == one["kl_high"] == one["kl"], "one context has no spread"
-    assert (
-        0 <= summarize_fidelity(lines)["kl_low"] < 0.6 < summarize_fidelity(lines)["kl_high"] <= 1.2
-    )
+    assert summarize_fidelity(lines)["kl_low"] is None, "two contexts have no interval"
+    many = summarize_fidelity(lines * 3)
+    assert 0 <= many["kl_low"] < 0.6 < many["kl_high"] <= 1.2
 
 
 def test_cells_answered_before_fidelity_was_recorded_still_load(world, tmp_path):

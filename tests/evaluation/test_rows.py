@@ -68,7 +68,7 @@ def test_rows_report_what_the_caches_held(world, tmp_path, policy):
         assert (
             row["questions"] == 4
             and row["samples"] == 2
-            and row["low"] <= row["score"] <= row["high"]
+            and (row["low"], row["high"]) == (None, None)  # two contexts are too few
         )
         if evictor != "full":
             whole = full["pairs"] if policy == "free" else full["pairs_with_prefix"]

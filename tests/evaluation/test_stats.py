@@ -8,6 +8,7 @@ from restorekv.evaluation.grid_tables import count_gains
 from restorekv.evaluation.stats import (
     FEW,
     ScoredAnswer,
+    bootstrap_ratio,
     bootstrap_score,
     compute_mean_score,
     compute_task_means,
@@ -24,8 +25,9 @@ def answers(scores: dict[tuple[int, str], float]) -> list[ScoredAnswer]:
 
 
 def test_the_score_is_the_mean_over_families():
-    told = answers({(0, "qa"): 1.0, (1, "qa"): 0.0, (2, "qa"): 0.0, (0, "vt"): 1.0})
-    mean, low, high = bootstrap_score(told)
+    right = {(0, "qa"): 1.0, (1, "qa"): 0.0, (2, "qa"): 0.0, (0, "vt"): 1.0}
+    twice = {(context + 3, task): score for (context, task), score in right.items()}
+    mean, low, high = bootstrap_score(answers(right | twice))
     assert mean == pytest.approx(100 * (1 / 3 + 1) / 2)
     assert low <= mean <= high
 
@@ -81,6 +83,11 @@ def test_few_contexts_have_no_interval_to_show():
         )
         found = score_answers(mine, base)
         assert found["contexts"] == contexts
+        # What others make of the figures shows none either.
+        for figure in ("low", "high", "gain_low", "gain_high"):
+            assert (found[figure] is None) == (contexts < FEW)
+        ratio = bootstrap_ratio(np.arange(contexts, dtype=float), np.ones(contexts))
+        assert (ratio[1:] == (None, None)) == (contexts < FEW)
         assert (get_interval(found) == get_interval(found, "gain_") == (None, None)) == (
             contexts < FEW
         )

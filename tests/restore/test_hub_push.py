@@ -208,8 +208,6 @@ def test_results_get_into_the_folder_and_its_card(measured, own, hub):
             "ratio",
             "base",
             "restored",
-            "low",
-            "high",
             "gain",
             "full",
             "questions",
@@ -232,8 +230,10 @@ def test_conventions_that_are_not_the_adapters_are_named(measured, own):
     stored, changed = read_adapter(own), own / "changed.json"
     payload = json.loads((measured / "eval.json").read_text())
     for row in payload["rows"]:
-        row |= {"prefix_policy": "counted", "allocation": "adakv"}
+        row |= {"prefix_policy": "counted", "allocation": "adakv", "low": 1.04, "high": 2.06}
     changed.write_text(json.dumps(payload))
+    read = publish.read_results(changed, stored)
+    assert {(row["low"], row["high"]) for row in read} == {(1.0, 2.1)}
     assert {
         (row["prefix_policy"], row["allocation"]) for row in publish.read_results(changed, stored)
     } == {("counted", "adakv")}

@@ -13,6 +13,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.evaluation.fidelity import summarize_fidelity
 from restorekv.evaluation.results import Result, list_answers
 from restorekv.evaluation.stats import (
+    Estimate,
     bootstrap_ratio,
     bootstrap_score,
     check_same_questions,
@@ -26,7 +27,8 @@ Lines = Sequence[dict]
 
 def compare_results(first: Result, second: Result, full: Result | None = None) -> dict[str, object]:
     """Return scores and divergences of two cells that were asked the same questions, and the
-    paired differences, second minus first, with 95 % intervals over contexts.
+    paired differences, second minus first, with 95 % intervals over contexts, which are None
+    for fewer than six.
 
     Args:
         first: A cell, of `load_results`.
@@ -84,7 +86,7 @@ def select_common_lines(first: Result, second: Result) -> tuple[list[dict], list
     return [of_first[sample] for sample in samples], [of_second[sample] for sample in samples]
 
 
-def compare_divergence(first: Lines, second: Lines) -> tuple[float, float, float]:
+def compare_divergence(first: Lines, second: Lines) -> Estimate:
     """Return how much further the second's answers are from the full cache than the first's, in
     nats per answer token, with a paired 95 % interval over the contexts, which are the same.
     """

@@ -9,7 +9,7 @@ cache, S + T + n after n restore tokens.
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -76,7 +76,7 @@ def _compute_hidden_states(
 
 def summarize_fidelity(
     lines: Sequence[Mapping], tasks: Container[str] | None = None
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Return FIGURES over the contexts of `lines`, or {} if an answer was recorded without its
     fidelity.
 

@@ -20,6 +20,9 @@ FEW = 6  # contexts: a bootstrap over fewer is too narrow, over one it has no wi
 RESAMPLES = 2000
 BLOCK = 500  # resamples drawn at a time: their counts are (BLOCK, contexts)
 
+# A mean with its 95 % interval, which fewer than FEW contexts do not have.
+Estimate = tuple[float, float | None, float | None]
+
 
 @dataclass(frozen=True)
 class ScoredAnswer:
@@ -104,9 +107,9 @@ def bootstrap_score(
     base: Sequence[ScoredAnswer] | None = None,
     seed: int = 0,
     by_context: bool = False,
-) -> tuple[float, float, float]:
-    """Return the mean over tasks in points with its 95 % interval; minus `base`, paired, if
-    given.
+) -> Estimate:
+    """Return the mean over tasks in points with its 95 % interval, None over fewer than FEW
+    contexts; minus `base`, paired, if given.
 
     Raises RestoreKVError if the two were asked different questions.
     """
@@ -116,6 +119,8 @@ def bootstrap_score(
         # Both were asked the same, so the difference of sums is the sum of differences.
         sums = sums - tally_scores(base, by_context)[0]
     mean = 100 * float(np.mean(sums.sum(0) / counts.sum(0)))
+    if len(counts) < FEW:
+        return mean, None, None
     low, high = np.percentile(_resample_scores(sums, counts, seed), (2.5, 97.5))
     return mean, float(low), float(high)
 
@@ -135,14 +140,19 @@ def _resample_scores(sums: np.ndarray, counts: np.ndarray, seed: int = 0) -> np.
     return np.concatenate(parts)
 
 
-def bootstrap_ratio(sums: np.ndarray, weights: np.ndarray) -> tuple[float, float, float]:
-    """Return total of `sums` over total of `weights`, both (contexts,), with its 95 % interval."""
+def bootstrap_ratio(sums: np.ndarray, weights: np.ndarray) -> Estimate:
+    """Return total of `sums` over total of `weights`, both (contexts,), with its 95 % interval,
+    None over fewer than FEW contexts.
+    """
+    ratio = float(sums.sum() / weights.sum())
+    if len(sums) < FEW:
+        return ratio, None, None
     drawn = draw_resamples(len(sums), 0)
     totals = drawn @ weights
     # A resample without any weight has no ratio.
     means = (drawn @ sums)[totals > 0] / totals[totals > 0]
     low, high = np.percentile(means, (2.5, 97.5))
-    return float(sums.sum() / weights.sum()), float(low), float(high)
+    return ratio, float(low), float(high)
 
 
 @lru_cache(maxsize=8)

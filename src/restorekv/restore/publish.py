@@ -354,8 +354,10 @@ def _compare_to_baselines(row: dict, rows: list[dict], card: AdapterCard) -> dic
             result[key] = row[key]
     result["base"] = round(base["score"], 1)
     result["restored"] = round(row["score"], 1)
-    result["low"] = round(row["low"], 1)
-    result["high"] = round(row["high"], 1)
+    # Over few documents there is no interval.
+    if row["low"] is not None:
+        result["low"] = round(row["low"], 1)
+        result["high"] = round(row["high"], 1)
     result["gain"] = round(row["gain"], 1)
     result["full"] = round(full["score"], 1)
     result["questions"] = row["questions"]
