@@ -8,6 +8,7 @@ from restorekv.tasks.factbook import Factbook
 from restorekv.tasks.fairytaleqa import FairytaleQA
 from restorekv.tasks.genres import Genres
 from restorekv.tasks.lettered import LongHealth, Quality
+from restorekv.tasks.lines import Lines
 from restorekv.tasks.longbench import LongBench
 from restorekv.tasks.needle import Needle
 from restorekv.tasks.qasper import Qasper
@@ -24,6 +25,7 @@ KINDS = (
     FairytaleQA,
     Genres,
     HotpotQA,
+    Lines,
     LongBench,
     LongHealth,
     Needle,

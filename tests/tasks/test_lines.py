@@ -1,0 +1,91 @@
+"""Texts and questions of the user's own, and the benchmark that the documentation shows."""
+
+import json
+
+import pytest
+
+from restorekv import tasks
+from restorekv.errors import RestoreKVError
+from restorekv.tasks import Question
+from tests.helpers.cli_world import cli
+from tests.helpers.models import build_tokenizer
+from tests.helpers.pages import ROOT, blocks
+
+PAGE = ROOT / "docs" / "evaluation.md"
+ROW = {"context": "The mill was built in 1871.", "questions": ["When?"], "answers": ["1871"]}
+
+
+def load(path, *rows, settings=""):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    benchmark = tasks.make_benchmark(f"lines:path={path}{settings}")
+    return benchmark, benchmark.choose_samples(build_tokenizer(), "kvpress")
+
+
+def test_rows_are_asked_in_their_order(tmp_path):
+    several = ROW | {"questions": ["Who?", "When?"], "answers": [["Ann", "Ann Lee"], "1871"]}
+    benchmark, samples = load(tmp_path / "a.jsonl", ROW, several | {"id": "mill", "task": "dates"})
+    assert [sample.id for sample in samples] == ["1", "mill"]
+    assert [question.id for question in samples[1].questions] == ["mill/1", "mill/2"]
+    assert [question.task for question in samples[1].questions] == ["dates", "dates"]
+    assert samples[1].questions[0].answers == ("Ann", "Ann Lee")
+    assert benchmark.score(samples[1].questions[0], "Ann Lee") == 1
+    assert benchmark.compute_metrics(samples[0].questions[0], "It was 1871.") == {"contained": 1}
+    assert benchmark.to_json()["files"]
+    _, fewer = load(tmp_path / "a.jsonl", several, settings=",questions=1")
+    assert len(fewer[0].questions) == 1
+
+
+@pytest.mark.parametrize(
+    "row, said",
+    [
+        ({"context": "a"}, "row 1.* is not a text .*its field questions is missing"),
+        (ROW | {"answers": []}, "its field answers"),
+        (ROW | {"answers": ["1", "2"]}, "its field answers"),
+        (ROW | {"answers": [["1", 2]]}, "its field answers"),
+        (ROW | {"answers": [" "]}, "its field answers"),
+        (ROW | {"questions": [" "]}, "its field questions"),
+        (ROW | {"context": " "}, "its field context"),
+        (ROW | {"task": 3}, "its field task"),
+        ([ROW], "is not a text with questions and answers"),
+    ],
+)
+def test_other_rows_are_refused(tmp_path, row, said):
+    with pytest.raises(RestoreKVError, match=said.replace("row 1", "a.jsonl")):
+        load(tmp_path / "a.jsonl", row)
+
+
+def test_two_rows_have_two_ids(tmp_path):
+    with pytest.raises(RestoreKVError, match="line 2 has the id '7' of an earlier row"):
+        load(tmp_path / "a.jsonl", ROW | {"id": "7"}, ROW | {"id": "7"})
+    with pytest.raises(RestoreKVError, match=r"as in lines:path=mine\.jsonl"):
+        tasks.make_benchmark("lines").choose_samples(build_tokenizer(), "kvpress")
+
+
+def test_the_page_shows_a_row_and_a_benchmark_that_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (row,) = [text for _, text in blocks(PAGE, "json")]
+    _, samples = load(tmp_path / "mine.jsonl", json.loads(row))
+    assert samples[0].questions[0].answers == ("1871",)
+    (source,) = [text for _, text in blocks(PAGE, "py") if "class Invoices" in text]
+    world = {"__name__": "page"}
+    exec(compile(source, PAGE.name, "exec"), world)
+    (tmp_path / "invoices.jsonl").write_text(json.dumps({"text": "Pay 12.", "amount": "12"}))
+    own = world["Invoices"]()
+    (sample,) = own.choose_samples(build_tokenizer(), "kvpress")
+    assert isinstance(sample.questions[0], Question)
+    assert (own.score(sample.questions[0], "It is 12."), own.score(sample.questions[0], "13")) == (
+        1,
+        0,
+    )
+
+
+@pytest.mark.slow
+def test_the_page_compares_evictors_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    line = "eval --model tiny --benchmark tiny --evictor kvzip --evictor snapkv --ratio 0.1"
+    assert cli(*line.split(), "--count", "2", "--out", "runs/own").code == 0
+    (source,) = [text for _, text in blocks(PAGE, "py") if "compare_results" in text]
+    world = {"__name__": "page"}
+    exec(compile(source, PAGE.name, "exec"), world)
+    assert all(not cell.cell.restored for cell in world["cells"].values())
+    assert world["found"]["score_low"] is None, "two contexts have no interval"
