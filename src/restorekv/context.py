@@ -40,7 +40,7 @@ from restorekv.model.prompt import (
 )
 from restorekv.model.rope import count_positions
 from restorekv.model.shape import CacheShape, get_vocabulary_size
-from restorekv.model.tokenize import check_model_and_tokenizer, get_padding_id
+from restorekv.model.tokenize import check_model_and_tokenizer, get_padding_id, hash_token_names
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.storage import cache_file, portable
 from restorekv.storage.cache_checks import check_model
@@ -328,6 +328,7 @@ class CompressedContext:
             parts=[*(old.parts or [old.tokens]), ids.shape[-1]],
             earlier=growth.carried_restore_pairs,
             between=context.between,
+            tokens_hash=hash_token_names(self.tokenizer, context.ids),
             streaming=None,
             adapter=eviction.adapter and eviction.adapter.identity(),
             evictor=eviction.identity(self.model),
@@ -504,6 +505,11 @@ def check_fit(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -
                 f"{path} has token ids that the model's vocabulary lacks; compress the context "
                 "again."
             )
+    if manifest.tokens_hash != hash_token_names(tokenizer, stored.context.ids):
+        raise CacheFileError(
+            f"{path} was made with another tokenizer; load it with the one that belongs to the "
+            "model."
+        )
     # `compress` makes no cache that reaches beyond the positions, but a file can say anything.
     reach = stored.context.positions + manifest.offset
     limit = count_positions(model.config)

@@ -11,6 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+# How a text that is too long is made to fit, in Python; cli/errors.py has the flags.
+CUT_END = "CompressionConfig(max_context='cut')"
+STRETCH_ROPE = "load_model(..., rope=2)"
+
 
 class RestoreKVError(ValueError):
     """A user error. The command line prints only the message and exits with a nonzero status."""
@@ -54,7 +58,8 @@ class OptionError(RestoreKVError):
 class TextTooLongError(RestoreKVError):
     """A text of more tokens than the model has room for.
 
-    The message names the fixes of the command line. The numbers are for callers with other fixes.
+    The message names the fixes of Python; the command line writes its flags in their place. The
+    numbers are for callers with other fixes.
 
     Attributes:
         tokens: of the text.

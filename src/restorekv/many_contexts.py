@@ -18,6 +18,7 @@ from restorekv.generation.sampling import SamplingConfig, SamplingOptions, take_
 from restorekv.model import attention
 from restorekv.model.prompt import hash_template
 from restorekv.model.shape import CacheShape
+from restorekv.model.tokenize import hash_token_names
 from restorekv.storage.cache_file import Manifest
 
 Questions = list[str] | tuple[str, ...]
@@ -181,6 +182,7 @@ def compose(contexts: Sequence[CompressedContext], *more: object) -> CompressedC
         ratio=str(held / context.tokens),
         seconds={"compose": round(time.perf_counter() - start, 4)},
         cut=sum(each.cut for each in manifests),
+        tokens_hash=hash_token_names(first.tokenizer, context.ids),
         parts=parts,
         # The restore pairs of all contexts but the last are ordinary pairs of the whole by now.
         earlier=restored - cache.restore_length,

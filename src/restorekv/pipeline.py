@@ -44,7 +44,7 @@ from restorekv.model.prompt import (
     make_context,
 )
 from restorekv.model.shape import CacheShape
-from restorekv.model.tokenize import check_model_and_tokenizer, decode_text
+from restorekv.model.tokenize import check_model_and_tokenizer, decode_text, hash_token_names
 from restorekv.readers.extract import KINDS, extract_text
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.size_limits import TEXT_BYTES
@@ -159,7 +159,7 @@ def compress(
             attention.store_context(cache, config.storage, shape.groups)
         seconds = prepared.seconds | seconds
         manifest = make_manifest(
-            identity, compressor, prepared, budget, cache, seconds, cut, system
+            tokenizer, identity, compressor, prepared, budget, cache, seconds, cut, system
         )
     del prepared  # and the rest of the full cache
     trim_heap()
@@ -261,6 +261,7 @@ def make_budget(
 
 
 def make_manifest(
+    tokenizer: Tokenizer,
     identity: ModelIdentity,
     compressor: Compressor,
     prepared: PreparedContext,
@@ -286,6 +287,7 @@ def make_manifest(
         fingerprint=identity.fingerprint,
         rope=identity.rope,
         template=identity.template,
+        tokens_hash=hash_token_names(tokenizer, context.ids),
         dtype=str(model.dtype).removeprefix("torch."),
         shape=vars(identity.shape),
         prefix=context.prefix,

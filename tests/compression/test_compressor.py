@@ -2,6 +2,7 @@
 survive a file.
 """
 
+import copy
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import warnings
 from fractions import Fraction
 
 import pytest
+import tokenizers
 import torch
 
 from restorekv import CompressionConfig
@@ -199,6 +201,40 @@ def test_the_wrong_model_is_refused(case, tiny_tokenizer, tmp_path):
     other = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer)
     with pytest.warns(RestoreKVWarning, match="chat template"):
         CompressedContext.load(path, build_model(family), other)
+
+
+def rename_tokens(tokenizer):
+    """A tokenizer of as many tokens with other names for the same ids."""
+    record = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary = record["model"]["vocab"]
+    names = sorted(vocabulary, key=vocabulary.get)
+    plain = [name for name in names if not name.startswith("<")]
+    for name, other in zip(plain, plain[1:] + plain[:1], strict=True):
+        record["model"]["vocab"][name] = names.index(other)
+    record["model"]["merges"] = []
+    backend = tokenizers.Tokenizer.from_str(json.dumps(record))
+    return type(tokenizer)(tokenizer_object=backend, chat_template=tokenizer.chat_template)
+
+
+def test_the_wrong_tokenizer_is_refused(case, tmp_path):
+    """Its template may be the same; its ids mean other texts."""
+    model, tokenizer, text = case
+    path = tmp_path / "doc.rkv"
+    compress(model, tokenizer, text, ratio=0.5).save(path)
+    with pytest.raises(CacheFileError, match="another tokenizer"):
+        CompressedContext.load(path, model, rename_tokens(tokenizer))
+    # What the text does not have may be added.
+    more = copy.deepcopy(tokenizer)
+    more.add_special_tokens({"additional_special_tokens": ["<added>"]})
+    again = CompressedContext.load(path, model, more)
+    assert again.append(" Zebras QUIZ 9!").manifest.tokens_hash != again.manifest.tokens_hash
+
+
+def test_ids_beyond_the_models_are_refused(case):
+    model, tokenizer, text = case
+    small = build_model(model.config.model_type, vocab_size=64)
+    with pytest.raises(RestoreKVError, match="the model has tokens 0 to 63; pass the tokenizer"):
+        compress(small, tokenizer, text, ratio=0.5)
 
 
 def test_repr_and_manifest_tell_what_is_held(case, tmp_path):

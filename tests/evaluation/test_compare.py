@@ -1,5 +1,7 @@
 """Two evictors compared with each other, context by context."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -73,6 +75,17 @@ def test_tasks_on_which_the_full_cache_fails_are_left_out(cells, monkeypatch):
     assert found["left_out"] == ["task_0"]
     kept = [answer for answer in kvzip.answers if answer.task == "task_1"]
     assert found["score_first"] == compute_mean_score(kept)
+
+
+def test_other_models_and_texts_are_refused(cells):
+    (_, kvzip, random, _), _ = cells
+    of_another = replace(random, identity={**random.identity, "fingerprint": "0" * 16})
+    with pytest.raises(RestoreKVError, match="are of two models"):
+        compare_results(kvzip, of_another)
+    edited = replace(random)
+    edited.lines[3]["context"] = "0" * 12
+    with pytest.raises(RestoreKVError, match="asked about different texts"):
+        compare_results(kvzip, edited)
 
 
 def test_other_questions_are_refused(cells):

@@ -396,6 +396,7 @@ def long_text(rng: random.Random, file: File) -> bytes:
             "allocation",
             "fingerprint",
             "template",
+            "tokens_hash",
             "ratio",
         )
     )

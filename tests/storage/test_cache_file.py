@@ -27,6 +27,7 @@ def manifest_of(model, cache, context):
         fingerprint="0",
         rope={"rope_type": "default"},
         template="0",
+        tokens_hash="0",
         dtype="float32",
         shape=vars(shape),
         prefix=context.prefix,
@@ -163,10 +164,10 @@ def test_a_file_that_is_mostly_hole_is_not_read(tmp_path):
 
 def test_another_format_version(written):
     path, _, _ = written
-    path.write_bytes(path.read_bytes().replace(b'"version":"4"', b'"version":"3"'))
+    path.write_bytes(path.read_bytes().replace(b'"version":"5"', b'"version":"3"'))
     with pytest.raises(
         CacheFileError,
-        match="format version '3', this restorekv reads 4; compress the context again",
+        match="format version '3', this restorekv reads 5; compress the context again",
     ):
         open_cache_file(path)
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import typer
 
-from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.errors import CUT_END, STRETCH_ROPE, RestoreKVError, RestoreKVWarning
 
 # The root of the usage errors of click or, since typer carries its own copy, of typer.
 UsageError: Any = next(
@@ -67,7 +67,7 @@ def report_error(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return print_error(str(error) or "Interrupted; no half-written file was left.", 130)
     if isinstance(error, RestoreKVError):
-        return print_error(str(error), 1)
+        return print_error(name_flags(str(error)), 1)
     if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has seen enough
         _flush_output()
         return 1
@@ -89,6 +89,11 @@ def report_error(error: BaseException) -> int:
             "A text or a name on the command line is not UTF-8; convert or rename it.", 1
         )
     raise error
+
+
+def name_flags(message: str) -> str:
+    """Return an error's message with the flags of the command line in place of Python's fixes."""
+    return message.replace(CUT_END, "--max-context cut").replace(STRETCH_ROPE, "--yarn 2")
 
 
 def _is_broken(text: str) -> bool:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import __version__
+from restorekv.cli.errors import name_flags
 from restorekv.cli.inputs import check_outputs_apart
 from restorekv.cli.session import open_model
 from restorekv.cli.terminal import notes, output, show_progress_share, write_figures
@@ -136,7 +137,9 @@ class DocumentCompressor:
         try:
             return self._compress(Path(source), name, Path(target))
         except EXPECTED as error:
-            reason = str(error) if isinstance(error, RestoreKVError) else summarize_error(error)
+            reason = summarize_error(error)
+            if isinstance(error, RestoreKVError):
+                reason = name_flags(str(error))
             return DocumentResult("failed", reason=reason or type(error).__name__)
 
     def _compress(self, source: Path, name: str, target: Path) -> DocumentResult:

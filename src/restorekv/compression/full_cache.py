@@ -33,7 +33,7 @@ from restorekv.model import attention
 from restorekv.model.observer import observe_layers
 from restorekv.model.prefill import AnyCache, prefill, read_only_view
 from restorekv.model.prompt import Context
-from restorekv.model.shape import CacheShape
+from restorekv.model.shape import CacheShape, describe_windows
 from restorekv.restore.adapter import RestoreAdapter
 
 SINKS = 4
@@ -116,9 +116,12 @@ def _check_scores(
         found = f"the shape {tuple(scores.shape)}"
     else:
         found = f"an object of the type {type(scores).__name__}"
+    layers = ""
+    if describe_windows(model.config):
+        layers = " and the layers of list_full_attention(full)"
     raise RestoreKVError(
         f"The evictor {evictor.name} returned {found}; its score() gives float32 of the shape "
-        f"(L, H, T) = {wanted}, for the tokens after the chat prefix."
+        f"(L, H, T) = {wanted}, for the tokens after the chat prefix{layers}."
     )
 
 

@@ -118,6 +118,8 @@ def identify_license(row: dict) -> str:
     words = str(row.get("license") or "").strip().lower()
     if words in CORPUS_LICENSES:
         return CORPUS_LICENSES[words]
+    if words in CORPUS_LICENSES.values():
+        return words
     if words.replace("-", " ").startswith(PUBLIC_DOMAIN):
         return "public-domain"
     raise DropRow(f"license {words[:60] or 'missing'}")

@@ -42,11 +42,22 @@ def compare_results(first: Result, second: Result, full: Result | None = None) -
         kl_high, in nats per answer token, where a gain below 0 is closer to the full cache.
 
     Raises:
-        RestoreKVError: The cells share no context, or were asked different questions.
+        RestoreKVError: The cells share no context, were asked different contexts or questions, or
+            are of two models, whose full caches answer differently.
     """
+    if first.identity["fingerprint"] != second.identity["fingerprint"]:
+        raise RestoreKVError(
+            f"{first.folder.name} and {second.folder.name} are of two models; compare cells of one."
+        )
     one, other = select_common_lines(first, second)
     benchmark = tasks.make_benchmark(first.cell.benchmark)
     by_context = benchmark.averages_contexts(first.cell.protocol)
+    for mine, theirs in zip(one, other, strict=True):
+        if mine["context"] != theirs["context"]:
+            raise RestoreKVError(
+                f"{first.folder.name} and {second.folder.name} were asked about different texts "
+                f"(sample {mine['sample']}); compare cells of one benchmark."
+            )
     answers = [list_answers((line["sample"], line) for line in lines) for lines in (one, other)]
     check_same_questions(answers)
     left_out = find_tasks_without_loss(full.answers, by_context) if full else []

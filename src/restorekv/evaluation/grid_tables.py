@@ -17,7 +17,8 @@ from restorekv.evaluation.tables import (
 
 SCORES = (
     "Score and further metrics: points, 0 to 100. Gain: over the base at the same ratio, paired "
-    "(▲ restored scores higher, ▼ lower), and the share of the base's loss that came back. KL: "
+    "(▲ restored scores higher, ▼ lower), and the share of the base's loss that came back, "
+    "where it is a point or more. KL: "
     "mean KL(full || cache) in nats over the tokens of the full cache's own answers; same: answers "
     "with the very text of the full cache's. In parentheses: 95 % bootstrap intervals over "
     f"contexts; fewer than {FEW} contexts have none."

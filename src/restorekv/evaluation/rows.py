@@ -15,6 +15,7 @@ from restorekv.evaluation.fidelity import FIGURES, summarize_fidelity
 from restorekv.evaluation.grid import FULL, Cell
 from restorekv.evaluation.results import Result, list_answers
 from restorekv.evaluation.stats import (
+    LEAST_LOSS,
     ScoredAnswer,
     compute_mean_score,
     drop_tasks,
@@ -131,7 +132,8 @@ class SeedPool:
         """Return score, interval and counts (see `stats.score_answers`).
 
         With `base` they include the paired gain over it. With `full` too, they include `recovered`:
-        the gain as a share of what the base loses to the full cache, None if it loses nothing.
+        the gain as a share of what the base loses to the full cache, None if it loses less than
+        LEAST_LOSS.
         """
         figures: dict[str, Any] = score_answers(
             self.list_counted_answers(members),
@@ -144,7 +146,7 @@ class SeedPool:
             full_score = compute_mean_score(full.list_counted_answers(members), averages_contexts)
             base_score = compute_mean_score(base.list_counted_answers(members), averages_contexts)
             figures["recovered"] = None
-            if full_score > base_score:
+            if full_score - base_score >= LEAST_LOSS:
                 figures["recovered"] = figures["gain"] / (full_score - base_score)
         return figures
 

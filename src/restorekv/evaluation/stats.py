@@ -16,6 +16,7 @@ import numpy as np
 from restorekv.errors import RestoreKVError
 
 LEAST = 10.0  # points: a task on which the full cache scores less has nothing to lose
+LEAST_LOSS = 1.0  # points: of a smaller loss the share that comes back says nothing
 FEW = 6  # contexts: a bootstrap over fewer is too narrow, over one it has no width
 RESAMPLES = 2000
 BLOCK = 500  # resamples drawn at a time: their counts are (BLOCK, contexts)

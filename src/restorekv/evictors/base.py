@@ -79,13 +79,15 @@ class Evictor(ABC):
         full: Cache,
         observer: Any = None,
     ) -> Tensor:
-        """Return (L, H, T) float32, higher = keep, for the T tokens after the prefix.
+        """Return (L, H, T) float32, higher = keep, for the T tokens after the prefix. L counts the
+        layers that see the whole text.
 
         Args:
             model: the model that prefilled the context.
             tokenizer: the model's tokenizer.
             context: the prefix and the context's tokens.
-            full: the full cache of S + T columns, which must not change.
+            full: the full cache of S + T columns, which must not change. Its layers of L are those
+                of `list_full_attention(full)`; layers with a window are not scored.
             observer: what `make_observer` returned, after it saw the prefill.
         """
 

@@ -74,7 +74,10 @@ def _check_file(path: Path) -> list[str]:
     if stat.S_ISDIR(status.st_mode):
         return []
     if not stat.S_ISREG(status.st_mode):
-        raise ModelError(f"{path} is not a regular file, so its folder is no model; remove it.")
+        raise ModelError(
+            f"{path.parent} has {path.name}, which is neither a file nor a folder, so it is no "
+            "model's folder; give one that has a config.json."
+        )
     # These are read whole into memory.
     most = TEXT_BYTES if path.name in _TOKENIZERS else JSON_BYTES
     if path.suffix in _READ_WHOLE and status.st_size > most:

@@ -22,8 +22,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.errors import RestoreKVError, TextTooLongError, check_choice, warn
+from restorekv.errors import (
+    CUT_END,
+    STRETCH_ROPE,
+    RestoreKVError,
+    TextTooLongError,
+    check_choice,
+    warn,
+)
 from restorekv.model.rope import count_positions
+from restorekv.model.shape import get_vocabulary_size
 from restorekv.model.support import get_support, refuse_beyond
 from restorekv.model.tokenize import (
     check_unicode,
@@ -147,12 +155,19 @@ def fit_context(
     ROOM of the model's positions stays free after it.
 
     Args:
-        model: The model that will answer.
+        model: The model that will answer, whose vocabulary has to hold the context's ids.
         context: What it is asked about.
         too_long: "cut" or, to raise TextTooLongError instead of cutting, "refuse".
         offset: How many positions the question is moved by.
     """
     check_choice("max_context", too_long, TOO_LONG)
+    vocabulary = get_vocabulary_size(model)
+    highest = int(max(context.ids.max(), context.suffix.max() if context.suffix.numel() else 0))
+    if highest >= vocabulary:
+        raise RestoreKVError(
+            f"The tokenizer writes token {highest:,}, and the model has tokens 0 to "
+            f"{vocabulary - 1:,}; pass the tokenizer that belongs to the model."
+        )
     limit = count_usable_positions(model)
     # Room for restore tokens and a question, but of a short model no more than a quarter of its
     # positions.
@@ -167,14 +182,14 @@ def fit_context(
         )
     if too_long == "refuse":
         room = f"the model's {limit:,} positions have room for {most:,} and a question"
-        fix = "stretch the model's RoPE (--yarn 2)"
+        fix = f"stretch the model's RoPE ({STRETCH_ROPE})"
         if limit < count_positions(model.config):
             room = f"there is room for {most:,} and a question, because {get_support(model).beyond}"
             fix = "use another model"
         # The exception holds the numbers too, for callers that shorten the text themselves.
         error = TextTooLongError(
             f"The context has {context.tokens:,} tokens, and {room}; shorten it, "
-            f"cut its end (--max-context cut) or {fix}."
+            f"cut its end ({CUT_END}) or {fix}."
         )
         error.tokens, error.positions, error.room = context.tokens, limit, most
         raise error

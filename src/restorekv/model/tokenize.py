@@ -10,6 +10,7 @@ encoding the pieces between control tokens adds a space to each piece with Llama
 """
 
 import codecs
+import hashlib
 import json
 import re
 import secrets
@@ -21,6 +22,7 @@ from weakref import WeakKeyDictionary
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -52,6 +54,16 @@ def check_model_and_tokenizer(model: object, tokenizer: object) -> None:
             f"{type(model).__name__} and {type(tokenizer).__name__}; load both with "
             "AutoModelForCausalLM and AutoTokenizer, or with load_model."
         )
+
+
+def hash_token_names(tokenizer: Tokenizer, ids: Tensor) -> str:
+    """Return 16 hex digits of what the tokenizer calls the ids of a text.
+
+    Two tokenizers that agree on it read the text alike. Tokens that the text does not have are left
+    out, so that one which was added later changes nothing.
+    """
+    names = tokenizer.convert_ids_to_tokens(ids.unique().tolist())
+    return hashlib.sha256("\0".join(map(str, names)).encode()).hexdigest()[:16]
 
 
 def tokenize_text(

@@ -5,6 +5,7 @@ UTF-8 and Markdown are taken as they are; HTML, PDF and DOCX are read by program
 
 from __future__ import annotations
 
+import builtins
 import subprocess
 import sys
 import threading
@@ -73,8 +74,12 @@ def _run_program(kind: str, name: str, content: bytes) -> str:
         raise RestoreKVError(describe_missing_extra(f"Reading {name}", package, "serve"))
     if done.returncode < 0 or why == "MemoryError":  # a signal is the bound on time
         raise too_much
+    if why == "FileNotDecryptedError":
+        raise RestoreKVError(f"{name} asks for a password; save it without one.")
+    # What Python itself calls an error says nothing of the file.
+    cause = "" if hasattr(builtins, why) else f" ({why[:60]})"
     raise RestoreKVError(
-        f"{name} is not a file of its kind that can be read ({why[:60]}); save it again."
+        f"{name} is not a file of its kind that can be read{cause}; save it again."
     )
 
 

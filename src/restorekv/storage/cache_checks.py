@@ -205,8 +205,11 @@ def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> Non
             f"{path} holds {manifest.dtype}; load the model with dtype={manifest.dtype!r}."
         )
     if manifest.fingerprint != identity.fingerprint:
+        # A model that was built from a config has no name.
+        name = f" ({make_printable(manifest.model)})" if manifest.model else ""
         raise CacheFileError(
-            f"{path} was made with another model ({make_printable(manifest.model)}); load that one."
+            f"{path} was made with another model{name}, or the same with other weights; load that "
+            "one."
         )
     if manifest.shape != vars(identity.shape) or manifest.windows != identity.windows:
         raise CacheFileError(

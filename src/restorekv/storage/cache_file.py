@@ -36,7 +36,7 @@ from restorekv.storage.cache_checks import (
 )
 
 FIX = "compress the context again"
-KIND = FileKind("restorekv-cache", "4", "a restorekv cache", FIX)
+KIND = FileKind("restorekv-cache", "5", "a restorekv cache", FIX)
 
 
 # To add a field: set it in `pipeline.make_manifest`, check it in cache_checks.py, and raise the
@@ -49,6 +49,7 @@ class Manifest:
     fingerprint: str  # of the base weights; must match on load
     rope: dict[str, Any]  # must match on load
     template: str  # hash of the chat template's text around the user's words
+    tokens_hash: str  # of the names of the text's tokens (tokenize.py); must match on load
     dtype: str
     shape: dict[str, int]  # layers, heads, groups, head_dim, hidden
     prefix: int  # S

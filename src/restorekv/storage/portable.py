@@ -37,7 +37,7 @@ from restorekv.storage.cache_checks import check_around, check_model, check_tens
 from restorekv.storage.cache_file import Manifest, read_with_manifest, refuse_contradictions
 
 FIX = "make it with restorekv export"
-KIND = FileKind("restorekv-portable", "2", "a portable cache of restorekv", FIX)
+KIND = FileKind("restorekv-portable", "3", "a portable cache of restorekv", FIX)
 MARK = 4  # ids at the start that tell placeholders from a text
 FIRST_ID = 64  # placeholders leave out the lowest ids, where control tokens often are
 
