@@ -69,6 +69,8 @@ def compare_all(results: Sequence[Result]) -> list[dict[str, object]]:
 
 def describe_effect(row: Mapping) -> str:
     """Return what restoring does at a row's ratio."""
+    if row["difference_low"] is None:
+        return "too few texts"
     if row["difference_low"] > 0:
         return "harms"
     if row["difference_high"] < 0:
@@ -85,7 +87,9 @@ def make_table(rows: Sequence[Mapping]) -> str:
     previous = None
     for row in rows:
         name = f"{row['title']}, {row['contexts']} texts"
-        interval = f"{row['difference_low']:+.3f} to {row['difference_high']:+.3f}"
+        interval = "not known"
+        if row["difference_low"] is not None:
+            interval = f"{row['difference_low']:+.3f} to {row['difference_high']:+.3f}"
         cells = [
             name if name != previous else "",
             f"{row['ratio']:g}",

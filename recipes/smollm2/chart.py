@@ -15,10 +15,13 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from recipes.pages import fill_page
+from restorekv.evaluation.answers_kept import EVERY
+from restorekv.evaluation.stats import bootstrap_ratio
 from restorekv.files import read_json, replace_file
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +37,7 @@ END_KEPT = "<!-- end of answers kept -->"
 END_GENRES = "<!-- end of genres -->"
 PANELS = ("RULER", "Factbook", "FairytaleQA", "Genres")
 PANELS_BESIDE = 2
+FEW_LOST = 10  # answers: of fewer, no share is shown that comes back
 ENOUGH_TEXTS = 65  # of a comparison of scores; fewer are a glimpse
 EVICTOR_NAMES = {
     "kvzip": "KVzip",
@@ -212,17 +216,42 @@ def make_kept_table(result: Mapping) -> str:
     """
     by_part = group_kept_rows(result)
     methods = list(dict.fromkeys(row["method"] for row in result["kept"]))
-    lines = [
-        "| texts | r | right with the full cache | " + " | ".join(methods) + " |",
-        "|---" * (3 + len(methods)) + "|",
-    ]
+    columns = ["texts", "r", "right with the full cache", *methods, "lost ones back"]
+    lines = [format_line(*columns), "|---" * len(columns) + "|"]
     for part, rows in by_part.items():
         for ratio in sorted({ratio for _, ratio in rows}, reverse=True):
             own = [rows.get((method, ratio)) for method in methods]
             right = next(row["right"] for row in own if row)
             cells = [f"{row['kept']} ({format_share(row)})" if row else "" for row in own]
-            lines.append(format_line(part, f"{ratio:g}", right, *cells))
+            back = format_back(result, part, ratio)
+            lines.append(format_line(part, f"{ratio:g}", right, *cells, back))
     return "\n".join(lines)
+
+
+def format_back(result: Mapping, part: str, ratio: float) -> str:
+    """Return the share of the answers that the evictor alone loses and restoring brings back, less
+    those that only restoring loses, with its paired 95 % interval over texts.
+    """
+    alone, restored = [
+        result["kept_by_context"][f"{method} at {ratio:g}"]
+        for method in dict.fromkeys(row["method"] for row in result["kept"])
+    ]
+    lost = []
+    gained = []
+    # Each entry is a text with its title, tokens, and how many answers are right in full and here.
+    for (title, tokens, right, kept), other in zip(alone, restored, strict=True):
+        if other[:3] != [title, tokens, right]:
+            raise ValueError(f"{title} is not asked the same alone and restored.")
+        if part in (EVERY, title):
+            lost.append(right - kept)
+            gained.append(other[3] - kept)
+    # Of a few answers a share says nothing.
+    if sum(lost) < FEW_LOST:
+        return ""
+    share, low, high = bootstrap_ratio(np.array(gained, float), np.array(lost, float))
+    if low is None or high is None:
+        return f"{100 * share:.0f} %"
+    return f"{100 * share:.0f} %, {100 * low:.0f} to {100 * high:.0f}"
 
 
 def make_kept_summary(result: Mapping, evictor: str) -> str:

@@ -532,7 +532,10 @@ def compare_results(results: list[dict]) -> str:
                 for row in result["development"]
             ]
             gain, low, high = bootstrap_ratio(np.array(gains), np.ones(len(gains)))
-            cells += [f"{np.mean(own):.4f}", f"{gain:+.4f} ({low:+.4f} to {high:+.4f})"]
+            shown = f"{gain:+.4f}"
+            if low is not None and high is not None:
+                shown += f" ({low:+.4f} to {high:+.4f})"
+            cells += [f"{np.mean(own):.4f}", shown]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -48,12 +48,15 @@ def test_differences_are_paired_by_context():
 
 
 def test_only_shared_contexts_count():
-    alone = make_result({"a": 1.0, "b": 2.0, "c": 9.0})
-    restored = make_result({"a": 0.5, "b": 1.5}, "kvzip")
+    shared = {name: 1.0 + number % 2 for number, name in enumerate("abcdef")}
+    alone = make_result({**shared, "g": 9.0})
+    restored = make_result({name: kl - 0.5 for name, kl in shared.items()}, "kvzip")
     [row] = border.compare_all([alone, restored])
     assert (
-        row["contexts"] == 2 and row["kl_alone"] == 1.5 and border.describe_effect(row) == "helps"
+        row["contexts"] == 6 and row["kl_alone"] == 1.5 and border.describe_effect(row) == "helps"
     )
+    few = border.compare_cells(make_result({"a": 1.0}), make_result({"a": 0.5}, "kvzip"))
+    assert border.describe_effect(few) == "too few texts"
     with pytest.raises(RestoreKVError, match="share no context"):
         border.compare_cells(alone, make_result({"x": 1.0}, "kvzip"))
 

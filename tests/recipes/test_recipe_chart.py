@@ -5,6 +5,8 @@ result holds.
 import json
 from pathlib import Path
 
+import pytest
+
 from recipes.smollm2 import chart
 
 ROOT = Path(__file__).parents[2]
@@ -67,12 +69,21 @@ def test_answers_kept_are_a_row_for_each_ratio_and_text():
         for ratio in (0.1, 0.05):
             row = counts | {"method": method, "ratio": ratio, "part": "all texts", "kept": kept}
             rows += [row, row | {"part": "513 to 1,024 tokens"}, row | {"part": "few", "right": 9}]
-    lines = chart.make_kept_table({"kept": rows}).splitlines()
-    assert lines[0].endswith("| KVzip | KVzip restored |")
+    # Twelve texts, of two right answers each; at 0.05 too few are lost for a share.
+    kept = {"KVzip at 0.1": 1, "KVzip restored at 0.1": 2}
+    by_context = {}
+    for name, each in (kept | {"KVzip at 0.05": 2, "KVzip restored at 0.05": 2}).items():
+        by_context[name] = [["stories", 700, 2, each]] * 12
+    result = {"kept": rows, "kept_by_context": by_context}
+    lines = chart.make_kept_table(result).splitlines()
+    assert lines[0].endswith("| KVzip | KVzip restored | lost ones back |")
     assert lines[2:] == [
-        "| all texts | 0.1 | 20 | 15 (75 %, 50 to 90) | 18 (75 %, 50 to 90) |",
-        "| all texts | 0.05 | 20 | 15 (75 %, 50 to 90) | 18 (75 %, 50 to 90) |",
+        "| all texts | 0.1 | 20 | 15 (75 %, 50 to 90) | 18 (75 %, 50 to 90) | 100 %, 100 to 100 |",
+        "| all texts | 0.05 | 20 | 15 (75 %, 50 to 90) | 18 (75 %, 50 to 90) |  |",
     ]
+    by_context["KVzip at 0.1"] = [["plays", 700, 2, 1]] * 12
+    with pytest.raises(ValueError, match="is not asked the same"):
+        chart.make_kept_table(result)
 
 
 def test_genres_are_a_row_for_each_ratio():

@@ -25,7 +25,8 @@ def test_a_variant_changes_one_thing():
 
 
 def test_gains_are_paired_with_the_first():
-    table = search.compare_results([result("lr 1e-3", [0.1, 0.3]), result("first", [0.2, 0.4])])
+    better, first = [0.1, 0.3] * 3, [0.2, 0.4] * 3
+    table = search.compare_results([result("lr 1e-3", better), result("first", first)])
     rows = [line.split(" | ") for line in table.splitlines()]
     assert len({len(row) for row in rows[2:]}) == 1 and len(rows) == 4
     assert "0.2000 | +0.1000 (+0.1000 to +0.1000)" in table, (

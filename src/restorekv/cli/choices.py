@@ -39,6 +39,7 @@ BENCHMARKS = (
     "fairytaleqa",
     "genres",
     "hotpotqa",
+    "lines",
     "longbench",
     "longhealth",
     "needle",

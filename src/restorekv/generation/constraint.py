@@ -69,6 +69,8 @@ class Constraint:
             what, option = "JSON schema", "json_schema"
             if regex is not None:
                 what, option = "regular expression", "regex"
+                # As the user wrote it, without what was put around it.
+                wrong = wrong.replace(f" ?(?:{_drop_anchors(regex)})", _drop_anchors(regex))
             raise OptionError(f"The {what} cannot be used: {_shorten(wrong)}", option)
         return cls(kind(vocabulary, grammar), vocabulary.vocab_size)
 
@@ -113,4 +115,4 @@ def _drop_anchors(regex: str) -> str:
 
 def _shorten(text: str) -> str:
     """Return the start of a library's message, as one line."""
-    return " ".join(text.replace(" ?(?:", "").split())[:200]
+    return " ".join(text.split())[:200]
