@@ -267,7 +267,8 @@ def test_a_dataset_of_the_hub_is_pinned_and_streamed(monkeypatch):
         ),
         ("a.json.gz", b"not packed", r"a\.json\.gz is damaged \(.*\); fetch it again"),
         ("a.parquet.gz", b"", r"a\.parquet\.gz is empty"),
-        ("a.txt", b"a\xff\xfe\x00", r"a\.txt is not UTF-8 text \(byte 1\)"),
+        ("a.txt", b"a\xff\xfe\x00", r"a\.txt is binary; give a text"),
+        ("a.txt", b"a\xff\xfe", r"a\.txt is not UTF-8 text \(byte 1\)"),
         *(
             (f"a.{kind}", b"", rf"a\.{kind} is empty; fetch it again")
             for kind in ("json", "jsonl", "parquet", "txt")

@@ -221,6 +221,21 @@ def test_a_refusal_names_its_field(url, file, more, param):
     assert (status, error["param"]) == (400, param), error
 
 
+def test_a_refused_upload_names_its_field(client):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.files.create(
+            file=("a.txt", b"A text."),
+            purpose="user_data",
+            expires_after={"anchor": "created_at", "seconds": 5},
+        )
+    assert refused.value.param == "expires_after[seconds]"
+
+
+def test_a_response_says_its_limit(url, file):
+    answer = sent(url, *request_of("responses", file, max_output_tokens=3))[1]
+    assert answer["max_output_tokens"] == 3
+
+
 def test_a_top_p_of_0_takes_the_likeliest_token(url, file):
     options = {"temperature": 1.7, "top_p": 0, "seed": 4}
     answers = [sent(url, *request_of("chat", file, **options))[1]]

@@ -264,7 +264,7 @@ def test_files_are_listed_given_back_and_kept_apart(client, file):
     assert file.id in [each.id for each in client.files.list()]
     assert client.files.content(file.id).read() == TEXT.encode()
     bad = upload(client, b"\xff\x00", "x.txt")
-    assert bad.status == "error" and "not UTF-8" in bad.status_details
+    assert bad.status == "error" and "is binary" in bad.status_details
     with pytest.raises(openai.BadRequestError, match="could not be processed"):
         ask(client, about(bad))
 

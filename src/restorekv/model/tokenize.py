@@ -241,6 +241,9 @@ def decode_text(payload: bytes, what: str) -> str:
     try:
         text = payload.decode(encoding)
     except UnicodeDecodeError as error:
+        # Pictures, archives and programs have zero bytes; a text of another encoding has none.
+        if b"\0" in payload and not is_utf16:
+            raise RestoreKVError(f"{what} is binary; give a text.") from None
         raise RestoreKVError(
             f"{what} is not {encoding.removesuffix('-sig').upper()} text (byte {error.start}); "
             "convert it first."

@@ -20,7 +20,7 @@ from starlette.routing import Match, Route
 
 from restorekv.errors import OptionError, RestoreKVError, TextTooLongError
 from restorekv.serve import replies, schemas
-from restorekv.serve.body import BodyError, CheckedRoute
+from restorekv.serve.body import FORM, BodyError, CheckedRoute
 from restorekv.serve.completions import add_completions
 from restorekv.serve.engine import (
     BusyError,
@@ -200,9 +200,12 @@ def describe_validation_error(error: ValidationError | RequestValidationError) -
         return make_problem_response(400, message)
     if problem["type"] == "missing" and problem["loc"] == ("body",):
         return make_problem_response(400, "The body is empty; send a JSON object.")
-    # The form in which a field was read, as "str" or "list[str]", is no part of its name.
+    # The form in which a field was read, as "str" or "list[str]", is no part of its name. A form of
+    # an upload has names with brackets of its own.
     parts = [str(part) for part in problem["loc"] if part != "body"]
-    names = [part for part in parts if "[" not in part and part not in FORMS_OF_FIELDS]
+    names = [
+        part for part in parts if part in FORM or ("[" not in part and part not in FORMS_OF_FIELDS)
+    ]
     where = ".".join(names)
     message = problem["msg"].removeprefix("Value error, ").removesuffix(".")
     if where:

@@ -32,8 +32,8 @@ def explain_length() -> Iterator[None]:
     except TextTooLongError as error:
         raise TextTooLongError(
             f"The text has {error.tokens:,} tokens, and the model's {error.positions:,} positions "
-            f"have room for {error.room:,} and a question; shorten it, split it into several "
-            "files, or choose a server whose --model has more positions."
+            f"have room for {error.room:,} and a question; shorten it, split it and ask "
+            "about the parts one by one, or choose a server whose --model has more positions."
         ) from None
 
 

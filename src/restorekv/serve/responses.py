@@ -280,6 +280,7 @@ def make_response(
         instructions=asked.instructions,
         previous_response_id=asked.previous_response_id,
         metadata=asked.metadata or {},
+        max_output_tokens=asked.max_output_tokens,
         parallel_tool_calls=False,
         temperature=asked.temperature,
         top_p=asked.top_p,
