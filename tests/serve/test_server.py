@@ -594,9 +594,9 @@ def test_a_cache_file_goes_out_and_in(client, file, model, tiny_tokenizer, tmp_p
     states = {}
     for name, content in {"doc.rkv": cache, "bad.rkv": cache[:-50]}.items():
         states[name] = upload(client, content, name)
-    assert ask(client, about(states["doc.rkv"])).choices[0].message.content == loaded.ask(
-        QUESTION, 12
-    )
+    answer = ask(client, about(states["doc.rkv"]), "tiny")
+    assert answer.choices[0].message.content == loaded.ask(QUESTION, 12)
+    assert get_bytes(client, f"/files/{states['doc.rkv'].id}/cache") == cache
     assert states["bad.rkv"].status == "error"
     # By the name that the client knows, not by the server's.
     assert states["bad.rkv"].status_details.startswith("bad.rkv ")
@@ -606,11 +606,13 @@ def test_a_cache_file_is_no_other_variant(client, file):
     """It would answer as it was compressed, under the name of something else."""
     cache = get_bytes(client, f"/files/{file.id}/cache")
     made = upload(client, cache, "own.rkv")
-    for model in ("tiny:snapkv-0.9", f"{VARIANT}-base"):
+    for model in ("tiny:snapkv-0.9", f"{VARIANT}-base", VARIANT):
         with pytest.raises(openai.BadRequestError, match=f"cannot be had as {model}; ask it as"):
             ask(client, about(made), model)
+        with pytest.raises(openai.BadRequestError, match="cannot be had"):
+            get_bytes(client, f"/files/{made.id}/cache?model={model}")
     plain = ask(client, about(made), "tiny").choices[0].message.content
-    assert plain == ask(client, about(made)).choices[0].message.content
+    assert plain == ask(client, about(file)).choices[0].message.content
 
 
 def test_a_cache_is_that_of_the_model_that_is_named(client, file):

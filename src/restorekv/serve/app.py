@@ -292,8 +292,9 @@ def add_files(app: FastAPI, service: Service) -> None:
     @app.get("/v1/files/{name}/cache", response_class=Response, responses=binary)
     async def cache(name: str, model: str | None = None) -> Response:
         upload = service.find_upload(name)
-        variant = service.default if model is None else Variant.parse(model, service.base)
-        service.check_variant(upload, variant)
+        variant = service.default
+        if model is not None:
+            variant = service.choose_variant(upload, Variant.parse(model, service.base))
         key = service.engine.make_key(upload.sha256, variant)
         path = await asyncio.to_thread(service.store.find_or_fetch, key, upload.sha256)
         return await send_bytes(

@@ -58,7 +58,8 @@ def add_page(app: FastAPI, service: Service) -> None:
     @app.get("/v1/files/{name}/progress", response_model=schemas.CompressionProgress)
     async def progress(name: str, model: str) -> dict:
         upload = service.find_upload(name)
-        state = service.engine.get_state(upload.sha256, Variant.parse(model, service.base))
+        variant = service.choose_variant(upload, Variant.parse(model, service.base))
+        state = service.engine.get_state(upload.sha256, variant)
         if state == WAITING and upload.status == FAILED:
             return {"phase": FAILED, "share": 0.0}
         return {"phase": state.phase, "share": state.share}

@@ -174,15 +174,24 @@ class Service:
             )
         return upload
 
-    def check_variant(self, upload: Upload, variant: Variant) -> None:
-        """Refuse a variant that a cache file cannot be: it answers as it was compressed."""
-        taken = (Variant(self.base), self.default)
-        if find_kind(upload.name) == CACHE and variant not in taken:
+    def choose_variant(self, upload: Upload, variant: Variant) -> Variant:
+        """Return the variant that an upload is held as, where a request asks for `variant`.
+
+        A cache file answers as it was compressed, whatever that was, so it is only asked by the
+        name of the model alone. It is held as the default, as every upload first is.
+
+        Raises:
+            ApiError: A cache file is asked for by the name of a variant.
+        """
+        if find_kind(upload.name) != CACHE:
+            return variant
+        if variant.method:
             raise ApiError(
                 400,
                 f"The file {upload.id} is a cache that was compressed before and cannot be had as "
                 f"{variant.name}; ask it as {self.base}, or upload its text.",
             )
+        return self.default
 
     def _read_content(self, upload: Upload) -> str | Path:
         """Return the text of an upload; of a cache file, its path."""
@@ -236,7 +245,7 @@ class Service:
         upload = self.find_upload(upload_id)
         if upload.status == FAILED:
             raise ApiError(400, f"{upload.name} could not be processed: {upload.problem}")
-        self.check_variant(upload, variant)
+        variant = self.choose_variant(upload, variant)
         try:
             document = await self._compress_upload(upload, variant)
         except RestoreKVError:

@@ -10,9 +10,10 @@ const state = { variants: null, file: null, model: "", turns: [] };
 const METHODS = { fast: "fast: a learned gate", best: "best: KVzip" };
 let turn = 0; // of what was asked for last: answers to earlier requests are dropped
 
-const chosen = () => `${state.variants.base}:${$("method").value}-${Number($("ratio").value)}`;
+const asItIs = (file) => file.filename.endsWith(".rkv"); // asked by the model's name alone
 
-const asItIs = (file) => file.filename.endsWith(".rkv"); // whatever the model id says
+const chosen = () => (state.file && asItIs(state.file) ? state.variants.base
+  : `${state.variants.base}:${$("method").value}-${Number($("ratio").value)}`);
 
 function busy(phase, share = 0) {
   $("bar").hidden = !phase;
