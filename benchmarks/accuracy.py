@@ -71,9 +71,10 @@ def format_table(results: dict[Key, Result]) -> str:
         plain = results[STORAGES[0], ratio]
         found = score_answers(result.answers, plain.answers)
         share = result.summary["bytes"] / plain.summary["bytes"]
-        gain = f"{found['gain']:+.1f} [{found['gain_low']:+.1f}, {found['gain_high']:+.1f}]"
-        if result is plain:
-            gain = ""
+        gain = "" if result is plain else f"{found['gain']:+.1f}"
+        # A few contexts have no interval.
+        if gain and found["gain_low"] is not None:
+            gain += f" [{found['gain_low']:+.1f}, {found['gain_high']:+.1f}]"
         text += f"| {name} | {ratio} | {found['score']:.1f} | {gain} | {share:.3f} |\n"
     return text
 

@@ -221,13 +221,20 @@ def summarize_lines(lines: Sequence[dict], reference: Sequence[dict]) -> dict[st
     }
 
 
+def format_divergence(row: dict) -> str:
+    """Return KL with its interval, which a few texts do not have."""
+    if row["kl_low"] is None:
+        return f"{row['kl']:.3f}"
+    return f"{row['kl']:.3f} [{row['kl_low']:.3f}, {row['kl_high']:.3f}]"
+
+
 def make_tables(result: dict) -> Iterator[Table | str]:
     """Yield the table and what it was measured on."""
     options = result["options"]
     lines = [
         [
             name,
-            f"{row['kl']:.3f} [{row['kl_low']:.3f}, {row['kl_high']:.3f}]",
+            format_divergence(row),
             f"{row['kl_times']:.2f}",
             f"{row['seconds_times']:.2f}",
             f"{row['pairs']:,}",

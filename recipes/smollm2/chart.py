@@ -350,11 +350,15 @@ def format_score(row: Row) -> str:
 
 def format_gain(row: Row) -> str:
     """Return the score over that of the evictor alone, with its paired 95 % interval."""
+    if row["gain_low"] is None:
+        return f"{row['gain']:+.1f}"
     return f"{row['gain']:+.1f} ({row['gain_low']:+.1f} to {row['gain_high']:+.1f})"
 
 
 def format_divergence(row: Row) -> str:
     """Return KL with its 95 % interval."""
+    if row["kl_low"] is None:
+        return f"{row['kl']:.3f}"
     return f"{row['kl']:.3f} ({row['kl_low']:.3f} to {row['kl_high']:.3f})"
 
 

@@ -47,6 +47,9 @@ from restorekv.storage.cache_checks import check_model
 from restorekv.storage.cache_file import CacheFile, Manifest
 from restorekv.storage.portable import Portable
 
+# Options of transformers' generate that let a draft write ahead.
+ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class CompressedContext:
@@ -410,6 +413,13 @@ class CompressedContext:
         def find_option(name: str) -> Any:
             return options.get(name) or getattr(config, name, None) or 1
 
+        for name in ASSISTED:
+            own = getattr(self.model, "generation_config", None)
+            if find_option(name) != 1 or (config is None and getattr(own, name, None)):
+                raise RestoreKVError(
+                    f"generate cannot use {name}, for which transformers would read the question "
+                    "into the cache twice; leave it out."
+                )
         if (
             find_option("num_return_sequences") > 1
             or find_option("return_dict_in_generate") is True
@@ -424,7 +434,9 @@ class CompressedContext:
             "pad_token_id": get_padding_id(self.tokenizer),
         }
         if config is None:
-            defaults |= {"do_sample": False, "max_new_tokens": 128}
+            defaults["do_sample"] = False
+            if "max_length" not in options:
+                defaults["max_new_tokens"] = 128
         processors = [*(options.get("logits_processor") or ()), FiniteLogits()]
         with torch.no_grad():
             # PreTrainedModel has `generate` only in its subclasses that write text.

@@ -119,6 +119,11 @@ def compress(
         RestoreKVError: Something that the caller can fix; the message says how.
     """
     check_model_and_tokenizer(model, tokenizer)
+    if not isinstance(config, CompressionConfig):
+        raise RestoreKVError(
+            f"config is a CompressionConfig, not {type(config).__name__}; write "
+            "CompressionConfig(streaming=512), for example."
+        )
     compressor = make_compressor(resolve_preset(evictor), config)
     text, system = separate_text_and_system(context, check_system_message(config.system))
     tokenized = make_context(tokenizer, text, config.choose_between(tokenizer), system)

@@ -233,7 +233,7 @@ def test_the_wrong_tokenizer_is_refused(case, tmp_path):
 def test_ids_beyond_the_models_are_refused(case):
     model, tokenizer, text = case
     small = build_model(model.config.model_type, vocab_size=64)
-    with pytest.raises(RestoreKVError, match="the model has tokens 0 to 63; pass the tokenizer"):
+    with pytest.raises(RestoreKVError, match="tokens and the model 64; pass the tokenizer"):
         compress(small, tokenizer, text, ratio=0.5)
 
 
@@ -621,7 +621,7 @@ def test_a_context_comes_in_many_forms(case, tmp_path):
     )
     path.write_bytes(b"\xff\x00")
     for wrong, match in (
-        (path, "not UTF-8"),
+        (path, "is binary"),
         (messages * 2, "must be one user message"),
         ([{"role": "user"}], "Message 1 has no text"),
         (tmp_path / "none", "none"),

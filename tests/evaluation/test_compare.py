@@ -82,9 +82,12 @@ def test_other_models_and_texts_are_refused(cells):
     of_another = replace(random, identity={**random.identity, "fingerprint": "0" * 16})
     with pytest.raises(RestoreKVError, match="are of two models"):
         compare_results(kvzip, of_another)
+    by_another = replace(random, cell=replace(random.cell, protocol="kvzip"))
+    with pytest.raises(RestoreKVError, match="with another protocol"):
+        compare_results(kvzip, by_another)
     edited = replace(random)
     edited.lines[3]["context"] = "0" * 12
-    with pytest.raises(RestoreKVError, match="asked about different texts"):
+    with pytest.raises(RestoreKVError, match="about different texts"):
         compare_results(kvzip, edited)
 
 

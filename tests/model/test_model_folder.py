@@ -110,16 +110,16 @@ def test_a_pickle_beside_safetensors_is_not_loaded(folder, monkeypatch):
 def test_special_files_in_a_folder_are_refused_and_not_waited_for(folder, name):
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
-    with pytest.raises(ModelError, match="not a regular file"):
+    with pytest.raises(ModelError, match="neither a file nor a folder"):
         load_model(str(folder))
-    with pytest.raises(ModelError, match="not a regular file"):
+    with pytest.raises(ModelError, match="neither a file nor a folder"):
         load_tokenizer(str(folder))
 
 
 def test_a_link_to_a_device_is_a_special_file(folder):
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.json").symlink_to("/dev/zero")
-    with pytest.raises(ModelError, match="not a regular file"):
+    with pytest.raises(ModelError, match="neither a file nor a folder"):
         load_model(str(folder))
 
 

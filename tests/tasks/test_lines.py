@@ -54,8 +54,16 @@ def test_other_rows_are_refused(tmp_path, row, said):
         load(tmp_path / "a.jsonl", row)
 
 
+def test_a_letter_or_a_sign_can_be_the_answer(tmp_path):
+    """Words like "a" count for nothing in a sentence, and here they are all there is."""
+    benchmark, samples = load(tmp_path / "a.jsonl", ROW | {"answers": ["A"]})
+    (question,) = samples[0].questions
+    scores = [benchmark.score(question, said) for said in ("A", " a.\nB", "B", "A mill")]
+    assert scores == [1, 1, 0, 0]
+
+
 def test_two_rows_have_two_ids(tmp_path):
-    with pytest.raises(RestoreKVError, match="line 2 has the id '7' of an earlier row"):
+    with pytest.raises(RestoreKVError, match="has 2 texts with the id '7'"):
         load(tmp_path / "a.jsonl", ROW | {"id": "7"}, ROW | {"id": "7"})
     with pytest.raises(RestoreKVError, match=r"as in lines:path=mine\.jsonl"):
         tasks.make_benchmark("lines").choose_samples(build_tokenizer(), "kvpress")

@@ -86,7 +86,9 @@ class TailLayer(CompressedLayer):
     that many questions share: it refuses every change.
     """
 
-    is_croppable = True
+    # Assisted decoding of transformers 5.24 reads the whole prompt again into a cache that has it
+    # already. It refuses a cache that says this.
+    is_croppable = False
     locked = False
     buffers: KeysValues | None
     static: tuple[int, Tensor] | None

@@ -104,7 +104,7 @@ def run(
     from restorekv.cli.session import silence_transformers
     from restorekv.evaluation.frame import GridResults
     from restorekv.evaluation.grid import Grid, parse_method
-    from restorekv.evaluation.grid_tables import make_tables
+    from restorekv.evaluation.grid_tables import describe_cut_texts, make_tables
     from restorekv.evaluation.kvpress_layout import export_kvpress
     from restorekv.evaluation.rows import make_payload
     from restorekv.evaluation.run import check_cells, run_grid
@@ -130,11 +130,13 @@ def run(
         results = run_grid(
             cells, out, pool, lambda progress: update(progress.what, progress.share), set_aside
         )
-    export_kvpress(out)
     if json:
         write_figures(json, make_payload(results))
     for table in make_tables(GridResults(results)):
         output.print(table)
+    for note in describe_cut_texts(results):
+        notes.print(note, highlight=False)
+    export_kvpress(out)
     notes.print(
         f"{out}: {len(results)} cells; to make a page of them: restorekv report {out}",
         highlight=False,

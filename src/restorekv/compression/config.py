@@ -20,13 +20,25 @@ from restorekv.compression.budget import (
     OnSmallBudget,
     PrefixPolicy,
 )
-from restorekv.errors import BudgetError, RestoreKVError, check_choice
+from restorekv.errors import BudgetError, OptionError, RestoreKVError, check_choice
+from restorekv.files import matches_type
 from restorekv.model.prompt import TOO_LONG, Context, get_default_between
 from restorekv.restore.choices import RESTORE_FROM, RestoreFrom
 
 RatioOrBudget = float | str | Fraction | Budget
 # The fields that decide which pairs a method keeps. Results, cache files and adapters record them.
 RECORDED = ("prefix_policy", "on_small_budget", "allocation", "restore_from", "offset")
+
+
+# Of the settings that no list of choices checks: their types, and these in words.
+TYPES: dict[str, tuple[object, str]] = {
+    "allocation": (Allocation | str, "an Allocation or its spec, such as 'global'"),
+    "offset": (int, "a whole number of positions"),
+    "streaming": (int | None, "a whole number of tokens, or None"),
+    "offload": (bool, "True or False"),
+    "restore_tokens": (int | None, "a whole number of tokens, or None"),
+    "between": (str | None, "a text, or None"),
+}
 
 
 @dataclass(frozen=True)
@@ -79,6 +91,10 @@ class CompressionConfig:
     max_context: str = "refuse"
 
     def __post_init__(self) -> None:
+        for name, (kind, wanted) in TYPES.items():
+            value = getattr(self, name)
+            if not matches_type(value, kind):
+                raise OptionError(f"{name} is {wanted}, not {repr(value)[:60]}.", name)
         check_choice("prefix_policy", self.prefix_policy, PREFIX_POLICIES)
         check_choice("on_small_budget", self.on_small_budget, ON_SMALL_BUDGET)
         check_choice("restore_from", self.restore_from, RESTORE_FROM)

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, get_type_hints
 
 from restorekv.errors import RestoreKVError, check_choice
 
@@ -123,7 +123,8 @@ class BuildConfig:
     def __post_init__(self) -> None:
         check_choice("The mixture", self.mixture, MIXTURE_NAMES)
         # Every whole number is a count; those that may be 0 turn something off.
-        counts = {item.name for item in fields(self) if isinstance(getattr(self, item.name), int)}
+        hints = get_type_hints(type(self))
+        counts = {item.name for item in fields(self) if hints[item.name] is int}
         require_at_least(0, self, MAY_BE_ZERO)
         require_at_least(1, self, sorted(counts - MAY_BE_ZERO))
         if not 0 < self.overlap <= 1:

@@ -7,6 +7,7 @@ than "train" are left out. Every passage is cut to a length drawn between `passa
 `passage_longest` tokens, at the end of a sentence or line.
 """
 
+import hashlib
 import math
 import random
 from collections.abc import Iterator
@@ -127,7 +128,11 @@ def identify_license(row: dict) -> str:
 
 def _make_passage(row: dict, config: BuildConfig, tokenizer: Tokenizer) -> SourceDocument:
     """Return a row's passage with its questions."""
-    name = str(row.get("id") or "passage")
+    # A row without an id is named by its text, so that each of several is drawn on its own.
+    name = str(row.get("id", ""))
+    if not name:
+        text_hash = hashlib.sha256(read_text_field(row, "text").encode()).hexdigest()
+        name = f"passage {text_hash[:12]}"
     # Draws of a passage depend on its name alone, so that every part of a build cuts it alike.
     rng = random.Random(f"{config.seed} passage {name}")
     whole_text = read_text_field(row, "text").strip()

@@ -38,6 +38,8 @@ def list_source_files(path: Path) -> list[Path]:
         if format_suffix(path) not in ENDINGS:
             raise RestoreKVError(f"{path} is not a file of type {FORMATS}; convert it first.")
         return [path]
+    if not path.is_dir():
+        raise RestoreKVError(f"There is no file or folder {path}; check the path.")
     files = [file for file in path.rglob("*") if file.is_file() and format_suffix(file) in ENDINGS]
     if not files:
         raise RestoreKVError(f"The folder {path} has no file that ends in {FORMATS}; give another.")

@@ -90,8 +90,9 @@ class AttemptFile:
 
 
 def identify_document(document: SourceDocument) -> list[str]:
-    """Return the name and 16 hex digits of the text's hash."""
-    return [document.name, hashlib.sha256(document.text.encode()).hexdigest()[:16]]
+    """Return the name and 16 hex digits of a hash of the text and of what is asked about it."""
+    content = repr((document.text, document.asked, document.studied))
+    return [document.name, hashlib.sha256(content.encode()).hexdigest()[:16]]
 
 
 @dataclass

@@ -130,7 +130,7 @@ def word_question(rng: random.Random, question: str, config: BuildConfig) -> str
     """Put a question into `config.wording`; one question in four stays as it is."""
     if rng.random() < 0.25:
         return question
-    return config.wording.format(question=question)
+    return config.wording.replace("{question}", question)
 
 
 def sample_in_order(rng: random.Random, items: list[Item], count: int) -> list[Item]:

@@ -24,7 +24,7 @@ def compute_figures(contexts: list[MixtureContext], manifest: dict) -> list[dict
 
     `paper` holds the paper's own figures, or None where the mixture has no counterpart there.
     """
-    published = {} if manifest.get("mixture") == "passages" else PAPER
+    published = {} if manifest.get("mixture") in ("passages", "corpus") else PAPER
     lengths: dict[str, list[int]] = {name: [] for name in manifest["sources"]}
     total: list[int] = []
     for context in contexts:

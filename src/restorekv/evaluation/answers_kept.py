@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from restorekv.evaluation.frame import FULL_CACHE, GridResults, Row
+from restorekv.evaluation.earlier import digest_line
+from restorekv.evaluation.frame import ASKED, FULL_CACHE, GridResults, Row
 from restorekv.evaluation.rows import SeedPool
 from restorekv.evaluation.stats import FEW, bootstrap_ratio
 from restorekv.evaluation.tables import Table, format_percent, make_slug
@@ -33,11 +34,13 @@ class ContextAnswers:
     """The questions about one context that the full cache answers right.
 
     Attributes:
-        context: names the context, for the bootstrap.
+        context: names the context and its questions, so that it counts once.
         text: the kind of text, which is the benchmark's title.
         tokens: length of the context.
         right: how many questions there are, at least one.
         kept: how many of them the small cache answers right too.
+        asked: how it was asked: model, dtype, protocol and prefix policy. Answers that were asked
+            in two ways are not added up.
     """
 
     context: Hashable
@@ -45,33 +48,36 @@ class ContextAnswers:
     tokens: int
     right: int
     kept: int
+    asked: Hashable = ()
 
 
 # By method and ratio.
 AnswersByMethod = dict[tuple[str, float], list[ContextAnswers]]
 
 
-def compare_contexts(pool: SeedPool, full: SeedPool, title: str) -> Iterator[ContextAnswers]:
+def compare_contexts(
+    pool: SeedPool, full: SeedPool, title: str, asked: Hashable = ()
+) -> Iterator[ContextAnswers]:
     """Compare a small cache's answers with the full cache's, question by question.
 
     Args:
         pool: the cells of the small cache, all of them done.
         full: the cells of the full cache on the same contexts.
         title: the name of the kind of text.
+        asked: how the questions were asked.
 
     Yields:
         One entry for each context about which the full cache answers a question right.
     """
     is_right = full.benchmark.is_right
     for sample, line in full.lines_by_context.items():
-        if sample not in pool.lines_by_context:  # another seed was asked of the full cache too
-            continue
         # The same questions by their ids, whatever the order.
         own = {answer["id"]: answer for answer in pool.lines_by_context[sample]["answers"]}
         right = [answer["id"] for answer in line["answers"] if is_right(answer)]
         if right:
             kept = sum(is_right(own[question]) for question in right)
-            yield ContextAnswers((title, sample), title, line["tokens"], len(right), kept)
+            name = digest_line(line) or (title, sample)
+            yield ContextAnswers(name, title, line["tokens"], len(right), kept, asked)
 
 
 def collect_answers(grid: GridResults) -> AnswersByMethod:
@@ -86,7 +92,8 @@ def collect_answers(grid: GridResults) -> AnswersByMethod:
             continue
         if entry.full.done and entry.pool.done:
             own = answers.setdefault((columns["method"], columns["ratio"]), [])
-            own.extend(compare_contexts(entry.pool, entry.full, columns["condition"]))
+            asked = tuple(columns[each] for each in ASKED if each != "benchmark")
+            own.extend(compare_contexts(entry.pool, entry.full, columns["condition"], asked))
     return answers
 
 
@@ -139,17 +146,22 @@ def make_kept_table(grid: GridResults) -> Table | None:
 
 
 def _split_contexts(contexts: Sequence[ContextAnswers]) -> dict[str, list[ContextAnswers]]:
-    """Return the contexts of all texts, by kind of text if there are several, and by length."""
-    parts = {EVERY: list(contexts)}
+    """Return the contexts of all texts, by kind of text if there are several, and by length.
+
+    Contexts that were asked in several ways, such as by two protocols, are kept apart.
+    """
+    distinct = list({each.context: each for each in contexts}.values())
+    one_way = len({each.asked for each in contexts}) == 1
+    parts = {EVERY: distinct} if one_way else {}
     titles = list(dict.fromkeys(each.text for each in contexts))
     # With one kind of text its row would repeat that of all texts.
-    if len(titles) > 1:
+    if len(titles) > 1 or not one_way:
         for title in titles:
             parts[title] = [each for each in contexts if each.text == title]
     lowest = 0
-    for highest in LENGTHS:
-        own = [each for each in contexts if lowest < each.tokens <= highest]
-        if own and len(own) < len(contexts):
+    for highest in LENGTHS if one_way else ():
+        own = [each for each in distinct if lowest < each.tokens <= highest]
+        if own and len(own) < len(distinct):
             parts[f"{lowest + 1:,} to {highest:,} tokens"] = own
         lowest = highest
     return parts

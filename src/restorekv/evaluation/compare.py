@@ -10,6 +10,7 @@ import numpy as np
 
 from restorekv import tasks
 from restorekv.errors import RestoreKVError
+from restorekv.evaluation.earlier import digest_line
 from restorekv.evaluation.fidelity import summarize_fidelity
 from restorekv.evaluation.results import Result, list_answers
 from restorekv.evaluation.stats import (
@@ -43,8 +44,14 @@ def compare_results(first: Result, second: Result, full: Result | None = None) -
 
     Raises:
         RestoreKVError: The cells share no context, were asked different contexts or questions, or
-            are of two models, whose full caches answer differently.
+            by two protocols, or are of two models, whose full caches answer differently.
     """
+    for name in ("protocol", "max_context"):
+        if getattr(first.cell, name) != getattr(second.cell, name):
+            raise RestoreKVError(
+                f"{first.folder.name} and {second.folder.name} were asked with another {name}; "
+                "compare cells of one."
+            )
     if first.identity["fingerprint"] != second.identity["fingerprint"]:
         raise RestoreKVError(
             f"{first.folder.name} and {second.folder.name} are of two models; compare cells of one."
@@ -53,10 +60,10 @@ def compare_results(first: Result, second: Result, full: Result | None = None) -
     benchmark = tasks.make_benchmark(first.cell.benchmark)
     by_context = benchmark.averages_contexts(first.cell.protocol)
     for mine, theirs in zip(one, other, strict=True):
-        if mine["context"] != theirs["context"]:
+        if digest_line(mine) != digest_line(theirs):
             raise RestoreKVError(
-                f"{first.folder.name} and {second.folder.name} were asked about different texts "
-                f"(sample {mine['sample']}); compare cells of one benchmark."
+                f"{first.folder.name} and {second.folder.name} were asked different questions or "
+                f"about different texts (sample {mine['sample']}); compare cells of one benchmark."
             )
     answers = [list_answers((line["sample"], line) for line in lines) for lines in (one, other)]
     check_same_questions(answers)

@@ -78,6 +78,8 @@ def _digest_asked(sample_id: str | int, context: str, questions: Sequence[dict])
 def load_readable_cells(folder: Path) -> list[Result]:
     """Return the cells of a run's folder, by name, without those that are damaged."""
     cells = []
+    if not (folder / CELLS).is_dir():
+        raise RestoreKVError(f"{folder} holds no results of `restorekv eval`; give another folder.")
     for path in sorted((folder / CELLS).iterdir()):
         # Whatever is wrong with another cell, this run's contexts are then asked.
         with suppress(RestoreKVError, OSError):

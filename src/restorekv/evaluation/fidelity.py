@@ -102,6 +102,8 @@ def summarize_fidelity(
             same += answer["same"]
     if not answers:
         return {}
-    kl, low, high = bootstrap_ratio(sums, tokens)
+    # Contexts that were not asked these tasks are none of the draws.
+    asked = tokens > 0
+    kl, low, high = bootstrap_ratio(sums[asked], tokens[asked])
     figures = (kl, low, high, 100 * same / answers, int(tokens.sum()))
     return dict(zip(FIGURES, figures, strict=True))

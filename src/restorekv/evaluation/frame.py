@@ -42,7 +42,7 @@ class GridEntry:
         columns: what tells the entry from others, as its rows say it.
         pool: its cells, one for each seed.
         base: the same without restoring, if that is done and was asked the same seeds.
-        full: the full cache of the condition, if there is one.
+        full: the full cache of the condition, asked the same seeds, if there is one.
     """
 
     columns: Row
@@ -131,7 +131,9 @@ class GridResults:
                 base = pools.get((condition, get_base(method), ratio))
             if base and not (base.done and base.specs == pool.specs):
                 base = None
+            # Other seeds of the full cache were asked other contexts.
             full = pools.get((condition, FULL_METHOD, 1.0))
+            full = full and full.restrict(pool.specs)
             self.entries.append(GridEntry(columns, pool, base, full))
 
     def list_rows(self) -> list[Row]:
@@ -155,9 +157,12 @@ def load_grid(folder: Path) -> GridResults:
         cell = result.cell
         fingerprint = result.identity["fingerprint"]
         digest = result.identity["benchmark"]["digest"]
+        adapter = (result.identity["adapter"] or {}).get("hash", "")
         for what, key, value in (
             ("models", (cell.model, cell.protocol), fingerprint),
             ("benchmark data", cell.question_set, digest),
+            # Seeds of one method are pooled.
+            ("adapters", (cell.model, cell.evictor, str(cell.adapter)), adapter),
         ):
             known, other = first.setdefault((what, *key), (value, result))
             if value != known:

@@ -128,7 +128,9 @@ class Cell:
         words += ["alone" if self.adapter is None else "restored", self.ratio]
         digest = hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:8]
         readable = "_".join(re.sub(r"[^\w.+=-]+", "-", word) for word in words)
-        return f"{readable[:120]}_{digest}"
+        # File systems limit a name's bytes.
+        start = readable.encode()[:120].decode(errors="ignore")
+        return f"{start}_{digest}"
 
     def config(self, prefix_policy: str) -> CompressionConfig:
         """Return how the cell compresses; `prefix_policy` counts where the cell names none."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from restorekv.evaluation.answers_kept import make_kept_table
 from restorekv.evaluation.frame import ALL, FULL_CACHE, TASK, GridResults, Row
 from restorekv.evaluation.grid import group_by
+from restorekv.evaluation.results import Result
 from restorekv.evaluation.stats import FEW, get_interval
 from restorekv.evaluation.tables import (
     Table,
@@ -116,6 +117,23 @@ def make_held_table(rows: Sequence[Row]) -> Table:
     return Table.from_figures(
         make_slug("held", rows[0]["name"]), title, held, HELD_COLUMNS, HELD, keys=len(NAMES)
     )
+
+
+def describe_cut_texts(results: Sequence[Result]) -> list[str]:
+    """Say for each benchmark how many of its texts were too long and lost their ends."""
+    counts = {}
+    for result in results:
+        cut = sum(bool(line.get("cut")) for line in result.lines)
+        if cut:
+            title = result.identity["benchmark"]["title"]
+            counts[title] = max(counts.get(title, (0, 0)), (cut, len(result.lines)))
+    notes = []
+    for title, (cut, texts) in counts.items():
+        notes.append(
+            f"{title}: {cut} of {texts} texts were longer than the model's positions or "
+            "--max-context, and their ends were not read."
+        )
+    return notes
 
 
 def count_gains(rows: Sequence[Row]) -> str:

@@ -26,6 +26,7 @@ and its settings. Only RULER's official rows are data_dir "4096"; generated ones
 """
 
 import csv
+import hashlib
 import io
 import json
 import re
@@ -37,14 +38,17 @@ import yaml
 
 from restorekv import tasks
 from restorekv.compression.budget import parse_ratio
+from restorekv.errors import RestoreKVError
+from restorekv.evaluation.earlier import load_readable_cells
 from restorekv.evaluation.grid import FULL, Cell, group_by
-from restorekv.evaluation.results import Result, load_results
+from restorekv.evaluation.results import Result
 from restorekv.files import read_json, remove_stale_files, replace_file, write_json
 from restorekv.tasks.longbench import LongBench
 from restorekv.tasks.ruler.benchmark import HUB as RULER_ROWS
 from restorekv.tasks.ruler.benchmark import Ruler
 
 FOLDER = "kvpress"
+LONGEST_NAME = 200  # bytes of a folder's name; file systems allow 255
 OURS = "restorekv.json"
 CONFIG = "config.yaml"
 PRESSES = {
@@ -84,14 +88,22 @@ def export_kvpress(folder: Path) -> list[Path]:
     # Only what kvpress also asks: its protocol, and finished cells.
     done = [
         result
-        for result in load_results(folder)
-        if result.done and result.cell.protocol == "kvpress"
+        for result in load_readable_cells(folder)
+        if result.done and result.cell.protocol == "kvpress" and _is_readable(result)
     ]
     return [
         _write_run(folder / FOLDER, result, part)
         for result in done
         for part in _split_result(result)
     ]
+
+
+def _is_readable(result: Result) -> bool:
+    """Return whether the files of a cell are whole; another run's may be damaged."""
+    try:
+        return bool(result.summary and result.lines)
+    except RestoreKVError:
+        return False
 
 
 def _split_result(result: Result) -> Iterator[KvpressRun]:
@@ -248,7 +260,11 @@ def _name_folder(config: Mapping) -> str:
         words.append(f"fraction{config['fraction']:.3f}")
     if config["max_context_length"]:
         words.append(f"max_context{config['max_context_length']}")
-    return "__".join(filter(None, words))
+    name = "__".join(filter(None, words)).encode()
+    if len(name) > LONGEST_NAME:
+        digest = hashlib.sha256(name).hexdigest()[:8]
+        name = name[: LONGEST_NAME - 9] + f"_{digest}".encode()
+    return name.decode(errors="ignore")
 
 
 def _find_free_folder(path: Path, cell: Cell) -> Path:

@@ -4,7 +4,7 @@ seeds, as a cell's summary and as rows for programs.
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -57,6 +57,13 @@ class SeedPool:
     def specs(self) -> list[str]:
         """The specs of the benchmark, one for each seed."""
         return [result.identity["benchmark"]["spec"] for result in self.results]
+
+    def restrict(self, specs: Sequence[str]) -> Self | None:
+        """Return the pool of these seeds alone; None where one is missing."""
+        chosen = tuple(
+            result for result in self.results if result.identity["benchmark"]["spec"] in specs
+        )
+        return replace(self, results=chosen) if len(chosen) == len(specs) else None
 
     @cached_property
     def benchmark(self) -> tasks.Benchmark:

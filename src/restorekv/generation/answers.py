@@ -178,6 +178,8 @@ def make_answer(
         finish = "repetition"
     elif ended:
         finish = "stop"
+    if chooser is not None:
+        keep_leading_space = keep_leading_space or chooser.sampling.keeps_leading_space
     text = text[:cut] if keep_leading_space else text[:cut].lstrip()
     return Answer(text, tuple(ids), finish, prompt_tokens, logprobs, top)
 
@@ -269,22 +271,24 @@ def stream_answer(
 
     def finish_answer() -> Answer:
         chooser = choosers[0] if choosers else None
-        return make_answer(tokenizer, token_ids, stops, len(prompt), chooser)
+        answer = make_answer(tokenizer, token_ids, stops, len(prompt), chooser)
+        warn_of_cut_forms([answer], sampling)
+        return answer
 
     tokens = record_tokens()
     if sampling.copies:
         tokens = drop_repetition(tokens, tokenizer, sampling.copies)
-    return AnswerStream(stream_text(tokenizer, tokens, stops, sampling.stop), finish_answer)
+    return AnswerStream(stream_text(tokenizer, tokens, stops, sampling), finish_answer)
 
 
 def stream_text(
     tokenizer: Tokenizer,
     tokens: Iterable[int],
     eos_ids: set[int],
-    stop_strings: Sequence[str] = (),
+    sampling: SamplingConfig = GREEDY,
 ) -> Generator[str, None, None]:
     """Yield the text of a growing answer as soon as it is certain."""
-    text = GrowingText(tokenizer, eos_ids, stop_strings)
+    text = GrowingText(tokenizer, eos_ids, sampling.stop, sampling.keeps_leading_space)
     for token in tokens:
         if piece := text.push(token):
             yield piece

@@ -228,7 +228,6 @@ class Chat:
         for _ in pieces:
             pass
         answer = self.turns[-1].answer
-        warn_of_cut_forms([answer], sampling)
         return answer if details else answer.text
 
     async def ask_async(self, question: str, max_new_tokens: int = 128, **options: Any) -> Any:
@@ -315,7 +314,7 @@ class Chat:
         tokens = record_tokens()
         if sampling.copies:
             tokens = drop_repetition(tokens, tokenizer, sampling.copies)
-        yield from stream_text(tokenizer, tokens, stops, sampling.stop)
+        yield from stream_text(tokenizer, tokens, stops, sampling)
         warn_if_beyond_positions(document.model, self.cache.get_seq_length(), "The conversation")
         answer = make_answer(tokenizer, written, stops, len(ids), chooser)
         answer = self._drop_cut_tokens(answer, sampling, chooser)
@@ -323,6 +322,7 @@ class Chat:
         if len(answer.ids) < len(written):
             self._cut_to(self.columns - len(written) + len(answer.ids))
         self.turns.append(Turn(question, answer, tuple(ids), (times[0], times[-1])))
+        warn_of_cut_forms([answer], sampling)
 
     def _drop_cut_tokens(
         self, answer: Answer, sampling: SamplingConfig, chooser: TokenChooser | None

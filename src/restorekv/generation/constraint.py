@@ -5,9 +5,11 @@ next.
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
+import regex as regex_library
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -60,8 +62,7 @@ class Constraint:
                 text = schema if isinstance(schema, str) else json.dumps(schema)
                 grammar = kind.grammar_from_json_schema(text, defaults=WHITESPACE)
             elif regex is not None:
-                # The space with which many tokenizers begin a word is not part of the answer.
-                grammar = kind.grammar_from_regex(f" ?(?:{_drop_anchors(regex)})")
+                grammar = kind.grammar_from_regex(_allow_space(regex))
             wrong = kind.validate_grammar(grammar, vocabulary)
         except (ValueError, TypeError) as error:
             wrong = str(error)
@@ -70,7 +71,7 @@ class Constraint:
             if regex is not None:
                 what, option = "regular expression", "regex"
                 # As the user wrote it, without what was put around it.
-                wrong = wrong.replace(f" ?(?:{_drop_anchors(regex)})", _drop_anchors(regex))
+                wrong = wrong.replace(_allow_space(regex), _drop_anchors(regex))
             raise OptionError(f"The {what} cannot be used: {_shorten(wrong)}", option)
         return cls(kind(vocabulary, grammar), vocabulary.vocab_size)
 
@@ -85,8 +86,10 @@ class Constraint:
         # with torch.compile, which takes seconds when the first answer is written.
         marks = bytearray(self.matcher.compute_logit_bias())
         permitted = torch.frombuffer(marks, dtype=torch.uint8)
-        refused = permitted[: self.size].to(logits.device) == 0
-        allowed = logits[:, : self.size].masked_fill(refused, -torch.inf)
+        # A tokenizer may have tokens that the model has no logits for.
+        size = min(self.size, logits.shape[-1])
+        refused = permitted[:size].to(logits.device) == 0
+        allowed = logits[:, :size].masked_fill(refused, -torch.inf)
         if self.matcher.is_error() or (
             self.matcher.is_stopped() and not self.matcher.is_accepting()
         ):
@@ -105,12 +108,32 @@ class Constraint:
             )
 
 
+def _allow_space(regex: str) -> str:
+    """Return an expression that also matches with a space before it.
+
+    Many tokenizers begin a word with one, which is not part of the answer. Where the expression has
+    white space at its start, nothing is added, since the two could not be told apart.
+    """
+    core = _drop_anchors(regex)
+    return core if begins_with_space(regex) else f" ?(?:{core})"
+
+
 def _drop_anchors(regex: str) -> str:
     """Return an expression, which an answer matches as a whole, without ^ at its start and $ at
     its end.
     """
     regex = regex.removeprefix("^")
     return regex[:-1] if regex.endswith("$") and not regex.endswith("\\$") else regex
+
+
+@lru_cache(maxsize=64)
+def begins_with_space(expression: str) -> bool:
+    """Return whether what matches a regular expression may begin with white space."""
+    try:
+        pattern = regex_library.compile(_drop_anchors(expression))
+    except regex_library.error:  # llguidance says what is wrong with it
+        return False
+    return any(pattern.fullmatch(each, partial=True) for each in " \n\t\r")
 
 
 def _shorten(text: str) -> str:

@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import OptionError, RestoreKVError
 from restorekv.files import matches_type
-from restorekv.generation.constraint import Constraint
+from restorekv.generation.constraint import Constraint, begins_with_space
 from restorekv.generation.repetition import RepetitionWatch
 from restorekv.model.tokenize import TextStream
 from restorekv.spec import suggest_argument
@@ -59,6 +59,21 @@ IDLE = {
     "output_hidden_states",
     "output_scores",
     "output_logits",
+}
+# Values of others that ask for nothing, where transformers' own default is None.
+NEUTRAL: dict[str, object] = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "typical_p": 1.0,
+    "length_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "guidance_scale": 1.0,
+    "min_length": 0,
+    "diversity_penalty": 0.0,
 }
 # Type, further condition, and both in words.
 CHECKS: dict[str, tuple[object, Callable[[Any], bool], str]] = {
@@ -239,6 +254,11 @@ class SamplingConfig:
         return self == SamplingConfig(seed=self.seed, samples=self.samples)
 
     @property
+    def keeps_leading_space(self) -> bool:
+        """Whether white space at the start of an answer is part of what `regex` asks for."""
+        return self.regex is not None and begins_with_space(self.regex)
+
+    @property
     def copies(self) -> int:
         """How often a block of tokens comes in a row where it ends an answer; 0 for never."""
         matches_as_a_whole = self.regex is not None or self.json_schema is not None
@@ -281,7 +301,7 @@ def read_generation_config(config: GenerationConfig) -> dict[str, object]:
     defaults = GenerationConfig().to_dict()
     own = config.to_dict()
     for name, value in sorted(own.items()):
-        is_set = value not in (None, False, defaults.get(name))
+        is_set = value not in (None, False, defaults.get(name), NEUTRAL.get(name))
         if is_set and name not in TAKEN | IDLE and not name.startswith("_"):
             fix = "use generate, transformers' own"
             if name == "max_new_tokens":

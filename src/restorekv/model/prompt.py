@@ -252,6 +252,10 @@ def encode_question(
         empty: Allow an empty question, for a context that ends with what is asked.
     """
     check_question(question, empty)
+    if not isinstance(answer_prefix, str):
+        raise RestoreKVError(
+            f"answer_prefix is text, not {type(answer_prefix).__name__}; leave it out for none."
+        )
     return encode_text(
         tokenizer, context.between + question, after=context.suffix_text, more=answer_prefix
     )

@@ -17,14 +17,14 @@ import secrets
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from restorekv.errors import RestoreKVError
 
@@ -53,6 +53,15 @@ def check_model_and_tokenizer(model: object, tokenizer: object) -> None:
             "Pass first a model of transformers, then its tokenizer, not "
             f"{type(model).__name__} and {type(tokenizer).__name__}; load both with "
             "AutoModelForCausalLM and AutoTokenizer, or with load_model."
+        )
+    # Tokens that were added may be more than the model has; those of the vocabulary itself may not.
+    embeddings = cast("PreTrainedModel", model).get_input_embeddings()
+    known = cast("Tensor", embeddings.weight).shape[0]
+    written = cast("Tokenizer", tokenizer).vocab_size
+    if written > known:
+        raise RestoreKVError(
+            f"The tokenizer has {written:,} tokens and the model {known:,}; pass the tokenizer "
+            "that belongs to the model."
         )
 
 

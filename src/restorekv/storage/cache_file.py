@@ -127,8 +127,9 @@ class Manifest:
 
 
 def hash_cache(cache: RaggedCache, context: Context) -> str:
-    """Hash the cache and its context, without the manifest: the first 16 hex digits of SHA-256."""
-    sha256 = hashlib.sha256(context.suffix_text.encode())
+    """Hash the cache, its context and where questions begin: the first 16 hex digits of SHA-256."""
+    around = (context.suffix_text, context.between, context.prefix, cache.get_seq_length())
+    sha256 = hashlib.sha256(repr(around).encode())
     # Tensor by tensor in the order of their names, so that the hash does not depend on the order of
     # packing.
     for name, tensor in sorted(pack_cache(cache, context).items()):

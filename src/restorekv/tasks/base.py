@@ -8,6 +8,7 @@ around them.
 import hashlib
 import random
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -137,7 +138,15 @@ class Benchmark(ABC):
         """Return the samples that a run asks."""
         if self.count < 0:
             raise RestoreKVError(f"count is a number of contexts, at least 0, not {self.count}.")
-        return _draw_evenly(self.load_samples(tokenizer, protocol), self.count, self.seed)
+        # A text that is asked nothing has nothing to score.
+        samples = [each for each in self.load_samples(tokenizer, protocol) if each.questions]
+        names = Counter(each.id for each in samples)
+        for name, count in names.items():
+            if count > 1:
+                raise RestoreKVError(
+                    f"{self.title} has {count} texts with the id {name!r}; give each its own."
+                )
+        return _draw_evenly(samples, self.count, self.seed)
 
     def averages_contexts(self, protocol: str) -> bool:
         """Return whether a task's score is the mean over its contexts' means, not over all its

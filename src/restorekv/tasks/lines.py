@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from restorekv.errors import RestoreKVError
 from restorekv.tasks.base import Question, Sample
-from restorekv.tasks.metrics import contains_reference
+from restorekv.tasks.metrics import contains_reference, normalize
 from restorekv.tasks.reading import Reading, choose_spread
 from restorekv.tasks.rows import FieldError, Rows, check_form, get_field, get_texts, load_rows
 
@@ -34,22 +34,13 @@ class Lines(Reading):
     questions: int = 0
 
     def load_rows(self) -> Rows:
-        """Yield the rows of `path` with an id each; two with the same one are refused."""
+        """Yield the rows of `path` with an id each."""
         if not self.path:
             raise RestoreKVError(
                 "lines asks about texts of yours; name their file, as in lines:path=mine.jsonl."
             )
-        seen = set()
         for number, (place, row) in enumerate(load_rows(self.path), 1):
-            named = row
-            if isinstance(row, dict):
-                named = {"id": str(number), **row}
-                if str(named["id"]) in seen:
-                    raise RestoreKVError(
-                        f"{place} has the id {named['id']!r} of an earlier row; give it another."
-                    )
-                seen.add(str(named["id"]))
-            yield place, named
+            yield place, {"id": str(number), **row} if isinstance(row, dict) else row
 
     def check_form(self, place: str) -> AbstractContextManager[None]:
         return check_form(f"{place} is not a text with questions and answers", f"write {FORM}")
@@ -73,6 +64,16 @@ class Lines(Reading):
                 raise FieldError("answers")
             asked.append(self.make_question(f"{row['id']}/{number}", task, question, found))
         yield Sample(str(row["id"]), context, tuple(choose_spread(asked, self.questions)))
+
+    def score(self, question: Question, prediction: str) -> float:
+        """Return the token F1. An answer without words, such as the letter A or a sign, is right if
+        it is the whole of the first line.
+        """
+        line = prediction.strip().partition("\n")[0].strip(" .").casefold()
+        for answer in question.answers:
+            if not normalize(answer) and line == answer.strip(" .").casefold():
+                return 1.0
+        return super().score(question, prediction)
 
     def compute_metrics(self, question: Question, prediction: str) -> dict[str, float]:
         return {"contained": float(contains_reference(prediction, question.answers))}

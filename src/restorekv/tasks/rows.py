@@ -71,7 +71,7 @@ def check_form(problem: str, fix: str) -> Iterator[None]:
         yield
     except RestoreKVError:
         raise
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         detail = ""
         if isinstance(error, FieldError):
             detail = f" (its field {error} is missing or malformed)"

@@ -1,0 +1,119 @@
+"""Options that would give wrong answers without a word, or a traceback, end in a sentence; what a
+regular expression asks for comes as it is.
+"""
+
+import re
+
+import pytest
+from transformers import GenerationConfig
+
+from restorekv import CompressionConfig, compress
+from restorekv.errors import RestoreKVError, RestoreKVWarning
+from tests.helpers.models import build_model
+
+TEXT = "The code of the red house is seven. " * 12
+QUESTION = "Which code?"
+
+
+@pytest.fixture(scope="module")
+def small(tiny_tokenizer):
+    return compress(build_model("llama"), tiny_tokenizer, TEXT, ratio=0.5, adapter=None)
+
+
+def test_nothing_may_write_ahead(small):
+    """transformers reads the whole prompt again into the cache, which then answers wrongly."""
+    with pytest.raises(RestoreKVError, match="cannot use prompt_lookup_num_tokens"):
+        small.generate(QUESTION, prompt_lookup_num_tokens=3)
+    config = GenerationConfig(prompt_lookup_num_tokens=3, max_new_tokens=4)
+    with pytest.raises(RestoreKVError, match="cannot use prompt_lookup_num_tokens"):
+        small.generate(QUESTION, generation_config=config)
+    with pytest.raises(RestoreKVError, match="cannot use assistant_model"):
+        small.generate(QUESTION, assistant_model=small.model)
+    assert small.generate(QUESTION, max_new_tokens=8) == small.ask(QUESTION, 8)
+
+
+def test_a_length_of_the_whole_is_heeded(small):
+    asked = small.inputs(QUESTION)["attention_mask"].shape[1]
+    written = small.generate(QUESTION, max_length=asked + 3, stop_strings=None)
+    assert written == small.ask(QUESTION, 3)
+
+
+@pytest.mark.parametrize(
+    "expression", [r"\n\n[ab]{3}", "  [ab]{2}", "[ab]{3}", "( a|b)[ab]", "^a$"]
+)
+def test_an_answer_matches_its_expression_from_the_start(small, expression):
+    pytest.importorskip("llguidance")
+    answer = small.ask(QUESTION, 12, regex=expression)
+    assert re.fullmatch(expression, answer)
+    assert "".join(small.ask(QUESTION, 12, regex=expression, stream=True)) == answer
+    assert small.chat().ask(QUESTION, 12, regex=expression) == answer
+
+
+def test_a_stream_warns_of_cut_json_too(small):
+    pytest.importorskip("llguidance")
+    for asked in (small, small.chat()):
+        with pytest.warns(RestoreKVWarning, match="before the end of its JSON"):
+            list(asked.ask(QUESTION, 2, json_schema={"type": "string"}, stream=True))
+
+
+def test_more_tokens_than_logits_are_no_matter_to_a_form(small, tiny_tokenizer):
+    """As where a token for padding was added."""
+    pytest.importorskip("llguidance")
+    import torch
+
+    from restorekv.generation.constraint import Constraint
+
+    constraint = Constraint.make(tiny_tokenizer, None, "[ab]{3}", {1})
+    width = len(tiny_tokenizer) - 3
+    assert constraint.allow(torch.zeros(1, width)).shape == (1, width)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"answer_prefix": None}, "answer_prefix is text, not NoneType"),
+        ({"config": GenerationConfig(num_beams=2)}, "takes no num_beams"),
+    ],
+)
+def test_options_of_another_type_are_refused(small, options, said):
+    with pytest.raises(RestoreKVError, match=said):
+        small.ask(QUESTION, 2, **options)
+
+
+def test_neutral_options_ask_for_nothing(small):
+    config = GenerationConfig(num_beams=1, typical_p=1.0, length_penalty=1.0)
+    assert small.ask(QUESTION, 3, config=config) == small.ask(QUESTION, 3)
+
+
+def test_an_option_of_ask_alone_is_not_suggested_again(small):
+    with pytest.raises(RestoreKVError, match="only ask of a compressed context takes answer_"):
+        small.chat().ask(QUESTION, answer_prefix="x")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"offset": 1.5},
+        {"streaming": "30"},
+        {"streaming": True},
+        {"restore_tokens": 2.0},
+        {"allocation": None},
+        {"between": 3},
+        {"offload": "no"},
+    ],
+)
+def test_settings_of_another_type_are_refused(settings):
+    (name,) = settings
+    with pytest.raises(RestoreKVError, match=f"{name} is .*, not "):
+        CompressionConfig(**settings)
+
+
+def test_a_config_is_one(small):
+    with pytest.raises(RestoreKVError, match="config is a CompressionConfig, not dict"):
+        compress(small.model, small.tokenizer, TEXT, config={})
+
+
+def test_where_questions_begin_is_part_of_the_digest(small):
+    for config in (CompressionConfig(offset=7), CompressionConfig(between=" ## ")):
+        other = compress(small.model, small.tokenizer, TEXT, ratio=0.5, adapter=None, config=config)
+        assert other.digest != small.digest
