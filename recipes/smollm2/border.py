@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from recipes.pages import fill_page
+from restorekv.compression.budget import parse_ratio
 from restorekv.evaluation.compare import compare_divergence, select_common_lines
 from restorekv.evaluation.fidelity import summarize_fidelity
 from restorekv.evaluation.results import Result, load_results
@@ -44,7 +45,7 @@ def compare_cells(alone: Result, restored: Result) -> dict[str, object]:
         "benchmark": alone.cell.benchmark,
         "title": benchmark["title"],
         "evictor": alone.cell.evictor,
-        "ratio": float(alone.cell.ratio),
+        "ratio": float(parse_ratio(alone.cell.ratio)),
         "contexts": len(of_alone),
         "questions": sum(len(line["answers"]) for line in of_alone),
         "kl_alone": summarize_fidelity(of_alone)["kl"],

@@ -591,3 +591,11 @@ def is_up(port):
         return urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status == 200
     except OSError:
         return False
+
+
+def test_replicas_without_ray_are_not_ignored():
+    with pytest.raises(RestoreKVError, match="--replicas is for --ray; add --ray local"):
+        RayOptions(replicas=3)
+    with pytest.raises(RestoreKVError, match="--replica-gpus is for --ray"):
+        RayOptions(replica_gpus=1.0)
+    assert RayOptions().ray is None

@@ -1,6 +1,7 @@
 """Texts and questions of the user's own, and the benchmark that the documentation shows."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -97,3 +98,22 @@ def test_the_page_compares_evictors_alone(tmp_path, monkeypatch, capsys):
     exec(compile(source, PAGE.name, "exec"), world)
     assert all(not cell.cell.restored for cell in world["cells"].values())
     assert world["found"]["score_low"] is None, "two contexts have no interval"
+
+
+def test_rows_with_one_id_and_rows_asked_nothing(tmp_path):
+    """Elsewhere too: the later row would take the earlier one's place without a word."""
+    rows = tasks.make_benchmark("genres").load_samples(build_tokenizer(), "kvpress")
+    assert len({row.id for row in rows}) == len(rows)
+
+    class Twice(type(tasks.make_benchmark("genres"))):
+        def load_samples(self, tokenizer, protocol):
+            return [rows[0], rows[1], rows[0]]
+
+    with pytest.raises(RestoreKVError, match="has 2 texts with the id"):
+        Twice().choose_samples(build_tokenizer(), "kvpress")
+
+    class Silent(type(tasks.make_benchmark("genres"))):
+        def load_samples(self, tokenizer, protocol):
+            return [rows[0], replace(rows[1], questions=())]
+
+    assert Silent(count=1).choose_samples(build_tokenizer(), "kvpress") == [rows[0]]

@@ -266,8 +266,9 @@ def open_listeners(host: str, port: int, lasting: ExitStack) -> list[socket.sock
         if not listeners:
             raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
     except OSError as error:
+        which = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
         raise RestoreKVError(
-            f"Cannot listen at {host}:{port} ({error.strerror}); choose another --port."
+            f"Cannot listen at {host}:{port} ({error.strerror}); choose another {which}."
         ) from None
     if hasattr(os, "register_at_fork"):  # a process that outlives the server must not hold its port
         os.register_at_fork(after_in_child=lambda: [each.close() for each in listeners])

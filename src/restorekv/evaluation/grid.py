@@ -173,9 +173,7 @@ class Grid:
         return list(dict.fromkeys(self._expand()))
 
     def _expand(self) -> Iterator[Cell]:
-        ratios = sorted(
-            {f"{float(parse_ratio(ratio)):.12g}" for ratio in self.ratios}, key=float, reverse=True
-        )
+        ratios = sorted({_write_ratio(each) for each in self.ratios}, key=parse_ratio, reverse=True)
         # The full cache has no evictor, so its cell keeps only what can change it.
         of_full = {key: value for key, value in self.common.items() if key not in IGNORED_BY_FULL}
         for model, protocol, benchmark in product(
@@ -218,6 +216,13 @@ class Grid:
                 tasks.make_benchmark(spec),
                 **{key: value for key, value in changes.items() if value is not None},
             ).spec
+
+
+def _write_ratio(ratio: str) -> str:
+    """Return the shortest text of the very same ratio: "0.1" for "0.10", and "1/3" as it is."""
+    exact = parse_ratio(ratio)
+    decimal = f"{float(exact):.12g}"
+    return decimal if parse_ratio(decimal) == exact else str(exact)
 
 
 def parse_method(text: str) -> tuple[str, str | None]:

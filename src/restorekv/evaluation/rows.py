@@ -114,11 +114,11 @@ class SeedPool:
 
     @property
     def task_groups(self) -> dict[str, Sequence[str]]:
-        """The benchmark's groups of tasks of which any was asked."""
+        """The benchmark's groups of tasks of which all were asked."""
         return {
             name: members
             for name, members in self.benchmark.group_tasks().items()
-            if not set(members).isdisjoint(self.tasks)
+            if set(members) <= set(self.tasks)
         }
 
     def find_tasks_without_loss(self) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from restorekv.errors import RestoreKVError
@@ -38,6 +38,13 @@ class RayOptions:
     )
 
     def __post_init__(self) -> None:
+        if self.ray is None:
+            for each in fields(self):
+                if getattr(self, each.name) != each.default:
+                    flag = each.name.replace("_", "-")
+                    raise RestoreKVError(
+                        f"--{flag} is for --ray; add --ray local, for example, or leave it out."
+                    )
         has_too_few = self.replicas < 1 or self.replica_cpus < 1
         if has_too_few or 0 < self.max_replicas < self.replicas:
             raise RestoreKVError(

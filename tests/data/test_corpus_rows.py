@@ -1,0 +1,64 @@
+"""Rows of a corpus of one's own: licenses as the hub writes them, rows without ids, wordings with
+braces, and questions that were corrected.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from restorekv.data.config import BuildConfig
+from restorekv.data.corpus import identify_license, read_corpus
+from restorekv.data.documents import DropRow, SourceDocument
+from restorekv.data.gather import identify_document
+from restorekv.data.passages import word_question
+from tests.helpers.models import build_tokenizer
+
+TEXT = "The mill at Aldbury was built in 1871. Its owner was Ann Lee. " * 12
+
+
+@pytest.mark.parametrize(
+    "written, known",
+    [
+        ("CC0-1.0", "cc0-1.0"),
+        ("CC-BY-4.0", "cc-by-4.0"),
+        ("cc by 4.0", "cc-by-4.0"),
+        ("MIT", "mit"),
+    ],
+)
+def test_licenses_are_known_by_either_name(written, known):
+    assert identify_license({"license": written}) == known
+
+
+def test_other_licenses_are_not():
+    with pytest.raises(DropRow, match=r"license cc-by-nc-4\.0"):
+        identify_license({"license": "CC-BY-NC-4.0"})
+
+
+def test_rows_without_ids_are_drawn_each_on_its_own():
+    rows = [
+        {"genre": "history", "license": "CC0-1.0", "text": f"{number}. {TEXT}"}
+        for number in range(4)
+    ]
+    config = BuildConfig(mixture="corpus", corpus="mine.jsonl")
+    found = [
+        each
+        for each in read_corpus(iter(rows), config, build_tokenizer())
+        if isinstance(each, SourceDocument) and each.name.startswith("passage")
+    ]
+    assert len({each.name for each in found}) == 4
+
+
+def test_a_wording_may_have_braces():
+    config = BuildConfig(wording='{"q": "{question}"}')
+    worded = {word_question(random.Random(seed), "Who?", config) for seed in range(20)}
+    assert worded == {"Who?", '{"q": "Who?"}'}
+
+
+def test_a_corrected_question_makes_another_document():
+    """So that a build that goes on asks the new one."""
+    first = SourceDocument("a", TEXT, "cc0-1.0", asked=(("human", "Who?"),))
+    assert identify_document(first) == identify_document(replace(first))
+    assert identify_document(first) != identify_document(
+        replace(first, asked=(("human", "When?"),))
+    )
