@@ -283,7 +283,7 @@ def test_a_damaged_cache_file_is_told_by_its_name(client, monkeypatch, tmp_path)
     monkeypatch.setattr(service.Service, "start_processing", lambda self, upload: None)
     bad = upload(client, b"no cache", "bad.rkv", wait=False)
     with pytest.raises(openai.BadRequestError, match=r"bad\.rkv ") as caught:
-        ask(client, about(bad))
+        ask(client, about(bad), "tiny")
     assert str(tmp_path) not in str(caught.value)
 
 

@@ -326,9 +326,9 @@ def test_what_is_said_of_a_text_that_is_too_long_names_no_flag_of_other_commands
     assert made.status == "error"
     said = (
         "The text has N tokens, and the model's N positions have room for N and a question; "
-        "shorten it, split it into "
+        "shorten it, split it and ask "
     )
-    said += "several files, or choose a server whose --model has more positions."
+    said += "about the parts one by one, or choose a server whose --model has more positions."
     assert re.sub("[0-9,]*[0-9]", "N", made.status_details) == said
 
 
