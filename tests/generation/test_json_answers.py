@@ -9,8 +9,9 @@ import torch
 
 from restorekv import compress, load_model
 from restorekv.errors import RestoreKVError, RestoreKVWarning
-from restorekv.generation.constraint import Constraint
+from restorekv.generation.constraint import Constraint, close_objects
 from restorekv.generation.sampling import SamplingConfig
+from tests.helpers.models import build_model, build_tokenizer
 
 pytest.importorskip("llguidance")
 
@@ -115,3 +116,42 @@ def test_what_may_come_next_is_what_llguidance_says(tokenizer, monkeypatch):
         masks.apply_token_bitmask_inplace(expected[:, :size], bits)
         assert torch.equal(constraint.allow(logits), torch.from_numpy(expected))
         constraint.take(token)
+
+
+def test_objects_have_no_other_properties():
+    """A small model invents them up to the limit."""
+    inner = {"type": "object", "properties": {"properties": {"type": "string"}}}
+    schema = {
+        "type": "object",
+        "properties": {"a": inner, "b": {"enum": [{"properties": {}}]}, "c": {"$ref": "#/$defs/d"}},
+        "$defs": {"d": {"properties": {"e": {}}, "additionalProperties": True}},
+    }
+    closed = {
+        "type": "object",
+        "properties": {
+            "a": {**inner, "additionalProperties": False},
+            "b": {"enum": [{"properties": {}}]},
+            "c": {"$ref": "#/$defs/d"},
+        },
+        "$defs": {"d": {"properties": {"e": {}}, "additionalProperties": True}},
+        "additionalProperties": False,
+    }
+    assert close_objects(schema) == close_objects(json.dumps(schema)) == closed
+    # Each of two that hold at once would refuse what the other names.
+    joined = {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}
+    for other in (joined, {"anyOf": [joined]}, {"type": "object"}, "{no JSON"):
+        assert close_objects(other) == other
+
+
+def test_an_answer_has_the_fields_of_its_class():
+    """Also where a random model would go on with others."""
+    tokenizer = build_tokenizer()
+    small = compress(build_model("llama"), tokenizer, "Seven. " * 40, ratio=0.5, adapter=None)
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+    }
+    for seed in range(6):
+        answer = small.ask("Which?", 60, json_schema=schema, temperature=1.5, seed=seed)
+        assert set(json.loads(answer)) == {"a"}

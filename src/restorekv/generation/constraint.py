@@ -59,7 +59,8 @@ class Constraint:
         grammar = ""
         try:
             if schema is not None:
-                text = schema if isinstance(schema, str) else json.dumps(schema)
+                closed = close_objects(schema)
+                text = closed if isinstance(closed, str) else json.dumps(closed)
                 grammar = kind.grammar_from_json_schema(text, defaults=WHITESPACE)
             elif regex is not None:
                 grammar = kind.grammar_from_regex(_allow_space(regex))
@@ -106,6 +107,55 @@ class Constraint:
             raise RestoreKVError(
                 f"The answer left its grammar: {_shorten(self.matcher.get_error() or 'unknown')}"
             )
+
+
+def close_objects(schema: str | dict[str, Any]) -> Any:
+    """Return a JSON schema whose objects have the properties that it names and no others.
+
+    JSON Schema allows any others unless `additionalProperties` says something, and a small model
+    invents them up to the limit. Whatever matches the result matches the schema. One that joins
+    several schemas by `allOf` stays as it is, since each of them would refuse the others' names.
+    """
+    # Not JSON: llguidance says what is wrong with it.
+    parsed: Any = schema
+    if isinstance(schema, str):
+        try:
+            parsed = json.loads(schema)
+        except ValueError:
+            return schema
+    return parsed if _joins_schemas(parsed) else _close(parsed)
+
+
+def _joins_schemas(schema: Any) -> bool:
+    """Return whether several schemas hold for one value somewhere in a schema."""
+    if isinstance(schema, list):
+        return any(map(_joins_schemas, schema))
+    if not isinstance(schema, dict):
+        return False
+    joined = schema.get("allOf")
+    several = isinstance(joined, list) and (len(joined) > 1 or "properties" in schema)
+    conditional = {"if", "dependentSchemas", "unevaluatedProperties"} & schema.keys()
+    return several or bool(conditional) or any(map(_joins_schemas, schema.values()))
+
+
+def _close(schema: Any) -> Any:
+    """Return a schema with `additionalProperties: false` in all objects that name properties."""
+    if isinstance(schema, list):
+        return [_close(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {}
+    for name, value in schema.items():
+        if name in ("const", "enum", "default", "examples"):
+            closed[name] = value  # no schema, whatever keys it has
+        elif name in ("properties", "$defs", "definitions") and isinstance(value, dict):
+            closed[name] = {each: _close(own) for each, own in value.items()}
+        else:
+            closed[name] = _close(value)
+    open_to = {"additionalProperties", "patternProperties"} & schema.keys()
+    if isinstance(schema.get("properties"), dict) and not open_to:
+        closed["additionalProperties"] = False
+    return closed
 
 
 def _allow_space(regex: str) -> str:

@@ -195,8 +195,9 @@ class SamplingConfig:
     block once. 0, the default, lets it repeat itself, and so do `regex` and `json_schema`, whose
     answers must match as a whole. `logprobs` records the log-probability of every
     token, and of so many likeliest ones, before any processing. `json_schema` (a dict, JSON, or a
-    pydantic class, of which the schema is kept) and `regex` allow only texts that match; they need
-    the extra `constrained`. `logit_bias` is added to the logits of those ids.
+    pydantic class, of which the schema is kept) and `regex` allow only texts that match; objects
+    have no properties but those that the schema names. Both need the extra `constrained`.
+    `logit_bias` is added to the logits of those ids.
     `frequency_penalty` is subtracted from the logit of an id once for each time that it is in
     the answer already, `presence_penalty` once for all; negative ones make repetition likelier.
     All three come before the other processing. `processors` and `criteria` are further ones of

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError, TextTooLongError
+from restorekv.generation.constraint import close_objects
 from restorekv.generation.sampling import SamplingConfig, TokenChooser
 from restorekv.many_contexts import compose
 from restorekv.model import gguf
@@ -288,7 +289,10 @@ class VllmEngine(CacheEngine[VllmQuestion]):
                 f"{len(ids):,}."
             )
         params = make_sampling_params(question.sampling, limit, self.stops)
-        pieces = self.client.generate(ids, params, question.sampling.json_schema)
+        schema = question.sampling.json_schema
+        pieces = self.client.generate(
+            ids, params, None if schema is None else close_objects(schema)
+        )
         async with aclosing(pieces):
             async for piece in pieces:
                 active.note_cached(piece.cached)
