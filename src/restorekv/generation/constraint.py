@@ -112,9 +112,9 @@ class Constraint:
 def close_objects(schema: str | dict[str, Any]) -> Any:
     """Return a JSON schema whose objects have the properties that it names and no others.
 
-    JSON Schema allows any others unless `additionalProperties` says something, and a small model
+    JSON Schema allows any others unless the schema says something of them, and a small model
     invents them up to the limit. Whatever matches the result matches the schema. One that joins
-    several schemas by `allOf` stays as it is, since each of them would refuse the others' names.
+    several schemas for one value stays as it is, since each would refuse the others' names.
     """
     # Not JSON: llguidance says what is wrong with it.
     parsed: Any = schema
@@ -139,7 +139,7 @@ def _joins_schemas(schema: Any) -> bool:
 
 
 def _close(schema: Any) -> Any:
-    """Return a schema with `additionalProperties: false` in all objects that name properties."""
+    """Return a schema whose objects that name properties allow no others."""
     if isinstance(schema, list):
         return [_close(each) for each in schema]
     if not isinstance(schema, dict):
