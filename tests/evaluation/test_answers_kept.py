@@ -64,13 +64,15 @@ def test_a_full_cache_that_knows_nothing_has_no_table(tmp_path):
     assert make_kept_table(load_grid(tmp_path)) is None
 
 
-def test_few_contexts_tell_nothing(tmp_path):
+def test_few_contexts_have_counts_alone(tmp_path):
     few = FEW - 1
     write_scores(
         tmp_path, Cell.full_cache(model="tiny", benchmark="tiny:count=6"), [[1, 1, 1]] * few
     )
     write_scores(tmp_path, Cell("tiny", "tiny:count=6", "kvzip", "0.1"), [[1, 1, 0]] * few)
-    assert make_kept_table(load_grid(tmp_path)) is None
+    table = make_kept_table(load_grid(tmp_path))
+    (row,) = [dict(zip(table.columns, each, strict=True)) for each in table.rows]
+    assert (row["right"], row["kept"]) == (f"{3 * few}", f"{2 * few}")
 
 
 def test_the_interval_is_that_of_a_bootstrap_over_contexts():

@@ -12,6 +12,10 @@ from restorekv.evaluation.grid import Cell, Grid
 from restorekv.evaluation.grid_tables import describe_cut_texts
 from restorekv.evaluation.kvpress_layout import LONGEST_NAME, export_kvpress
 from restorekv.evaluation.results import CELL
+from restorekv.evaluation.rows import SeedPool
+from restorekv.evaluation.stats import ScoredAnswer
+from restorekv.tasks import make_benchmark
+from restorekv.tasks.longbench import CATEGORIES
 from tests.helpers.report_world import write_scores
 
 FULL = Cell.full_cache(model="tiny", benchmark="tiny:count=6")
@@ -92,6 +96,16 @@ def test_two_protocols_are_not_added_up(tmp_path):
     found = kept_of(tmp_path)
     assert EVERY not in found and len(found) == 2
     assert {row["contexts"] for row in found.values()} == {6}
+
+
+def test_a_category_of_longbench_is_whole():
+    asked = ["hotpotqa", "2wikimqa", "musique", "qasper"]
+    pool = SeedPool(())
+    pool.__dict__["benchmark"] = make_benchmark("longbench")
+    pool.__dict__["answers"] = [ScoredAnswer("0", task, "q", "", 1.0) for task in asked]
+    whole = [name for name, own in CATEGORIES.items() if set(own) <= set(asked)]
+    assert list(pool.task_groups) == whole
+    assert len(pool.task_groups) == 1
 
 
 def test_texts_that_lost_their_ends_are_told(tmp_path):

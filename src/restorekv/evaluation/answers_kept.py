@@ -24,8 +24,8 @@ EVERY = "all texts"
 LENGTHS = (512, 1024, 2048, 4096, 8192)  # tokens of a context, upper ends of the ranges shown
 NOTE = (
     "Questions that the full cache answers right by the references, and how many of them the small "
-    "cache still does, with 95 % bootstrap intervals over contexts; fewer than "
-    f"{FEW} contexts have none. Restored caches have the very same questions as their base."
+    "cache still does, with the share and its 95 % bootstrap interval over contexts, which fewer "
+    f"than {FEW} contexts do not have. Restored caches have the very same questions as their base."
 )
 
 
@@ -123,12 +123,9 @@ def list_kept_rows(answers: AnswersByMethod) -> Iterator[Row]:
 
 
 def make_kept_table(grid: GridResults) -> Table | None:
-    """Return the table of answers kept; None where full caches answer right on too few contexts to
-    tell.
-    """
+    """Return the table of answers kept; None where no full cache answers anything right."""
     rows = [row for row in list_kept_rows(collect_answers(grid)) if row["right"]]
-    # A share of a handful of texts says nothing.
-    if max((row["contexts"] for row in rows), default=0) < FEW:
+    if not rows:
         return None
     columns: Mapping[str, Callable[[Row], str]] = {
         "texts": lambda row: row["part"],
@@ -168,8 +165,9 @@ def _split_contexts(contexts: Sequence[ContextAnswers]) -> dict[str, list[Contex
 
 
 def _format_kept(row: Row) -> str:
-    """Return the number kept, the share, and the interval where there are contexts enough."""
-    text = f"{row['kept']:,} ({format_percent(row['share'], 0)})"
+    """Return the number kept, and where there are contexts enough, the share with its interval."""
+    # A share of a handful of texts says nothing.
     if row["contexts"] < FEW:
-        return text
+        return f"{row['kept']:,}"
+    text = f"{row['kept']:,} ({format_percent(row['share'], 0)})"
     return f"{text}, {format_percent(row['low'], 0)} to {format_percent(row['high'], 0)}"

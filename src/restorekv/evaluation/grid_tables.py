@@ -41,7 +41,8 @@ def _format_gain(row: Row) -> str:
         return ""
     recovered = row.get("recovered")
     back = ""
-    if recovered is not None:
+    # As the interval: on a handful of texts a share says nothing.
+    if recovered is not None and row["contexts"] >= FEW:
         back = f"{format_percent(recovered, 0)} back"
     return format_gain(row["gain"], *get_interval(row, "gain_"), back)
 

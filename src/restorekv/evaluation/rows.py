@@ -114,12 +114,14 @@ class SeedPool:
 
     @property
     def task_groups(self) -> dict[str, Sequence[str]]:
-        """The benchmark's groups of tasks of which all were asked."""
-        return {
-            name: members
-            for name, members in self.benchmark.group_tasks().items()
-            if set(members) <= set(self.tasks)
-        }
+        """The benchmark's groups of tasks of which any was asked, or all where it needs all."""
+        asked = set(self.tasks)
+        groups = {}
+        for name, members in self.benchmark.group_tasks().items():
+            lacking = set(members) - asked
+            if not lacking or (asked & set(members) and not self.benchmark.needs_whole_groups):
+                groups[name] = members
+        return groups
 
     def find_tasks_without_loss(self) -> tuple[str, ...]:
         """Return the tasks on which this full cache has nothing to lose."""

@@ -60,6 +60,8 @@ class Benchmark(ABC):
     metric: ClassVar[str]  # what `score` computes, in words
     data: ClassVar[str]  # where the samples come from
     right_from: ClassVar[float] = 1.0  # the least score of an answer that counts as right
+    # Whether a group of tasks has a mean only if each of them was asked.
+    needs_whole_groups: ClassVar[bool] = False
     known_tasks: ClassVar[Sequence[str]] = ()  # that the setting `tasks`, if there is one, may name
 
     count: int = 0

@@ -84,6 +84,7 @@ class LongBench(Benchmark):
         "references"
     )
     known_tasks = TASKS
+    needs_whole_groups = True  # papers name the means of whole categories
 
     path: str = ""
     tasks: str = ""
