@@ -413,9 +413,10 @@ class CompressedContext:
         def find_option(name: str) -> Any:
             return options.get(name) or getattr(config, name, None) or 1
 
+        # transformers fills what a config leaves out from the model's.
+        configs = (config, getattr(self.model, "generation_config", None))
         for name in ASSISTED:
-            own = getattr(self.model, "generation_config", None)
-            if find_option(name) != 1 or (config is None and getattr(own, name, None)):
+            if options.get(name) or any(getattr(each, name, None) for each in configs):
                 raise RestoreKVError(
                     f"generate cannot use {name}, for which transformers would read the question "
                     "into the cache twice; leave it out."

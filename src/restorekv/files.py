@@ -17,13 +17,13 @@ import shutil
 import stat
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from restorekv.errors import RestoreKVError, explain_write_errors, summarize_error
+from restorekv.errors import OptionError, RestoreKVError, explain_write_errors, summarize_error
 from restorekv.size_limits import DEPTH, HEADER_BYTES, HEADER_ELEMENTS, JSON_BYTES, JSON_ELEMENTS
 
 # Several machines may write to one disk.
@@ -425,6 +425,34 @@ def check_levels(value: object) -> None:
             return
         level = inner
     raise ValueError(f"more than {DEPTH} levels")
+
+
+def cut_name(name: str, most: int) -> str:
+    """Return the start of a file's name in at most so many bytes, which file systems limit."""
+    return name.encode()[:most].decode(errors="ignore")
+
+
+def check_option(
+    name: str,
+    value: object,
+    hint: Any,
+    wanted: str,
+    holds: Callable[[Any], object] = lambda _: True,
+) -> None:
+    """Refuse the value of an option.
+
+    Args:
+        name: The option.
+        value: Its value.
+        hint: The type that it must have, as it is annotated.
+        wanted: Type and condition in words.
+        holds: The condition, which is asked of values of the type.
+
+    Raises:
+        OptionError: The value is none of these.
+    """
+    if not matches_type(value, hint) or not holds(value):
+        raise OptionError(f"{name} is {wanted}, not {repr(value)[:60]}.", name)
 
 
 def matches_type(value: object, hint: Any) -> bool:

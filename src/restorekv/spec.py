@@ -81,8 +81,6 @@ def suggest_argument(name: str, known: Sequence[str], other_names: Mapping[str, 
     """
     if name in other_names:
         return other_names[name]
-    if name in known:
-        return f"leave it out, since only ask of a compressed context takes {name}."
     near = find_near_name(name, known)
     if near:
         return f"did you mean {near}?"

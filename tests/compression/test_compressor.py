@@ -230,6 +230,17 @@ def test_the_wrong_tokenizer_is_refused(case, tmp_path):
     assert again.append(" Zebras QUIZ 9!").manifest.tokens_hash != again.manifest.tokens_hash
 
 
+def test_a_token_that_was_added_to_the_tokenizer_alone_is_refused(case):
+    """Others of its texts can be read."""
+    model, tokenizer, text = case
+    more = copy.deepcopy(tokenizer)
+    more.add_tokens([f"<added-{number}>" for number in range(model.config.vocab_size)])
+    ids = [*tokenizer.encode(text), len(more) - 1]
+    with pytest.raises(RestoreKVError, match=rf"writes token {len(more) - 1:,}, and the model has"):
+        compress(model, more, ids, ratio=0.5, adapter=None)
+    assert compress(model, more, ids[:-1], ratio=0.5, adapter=None).manifest.tokens
+
+
 def test_ids_beyond_the_models_are_refused(case):
     model, tokenizer, text = case
     small = build_model(model.config.model_type, vocab_size=64)

@@ -136,11 +136,14 @@ def test_objects_have_no_other_properties():
         "$defs": {"d": {"properties": {"e": {}}, "additionalProperties": True}},
         "additionalProperties": False,
     }
-    assert close_objects(schema) == close_objects(json.dumps(schema)) == closed
+    assert close_objects(schema) == close_objects(json.dumps(schema))
+    assert json.loads(close_objects(schema)) == closed
     # Each of two that hold at once would refuse what the other names.
     joined = {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}
-    for other in (joined, {"anyOf": [joined]}, {"type": "object"}, "{no JSON"):
-        assert close_objects(other) == other
+    refused = {"not": {"properties": {"a": {}}}}
+    for other in (joined, {"anyOf": [joined]}, {"type": "object"}, refused):
+        assert json.loads(close_objects(other)) == other
+    assert close_objects("{no JSON") == "{no JSON"
 
 
 def test_an_answer_has_the_fields_of_its_class():

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from restorekv import tasks
+from restorekv.evaluation.earlier import describe_question
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.results import ANSWERS, SUMMARY, Result, open_result
 from restorekv.evaluation.rows import summarize_cell
@@ -23,12 +24,7 @@ def finished(
     lines = []
     for turn, (question, said) in enumerate(asked):
         answer = {
-            "id": question.id,
-            "task": question.task,
-            "question": question.text,
-            "answer_prefix": question.answer_prefix,
-            "max_new_tokens": question.max_new_tokens,
-            "references": list(question.answers),
+            **describe_question(question),
             "prediction": said,
             "score": scored.score(question, said),
         }

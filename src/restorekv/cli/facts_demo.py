@@ -99,9 +99,9 @@ def run_facts_demo(name: str, ratio: str, json: Path | None) -> None:
         "KVzip keeps the most important pairs of keys and values; restored has as many, some of "
         f"them written by RestoreKV. {seconds:.0f} seconds. Shown are the first {SHOWN} questions "
         "of each text that the full cache answers right, so the others can only be worse: this is "
-        "a look at answers, too few to rank anything. docs/evaluation.md has 383 texts; "
-        "restorekv demo --full scores a "
-        "benchmark, and --ratio 0.1 is what compress keeps by default.",
+        "a look at answers, too few to rank anything. docs/evaluation.md has hundreds of texts; "
+        "restorekv demo --full scores a benchmark, and --ratio 0.1 is what compress keeps by "
+        "default.",
         highlight=False,
     )
     if json:

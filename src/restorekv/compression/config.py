@@ -20,8 +20,8 @@ from restorekv.compression.budget import (
     OnSmallBudget,
     PrefixPolicy,
 )
-from restorekv.errors import BudgetError, OptionError, RestoreKVError, check_choice
-from restorekv.files import matches_type
+from restorekv.errors import BudgetError, RestoreKVError, check_choice
+from restorekv.files import check_option
 from restorekv.model.prompt import TOO_LONG, Context, get_default_between
 from restorekv.restore.choices import RESTORE_FROM, RestoreFrom
 
@@ -92,9 +92,7 @@ class CompressionConfig:
 
     def __post_init__(self) -> None:
         for name, (kind, wanted) in TYPES.items():
-            value = getattr(self, name)
-            if not matches_type(value, kind):
-                raise OptionError(f"{name} is {wanted}, not {repr(value)[:60]}.", name)
+            check_option(name, getattr(self, name), kind, wanted)
         check_choice("prefix_policy", self.prefix_policy, PREFIX_POLICIES)
         check_choice("on_small_budget", self.on_small_budget, ON_SMALL_BUDGET)
         check_choice("restore_from", self.restore_from, RESTORE_FROM)

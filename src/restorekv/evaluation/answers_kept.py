@@ -147,16 +147,21 @@ def _split_contexts(contexts: Sequence[ContextAnswers]) -> dict[str, list[Contex
 
     Contexts that were asked in several ways, such as by two protocols, are kept apart.
     """
-    distinct = list({each.context: each for each in contexts}.values())
     one_way = len({each.asked for each in contexts}) == 1
-    parts = {EVERY: distinct} if one_way else {}
+    # A context that two conditions share, such as two counts of one benchmark, counts once.
+    distinct = list({each.context: each for each in contexts}.values())
+    parts = {}
+    if one_way:
+        parts[EVERY] = distinct
     titles = list(dict.fromkeys(each.text for each in contexts))
     # With one kind of text its row would repeat that of all texts.
     if len(titles) > 1 or not one_way:
         for title in titles:
             parts[title] = [each for each in contexts if each.text == title]
+    if not one_way:
+        return parts
     lowest = 0
-    for highest in LENGTHS if one_way else ():
+    for highest in LENGTHS:
         own = [each for each in distinct if lowest < each.tokens <= highest]
         if own and len(own) < len(distinct):
             parts[f"{lowest + 1:,} to {highest:,} tokens"] = own

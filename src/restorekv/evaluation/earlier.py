@@ -9,21 +9,17 @@ asked about it are the same, letter by letter.
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from restorekv import tasks
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.results import (
-    CELLS,
     SECONDS,
     Result,
     describe_changes,
     load_lines,
-    load_result,
 )
 from restorekv.tasks import Question, Sample
 
@@ -75,18 +71,6 @@ def _digest_asked(sample_id: str | int, context: str, questions: Sequence[dict])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def load_readable_cells(folder: Path) -> list[Result]:
-    """Return the cells of a run's folder, by name, without those that are damaged."""
-    cells = []
-    if not (folder / CELLS).is_dir():
-        raise RestoreKVError(f"{folder} holds no results of `restorekv eval`; give another folder.")
-    for path in sorted((folder / CELLS).iterdir()):
-        # Whatever is wrong with another cell, this run's contexts are then asked.
-        with suppress(RestoreKVError, OSError):
-            cells.append(load_result(path))
-    return cells
-
-
 def find_earlier_lines(
     others: Iterable[Result], result: Result, digests: Mapping[str, str]
 ) -> dict[str, EarlierLine]:
@@ -107,7 +91,7 @@ def find_earlier_lines(
         try:
             lines = other.lines
             seconds = {line.get("sample"): line for line in load_lines(other.folder / SECONDS)}
-        except (RestoreKVError, OSError):  # as in `load_readable_cells`
+        except (RestoreKVError, OSError):  # whatever is wrong with them, they are asked again
             continue
         for line in lines:
             name = line["sample"]

@@ -16,7 +16,7 @@ from restorekv.compression.budget import OnSmallBudget, PrefixPolicy, parse_rati
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor
 from restorekv.errors import RestoreKVError
-from restorekv.files import matches_type
+from restorekv.files import cut_name, matches_type
 from restorekv.model.names import TINY, tiny_path, to_canonical_name
 from restorekv.restore.choices import RestoreFrom
 from restorekv.restore.shipped import find_shipped_adapter
@@ -128,9 +128,7 @@ class Cell:
         words += ["alone" if self.adapter is None else "restored", self.ratio]
         digest = hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:8]
         readable = "_".join(re.sub(r"[^\w.+=-]+", "-", word) for word in words)
-        # File systems limit a name's bytes.
-        start = readable.encode()[:120].decode(errors="ignore")
-        return f"{start}_{digest}"
+        return f"{cut_name(readable, 120)}_{digest}"
 
     def config(self, prefix_policy: str) -> CompressionConfig:
         """Return how the cell compresses; `prefix_policy` counts where the cell names none."""

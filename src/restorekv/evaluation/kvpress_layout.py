@@ -39,10 +39,9 @@ import yaml
 from restorekv import tasks
 from restorekv.compression.budget import parse_ratio
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.earlier import load_readable_cells
 from restorekv.evaluation.grid import FULL, Cell, group_by
-from restorekv.evaluation.results import Result
-from restorekv.files import read_json, remove_stale_files, replace_file, write_json
+from restorekv.evaluation.results import Result, load_readable_cells
+from restorekv.files import cut_name, read_json, remove_stale_files, replace_file, write_json
 from restorekv.tasks.longbench import LongBench
 from restorekv.tasks.ruler.benchmark import HUB as RULER_ROWS
 from restorekv.tasks.ruler.benchmark import Ruler
@@ -260,11 +259,11 @@ def _name_folder(config: Mapping) -> str:
         words.append(f"fraction{config['fraction']:.3f}")
     if config["max_context_length"]:
         words.append(f"max_context{config['max_context_length']}")
-    name = "__".join(filter(None, words)).encode()
-    if len(name) > LONGEST_NAME:
-        digest = hashlib.sha256(name).hexdigest()[:8]
-        name = name[: LONGEST_NAME - 9] + f"_{digest}".encode()
-    return name.decode(errors="ignore")
+    name = "__".join(filter(None, words))
+    if len(name.encode()) <= LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{cut_name(name, LONGEST_NAME - 9)}_{digest}"
 
 
 def _find_free_folder(path: Path, cell: Cell) -> Path:

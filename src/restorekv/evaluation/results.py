@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -270,13 +271,27 @@ def load_results(folder: str | Path) -> list[Result]:
     """Return every cell of a run, done or not, by name. Raises RestoreKVError where there
     is none.
     """
-    folder = Path(folder)
-    results = [load_result(path.parent) for path in sorted((folder / CELLS).glob(f"*/{CELL}"))]
-    if not results:
+    return [load_result(place) for place in _list_cell_folders(Path(folder))]
+
+
+def load_readable_cells(folder: Path) -> list[Result]:
+    """Return the cells of a run as `load_results` does, without those whose record is damaged."""
+    cells = []
+    for place in _list_cell_folders(folder):
+        # Whatever is wrong with another cell, the run that asks goes on.
+        with suppress(RestoreKVError, OSError):
+            cells.append(load_result(place))
+    return cells
+
+
+def _list_cell_folders(folder: Path) -> list[Path]:
+    """Return the folders of a run's cells, by name. Raises RestoreKVError where there is none."""
+    places = [path.parent for path in sorted((folder / CELLS).glob(f"*/{CELL}"))]
+    if not places:
         raise RestoreKVError(
             f"{folder} holds no results of restorekv; run `restorekv eval --out {folder}` first."
         )
-    return results
+    return places
 
 
 def identify_setup(

@@ -115,11 +115,11 @@ class SeedPool:
     @property
     def task_groups(self) -> dict[str, Sequence[str]]:
         """The benchmark's groups of tasks of which any was asked, or all where it needs all."""
-        asked = set(self.tasks)
         groups = {}
         for name, members in self.benchmark.group_tasks().items():
-            lacking = set(members) - asked
-            if not lacking or (asked & set(members) and not self.benchmark.needs_whole_groups):
+            asked = set(self.tasks).intersection(members)
+            needed = len(members) if self.benchmark.needs_whole_groups else 1
+            if len(asked) >= needed:
                 groups[name] = members
         return groups
 

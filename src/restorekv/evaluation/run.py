@@ -16,10 +16,16 @@ from restorekv.evaluation.earlier import (
     EarlierLine,
     digest_sample,
     find_earlier_lines,
-    load_readable_cells,
 )
 from restorekv.evaluation.grid import FULL, Cell, Job, group_jobs
-from restorekv.evaluation.results import CELLS, SUMMARY, Result, identify_setup, open_result
+from restorekv.evaluation.results import (
+    CELLS,
+    SUMMARY,
+    Result,
+    identify_setup,
+    load_readable_cells,
+    open_result,
+)
 from restorekv.evaluation.rows import summarize_cell
 from restorekv.evaluation.worker import Line, Worker
 from restorekv.files import file_lock, write_json

@@ -59,8 +59,7 @@ class Constraint:
         grammar = ""
         try:
             if schema is not None:
-                closed = close_objects(schema)
-                text = closed if isinstance(closed, str) else json.dumps(closed)
+                text = close_objects(schema)
                 grammar = kind.grammar_from_json_schema(text, defaults=WHITESPACE)
             elif regex is not None:
                 grammar = kind.grammar_from_regex(_allow_space(regex))
@@ -109,32 +108,30 @@ class Constraint:
             )
 
 
-def close_objects(schema: str | dict[str, Any]) -> Any:
-    """Return a JSON schema whose objects have the properties that it names and no others.
+def close_objects(schema: str | dict[str, Any]) -> str:
+    """Return a JSON schema, as JSON, whose objects have the properties that it names and no others.
 
     JSON Schema allows any others unless the schema says something of them, and a small model
     invents them up to the limit. Whatever matches the result matches the schema. One that joins
     several schemas for one value stays as it is, since each would refuse the others' names.
     """
-    # Not JSON: llguidance says what is wrong with it.
-    parsed: Any = schema
-    if isinstance(schema, str):
-        try:
-            parsed = json.loads(schema)
-        except ValueError:
-            return schema
-    return parsed if _joins_schemas(parsed) else _close(parsed)
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    try:
+        parsed = json.loads(text)
+    except ValueError:  # whoever reads it says what is wrong
+        return text
+    return text if _joins_schemas(parsed) else json.dumps(_close(parsed))
 
 
 def _joins_schemas(schema: Any) -> bool:
-    """Return whether several schemas hold for one value somewhere in a schema."""
+    """Return whether several schemas hold for one value, or one does not, somewhere in a schema."""
     if isinstance(schema, list):
         return any(map(_joins_schemas, schema))
     if not isinstance(schema, dict):
         return False
     joined = schema.get("allOf")
     several = isinstance(joined, list) and (len(joined) > 1 or "properties" in schema)
-    conditional = {"if", "dependentSchemas", "unevaluatedProperties"} & schema.keys()
+    conditional = {"if", "not", "dependentSchemas", "unevaluatedProperties"} & schema.keys()
     return several or bool(conditional) or any(map(_joins_schemas, schema.values()))
 
 

@@ -29,7 +29,7 @@ from transformers import (
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import OptionError, RestoreKVError
-from restorekv.files import matches_type
+from restorekv.files import check_option
 from restorekv.generation.constraint import Constraint, begins_with_space
 from restorekv.generation.repetition import RepetitionWatch
 from restorekv.model.tokenize import TextStream
@@ -165,6 +165,12 @@ OTHER_NAMES = {
 }
 
 
+# What to say of options that only `ask` of a compressed context takes.
+ELSEWHERE = OTHER_NAMES | {
+    name: f"leave it out, since only ask of a compressed context takes {name}." for name in OF_ASK
+}
+
+
 def take_limit(options: dict[str, Any], max_new_tokens: Any) -> Any:
     """Return the limit of an answer: `max_tokens`, OpenAI's name, which leaves `options`, or the
     one that is given.
@@ -227,9 +233,7 @@ class SamplingConfig:
             object.__setattr__(self, "json_schema", _describe_class(self.json_schema))
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
         for name, (kind, holds, wanted) in CHECKS.items():
-            value = getattr(self, name)
-            if not matches_type(value, kind) or not holds(value):
-                raise OptionError(f"{name} is {wanted}, not {repr(value)[:60]}.", name)
+            check_option(name, getattr(self, name), kind, wanted, holds)
         if self.regex is not None and self.json_schema is not None:
             raise RestoreKVError("regex is for answers without a json_schema; give one of them.")
         object.__setattr__(self, "stop", tuple(self.stop))
@@ -242,7 +246,7 @@ class SamplingConfig:
         known = [each.name for each in fields(cls)]
         for name in options:
             if name not in known:
-                hint = suggest_argument(name, [*known, *OF_ASK], OTHER_NAMES)
+                hint = suggest_argument(name, [*known, *OF_ASK], ELSEWHERE)
                 raise RestoreKVError(f"There is no option {name}; {hint}")
         if isinstance(config, SamplingConfig):
             return replace(config, **options)

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import RestoreKVError
+from restorekv.model.shape import get_vocabulary_size
 
 REPLACEMENT = "\ufffd"  # of bytes that make no character
 
@@ -55,8 +56,7 @@ def check_model_and_tokenizer(model: object, tokenizer: object) -> None:
             "AutoModelForCausalLM and AutoTokenizer, or with load_model."
         )
     # Tokens that were added may be more than the model has; those of the vocabulary itself may not.
-    embeddings = cast("PreTrainedModel", model).get_input_embeddings()
-    known = cast("Tensor", embeddings.weight).shape[0]
+    known = get_vocabulary_size(cast("PreTrainedModel", model))
     written = cast("Tokenizer", tokenizer).vocab_size
     if written > known:
         raise RestoreKVError(

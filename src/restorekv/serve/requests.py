@@ -236,7 +236,7 @@ class SamplingRequest(BaseModel):
         """Return settings of `SamplingConfig`: what the request asks for, else the defaults."""
         options: dict[str, Any] = {
             "temperature": _choose(self.temperature, defaults.temperature),
-            "top_p": _choose(self.top_p, 1.0),
+            "top_p": self.top_p or 1.0,
             "samples": self.n or 1,
             "stop": self.stop or (),
             "seed": secrets.randbelow(2**31) if self.seed is None else self.seed,
@@ -249,7 +249,6 @@ class SamplingRequest(BaseModel):
         }
         if self.top_p == 0:
             options["temperature"] = 0.0
-            options["top_p"] = 1.0
         if self.logit_bias:
             options["logit_bias"] = _parse_bias(self.logit_bias)
         return options

@@ -8,6 +8,7 @@ read. vLLM batches and queues the questions; here, each is one task that reads a
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections import OrderedDict
@@ -290,9 +291,9 @@ class VllmEngine(CacheEngine[VllmQuestion]):
             )
         params = make_sampling_params(question.sampling, limit, self.stops)
         schema = question.sampling.json_schema
-        pieces = self.client.generate(
-            ids, params, None if schema is None else close_objects(schema)
-        )
+        if schema is not None:
+            schema = json.loads(close_objects(schema))
+        pieces = self.client.generate(ids, params, schema)
         async with aclosing(pieces):
             async for piece in pieces:
                 active.note_cached(piece.cached)
