@@ -4,6 +4,7 @@ keys, keyboard.
 
 import shutil
 from collections.abc import Iterator
+from urllib.request import urlopen
 
 import pytest
 
@@ -20,6 +21,7 @@ from tests.helpers.serving import (  # noqa: E402
     client_of,
     expected,
     serving,
+    upload,
 )
 
 CHROMIUM = next(
@@ -154,6 +156,23 @@ def test_an_address_with_a_wrong_ratio_opens_the_document_with_the_usual_one(pag
     page.goto(f"{address}/snapkv-7")
     page.reload()
     expect(page.get_by_role("status").get_by_text(f"tiny:{way}")).to_be_visible()
+
+
+def test_a_cache_file_is_used_as_it_is(page, origin):
+    """Whatever variant was chosen for the document before."""
+    client = client_of(f"{origin}/v1")
+    text = upload(client)
+    with urlopen(f"{origin}/v1/files/{text.id}/cache") as answer:
+        made = upload(client, answer.read(), "own.rkv")
+    page.goto(f"{origin}/#{made.id}")
+    page.reload()
+    expect(page.get_by_text("This is a cache file, which is used as it is.")).to_be_visible()
+    page.get_by_label("Message").fill(QUESTION)
+    page.get_by_role("button", name="Send").click()
+    log = page.get_by_role("log")
+    expect(log.get_by_text("all ")).to_have_count(1)
+    wanted = ask(client, about(text), max_tokens=256).choices[0].message.content
+    assert log.locator(".answer").text_content() == wanted
 
 
 def test_the_skip_link_leads_to_the_document_and_keeps_its_address(page):
