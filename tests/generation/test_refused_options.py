@@ -32,6 +32,18 @@ def test_nothing_may_write_ahead(small):
     assert small.generate(QUESTION, max_new_tokens=8) == small.ask(QUESTION, 8)
 
 
+@pytest.mark.parametrize("end", ["", "\n", ".\n\n"])
+def test_the_plain_model_answers_the_same_ids_alike(small, tiny_tokenizer, end):
+    """As the page on concepts says, however the text ends."""
+    whole = compress(small.model, tiny_tokenizer, TEXT + end, ratio=1, adapter=None)
+    inputs = whole.inputs(QUESTION)
+    result = small.model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    written = result[0, inputs["input_ids"].shape[1] :]
+    assert tiny_tokenizer.decode(written, skip_special_tokens=True).strip() == whole.ask(
+        QUESTION, 8
+    )
+
+
 def test_a_length_of_the_whole_is_heeded(small):
     asked = small.inputs(QUESTION)["attention_mask"].shape[1]
     written = small.generate(QUESTION, max_length=asked + 3, stop_strings=None)
