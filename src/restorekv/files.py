@@ -379,6 +379,18 @@ def open_regular_file(path: Path, what: str, follow: bool = True) -> BufferedRea
     return os.fdopen(number, "rb")
 
 
+def refuse_other_kind(start: bytes, what: str) -> None:
+    """Refuse a file that begins as no safetensors file does, however it was damaged: as JSON or as
+    a text. A safetensors file begins with eight bytes of a length, of which the last ones are 0.
+    """
+    if len(start) < 8 or 0 in start[:8]:
+        return
+    found = "JSON, such as a conversation's" if start[:1] in b"{[" else "a text, or another kind"
+    raise RestoreKVError(
+        f"{what} is not a safetensors file, but {found}; name the file that you mean."
+    )
+
+
 def read_exactly(file: BinaryIO, size: int, what: str) -> bytes:
     """Return the `size` bytes of a file; refuse one that changed meanwhile."""
     raw = file.read(size) or b""

@@ -26,7 +26,14 @@ import torch
 from torch import Tensor
 
 from restorekv.errors import RestoreKVError, explain_write_errors, make_printable, summarize_error
-from restorekv.files import FETCH_AGAIN, open_with_size, parse_record, read_exactly, replace_file
+from restorekv.files import (
+    FETCH_AGAIN,
+    open_with_size,
+    parse_record,
+    read_exactly,
+    refuse_other_kind,
+    replace_file,
+)
 from restorekv.size_limits import HEADER_BYTES, LARGEST_NUMBER
 
 CHECKSUM = "checksum"
@@ -204,6 +211,7 @@ def parse_tensors(raw: bytes, what: str) -> tuple[dict[str, str], dict[str, Tens
 
 def _header_length(raw: bytes, size: int, what: str) -> int:
     """Return the length of the header from the first 8 bytes of a file of `size` bytes."""
+    refuse_other_kind(raw, what)
     length = int.from_bytes(raw[:8], "little")
     if len(raw) < 8 or not 2 <= length <= min(size - 8, HEADER_BYTES):
         raise RestoreKVError(f"{what} is cut short or not a safetensors file; {FETCH_AGAIN}.")

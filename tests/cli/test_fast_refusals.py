@@ -3,23 +3,29 @@
 import inspect
 import json
 import os
+import socket
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from restorekv.cache.quantized import STORAGES
 from restorekv.cli import choices
-from restorekv.cli.inputs import PLOTS
+from restorekv.cli.inputs import PLOTS, check_cache_files
 from restorekv.compression.allocate import ALLOCATIONS
 from restorekv.compression.eviction import COMPRESSORS
 from restorekv.compression.growing import RESTORE_CHOICES
 from restorekv.compression.presets import DEFAULT_EVICTOR, PRESETS
+from restorekv.errors import RestoreKVError
 from restorekv.evaluation.protocols import PROTOCOLS
 from restorekv.evaluation.survivors import FORMATS
 from restorekv.evictors import EVICTORS
+from restorekv.files import folder_lock
 from restorekv.model.load import DTYPES
 from restorekv.pipeline import compress
+from restorekv.seal import read_tensors
+from restorekv.serve.run import ENGINES
 from restorekv.tasks import BENCHMARKS
 
 # Prints the exit code of a command and which of the slow packages it imported, as JSON.
@@ -56,6 +62,12 @@ WRONG = {
     "nothing to verify": ["verify", "missing.rkv"],
     "a wrong size for the server": ["serve", "--memory", "much"],
     "a wrong ratio for the server": ["serve", "--ratio", "0"],
+    "a preset that is none": ["serve", "--preset", "fats"],
+    "a wrong engine": ["serve", "--engine", "vlm"],
+    "a file as the server's store": ["serve", "--store", "text.txt"],
+    "a device that is none": ["compress", "text.txt", *OUT, "--device", "gpu"],
+    "JSON in place of a cache": ["inspect", "talk.json"],
+    "a text in place of a cache": ["ask", "text.txt", "who?"],
     "a wrong flag of serve": ["serve", "--prot", "8080"],
     "a wrong flag of the demo": ["demo", "--fulll"],
     "nothing to score on": ["eval"],
@@ -91,6 +103,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_mistake_does_not_wait_for_pytorch(tmp_path, name):
     (tmp_path / "text.txt").write_text("A text of a few words.")
+    (tmp_path / "talk.json").write_text('{"format": "restorekv-chat"}')
     (tmp_path / "empty.txt").touch()
     (tmp_path / "empty").mkdir()
     header = b'{"__metadata__":{"format":"restorekv-cache"}}'
@@ -118,6 +131,49 @@ def test_help_does_not_wait_for_pytorch(command):
     assert json.loads(done.stdout.splitlines()[-1]) == [0, []]
 
 
+def test_a_port_in_use_does_not_wait_for_pytorch(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = str(busy.getsockname()[1])
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE, "serve", "--port", port, "--store", "store"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert done.stderr.startswith(f"error: Cannot listen at 127.0.0.1:{port}"), done
+    assert json.loads(done.stdout.splitlines()[-1]) == [1, []]
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_store_in_use_does_not_wait_for_pytorch(tmp_path):
+    with folder_lock(tmp_path / "store"):
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE, "serve", "--port", "0", "--store", "store"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert "Another process is at work in" in done.stderr, done
+    assert json.loads(done.stdout.splitlines()[-1]) == [1, []]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("talk.json", "is not a safetensors file, but JSON, such as a conversation's;"),
+        ("text.txt", "is not a safetensors file, but a text, or another kind;"),
+    ],
+)
+def test_a_file_of_another_kind_is_not_said_to_be_cut(tmp_path, name, said):
+    path = tmp_path / name
+    path.write_text('{"turns": []}' if name.endswith("json") else "The mill at Aldbury.")
+    for refuse in (lambda: check_cache_files([path]), lambda: read_tensors(path, str(path))):
+        with pytest.raises(RestoreKVError, match=said):
+            refuse()
+
+
 def test_the_names_for_the_command_line_are_those_of_the_library():
     assert inspect.signature(compress).parameters["evictor"].default == DEFAULT_EVICTOR
     assert {DEFAULT_EVICTOR, *PRESETS.values()} <= set(choices.EVICTORS)
@@ -130,6 +186,9 @@ def test_the_names_for_the_command_line_are_those_of_the_library():
     assert choices.GROWING == RESTORE_CHOICES
     assert set(choices.BENCHMARKS) == set(BENCHMARKS)
     assert PLOTS == FORMATS
+    assert tuple(ENGINES) == choices.ENGINES
+    for device in choices.DEVICES:
+        torch.device(device)  # PyTorch knows the name
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,7 @@ def test_short_keys_taken_ports_and_shared_stores(tmp_path):
         )
         own = "--ray", "local", "--store", tmp_path / "my store é"
         assert "choose another --port" in cli("serve", "--model", "tiny", "--port", port, *own).err
-        assert [path.name for path in tmp_path.glob("my*")] == ["my store é"], (
-            "its shared folder is inside"
-        )
+        assert not list(tmp_path.glob("my*")), "nothing is left of a server that did not start"
     with folder_lock(tmp_path / "b"):
         assert (
             "Another process"

@@ -8,6 +8,7 @@ import pytest
 from restorekv import tasks
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.compare import compare_results
+from restorekv.evaluation.frame import make_frame
 from restorekv.evaluation.run import run_grid
 from restorekv.evaluation.stats import compute_mean_score
 from tests.helpers.grid_world import Plain, grid, save_world
@@ -95,3 +96,15 @@ def test_other_questions_are_refused(cells):
     (_, kvzip, *_), other = cells
     with pytest.raises(RestoreKVError, match="asked different questions"):
         compare_results(kvzip, other)
+
+
+def test_what_is_no_cell_is_refused(cells):
+    (full, kvzip, *_), _ = cells
+    for wrong in ("kvzip", None, kvzip.cell):
+        with pytest.raises(RestoreKVError, match=r"A cell is a Result, as load_results"):
+            compare_results(kvzip, wrong)
+    with pytest.raises(RestoreKVError, match=r"A cell is a Result"):
+        compare_results(kvzip, kvzip, full="full")
+    for results in (None, "runs/own", [full, "kvzip"]):
+        with pytest.raises(RestoreKVError, match=r"load_results"):
+            make_frame(results)

@@ -3,11 +3,12 @@ regular expression asks for comes as it is.
 """
 
 import re
+import warnings
 
 import pytest
 from transformers import GenerationConfig
 
-from restorekv import CompressionConfig, compress
+from restorekv import CompressionConfig, ask_many, compress
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from tests.helpers.models import build_model
 
@@ -129,3 +130,14 @@ def test_where_questions_begin_is_part_of_the_digest(small):
     for config in (CompressionConfig(offset=7), CompressionConfig(between=" ## ")):
         other = compress(small.model, small.tokenizer, TEXT, ratio=0.5, adapter=None, config=config)
         assert other.digest != small.digest
+
+
+def test_samples_that_cannot_differ_are_told(small):
+    with pytest.warns(RestoreKVWarning, match="All 3 answers to a question are the same"):
+        first, second, third = small.ask(QUESTION, 4, samples=3)
+    assert first == second == third
+    with pytest.warns(RestoreKVWarning, match="All 2 answers"):
+        ask_many([(small, QUESTION)], 4, samples=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        small.ask(QUESTION, 4, samples=3, temperature=1.0)

@@ -244,6 +244,14 @@ def test_a_top_p_of_0_takes_the_likeliest_token(url, file):
     assert first == second
 
 
+def test_a_negative_seed_is_a_seed(url, file):
+    """Some clients send -1, or any number of 64 bits."""
+    options = {"temperature": 1.7, "seed": -1}
+    answers = [sent(url, *request_of("chat", file, **options))[1] for _ in range(2)]
+    first, second = [answer["choices"][0]["message"]["content"] for answer in answers]
+    assert first == second
+
+
 def test_what_an_answer_holds_can_be_sent_back():
     """As clients do with the messages of an answer, and Responses' items."""
     Message.model_validate(

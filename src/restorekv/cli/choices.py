@@ -7,8 +7,9 @@ compares the two.
 from collections.abc import Iterable
 from importlib.metadata import entry_points
 
+from restorekv.compression.presets import PRESETS
 from restorekv.errors import RestoreKVError
-from restorekv.spec import explain_unknown
+from restorekv.spec import explain_unknown, find_near_name
 
 EVICTORS = (
     "kvzip",
@@ -50,6 +51,9 @@ BENCHMARKS = (
     "xquad",
 )
 
+ENGINES = ("embedded", "vllm")
+DEVICES = ("cpu", "cuda", "mps", "xpu")
+
 EVICTOR_PLUGINS = "restorekv.evictors"
 BENCHMARK_PLUGINS = "restorekv.benchmarks"
 
@@ -72,6 +76,27 @@ def check_evictor(text: str) -> None:
 def check_benchmark(text: str) -> None:
     """Refuse a spec, such as ruler:length=8192, of a benchmark that is not known."""
     _check_spec(text, BENCHMARKS, BENCHMARK_PLUGINS, "benchmark")
+
+
+def check_device(text: str) -> str:
+    """Refuse a device that no PyTorch has, such as gpu; what this machine has is known later."""
+    name, colon, number = text.partition(":")
+    if name not in DEVICES or (colon and not number.isdecimal()):
+        raise RestoreKVError(
+            f"There is no device {text!r}; use cpu, cuda, a GPU by its number such as cuda:1, or "
+            "mps."
+        )
+    return text
+
+
+def check_preset(preset: str) -> None:
+    """Refuse what is neither a preset nor an evictor."""
+    if preset not in (*PRESETS, *EVICTORS) and not _list_plugins(EVICTOR_PLUGINS):
+        near = find_near_name(preset, (*PRESETS, *EVICTORS))
+        hint = f" (did you mean {near}?)" if near else ""
+        raise RestoreKVError(
+            f"--preset is {' or '.join(PRESETS)}, or the name of an evictor, not {preset!r}{hint}."
+        )
 
 
 def _list_plugins(group: str) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from restorekv.errors import CacheFileError, RestoreKVError, reraise_as
-from restorekv.files import FETCH_AGAIN, open_with_size
+from restorekv.files import FETCH_AGAIN, open_with_size, refuse_other_kind
 from restorekv.size_limits import HEADER_BYTES
 
 # Endings of pictures, as in evaluation/survivors.py.
@@ -42,6 +42,7 @@ def check_cache_files(files: Iterable[Path]) -> None:
             open_with_size(path, str(path)) as (file, size),
         ):
             start = file.read(9) or b""
+            refuse_other_kind(start, str(path))
             length = int.from_bytes(start[:8], "little")
             if not 2 <= length <= min(size - 8, HEADER_BYTES) or start[8:] != b"{":
                 raise CacheFileError(

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 import typer
 
-from restorekv.cli.choices import ALLOCATIONS, STORAGES, list_evictors
+from restorekv.cli.choices import ALLOCATIONS, STORAGES, check_device, list_evictors
 from restorekv.cli.terminal import STDOUT, output
 from restorekv.compression.presets import DEFAULT_EVICTOR
 from restorekv.files import check_target
@@ -71,7 +71,7 @@ OtherModel = Annotated[
 System = Annotated[
     str, typer.Option(help="The system message before the text; unless given, the template's own.")
 ]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.", callback=check_device)]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 PrefixPolicy = Annotated[
     str,

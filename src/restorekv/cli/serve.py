@@ -14,10 +14,9 @@ from typing import Annotated, Any
 import typer
 
 from restorekv.cli import options
-from restorekv.cli.choices import DTYPES
+from restorekv.cli.choices import DTYPES, ENGINES, check_preset
 from restorekv.cli.terminal import notes
 from restorekv.compression.budget import parse_ratio
-from restorekv.compression.presets import PRESETS
 from restorekv.errors import RestoreKVError, check_choice, import_extra
 from restorekv.files import folder_lock, read_bytes
 from restorekv.serve.ray.options import RayOptions
@@ -98,13 +97,15 @@ def run(
 ) -> None:
     ray_options = RayOptions(**spread)
     check_choice("The dtype", dtype, DTYPES)
+    check_choice("The engine", engine, ENGINES)
+    check_preset(preset)
     parse_ratio(ratio)
+    repeats = _choose_repeats(stop_repeats, engine)
     memory_bytes = _parse_size("--memory", memory)
     disk_bytes = _parse_size("--disk", disk)
     if ray_options.ray and engine != "embedded":
         raise RestoreKVError("Replicas of --ray answer with the library; leave out --engine.")
     keys = _read_keys(api_key_file) if api_key_file else ()
-    server = _import_server(host, keys)
     store = store or Path("restorekv-store")
     if shared is None and ray_options.ray:
         shared = str((store / "shared").resolve())
@@ -119,25 +120,26 @@ def run(
         engine_options["documents"] = vllm_documents
     if documents_memory:
         engine_options["documents_memory"] = _parse_size("--documents-memory", documents_memory)
-    settings = server.Settings(
-        store=store,
-        base=model,
-        default=f"{model}:{preset}-{ratio}",
-        memory=memory_bytes,
-        disk=disk_bytes,
-        shared=shared or None,
-        keys=keys,
-        limits=server.Limits(tokens=max_tokens, waiting=waiting),
-        defaults=server.AnswerDefaults(temperature, _choose_repeats(stop_repeats, engine)),
-        engine=engine,
-        options=engine_options,
-    )
-    _check_preset(preset)
-    _check_settings(server, settings)
     with ExitStack() as lasting:
-        # Before the model is loaded, which takes seconds, so that nobody takes the port meanwhile.
+        # Before PyTorch is imported and the model loaded, which takes seconds, so that a port or a
+        # store in use is refused at once, and nobody takes them meanwhile.
         listeners = open_listeners(host, port, lasting)
         _lock_store(store, lasting)
+        server = _import_server(host, keys)
+        settings = server.Settings(
+            store=store,
+            base=model,
+            default=f"{model}:{preset}-{ratio}",
+            memory=memory_bytes,
+            disk=disk_bytes,
+            shared=shared or None,
+            keys=keys,
+            limits=server.Limits(tokens=max_tokens, waiting=waiting),
+            defaults=server.AnswerDefaults(temperature, repeats),
+            engine=engine,
+            options=engine_options,
+        )
+        _check_settings(server, settings)
         if ray_options.ray:
             engines = import_module("restorekv.serve.ray.engine")
             with notes.status("starting replicas"):
@@ -170,16 +172,6 @@ def _choose_repeats(wanted: int | None, engine: str) -> int:
     return 0
 
 
-def _check_preset(preset: str) -> None:
-    """Refuse what is neither a preset nor an evictor."""
-    from restorekv.serve.variants import is_method  # which imports PyTorch
-
-    if not is_method(preset):
-        raise RestoreKVError(
-            f"--preset is {' or '.join(PRESETS)}, or the name of an evictor, not {preset!r}."
-        )
-
-
 def _check_settings(server: ModuleType, settings: Any) -> None:
     """Refuse, before a model is loaded, what could not serve."""
     server.find_engine_class(settings.engine).check_options(settings.options)
@@ -194,6 +186,8 @@ def _lock_store(store: Path, lasting: ExitStack) -> None:
     A disk that is full or read-only may have no room for the lock file; then the lock of the
     store's index does it.
     """
+    if store.exists() and not store.is_dir():
+        raise RestoreKVError(f"--store is a folder, and {store} is a file; name another.")
     if not store.exists():
         lasting.callback(_remove_if_empty, store)
     try:

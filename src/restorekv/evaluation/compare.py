@@ -12,7 +12,7 @@ from restorekv import tasks
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.earlier import digest_line
 from restorekv.evaluation.fidelity import summarize_fidelity
-from restorekv.evaluation.results import Result, list_answers
+from restorekv.evaluation.results import Result, check_result, list_answers
 from restorekv.evaluation.stats import (
     Estimate,
     bootstrap_ratio,
@@ -46,6 +46,8 @@ def compare_results(first: Result, second: Result, full: Result | None = None) -
         RestoreKVError: The cells share no context, were asked different contexts or questions, or
             by two protocols, or are of two models, whose full caches answer differently.
     """
+    for each in (first, second, *([full] if full is not None else [])):
+        check_result(each)
     for name in ("protocol", "max_context"):
         if getattr(first.cell, name) != getattr(second.cell, name):
             raise RestoreKVError(
@@ -67,7 +69,7 @@ def compare_results(first: Result, second: Result, full: Result | None = None) -
             )
     answers = [list_answers((line["sample"], line) for line in lines) for lines in (one, other)]
     check_same_questions(answers)
-    left_out = find_tasks_without_loss(full.answers, by_context) if full else []
+    left_out = find_tasks_without_loss(full.answers, by_context) if full is not None else []
     base, changed = (drop_tasks(each, left_out) for each in answers)
     gain, low, high = bootstrap_score(changed, base, by_context=by_context)
     divergence, kl_low, kl_high = compare_divergence(one, other)

@@ -16,7 +16,7 @@ from restorekv import tasks
 from restorekv.errors import RestoreKVError, import_extra
 from restorekv.evaluation import protocols
 from restorekv.evaluation.grid import FULL, Cell
-from restorekv.evaluation.results import CELLS, Result, load_results
+from restorekv.evaluation.results import CELLS, Result, check_result, load_results
 from restorekv.evaluation.rows import SeedPool, describe_controls
 from restorekv.evaluation.tables import METHOD_NAMES, make_slug, name_evictor
 
@@ -142,7 +142,13 @@ class GridResults:
 
 
 def make_frame(results: Sequence[Result]) -> DataFrame:
-    """Return the rows of a grid as a DataFrame."""
+    """Return the rows of a grid, the results of `load_results`, as a DataFrame."""
+    if not isinstance(results, list | tuple):
+        raise RestoreKVError(
+            f"make_frame takes the results of load_results, not {type(results).__name__}."
+        )
+    for each in results:
+        check_result(each)
     return import_extra("pandas", "eval").DataFrame(GridResults(results).list_rows())
 
 

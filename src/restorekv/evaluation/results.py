@@ -135,6 +135,14 @@ class Result:
         self.__dict__.pop("lines", None)
 
 
+def check_result(value: object) -> None:
+    """Refuse what is no Result, such as a cell's name or folder."""
+    if not isinstance(value, Result):
+        raise RestoreKVError(
+            f"A cell is a Result, as load_results(FOLDER) lists them, not {type(value).__name__}."
+        )
+
+
 def list_answers(contexts: Iterable[tuple[int | str, dict]]) -> list[ScoredAnswer]:
     """Return the answers in the lines of (a context's name, its line)."""
     return [

@@ -201,6 +201,15 @@ def warn_of_cut_forms(written: Iterable[Answer], sampling: SamplingConfig) -> No
         )
 
 
+def warn_of_equal_samples(sampling: SamplingConfig) -> None:
+    """Warn of several answers to one question that cannot differ, since none is sampled."""
+    if sampling.samples > 1 and not sampling.temperature:
+        warn(
+            f"All {sampling.samples} answers to a question are the same, because at temperature 0 "
+            "the likeliest token is taken; give a temperature above 0."
+        )
+
+
 def to_result(answers: list[Answer], details: bool, samples: int) -> str | Answer | list[Any]:
     """Return the answers to one question: texts, or with `details` Answer objects, and a list only
     if there are several samples.

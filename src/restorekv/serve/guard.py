@@ -22,6 +22,7 @@ from restorekv.serve import schemas
 from restorekv.serve.engine import ENDING
 
 LOG = logging.getLogger("restorekv.serve")
+KINDS = {429: "rate_limit_error"}  # types of errors by status; other ones are the request's fault
 LOOPBACK = ("127.0.0.1", "::1")
 AROUND = 1 << 20  # bytes of a body besides the file in it
 PATIENCE = 30.0  # seconds that a client may stay silent
@@ -340,7 +341,7 @@ def make_problem_response(
         headers: of the response.
         param: the field of the request that is at fault.
     """
-    kind = "server_error" if status >= 500 else "invalid_request_error"
+    kind = "server_error" if status >= 500 else KINDS.get(status, "invalid_request_error")
     # Half a character of the request cannot be sent back.
     message = message.encode(errors="replace").decode()
     if param is not None:

@@ -210,9 +210,10 @@ class SamplingRequest(BaseModel):
     # 0 is the likeliest token alone, as in OpenAI's API.
     top_p: float | None = Field(None, ge=0, le=1)
     max_tokens: int | None = Field(None, ge=1)
-    n: int | None = Field(None, ge=1, le=16)
+    n: int | None = Field(None, ge=1, le=128)
     stop: str | list[str] | None = Field(None, max_length=64)
-    seed: int | None = Field(None, ge=0, lt=2**62)
+    # Some clients send negative numbers; each stands for one of ours.
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, float] | None = Field(None, max_length=1024)
@@ -239,7 +240,7 @@ class SamplingRequest(BaseModel):
             "top_p": self.top_p or 1.0,
             "samples": self.n or 1,
             "stop": self.stop or (),
-            "seed": secrets.randbelow(2**31) if self.seed is None else self.seed,
+            "seed": secrets.randbelow(2**31) if self.seed is None else self.seed % 2**62,
             "top_k": max(self.top_k or 0, 0),
             "min_p": self.min_p or 0.0,
             "repetition_penalty": self.repetition_penalty or 1.0,

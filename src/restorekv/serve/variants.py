@@ -13,6 +13,7 @@ from restorekv.compression.budget import parse_ratio
 from restorekv.compression.presets import PRESETS, resolve_preset
 from restorekv.errors import OptionError, name_option
 from restorekv.evictors import EVICTORS
+from restorekv.spec import find_near_name
 
 WITHOUT_RESTORING = "-base"
 
@@ -46,9 +47,11 @@ class Variant:
         before, _, rest = name.partition(f"{base}:")
         method, dash, ratio = rest.removesuffix(WITHOUT_RESTORING).rpartition("-")
         if before or not dash or not is_method(method):
+            near = find_near_name(method or name, [base, *PRESETS, *EVICTORS])
+            hint = f" (did you mean {near}?)" if near else ""
             raise OptionError(
-                f"There is no model {name!r} here; use {base}, or {base}:METHOD-RATIO with an "
-                f"evictor or a preset ({' or '.join(PRESETS)}) and a ratio, such as "
+                f"There is no model {name!r} here{hint}; use {base}, or {base}:METHOD-RATIO with "
+                f"an evictor or a preset ({' or '.join(PRESETS)}) and a ratio, such as "
                 f"{base}:fast-0.1.",
                 "model",
             )
