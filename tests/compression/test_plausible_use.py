@@ -5,6 +5,7 @@ that grow, sets.
 import asyncio
 import gc
 import os
+import warnings
 import weakref
 from pathlib import Path
 
@@ -275,12 +276,12 @@ def shipped(monkeypatch, tmp_path):
     return tmp_path
 
 
-def ship_adapter(tiny, folder, evictors, helps_up_to=None):
+def ship_adapter(tiny, folder, evictors, helps_up_to=None, also_for=None):
     adapter = RestoreAdapter.create(tiny[0], 2, rank=1)
     adapter.record_training(
         evictor=evictors, ratio_range=(0.1, 0.6), settings={"evictor": evictors}
     )
-    adapter.record_results([], helps_up_to)
+    adapter.record_results([], helps_up_to, also_for)
     adapter.save_pretrained(folder)
 
 
@@ -294,6 +295,36 @@ def test_auto_takes_the_adapter_for_several_evictors_where_none_is_for_one(tiny,
     ship_adapter(tiny, shipped / "adapters" / "knorm", "knorm")
     assert find_shipped_adapter("tiny", "knorm").name == "knorm"
     assert find_shipped_adapter("tiny", "h2o").name == "shared"
+
+
+def test_auto_takes_the_adapter_that_was_measured_with_other_evictors(tiny, shipped):
+    """Without a warning; and not one of another allocation, whatever its record says."""
+    also_for = ["snapkv:window=8,kernel=5", "fastkvzip:gate=0123456789abcdef"]
+    ship_adapter(tiny, shipped / "adapters" / "kvzip", "kvzip", also_for=also_for)
+    for evictor in "kvzip", "snapkv:window=8,kernel=5", "fastkvzip":
+        assert find_shipped_adapter("tiny", evictor).name == "kvzip"
+    assert find_shipped_adapter("tiny", "snapkv") is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert small(tiny, evictor="snapkv:window=8,kernel=5").manifest.restore_tokens == 2
+    loaded = RestoreAdapter.from_pretrained(tiny[0], shipped / "adapters" / "kvzip")
+    assert loaded.card.also_for == also_for
+    loaded.record_results([])
+    assert loaded.card.also_for == also_for
+    with pytest.warns(RestoreKVWarning, match="evictor"):
+        loaded.warn_of_other_use("fastkvzip:gate=fedcba9876543210")
+    loaded.warn_of_other_use("fastkvzip:gate=0123456789abcdef")
+    loaded.record_training(evictor="kvzip")
+    assert loaded.card.also_for is None
+
+
+def test_an_adapter_of_another_allocation_is_not_taken_for_the_global_ranking(tiny, shipped):
+    folder = shipped / "adapters" / "kvzip.per-head"
+    adapter = RestoreAdapter.create(tiny[0], 2, rank=1)
+    adapter.record_training(evictor="kvzip", allocation="per-head", settings={"evictor": "kvzip"})
+    adapter.save_pretrained(folder)
+    assert find_shipped_adapter("tiny", "kvzip") is None
+    assert find_shipped_adapter("tiny", "kvzip", "per-head") == folder
 
 
 def test_auto_restores_up_to_the_ratio_at_which_the_adapter_is_known_to_help(tiny, shipped):

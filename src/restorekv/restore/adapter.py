@@ -354,22 +354,32 @@ class RestoreAdapter(nn.Module):
             data=data,
             between=between,
             license=license,
-            # The old value belonged to the adapter that training started from.
+            # The old values belonged to the adapter that training started from.
             helps_up_to=None,
+            also_for=None,
         )
         publish.warn_if_noncommercial(self.card)
 
-    def record_results(self, results: list[dict], helps_up_to: float | None = None) -> None:
-        """Record measurements for the model card: rows with benchmark, ratio, base, restored, full
-        and more.
+    def record_results(
+        self,
+        results: list[dict],
+        helps_up_to: float | None = None,
+        also_for: Sequence[str] | None = None,
+    ) -> None:
+        """Record measurements for the model card, all of them on texts kept out of training.
 
-        `helps_up_to` is the highest ratio at which restoring did no harm on texts kept out of
-        training; "auto" restores nothing above it. None leaves what the card says.
+        Args:
+            results: Rows with benchmark, ratio, base, restored, full and more.
+            helps_up_to: The highest ratio at which restoring did no harm; "auto" restores nothing
+                above it. None leaves what the card says.
+            also_for: Specs of other evictors whose caches the adapter restores better than one of
+                their own did; they use it without a warning. None leaves what the card says.
         """
         if helps_up_to is None:
             helps_up_to = self.card.helps_up_to
+        also = self.card.also_for if also_for is None else list(also_for)
         results = to_plain_json(results)
-        self.card = replace(self.card, results=results, helps_up_to=helps_up_to)
+        self.card = replace(self.card, results=results, helps_up_to=helps_up_to, also_for=also)
 
     def warn_of_other_use(
         self,
@@ -403,8 +413,8 @@ class RestoreAdapter(nn.Module):
         # Nobody recorded what it was trained for, so nothing can be compared.
         if not card.evictor:
             return
-        # An adapter may have been trained for several evictors.
-        if evictor not in split_specs(card.evictor):
+        # An adapter may have been trained for several evictors, and measured with others.
+        if evictor not in (*split_specs(card.evictor), *(card.also_for or ())):
             _warn_of_change("evictor", card.evictor, evictor)
         for what, trained, used in (
             ("allocation", card.allocation, allocation),

@@ -57,6 +57,8 @@ class AdapterCard:
         between: the text between document and question in training.
         helps_up_to: the highest ratio at which a cache restored by it was no further from the full
             one than without, on texts kept out of training.
+        also_for: specs of evictors that it was not trained for, whose caches it restores better
+            than an adapter of their own did, on texts kept out of training.
         knows_ratio: whether the restore pass depends on the ratio, by ratio vectors.
     """
 
@@ -80,6 +82,7 @@ class AdapterCard:
     weights: dict[str, Any] | None = None
     between: str | None = None
     helps_up_to: float | None = None
+    also_for: list[str] | None = None
     knows_ratio: bool = False
 
     def __post_init__(self) -> None:

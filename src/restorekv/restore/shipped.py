@@ -16,15 +16,12 @@ from restorekv.model.names import (
 from restorekv.restore.adapter_file import CARD
 from restorekv.spec import split_specs
 
-# The folder of an adapter that was trained for several evictors
-SHARED = "shared"
-
 
 def find_shipped_adapter(model: str, evictor: str, allocation: str = "global") -> Path | None:
     """Return the folder that ships for the model of that name and this evictor, if one does.
 
     One trained with the allocation (its folder's name ends in it) goes before one trained with the
-    global ranking, and one for this evictor alone before one that was trained for several.
+    global ranking, and one for this evictor alone before one that was trained for others, too.
     """
     name = to_canonical_name(model)
     if name not in SHIPPING or not evictor:
@@ -40,10 +37,10 @@ def find_shipped_adapter(model: str, evictor: str, allocation: str = "global") -
     for each in (f"{evictor}.{allocation}", evictor):
         if each in names:
             return shipped_path(name, "adapters", each)
-    if SHARED in names:
-        shared = shipped_path(name, "adapters", SHARED)
-        if evictor in _list_trained_evictors(shared):
-            return shared
+    for each in names:
+        folder = shipped_path(name, "adapters", each)
+        if evictor in _list_evictors(folder):
+            return folder
     return None
 
 
@@ -76,11 +73,14 @@ def _list_names(model: str) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
-def _list_trained_evictors(folder: Path) -> list[str]:
-    """Return the specs of the evictors that an adapter was trained for, as its training was asked
-    for them: without the hash of a gate.
+def _list_evictors(folder: Path) -> list[str]:
+    """Return the specs of the evictors that an adapter with the global ranking is for, as users
+    name them: without the hash of a gate.
     """
     path = folder / CARD
     record = read_record(path, str(path))
+    if record.get("allocation", "global") != "global":
+        return []
     settings = record.get("settings") or {}
-    return split_specs(settings.get("evictor") or "")
+    trained = split_specs(settings.get("evictor") or "")
+    return trained + [spec.partition(":gate=")[0] for spec in record.get("also_for") or ()]
