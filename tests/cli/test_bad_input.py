@@ -20,6 +20,7 @@ import pytest
 import restorekv.cli.train
 import restorekv.compression.full_cache
 import restorekv.train.loop
+from restorekv.context import CompressedContext
 from tests.helpers.bad_input import (
     CASES,
     USAGE,
@@ -124,6 +125,19 @@ def test_a_folder_that_may_not_be_written(world, tmp_path):
 
 def interrupt(*_: object, **__: object) -> None:
     os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_interrupted_while_answering(world, monkeypatch):
+    """What is said does not stick to the answer."""
+
+    def stream(*_: object, **__: object) -> Iterator[str]:
+        yield "Half an"
+        interrupt()
+
+    monkeypatch.setattr(CompressedContext, "ask", stream)
+    result = cli("ask", world.cache, "Which code?", "--model", world.model)
+    assert result.code == 130 and result.out == "Half an\n"
+    assert result.err.startswith("error: Interrupted")
 
 
 @pytest.mark.parametrize("moment", ["while scoring", "while writing"])

@@ -374,6 +374,18 @@ def test_what_stands_in_for_official_data_is_told_beside_the_chart(tmp_path):
     assert "Not the official data for qa_1" in picture
 
 
+def test_texts_that_lost_their_ends_are_told_at_the_top(tmp_path, monkeypatch):
+    report_world.write_cell(tmp_path, Cell("m", "tiny:count=6", "kvzip", "0.1"))
+    write_report(tmp_path)
+    page = tmp_path / "report" / "index.html"
+    assert "their ends were not read" not in page.read_text()
+    lines = next(tmp_path.glob("cells/*/answers.jsonl"))
+    lines.write_text(re.sub('"cut": [0-9]+', '"cut": 40', lines.read_text()))
+    assert '"cut": 40' in lines.read_text()
+    write_report(tmp_path)
+    assert "6 of 6 texts were longer than" in page.read_text()
+
+
 def test_seeds_of_one_benchmark_are_one_condition(tmp_path):
     for spec in ("tiny:count=6", "tiny:count=6,seed=1", "tiny:count=6,seed=2"):
         report_world.write_cell(tmp_path, Cell("m", spec, "kvzip", "0.1"))

@@ -62,9 +62,11 @@ def run(
     start = time.perf_counter()
     if len(files) * len(asked) == 1 and json is None:
         stream = documents[0].ask(asked[0], max_new_tokens, stream=True, config=sampling)
-        for piece in stream:
-            print(make_visible(piece), end="", flush=True)
-        print()
+        try:
+            for piece in stream:
+                print(make_visible(piece), end="", flush=True)
+        finally:
+            print()  # after a Ctrl-C too, so that what is said next begins a line
         if stream.answer and stream.answer.finish == "length":
             _say_cut(1, max_new_tokens)
         return

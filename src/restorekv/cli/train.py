@@ -151,13 +151,16 @@ def check_lengths(shortest: int, longest: int) -> None:
 
 
 def summarize_losses(losses: Sequence[float]) -> str:
-    """Return the mean loss of the first and of the last tenth of a run's steps, in a sentence."""
+    """Return the mean loss of the first and of the last tenth of a run's steps, in a sentence.
+
+    Steps have texts and ratios of their own, so of a short run the two say little.
+    """
     tenth = max(len(losses) // 10, 1)
     begin = fmean(losses[:tenth])
     end = fmean(losses[-tenth:])
     return (
         f"loss {begin:.4f} over the first {tenth} of {len(losses)} steps, {end:.4f} over the last "
-        f"{tenth}; all of them are in {LOG_FILE}"
+        f"{tenth}, of other texts and ratios; all of them are in {LOG_FILE}"
     )
 
 

@@ -23,7 +23,12 @@ from restorekv.evaluation.answers_kept import make_kept_table
 from restorekv.evaluation.charts import Chart
 from restorekv.evaluation.frame import GROUP, TASK, load_grid
 from restorekv.evaluation.grid import group_by
-from restorekv.evaluation.grid_tables import count_gains, make_held_table, make_scores_table
+from restorekv.evaluation.grid_tables import (
+    count_gains,
+    describe_cut_texts,
+    make_held_table,
+    make_scores_table,
+)
 from restorekv.evaluation.results import Result, flatten_identity
 from restorekv.evaluation.tables import Table
 from restorekv.files import check_target, make_temporary_name
@@ -99,7 +104,8 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     done = sum(result.done for result in grid.results)
     subtitle = f"{', '.join(by_condition)}; {done} of {len(grid.results)} cells done."
     sections = [section for section in sections if section.blocks]
-    return write_page(out, "Answers from compressed caches", sections, [gains], subtitle)
+    summary = [gains, *describe_cut_texts(grid.results)]
+    return write_page(out, "Answers from compressed caches", sections, summary, subtitle)
 
 
 def _make_conventions_table(results: Sequence[Result]) -> Table:
