@@ -158,3 +158,14 @@ def test_an_answer_has_the_fields_of_its_class():
     for seed in range(6):
         answer = small.ask("Which?", 60, json_schema=schema, temperature=1.5, seed=seed)
         assert set(json.loads(answer)) == {"a"}
+
+
+def test_tokens_that_are_added_later_are_known():
+    """llguidance's table of the vocabulary is made anew; the old one had no such token."""
+    tokenizer = load_model("tiny")[1]
+    stops = {tokenizer.eos_token_id}
+    Constraint.make(tokenizer, None, "zyx", stops)
+    tokenizer.add_tokens(["zyx"])
+    constraint = Constraint.make(tokenizer, None, "zyx", stops)
+    logits = constraint.allow(torch.zeros(1, len(tokenizer)))
+    assert logits[0, len(tokenizer) - 1] == 0

@@ -442,3 +442,9 @@ def test_the_hub_is_asked_for_the_tasks_file(folder, monkeypatch):
         match=r"Cannot read scbench_kv.parquet .*\(no network\); fetch it .*path=FOLDER",
     ):
         make_benchmark("scbench:tasks=kv").choose_samples(None, "kvzip")
+
+
+def test_a_task_that_is_named_twice_is_refused():
+    """Its questions would count twice, under the same ids."""
+    with pytest.raises(RestoreKVError, match="is given kv twice; name each task once"):
+        make_benchmark("scbench:tasks=kv+mf+kv")

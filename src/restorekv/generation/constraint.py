@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # schema's own "x-guidance" goes before it.
 WHITESPACE = {"whitespace_pattern": r"( |\n {0,16})?"}
 # Of llguidance, which take a second to make.
-VOCABULARIES: WeakKeyDictionary[Tokenizer, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+VOCABULARIES: WeakKeyDictionary[Tokenizer, dict[tuple[int, tuple[int, ...]], Any]] = WeakKeyDictionary()
 
 
 class Constraint:
@@ -52,10 +52,11 @@ class Constraint:
             )
         own = VOCABULARIES.setdefault(tokenizer, {})
         ends = tuple(sorted(stops))
-        if ends not in own:
-            own[ends] = llguidance.hf.from_tokenizer(tokenizer, eos_token=list(ends) or None)
+        key = (len(tokenizer), ends)  # tokens may be added to a tokenizer
+        if key not in own:
+            own[key] = llguidance.hf.from_tokenizer(tokenizer, eos_token=list(ends) or None)
         kind = llguidance.LLMatcher
-        vocabulary = own[ends]
+        vocabulary = own[key]
         grammar = ""
         try:
             if schema is not None:

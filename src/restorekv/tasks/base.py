@@ -84,6 +84,8 @@ class Benchmark(ABC):
                 raise RestoreKVError(
                     f"{self.title} has no task {task!r}; use some of {known}, joined by +."
                 )
+            if list(given).count(task) > 1:  # its questions would count twice
+                raise RestoreKVError(f"{self.title} is given {task} twice; name each task once.")
         return tuple(task for task in self.known_tasks if task in given)
 
     @property

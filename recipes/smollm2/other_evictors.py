@@ -1,0 +1,161 @@
+"""Measure whether KVzip's adapter also restores the caches of other evictors, on development
+passages.
+
+    python -m recipes.smollm2.search prepare FOLDER --corpus CORPUS --data DATA [DATA ...]
+    python -m recipes.smollm2.other_evictors FOLDER [EVICTOR ...] [--texts 48] [--record]
+
+For every evictor, the divergence from the full cache is measured without an adapter, with KVzip's,
+and with what ships for that evictor, on the same passages as the search of the recipe. What is in
+FOLDER is not measured again. `--record` writes into the record of KVzip's adapter for which
+evictors it is closer to the full cache than both at every ratio: `auto` then takes it for these.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from recipes.smollm2.search import ANSWER_TOKENS, Bench, Case
+from restorekv.compression.eviction import Eviction
+from restorekv.compression.full_cache import ScoredContext
+from restorekv.evaluation.stats import bootstrap_ratio
+from restorekv.model.names import shipped_path
+from restorekv.model.prompt import make_context
+from restorekv.restore.adapter import RestoreAdapter
+from restorekv.train.examples import TrainingContext
+from restorekv.train.loss import compute_hidden_divergence, run_answers
+from restorekv.train.teacher import Teacher, TeacherTarget
+
+ADAPTER = "kvzip"
+EVICTORS = ("fastkvzip", "kvzip+", "snapkv", "h2o", "contrastkv")
+RATIOS = (0.3, 0.1, 0.05)
+ALONE = ""
+MEASURED = "other-evictors.jsonl"
+
+
+class Comparison:
+    """The divergences in a folder, by passage, evictor and adapter."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bench = Bench(folder)
+        self.file = folder / MEASURED
+        self.adapters: dict[str, RestoreAdapter] = {}
+
+    def load_rows(self) -> dict[tuple[str, str, str], dict[str, float]]:
+        """Return the divergence at every ratio, by passage, evictor and adapter."""
+        if not self.file.exists():
+            return {}
+        rows = [json.loads(line) for line in self.file.read_text("utf-8").splitlines()]
+        return {(row["passage"], row["evictor"], row["adapter"]): row["kl"] for row in rows}
+
+    def load_adapter(self, name: str) -> RestoreAdapter:
+        if name not in self.adapters:
+            folder = shipped_path("smollm2", "adapters", name)
+            self.adapters[name] = RestoreAdapter.from_pretrained(self.bench.model, folder)
+        return self.adapters[name]
+
+    @torch.no_grad()
+    def measure(self, evictor: str, texts: int) -> None:
+        """Measure an evictor alone, with KVzip's adapter, and with its own where one ships."""
+        adapters = [ALONE, ADAPTER]
+        if shipped_path("smollm2", "adapters", evictor).is_dir():
+            adapters.append(evictor)
+        done = self.load_rows()
+        cases = self.bench.load_cases("development")[:texts]
+        for number, case in enumerate(cases, 1):
+            missing = [name for name in adapters if (case.name, evictor, name) not in done]
+            if not missing:
+                continue
+            prepared, targets = self.prepare(case, evictor)
+            for name in missing:
+                restored = prepared
+                if name != ALONE:
+                    restored = prepared.with_restore_cache(self.load_adapter(name))
+                kl = dict(self.measure_ratios(restored, targets))
+                row = {"passage": case.name, "evictor": evictor, "adapter": name, "kl": kl}
+                with self.file.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+            print(f"{evictor}: {number} of {len(cases)} passages", flush=True)
+
+    def prepare(self, case: Case, evictor: str) -> tuple[ScoredContext, list[TeacherTarget]]:
+        """Return a passage with the evictor's scores, and the teacher's answers about it."""
+        model, tokenizer = self.bench.model, self.bench.tokenizer
+        context = make_context(tokenizer, case.text)
+        eviction = Eviction.make(evictor, on_small_budget="fewer")
+        prepared = eviction.prepare(model, tokenizer, context)
+        unknown = (None,) * len(case.questions)
+        example = TrainingContext(case.text, case.questions, unknown, case.answer_ids)
+        return prepared, Teacher(model, tokenizer, ANSWER_TOKENS).make_targets(prepared, example)
+
+    def measure_ratios(
+        self, prepared: ScoredContext, targets: list[TeacherTarget]
+    ) -> Iterator[tuple[str, float]]:
+        """Yield every ratio with the mean divergence over the answers' tokens."""
+        model = self.bench.model
+        expected = torch.cat([target.hidden for target in targets])
+        ids = [target.ids for target in targets]
+        lengths = [target.answer_length for target in targets]
+        for ratio in RATIOS:
+            output = run_answers(model, prepared.evict(f"{ratio:.6f}"), ids, lengths)
+            losses = compute_hidden_divergence(model, expected, output.hidden)
+            yield f"{ratio:g}", float(losses.mean())
+
+    def list_wins(self, evictors: list[str]) -> list[str]:
+        """Print a table, and return the evictors for which KVzip's adapter is the best choice."""
+        rows = self.load_rows()
+        print("| evictor | r | passages | alone | its own | KVzip's | gain over its own or alone |")
+        print("|---|---|---|---|---|---|---|")
+        wins = []
+        for evictor in evictors:
+            names = [name for name, other, adapter in rows if (other, adapter) == (evictor, ALONE)]
+            others = [ALONE] + [evictor] * any(key[1:] == (evictor, evictor) for key in rows)
+            is_best = True
+            for ratio in (f"{each:g}" for each in RATIOS):
+                kl = {
+                    adapter: np.array([rows[name, evictor, adapter][ratio] for name in names])
+                    for adapter in (*others, ADAPTER)
+                }
+                is_best &= all(kl[ADAPTER].mean() < kl[other].mean() for other in others)
+                weights = np.ones(len(names))
+                gain, low, high = bootstrap_ratio(kl[others[-1]] - kl[ADAPTER], weights)
+                shown = f"{gain:.4f}"
+                if low is not None and high is not None:
+                    shown += f" ({low:.4f} to {high:.4f})"
+                own = f"{kl[evictor].mean():.4f}" if evictor in kl else ""
+                cells = [evictor, ratio, str(len(names)), f"{kl[ALONE].mean():.4f}", own]
+                print(f"| {' | '.join([*cells, f'{kl[ADAPTER].mean():.4f}', shown])} |")
+            if is_best:
+                wins.append(evictor)
+        return wins
+
+    def record(self, wins: list[str]) -> None:
+        """Write the evictors into the record of KVzip's adapter."""
+        folder = shipped_path("smollm2", "adapters", ADAPTER)
+        adapter = self.load_adapter(ADAPTER)
+        specs = [Eviction.make(evictor).identity(self.bench.model) for evictor in wins]
+        adapter.record_results(adapter.card.results or [], also_for=specs)
+        (folder / "README.md").unlink(missing_ok=True)  # it would be taken for a person's
+        adapter.save_pretrained(folder, dtype=torch.bfloat16)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("evictors", nargs="*", default=EVICTORS)
+    parser.add_argument("--texts", type=int, default=48)
+    parser.add_argument("--record", action="store_true")
+    options = parser.parse_args()
+    comparison = Comparison(options.folder)
+    for evictor in options.evictors:
+        comparison.measure(evictor, options.texts)
+    wins = comparison.list_wins(list(options.evictors))
+    print(f"KVzip's adapter is the best choice for: {', '.join(wins) or 'none'}")
+    if options.record:
+        comparison.record(wins)
+
+
+if __name__ == "__main__":
+    main()
