@@ -129,12 +129,12 @@ def _draw_against_ratio(
     come first.
 
     Args:
-        lines: the points of every series, empty for one that is not drawn.
-        unit: the label of y.
-        title: of the panel.
-        width: of the panel, in inches.
-        height: of the panel, in inches.
-        targets: levels to reach, by the ratio that they are for.
+        lines: The points of every series, empty for one that is not drawn.
+        unit: The label of y.
+        title: Of the panel.
+        width: Of the panel, in inches.
+        height: Of the panel, in inches.
+        targets: Levels to reach, by the ratio that they are for.
     """
     measured = {mark: points for mark, points in lines.items() if points}
 

@@ -57,14 +57,14 @@ def make_bars(
     """Return horizontal bars for every name, as high as they need.
 
     Args:
-        title: of the panel.
-        unit: the label of the axis of lengths.
-        names: one for every bar or group of bars, from the top down.
-        parts: the lengths of every series; None is a bar left out.
-        texts: what is written next to the bars: one row for whole stacks, or one row for each
+        title: Of the panel.
+        unit: The label of the axis of lengths.
+        names: One for every bar or group of bars, from the top down.
+        parts: The lengths of every series; None is a bar left out.
+        texts: What is written next to the bars: one row for whole stacks, or one row for each
             series.
-        stacked: whether the series are parts of one bar, or bars next to each other.
-        width: of the panel, in inches.
+        stacked: Whether the series are parts of one bar, or bars next to each other.
+        width: Of the panel, in inches.
     """
     lines = sum(name.count("\n") + 1 for name in names)
     bars = len(names) * (1 if stacked else 0.75 * len(parts))

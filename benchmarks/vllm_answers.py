@@ -120,12 +120,12 @@ def run_answers(
     """Make what is missing in the folder, ask vLLM in every mode and return the result.
 
     Args:
-        folder: keeps model, cache files, answers and the modes that are done.
-        count: of documents.
-        longest: tokens; longer documents are left out.
-        modes: names in `MODES`.
-        model_name: of a model that is at hand.
-        tell: gets what is being done.
+        folder: Keeps model, cache files, answers and the modes that are done.
+        count: Of documents.
+        longest: Tokens; longer documents are left out.
+        modes: Names in `MODES`.
+        model_name: Of a model that is at hand.
+        tell: Gets what is being done.
     """
     torch.set_num_threads(1)
     plans = [plan for plan in plan_documents(count) if plan.tokens <= longest]

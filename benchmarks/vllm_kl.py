@@ -44,14 +44,14 @@ def run_kl(
     """Compress documents in a dtype, ask vLLM in it, and compare.
 
     Args:
-        folder: gets model and cache files.
-        model_name: of a model that is at hand.
-        dtype: of both sides.
-        documents: how many.
-        tokens: of every document.
-        ratio: of every document.
-        answer: tokens of an answer.
-        tell: gets what is being done.
+        folder: Gets model and cache files.
+        model_name: Of a model that is at hand.
+        dtype: Of both sides.
+        documents: How many.
+        tokens: Of every document.
+        ratio: Of every document.
+        answer: Tokens of an answer.
+        tell: Gets what is being done.
     """
     torch.set_num_threads(1)
     model, tokenizer = load_model(model_name, dtype=dtype)
@@ -108,10 +108,10 @@ def ask_vllm(
     """Return what vLLM writes, greedily, and the log-probabilities (T, V) of all tokens.
 
     Args:
-        folder: with `model` and `store`.
-        dtype: of the engine.
-        prompts: token ids.
-        answer: tokens of an answer.
+        folder: With `model` and `store`.
+        dtype: Of the engine.
+        prompts: Token ids.
+        answer: Tokens of an answer.
         vocabulary: V.
     """
     os.environ.update(ENVIRONMENT)
@@ -166,10 +166,10 @@ def compute_kl(
     """Return the KL divergence of vLLM's distribution from the model's, for every token written.
 
     Args:
-        model: what `ask` asks.
-        cache: of the document, which is changed.
-        asked: the question's ids.
-        written: the answer's.
+        model: What `ask` asks.
+        cache: Of the document, which is changed.
+        asked: The question's ids.
+        written: The answer's.
         logprobs: (T, V), vLLM's.
     """
     found = []

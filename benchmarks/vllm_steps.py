@@ -77,9 +77,9 @@ def run_steps(folder: Path, options: StepOptions, tell: Callable[[str], None]) -
     """Make the documents that the folder lacks, and measure.
 
     Args:
-        folder: keeps model and cache files.
-        options: what is measured.
-        tell: gets what is being done.
+        folder: Keeps model and cache files.
+        options: What is measured.
+        tell: Gets what is being done.
     """
     torch.set_num_threads(1)
     prompts = _make_prompts(folder, options, tell)

@@ -33,7 +33,6 @@ from restorekv.model.identity import describe_weights
 from restorekv.model.load import load_model
 from restorekv.model.names import SMOLLM2, SMOLLM2_ID, shipped_path
 from restorekv.restore.adapter import RestoreAdapter
-from restorekv.restore.shipped import SHARED
 
 TEXTS = Path(__file__).parent / "texts"
 READY = Path(__file__).parent / "data"
@@ -124,6 +123,9 @@ FIRST = "kvzip"
 STEPS = "3000"
 MORE = "1200"
 OTHERS = ("kvzip+", "fastkvzip", "snapkv", "h2o", "contrastkv")
+# Those of them with adapters of their own; the first one's serves the rest (other_evictors.py).
+OWN = ("kvzip+", "snapkv", "h2o", "contrastkv")
+SHARED = "shared"
 # Steps from what ships, with one length in all heads.
 PER_HEAD = {"kvzip": "700", "kvzip+": "400", "fastkvzip": "400"}
 # One adapter for all of them, on texts of many genres and for mild ratios too: a step draws one of
@@ -355,8 +357,8 @@ def train_adapters(folder: Path) -> None:
         wait_for(first)
     first_adapter = folder / f"restore-{FIRST}" / "adapter"
     options = ("--init", str(first_adapter), "--lr", "5e-4", "--warmup", "10", "--steps", MORE)
-    for start in range(0, len(OTHERS), 2):
-        pair = [start_training(folder, evictor, *options) for evictor in OTHERS[start : start + 2]]
+    for start in range(0, len(OWN), 2):
+        pair = [start_training(folder, evictor, *options) for evictor in OWN[start : start + 2]]
         wait_for(*[process for process in pair if process is not None])
 
 
@@ -365,7 +367,7 @@ def train_per_head(folder: Path) -> None:
     would make 73 MB.
     """
     for evictor, steps in PER_HEAD.items():
-        shipped = shipped_path(SMOLLM2, "adapters", evictor)
+        shipped = shipped_path(SMOLLM2, "adapters", evictor if evictor in OWN else FIRST)
         options = ("--allocation", "per-head", "--lr", "1e-3", "--warmup", "30", "--seed", "13")
         options += ("--init", str(shipped), "--knows-ratio", "--steps", steps)
         process = start_training(folder, evictor, *options, kind=".per-head")
@@ -425,7 +427,7 @@ def install_gate(path: Path) -> None:
 def install_adapters(folder: Path) -> None:
     """Copy the adapters that are done into the package, LoRA in bfloat16."""
     model, _ = load_model(SMOLLM2)
-    for evictor in (FIRST, *OTHERS, *(f"{name}.per-head" for name in PER_HEAD), SHARED):
+    for evictor in (FIRST, *OWN, *(f"{name}.per-head" for name in PER_HEAD), SHARED):
         place = folder / f"restore-{evictor}" / "adapter"
         if place.exists():
             adapter = RestoreAdapter.from_pretrained(model, place)

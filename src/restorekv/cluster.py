@@ -29,9 +29,9 @@ def connect_ray(address: str, cpus: int, memory: int, needed: Mapping[str, float
 
     Args:
         address: "auto", "host:port", or "local", which starts one that nobody else reaches.
-        cpus: of a cluster that is started.
-        memory: bytes of shared memory of a cluster that is started.
-        needed: what a worker needs of its node, such as {"CPU": 1, "GPU": 0}.
+        cpus: Of a cluster that is started.
+        memory: Bytes of shared memory of a cluster that is started.
+        needed: What a worker needs of its node, such as {"CPU": 1, "GPU": 0}.
 
     Returns:
         The module `ray`.

@@ -46,8 +46,8 @@ class OptionError(RestoreKVError):
     """An option, or a field of a request, whose value cannot be used.
 
     Args:
-        message: the sentence.
-        option: its name.
+        message: The sentence.
+        option: Its name.
     """
 
     def __init__(self, message: str, option: str = "") -> None:
@@ -62,9 +62,9 @@ class TextTooLongError(RestoreKVError):
     numbers are for callers with other fixes.
 
     Attributes:
-        tokens: of the text.
-        positions: of the model.
-        room: the tokens that the text may have.
+        tokens: Of the text.
+        positions: Of the model.
+        room: The tokens that the text may have.
     """
 
     tokens: int = 0
@@ -96,12 +96,12 @@ def import_extra(name: str, extra: str, what: str = "This") -> ModuleType:
     """Import a package that only an optional extra installs, or a module of ours that needs one.
 
     Args:
-        name: the module to import.
-        extra: the extra of `pip install 'restorekv[extra]'` that brings it.
-        what: what needs the package, for the message.
+        name: The module to import.
+        extra: The extra of `pip install 'restorekv[extra]'` that brings it.
+        what: What needs the package, for the message.
 
     Raises:
-        RestoreKVError: the package is missing; the sentence names it and the pip command.
+        RestoreKVError: The package is missing; the sentence names it and the pip command.
     """
     try:
         return importlib.import_module(name)

@@ -68,8 +68,8 @@ def replace_file(path: Path, follow: bool = True) -> Iterator[Path]:
     """Yield a temporary file next to `path`, which replaces `path` unless the block raises.
 
     Args:
-        path: the file to write.
-        follow: whether a symbolic link at `path` stays, and the file that it leads to is replaced.
+        path: The file to write.
+        follow: Whether a symbolic link at `path` stays, and the file that it leads to is replaced.
             That is for names that users choose, who may keep their files elsewhere. Pass False for
             a name that the package itself chose: the folder may come from a stranger, so the new
             file takes the link's place.
@@ -245,14 +245,14 @@ def read_bytes(path: Path, what: str, limit: int = JSON_BYTES, follow: bool = Tr
     """Return the bytes of a regular file.
 
     Args:
-        path: the file.
-        what: how sentences of errors call it.
-        limit: the most bytes that it may have.
-        follow: whether a symbolic link may lead to it; pass False for a name that the package
+        path: The file.
+        what: How sentences of errors call it.
+        limit: The most bytes that it may have.
+        follow: Whether a symbolic link may lead to it; pass False for a name that the package
             chose.
 
     Raises:
-        RestoreKVError: for a file that is missing, larger, special, or cannot be read.
+        RestoreKVError: For a file that is missing, larger, special, or cannot be read.
     """
     with open_with_size(path, what, follow) as (file, size):
         if size > limit:
@@ -278,13 +278,13 @@ def parse_json(
     """Return a JSON value, unless it is one that a program should not compute with.
 
     Args:
-        text: the JSON.
-        what: how sentences of errors call it.
-        limit: the most characters.
-        elements: the most values and keys.
+        text: The JSON.
+        what: How sentences of errors call it.
+        limit: The most characters.
+        elements: The most values and keys.
 
     Raises:
-        RestoreKVError: for JSON beyond these limits or of more than DEPTH levels, a key twice in an
+        RestoreKVError: For JSON beyond these limits or of more than DEPTH levels, a key twice in an
             object, NaN and infinity, integers of more than 64 bits, and surrogates, which are half
             a character.
     """

@@ -72,14 +72,14 @@ def write_sealed(
     stays.
 
     Args:
-        path: the file, which is replaced if it exists.
-        kind: what it is.
-        tensors: what it holds, on any device.
-        metadata: further entries of its metadata.
+        path: The file, which is replaced if it exists.
+        kind: What it is.
+        tensors: What it holds, on any device.
+        metadata: Further entries of its metadata.
         follow: False for a name that the package chose; see `replace_file`.
 
     Raises:
-        RestoreKVError: where the file cannot be written.
+        RestoreKVError: Where the file cannot be written.
     """
     header, body = seal_tensors(kind, tensors, metadata or {})
     with (
@@ -130,16 +130,16 @@ def read_sealed(
     """Read a sealed file, once: what was checked is what is returned.
 
     Args:
-        path: the file.
-        kind: what it must be.
-        what: how sentences call this file; its path unless given.
-        finite: whether to refuse numbers that are not finite.
+        path: The file.
+        kind: What it must be.
+        what: How sentences call this file; its path unless given.
+        finite: Whether to refuse numbers that are not finite.
 
     Returns:
         Its metadata, and its tensors on the CPU.
 
     Raises:
-        RestoreKVError: for anything but a file as `write_sealed` wrote it.
+        RestoreKVError: For anything but a file as `write_sealed` wrote it.
     """
     what = what or str(path)
     try:

@@ -26,12 +26,12 @@ def parse_spec(text: str, classes: Mapping[str, type[Named]], what: str) -> Name
     """Return an object of the class that the spec names.
 
     Args:
-        text: the spec. A digest that `digest_source` made may follow; it is ignored.
-        classes: the classes by name.
-        what: how sentences of errors call such an object.
+        text: The spec. A digest that `digest_source` made may follow; it is ignored.
+        classes: The classes by name.
+        what: How sentences of errors call such an object.
 
     Raises:
-        RestoreKVError: for an unknown name or setting, and for a value of another type.
+        RestoreKVError: For an unknown name or setting, and for a value of another type.
     """
     name, _, rest = _SOURCE_DIGEST.sub("", text).partition(":")
     if name not in classes:

@@ -137,7 +137,7 @@ def test_adapters_for_one_length_begin_with_what_ships(tmp_path, monkeypatch):
     (tmp_path / "restore-kvzip.per-head" / "adapter").mkdir(parents=True)  # which is done
     build.train_per_head(tmp_path)
     begun = [Path(words[words.index("--init") + 1]) for words in asked]
-    assert [path.name for path in begun] == ["kvzip+", "fastkvzip"] and all(
+    assert [path.name for path in begun] == ["kvzip+", "kvzip"] and all(
         path.is_dir() for path in begun
     )
     assert all(" --allocation per-head " in " ".join(words) for words in asked)

@@ -93,9 +93,9 @@ def gather_rows(
     column.
 
     Args:
-        sources: layers and the numbers of the rows to take of each.
-        widths: how many of its last columns each source keeps; its rows need no others.
-        room: columns that the tail is expected to grow by, reserved at once.
+        sources: Layers and the numbers of the rows to take of each.
+        widths: How many of its last columns each source keeps; its rows need no others.
+        room: Columns that the tail is expected to grow by, reserved at once.
     """
     # All rows get the width of the longest; a shorter row starts with columns of zeros, which its
     # mask hides.

@@ -101,7 +101,7 @@ def quantize(
     Args:
         keys: (N, D).
         values: (N, D).
-        bounds: head h has the rows bounds[h]:bounds[h + 1].
+        bounds: Head h has the rows bounds[h]:bounds[h + 1].
         storage: "int8" or "fp8".
     """
     # A key channel with large numbers keeps them in every row, so its scale is shared along the
@@ -125,11 +125,11 @@ def from_codes(
     """Return keys and values from the codes and scales that a file holds.
 
     Args:
-        codes: of keys and of values, (N, D).
-        scales: of keys and of values, in the shapes of `compute_scale_shapes`.
-        bounds: head h has the rows bounds[h]:bounds[h + 1].
+        codes: Of keys and of values, (N, D).
+        scales: Of keys and of values, in the shapes of `compute_scale_shapes`.
+        bounds: Head h has the rows bounds[h]:bounds[h + 1].
         storage: "int8" or "fp8".
-        dtype: the model's dtype, in which the rows are read.
+        dtype: The model's dtype, in which the rows are read.
     """
     key_size, value_size = _choose_group_sizes(bounds, storage)
     # A file does not hold the starts of the groups: they follow from the bounds.

@@ -34,7 +34,7 @@ class RaggedLayer(TailLayer):
         context_values: (N, D), like the keys.
         offsets: (H + 1,) int32; head h has the rows offsets[h]:offsets[h + 1].
         positions: (N,) int32, the column of the full cache that each row came from.
-        seen: the number of positions that the context occupied.
+        seen: The number of positions that the context occupied.
         restore_keys: (1, H, n, D), the first columns of the tail.
         restore_values: (1, H, n, D).
         bias: (N,), added to the logits; or None.
@@ -169,8 +169,8 @@ class ContextPairs:
         """Return a layer with these pairs as its context, sorted by head and position.
 
         Args:
-            heads: the number H of KV heads.
-            seen: the number of positions that the context occupied.
+            heads: The number H of KV heads.
+            seen: The number of positions that the context occupied.
             restore_keys: (1, H, n, D).
             restore_values: (1, H, n, D).
         """
@@ -232,13 +232,13 @@ class RaggedCache(Cache):
         tensor.
 
         Args:
-            full: the full cache, with S + T columns or more.
+            full: The full cache, with S + T columns or more.
             keep_mask: (L, H, S + T) bool, which pairs stay.
-            restore_cache: keys and values (1, H, n, D) of every layer, those with a window
+            restore_cache: Keys and values (1, H, n, D) of every layer, those with a window
                 included. None takes the columns of `full` after the first S + T, where a restore
                 pass left them.
-            offset: moves the positions of questions (a control of the paper).
-            consume: whether to empty each layer of `full` before the next is gathered, so that the
+            offset: Moves the positions of questions (a control of the paper).
+            consume: Whether to empty each layer of `full` before the next is gathered, so that the
                 full and the ragged cache never exist side by side.
         """
         dense_layers = list_dense_layers(full)

@@ -35,9 +35,9 @@ def summarize_cache(
     """Return what a person wants to know about a new cache file.
 
     Args:
-        compressed: the cache.
-        out: its file.
-        seconds: how long it took; unless given, the sum of its phases.
+        compressed: The cache.
+        out: Its file.
+        seconds: How long it took; unless given, the sum of its phases.
     """
     m = compressed.manifest
     if seconds is None:

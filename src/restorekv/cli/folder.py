@@ -71,9 +71,9 @@ class DocumentResult:
 
     Attributes:
         outcome: "wrote", "kept", or "failed" with the reason.
-        held: bytes of the small cache.
-        full: bytes of the full cache.
-        reason: why it failed.
+        held: Bytes of the small cache.
+        full: Bytes of the full cache.
+        reason: Why it failed.
     """
 
     outcome: str
@@ -225,15 +225,15 @@ def compress_folder(
     """Compress every document of a folder.
 
     Args:
-        folder: the folder of documents.
-        out: the folder of cache files, which is created if needed.
-        recipe: the model, and how it compresses.
-        ray: a Ray cluster; None is this process.
-        workers: how many documents at once, with `ray`.
-        figures: a file for the figures.
+        folder: The folder of documents.
+        out: The folder of cache files, which is created if needed.
+        recipe: The model, and how it compresses.
+        ray: A Ray cluster; None is this process.
+        workers: How many documents at once, with `ray`.
+        figures: A file for the figures.
 
     Raises:
-        RestoreKVError: at the end, if some could not be compressed.
+        RestoreKVError: At the end, if some could not be compressed.
     """
     names = _list_documents(folder)
     if out.exists() and not out.is_dir():

@@ -32,11 +32,11 @@ def show_survivors(
     """Print what a cache file holds.
 
     Args:
-        file: the cache file.
-        plot: a picture to draw, or None.
-        json: a file for the figures, or None.
-        model: whose tokenizer shows the text; None for one that ships.
-        tokens: how many tokens of the text to show.
+        file: The cache file.
+        plot: A picture to draw, or None.
+        json: A file for the figures, or None.
+        model: Whose tokenizer shows the text; None for one that ships.
+        tokens: How many tokens of the text to show.
     """
     survivors = Survivors.load(file)
     tokenizer = _find_tokenizer(survivors, model)

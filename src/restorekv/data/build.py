@@ -48,13 +48,13 @@ def build_mixture(
     """Build a mixture, or finish an unfinished one.
 
     Args:
-        model: the teacher, which asks and answers.
-        tokenizer: the model's own.
-        config: sources, counts, filters and limits.
-        out: folder of the mixture.
-        exclude: files or folders of evaluation texts, in addition to those that ship.
-        resume: continue what is in `out`; a complete mixture is only checked.
-        progress: called with the contexts or examples done, their number, and the source.
+        model: The teacher, which asks and answers.
+        tokenizer: The model's own.
+        config: Sources, counts, filters and limits.
+        out: Folder of the mixture.
+        exclude: Files or folders of evaluation texts, in addition to those that ship.
+        resume: Continue what is in `out`; a complete mixture is only checked.
+        progress: Called with the contexts or examples done, their number, and the source.
 
     Returns:
         The manifest of the folder.

@@ -33,9 +33,9 @@ def draw_exercises(text: str, rng: random.Random, count: int) -> list[tuple[str,
     it, and the others for single places. A text with too few sentences or lines gives fewer.
 
     Args:
-        text: the context.
-        rng: the source of every choice.
-        count: how many exercises are wanted.
+        text: The context.
+        rng: The source of every choice.
+        count: How many exercises are wanted.
 
     Returns:
         Pairs of kind and question.
@@ -57,9 +57,9 @@ def draw_checked_exercises(text: str, rng: random.Random, count: int) -> list[tu
     left out.
 
     Args:
-        text: the context.
-        rng: the source of every choice.
-        count: how many exercises are wanted; a text with too few sentences or lines gives none.
+        text: The context.
+        rng: The source of every choice.
+        count: How many exercises are wanted; a text with too few sentences or lines gives none.
 
     Returns:
         Kind, question and answer of each.

@@ -81,8 +81,8 @@ def iterate_rows(where: str, origin: dict) -> Iterator[dict]:
     """Yield the rows of a source, a text file being one row {text}.
 
     Args:
-        where: a hub id, a file or a folder.
-        origin: what `identify_source` returned for it; {} for local files.
+        where: A hub id, a file or a folder.
+        origin: What `identify_source` returned for it; {} for local files.
     """
     if "hub" in origin:
         yield from stream_hub_rows(where, origin)

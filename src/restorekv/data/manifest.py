@@ -158,9 +158,9 @@ def check_same_build(out: Path, before: dict | None, now: dict) -> None:
     """Refuse whatever differs in `now` from what the folder was built with, naming both values.
 
     Args:
-        out: the folder.
-        before: what `read_earlier_build` returned; None for a new folder, which differs in nothing.
-        now: the record of this build, or some of its keys: config, sources, exclude, model.
+        out: The folder.
+        before: What `read_earlier_build` returned; None for a new folder, which differs in nothing.
+        now: The record of this build, or some of its keys: config, sources, exclude, model.
     """
     if before is None:
         return

@@ -34,12 +34,12 @@ class ContextAnswers:
     """The questions about one context that the full cache answers right.
 
     Attributes:
-        context: names the context and its questions, so that it counts once.
-        text: the kind of text, which is the benchmark's title.
-        tokens: length of the context.
-        right: how many questions there are, at least one.
-        kept: how many of them the small cache answers right too.
-        asked: how it was asked: model, dtype, protocol and prefix policy. Answers that were asked
+        context: Names the context and its questions, so that it counts once.
+        text: The kind of text, which is the benchmark's title.
+        tokens: Length of the context.
+        right: How many questions there are, at least one.
+        kept: How many of them the small cache answers right too.
+        asked: How it was asked: model, dtype, protocol and prefix policy. Answers that were asked
             in two ways are not added up.
     """
 
@@ -61,10 +61,10 @@ def compare_contexts(
     """Compare a small cache's answers with the full cache's, question by question.
 
     Args:
-        pool: the cells of the small cache, all of them done.
-        full: the cells of the full cache on the same contexts.
-        title: the name of the kind of text.
-        asked: how the questions were asked.
+        pool: The cells of the small cache, all of them done.
+        full: The cells of the full cache on the same contexts.
+        title: The name of the kind of text.
+        asked: How the questions were asked.
 
     Yields:
         One entry for each context about which the full cache answers a question right.

@@ -39,10 +39,10 @@ class GridEntry:
     """One method at one ratio in one condition.
 
     Attributes:
-        columns: what tells the entry from others, as its rows say it.
-        pool: its cells, one for each seed.
-        base: the same without restoring, if that is done and was asked the same seeds.
-        full: the full cache of the condition, asked the same seeds, if there is one.
+        columns: What tells the entry from others, as its rows say it.
+        pool: Its cells, one for each seed.
+        base: The same without restoring, if that is done and was asked the same seeds.
+        full: The full cache of the condition, asked the same seeds, if there is one.
     """
 
     columns: Row

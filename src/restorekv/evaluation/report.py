@@ -139,11 +139,11 @@ def write_page(
     """Write the page with all its files, in place of what an earlier call wrote, and return it.
 
     Args:
-        folder: what to write; the folder above must exist.
-        title: the page's heading.
-        sections: what the page shows, in order.
-        summary: sentences that stand out at the top.
-        subtitle: a line below the heading.
+        folder: What to write; the folder above must exist.
+        title: The page's heading.
+        sections: What the page shows, in order.
+        summary: Sentences that stand out at the top.
+        subtitle: A line below the heading.
     """
     folder = folder.resolve()
     _check_folder(folder)

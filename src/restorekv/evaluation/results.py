@@ -203,7 +203,7 @@ def open_result(folder: Path, cell: Cell, facts: dict, set_aside: bool = False) 
         set_aside: Move a cell that was made with other facts out of the way, and begin anew.
 
     Raises:
-        RestoreKVError: the cell was made with other facts, and may not be set aside.
+        RestoreKVError: The cell was made with other facts, and may not be set aside.
     """
     path = folder / CELLS / cell.name
     # A link would lead the answers into a folder of something else.

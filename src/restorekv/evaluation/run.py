@@ -150,18 +150,18 @@ def run_grid(
     """Answer what a folder lacks; what it already holds is neither asked nor changed.
 
     Args:
-        cells: what is asked.
-        folder: where every answer is kept.
-        pool: who answers; this process if None.
-        on_progress: called as contexts are done.
-        set_aside: move cells that were made with something else, such as an older version of an
+        cells: What is asked.
+        folder: Where every answer is kept.
+        pool: Who answers; this process if None.
+        on_progress: Called as contexts are done.
+        set_aside: Move cells that were made with something else, such as an older version of an
             evictor's file, to `set-aside` in the folder, and ask them anew.
 
     Returns:
         Every cell's result, in the order of `cells`.
 
     Raises:
-        RestoreKVError: for cells that name nothing that exists, before any of them runs, and for a
+        RestoreKVError: For cells that name nothing that exists, before any of them runs, and for a
             folder whose cells were made with something else or that another process is filling.
     """
     check_cells(cells)

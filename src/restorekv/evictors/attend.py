@@ -78,11 +78,11 @@ def attend_pass(
 
     Args:
         query: (H, G, Q, D).
-        own: keys and values (H, Q, D) of the pass itself, which are seen causally.
-        cached: returns the cached keys and values (K, D) of a head.
-        scale: of the logits.
-        inside: the cached columns that share a softmax with the pass's own.
-        on_weights: gets the weights of that softmax in blocks; see blocked.py.
+        own: Keys and values (H, Q, D) of the pass itself, which are seen causally.
+        cached: Returns the cached keys and values (K, D) of a head.
+        scale: Of the logits.
+        inside: The cached columns that share a softmax with the pass's own.
+        on_weights: Gets the weights of that softmax in blocks; see blocked.py.
         sinks: (H, G), logits that the model adds to every softmax, or None.
     """
     # On a CPU the operations are known. On another device the blocked ones prove themselves first,

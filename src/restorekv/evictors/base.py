@@ -83,12 +83,12 @@ class Evictor(ABC):
         layers that see the whole text.
 
         Args:
-            model: the model that prefilled the context.
-            tokenizer: the model's tokenizer.
-            context: the prefix and the context's tokens.
-            full: the full cache of S + T columns, which must not change. Its layers of L are those
+            model: The model that prefilled the context.
+            tokenizer: The model's tokenizer.
+            context: The prefix and the context's tokens.
+            full: The full cache of S + T columns, which must not change. Its layers of L are those
                 of `list_full_attention(full)`; layers with a window are not scored.
-            observer: what `make_observer` returned, after it saw the prefill.
+            observer: What `make_observer` returned, after it saw the prefill.
         """
 
 

@@ -78,11 +78,11 @@ class GateCard:
         """Return the card for a gate of `model`.
 
         Args:
-            model: the model whose hidden states the gate reads.
-            kind: one of `gate_kinds.KINDS`.
-            target: the evictor whose scores the gate predicts.
-            settings: how it was trained.
-            figures: how well it predicts.
+            model: The model whose hidden states the gate reads.
+            kind: One of `gate_kinds.KINDS`.
+            target: The evictor whose scores the gate predicts.
+            settings: How it was trained.
+            figures: How well it predicts.
         """
         return cls(
             kind=kind,
@@ -195,13 +195,13 @@ def check_shapes(name: object, kind: str, layers: Sequence[Layer], shape: CacheS
     """Check that every layer of the model has a gate of its shape.
 
     Args:
-        name: of the gate, for messages.
-        kind: one of `gate_kinds.KINDS`.
-        layers: the gate's parameters.
-        shape: of the model.
+        name: Of the gate, for messages.
+        kind: One of `gate_kinds.KINDS`.
+        layers: The gate's parameters.
+        shape: Of the model.
 
     Raises:
-        GateError: if a layer is missing, or has parameters of other names or shapes.
+        GateError: If a layer is missing, or has parameters of other names or shapes.
     """
     if len(layers) != shape.layers:
         raise GateError(
@@ -232,14 +232,14 @@ def check_gate(
     weights of it.
 
     Args:
-        name: of the gate, for messages.
-        gate: as read from its file.
-        model: the model that it shall score for.
-        kinds: those that the evictor can use.
-        identity: the model's.
+        name: Of the gate, for messages.
+        gate: As read from its file.
+        model: The model that it shall score for.
+        kinds: Those that the evictor can use.
+        identity: The model's.
 
     Raises:
-        GateError: if it has another kind or was made for another model.
+        GateError: If it has another kind or was made for another model.
     """
     card = gate.card
     if card.kind not in kinds:

@@ -141,10 +141,10 @@ def make_repetitions(
     """Yield the passes in order; a later one starts from the last ids of the chunk before it.
 
     Args:
-        tokenizer: the model's tokenizer.
-        context: what is repeated.
-        chunk: tokens per pass.
-        space: whether a space ends the prompt of later chunks.
+        tokenizer: The model's tokenizer.
+        context: What is repeated.
+        chunk: Tokens per pass.
+        space: Whether a space ends the prompt of later chunks.
     """
     for start in range(context.prefix, context.positions, chunk):
         end = min(start + chunk, context.positions)
@@ -173,11 +173,11 @@ def find_column_maxima(
     the output of attention over `cached` and the pass, (Q, H * G, D).
 
     Args:
-        view: the pass's queries, keys and values in one layer.
-        cached: the same layer of the full cache, or a `RaggedLayer`.
-        start: the first column i.
-        end: the column after the last.
-        sinks: how many columns at the start of the cache share the softmax; not the learned
+        view: The pass's queries, keys and values in one layer.
+        cached: The same layer of the full cache, or a `RaggedLayer`.
+        start: The first column i.
+        end: The column after the last.
+        sinks: How many columns at the start of the cache share the softmax; not the learned
             logits of `view.sinks`.
         row_weight: (Q,), or None for weights of 1.
     """

@@ -207,7 +207,7 @@ def compute_expected_weights(
         keys: (H, K, D).
         mean: (H, G, D).
         covariance: (H, G, D, D). Computed for one KV head at a time: G * K * D floats.
-        scale: the model's own.
+        scale: The model's own.
         sinks: (H, G), logits of the model that no query changes, or None. They are part of the sum.
     """
     # The exponential of a Gaussian's logit has the mean exp(m k + k C k / 2), and the softmax over

@@ -51,12 +51,12 @@ def attend_pass(
 
     Args:
         query: (H, G, Q, D).
-        own: keys and values (H, Q, D) of the pass itself, which are seen causally.
-        cached: keys and values (H, K, D) of the cache.
-        scale: of the logits.
-        sinks: the cached columns before it share a softmax with the pass's own pairs.
-        start: so do those from here, at least `sinks`,
-        end: to here.
+        own: Keys and values (H, Q, D) of the pass itself, which are seen causally.
+        cached: Keys and values (H, K, D) of the cache.
+        scale: Of the logits.
+        sinks: The cached columns before it share a softmax with the pass's own pairs.
+        start: So do those from here, at least `sinks`,
+        end: To here.
     """
     heads, groups, rows, width = query.shape
     query = make_rows_contiguous(query)
@@ -109,9 +109,9 @@ def find_maxima(
         query: (H, G, Q, D).
         keys: (H, n, D).
         lse: l - log2 w (H, G, Q).
-        scale: of the logits.
-        own: whether the keys are the rows' own, which earlier rows do not see.
-        diagonal: whether a row then sees its own key.
+        scale: Of the logits.
+        own: Whether the keys are the rows' own, which earlier rows do not see.
+        diagonal: Whether a row then sees its own key.
     """
     heads, groups, rows, width = query.shape
     query = make_rows_contiguous(query)

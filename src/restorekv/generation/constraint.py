@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 # schema's own "x-guidance" goes before it.
 WHITESPACE = {"whitespace_pattern": r"( |\n {0,16})?"}
 # Of llguidance, which take a second to make.
-VOCABULARIES: WeakKeyDictionary[Tokenizer, dict[tuple[int, tuple[int, ...]], Any]] = WeakKeyDictionary()
+VOCABULARIES: WeakKeyDictionary[Tokenizer, dict[tuple[int, tuple[int, ...]], Any]] = (
+    WeakKeyDictionary()
+)
 
 
 class Constraint:

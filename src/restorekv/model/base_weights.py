@@ -83,15 +83,15 @@ def check_base(
     """Refuse what was made for another model or another RoPE; warn of other weights of the model.
 
     Args:
-        what: the adapter or gate, for messages.
-        card: what it says of the model that it was made for.
-        model: the model that it is to be used with.
-        identity: the model's.
-        error: the class of the error for a refusal.
-        fix: what a user can do about another model.
+        what: The adapter or gate, for messages.
+        card: What it says of the model that it was made for.
+        model: The model that it is to be used with.
+        identity: The model's.
+        error: The class of the error for a refusal.
+        fix: What a user can do about another model.
 
     Raises:
-        RestoreKVError: an `error`, if the card is of another model or another RoPE.
+        RestoreKVError: An `error`, if the card is of another model or another RoPE.
     """
     if card.rope != identity.rope:
         raise error(

@@ -70,8 +70,8 @@ class Source:
         """Refuse what transformers must not read.
 
         Args:
-            is_local: what the method of that name returned, which may have waited for the hub.
-            weights: whether they are needed, and not the tokenizer alone.
+            is_local: What the method of that name returned, which may have waited for the hub.
+            weights: Whether they are needed, and not the tokenizer alone.
         """
         if Path(self.path).is_dir():
             model_folder.check_folder(Path(self.path), weights)

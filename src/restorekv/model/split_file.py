@@ -33,13 +33,13 @@ class SplitFile:
     """A model's GGUF file in parts.
 
     Attributes:
-        model: the model's name in this package.
-        package: the one to install, which brings those of the parts.
-        version: of the package and its parts.
-        file: the name of the whole file.
-        sha256: of the whole file, as hex digits.
-        parts: in the order of their bytes.
-        terms: a sentence on the terms that the model is under.
+        model: The model's name in this package.
+        package: The one to install, which brings those of the parts.
+        version: Of the package and its parts.
+        file: The name of the whole file.
+        sha256: Of the whole file, as hex digits.
+        parts: In the order of their bytes.
+        terms: A sentence on the terms that the model is under.
     """
 
     model: str

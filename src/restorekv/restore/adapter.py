@@ -106,17 +106,17 @@ class RestoreAdapter(nn.Module):
         that adds zero.
 
         Args:
-            model: the model that it is for.
-            n: the number of restore tokens.
-            rank: the rank of LoRA.
+            model: The model that it is for.
+            n: The number of restore tokens.
+            rank: The rank of LoRA.
             alpha: LoRA's alpha, its scale times the rank.
-            targets: the names of the layers with LoRA; without any (a control), there is none.
-            seed: the seed of the random tokens.
-            fixed: the id of a token whose embedding all n restore tokens use, untrained (a
+            targets: The names of the layers with LoRA; without any (a control), there is none.
+            seed: The seed of the random tokens.
+            fixed: The id of a token whose embedding all n restore tokens use, untrained (a
                 control).
 
         Raises:
-            AdapterError: nothing would be left to train, or the model lacks such layers or such a
+            AdapterError: Nothing would be left to train, or the model lacks such layers or such a
                 token.
         """
         if n < 1 or rank < 1:
@@ -175,16 +175,16 @@ class RestoreAdapter(nn.Module):
         `evictor`. Its license is looked up when it is trained on, saved or published.
 
         Args:
-            model: the model that it was trained for.
-            name: a folder or a hub id.
-            evictor: the spec of the evictor that it will be used with.
-            revision: of the hub's repository.
-            token: for a private repository.
-            cache_dir: where the hub's client keeps the files; its own cache unless given.
-            identity: the model's, where it is known already.
+            model: The model that it was trained for.
+            name: A folder or a hub id.
+            evictor: The spec of the evictor that it will be used with.
+            revision: Of the hub's repository.
+            token: For a private repository.
+            cache_dir: Where the hub's client keeps the files; its own cache unless given.
+            identity: The model's, where it is known already.
 
         Raises:
-            AdapterError: for an adapter that is missing, damaged or for another model.
+            AdapterError: For an adapter that is missing, damaged or for another model.
         """
         folder = fetch_adapter(name, revision, token, cache_dir)
         stored = adapter_file.read_adapter(folder)
@@ -321,16 +321,16 @@ class RestoreAdapter(nn.Module):
         Warn if its license, or one of its data's, forbids commercial use.
 
         Args:
-            evictor: the spec of the evictor, or several with commas between.
+            evictor: The spec of the evictor, or several with commas between.
             prefix_policy: "free" or "counted".
-            ratio_range: the least and the largest ratio.
-            allocation: which pairs competed.
-            restore_from: what the restore pass read, "full" or "evicted".
-            settings: of the training.
-            data: one row for each source.
-            license: by the hub's name; unless given, it is inherited from the data and from an
+            ratio_range: The least and the largest ratio.
+            allocation: Which pairs competed.
+            restore_from: What the restore pass read, "full" or "evicted".
+            settings: Of the training.
+            data: One row for each source.
+            license: By the hub's name; unless given, it is inherited from the data and from an
                 adapter that was non-commercial before.
-            between: the text between document and question.
+            between: The text between document and question.
         """
         self._look_up_license()
         trained_on = make_card(self.model, self.restore_tokens, identify_model(self.model))
@@ -482,18 +482,18 @@ class RestoreAdapter(nn.Module):
         """Publish what `save_pretrained` writes as the hub's repository `repo`.
 
         Args:
-            repo: the name of the repository, OWNER/NAME.
-            private: whether only the owner may see the repository.
-            token: of the hub; that of `hf auth login` unless given.
-            dtype: of the LoRA weights in the file.
-            license: by the hub's name; the recorded one unless given.
-            commit_message: the message of the commit.
+            repo: The name of the repository, OWNER/NAME.
+            private: Whether only the owner may see the repository.
+            token: Of the hub; that of `hf auth login` unless given.
+            dtype: Of the LoRA weights in the file.
+            license: By the hub's name; the recorded one unless given.
+            commit_message: The message of the commit.
 
         Returns:
             The address of the commit.
 
         Raises:
-            AdapterError: when the hub refuses or cannot be reached, and for a license that allows
+            AdapterError: When the hub refuses or cannot be reached, and for a license that allows
                 more than the record.
         """
         self._look_up_license()

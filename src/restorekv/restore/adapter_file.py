@@ -48,18 +48,18 @@ class AdapterCard:
     """The record of what an adapter was made for; a field is None where nobody recorded it.
 
     Attributes:
-        settings: of the training.
-        data: one row per source with source, examples, contexts, license and more.
-        results: one row per measurement with benchmark, ratio, base, restored, full and more.
-        source: the published adapter that this one is a copy of.
-        local: whether `model` was a folder or file where the adapter was created.
-        weights: see base_weights.py.
-        between: the text between document and question in training.
-        helps_up_to: the highest ratio at which a cache restored by it was no further from the full
+        settings: Of the training.
+        data: One row per source with source, examples, contexts, license and more.
+        results: One row per measurement with benchmark, ratio, base, restored, full and more.
+        source: The published adapter that this one is a copy of.
+        local: Whether `model` was a folder or file where the adapter was created.
+        weights: See base_weights.py.
+        between: The text between document and question in training.
+        helps_up_to: The highest ratio at which a cache restored by it was no further from the full
             one than without, on texts kept out of training.
-        also_for: specs of evictors that it was not trained for, whose caches it restores better
+        also_for: Specs of evictors that it was not trained for, whose caches it restores better
             than an adapter of their own did, on texts kept out of training.
-        knows_ratio: whether the restore pass depends on the ratio, by ratio vectors.
+        knows_ratio: Whether the restore pass depends on the ratio, by ratio vectors.
     """
 
     model: str

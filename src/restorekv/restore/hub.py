@@ -46,13 +46,13 @@ def fetch_adapter(
     """Return the folder of an adapter: `name` itself, one that ships, or a copy from the hub.
 
     Args:
-        name: a folder, a hub id, or MODEL:NAME for an adapter that ships, such as smollm2:shared.
-        revision: of the hub's repository; a folder has none.
-        token: for a private repository.
-        cache_dir: where the hub's client keeps the files; its own cache unless given.
+        name: A folder, a hub id, or MODEL:NAME for an adapter that ships, such as smollm2:shared.
+        revision: Of the hub's repository; a folder has none.
+        token: For a private repository.
+        cache_dir: Where the hub's client keeps the files; its own cache unless given.
 
     Raises:
-        AdapterError: where there is none of these.
+        AdapterError: Where there is none of these.
     """
     if os.path.isdir(name):  # False, where pathlib raises, for a name too long for a path
         if revision is not None:

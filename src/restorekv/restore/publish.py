@@ -154,16 +154,16 @@ def prepare_upload(
     """Return what `push_adapter` uploads, without a network.
 
     Args:
-        repo: the name of the repository, OWNER/NAME.
-        stored: the adapter.
-        license: the publisher's; the record decides unless given.
-        readme: a card of the user's own, in place of a generated one.
+        repo: The name of the repository, OWNER/NAME.
+        stored: The adapter.
+        license: The publisher's; the record decides unless given.
+        readme: A card of the user's own, in place of a generated one.
 
     Returns:
         The adapter under its license, and its README.md.
 
     Raises:
-        AdapterError: for another name, and for a license that allows more than the record.
+        AdapterError: For another name, and for a license that allows more than the record.
     """
     if not model_card.is_hub_name(repo):
         raise AdapterError(f"{repo!r} is not a name for a repository on the hub; pass OWNER/NAME.")
@@ -193,19 +193,19 @@ def push_adapter(
     A card on the hub that a person wrote or changed stays.
 
     Args:
-        repo: the name of the repository, OWNER/NAME.
-        stored: the adapter.
-        private: whether only the owner may see the repository.
-        token: of the hub; that of `hf auth login` unless given.
-        license: the publisher's; the record decides unless given.
-        readme: a card of the user's own, in place of a generated one.
-        commit_message: the message of the commit.
+        repo: The name of the repository, OWNER/NAME.
+        stored: The adapter.
+        private: Whether only the owner may see the repository.
+        token: Of the hub; that of `hf auth login` unless given.
+        license: The publisher's; the record decides unless given.
+        readme: A card of the user's own, in place of a generated one.
+        commit_message: The message of the commit.
 
     Returns:
         The address of the commit.
 
     Raises:
-        AdapterError: when the hub refuses or cannot be reached.
+        AdapterError: When the hub refuses or cannot be reached.
     """
     stored, text = prepare_upload(repo, stored, license, readme)
     with tempfile.TemporaryDirectory() as folder, _explain_hub_errors(repo):

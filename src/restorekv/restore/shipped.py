@@ -50,7 +50,7 @@ def find_named_adapter(name: str) -> Path | None:
     NAME is that of a folder, or of an evictor.
 
     Raises:
-        AdapterError: the model is one that adapters ship for, and none has that name.
+        AdapterError: The model is one that adapters ship for, and none has that name.
     """
     model, colon, adapter = name.partition(":")
     model = to_canonical_name(model)

@@ -60,10 +60,10 @@ def make_app(
     """Return the application.
 
     Args:
-        service: what it serves.
-        keys: with some, every path but health and the page's files needs one of them.
-        is_ready: whether requests can be answered.
-        lifespan: what happens around the serving; see FastAPI.
+        service: What it serves.
+        keys: With some, every path but health and the page's files needs one of them.
+        is_ready: Whether requests can be answered.
+        lifespan: What happens around the serving; see FastAPI.
     """
     app = FastAPI(
         title="restorekv",

@@ -82,14 +82,14 @@ class ActiveQuestion:
     """A question that is ready to be answered.
 
     Args:
-        question: what was asked.
-        context: the ids of its documents.
-        prompt: the ids (q,) that the model reads after them.
-        choosers: of each answer's tokens; they collect the answer, too.
-        cost: of the documents' caches.
-        started: when it was begun, on `time.perf_counter`.
-        first: when its first token was written; 0 before that.
-        computed: tokens of the documents that came from no cache.
+        question: What was asked.
+        context: The ids of its documents.
+        prompt: The ids (q,) that the model reads after them.
+        choosers: Of each answer's tokens; they collect the answer, too.
+        cost: Of the documents' caches.
+        started: When it was begun, on `time.perf_counter`.
+        first: When its first token was written; 0 before that.
+        computed: Tokens of the documents that came from no cache.
     """
 
     question: ServedQuestion
@@ -205,8 +205,8 @@ class CacheEngine(Engine, Generic[Active]):
         """Return a conversation without a document, or a prompt, cut in two after its first tokens.
 
         Args:
-            question: what is asked.
-            first: number of tokens that count as the context; -k leaves the last k to the prompt.
+            question: What is asked.
+            first: Number of tokens that count as the context; -k leaves the last k to the prompt.
 
         Returns:
             A context, and the ids (q,) that follow it.

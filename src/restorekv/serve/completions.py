@@ -196,9 +196,9 @@ def list_logprobs(
     """Return log-probabilities in the form of this API: lists over the tokens.
 
     Args:
-        rows: ids with their log-probabilities and those of the likeliest ones.
-        tokenizer: for the texts of tokens.
-        offset: where the text of the first token begins.
+        rows: Ids with their log-probabilities and those of the likeliest ones.
+        tokenizer: For the texts of tokens.
+        offset: Where the text of the first token begins.
     """
     texts: list[str] = []
     values: list[float] = []

@@ -112,12 +112,12 @@ class ServedDocument:
     """A document that can be asked.
 
     Args:
-        sha256: the hash of its content.
-        variant: how it is held.
-        tokens: its length.
-        fresh: whether it was compressed for this request.
-        context: its ids, where the engine reads the whole text itself.
-        content: its content once more, where the engine may have to send it again.
+        sha256: The hash of its content.
+        variant: How it is held.
+        tokens: Its length.
+        fresh: Whether it was compressed for this request.
+        context: Its ids, where the engine reads the whole text itself.
+        content: Its content once more, where the engine may have to send it again.
     """
 
     sha256: str
@@ -133,19 +133,19 @@ class ServedQuestion:
     """A question to an engine, for one answer or several.
 
     Args:
-        documents: what it is about.
-        turns: earlier questions with their answers.
-        text: the question.
-        system: the system message, or "".
-        opening: the beginning of the answer, which the client has and the model goes on from.
-        limit: how many tokens an answer may have.
-        sampling: how the answers are written.
-        on_token: called with (sample, id, *TokenChooser.likely) for every token, from any thread.
-        done: the `Reply`, or an error.
-        started: whether it no longer waits. In the library's engine it has its place then; where
+        documents: What it is about.
+        turns: Earlier questions with their answers.
+        text: The question.
+        system: The system message, or "".
+        opening: The beginning of the answer, which the client has and the model goes on from.
+        limit: How many tokens an answer may have.
+        sampling: How the answers are written.
+        on_token: Called with (sample, id, *TokenChooser.likely) for every token, from any thread.
+        done: The `Reply`, or an error.
+        started: Whether it no longer waits. In the library's engine it has its place then; where
             vLLM or replicas schedule questions, its first token has come.
-        cancelled: whether nobody waits for the answers any more.
-        prompt: a text or token ids that are all the model reads, in place of documents, turns, text
+        cancelled: Whether nobody waits for the answers any more.
+        prompt: A text or token ids that are all the model reads, in place of documents, turns, text
             and system; the answer is then what follows, with any space that it begins with.
     """
 
@@ -173,13 +173,13 @@ class Reply:
     """The answers to a question, and what they cost.
 
     Args:
-        answers: one for each sample.
-        read: tokens of the question.
-        document_tokens: tokens of the documents.
+        answers: One for each sample.
+        read: Tokens of the question.
+        document_tokens: Tokens of the documents.
         pairs: KV pairs of the documents' caches.
-        bytes: their size.
-        seconds: by phase.
-        computed: tokens of the documents that came from no cache.
+        bytes: Their size.
+        seconds: By phase.
+        computed: Tokens of the documents that came from no cache.
     """
 
     answers: list[Answer]
@@ -206,7 +206,7 @@ class Engine(ABC):
     5. Its future `done` gets the `Reply`.
 
     Args:
-        waiting: how many questions may wait; more are refused. None is no limit.
+        waiting: How many questions may wait; more are refused. None is no limit.
     """
 
     tokenizer: Tokenizer
@@ -224,8 +224,8 @@ class Engine(ABC):
         """Begin to answer a question; return the future `Reply`.
 
         Raises:
-            BusyError: too many questions wait.
-            UnavailableError: the server ends.
+            BusyError: Too many questions wait.
+            UnavailableError: The server ends.
         """
         if self.ending:
             raise UnavailableError(ENDING)

@@ -108,14 +108,14 @@ def take_known(
     """Return an object of a request without the fields that have no effect.
 
     Args:
-        given: what the request holds; anything but an object is returned as it is.
-        honored: the fields that have an effect.
-        idle: those that may have any value, since none changes an answer.
-        refused: those that may only ask for nothing.
-        place: where the object is in the request, such as "messages."; for the sentence.
+        given: What the request holds; anything but an object is returned as it is.
+        honored: The fields that have an effect.
+        idle: Those that may have any value, since none changes an answer.
+        refused: Those that may only ask for nothing.
+        place: Where the object is in the request, such as "messages."; for the sentence.
 
     Raises:
-        PydanticCustomError: a field is unknown, or asks for what is not supported.
+        PydanticCustomError: A field is unknown, or asks for what is not supported.
     """
     if not isinstance(given, dict):
         return given

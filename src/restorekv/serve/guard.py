@@ -60,12 +60,12 @@ class Guard:
     The log has no text of requests.
 
     Args:
-        app: what answers.
-        keys: those of clients; none are needed where there are none.
-        largest: bytes of a body.
-        open_paths: paths that are asked without a key.
-        open_requests: where requests are noted while they are answered.
-        note: gets the path of every request, as its route has it, its status and its seconds.
+        app: What answers.
+        keys: Those of clients; none are needed where there are none.
+        largest: Bytes of a body.
+        open_paths: Paths that are asked without a key.
+        open_requests: Where requests are noted while they are answered.
+        note: Gets the path of every request, as its route has it, its status and its seconds.
     """
 
     def __init__(
@@ -335,11 +335,11 @@ def make_problem_response(
     """Return an error as OpenAI's API writes it.
 
     Args:
-        status: of the response.
-        message: what is wrong, and how to mend it.
+        status: Of the response.
+        message: What is wrong, and how to mend it.
         code: OpenAI's name for it.
-        headers: of the response.
-        param: the field of the request that is at fault.
+        headers: Of the response.
+        param: The field of the request that is at fault.
     """
     kind = "server_error" if status >= 500 else KINDS.get(status, "invalid_request_error")
     # Half a character of the request cannot be sent back.

@@ -137,8 +137,8 @@ class Index:
         """Execute all the statements or none.
 
         Args:
-            statements: what to change.
-            late: whether the disk may take them later, so that this never fails because of it.
+            statements: What to change.
+            late: Whether the disk may take them later, so that this never fails because of it.
 
         Raises:
             sqlite3.Error: the disk does not take them.
@@ -276,12 +276,12 @@ def load_read_only(path: Path, memory: sqlite3.Connection, problem: sqlite3.Erro
     """Copy the rows of an index that cannot be written.
 
     Args:
-        path: of the index.
-        memory: where the rows go.
-        problem: why it cannot be written.
+        path: Of the index.
+        memory: Where the rows go.
+        problem: Why it cannot be written.
 
     Raises:
-        RestoreKVError: it cannot be read either.
+        RestoreKVError: It cannot be read either.
     """
     # Immutable, last: without a lock and without a log next to it.
     for mode in ("mode=ro", "mode=ro&immutable=1"):

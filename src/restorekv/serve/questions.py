@@ -65,18 +65,18 @@ class Questions:
         """Hand a request to the engine.
 
         Args:
-            request: what is asked.
-            kind: how the id of the answer begins.
-            is_gone: returns whether the client has gone.
+            request: What is asked.
+            kind: How the id of the answer begins.
+            is_gone: Returns whether the client has gone.
 
         Returns:
             The answer, of which nothing may be written yet.
 
         Raises:
-            RestoreKVError: the request asks for what cannot be done.
-            ApiError: a document is not there, or the client has gone.
-            BusyError: too many questions wait.
-            TimeoutError: the documents took too long.
+            RestoreKVError: The request asks for what cannot be done.
+            ApiError: A document is not there, or the client has gone.
+            BusyError: Too many questions wait.
+            TimeoutError: The documents took too long.
         """
         service = self.service
         chat = parse_chat(request, service.base, service.limits.tokens, service.defaults)
@@ -111,10 +111,10 @@ class Questions:
         """Have the engine begin to answer a question.
 
         Args:
-            question: what is asked.
-            model: the model id of the request.
-            kind: how the id of the answer begins.
-            is_gone: returns whether the client has gone.
+            question: What is asked.
+            model: The model id of the request.
+            kind: How the id of the answer begins.
+            is_gone: Returns whether the client has gone.
         """
         service = self.service
         # While it is in `answering`, the server's end can settle it.

@@ -44,10 +44,10 @@ def make_completion(
     """Return a whole chat completion.
 
     Args:
-        header: of the answer.
-        reply: what the engine said.
-        tokenizer: for the texts of tokens.
-        logprobs: whether the tokens' log-probabilities were asked for.
+        header: Of the answer.
+        reply: What the engine said.
+        tokenizer: For the texts of tokens.
+        logprobs: Whether the tokens' log-probabilities were asked for.
     """
     choices = []
     for number, answer in enumerate(reply.answers):
@@ -89,11 +89,11 @@ def make_chunk(
     """Return a piece of a streamed answer.
 
     Args:
-        header: of the answer.
-        number: which of several answers.
-        delta: what is new.
-        finish: why the answer ended, in its last piece.
-        likely: the log-probabilities of its tokens.
+        header: Of the answer.
+        number: Which of several answers.
+        delta: What is new.
+        finish: Why the answer ended, in its last piece.
+        likely: The log-probabilities of its tokens.
     """
     logprobs = None
     if likely:

@@ -309,14 +309,14 @@ class ParsedChat:
     """What a chat request asks.
 
     Args:
-        documents: in their order; without one, the plain model answers.
-        system: all system messages.
-        turns: earlier questions with their answers.
-        question: the last question.
-        opening: what the assistant has begun to answer to it, or "".
-        variant: how the documents are held.
-        sampling: how the answers are written.
-        limit: how many tokens an answer may have.
+        documents: In their order; without one, the plain model answers.
+        system: All system messages.
+        turns: Earlier questions with their answers.
+        question: The last question.
+        opening: What the assistant has begun to answer to it, or "".
+        variant: How the documents are held.
+        sampling: How the answers are written.
+        limit: How many tokens an answer may have.
     """
 
     documents: Sequence[DocumentPart]
@@ -340,10 +340,10 @@ def parse_chat(
     question precedes. If the assistant has the last word, the model goes on from there.
 
     Args:
-        request: what was sent.
-        base: the name of the server's model.
-        most_tokens: the server's limit on answers.
-        defaults: what an answer gets where the request does not say.
+        request: What was sent.
+        base: The name of the server's model.
+        most_tokens: The server's limit on answers.
+        defaults: What an answer gets where the request does not say.
     """
     documents: list[DocumentPart] = []
     system: list[str] = []

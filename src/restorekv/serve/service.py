@@ -207,7 +207,7 @@ class Service:
         """Return a request's documents, from memory, from disk, or compressed now.
 
         Raises:
-            BusyError: too many requests wait for theirs.
+            BusyError: Too many requests wait for theirs.
         """
         # Better refused at once than after minutes in a queue.
         if self.waiting >= self.limits.waiting:

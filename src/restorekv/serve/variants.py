@@ -28,10 +28,10 @@ class Variant:
     """How documents are held.
 
     Args:
-        base: the name of the model.
-        method: a preset, an evictor's name, or "" for the full cache.
-        ratio: the share of the KV pairs that is kept.
-        restores: whether an adapter adds restore tokens where one ships for model and method.
+        base: The name of the model.
+        method: A preset, an evictor's name, or "" for the full cache.
+        ratio: The share of the KV pairs that is kept.
+        restores: Whether an adapter adds restore tokens where one ships for model and method.
     """
 
     base: str

@@ -32,11 +32,11 @@ class Piece:
     """The next ids of one answer.
 
     Args:
-        sample: which answer.
-        ids: its next ids.
-        likely: their log-probabilities, where they were asked for.
+        sample: Which answer.
+        ids: Its next ids.
+        likely: Their log-probabilities, where they were asked for.
         ended: vLLM's reason, with the last piece.
-        cached: how much of the prompt vLLM did not compute; None where it says nothing.
+        cached: How much of the prompt vLLM did not compute; None where it says nothing.
     """
 
     sample: int
@@ -64,12 +64,12 @@ class VllmClient(Protocol):
         """Yield pieces of the answers to a prompt; whoever closes the generator ends the writing.
 
         Args:
-            ids: the prompt.
-            params: how to write, in the names of vLLM's SamplingParams.
-            schema: a JSON schema that answers follow.
+            ids: The prompt.
+            params: How to write, in the names of vLLM's SamplingParams.
+            schema: A JSON schema that answers follow.
 
         Raises:
-            RestoreKVError: the prompt cannot be answered.
+            RestoreKVError: The prompt cannot be answered.
             UnavailableError: vLLM does not answer.
         """
         ...
@@ -91,13 +91,13 @@ class InProcessVllm:
         """Note how vLLM is started.
 
         Args:
-            model: the folder of the model.
-            dtype: that of the library's model.
-            store: the folder of documents.
-            fingerprint: of the model's weights.
-            options: of AsyncEngineArgs.
-            form: of the documents.
-            documents_memory: bytes of them that each worker holds.
+            model: The folder of the model.
+            dtype: That of the library's model.
+            store: The folder of documents.
+            fingerprint: Of the model's weights.
+            options: Of AsyncEngineArgs.
+            form: Of the documents.
+            documents_memory: Bytes of them that each worker holds.
         """
         self.longest: int | None = None
         self.options: dict[str, Any] = {

@@ -65,9 +65,9 @@ class DocumentForm(ABC):
         """Return vLLM's kv_transfer_config.
 
         Args:
-            folder: of the files.
-            fingerprint: of the weights that documents must have been made with.
-            memory: bytes of documents that each worker holds.
+            folder: Of the files.
+            fingerprint: Of the weights that documents must have been made with.
+            memory: Bytes of documents that each worker holds.
         """
 
     @abstractmethod
@@ -76,9 +76,9 @@ class DocumentForm(ABC):
 
         Args:
             config: vLLM's.
-            folder: of the files.
-            fingerprint: of the model's weights.
-            ids: of the prompt.
+            folder: Of the files.
+            fingerprint: Of the model's weights.
+            ids: Of the prompt.
         """
 
 

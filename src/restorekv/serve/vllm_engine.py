@@ -389,11 +389,11 @@ def find_model_folder(
     """Return the folder from which the model was loaded, or one with a copy of it.
 
     Args:
-        model: what vLLM is to load.
-        tokenizer: what is saved next to the copy.
-        copies: where a copy goes. It is not the store, which may come from a stranger: vLLM would
+        model: What vLLM is to load.
+        tokenizer: What is saved next to the copy.
+        copies: Where a copy goes. It is not the store, which may come from a stranger: vLLM would
             load what is in it.
-        fingerprint: of the model's weights, which names the copy.
+        fingerprint: Of the model's weights, which names the copy.
     """
     origin = Path(str(model.config.name_or_path))
     if (origin / "config.json").is_file():

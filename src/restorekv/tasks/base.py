@@ -110,7 +110,7 @@ class Benchmark(ABC):
         """Return whether a stored answer counts as right, for the answers that a small cache keeps.
 
         Args:
-            answer: a row of a result, with `score`, `prediction` and `references`.
+            answer: A row of a result, with `score`, `prediction` and `references`.
         """
         return answer["score"] >= self.right_from
 

@@ -55,8 +55,8 @@ def split_corpus(split: str, name: str) -> Split:
     Half of the corpus' development documents choose variants, the other half report.
 
     Args:
-        split: the corpus' own, "train" or "development".
-        name: the passage's id, GENRE/DOCUMENT/pNofM; all passages of a document share a split.
+        split: The corpus' own, "train" or "development".
+        name: The passage's id, GENRE/DOCUMENT/pNofM; all passages of a document share a split.
     """
     if split == "train":
         return TRAINING

@@ -47,7 +47,7 @@ def check_setup(adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSam
     changes nothing.
 
     Raises:
-        RestoreKVError: two of these losses differ.
+        RestoreKVError: Two of these losses differ.
     """
     model = teachers.model
     ratio = teachers.config.ratio_max

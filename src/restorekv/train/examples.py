@@ -91,11 +91,11 @@ def make_tiny_examples(
     """Return documents of the tiny world, of the split that only the restore pass is trained on.
 
     Args:
-        tokenizer: the tiny model's.
-        count: how many documents.
-        seed: decides the documents.
-        low: fewest tokens of a document.
-        high: most tokens of a document.
+        tokenizer: The tiny model's.
+        count: How many documents.
+        seed: Decides the documents.
+        low: Fewest tokens of a document.
+        high: Most tokens of a document.
     """
     examples = []
     drawn = draw_documents(tokenizer, count, f"restore {seed}", seed, low, high)

@@ -77,15 +77,15 @@ def collect_features(
     """Return the features of random tokens of every text.
 
     Args:
-        model: the model that the gate is for.
-        tokenizer: the model's own.
-        texts: the contexts; one too long for the model is cut.
-        target: the evictor whose scores the gate learns.
-        tokens: most tokens of a text.
-        seed: decides the tokens.
-        folder: where each text's features are kept.
-        resume: reuse the features that are in `folder`.
-        progress: called after each text.
+        model: The model that the gate is for.
+        tokenizer: The model's own.
+        texts: The contexts; one too long for the model is cut.
+        target: The evictor whose scores the gate learns.
+        tokens: Most tokens of a text.
+        seed: Decides the tokens.
+        folder: Where each text's features are kept.
+        resume: Reuse the features that are in `folder`.
+        progress: Called after each text.
 
     Raises:
         RestoreKVError: `folder` holds features already, or other ones.

@@ -48,14 +48,14 @@ def train_gate(
     """Collect features, train a gate, measure it on held-out contexts and write it.
 
     Args:
-        model: the model that the gate is for.
-        tokenizer: the model's own.
-        texts: the contexts, at least two of them.
-        config: kind and settings of the gate.
-        out: the file to write.
-        features: folder of the features, which later runs may use again.
-        resume: use the features that are there already.
-        progress: called with the steps done, their number and what they are.
+        model: The model that the gate is for.
+        tokenizer: The model's own.
+        texts: The contexts, at least two of them.
+        config: Kind and settings of the gate.
+        out: The file to write.
+        features: Folder of the features, which later runs may use again.
+        resume: Use the features that are there already.
+        progress: Called with the steps done, their number and what they are.
 
     Returns:
         The gate.

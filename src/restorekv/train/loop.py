@@ -57,11 +57,11 @@ def compute_sample_loss(
     """Return the loss of one context over the answer tokens of the sampled questions.
 
     Args:
-        adapter: what is trained; its restore pass runs with gradients.
-        prepared: the context with its scores, without a restore cache.
-        targets: the teacher's targets for all of the context's questions.
-        sample: which questions, at which ratio, with how many restore tokens.
-        config: the weights and directions of the loss.
+        adapter: What is trained; its restore pass runs with gradients.
+        prepared: The context with its scores, without a restore cache.
+        targets: The teacher's targets for all of the context's questions.
+        sample: Which questions, at which ratio, with how many restore tokens.
+        config: The weights and directions of the loss.
     """
     # The questions that this step drew, of all that the context has.
     chosen = [targets[question] for question in sample.questions]
@@ -103,17 +103,17 @@ def train_adapter(
     Losses go to `folder`/loss.csv and TensorBoard files, checkpoints to `folder`.
 
     Args:
-        model: teacher and student; its weights are never changed.
-        tokenizer: the model's own.
-        examples: the contexts with their questions.
-        config: the settings of the run.
-        folder: the folder of the run.
-        resume: continue from the checkpoint, with the losses an uninterrupted run would have had.
-        progress: called after each step with the steps done, their number and the loss.
-        store: a folder for what runs share (`TeacherCache`).
-        store_prefill: keep the full caches in `store` too.
-        group: the processes that share every step.
-        notice: gets the figures before the first step.
+        model: Teacher and student; its weights are never changed.
+        tokenizer: The model's own.
+        examples: The contexts with their questions.
+        config: The settings of the run.
+        folder: The folder of the run.
+        resume: Continue from the checkpoint, with the losses an uninterrupted run would have had.
+        progress: Called after each step with the steps done, their number and the loss.
+        store: A folder for what runs share (`TeacherCache`).
+        store_prefill: Keep the full caches in `store` too.
+        group: The processes that share every step.
+        notice: Gets the figures before the first step.
 
     Raises:
         RestoreKVError: `folder` holds another run, or a context does not fit.

@@ -132,11 +132,11 @@ def run_answers(
     """Run questions with their answers over a shared cache, with gradients to it.
 
     Args:
-        model: teacher or student, which are the same model.
-        cache: the cache that every row is read after; it stays as it is.
-        rows: ids of question and answer.
-        answer_lengths: how many of a row's ids are the answer.
-        record: names of the layers' states to record: HIDDEN, ATTENTION.
+        model: Teacher or student, which are the same model.
+        cache: The cache that every row is read after; it stays as it is.
+        rows: Ids of question and answer.
+        answer_lengths: How many of a row's ids are the answer.
+        record: Names of the layers' states to record: HIDDEN, ATTENTION.
     """
     width = max(len(row) for row in rows)
     padded = [torch.nn.functional.pad(row, (0, width - len(row))) for row in rows]

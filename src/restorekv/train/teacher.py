@@ -29,10 +29,10 @@ class TeacherTarget:
     """What the student shall predict for one question.
 
     Args:
-        ids: question and the teacher's answer.
-        answer_length: how many of the ids are the answer (M).
+        ids: Question and the teacher's answer.
+        answer_length: How many of the ids are the answer (M).
         hidden: (M, d), the teacher's last hidden states, from which the LM head makes its logits.
-        states: by name, (layers, M, d) each.
+        states: By name, (layers, M, d) each.
     """
 
     ids: Tensor

@@ -44,9 +44,9 @@ def ragged_config(
     vLLM must be started with the environment variable RESTOREKV_VLLM=1.
 
     Args:
-        store: folder of .rkv files.
-        documents_memory: bytes of documents that each worker holds at once; 1 GiB by default.
-        fingerprint: of the model's weights; documents made with others are refused.
+        store: Folder of .rkv files.
+        documents_memory: Bytes of documents that each worker holds at once; 1 GiB by default.
+        fingerprint: Of the model's weights; documents made with others are refused.
     """
     options: dict[str, Any] = {"store": str(store)}
     if documents_memory is not None:
@@ -115,12 +115,12 @@ def prompt(
     vLLM takes them as {"prompt_token_ids": ids}, its completions API as `prompt`.
 
     Args:
-        document: a file, or one that was read; or a list of cache files, which are asked as one
+        document: A file, or one that was read; or a list of cache files, which are asked as one
             text, as `restorekv.compose` joins them.
-        question: what is asked.
-        tokenizer: of the document's model.
-        answer_prefix: how the answer begins.
-        turns: earlier questions with their answers.
+        question: What is asked.
+        tokenizer: Of the document's model.
+        answer_prefix: How the answer begins.
+        turns: Earlier questions with their answers.
     """
     return _identify_and_ask(document, question, tokenizer, answer_prefix, turns)[1]
 
@@ -166,11 +166,11 @@ def chat(
     a document that its prompt lacks.
 
     Args:
-        document: as `prompt` takes it.
-        question: what is asked.
-        tokenizer: of the document's model.
-        answer_prefix: how the answer begins.
-        turns: earlier questions with their answers.
+        document: As `prompt` takes it.
+        question: What is asked.
+        tokenizer: Of the document's model.
+        answer_prefix: How the answer begins.
+        turns: Earlier questions with their answers.
     """
     name, ids = _identify_and_ask(document, question, tokenizer, answer_prefix, turns)
     messages = []

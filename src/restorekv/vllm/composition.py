@@ -81,7 +81,7 @@ def make_ids(names: Sequence[str]) -> tuple[int, ...]:
     """Return the placeholders of a composition.
 
     Raises:
-        RestoreKVError: there are too few or too many documents.
+        RestoreKVError: There are too few or too many documents.
     """
     refuse_wrong_number(names)
     hashed = make_placeholders(KIND + " ".join(names).encode(), HASHED, LARGEST_ID)
@@ -97,7 +97,7 @@ def read_names(ids: Sequence[int]) -> list[str] | None:
     """Return the names of the documents that a prompt asks; None if it asks no composition.
 
     Raises:
-        RestoreKVError: the placeholders are damaged.
+        RestoreKVError: The placeholders are damaged.
     """
     if list(ids[:MARK]) != make_mark():
         return None
@@ -163,7 +163,7 @@ def count_pairs(lengths: Sequence[Tensor], parts: Sequence[PartFacts]) -> Tensor
 
     Args:
         lengths: (L, H) of every document, its restore cache included.
-        parts: the documents.
+        parts: The documents.
     """
     # Every document holds the same prefix; the later ones' would be read twice.
     total = lengths[0].clone()
@@ -176,8 +176,8 @@ def compose_files(files: Sequence[CacheFile], rope_model: PreTrainedModel) -> Ra
     """Return the cache that `restorekv.compose` makes of cache files.
 
     Args:
-        files: in the order of their texts.
-        rope_model: rotates keys as the engine's model does (`ragged_documents.build_rope_model`).
+        files: In the order of their texts.
+        rope_model: Rotates keys as the engine's model does (`ragged_documents.build_rope_model`).
     """
     refuse_unlike_parts([describe_part(file) for file in files])
     parts = [(file.context, file.make_cache()) for file in files]

@@ -49,13 +49,13 @@ class Load:
     """A document that goes to a request's blocks.
 
     Args:
-        request: its id.
-        document: what is written; None where it cannot be loaded.
-        problem: why it cannot.
-        first: the first position that is written.
-        end: the position after the last.
-        blocks: the request's blocks, in the order of its positions.
-        beside: whether the request waits for it, while steps of other requests continue.
+        request: Its id.
+        document: What is written; None where it cannot be loaded.
+        problem: Why it cannot.
+        first: The first position that is written.
+        end: The position after the last.
+        blocks: The request's blocks, in the order of its positions.
+        beside: Whether the request waits for it, while steps of other requests continue.
     """
 
     request: str
@@ -280,11 +280,11 @@ def write_pairs(
     """Write a document into the layers' pages.
 
     Args:
-        load: which positions go to which blocks.
-        keys: of the document, (L, H, m, D).
-        values: of the document, (L, H, m, D).
-        layers: by their number. A tensor parallel rank takes the heads that its layers have.
-        block_size: positions of a block.
+        load: Which positions go to which blocks.
+        keys: Of the document, (L, H, m, D).
+        values: Of the document, (L, H, m, D).
+        layers: By their number. A tensor parallel rank takes the heads that its layers have.
+        block_size: Positions of a block.
     """
     if not layers or not set(layers) <= set(range(len(keys))):
         raise RestoreKVError("The engine's layers are not those of the document.")

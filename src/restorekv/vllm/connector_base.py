@@ -35,11 +35,11 @@ def require_store(options: dict[str, Any], contents: str) -> str:
     """Return the folder of documents that a connector's options name.
 
     Args:
-        options: of the connector.
-        contents: what is in the folder, for the error.
+        options: Of the connector.
+        contents: What is in the folder, for the error.
 
     Raises:
-        RestoreKVError: they name none.
+        RestoreKVError: They name none.
     """
     if "store" not in options:
         raise RestoreKVError(f"kv_connector_extra_config lacks `store`, the folder of {contents}.")

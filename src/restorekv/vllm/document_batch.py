@@ -56,11 +56,11 @@ class DocumentBatch:
         """Sort the tokens.
 
         Args:
-            documents: where they lie.
-            counts: tokens that ask each.
+            documents: Where they lie.
+            counts: Tokens that ask each.
             heads: H, KV heads of a rank.
-            device: of the attention.
-            by_head: which documents are attended head by head; None for none.
+            device: Of the attention.
+            by_head: Which documents are attended head by head; None for none.
         """
         self.documents = list(documents)
         self.counts = list(counts)

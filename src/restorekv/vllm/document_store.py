@@ -30,13 +30,13 @@ class EngineModel:
     """What a document must have been made for to fit the engine's model.
 
     Args:
-        layers: of the model.
+        layers: Of the model.
         heads: KV heads of a layer.
-        head_dim: of a head.
-        rope: the model's RoPE.
-        dtype: the engine's, to which keys and values are cast.
-        vocabulary: how many token ids there are.
-        fingerprint: of the weights; None fits any.
+        head_dim: Of a head.
+        rope: The model's RoPE.
+        dtype: The engine's, to which keys and values are cast.
+        vocabulary: How many token ids there are.
+        fingerprint: Of the weights; None fits any.
     """
 
     layers: int
@@ -66,12 +66,12 @@ class EngineModel:
         """Refuse a document of another model.
 
         Args:
-            manifest: of the document.
-            path: its file, for the error.
-            vocabulary: from which its placeholders were drawn; None if they fit every model.
+            manifest: Of the document.
+            path: Its file, for the error.
+            vocabulary: From which its placeholders were drawn; None if they fit every model.
 
         Raises:
-            CacheFileError: the document was made for something else.
+            CacheFileError: The document was made for something else.
         """
         # vLLM keeps the pairs of a window itself, and there is no way to hand it those of a file.
         if manifest.windows:
@@ -107,12 +107,12 @@ class StoredDocument:
     """A file of a store; one that cannot be read has nothing but a problem.
 
     Args:
-        path: where it is.
-        name: a hash of its contents.
-        ids: the placeholders that stand for it.
-        problem: why the file is not served.
+        path: Where it is.
+        name: A hash of its contents.
+        ids: The placeholders that stand for it.
+        problem: Why the file is not served.
         lengths: (L, H), pairs of every head, if heads may differ in length.
-        parts: what a composition is made of.
+        parts: What a composition is made of.
     """
 
     path: Path
@@ -141,9 +141,9 @@ class DocumentStore(ABC):
     A new file is found when a prompt first asks it; damaged ones are never served.
 
     Args:
-        folder: where the files are.
-        model: what they must have been made for.
-        mark: the MARK ids with which placeholders begin.
+        folder: Where the files are.
+        model: What they must have been made for.
+        mark: The MARK ids with which placeholders begin.
     """
 
     pattern: ClassVar[str]  # of the files' names
@@ -175,11 +175,11 @@ class DocumentStore(ABC):
         """Return the document that a prompt asks, or None for a prompt that asks none.
 
         Args:
-            ids: of the prompt.
-            wanted: the document's name or its file's name, if the request gives one as well.
+            ids: Of the prompt.
+            wanted: The document's name or its file's name, if the request gives one as well.
 
         Raises:
-            RestoreKVError: the placeholders are of no document here, of one that does not fit, or
+            RestoreKVError: The placeholders are of no document here, of one that does not fit, or
                 of another than `wanted`, or no question follows them.
         """
         # The first ids mark a document; a prompt that begins otherwise is an ordinary one.
@@ -213,7 +213,7 @@ class DocumentStore(ABC):
         """Return the document that is asked; look for new files if no known one is.
 
         Raises:
-            RestoreKVError: its file is not served.
+            RestoreKVError: Its file is not served.
         """
         # Folders are read again only for a document that is not known, not for every prompt.
         document = self._match(is_asked)

@@ -28,8 +28,8 @@ def prefers_loop(tokens: int, document: PageTable) -> bool:
     """Whether a document is attended faster head by head than as pages.
 
     Args:
-        tokens: of the step that ask it.
-        document: where it lies.
+        tokens: Of the step that ask it.
+        document: Where it lies.
     """
     return tokens >= FEWEST_TOKENS and tokens * document.mean_length >= LEAST_WORK
 
@@ -46,11 +46,11 @@ def attend_by_head(
 
     Args:
         queries: (H * R, G, D): the R tokens of the first head, then those of the next.
-        document: where it lies.
-        layer: the layer's number.
-        pages: of the pool.
-        reader: copies pairs out of pages.
-        scale: of the logits.
+        document: Where it lies.
+        layer: The layer's number.
+        pages: Of the pool.
+        reader: Copies pairs out of pages.
+        scale: Of the logits.
 
     Returns:
         Outputs (H * R, G, D) and log-sum-exps (H * R, G) of the scaled logits, float32.
@@ -84,9 +84,9 @@ def find_reader(
     """Return the reader that finds what a writer wrote; None if the layout is of no candidate.
 
     Args:
-        candidates: readers of layouts that are known.
-        pages: two pages (2, 1, page_size, 2 * D), which are overwritten.
-        writer: puts pairs into slots.
+        candidates: Readers of layouts that are known.
+        pages: Two pages (2, 1, page_size, 2 * D), which are overwritten.
+        writer: Puts pairs into slots.
     """
     _, _, size, width = pages.shape
     count = 2 * size

@@ -82,12 +82,12 @@ class PagePool:
         """Reserve room for `pages` pages.
 
         Args:
-            pages: how many pages there are.
-            page_size: pairs of a page.
+            pages: How many pages there are.
+            page_size: Pairs of a page.
             head_dim: D.
-            dtype: of keys and values.
-            device: where the pages lie.
-            writer: what puts pairs into pages, in the layout that the attention kernel reads.
+            dtype: Of keys and values.
+            device: Where the pages lie.
+            writer: What puts pairs into pages, in the layout that the attention kernel reads.
         """
         self.page_size = page_size
         self.head_dim = head_dim
@@ -107,7 +107,7 @@ class PagePool:
         """Write a document's pairs into free pages.
 
         Raises:
-            RestoreKVError: there are too few free pages; nothing was taken.
+            RestoreKVError: There are too few free pages; nothing was taken.
         """
         # A document that is loaded again replaces what is here of it.
         self.drop(name)

@@ -28,7 +28,7 @@ def register() -> None:
     FlashAttention stays as it is until flash_backend.py has run on a GPU.
 
     Raises:
-        RuntimeError: this version of vLLM was not tested.
+        RuntimeError: This version of vLLM was not tested.
     """
     server = os.environ.get(SERVER, "")
     if server.isdigit() and os.getppid() == int(server):

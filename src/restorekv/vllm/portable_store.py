@@ -48,7 +48,7 @@ class PortableStore(DocumentStore):
         """Return a document's keys and values (L, H, m, D) in the engine's dtype.
 
         Raises:
-            CacheFileError: the file is another document by now, or the dtype cannot hold its
+            CacheFileError: The file is another document by now, or the dtype cannot hold its
                 numbers.
         """
         with self.loading:

@@ -58,13 +58,13 @@ class RaggedAttention:
 
         Args:
             config: vLLM's.
-            device: of the attention.
-            writer: puts pairs into pages.
-            special: whether the layer has what makes attention more than a softmax over all
+            device: Of the attention.
+            writer: Puts pairs into pages.
+            special: Whether the layer has what makes attention more than a softmax over all
                 pairs, by name.
 
         Raises:
-            RestoreKVError: the layer has something of that.
+            RestoreKVError: The layer has something of that.
         """
         if not worker_state.serves_documents(config):
             return
@@ -91,8 +91,8 @@ class RaggedAttention:
         Args:
             layer: vLLM's.
             queries: (R, Hq, D).
-            kv_cache: of the layer.
-            sequences: one per request.
+            kv_cache: Of the layer.
+            sequences: One per request.
 
         Returns:
             Outputs (R, Hq, D) and log-sum-exps (R, Hq) of the scaled logits, float32.
@@ -104,7 +104,7 @@ class RaggedAttention:
 
         Args:
             queries: (N, G, D), the G query heads of a KV head.
-            sequences: one per document and KV head.
+            sequences: One per document and KV head.
 
         Returns:
             Outputs (N, G, D) and log-sum-exps (N, G) of the scaled logits, float32.
@@ -121,8 +121,8 @@ class RaggedAttention:
 
         Args:
             queries: (H * R, G, D), the R tokens of every KV head together.
-            document: where it lies.
-            number: of the layer.
+            document: Where it lies.
+            number: Of the layer.
 
         Returns:
             Outputs (H * R, G, D) and log-sum-exps (H * R, G) of the scaled logits, float32.

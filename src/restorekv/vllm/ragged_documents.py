@@ -101,7 +101,7 @@ def load_file(path: Path, name: str) -> CacheFile:
     """Read a cache file once more, for its pairs.
 
     Raises:
-        CacheFileError: the file is damaged, or by now another document than `name`.
+        CacheFileError: The file is damaged, or by now another document than `name`.
     """
     file = cache_file.open_cache_file(path)
     if identify(file).name != name:
@@ -115,13 +115,13 @@ def gather_pairs(
     """Return the pairs of the KV heads `heads`, with keys moved to end before PLACEHOLDERS.
 
     Args:
-        cache: context and restore cache of a document.
-        rope_model: rotates keys as the engine's model does (`build_rope_model`).
-        heads: of a tensor parallel rank.
-        dtype: of the engine.
+        cache: Context and restore cache of a document.
+        rope_model: Rotates keys as the engine's model does (`build_rope_model`).
+        heads: Of a tensor parallel rank.
+        dtype: Of the engine.
 
     Raises:
-        RestoreKVError: the cache has a bias on its logits (Attention Matching), or numbers that
+        RestoreKVError: The cache has a bias on its logits (Attention Matching), or numbers that
             `dtype` cannot hold.
     """
     # The text ends where the placeholders end: its last pair is right before the question.

@@ -40,11 +40,11 @@ class RaggedStore(DocumentStore):
         """Return the document or the composition that a prompt asks; None if it asks neither.
 
         Args:
-            ids: of the prompt.
-            wanted: the name of the document or composition, or of the document's file.
+            ids: Of the prompt.
+            wanted: The name of the document or composition, or of the document's file.
 
         Raises:
-            RestoreKVError: the placeholders are of no document here, of some that do not fit, or
+            RestoreKVError: The placeholders are of no document here, of some that do not fit, or
                 of another than `wanted`, or no question follows them.
         """
         names = composition.read_names(ids)
@@ -120,8 +120,8 @@ def pages_of_largest_rank(lengths: Tensor, ranks: int, page_size: int) -> int:
 
     Args:
         lengths: (L, H) pairs of every head.
-        ranks: how many there are.
-        page_size: pairs of a page.
+        ranks: How many there are.
+        page_size: Pairs of a page.
     """
     heads = lengths.shape[1]
     pages = count_pages_of_heads(lengths, page_size).sum(0)

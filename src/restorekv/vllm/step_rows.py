@@ -45,10 +45,10 @@ def find_document_rows(
     """Return the tokens that ask a document, those of one document together.
 
     Args:
-        documents: name by the first block of a request.
-        first_blocks: of every request of the step.
-        token_starts: the first token of every request, then the number of tokens.
-        seq_lens: tokens of every request, those of this step included.
+        documents: Name by the first block of a request.
+        first_blocks: Of every request of the step.
+        token_starts: The first token of every request, then the number of tokens.
+        seq_lens: Tokens of every request, those of this step included.
 
     Tokens that are placeholders themselves (vLLM computes them when a request wants the prompt's
     log-probabilities) attend to no document, and nothing reads what they give.
@@ -80,7 +80,7 @@ def index_heads_as_sequences(counts: Sequence[int], heads: int) -> list[Tensor]:
     tokens that ask the document.
 
     Args:
-        counts: tokens of every document.
+        counts: Tokens of every document.
         heads: H.
 
     Returns:
@@ -105,7 +105,7 @@ def measure_log_sum_exp(
     log Z = s + log(rho) - log(1 - rho).
 
     Args:
-        attend: runs the kernel, and returns its outputs without a sink and with one of this logit.
+        attend: Runs the kernel, and returns its outputs without a sink and with one of this logit.
     """
     plain, sunk = (output.float() for output in attend(SINKS[0]))
     norms = plain.square().sum(-1)

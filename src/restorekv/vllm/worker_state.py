@@ -50,7 +50,7 @@ def reserve_pool(engine: str, make_pool: Callable[[], PagePool]) -> PagePool:
 
     Args:
         engine: vLLM's instance id.
-        make_pool: is called once for an engine, when the pool of an earlier one is gone.
+        make_pool: Is called once for an engine, when the pool of an earlier one is gone.
     """
     if engine not in _pools:
         forget_pools()

@@ -39,7 +39,7 @@ def add_sinks(average: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
     Args:
         average: (..., D).
         lse: (..., 1), the log-sum-exps of the logits that were averaged over.
-        sinks: logits that expand to the shape of `lse`, or None.
+        sinks: Logits that expand to the shape of `lse`, or None.
     """
     if sinks is None:
         return average
@@ -68,9 +68,9 @@ def attend_with_sinks(
         values: (B, H, K, D).
         mask: (B or 1, 1 or H * G, Q, K), bool of what each query sees or numbers that are added to
             the logits, or None for everything.
-        scale: the factor of the logits.
+        scale: The factor of the logits.
         sinks: (H * G,).
-        dropout: of the weights.
+        dropout: Of the weights.
 
     Returns:
         (B, H * G, Q, D).

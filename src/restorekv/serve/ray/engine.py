@@ -185,8 +185,8 @@ class RayEngine(Engine):
         """Have a replica write the answers.
 
         Args:
-            question: what is asked.
-            sent: the tokens of each sample that were passed on before, from another replica. This
+            question: What is asked.
+            sent: The tokens of each sample that were passed on before, from another replica. This
                 one says them again; only what follows is passed on.
         """
         places = [(document.sha256, document.variant) for document in question.documents]
@@ -274,12 +274,12 @@ def deploy_replicas(
     """Yield an engine whose replicas have loaded the model; they end with the block.
 
     Args:
-        settings: what is served. The replicas share caches at `settings.shared`; each has its own
+        settings: What is served. The replicas share caches at `settings.shared`; each has its own
             folder in the store's folder on its machine.
-        options: how many replicas there are, and where.
-        model: the name of the model.
-        dtype: of its weights.
-        device: where it runs.
+        options: How many replicas there are, and where.
+        model: The name of the model.
+        dtype: Of its weights.
+        device: Where it runs.
     """
     most = max(options.replicas, options.max_replicas)
     resources = options.find_resources(device)
