@@ -90,3 +90,15 @@ def test_killed_before_anything_is_answered(uninterrupted, tmp_path):
         path.unlink()
     run_grid(tiny_grid(CONTEXTS), folder)
     assert contents(folder) == uninterrupted
+
+
+def test_answers_that_were_lost_are_asked_again_with_their_summary(uninterrupted, tmp_path):
+    """A finished cell whose file was cut is filled again, and its summary is of all answers."""
+    run_grid(tiny_grid(CONTEXTS), tmp_path)
+    path = next(path for path in sorted(tmp_path.glob("cells/*/answers.jsonl")))
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]))
+    summary = path.with_name("summary.json")
+    summary.write_text(summary.read_text().replace('"score": ', '"score": 1'))
+    run_grid(tiny_grid(CONTEXTS), tmp_path)
+    assert contents(tmp_path) == uninterrupted
