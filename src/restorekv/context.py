@@ -195,7 +195,7 @@ class CompressedContext:
             return answers.stream_answer(
                 self.model, self.tokenizer, asked[0], max_new_tokens, answer_prefix, sampling
             )
-        answers.warn_of_equal_samples(sampling)
+        answers.warn_of_idle_options(sampling, details)
         written = answers.answer_questions(
             self.model,
             self.tokenizer,

@@ -42,6 +42,13 @@ SIGNS_OF_TEXT = re.compile(SIGNS, re.DOTALL)
 SIGNS_OF_BYTES = re.compile(SIGNS.encode(), re.DOTALL)
 
 
+def parse_path(path: str | Path) -> Path:
+    """Return a user's path; refuse what names no file."""
+    if not isinstance(path, str | os.PathLike):
+        raise RestoreKVError(f"A path is text or a Path, not {type(path).__name__}.")
+    return Path(path)
+
+
 def check_target(path: Path) -> None:
     """Refuse a path that cannot be written, before hours of work go into the contents."""
     if path.is_dir():
@@ -385,7 +392,7 @@ def refuse_other_kind(start: bytes, what: str) -> None:
     """
     if len(start) < 8 or 0 in start[:8]:
         return
-    found = "JSON, such as a conversation's" if start[:1] in b"{[" else "a text, or another kind"
+    found = "JSON, such as a conversation's" if start[:1] == b"{" else "a text, or another kind"
     raise RestoreKVError(
         f"{what} is not a safetensors file, but {found}; name the file that you mean."
     )

@@ -105,7 +105,7 @@ def ask_many(
     if not rows:
         return [[] for _ in pairs]
     first = _check_one_model([context for context, _ in pairs])
-    answers.warn_of_equal_samples(sampling)
+    answers.warn_of_idle_options(sampling, details)
     written = answers.answer_questions(
         first.model,
         first.tokenizer,

@@ -8,8 +8,9 @@ import warnings
 import pytest
 from transformers import GenerationConfig
 
-from restorekv import CompressionConfig, ask_many, compress
+from restorekv import CompressedContext, CompressionConfig, ask_many, compress
 from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.generation.chat import Chat
 from tests.helpers.models import build_model
 
 TEXT = "The code of the red house is seven. " * 12
@@ -141,3 +142,31 @@ def test_samples_that_cannot_differ_are_told(small):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         small.ask(QUESTION, 4, samples=3, temperature=1.0)
+
+
+def test_options_that_change_nothing_are_told(small):
+    with pytest.warns(RestoreKVWarning, match="At temperature 0 top_p and min_p change nothing"):
+        small.ask(QUESTION, 4, top_p=0.5, min_p=0.1)
+    with pytest.warns(RestoreKVWarning, match="top_k change nothing"):
+        small.chat().ask(QUESTION, 4, top_k=5)
+    with pytest.warns(RestoreKVWarning, match="pass details=True"):
+        small.ask(QUESTION, 4, logprobs=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        small.ask(QUESTION, 4, seed=3, stop="x")
+        small.ask(QUESTION, 4, top_p=0.5, temperature=1.0)
+        assert small.ask(QUESTION, 4, logprobs=1, details=True).logprobs
+
+
+def test_paths_and_documents_of_another_type_are_refused(small, tmp_path):
+    for refuse in (
+        lambda: CompressedContext.load(None, small.model, small.tokenizer),
+        lambda: small.save(None),
+        lambda: small.chat().save(7),
+    ):
+        with pytest.raises(RestoreKVError, match="A path is text or a Path, not"):
+            refuse()
+    talk = small.chat()
+    talk.save(tmp_path / "talk.json")
+    with pytest.raises(RestoreKVError, match=r"goes on over the compressed context .* not over str"):
+        Chat.load(tmp_path / "talk.json", "doc.rkv")

@@ -195,6 +195,8 @@ def _run_command(chat: Chat, line: str) -> None:
                 )
                 output.print(said, soft_wrap=True)
         case "/fold":
+            if not chat.turns:
+                raise RestoreKVError("There are no turns to fold; ask something first.")
             before = chat.nbytes
             chat.fold()
             notes.print(

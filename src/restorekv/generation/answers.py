@@ -27,6 +27,8 @@ from restorekv.generation.sampling import (
 from restorekv.model.prompt import Context, encode_question
 from restorekv.model.tokenize import TextStream, get_padding_id
 
+# Options that only a temperature above 0 heeds.
+OF_CHANCE = ("top_p", "top_k", "min_p")
 ContextQuestion = tuple[Context, RaggedCache, str]
 
 
@@ -201,13 +203,23 @@ def warn_of_cut_forms(written: Iterable[Answer], sampling: SamplingConfig) -> No
         )
 
 
-def warn_of_equal_samples(sampling: SamplingConfig) -> None:
-    """Warn of several answers to one question that cannot differ, since none is sampled."""
-    if sampling.samples > 1 and not sampling.temperature:
+def warn_of_idle_options(sampling: SamplingConfig, details: bool = True) -> None:
+    """Warn of options that change nothing: those of sampling at temperature 0, and logprobs where
+    no `details` are asked for, which would hold them.
+    """
+    if not sampling.temperature and sampling.samples > 1:
         warn(
             f"All {sampling.samples} answers to a question are the same, because at temperature 0 "
             "the likeliest token is taken; give a temperature above 0."
         )
+    idle = [name for name in OF_CHANCE if getattr(sampling, name) != getattr(GREEDY, name)]
+    if not sampling.temperature and idle:
+        warn(
+            f"At temperature 0 {' and '.join(idle)} change nothing, because the likeliest token is "
+            "taken; give a temperature above 0."
+        )
+    if sampling.logprobs is not None and not details:
+        warn("The log-probabilities are in Answer objects; pass details=True to get them.")
 
 
 def to_result(answers: list[Answer], details: bool, samples: int) -> str | Answer | list[Any]:

@@ -24,9 +24,15 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import CacheFileError, RestoreKVError
-from restorekv.files import matches_type, read_json, write_json
+from restorekv.files import matches_type, parse_path, read_json, write_json
 from restorekv.generation import decoding
-from restorekv.generation.answers import Answer, make_answer, stream_text, warn_of_cut_forms
+from restorekv.generation.answers import (
+    Answer,
+    make_answer,
+    stream_text,
+    warn_of_cut_forms,
+    warn_of_idle_options,
+)
 from restorekv.generation.constraint import Constraint
 from restorekv.generation.repetition import DEFAULT_REPEATS, drop_repetition
 from restorekv.generation.sampling import (
@@ -220,6 +226,7 @@ class Chat:
         constraint = Constraint.make(
             document.tokenizer, sampling.json_schema, sampling.regex, stops
         )
+        warn_of_idle_options(sampling, details or stream)
         # Nothing runs before the first piece is taken: this is a generator.
         pieces = self._generate_or_undo(question, limit, sampling, stops, constraint)
         if stream:
@@ -497,15 +504,21 @@ class Chat:
             "system": self.system,
             "turns": turns,
         }
-        write_json(Path(path), content)
+        write_json(parse_path(path), content)
 
     @classmethod
     def load(cls, path: str | Path, document: ChatContext) -> Self:
         """Go on with a conversation that was saved; refuse one over another document and damaged
         files.
         """
-        refuse_cache_file(Path(path))
-        content = read_json(Path(path), str(path))
+        if not hasattr(document, "digest"):
+            raise RestoreKVError(
+                "A conversation goes on over the compressed context that it was about, not over "
+                f"{type(document).__name__}; load that first."
+            )
+        file = parse_path(path)
+        refuse_cache_file(file)
+        content = read_json(file, str(file))
         check_saved_turns(path, content, document)
         chat = cls(document, content["system"])
         stops = decoding.get_stop_ids(document.model, document.tokenizer)

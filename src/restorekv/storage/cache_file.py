@@ -22,7 +22,7 @@ from restorekv.cache.quantized import QuantizedRows
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.cache.sliding import SlidingLayer
 from restorekv.errors import CacheFileError, RestoreKVError, reraise_as
-from restorekv.files import parse_record
+from restorekv.files import parse_path, parse_record
 from restorekv.model.prompt import Context
 from restorekv.seal import FileKind
 from restorekv.storage.cache_checks import (
@@ -160,7 +160,9 @@ def write_cache_file(
     """Write a sealed file (seal.py), all of it or nothing."""
     manifest_json = json.dumps({**manifest.to_json(), "suffix_text": context.suffix_text})
     with reraise_as(CacheFileError):
-        seal.write_sealed(Path(path), KIND, pack_cache(cache, context), {"manifest": manifest_json})
+        seal.write_sealed(
+            parse_path(path), KIND, pack_cache(cache, context), {"manifest": manifest_json}
+        )
 
 
 def open_cache_file(path: str | Path) -> CacheFile:
@@ -211,7 +213,7 @@ def read_with_manifest(
     Returns:
         The checked manifest, the values of `extra_fields`, and the tensors, which are not checked.
     """
-    metadata, tensors = seal.read_sealed(Path(path), kind)
+    metadata, tensors = seal.read_sealed(parse_path(path), kind)
     entries = parse_record(str(metadata.get("manifest")), str(path))
     require(isinstance(entries, dict), "has a damaged manifest")
     # `extra_fields` are in the same JSON; they are taken out before the rest is compared.

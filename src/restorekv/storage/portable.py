@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv import seal
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import CacheFileError, RestoreKVError, reraise_as
+from restorekv.files import parse_path
 from restorekv.generation import answers
 from restorekv.generation.chat import encode_conversation
 from restorekv.model import support
@@ -138,7 +139,7 @@ class Portable:
             "suffix_ids": self.context.suffix,
         }
         with reraise_as(CacheFileError):
-            seal.write_sealed(Path(path), KIND, tensors, {"manifest": json.dumps(described)})
+            seal.write_sealed(parse_path(path), KIND, tensors, {"manifest": json.dumps(described)})
 
 
 def make_portable(
