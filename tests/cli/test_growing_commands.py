@@ -68,6 +68,11 @@ def test_a_conversation_in_a_pipe(world, document, tmp_path):
     assert again.out == f"{second}\n"
 
 
+def test_nothing_is_folded_before_the_first_turn(world):
+    result = cli("chat", world.cache, "--model", world.model, stdin=b"/fold")
+    assert result.code == 0 and "There are no turns to fold" in result.err
+
+
 @pytest.mark.parametrize(
     "words, message",
     [

@@ -168,5 +168,7 @@ def test_paths_and_documents_of_another_type_are_refused(small, tmp_path):
             refuse()
     talk = small.chat()
     talk.save(tmp_path / "talk.json")
-    with pytest.raises(RestoreKVError, match=r"goes on over the compressed context .* not over str"):
+    with pytest.raises(
+        RestoreKVError, match=r"goes on over the compressed context .* not over str"
+    ):
         Chat.load(tmp_path / "talk.json", "doc.rkv")
