@@ -16,7 +16,12 @@ from restorekv.cli.inputs import PLOTS, check_cache_files
 from restorekv.compression.allocate import ALLOCATIONS
 from restorekv.compression.eviction import COMPRESSORS
 from restorekv.compression.growing import RESTORE_CHOICES
-from restorekv.compression.presets import DEFAULT_EVICTOR, PRESETS
+from restorekv.compression.presets import (
+    DEFAULT_EVICTOR,
+    PRESETS,
+    choose_evictor,
+    resolve_method,
+)
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.protocols import PROTOCOLS
 from restorekv.evaluation.survivors import FORMATS
@@ -157,6 +162,41 @@ def test_a_store_in_use_does_not_wait_for_pytorch(tmp_path):
         )
     assert "Another process is at work in" in done.stderr, done
     assert json.loads(done.stdout.splitlines()[-1]) == [1, []]
+
+
+def test_a_preset_is_an_evictor_for_every_command(tmp_path):
+    """As in Python, where `evictor="fast"` works; no command takes it for a misspelled name."""
+    (tmp_path / "text.txt").write_text("A text of a few words.")
+    for command in (
+        ["compress", "text.txt", *OUT, "--evictor", "fast", "--ratio", "7"],
+        ["eval", "--benchmark", "tiny", "--evictor", "fast@none", "--ratio", "7"],
+        ["train", "--data", "missing.jsonl", "--out", "run", "--evictor", "best,fast"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE, *command], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert "ratio is a number" in done.stderr or "missing.jsonl" in done.stderr, done
+    assert choose_evictor("fast", None) == "fastkvzip"
+    assert resolve_method("best@none") == "kvzip@none"
+
+
+def test_an_evictor_that_a_program_has_added_is_known(tmp_path):
+    """The four lines of CONTRIBUTING.md."""
+    (tmp_path / "text.txt").write_text("The mill at Aldbury was built in 1871. " * 40)
+    program = (
+        "import sys; from restorekv.evictors import EVICTORS\n"
+        "from restorekv.evictors.knorm import Knorm\n"
+        "class Mine(Knorm): name = 'mine'\n"
+        "EVICTORS['mine'] = Mine\n"
+        "from restorekv.cli import execute\n"
+        "sys.exit(execute(sys.argv[1:]))"
+    )
+    (tmp_path / "mine.py").write_text(program)
+    words = ["compress", "text.txt", *OUT, "--model", "tiny", "--evictor", "mine", "--ratio", "0.5"]
+    done = subprocess.run(
+        [sys.executable, "mine.py", *words], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and (tmp_path / "out.rkv").exists(), done
 
 
 @pytest.mark.parametrize(

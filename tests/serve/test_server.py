@@ -274,7 +274,8 @@ def test_files_are_listed_given_back_and_kept_apart(client, file):
     [
         ({"model": "gpt-4"}, 404, "There is no model"),
         ({"model": "tiny:fast"}, 404, "There is no model"),
-        ({"model": "tiny:kvzp-0.1"}, 404, r"There is no model .* here \(did you mean kvzip\?\)"),
+        ({"model": "tiny:kvzp-0.1"}, 404, r"here \(did you mean tiny:kvzip-0.1\?\)"),
+        ({"model": "tiny:fast-0.1-bse"}, 404, r"\(did you mean tiny:fast-0.1-base\?\)"),
         ({"model": "tony"}, 404, r"There is no model 'tony' here \(did you mean tiny\?\)"),
         ({"messages": [{"role": "user", "content": ""}]}, 400, "The question is empty"),
         ({"messages": [{"role": "system", "content": "hi"}]}, 400, "There is no question"),

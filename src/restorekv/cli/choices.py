@@ -4,6 +4,7 @@ They repeat what the library's own tables say, which import PyTorch; tests/cli/t
 compares the two.
 """
 
+import sys
 from collections.abc import Iterable
 from importlib.metadata import entry_points
 
@@ -56,6 +57,11 @@ DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 EVICTOR_PLUGINS = "restorekv.evictors"
 BENCHMARK_PLUGINS = "restorekv.benchmarks"
+# The library's own tables, whose modules import PyTorch.
+TABLES = {
+    EVICTOR_PLUGINS: ("restorekv.evictors", "EVICTORS"),
+    BENCHMARK_PLUGINS: ("restorekv.tasks", "BENCHMARKS"),
+}
 
 
 def list_evictors() -> list[str]:
@@ -91,7 +97,8 @@ def check_device(text: str) -> str:
 
 def check_preset(preset: str) -> None:
     """Refuse what is neither a preset nor an evictor."""
-    if preset not in (*PRESETS, *EVICTORS) and not _list_plugins(EVICTOR_PLUGINS):
+    known = (*PRESETS, *EVICTORS, *_list_added(EVICTOR_PLUGINS))
+    if preset not in known and not _list_plugins(EVICTOR_PLUGINS):
         near = find_near_name(preset, (*PRESETS, *EVICTORS))
         hint = f" (did you mean {near}?)" if near else ""
         raise RestoreKVError(
@@ -103,6 +110,14 @@ def _list_plugins(group: str) -> list[str]:
     return [entry.name for entry in entry_points(group=group)]
 
 
+def _list_added(group: str) -> list[str]:
+    """Return the names in the library's table if its module is imported: a program that calls the
+    command line may have added some.
+    """
+    module, table = TABLES[group]
+    return list(getattr(sys.modules.get(module), table, ()))
+
+
 def _check_spec(text: str, known: Iterable[str], group: str, what: str) -> None:
     """Refuse a spec whose name is not known.
 
@@ -110,5 +125,5 @@ def _check_spec(text: str, known: Iterable[str], group: str, what: str) -> None:
     library decides.
     """
     name = text.partition(":")[0].partition("#")[0]
-    if name not in known and not _list_plugins(group):
+    if name not in (*known, *_list_added(group)) and not _list_plugins(group):
         raise RestoreKVError(explain_unknown(what, name, known))

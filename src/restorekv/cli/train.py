@@ -12,6 +12,7 @@ import typer
 from restorekv.cli import options
 from restorekv.cli.choices import check_evictor
 from restorekv.cli.terminal import notes, output, print_written, show_progress_bar
+from restorekv.compression.presets import resolve_preset
 from restorekv.data.manifest import read_manifest
 from restorekv.errors import RestoreKVError, import_extra
 from restorekv.spec import split_specs
@@ -71,8 +72,10 @@ def run(
     check_folders(out, resume, store)
     if store_prefill and store is None:
         raise RestoreKVError("--store-prefill needs a folder; name it with --store.")
-    for evictor in split_specs(settings["evictor"]):
+    evictors = [resolve_preset(each) for each in split_specs(settings["evictor"])]
+    for evictor in evictors:
         check_evictor(evictor)
+    settings["evictor"] = ",".join(evictors)
     check_data(data)
     config = TrainConfig(**{**settings, "targets": targets})
 

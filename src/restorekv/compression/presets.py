@@ -20,10 +20,18 @@ def resolve_preset(evictor: str) -> str:
     return PRESETS.get(evictor, evictor)
 
 
+def resolve_method(text: str) -> str:
+    """Return SPEC or SPEC@ADAPTER with the spec that a preset names, and any other as it is."""
+    spec, at, adapter = text.partition("@")
+    return f"{resolve_preset(spec)}{at}{adapter}"
+
+
 def choose_evictor(evictor: str | None, preset: str | None) -> str:
-    """Return the evictor's spec: the one given, or the one that the preset names."""
+    """Return the evictor's spec: the one given, or the one that a preset names, as either of the
+    two.
+    """
     if preset is None:
-        return evictor or DEFAULT_EVICTOR
+        return resolve_preset(evictor or DEFAULT_EVICTOR)
     if evictor is not None:
         raise RestoreKVError(
             "A preset names the evictor; give either a preset or an evictor, not both."

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Self
@@ -16,6 +17,14 @@ from restorekv.evictors import EVICTORS
 from restorekv.spec import find_near_name
 
 WITHOUT_RESTORING = "-base"
+
+
+def _list_names(base: str, rest: str) -> list[str]:
+    """Return the model ids with the ratio that a wrong one seems to mean, to suggest one of."""
+    found = re.search(r"0?\.\d+", rest)
+    ratio = found[0] if found else "0.1"
+    variants = [f"{base}:{method}-{ratio}" for method in (*PRESETS, *EVICTORS)]
+    return [base, *variants, *(name + WITHOUT_RESTORING for name in variants)]
 
 
 def is_method(name: str) -> bool:
@@ -47,7 +56,7 @@ class Variant:
         before, _, rest = name.partition(f"{base}:")
         method, dash, ratio = rest.removesuffix(WITHOUT_RESTORING).rpartition("-")
         if before or not dash or not is_method(method):
-            near = find_near_name(method or name, [base, *PRESETS, *EVICTORS])
+            near = find_near_name(name, _list_names(base, rest))
             hint = f" (did you mean {near}?)" if near else ""
             raise OptionError(
                 f"There is no model {name!r} here{hint}; use {base}, or {base}:METHOD-RATIO with "
