@@ -156,8 +156,12 @@ class Setting:
                 return None
         if self.adapters and (Path(self.adapters) / evictor / "adapter_config.json").exists():
             return str((Path(self.adapters) / evictor).absolute())
-        if find_shipped_adapter(self.model, evictor):
-            return "auto" if used == evictor else f"{self.model}:{evictor}"
+        shipped = find_shipped_adapter(self.model, evictor)
+        if shipped and used == evictor:
+            return "auto"
+        # Not one that was trained for another evictor and serves this one as well.
+        if shipped and shipped.name == evictor:
+            return f"{self.model}:{evictor}"
         return None if self.tiny else self.get_folder(self.training({"evictor": evictor}, 0))
 
     def trained(self, changed: Mapping[str, object], seed: int, used: str) -> str | None:

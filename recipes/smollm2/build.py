@@ -118,16 +118,13 @@ GATE = (
 )
 SHAPE = ("--restore-tokens", "4", "--rank", "12", "--alpha", "24")
 RATIOS = ("--ratio-law", "log-uniform", "--ratio-min", "0.03", "--ratio-max", "0.3")
-# The adapter that the others begin with, its steps, and theirs.
+# The evictor whose adapter ships, and serves the others too (other_evictors.py); its first steps.
 FIRST = "kvzip"
 STEPS = "3000"
-MORE = "1200"
 OTHERS = ("kvzip+", "fastkvzip", "snapkv", "h2o", "contrastkv")
-# Those of them with adapters of their own; the first one's serves the rest (other_evictors.py).
-OWN = ("kvzip+", "snapkv", "h2o", "contrastkv")
 SHARED = "shared"
-# Steps from what ships, with one length in all heads.
-PER_HEAD = {"kvzip": "700", "kvzip+": "400", "fastkvzip": "400"}
+# Steps of KVzip's adapter for one length in all heads, from the one that ships.
+PER_HEAD = "700"
 # One adapter for all of them, on texts of many genres and for mild ratios too: a step draws one of
 # the evictors and two ratios.
 OF_SHARED = (
@@ -350,33 +347,28 @@ def start_training(
 
 
 def train_adapters(folder: Path) -> None:
-    """Train KVzip's from scratch, next to the gate, then the others from it, two at a time."""
+    """Train KVzip's adapter from scratch, next to the gate."""
     first = start_training(folder, FIRST, "--lr", "1e-3", "--warmup", "30", "--steps", STEPS)
     install_gate(train_gate(folder))
     if first is not None:
         wait_for(first)
-    first_adapter = folder / f"restore-{FIRST}" / "adapter"
-    options = ("--init", str(first_adapter), "--lr", "5e-4", "--warmup", "10", "--steps", MORE)
-    for start in range(0, len(OWN), 2):
-        pair = [start_training(folder, evictor, *options) for evictor in OWN[start : start + 2]]
-        wait_for(*[process for process in pair if process is not None])
 
 
 def train_per_head(folder: Path) -> None:
-    """Train adapters for one length in all heads, from those that ship; KVzip's ships, all three
-    would make 73 MB.
-    """
-    for evictor, steps in PER_HEAD.items():
-        shipped = shipped_path(SMOLLM2, "adapters", evictor if evictor in OWN else FIRST)
-        options = ("--allocation", "per-head", "--lr", "1e-3", "--warmup", "30", "--seed", "13")
-        options += ("--init", str(shipped), "--knows-ratio", "--steps", steps)
-        process = start_training(folder, evictor, *options, kind=".per-head")
-        if process is not None:
-            wait_for(process)
+    """Train KVzip's adapter for one length in all heads, from the one that ships."""
+    shipped = shipped_path(SMOLLM2, "adapters", FIRST)
+    options = ("--allocation", "per-head", "--lr", "1e-3", "--warmup", "30", "--seed", "13")
+    options += ("--init", str(shipped), "--knows-ratio", "--steps", PER_HEAD)
+    process = start_training(folder, FIRST, *options, kind=".per-head")
+    if process is not None:
+        wait_for(process)
 
 
 def train_shared(folder: Path) -> None:
-    """Train the adapter for all evictors, from KVzip's that ships; 80 minutes of one core."""
+    """Train an adapter for all evictors, from KVzip's that ships; 80 minutes of one core.
+
+    It does not ship: KVzip's began with it, and serves all of them.
+    """
     train_on(folder, SHARED, *OF_SHARED)
 
 
@@ -427,7 +419,7 @@ def install_gate(path: Path) -> None:
 def install_adapters(folder: Path) -> None:
     """Copy the adapters that are done into the package, LoRA in bfloat16."""
     model, _ = load_model(SMOLLM2)
-    for evictor in (FIRST, *OWN, *(f"{name}.per-head" for name in PER_HEAD), SHARED):
+    for evictor in (FIRST, f"{FIRST}.per-head"):
         place = folder / f"restore-{evictor}" / "adapter"
         if place.exists():
             adapter = RestoreAdapter.from_pretrained(model, place)
@@ -456,7 +448,7 @@ def main() -> None:
         "--per-head", action="store_true", help="Train for one length in all heads instead."
     )
     parser.add_argument(
-        "--shared", action="store_true", help="Train one adapter for all evictors instead."
+        "--shared", action="store_true", help="Train an adapter for all evictors instead."
     )
     parser.add_argument(
         "--more",

@@ -78,8 +78,7 @@ class Variant:
 
     restore_tokens: int = 4
     rank: int = 12
-    # The shipped adapter to begin with: KVzip's, trained on stories, or the one for six evictors,
-    # trained on 40 genres; none: a new one
+    # The shipped adapter to begin with; none: a new one
     init: str = "kvzip"
     lr: float = 5e-4
     questions: int = 4
@@ -104,10 +103,6 @@ VARIANTS = {
     "hidden": Variant(hidden_weight=0.5),
     "knows r": Variant(knows_ratio=True),
     "knows r, relative": Variant(knows_ratio=True, loss_power=0.0),
-    "shared": Variant(init="shared", loss_power=0.5),
-    "shared, decay 8": Variant(init="shared", loss_power=0.5, answer_decay=8.0),
-    "shared, knows r": Variant(init="shared", loss_power=0.5, knows_ratio=True),
-    "shared, knows r, relative": Variant(init="shared", loss_power=0.0, knows_ratio=True),
     "lr 1e-3": Variant(lr=1e-3),
     "lr 2e-4": Variant(lr=2e-4),
     "2 questions": Variant(questions=2),
@@ -122,8 +117,8 @@ VARIANTS = {
     "scratch, rank 8": Variant(init="", lr=1e-3, rank=8),
 }
 
-# What is measured beside the variants: KVzip alone, and shipped adapters as they are
-UNTRAINED = {"alone": "", "shipped": "kvzip", "shipped shared": "shared"}
+# What is measured beside the variants: KVzip alone, and the shipped adapter as it is
+UNTRAINED = {"alone": "", "shipped": "kvzip"}
 
 
 @dataclass(frozen=True)

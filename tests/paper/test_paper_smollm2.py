@@ -173,6 +173,19 @@ def test_adapters_that_ship_are_found(tmp_path, package, monkeypatch):
     assert not mechanism.label_run(setting).endswith("-alone")
 
 
+def test_an_adapter_that_serves_an_evictor_is_not_taken_for_one_trained_with_it(tmp_path, package):
+    """The paper's control wants an adapter of another evictor."""
+    model = adapter(package / "adapters" / "kvzip", "kvzip")
+    loaded = load_adapter(model, package / "adapters" / "kvzip", Eviction.make("kvzip"))
+    loaded.record_results([], also_for=["snapkv"])
+    loaded.save_pretrained(package / "adapters" / "kvzip")
+    assert find_shipped_adapter("smollm2", "snapkv") == package / "adapters" / "kvzip"
+    setting = make_smollm2_setting(tmp_path)
+    (mismatch,) = choose_experiments("mismatch", setting)
+    assert setting.locate_adapters(mismatch.rows["mismatched"])[0] is None
+    assert setting.locate_adapters(mismatch.rows["matched"])[0] == "auto"
+
+
 def test_given_adapters_come_first(tmp_path, package):
     adapter(package / "adapters" / "kvzip")
     adapter(tmp_path / "mine" / "kvzip", restore_tokens=2)

@@ -16,7 +16,7 @@ def result(name: str, kl: list[float]) -> dict:
 
 
 def test_a_variant_changes_one_thing():
-    bases = {"kvzip": "first", "shared": "shared", "": "scratch"}
+    bases = {"kvzip": "first", "": "scratch"}
     for name, variant in search.VARIANTS.items():
         own = asdict(variant)
         base = asdict(search.VARIANTS[bases[variant.init]])

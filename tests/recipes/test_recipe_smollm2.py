@@ -76,8 +76,7 @@ def test_what_ships_says_what_it_is():
         assert (card.model, card.prefix_policy) == (SMOLLM2, "free")
         evictor, _, allocation = folder.name.partition(".")
         trained = [spec.partition(":")[0] for spec in card.evictor.split(",")]
-        expected = [build.FIRST, *build.OTHERS] if evictor == build.SHARED else [evictor]
-        assert (trained, card.allocation) == (expected, allocation or "global")
+        assert (trained, card.allocation) == ([evictor], allocation or "global")
         assert (
             card.license == "apache-2.0"
             and not card.local
@@ -85,7 +84,7 @@ def test_what_ships_says_what_it_is():
         )
         # Nothing that only some may use, nothing to be shared alike.
         permissive = {"apache-2.0", "public-domain", "cc0-1.0"}
-        if evictor in (build.SHARED, build.FIRST) and not allocation:
+        if evictor == build.FIRST and not allocation:
             permissive |= {"bsd-2-clause", "bsd-3-clause", "cc-by-3.0", "cc-by-4.0"}
             permissive |= {"curl", "isc", "mit", "unlicense"}
         assert {row["license"] for row in card.data} <= permissive
@@ -96,7 +95,7 @@ def test_what_ships_says_what_it_is():
     assert "kvzip" in [folder.name for folder in folders]
     assert (
         sum(file.stat().st_size for file in shipped_path(SMOLLM2).rglob("*") if file.is_file())
-        < 67e6
+        < 22e6
     )
 
 
@@ -116,11 +115,6 @@ def test_the_shared_adapter_begins_with_what_ships_and_sees_all_evictors(tmp_pat
     given = {word: words[place + 1] for place, word in enumerate(words[:-1])}
     assert given["--evictor"].split(",") == ["kvzip", *build.OTHERS]
     assert Path(given["--init"]).name == "kvzip" and words.count("--data") >= 5
-    card = adapter_file.read_adapter(shipped_path(SMOLLM2, "adapters", build.SHARED)).card
-    for name in ("steps", "lr", "draws", "loss_power", "ratio_law", "ratio_max", "rank"):
-        assert str(card.settings[name]) == str(
-            type(card.settings[name])(given[f"--{name.replace('_', '-')}"])
-        )
     (tmp_path / "restore-shared" / "adapter").mkdir(parents=True)
     build.train_shared(tmp_path)
     assert len(asked) == 1
@@ -131,16 +125,18 @@ def test_the_folder_of_a_start_is_not_published():
     assert build.name_start({"init": ""}) == {"init": ""}
 
 
-def test_adapters_for_one_length_begin_with_what_ships(tmp_path, monkeypatch):
+def test_the_adapter_for_one_length_begins_with_what_ships(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(build, "start_command", lambda *words: asked.append(words))
+    monkeypatch.setattr(build, "wait_for", lambda *running: None)
+    build.train_per_head(tmp_path)
+    (words,) = asked
+    begun = Path(words[words.index("--init") + 1])
+    assert begun.name == "kvzip" and begun.is_dir()
+    assert " --allocation per-head " in " ".join(words)
     (tmp_path / "restore-kvzip.per-head" / "adapter").mkdir(parents=True)  # which is done
     build.train_per_head(tmp_path)
-    begun = [Path(words[words.index("--init") + 1]) for words in asked]
-    assert [path.name for path in begun] == ["kvzip+", "kvzip"] and all(
-        path.is_dir() for path in begun
-    )
-    assert all(" --allocation per-head " in " ".join(words) for words in asked)
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize(

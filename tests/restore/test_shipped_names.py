@@ -49,4 +49,4 @@ def test_training_starts_from_an_adapter_that_ships(tiny):
 def test_adapters_that_are_not_installed_are_named(monkeypatch):
     monkeypatch.setattr(shipped, "is_shipping_installed", lambda name: False)
     with pytest.raises(AdapterError, match=r"not installed; pip install restorekv-smollm2"):
-        fetch_adapter("smollm2:shared")
+        fetch_adapter("smollm2:kvzip")

@@ -353,7 +353,7 @@ class RaggedCache(Cache):
         if len(self.lengths.unique()) > 1 or any(layer.bias is not None for layer in layers):
             raise RestoreKVError(
                 "A plain cache needs heads of one length and no bias; "
-                "evict with allocation='per-head' (--allocation per-head)."
+                "evict with allocation='per-head'."
             )
         plain = DynamicCache()
         for index, layer in enumerate(layers):

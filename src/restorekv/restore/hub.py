@@ -46,7 +46,7 @@ def fetch_adapter(
     """Return the folder of an adapter: `name` itself, one that ships, or a copy from the hub.
 
     Args:
-        name: A folder, a hub id, or MODEL:NAME for an adapter that ships, such as smollm2:shared.
+        name: A folder, a hub id, or MODEL:NAME for an adapter that ships, such as smollm2:kvzip.
         revision: Of the hub's repository; a folder has none.
         token: For a private repository.
         cache_dir: Where the hub's client keeps the files; its own cache unless given.
