@@ -155,5 +155,5 @@ def test_files_of_strangers(tiny_model, tiny_tokenizer, tmp_path):
 def test_the_adapter_that_ships_for_the_allocation_goes_first():
     one = find_shipped_adapter("smollm2", "kvzip", "per-head")
     assert one.name == "kvzip.per-head" and find_shipped_adapter("smollm2", "kvzip").name == "kvzip"
-    assert find_shipped_adapter("smollm2", "snapkv", "per-head").name == "snapkv"
+    assert find_shipped_adapter("smollm2", "snapkv", "per-head").name == "kvzip"
     assert read_adapter(one).card.allocation == "per-head"
