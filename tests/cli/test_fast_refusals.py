@@ -69,7 +69,7 @@ WRONG = {
     "a wrong ratio for the server": ["serve", "--ratio", "0"],
     "a preset that is none": ["serve", "--preset", "fats"],
     "a wrong engine": ["serve", "--engine", "vlm"],
-    "a file as the server's store": ["serve", "--store", "text.txt"],
+    "a file as the server's store": ["serve", "--port", "0", "--store", "text.txt"],
     "a device that is none": ["compress", "text.txt", *OUT, "--device", "gpu"],
     "JSON in place of a cache": ["inspect", "talk.json"],
     "a text in place of a cache": ["ask", "text.txt", "who?"],

@@ -41,7 +41,7 @@ from restorekv.serve import run
     ],
 )
 def test_wrong_flags(tmp_path, flags, message):
-    result = cli("serve", "--model", "tiny", "--store", tmp_path / "store", *flags)
+    result = cli("serve", "--model", "tiny", "--port", 0, "--store", tmp_path / "store", *flags)
     assert result.code == 1 and "error: " in result.err and message in result.err
     assert not (tmp_path / "store").exists() or "vLLM" in message  # which is asked last
 
