@@ -185,6 +185,7 @@ class CompressedContext:
         sampling = SamplingConfig.make(**options)
         single = isinstance(question, str)
         asked = [(self.context, self.cache, each) for each in answers.list_questions(question)]
+        answers.warn_of_idle_options(sampling, details or stream)
         # Pieces of several answers would arrive mixed, and neither details nor a graph has any.
         if stream:
             if not single or details or graph:
@@ -195,7 +196,6 @@ class CompressedContext:
             return answers.stream_answer(
                 self.model, self.tokenizer, asked[0], max_new_tokens, answer_prefix, sampling
             )
-        answers.warn_of_idle_options(sampling, details)
         written = answers.answer_questions(
             self.model,
             self.tokenizer,

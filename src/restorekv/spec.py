@@ -58,9 +58,15 @@ def parse_spec(text: str, classes: Mapping[str, type[Named]], what: str) -> Name
 def explain_unknown(what: str, name: str, known: Iterable[str]) -> str:
     """Return the sentence about a name that is not known, with the one that is most like it."""
     names = list(known)
-    near = find_near_name(name, names)
-    hint = f" (did you mean {near}?)" if near else ""
-    return f"There is no {what} {name!r}{hint}; use one of {', '.join(names)}."
+    return (
+        f"There is no {what} {name!r}{hint_near_name(name, names)}; use one of {', '.join(names)}."
+    )
+
+
+def hint_near_name(name: str, known: Iterable[str]) -> str:
+    """Return " (did you mean kvzip?)" with the known name that is most like a name, or ""."""
+    near = find_near_name(name, known)
+    return f" (did you mean {near}?)" if near and near != name else ""
 
 
 def find_near_name(name: str, known: Iterable[str]) -> str | None:

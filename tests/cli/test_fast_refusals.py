@@ -16,13 +16,9 @@ from restorekv.cli.inputs import PLOTS, check_cache_files
 from restorekv.compression.allocate import ALLOCATIONS
 from restorekv.compression.eviction import COMPRESSORS
 from restorekv.compression.growing import RESTORE_CHOICES
-from restorekv.compression.presets import (
-    DEFAULT_EVICTOR,
-    PRESETS,
-    choose_evictor,
-    resolve_method,
-)
+from restorekv.compression.presets import DEFAULT_EVICTOR, PRESETS, choose_evictor
 from restorekv.errors import RestoreKVError
+from restorekv.evaluation.grid import parse_method
 from restorekv.evaluation.protocols import PROTOCOLS
 from restorekv.evaluation.survivors import FORMATS
 from restorekv.evictors import EVICTORS
@@ -177,7 +173,7 @@ def test_a_preset_is_an_evictor_for_every_command(tmp_path):
         )
         assert "ratio is a number" in done.stderr or "missing.jsonl" in done.stderr, done
     assert choose_evictor("fast", None) == "fastkvzip"
-    assert resolve_method("best@none") == "kvzip@none"
+    assert parse_method("best@none") == ("kvzip", None)
 
 
 def test_an_evictor_that_a_program_has_added_is_known(tmp_path):

@@ -149,6 +149,8 @@ def test_options_that_change_nothing_are_told(small):
         small.ask(QUESTION, 4, top_p=0.5, min_p=0.1)
     with pytest.warns(RestoreKVWarning, match="top_k change nothing"):
         small.chat().ask(QUESTION, 4, top_k=5)
+    with pytest.warns(RestoreKVWarning, match="top_p change nothing"):
+        small.ask(QUESTION, 4, top_p=0.5, stream=True)
     with pytest.warns(RestoreKVWarning, match="pass details=True"):
         small.ask(QUESTION, 4, logprobs=1)
     with warnings.catch_warnings():

@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 
 from restorekv.compression.presets import PRESETS
 from restorekv.errors import RestoreKVError
-from restorekv.spec import explain_unknown, find_near_name
+from restorekv.spec import explain_unknown, hint_near_name
 
 EVICTORS = (
     "kvzip",
@@ -53,10 +53,11 @@ BENCHMARKS = (
 )
 
 ENGINES = ("embedded", "vllm")
-DEVICES = ("cpu", "cuda", "mps", "xpu")
+DEVICES = ("cpu", "cuda", "hpu", "mps", "mtia", "xla", "xpu")
 
 EVICTOR_PLUGINS = "restorekv.evictors"
 BENCHMARK_PLUGINS = "restorekv.benchmarks"
+DEVICE_PLUGINS = "torch.backends"  # PyTorch's own group; such a package may bring any name
 # The library's own tables, whose modules import PyTorch.
 TABLES = {
     EVICTOR_PLUGINS: ("restorekv.evictors", "EVICTORS"),
@@ -87,7 +88,8 @@ def check_benchmark(text: str) -> None:
 def check_device(text: str) -> str:
     """Refuse a device that no PyTorch has, such as gpu; what this machine has is known later."""
     name, colon, number = text.partition(":")
-    if name not in DEVICES or (colon and not number.isdecimal()):
+    is_known = name in DEVICES or _list_plugins(DEVICE_PLUGINS)
+    if not is_known or (colon and not number.isdecimal()):
         raise RestoreKVError(
             f"There is no device {text!r}; use cpu, cuda, a GPU by its number such as cuda:1, or "
             "mps."
@@ -99,8 +101,7 @@ def check_preset(preset: str) -> None:
     """Refuse what is neither a preset nor an evictor."""
     known = (*PRESETS, *EVICTORS, *_list_added(EVICTOR_PLUGINS))
     if preset not in known and not _list_plugins(EVICTOR_PLUGINS):
-        near = find_near_name(preset, (*PRESETS, *EVICTORS))
-        hint = f" (did you mean {near}?)" if near else ""
+        hint = hint_near_name(preset, known)
         raise RestoreKVError(
             f"--preset is {' or '.join(PRESETS)}, or the name of an evictor, not {preset!r}{hint}."
         )

@@ -19,7 +19,7 @@ from restorekv.cli.choices import (
 )
 from restorekv.cli.terminal import notes, output, print_written, show_progress_share, write_figures
 from restorekv.compression.budget import parse_ratio
-from restorekv.compression.presets import resolve_method
+from restorekv.compression.presets import resolve_preset
 from restorekv.errors import RestoreKVError, check_choice, import_extra
 
 BENCHMARK_HELP = (
@@ -90,9 +90,8 @@ def run(
         options.make_json_option("Also write rows, conventions and every answer here."),
     ] = None,
 ) -> None:
-    evictor = [resolve_method(each) for each in evictor]
     for each in evictor:
-        check_evictor(each.partition("@")[0])
+        check_evictor(resolve_preset(each.partition("@")[0]))
     for each in benchmark:
         check_benchmark(each)
     for each in protocol:

@@ -20,12 +20,6 @@ def resolve_preset(evictor: str) -> str:
     return PRESETS.get(evictor, evictor)
 
 
-def resolve_method(text: str) -> str:
-    """Return SPEC or SPEC@ADAPTER with the spec that a preset names, and any other as it is."""
-    spec, at, adapter = text.partition("@")
-    return f"{resolve_preset(spec)}{at}{adapter}"
-
-
 def choose_evictor(evictor: str | None, preset: str | None) -> str:
     """Return the evictor's spec: the one given, or the one that a preset names, as either of the
     two.

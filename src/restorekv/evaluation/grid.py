@@ -15,6 +15,7 @@ from restorekv import tasks
 from restorekv.compression.budget import OnSmallBudget, PrefixPolicy, parse_ratio
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor
+from restorekv.compression.presets import resolve_preset
 from restorekv.errors import RestoreKVError
 from restorekv.files import cut_name, matches_type
 from restorekv.model.names import TINY, tiny_path, to_canonical_name
@@ -225,7 +226,7 @@ def _write_ratio(ratio: str) -> str:
 
 def parse_method(text: str) -> tuple[str, str | None]:
     """Split SPEC@ADAPTER: "kvzip" -> ("kvzip", SHIPPED), "kvzip@none" -> ("kvzip", None),
-    "kvzip@FOLDER".
+    "kvzip@FOLDER". A preset stands for its evictor.
     """
     # "kvzip" means the shipped adapter, "kvzip@none" no adapter at all.
     evictor, at, source = text.partition("@")
@@ -233,7 +234,7 @@ def parse_method(text: str) -> tuple[str, str | None]:
         raise RestoreKVError(
             f"{text!r} names no adapter; write a folder, a hub id, published, auto or none after @."
         )
-    return evictor, None if source == "none" else source or SHIPPED
+    return resolve_preset(evictor), None if source == "none" else source or SHIPPED
 
 
 @dataclass(frozen=True)

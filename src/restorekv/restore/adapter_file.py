@@ -57,8 +57,8 @@ class AdapterCard:
         between: The text between document and question in training.
         helps_up_to: The highest ratio at which a cache restored by it was no further from the full
             one than without, on texts kept out of training.
-        also_for: Specs of evictors that it was not trained for, whose caches it restores better
-            than an adapter of their own did, on texts kept out of training.
+        also_for: Specs of evictors that it was not trained for, whose caches it restores about as
+            well as an adapter of their own, or better, on texts kept out of training.
         knows_ratio: Whether the restore pass depends on the ratio, by ratio vectors.
     """
 

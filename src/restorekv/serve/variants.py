@@ -14,7 +14,7 @@ from restorekv.compression.budget import parse_ratio
 from restorekv.compression.presets import PRESETS, resolve_preset
 from restorekv.errors import OptionError, name_option
 from restorekv.evictors import EVICTORS
-from restorekv.spec import find_near_name
+from restorekv.spec import hint_near_name
 
 WITHOUT_RESTORING = "-base"
 
@@ -56,8 +56,7 @@ class Variant:
         before, _, rest = name.partition(f"{base}:")
         method, dash, ratio = rest.removesuffix(WITHOUT_RESTORING).rpartition("-")
         if before or not dash or not is_method(method):
-            near = find_near_name(name, _list_names(base, rest))
-            hint = f" (did you mean {near}?)" if near else ""
+            hint = hint_near_name(name, _list_names(base, rest))
             raise OptionError(
                 f"There is no model {name!r} here{hint}; use {base}, or {base}:METHOD-RATIO with "
                 f"an evictor or a preset ({' or '.join(PRESETS)}) and a ratio, such as "
