@@ -8,6 +8,7 @@ import os
 import shutil
 import struct
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,6 +120,16 @@ def test_special_files_in_a_folder_are_refused_and_not_waited_for(folder, name):
 def test_a_link_to_a_device_is_a_special_file(folder):
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.json").symlink_to("/dev/zero")
+    with pytest.raises(ModelError, match="neither a file nor a folder"):
+        load_model(str(folder))
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc")
+@pytest.mark.parametrize("name", ["config.json", "chat_template.jinja"])
+def test_a_link_to_a_file_of_the_kernel_is_a_special_file(folder, name):
+    # Its size is 0 and it has content; /proc/kmsg even waits for what comes next.
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("/proc/self/environ")
     with pytest.raises(ModelError, match="neither a file nor a folder"):
         load_model(str(folder))
 

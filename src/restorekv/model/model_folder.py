@@ -15,8 +15,14 @@ from typing import Any
 from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from restorekv.errors import ModelError, make_printable, reraise_as, summarize_error
-from restorekv.files import check_elements, read_bytes
+from restorekv.errors import (
+    ModelError,
+    RestoreKVError,
+    make_printable,
+    reraise_as,
+    summarize_error,
+)
+from restorekv.files import check_elements, open_regular_file, read_bytes
 from restorekv.size_limits import JSON_BYTES, JSON_ELEMENTS, TEXT_BYTES
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
@@ -73,7 +79,7 @@ def _check_file(path: Path) -> list[str]:
         ) from error
     if stat.S_ISDIR(status.st_mode):
         return []
-    if not stat.S_ISREG(status.st_mode):
+    if not stat.S_ISREG(status.st_mode) or (status.st_size == 0 and _is_of_kernel(path)):
         raise ModelError(
             f"{path.parent} has {path.name}, which is neither a file nor a folder, so it is no "
             "model's folder; give one that has a config.json."
@@ -86,6 +92,20 @@ def _check_file(path: Path) -> list[str]:
             "fetch it again."
         )
     return [path.name]
+
+
+def _is_of_kernel(path: Path) -> bool:
+    """Return whether a file that is empty by its size has content: one of /proc, some of which wait
+    for what comes next, as a FIFO does.
+    """
+    try:
+        with open_regular_file(path, str(path)) as file:
+            # None: it waits.
+            return file.raw.read(1) != b""
+    except RestoreKVError:
+        return False  # transformers can't open it either
+    except OSError:
+        return True
 
 
 def _check_index(path: Path, names: list[str] | None = None) -> None:
