@@ -179,6 +179,8 @@ def test_features_are_inputs_and_scores_of_the_same_tokens(tiny_model, tiny_toke
     with observe_layers(tiny_model, lambda view: inputs.update({view.layer: view.hidden})):
         full = prefill(tiny_model, context.ids)
     inputs = torch.stack([inputs[layer] for layer in range(3)])[:, context.prefix :]
+    # Features hold the inputs in half of the bits.
+    inputs = inputs.to(torch.bfloat16).float()
     scores = evictors.make_evictor("kvzip+").score(tiny_model, tiny_tokenizer, context, full)
     columns = []
     for hidden, target in zip(found.hidden[20:40], found.target[20:40], strict=True):

@@ -29,15 +29,16 @@ from restorekv.model.shape import CacheShape
 from restorekv.seal import FileKind, Sizes
 
 FIX = "delete that file, then use --resume"
-KIND = FileKind("restorekv-features", "1", "a file of features", FIX)
+KIND = FileKind("restorekv-features", "2", "a file of features", FIX)
+# Of the attention inputs, which are nearly all of a file: half of float32, and precise enough to
+# learn from.
+HIDDEN_DTYPE = torch.bfloat16
 Progress = Callable[[int, int, str], None]  # done, total, what
 
 
 @dataclass(frozen=True)
 class Features:
-    """N tokens: hidden (N, L, d) in the model's dtype, target (N, L, H) float32, document (N,) the
-    context's number.
-    """
+    """N tokens: hidden (N, L, d), target (N, L, H) float32, document (N,) the context's number."""
 
     hidden: Tensor
     target: Tensor
@@ -99,9 +100,13 @@ def collect_features(
     shape = CacheShape.from_model(model)
     # What decides the features of any text; with the text's ids it names the origin of a file.
     facts = [fingerprint_model(model), str(model.dtype), target, tokens, seed]
-    parts = []
-    for index, text in enumerate(texts):
-        context = fit_context(model, make_context(tokenizer, text))[0]
+    contexts = [fit_context(model, make_context(tokenizer, text))[0] for text in texts]
+    rows = [min(tokens, context.tokens) for context in contexts]
+    # Filled context by context, since a list of them beside the whole would take twice the memory.
+    hidden = torch.empty(sum(rows), shape.layers, shape.hidden, dtype=HIDDEN_DTYPE)
+    scores = torch.empty(sum(rows), shape.layers, shape.heads)
+    start = 0
+    for index, context in enumerate(contexts):
         path = folder / f"{index:05d}.safetensors"
         content = json.dumps([facts, context.ids.tolist()])
         origin = hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -110,19 +115,17 @@ def collect_features(
             columns = _draw_columns(context, tokens, f"{seed} {index}")
             tensors = observe_context(model, tokenizer, context, target, columns)
             seal.write_sealed(path, KIND, tensors, {"origin": origin}, follow=False)
-        rows = min(tokens, context.tokens)
         sizes = {
-            "hidden": (model.dtype, (rows, shape.layers, shape.hidden)),
-            "target": (torch.float32, (rows, shape.layers, shape.heads)),
+            "hidden": (HIDDEN_DTYPE, (rows[index], shape.layers, shape.hidden)),
+            "target": (torch.float32, (rows[index], shape.layers, shape.heads)),
         }
-        parts.append(read_features(path, origin, sizes))
+        part = read_features(path, origin, sizes)
+        end = start + rows[index]
+        hidden[start:end] = part["hidden"]
+        scores[start:end] = part["target"]
+        start = end
         progress(index + 1, len(texts), f"{target} scores")
-    hidden = torch.cat([part["hidden"] for part in parts])
-    scores = torch.cat([part["target"] for part in parts])
-    numbers = []
-    for index, part in enumerate(parts):
-        numbers.append(torch.full((len(part["target"]),), index))
-    return Features(hidden, scores, torch.cat(numbers))
+    return Features(hidden, scores, torch.arange(len(rows)).repeat_interleave(torch.tensor(rows)))
 
 
 def _draw_columns(context: Context, tokens: int, seed: str) -> Tensor:
@@ -137,8 +140,8 @@ def _draw_columns(context: Context, tokens: int, seed: str) -> Tensor:
 def observe_context(
     model: PreTrainedModel, tokenizer: Tokenizer, context: Context, target: str, columns: Tensor
 ) -> dict[str, Tensor]:
-    """Return attention inputs "hidden" (M, L, d) and scores "target" (M, L, H) of columns of the
-    text.
+    """Return attention inputs "hidden" (M, L, d), in `HIDDEN_DTYPE`, and scores "target" (M, L, H)
+    of columns of the text.
     """
     shape = CacheShape.from_model(model)
     columns = columns.to(model.device)
@@ -157,7 +160,7 @@ def observe_context(
     # The evictor as it is run, over the cache that was just filled.
     scores = evictors.make_evictor(target).score(model, tokenizer, context, full)
     return {
-        "hidden": hidden[:, context.prefix + columns].transpose(0, 1).contiguous().cpu(),
+        "hidden": hidden[:, context.prefix + columns].transpose(0, 1).to(HIDDEN_DTYPE).cpu(),
         "target": scores[..., columns].permute(2, 0, 1).contiguous().cpu(),
     }
 

@@ -72,6 +72,7 @@ def train_gate(
     )
     # Whole contexts are held out: tokens of one text are too much alike.
     train, held = data.split_held_out(config.held_out)
+    del data  # the two halves are copies
     # Each kind has a way to be fitted and one to be read; both work on all layers at once.
     fit, predict = FITS[config.kind]
     stacked = fit(train, shape, config, model.device, progress)
