@@ -29,7 +29,7 @@ def main(name: str = "smollm2") -> None:
 
     small = compress(model, tokenizer, text, ratio=0.2)
     print(small)
-    for question, answer in zip(questions, small.ask(questions, max_new_tokens=32), strict=True):
+    for question, answer in zip(questions, small.ask(questions, max_new_tokens=64), strict=True):
         print(f"{question}\n  {answer.strip()}")
 
     with TemporaryDirectory() as folder:
@@ -38,7 +38,7 @@ def main(name: str = "smollm2") -> None:
         again = CompressedContext.load(path, model, tokenizer)
         print(
             f"From a file of {path.stat().st_size / 1e6:.1f} MB: "
-            f"{again.ask(questions[0], max_new_tokens=32).strip()}"
+            f"{again.ask(questions[0], max_new_tokens=64).strip()}"
         )
 
 

@@ -245,6 +245,14 @@ def test_several_documents_are_composed(client, file):
         client.files.retrieve(other.id)
 
 
+def test_a_document_that_a_client_sends_in_every_turn_is_read_once(client, file):
+    other = upload(client, OTHER, "other.md")
+    once = ask(client, about(file, other))
+    again = ask(client, about(file, other, file, other))
+    assert again.usage.prompt_tokens == once.usage.prompt_tokens
+    assert again.choices[0].message.content == once.choices[0].message.content
+
+
 def test_a_deleted_document_leaves_memory(client):
     before = counted(client, "documents_held")
     made = upload(client, f"Gone soon. {OTHER}", "gone.txt")

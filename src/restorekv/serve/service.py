@@ -206,6 +206,9 @@ class Service:
     ) -> list[ServedDocument]:
         """Return a request's documents, from memory, from disk, or compressed now.
 
+        Clients that send the whole conversation name a file again in every turn; it is read once,
+        where it comes first.
+
         Raises:
             BusyError: Too many requests wait for theirs.
         """
@@ -214,7 +217,11 @@ class Service:
             raise BusyError
         self.waiting += 1
         try:
-            return [await self._get_document(part, variant) for part in parts]
+            documents: dict[str, ServedDocument] = {}
+            for part in parts:
+                document = await self._get_document(part, variant)
+                documents.setdefault(document.sha256, document)
+            return list(documents.values())
         finally:
             self.waiting -= 1
 
