@@ -141,7 +141,9 @@ def test_objects_have_no_other_properties():
     # Each of two that hold at once would refuse what the other names.
     joined = {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}
     refused = {"not": {"properties": {"a": {}}}}
-    for other in (joined, {"anyOf": [joined]}, {"type": "object"}, refused):
+    beside = {"$ref": "#/$defs/d", "properties": {"a": {}}}
+    one_of = {"properties": {"a": {}}, "oneOf": [{"properties": {"b": {}}, "required": ["b"]}]}
+    for other in (joined, {"anyOf": [joined]}, {"type": "object"}, refused, beside, one_of):
         assert json.loads(close_objects(other)) == other
     assert close_objects("{no JSON") == "{no JSON"
 

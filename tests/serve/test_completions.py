@@ -88,6 +88,11 @@ def test_several_prompts_and_samples(client):
     assert both.usage.total_tokens == both.usage.prompt_tokens + both.usage.completion_tokens
 
 
+def test_equal_prompts_are_sampled_apart(client):
+    found = complete(client, [TEXT] * 4, temperature=1)
+    assert len({each.text for each in found.choices}) > 1
+
+
 def test_log_probabilities_are_the_models(client, model, tiny_tokenizer):
     ids = tiny_tokenizer(TEXT).input_ids
     whole = complete(client, TEXT, logprobs=2).choices[0]

@@ -1,6 +1,7 @@
 """A live server and the official client: documents, questions, streams, errors, restarts."""
 
 import asyncio
+import base64
 import http.client
 import importlib.util
 import json
@@ -21,6 +22,7 @@ from restorekv.errors import RestoreKVError  # noqa: E402
 from restorekv.generation.decoding import decode_answer, generate_ids, get_stop_ids  # noqa: E402
 from restorekv.model.shape import get_backbone  # noqa: E402
 from restorekv.readers.extract import extract_text  # noqa: E402
+from restorekv.serve.replies import describe_logprobs  # noqa: E402
 from restorekv.serve.requests import AnswerDefaults, ChatRequest  # noqa: E402
 from restorekv.serve.run import Settings, build_app  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
@@ -595,6 +597,47 @@ def test_responses_go_on_from_the_one_before(client, file):
     }
     with pytest.raises(openai.NotFoundError, match="no response"):
         client.responses.create(input="And then?", previous_response_id="resp-none", **options)
+
+
+def test_responses_go_on_with_documents_of_system_messages(client, file):
+    options = {"model": VARIANT, "temperature": 0, "max_output_tokens": 12}
+    asked = input_of(file)
+    # The document in a message of the system, the question in one of the user.
+    parts = [part for part in asked[-1]["content"] if part["type"] == "input_file"]
+    system = {"role": "system", "content": [*parts, {"type": "input_text", "text": "Be brief."}]}
+    conversation = [system, {"role": "user", "content": QUESTION}]
+    first = client.responses.create(input=conversation, instructions="Be kind.", **options)
+    second = client.responses.create(input="And then?", previous_response_id=first.id, **options)
+    said = [{"role": "assistant", "content": first.output_text}]
+    whole = [*conversation, *said, {"role": "user", "content": "And then?"}]
+    again = client.responses.create(input=whole, **options)
+    assert second.restorekv["documents"] == 1
+    assert second.output_text == again.output_text
+    # The system's text is read again, the instructions of the request before are not.
+    assert second.usage.input_tokens == again.usage.input_tokens
+
+
+def test_a_file_without_an_ending_is_read_as_its_kind_says(client):
+    page = "<html><style>p {color: red}</style><body><p>The code is seven.</p></body></html>"
+    encoded = base64.b64encode(page.encode()).decode()
+
+    def count(name):
+        inline = {"filename": name, "file_data": f"data:text/html;base64,{encoded}"}
+        parts = [{"type": "file", "file": inline}, {"type": "text", "text": QUESTION}]
+        messages = [{"role": "user", "content": parts}]
+        return ask(client, messages).usage.prompt_tokens
+
+    assert count("report") == count("report.html") < count("report.txt")
+
+
+def test_bytes_of_parts_of_characters_are_not_made_up(tiny_tokenizer):
+    ids = tiny_tokenizer("é", add_special_tokens=False).input_ids
+    pieces = [tiny_tokenizer.decode([each]) for each in ids]
+    assert any("\ufffd" in piece for piece in pieces)
+    rows = [(each, -1.0, {each: -1.0}) for each in ids]
+    for piece, described in zip(pieces, describe_logprobs(rows, tiny_tokenizer), strict=True):
+        known = None if "\ufffd" in piece else list(piece.encode())
+        assert described.bytes == described.top_logprobs[0].bytes == known
 
 
 def test_a_cache_file_goes_out_and_in(client, file, model, tiny_tokenizer, tmp_path):

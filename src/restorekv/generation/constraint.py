@@ -133,7 +133,9 @@ def _joins_schemas(schema: Any) -> bool:
     if not isinstance(schema, dict):
         return False
     joined = schema.get("allOf")
-    several = isinstance(joined, list) and (len(joined) > 1 or "properties" in schema)
+    several = isinstance(joined, list) and len(joined) > 1
+    if "properties" in schema:
+        several = bool({"allOf", "anyOf", "oneOf", "$ref"} & schema.keys())
     conditional = {"if", "not", "dependentSchemas", "unevaluatedProperties"} & schema.keys()
     return several or bool(conditional) or any(map(_joins_schemas, schema.values()))
 

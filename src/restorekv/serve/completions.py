@@ -91,7 +91,6 @@ async def complete_text(
         raise OptionError(
             f"A completion has no document to compress; use {service.base} as the model.", "model"
         )
-    sampling = request.make_sampling(service.defaults)
     limit = min(request.max_tokens or DEFAULT_TOKENS, service.limits.tokens)
     pending = []
     for prompt in request.list_prompts():
@@ -101,7 +100,8 @@ async def complete_text(
             text="",
             system="",
             limit=limit,
-            sampling=sampling,
+            # Each draws a seed of its own, so that equal prompts are sampled apart.
+            sampling=request.make_sampling(service.defaults),
             prompt=prompt,
         )
         pending.append(questions.begin(question, request.model, "cmpl", is_gone))
@@ -209,7 +209,11 @@ def list_logprobs(
         texts.append(text)
         values.append(value)
         offsets.append(offset)
-        likeliest.append({str(tokenizer.decode([other])): each for other, each in top.items()})
+        texts_of_top: dict[str, float] = {}
+        for other, each in top.items():
+            # Of tokens that look alike, such as parts of characters, the likeliest counts.
+            texts_of_top.setdefault(str(tokenizer.decode([other])), each)
+        likeliest.append(texts_of_top)
         offset += len(text)
     return Logprobs(
         tokens=texts, token_logprobs=values, text_offset=offsets, top_logprobs=likeliest

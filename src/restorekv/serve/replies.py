@@ -21,6 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.generation.answers import Answer
+from restorekv.model.tokenize import REPLACEMENT
 from restorekv.serve import schemas
 from restorekv.serve.engine import Engine, Reply, ServedDocument
 from restorekv.serve.store import Upload
@@ -159,7 +160,9 @@ def describe_logprobs(
 
     def describe(token: int, value: float) -> dict[str, Any]:
         text = str(tokenizer.decode([token]))
-        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+        # A part of a character is no text, and its bytes are not those of the sign for it.
+        known = None if REPLACEMENT in text else list(text.encode())
+        return {"token": text, "logprob": value, "bytes": known}
 
     content = []
     for token, value, top in rows:

@@ -8,6 +8,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
@@ -22,7 +23,13 @@ PART_TYPES = {"text", "input_text", "output_text", "file", "input_file"}
 LARGEST_SCHEMA = 1 << 15  # characters; one of 250,000 keeps all others waiting for 17 seconds
 
 # The endings that files get which have a type and no name.
-ENDINGS = {"application/pdf": ".pdf", "text/html": ".html", "text/markdown": ".md"}
+DOCX = "application/vnd.openxmlformats-officedocument.wordprocessingml.document"
+ENDINGS = {
+    "application/pdf": ".pdf",
+    "text/html": ".html",
+    "text/markdown": ".md",
+    DOCX: ".docx",
+}
 
 WHOSE_DOCUMENTS = (
     "Documents are in messages of the user or the system, not of the assistant; move the part to "
@@ -80,7 +87,11 @@ class FileReference(BaseModel):
                 "file_data is base64, or a data: URL of it; encode the file."
             ) from None
         mime = header.removeprefix("data:").partition(";")[0]
-        return AttachedFile(self.filename or f"file{ENDINGS.get(mime, '.txt')}", content)
+        name = self.filename or "file"
+        if not PurePath(name).suffix:
+            # The ending says how a file is read, and clients name files without one.
+            name += ENDINGS.get(mime, ".txt")
+        return AttachedFile(name, content)
 
 
 class MessagePart(FileReference):
@@ -175,7 +186,7 @@ class Format(BaseModel):
             return None
         if self.type == "json_object":
             return {"type": "object"}
-        schema = (self.json_schema or {}).get("schema", {})
+        schema = (self.json_schema or {}).get("schema") or {}
         if len(json.dumps(schema)) > LARGEST_SCHEMA:
             raise OptionError(
                 f"The JSON schema has more than {LARGEST_SCHEMA:,} characters; shorten it.",

@@ -112,8 +112,8 @@ class ResponseMemory:
         return self.turns[name]
 
     def add(self, name: str, messages: list[Message], text: str) -> None:
-        """Remember an answer, without system messages, which every request gives anew."""
-        turns = [message for message in messages if message.role not in ("system", "developer")]
+        """Remember an answer to messages."""
+        turns = list(messages)
         if turns and turns[-1].role == "assistant":  # the answer went on from there
             text = read_text(turns.pop()) + text
         turns.append(Message(role="assistant", content=text))
@@ -135,7 +135,9 @@ def add_responses(app: FastAPI, questions: Questions) -> None:
 
         def finish(reply: Reply) -> schemas.Response:
             if asked.store is not False:
-                memory.add(pending.header.id, chat.messages, reply.answers[0].text)
+                # Every request gives its instructions anew; they come first.
+                messages = chat.messages[1:] if asked.instructions else chat.messages
+                memory.add(pending.header.id, messages, reply.answers[0].text)
             return make_response(pending, asked, reply)
 
         if asked.stream:
