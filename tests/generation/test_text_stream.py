@@ -14,7 +14,7 @@ from restorekv.model.load import load_tokenizer
 from restorekv.model.tokenize import TextStream, _can_stream
 from tests.helpers.models import build_tokenizer
 
-STOPS = ((), ("the",), ("e ", "\n\n"), ("\ufffd",), ("日本", "is"))
+STOPS = ((), ("the",), ("e ", "\n\n"), ("\ufffd",), ("日本", "is"), (" the", "\nUser:"), (" ab",))
 
 
 def byte_fallback(**options: object) -> PreTrainedTokenizerFast:
@@ -118,7 +118,10 @@ class Naive:
         text = self.text()
         if text.endswith("\ufffd"):
             return ""
-        return self.upto(text, len(text) - count_uncertain(text, self.stop))
+        # Before the space at the start goes, which may belong to a stop string.
+        whole = decode_answer(self.tokenizer, self.ids, self.stops)
+        held = count_uncertain(whole[: find_first_stop(self.stop, whole)], self.stop)
+        return self.upto(text, max(len(text) - held, 0))
 
     def rest(self) -> str:
         text = self.text()
@@ -176,6 +179,15 @@ def test_pieces_together_are_the_answer(tokenizer):
             assert all(own == other for own, other in pieces)
 
     check()
+
+
+def test_a_stop_string_may_begin_with_the_space_before_the_answer():
+    tokenizer = byte_fallback()
+    ids = tokenizer.convert_tokens_to_ids(["▁", "<0x61>", "<0x62>"])
+    growing = GrowingText(tokenizer, set(), (" ab",))
+    # The tokenizer drops the first space of all, so the answer has two of them.
+    said = "".join(growing.push(token) for token in [ids[0], *ids]) + growing.rest()
+    assert tokenizer.decode([ids[0], *ids]) == " ab" and said == ""
 
 
 def test_stop_strings_are_seen_with_the_token_that_ends_them(tokenizer):

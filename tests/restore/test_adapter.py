@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -273,6 +274,19 @@ def test_another_evictor_warns(tiny_model, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         RestoreAdapter.from_pretrained(tiny_model, tmp_path, evictor="kvzip")
+
+
+def test_training_on_leaves_the_results_of_the_first_adapter_behind(tiny_model, tmp_path):
+    adapter = trained(tiny_model)
+    adapter.card = replace(adapter.card, source="someone/else")
+    adapter.record_training(evictor="kvzip")
+    adapter.record_results([{"benchmark": "ruler", "ratio": 0.1}], helps_up_to=0.3)
+    with torch.no_grad():
+        adapter.embeddings.add_(1.0)
+    adapter.record_training(evictor="snapkv")
+    adapter.save_pretrained(tmp_path)
+    card = RestoreAdapter.from_pretrained(tiny_model, tmp_path).card
+    assert (card.evictor, card.results, card.helps_up_to, card.source) == ("snapkv", *[None] * 3)
 
 
 def test_another_text_between_document_and_question_warns(tiny_model, tmp_path):

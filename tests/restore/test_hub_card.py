@@ -147,6 +147,21 @@ def test_the_commands_of_a_card_run(world, tmp_path, monkeypatch):
     assert cli(*shlex.split(second)[1:], "--max-new-tokens", 2).code == 0
 
 
+@pytest.mark.parametrize(
+    "evictor, example",
+    [
+        ("kvzip+,snapkv:window=4,kernel=5", "kvzip+"),
+        ("snapkv:window=4,kernel=5,h2o", "snapkv:window=4,kernel=5"),
+        ("fastkvzip:gate=d9426a54e3853592", "fastkvzip"),
+    ],
+)
+def test_the_example_names_one_evictor_that_the_user_has(world, evictor, example):
+    adapter = RestoreAdapter.create(load_model(world.model)[0], 4, rank=2)
+    adapter.record_training(evictor=evictor)
+    text = model_card.render_card(adapter.card, adapter.lora_config)
+    assert f'evictor="{example}"' in text
+
+
 def kvpress_section(**record):
     return card_of(adapter_of(**record)).split("## In kvpress 0.5.5")[1]
 

@@ -239,6 +239,24 @@ def test_conventions_that_are_not_the_adapters_are_named(measured, own):
     } == {("counted", "adakv")}
 
 
+@pytest.mark.parametrize(
+    "record, names",
+    [
+        ({"evictor": "kvzip,snapkv:window=4"}, ["kvzip"]),
+        ({"evictor": "snapkv", "also_for": ["kvzip"]}, ["kvzip"]),
+        ({"evictor": "kvzip", "also_for": ["h2o"]}, [None]),
+        ({"evictor": None}, [None]),
+    ],
+)
+def test_an_adapter_of_several_evictors_has_results_of_each(measured, own, record, names):
+    stored = read_adapter(own)
+    card = replace(stored.card, **record)
+    read = publish.read_results(measured / "eval.json", replace(stored, card=card))
+    assert [row.get("evictor") for row in read] == names * 2
+    others = [{**row, "evictor": "h2o"} for row in read]
+    assert publish.merge_results(replace(card, results=others), read).results == others + read
+
+
 def test_results_beside_caches_that_were_held_otherwise(measured, own):
     """Every row has the base that was held as it was, and says how."""
     payload = json.loads((measured / "eval.json").read_text())

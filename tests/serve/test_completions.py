@@ -12,6 +12,8 @@ from openai.types import completion_create_params  # noqa: E402
 
 from restorekv.serve import fields  # noqa: E402
 from restorekv.serve.completions import CompletionRequest  # noqa: E402
+from restorekv.serve.engine import BusyError  # noqa: E402
+from restorekv.serve.questions import Questions  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from tests.helpers.models import build_model  # noqa: E402
 from tests.helpers.serving import VARIANT, client_of, serving  # noqa: E402
@@ -91,6 +93,22 @@ def test_several_prompts_and_samples(client):
 def test_equal_prompts_are_sampled_apart(client):
     found = complete(client, [TEXT] * 4, temperature=1)
     assert len({each.text for each in found.choices}) > 1
+
+
+def test_what_is_refused_half_way_is_not_written(client, monkeypatch):
+    begun = []
+    begin = Questions.begin
+
+    def refuse_the_third(self, question, *more):
+        if len(begun) == 2:
+            raise BusyError
+        begun.append(question)
+        return begin(self, question, *more)
+
+    monkeypatch.setattr(Questions, "begin", refuse_the_third)
+    with pytest.raises(openai.RateLimitError):
+        complete(client, [TEXT] * 3)
+    assert [each.cancelled for each in begun] == [True, True]
 
 
 def test_log_probabilities_are_the_models(client, model, tiny_tokenizer):

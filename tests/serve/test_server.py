@@ -630,6 +630,14 @@ def test_a_file_without_an_ending_is_read_as_its_kind_says(client):
     assert count("report") == count("report.html") < count("report.txt")
 
 
+def test_a_temperature_of_nearly_nothing_is_greedy():
+    """Some clients ask so for the likeliest tokens."""
+    messages = [{"role": "user", "content": QUESTION}]
+    for temperature, taken in ((1e-8, 0.0), (0.009, 0.0), (0.01, 0.01)):
+        request = ChatRequest(model="tiny", messages=messages, temperature=temperature)
+        assert request.make_sampling(AnswerDefaults()).temperature == taken
+
+
 def test_bytes_of_parts_of_characters_are_not_made_up(tiny_tokenizer):
     ids = tiny_tokenizer("é", add_special_tokens=False).input_ids
     pieces = [tiny_tokenizer.decode([each]) for each in ids]
@@ -726,6 +734,26 @@ def test_answers_that_repeat_themselves_can_be_ended(client, file):
     assert whole.startswith(ended.choices[0].message.content)
     with pytest.raises(openai.BadRequestError, match="stop_repeats"):
         ask(client, about(file), extra_body={"stop_repeats": 1}, **options)
+
+
+def test_a_stream_leaves_out_the_repetition_that_the_answer_leaves_out(
+    client, file, tiny_tokenizer
+):
+    options = {"max_tokens": 60, "temperature": 0, "logprobs": True}
+    # A token that comes again and again, after a few others.
+    word = tiny_tokenizer(" red", add_special_tokens=False).input_ids[0]
+    options |= {"logit_bias": {str(word): 100}, "frequency_penalty": 0}
+    options["extra_body"] = {"stop_repeats": 3}
+    whole = ask(client, about(file), **options).choices[0]
+    assert whole.message.content == "red", "the copies were cut off"
+    content = ""
+    tokens = []
+    for chunk in ask(client, about(file), stream=True, **options):
+        for choice in chunk.choices:
+            content += choice.delta.content or ""
+            tokens += choice.logprobs.content if choice.logprobs else []
+    assert content == whole.message.content
+    assert [each.token for each in tokens] == [each.token for each in whole.logprobs.content]
 
 
 def test_the_server_decides_what_a_request_leaves_open(model, tiny_tokenizer, tmp_path):

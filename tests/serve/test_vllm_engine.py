@@ -14,6 +14,7 @@ import pytest
 from restorekv import CompressionConfig
 
 openai = pytest.importorskip("openai")
+httpx2 = pytest.importorskip("httpx2")
 
 from restorekv import compose, compress, load_model  # noqa: E402
 from restorekv.errors import RestoreKVError  # noqa: E402
@@ -23,7 +24,7 @@ from restorekv.serve import vllm_engine  # noqa: E402
 from restorekv.serve.run import find_engine_class  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from restorekv.serve.store import Store  # noqa: E402
-from restorekv.serve.vllm_client import RemoteVllm  # noqa: E402
+from restorekv.serve.vllm_client import RemoteVllm, _iter_lines  # noqa: E402
 from restorekv.serve.vllm_documents import find_form  # noqa: E402
 from restorekv.serve.vllm_files import VllmFiles  # noqa: E402
 from restorekv.storage.cache_file import open_cache_file  # noqa: E402
@@ -389,6 +390,24 @@ def test_servers_that_cannot_serve_documents(model, tiny_tokenizer, tmp_path):
 
 def side(model, folder: Path, url: str, form: str):
     return RemoteVllm(url, folder / "documents", model.config.vocab_size, find_form(form))
+
+
+def test_events_end_at_line_feeds_alone():
+    """JSON may hold the separators of Unicode as they are, at which `aiter_lines` also splits."""
+    event = 'data: {"text": "a\u2028b\u0085c"}'.encode()
+    stream = event + b"\n\ndata: [DONE]"
+
+    async def read(size):
+        parts = [stream[at : at + size] for at in range(0, len(stream), size)]
+        response = httpx2.Response(200, content=iterate(parts))
+        return [line async for line in _iter_lines(response)]
+
+    async def iterate(parts):
+        for part in parts:
+            yield part
+
+    for size in (1, 7, 1000):
+        assert asyncio.run(read(size)) == [event, b"", b"data: [DONE]"]
 
 
 @pytest.mark.parametrize("form", ["ragged", "portable"])

@@ -348,19 +348,23 @@ class GrowingText:
         self.end = token if token in self.eos_ids else None
         if self.end is None:
             self.stream.push(token)
-        text = self.shorten(self.stream.certain)
-        # What may become a stop string is held back until the next token decides.
-        return self.upto(text, len(text) - count_uncertain(text, self.stop_strings))
+        written = self.stream.certain
+        written = written[: find_first_stop(self.stop_strings, written)]
+        # What may become a stop string is held back until the next token decides. It may begin with
+        # the space before the answer, which the text does not have.
+        held = count_uncertain(written, self.stop_strings)
+        text = self.strip(written)
+        return self.upto(text, max(len(text) - held, 0))
 
     def rest(self) -> str:
         """Return what is left at the end."""
-        text = self.shorten(self.stream.get_text())
+        written = self.stream.get_text()
+        text = self.strip(written[: find_first_stop(self.stop_strings, written)])
         return self.upto(text, len(text))
 
-    def shorten(self, text: str) -> str:
-        """Return a text up to the first stop string, as it starts."""
-        shortened = text[: find_first_stop(self.stop_strings, text)]
-        return shortened if self.keep_leading_space else shortened.lstrip()
+    def strip(self, text: str) -> str:
+        """Return a text as the answer starts."""
+        return text if self.keep_leading_space else text.lstrip()
 
     def upto(self, text: str, end: int) -> str:
         """Return what was not returned before of the first `end` characters."""

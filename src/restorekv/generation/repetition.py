@@ -11,6 +11,7 @@ before them. The last run + p tokens are then made of copies of one block of p t
 """
 
 from collections.abc import Iterable, Iterator
+from typing import Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -18,6 +19,7 @@ DEFAULT_REPEATS = 3  # of conversations and the command line; 0 lets an answer r
 LEAST_TOKENS = 32  # so that rows of dashes, zeros or table cells are no repetition
 SPACES = " \u0120\u2581"  # how vocabularies write the space before a word
 BREAKS = ("\n", "\u010a", "<0x0A>")  # and line breaks
+T = TypeVar("T")
 
 
 class RepetitionWatch:
@@ -71,16 +73,33 @@ class RepetitionWatch:
         return max(self.runs.values(), default=0)
 
 
+class CopyFilter(Generic[T]):
+    """Holds back tokens of a growing answer until it is certain that they are no copies."""
+
+    def __init__(self, tokenizer: Tokenizer, copies: int) -> None:
+        self.watch = RepetitionWatch(tokenizer, copies)
+        self.held: list[T] = []
+
+    def push(self, token: int, item: T) -> list[T]:
+        """Go on to the next token, for which `item` stands; return the items that are certain."""
+        self.watch.push(token)
+        self.held.append(item)
+        count = len(self.held) - self.watch.uncertain
+        certain = self.held[:count]
+        self.held = self.held[count:]
+        return certain
+
+    def finish(self) -> tuple[list[T], list[T]]:
+        """Return the items at the answer's end that are no copies, and those that are."""
+        count = len(self.held) - self.watch.repeated
+        return self.held[:count], self.held[count:]
+
+
 def drop_repetition(written: Iterable[int], tokenizer: Tokenizer, copies: int) -> Iterator[int]:
     """Yield the tokens of a growing answer without the copies at its end, as soon as it is certain
     that they are none.
     """
-    watch = RepetitionWatch(tokenizer, copies)
-    held: list[int] = []
+    certain: CopyFilter[int] = CopyFilter(tokenizer, copies)
     for token in written:
-        watch.push(token)
-        held.append(token)
-        certain = len(held) - watch.uncertain
-        yield from held[:certain]
-        held = held[certain:]
-    yield from held[: len(held) - watch.repeated]
+        yield from certain.push(token, token)
+    yield from certain.finish()[0]

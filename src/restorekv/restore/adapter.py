@@ -355,6 +355,8 @@ class RestoreAdapter(nn.Module):
             between=between,
             license=license,
             # The old values belonged to the adapter that training started from.
+            source=None,
+            results=None,
             helps_up_to=None,
             also_for=None,
         )

@@ -32,6 +32,7 @@ from restorekv.restore.licenses import (
     forbids_commercial_use,
     normalize_license,
 )
+from restorekv.spec import split_specs
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 # The data source whose parts paper/results/corpus.md names.
@@ -90,7 +91,9 @@ def render_card(card: AdapterCard, config: LoraConfig, name: str = PLACEHOLDER) 
         if key not in unimportant
     }
     targets = config.target_modules
-    evictor, _, evictor_settings = (card.evictor or "").partition(":")
+    # Of several evictors the first one, as in the example.
+    first = next(iter(split_specs(card.evictor or "")), "")
+    evictor, _, evictor_settings = first.partition(":")
     columns = dict.fromkeys(("source", "examples", "contexts", "license"))
     body = ModelCard.from_template(
         make_front_matter(card, config),
@@ -170,8 +173,10 @@ def is_hub_name(name: str) -> bool:
 def _make_usage_arguments(card: AdapterCard, name: str) -> dict[str, object]:
     """Return the arguments of `compress` in the card's example, with a ratio near 0.1."""
     low, high = card.ratio_range or (0.1, 0.1)
+    # One of those it was trained for; the file of a gate is the user's own.
+    first = next(iter(split_specs(card.evictor or "kvzip")))
     return {
-        "evictor": card.evictor or "kvzip",
+        "evictor": first.partition(":gate=")[0],
         "ratio": min(max(0.1, low), high),
         "adapter": name,
     }

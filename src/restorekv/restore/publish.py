@@ -25,6 +25,7 @@ from restorekv.restore.licenses import (
     inherit_license,
     normalize_license,
 )
+from restorekv.spec import split_specs
 
 AUTHORS_LICENSE = "cc-by-nc-4.0"  # of all four published adapters, by their model cards
 README_LIMIT = 1 << 20  # bytes
@@ -286,6 +287,7 @@ def read_results(path: Path, stored: StoredAdapter) -> list[dict]:
     """
     card = stored.get_card()
     weights = stored.weights_hash()
+    served = [*split_specs(card.evictor or ""), *(card.also_for or ())]
     try:
         rows = read_json(path, f"The file of results {path}")["rows"]
         # Rows of this model, then of this adapter: each rule has its own message.
@@ -294,7 +296,7 @@ def read_results(path: Path, stored: StoredAdapter) -> list[dict]:
         results = [
             _compare_to_baselines(row, rows, card)
             for row in of_this_adapter
-            if card.evictor in (None, row["method"])
+            if not card.evictor or row["method"] in served
         ]
         model = rows[0]["model"]
         method = (of_this_adapter or rows)[0]["method"]
@@ -313,7 +315,7 @@ def read_results(path: Path, stored: StoredAdapter) -> list[dict]:
     if not results:
         raise AdapterError(
             f"{path} was measured with the evictor {method}; evaluate the adapter with "
-            f"{card.evictor}."
+            f"{' or '.join(served)}."
         )
     return results
 
@@ -344,6 +346,8 @@ def _compare_to_baselines(row: dict, rows: list[dict], card: AdapterCard) -> dic
     full = next(other for other in asked_the_same if other["evictor"] == "full")
 
     result = {"benchmark": row["benchmark"], "ratio": row["ratio"]}
+    if card.evictor not in (None, row["method"]):  # one of several
+        result["evictor"] = row["method"]
     if row["protocol"] != "kvpress":
         result["protocol"] = row["protocol"]
     for key in CONVENTIONS:
@@ -369,7 +373,10 @@ def merge_results(card: AdapterCard, results: list[dict]) -> AdapterCard:
     """Return the card with these rows in place of older ones of the same kind."""
 
     def kind_of(row: dict) -> list[Any]:
-        return [row.get(key) for key in ("benchmark", "protocol", "ratio", *CONVENTIONS, *HELD)]
+        return [
+            row.get(key)
+            for key in ("benchmark", "protocol", "ratio", "evictor", *CONVENTIONS, *HELD)
+        ]
 
     fresh = [kind_of(row) for row in results]
     others = [row for row in card.results or () if kind_of(row) not in fresh]

@@ -92,8 +92,9 @@ async def complete_text(
             f"A completion has no document to compress; use {service.base} as the model.", "model"
         )
     limit = min(request.max_tokens or DEFAULT_TOKENS, service.limits.tokens)
-    pending = []
-    for prompt in request.list_prompts():
+    pending: list[PendingAnswer] = []
+
+    def begin(prompt: str | list[int]) -> PendingAnswer:
         question = ServedQuestion(
             documents=(),
             turns=(),
@@ -104,13 +105,18 @@ async def complete_text(
             sampling=request.make_sampling(service.defaults),
             prompt=prompt,
         )
-        pending.append(questions.begin(question, request.model, "cmpl", is_gone))
-    if request.stream:
-        return await pending[0].start_stream(stream_text(pending[0], request))
+        return questions.begin(question, request.model, "cmpl", is_gone)
+
+    prompts = request.list_prompts()
+    if request.stream:  # of one prompt
+        first = begin(prompts[0])
+        return await first.start_stream(stream_text(first, request))
     try:
+        for prompt in prompts:
+            pending.append(begin(prompt))
         parts = [await each.wait_for_reply() for each in pending]
     finally:
-        # Where one fails, nobody waits for the others.
+        # Where one fails or is refused, nobody waits for the others.
         for each in pending:
             each.question.cancelled = True
     whole = make_text_completion(pending[0].header, parts, service.engine.tokenizer)

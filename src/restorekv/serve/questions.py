@@ -15,6 +15,7 @@ from openai.types.chat.chat_completion_chunk import ChoiceDelta
 from pydantic import BaseModel
 
 from restorekv.generation.answers import GrowingText
+from restorekv.generation.repetition import CopyFilter
 from restorekv.serve import replies, schemas
 from restorekv.serve.engine import (
     ENDING,
@@ -195,16 +196,12 @@ class PendingAnswer:
         """
         likely: list[list[tuple]] = [[] for _ in self.texts]
         try:
-            while True:
-                item = self.peeked.pop() if self.peeked else await self.tokens.get()
-                if item is None:  # all tokens have been read
-                    break
-                sample, token, *more = item
+            async for (sample, token, *more), is_copy in self._iter_tokens():
                 for each in more:
                     # A token whose text is not certain yet sends nothing; its log-probabilities
                     # wait for it.
                     likely[sample].append((token, *each))
-                piece = self.texts[sample].push(token)
+                piece = "" if is_copy else self.texts[sample].push(token)
                 if piece:
                     yield sample, piece, likely[sample]
                     likely[sample] = []
@@ -217,6 +214,30 @@ class PendingAnswer:
         finally:
             # Also after the last piece, when nobody looks at it any more.
             self.question.cancelled = True
+
+    async def _iter_tokens(self) -> AsyncIterator[tuple[tuple, bool]]:
+        """Yield (sample, token) with what else was said of it, and whether it is one of the copies
+        at the end of an answer that repeats itself, which the text of the answer does not have.
+        """
+        copies = self.question.sampling.copies
+        filters: list[CopyFilter[tuple]] = [
+            CopyFilter(text.tokenizer, copies) for text in self.texts if copies
+        ]
+        while True:
+            item = self.peeked.pop() if self.peeked else await self.tokens.get()
+            if item is None:  # all tokens have been read
+                break
+            if not copies:
+                yield item, False
+                continue
+            for each in filters[item[0]].push(item[1], item):
+                yield each, False
+        for certain in filters:
+            kept, dropped = certain.finish()
+            for each in kept:
+                yield each, False
+            for each in dropped:
+                yield each, True
 
     async def _wait(self, future: asyncio.Future[T]) -> T:
         """Return the result of a future; when it does not come, the writing ends."""

@@ -64,6 +64,7 @@ class AttachedFile:
     content: bytes
 
 
+LEAST_TEMPERATURE = 0.01  # below it only the likeliest token has a chance
 # A document of a request; a text is its own.
 DocumentPart = str | UploadedFile | AttachedFile
 
@@ -259,7 +260,8 @@ class SamplingRequest(BaseModel):
             "presence_penalty": self.presence_penalty or 0.0,
             "stop_repeats": _choose(self.stop_repeats, defaults.stop_repeats),
         }
-        if self.top_p == 0:
+        # Clients ask for the likeliest tokens with 1e-8, too.
+        if self.top_p == 0 or options["temperature"] < LEAST_TEMPERATURE:
             options["temperature"] = 0.0
         if self.logit_bias:
             options["logit_bias"] = _parse_bias(self.logit_bias)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import secrets
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -299,9 +299,9 @@ class RemoteVllm:
                 if not response.is_success:
                     refusal = (await response.aread()).decode("utf-8", "replace")
                     raise self._make_refusal(refusal)
-                async for line in response.aiter_lines():
-                    if line.startswith("data: {"):
-                        for piece in self._parse_event(json.loads(line.removeprefix("data: "))):
+                async for line in _iter_lines(response):
+                    if line.startswith(b"data: {"):
+                        for piece in self._parse_event(json.loads(line.removeprefix(b"data: "))):
                             yield piece
         except httpx2.HTTPError as error:
             why = summarize_error(error)
@@ -343,6 +343,20 @@ class RemoteVllm:
             )
         why = summarize_error(ValueError(message[:300]))
         return RestoreKVError(f"vLLM refuses the request: {why}.")
+
+
+async def _iter_lines(response: httpx2.Response) -> AsyncIterator[bytes]:
+    """Yield the lines of a stream of events.
+
+    Only a line feed ends one: the separators of Unicode, at which `aiter_lines` also splits, may
+    stand in the JSON of an event.
+    """
+    begun = b""
+    async for part in response.aiter_bytes():
+        *lines, begun = (begun + part).split(b"\n")
+        for line in lines:
+            yield line
+    yield begun
 
 
 def _likely_of_choice(given: Mapping[str, Any] | None) -> list[Likely]:
