@@ -193,6 +193,8 @@ def test_fields_inside_are_not_ignored_either(url, file, more, param):
 
 
 FILE_PART = {"type": "file", "file": {"file_id": ""}}
+TWO_FILES = {"type": "file", "file": {"file_id": "file-a", "file_data": "YQ=="}}
+PAGES = {"type": "file", "file": {"file_id": "file-a", "format": "text/plain", "pages": "1-3"}}
 SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}
 
 
@@ -201,12 +203,17 @@ SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}
     [
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"9" * 9: 1}}, "logit_bias"),
-        ({"temperature": 0.001}, "temperature"),
+        ({"temperature": -1}, "temperature"),
         ({"stop": [""]}, "stop"),
         ({"stop_repeats": 1}, "stop_repeats"),
         ({"model": "tiny:kvzip-7"}, "model"),
         ({"messages": [{"role": "user", "content": None}]}, "messages"),
         ({"messages": [{"role": "user", "content": [FILE_PART]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [TWO_FILES]}]}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [PAGES]}]},
+            "messages.content.file.pages",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"response_format": SCHEMA}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),

@@ -9,6 +9,7 @@ import re
 import socket
 import sqlite3
 import time
+from types import SimpleNamespace
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -22,6 +23,8 @@ from starlette.datastructures import URL  # noqa: E402
 from restorekv.readers import extract  # noqa: E402
 from restorekv.readers.extract import extract_text  # noqa: E402
 from restorekv.serve import document_checks, guard  # noqa: E402
+from restorekv.serve.engine import Engine  # noqa: E402
+from restorekv.serve.requests import Message  # noqa: E402
 from restorekv.serve.responses import ResponseMemory  # noqa: E402
 from restorekv.serve.run import Settings, build_app  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
@@ -413,6 +416,35 @@ def test_remembered_answers_are_bounded(monkeypatch):
     for number in range(100):
         remembered.add(str(number), [], "x" * 1000)
     assert len(remembered.turns) == len(remembered.sizes) < 11
+
+
+def test_a_message_counts_once_in_a_conversation(monkeypatch):
+    monkeypatch.setattr("restorekv.serve.responses.LARGEST", 10_000)
+    remembered = ResponseMemory()
+    others = [Message(role="user", content="x" * 1000)]
+    remembered.add("another client's", others, "yes")
+    turns = [Message(role="user", content="y" * 3000)]
+    for number in range(30):
+        turns = [*turns, Message(role="user", content="And then?")]
+        remembered.add(str(number), turns, "yes")
+        turns = remembered.find(str(number))
+    assert remembered.find("another client's")[:1] == others
+    # What is forgotten is counted no more, and the rest still is.
+    large = Message(role="user", content="z" * 8000)
+    remembered.add("large", [large], "yes")
+    assert "another client's" not in remembered.turns
+    kept = {id(message) for turns in remembered.turns.values() for message in turns}
+    assert kept == set(remembered.sizes) == set(remembered.uses)
+
+
+def test_questions_that_nobody_waits_for_take_no_place():
+    questions = [
+        SimpleNamespace(started=started, cancelled=cancelled)
+        for started in (False, True)
+        for cancelled in (False, True)
+    ]
+    engine = SimpleNamespace(tasks=dict(enumerate(questions)))
+    assert Engine.count_waiting(engine) == 1
 
 
 def test_the_description_is_true_of_errors(client):

@@ -380,7 +380,10 @@ class CacheEngine(Engine, Generic[Active]):
         key = self.make_key(document.sha256, document.variant)
         context = self.load_cache(key, document.sha256)
         if context is None:
-            raise UnavailableError("A document has gone while the question waited; ask again.")
+            raise UnavailableError(
+                "A document has gone while the question waited; ask again. If it happens often, "
+                "give the server more memory or disk for documents."
+            )
         return context
 
     def load_cache(self, key: str, sha256: str) -> CompressedContext | None:

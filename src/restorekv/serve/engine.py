@@ -237,8 +237,10 @@ class Engine(ABC):
         return question.done
 
     def count_waiting(self) -> int:
-        """Return how many questions wait; those that are being written do not."""
-        return sum(not question.started for question in self.tasks.values())
+        """Return how many questions wait; those that are being written do not, nor do those that
+        nobody wants to be answered any more.
+        """
+        return sum(not (question.started or question.cancelled) for question in self.tasks.values())
 
     def wait_for_tasks(self, seconds: float) -> None:
         """Block until no question is being answered, at most some seconds; not in the loop."""

@@ -145,7 +145,9 @@ class Guard:
         length = request.headers.get("content-length", "0")
         if not is_from_here(request, self.keys):
             return make_problem_response(
-                403, "Refused a request from another site's page; open this server's own address."
+                403,
+                "Refused a request from another site's page, or to another host's name; open this "
+                "server's own address, or start it with API keys.",
             )
         # From the scope, since url.path may be what the Host header says.
         needs_key = self.keys and request.scope["path"] not in self.open_paths

@@ -78,6 +78,8 @@ class FileReference(BaseModel):
 
     def find_file(self) -> UploadedFile | AttachedFile:
         """Return the file; its id may be empty, where the request has neither id nor file."""
+        if self.file_id and self.file_data:
+            raise RestoreKVError("A file has a file_id or file_data, not both; leave one out.")
         if self.file_id or not self.file_data:
             return UploadedFile(self.file_id or "")
         header, _, encoded = self.file_data.rpartition(",")
@@ -110,9 +112,17 @@ class MessagePart(FileReference):
         """Refuse fields that would be ignored; `check_type` refuses parts of other types."""
         if not isinstance(given, dict) or given.get("type") not in PART_TYPES:
             return given
-        return fields.take_known(
-            given, cls.model_fields, fields.PART_IDLE, fields.PART_REFUSED, "messages.content."
+        place = "messages.content."
+        taken = fields.take_known(
+            given, cls.model_fields, fields.PART_IDLE, fields.PART_REFUSED, place
         )
+        if taken.get("file"):
+            known = FileReference.model_fields
+            refused = fields.PART_REFUSED
+            taken["file"] = fields.take_known(
+                taken["file"], known, fields.FILE_IDLE, refused, f"{place}file."
+            )
+        return taken
 
     @property
     def is_document(self) -> bool:

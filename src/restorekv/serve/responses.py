@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Literal
 
@@ -99,7 +99,10 @@ class ResponseMemory:
 
     def __init__(self) -> None:
         self.turns: OrderedDict[str, list[Message]] = OrderedDict()
-        self.sizes: dict[str, int] = {}
+        # The turns of a conversation share messages, each of which counts once. By the message's
+        # identity: in how many turns it is, and its characters.
+        self.uses: Counter[int] = Counter()
+        self.sizes: dict[int, int] = {}
 
     def find(self, name: str | None) -> list[Message]:
         """Return the messages up to and with an answer."""
@@ -118,10 +121,20 @@ class ResponseMemory:
             text = read_text(turns.pop()) + text
         turns.append(Message(role="assistant", content=text))
         self.turns[name] = turns
-        self.sizes[name] = sum(len(message.model_dump_json()) for message in turns)
+        for message in turns:
+            self.uses[id(message)] += 1
+            if id(message) not in self.sizes:
+                self.sizes[id(message)] = len(message.model_dump_json())
         while len(self.turns) > REMEMBERED or sum(self.sizes.values()) > LARGEST:
-            oldest, _ = self.turns.popitem(last=False)
-            del self.sizes[oldest]
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        _, turns = self.turns.popitem(last=False)
+        for message in turns:
+            self.uses[id(message)] -= 1
+            if not self.uses[id(message)]:
+                del self.uses[id(message)]
+                del self.sizes[id(message)]
 
 
 def add_responses(app: FastAPI, questions: Questions) -> None:
