@@ -107,6 +107,18 @@ def test_passages_are_cut_at_the_end_of_a_sentence(tiny_tokenizer):
     assert any(document.text.endswith(".") for document in documents)
 
 
+def test_a_passage_about_which_nothing_can_be_asked_is_counted(tiny_tokenizer):
+    bare = {**rows()[4], "id": "bare", "text": "word " * 3, "questions": []}
+    config = replace(CONFIG, made=0.0, invented=0.0)
+    reasons = []
+    for number in range(40):  # a tenth of such passages ask themselves
+        found = list(read_corpus(iter([{**bare, "id": f"bare/{number}"}]), config, tiny_tokenizer))
+        assert len(found) == 1
+        reasons += [str(item) for item in found if isinstance(item, DropRow)]
+        assert isinstance(found[0], DropRow) or found[0].studied
+    assert len(reasons) > 20 and set(reasons) == {"nothing to ask"}
+
+
 def test_a_passage_asks_its_people_first(tiny_tokenizer):
     documents, _ = read(replace(CONFIG, invented=0.0), tiny_tokenizer)
     own = next(each for each in documents if each.name == "logs/0")

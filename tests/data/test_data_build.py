@@ -283,12 +283,15 @@ def test_texts_that_ship_for_benchmarks_are_refused(
             "share-alike/squad.json.gz",
         )
     )
+    genres = gzip.decompress((TEXTS / "genres" / "evaluation.jsonl.gz").read_bytes()).decode()
+    contract = json.loads(genres.partition("\n")[0])["context"][:3000]
+    cable = (TEXTS / "facts" / "cable.txt").read_text()
     story, article = (
         json.loads(stories.partition("\n")[0])["context"][:3000],
         json.loads(squad)["data"][0],
     )
     paragraph = max((each["context"] for each in article["paragraphs"]), key=len)
-    texts = novel[9000:12000], story, paragraph
+    texts = novel[9000:12000], story, paragraph, contract, cable
     papers = [{"instruction": f"{paper} Now the paper ends. Question: who?"} for paper in texts]
     changed = tmp_path / "longalpaca.json"
     changed.write_text(json.dumps([*json.loads(Path(files["longalpaca"]).read_text()), *papers]))
@@ -301,6 +304,8 @@ def test_texts_that_ship_for_benchmarks_are_refused(
         "Burnett_Garden_1911.txt.gz",
         "val.jsonl.gz",
         "squad.json.gz",
+        "evaluation.jsonl.gz",
+        "cable.txt",
     ]
 
 

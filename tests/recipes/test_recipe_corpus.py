@@ -84,9 +84,7 @@ def test_no_passage_that_ships_shares_a_tenth_with_an_evaluation_text(index):
 
 def test_the_builder_takes_no_passage_that_shares_a_tenth(tiny_tokenizer, tmp_path, monkeypatch):
     """Passages with no, little, much and nothing but text of an evaluation set, cut as always."""
-    held_out = [
-        row["context"] for _, row in iterate_values(Path(SHIPPED_TEXTS[0]) / "val.jsonl.gz")
-    ]
+    held_out = [row["context"] for _, row in iterate_values(TEXTS / "fairytaleqa" / "val.jsonl.gz")]
     rng = random.Random(0)
     rows = []
     for number, share in enumerate([0.0, 0.02, 0.3, 0.6, 1.0] * 8):
@@ -100,6 +98,7 @@ def test_the_builder_takes_no_passage_that_shares_a_tenth(tiny_tokenizer, tmp_pa
                 "genre": "mixed",
                 "license": "MIT",
                 "text": f"{own} {taken}",
+                "questions": [{"question": "Who is named in the text?"}],
             }
         )
     source = write_jsonl(tmp_path / "corpus.jsonl", rows)

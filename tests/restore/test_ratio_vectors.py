@@ -118,7 +118,10 @@ def test_the_vectors_survive_the_disk_and_count_as_weights(tiny_model, tmp_path)
     assert loaded.identity()["hash"] == adapter.identity()["hash"]
     assert adapter.identity()["hash"] != make_moved_adapter(adapter, 0.1).identity()["hash"]
     assert "ln(r / 0.1)" in (tmp_path / "README.md").read_text("utf-8")
+    loaded.card = replace(loaded.card, results=[{"benchmark": "mine"}], helps_up_to=0.3)
     short = loaded.truncate(2)
+    # Nobody has measured the shorter one; above .3 it helps no more than the whole one.
+    assert (short.card.results, short.card.helps_up_to) == (None, 0.3)
     assert short.ratio_vectors.equal(adapter.ratio_vectors[:2])
 
 

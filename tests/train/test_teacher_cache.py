@@ -2,8 +2,9 @@
 
 import copy
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from tokenizers import normalizers
 
 from restorekv import seal
 from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.evictors import EVICTORS
+from restorekv.evictors.base import Evictor
 from restorekv.model.load import load_model
+from restorekv.model.shape import CacheShape
 from restorekv.train import teacher_cache as cache_module
 from restorekv.train.examples import make_tiny_examples
 from restorekv.train.loop import train_adapter
@@ -52,6 +56,37 @@ def test_cached_equals_uncached(tiny_tokenizer, tmp_path, evictor, prefills, fam
     assert losses(tmp_path / "filling") == losses(tmp_path / "filled") == losses(tmp_path / "live")
     parts = {path.name: len(list(path.iterdir())) for path in (tmp_path / "store").iterdir()}
     assert parts == {"scores": 5, "teacher": 5} | ({"prefill": 5} if prefills else {})
+
+
+@dataclass(frozen=True)
+class Pinning(Evictor):
+    """Somebody's evictor: float64, and infinity for what it pins."""
+
+    name: ClassVar[str] = "pinning"
+
+    def score(self, model, tokenizer, context, full, observer=None):
+        shape = CacheShape.from_model(model)
+        scores = torch.arange(float(context.tokens), dtype=torch.float64)
+        scores = scores.repeat(shape.layers, shape.heads, 1)
+        scores[..., 3] = torch.inf
+        scores[..., 5] = -torch.inf
+        return scores
+
+
+def test_scores_of_any_evictor_can_be_stored(tiny_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setitem(EVICTORS, "pinning", Pinning)
+    config = replace(LIVE, evictor="pinning", steps=2 * len(EXAMPLES))
+    train_adapter(build_model("qwen3"), tiny_tokenizer, EXAMPLES, config, tmp_path / "live")
+    for run in ("filling", "filled"):
+        train_adapter(
+            build_model("qwen3"),
+            tiny_tokenizer,
+            EXAMPLES,
+            config,
+            tmp_path / run,
+            store=tmp_path / "store",
+        )
+    assert losses(tmp_path / "filling") == losses(tmp_path / "filled") == losses(tmp_path / "live")
 
 
 @pytest.mark.slow

@@ -373,6 +373,12 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_are_spoilt(
         train_adapter(build_model("qwen3"), tiny_tokenizer, EXAMPLES, config, tmp_path / "run")
     held = load_file(tmp_path / "run" / "checkpoint.safetensors")
     assert all(value.isfinite().all() for value in held.values())
+    # Without a checkpoint at every step the steps before are kept too.
+    rare = replace(config, checkpoint_every=100)
+    with pytest.raises(RestoreKVError, match=r"step \d is not finite.*steps before it are kept"):
+        train_adapter(build_model("qwen3"), tiny_tokenizer, EXAMPLES, rare, tmp_path / "rare")
+    again = load_file(tmp_path / "rare" / "checkpoint.safetensors")
+    assert all(torch.equal(again[name], held[name]) for name in held)
 
 
 @pytest.mark.slow

@@ -33,7 +33,13 @@ SUITE_DOCUMENTS = 156
 # What other benchmarks ask and ships. Factbook countries share lists of treaties: tasks/splits.py
 # parts those by name.
 TEXTS = Path(__file__).parents[1] / "tasks" / "texts"
-SHIPPED_TEXTS = [str(TEXTS / name) for name in ("fairytaleqa", "novels", "share-alike")]
+SHIPPED_TEXTS = [
+    *(str(path) for path in sorted(TEXTS.glob("facts/*.txt"))),
+    str(TEXTS / "fairytaleqa"),
+    str(TEXTS / "genres" / "evaluation.jsonl.gz"),
+    str(TEXTS / "novels"),
+    str(TEXTS / "share-alike"),
+]
 
 
 def build_mixture(

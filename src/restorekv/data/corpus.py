@@ -73,8 +73,11 @@ def read_corpus(
             continue  # before its text is tokenized
         if isinstance(turn, int):
             yield _draw_made_document(turn, config)
-        else:
+            continue
+        try:
             yield _make_passage(turn, config, tokenizer)
+        except DropRow as reason:
+            yield reason
 
 
 def _take_turns(genres: dict[str, list[dict]], config: BuildConfig) -> Iterator[dict | int]:
@@ -127,7 +130,7 @@ def identify_license(row: dict) -> str:
 
 
 def _make_passage(row: dict, config: BuildConfig, tokenizer: Tokenizer) -> SourceDocument:
-    """Return a row's passage with its questions."""
+    """Return a row's passage with its questions; raise DropRow where there is nothing to ask."""
     # A row without an id is named by its text, so that each of several is drawn on its own.
     name = str(row.get("id", ""))
     if not name:
@@ -152,6 +155,8 @@ def _make_passage(row: dict, config: BuildConfig, tokenizer: Tokenizer) -> Sourc
         # The teacher's own questions take the place of the others.
         exercises = exercises[:1]
     questions += exercises
+    if not questions and not studied:
+        raise DropRow("nothing to ask")
     return SourceDocument(
         name, text, identify_license(row), asked=tuple(questions), studied=studied
     )

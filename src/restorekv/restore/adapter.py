@@ -247,7 +247,8 @@ class RestoreAdapter(nn.Module):
                 f"The adapter was not trained to work with {count} of its {self.restore_tokens} "
                 "restore tokens (train it with --nested); expect worse answers."
             )
-        card = replace(self.card, restore_tokens=count)
+        # What was measured, was measured with all of the tokens.
+        card = replace(self.card, restore_tokens=count, results=None)
         embeddings = self.embeddings.detach()[:count].clone()
         vectors = None
         if self.ratio_vectors is not None:

@@ -12,7 +12,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -189,12 +189,14 @@ def _take_steps(
                 due = done % config.checkpoint_every == 0 or done == config.steps
                 if due and group.rank == 0:
                     checkpoint.save_checkpoint(folder, run, done)
-    except KeyboardInterrupt:
-        # Interrupted: what was done since the last checkpoint is kept.
+    except BaseException as error:
+        # Interrupted, or broken off by an error: what was done since the last checkpoint is kept.
         if done > start and group.rank == 0:
             # A launcher repeats the signal, which would interrupt the saving.
             holding = checkpoint.hold_signals() if group.size > 1 else nullcontext()
-            with holding:
+            # Where the disk is full, the first error is the one to tell.
+            failing = () if isinstance(error, KeyboardInterrupt) else (OSError, RestoreKVError)
+            with holding, suppress(*failing):
                 checkpoint.save_checkpoint(folder, run, done)
         raise
 
@@ -252,7 +254,7 @@ def _add_gradients(
     if not math.isfinite(total + float(norm)):
         raise RestoreKVError(
             f"Loss or gradient of step {step} is not finite ({total:g}, {float(norm):g}); lower "
-            "the learning rate. The last checkpoint is from before it."
+            "the learning rate. The steps before it are kept."
         )
     return group.average_loss(total)
 

@@ -205,7 +205,9 @@ class TeacherCache:
             nonlocal full
             prepared = _score_context(eviction, self.model, self.tokenizer, context)
             full = prepared.full
-            return {"scores": prepared.scores}
+            # As a file holds them: an evictor of the user's may give others, and pin with infinity.
+            limits = torch.finfo(torch.float32)
+            return {"scores": prepared.scores.float().clamp(limits.min, limits.max)}
 
         scores_spec = (torch.float32, (shape.layers, shape.heads, context.tokens))
         are_scores = partial(seal.has_sizes, sizes={"scores": scores_spec})
