@@ -22,20 +22,23 @@ _SOURCE_DIGEST = re.compile(r"#[0-9a-f]{12}$")
 _PLACEHOLDERS = {int: "NUMBER", float: "NUMBER", bool: "true|false", str: "TEXT"}
 
 
-def parse_spec(text: str, classes: Mapping[str, type[Named]], what: str) -> Named:
+def parse_spec(
+    text: str, classes: Mapping[str, type[Named]], what: str, presets: Iterable[str] = ()
+) -> Named:
     """Return an object of the class that the spec names.
 
     Args:
         text: The spec. A digest that `digest_source` made may follow; it is ignored.
         classes: The classes by name.
         what: How sentences of errors call such an object.
+        presets: Names that users may give too, and that stand for others before this is called.
 
     Raises:
         RestoreKVError: For an unknown name or setting, and for a value of another type.
     """
     name, _, rest = _SOURCE_DIGEST.sub("", text).partition(":")
     if name not in classes:
-        raise RestoreKVError(explain_unknown(what, name, classes))
+        raise RestoreKVError(explain_unknown(what, name, [*presets, *classes]))
     types = _list_settings(classes[name])
     settings = {}
     for item in filter(None, map(str.strip, rest.split(","))):

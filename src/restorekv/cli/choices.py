@@ -77,7 +77,7 @@ def list_benchmarks() -> list[str]:
 
 def check_evictor(text: str) -> None:
     """Refuse a spec, such as snapkv:window=64, of an evictor that is not known."""
-    _check_spec(text, (*EVICTORS, *COMPRESSORS), EVICTOR_PLUGINS, "evictor")
+    _check_spec(text, (*PRESETS, *EVICTORS, *COMPRESSORS), EVICTOR_PLUGINS, "evictor")
 
 
 def check_benchmark(text: str) -> None:

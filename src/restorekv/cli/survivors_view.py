@@ -80,10 +80,7 @@ def _list_facts(survivors: Survivors) -> dict[str, str]:
     ratio = float(Fraction(m.ratio))
     share = f"{m.bytes_held / m.bytes_full:.1%}"
     surviving = m.tokens - survivors.forgotten
-    context = (
-        f"T = {m.tokens:,} tokens, chat prefix S = {m.prefix:,} ({m.prefix_policy}, small budget: "
-        f"{m.on_small_budget})"
-    )
+    context = f"T = {m.tokens:,} tokens, chat prefix S = {m.prefix:,} ({m.prefix_policy})"
     if m.cut:
         context += f", {m.cut:,} tokens were cut"
     facts = {

@@ -17,6 +17,7 @@ from restorekv.compression.budget import Budget, OnSmallBudget, PrefixPolicy
 from restorekv.compression.compressor import BeginPhase, Compressor, PreparedContext
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.full_cache import ScoredContext, prefill_and_score, prefill_unscored
+from restorekv.compression.presets import PRESETS
 from restorekv.compression.streaming import StreamedContext, split_context
 from restorekv.errors import RestoreKVError
 from restorekv.model import support
@@ -183,7 +184,8 @@ def make_compressor(text: str, config: CompressionConfig = CompressionConfig()) 
     """Return the method that a spec names: eviction by an evictor, or a method that makes a compact
     cache of its own.
     """
-    named = spec.parse_spec(text, {**evictors.EVICTORS, **COMPRESSORS}, "evictor")
+    classes = {**evictors.EVICTORS, **COMPRESSORS}
+    named = spec.parse_spec(text, classes, "evictor", PRESETS)
     if isinstance(named, Compressor):
         return named.with_config(config)
     return Eviction(named, None, config)

@@ -252,9 +252,7 @@ class Worker:
         for question, (ids, whole, kl) in zip(sample.questions, figures, strict=True):
             text = self._decode_answer(ids)
             answer = {**describe_question(question), "prediction": text}
-            answer |= {"score": self.benchmark.score(question, text)}
-            if metrics := self.benchmark.compute_metrics(question, text):
-                answer |= {"metrics": metrics}
+            answer |= self.benchmark.score_answer(question, text)
             lines.append(
                 {
                     **answer,

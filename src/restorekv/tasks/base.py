@@ -6,6 +6,7 @@ around them.
 """
 
 import hashlib
+import math
 import random
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -19,6 +20,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv import spec
 from restorekv.errors import RestoreKVError
 from restorekv.model.tokenize import tokenize_text
+
+ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,14 @@ class Question:
     max_new_tokens: int
     answer_prefix: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # ("4711") is a text, not a tuple of one, and would be four references of a digit each.
+        if isinstance(self.answers, str) or not all(isinstance(each, str) for each in self.answers):
+            raise RestoreKVError(
+                f"The answers of the question {self.id!r} are {self.answers!r}; give a tuple of "
+                "texts, such as ('4711',)."
+            )
 
 
 @dataclass(frozen=True)
@@ -106,6 +117,21 @@ class Benchmark(ABC):
     def score(self, question: Question, prediction: str) -> float:
         """Return the benchmark's official metric, in [0, 1]."""
 
+    def score_answer(self, question: Question, prediction: str) -> dict[str, Any]:
+        """Return `score` of an answer and, if there are any, its further `metrics`, all in [0, 1];
+        refuse anything else, which would only be found once all has been asked.
+        """
+        scored: dict[str, Any] = {
+            "score": _check_figure(self.score(question, prediction), f"score() of {self.title}")
+        }
+        metrics = self.compute_metrics(question, prediction)
+        if metrics:
+            scored["metrics"] = {
+                name: _check_figure(value, f"The metric {name} of {self.title}")
+                for name, value in metrics.items()
+            }
+        return scored
+
     def is_right(self, answer: Mapping[str, Any]) -> bool:
         """Return whether a stored answer counts as right, for the answers that a small cache keeps.
 
@@ -127,16 +153,26 @@ class Benchmark(ABC):
         return {
             "data": self.describe_data(),
             "license": self.describe_license(),
-            "metric": self.metric,
+            "metric": self._find_words("metric"),
         }
 
     def describe_data(self) -> str:
         """Return where the samples come from: `data`, unless the settings decide."""
-        return self.data
+        return self._find_words("data")
 
     def describe_license(self) -> str:
         """Return the license of the samples: `license`, unless the settings decide."""
-        return self.license
+        return self._find_words("license")
+
+    def _find_words(self, attribute: str) -> str:
+        """Return what the class says of itself; somebody's first benchmark may not say it."""
+        words = getattr(self, attribute, None)
+        if not isinstance(words, str):
+            raise RestoreKVError(
+                f"The benchmark {type(self).__name__} does not say its {attribute}; give the class "
+                f'a text {attribute} = "...".'
+            )
+        return words
 
     def choose_samples(self, tokenizer: Tokenizer, protocol: str) -> list[Sample]:
         """Return the samples that a run asks."""
@@ -163,6 +199,20 @@ class Benchmark(ABC):
         default.
         """
         return {}
+
+
+def _check_figure(value: Any, what: str) -> float:
+    """Return a figure as a float, also one of NumPy or PyTorch."""
+    found = repr(value)
+    if not isinstance(value, str | bytes):
+        try:
+            figure = float(value)
+        except (TypeError, ValueError):
+            figure = math.nan
+        # Sums of shares may be above 1 by a rounding.
+        if -ROUNDING <= figure <= 1 + ROUNDING:
+            return min(max(figure, 0.0), 1.0)
+    raise RestoreKVError(f"{what} gave {found[:80]}; let it return a number from 0 to 1.")
 
 
 def separate_question(question: str, protocol: str) -> str:
