@@ -9,10 +9,9 @@ import pytest
 from benchmarks import vllm
 from benchmarks.vllm import Options, make_tables
 from restorekv.model.load import load_model
-from restorekv.storage.portable import MARK, make_mark
 from tests.helpers.pages import ROOT
 
-RESULT = json.loads((ROOT / "benchmarks" / "results" / "2026-11-22-vllm-cpu.json").read_text())
+RESULT = json.loads((ROOT / "benchmarks" / "results" / "2026-11-27-vllm-cpu.json").read_text())
 
 
 @pytest.mark.parametrize("result", [RESULT], ids=["smollm2"])
@@ -27,11 +26,10 @@ def test_the_page_shows_the_stored_result(result):
         ]
         rates = row["throughput"]
         figures = [
-            row["positions"],
-            result["options"]["fitting"] * result["options"]["tokens"] // row["positions"],
+            row["bytes"] / 1e6,
+            row["resident"],
             median(row["cold"]),
             median(row["warm"]),
-            rates["do not fit, 8 together"],
             rates["do not fit, 32 together"],
             rates["fit, 32 together"],
         ]
@@ -39,6 +37,16 @@ def test_the_page_shows_the_stored_result(result):
         assert all(
             abs(a - b) <= max(0.01, 0.02 * b) for a, b in zip(shown, figures, strict=True)
         ), (shown, figures)
+
+
+def test_the_first_page_shows_it_too():
+    page = (ROOT / "docs" / "index.md").read_text()
+    rates = {row["side"]: row["throughput"] for row in RESULT["rows"]}
+    for side, name in (("whole", "whole, with vLLM's prefix cache"), ("r = 0.1", "compressed to")):
+        line = re.search(rf"^\| {name}.*$", page, re.MULTILINE)[0]
+        shown = [float(each) for each in re.findall(r"([\d.]+) tokens a second", line)]
+        expected = [rates[side][f"{load}, 32 together"] for load in ("do not fit", "fit")]
+        assert shown == pytest.approx(expected, rel=0.02)
 
 
 def test_its_table_names_every_side():
@@ -64,16 +72,21 @@ def test_random_weights_give_the_prompts_of_every_side(monkeypatch, tmp_path):
     model, tokenizer = load_model(str(tmp_path / "model"))
     options = Options(vllm.RANDOM, 64, 2, 1, ("0.5",), (1,), 4)
     documents = vllm.cut_texts(tokenizer, options.tokens, options.documents)
-    whole, compressed = (
-        side
-        for _, side in vllm.iterate_sides(
-            model, tokenizer, documents, tmp_path, options, lambda words: None
-        )
-    )
-    assert len(whole[0]) == len(compressed[0]) == 2 and whole[2] == 64
-    assert compressed[2] < 64 < len(whole[0][0][0])
-    assert compressed[0][0][0][:MARK] == make_mark(512) != whole[0][0][0][:MARK]
-    assert sorted(path.name for path in (tmp_path / "store-0.5").iterdir()) == [
-        "0.safetensors",
-        "1.safetensors",
-    ]
+    told = []
+    arguments = (model, tokenizer, documents, tmp_path, options, told.append)
+    whole, compressed = vllm.iterate_sides(*arguments)
+    assert whole.transfer is None and whole.resident == 1
+    assert whole.blocks == (64 + 2 * vllm.SPARE) // vllm.BLOCK
+    # A token has a pair of keys and values, bfloat16, in two heads of eight of two layers.
+    assert whole.document_bytes == 64 * 2 * 2 * 2 * 8 * 2
+    assert len(whole.prompts) == len(compressed.prompts) == 2
+    assert len(compressed.prompts[0][0]) < 64 < len(whole.prompts[0][0])
+    names = sorted(path.name for path in tmp_path.glob("store-*/*"))
+    assert names == ["0.rkv", "1.rkv"] and len(told) == 2
+    # The pool and the blocks share what the whole documents had.
+    pool = compressed.transfer["kv_connector_extra_config"]["documents_memory"]
+    block_bytes = vllm.BLOCK * whole.document_bytes // 64
+    assert pool + compressed.blocks * block_bytes <= whole.blocks * block_bytes
+    assert compressed.resident * compressed.document_bytes <= pool
+    list(vllm.iterate_sides(*arguments))
+    assert len(told) == 2, "nothing is compressed twice"

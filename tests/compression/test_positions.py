@@ -2,6 +2,7 @@
 of it.
 """
 
+import copy
 import json
 
 import pytest
@@ -129,6 +130,31 @@ def test_yarn_from_the_command_line(model, tiny_tokenizer, tmp_path):
     assert figures["cut"] == 0 and figures["rope"]["factor"] == 4.0
     assert cli("ask", out, "Who?", "--model", folder, "--max-new-tokens", 2).code == 0
     assert "YaRN's factor is more than 1" in cli(*command, "--yarn", 0.5).err
+
+
+def test_yarn_stretches_the_layers_that_see_the_whole_text(tiny_tokenizer, tmp_path):
+    """As transformers does with the settings of those layers, where each kind has its own RoPE."""
+    plain = build_model("gemma3", max_position_embeddings=POSITIONS)
+    plain.save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    config = copy.deepcopy(plain.config)
+    original = {"original_max_position_embeddings": POSITIONS}
+    config.rope_parameters["full_attention"] |= {"rope_type": "yarn", "factor": 4.0, **original}
+    config.max_position_embeddings = 4 * POSITIONS
+    expected = type(plain)(config)
+    expected.load_state_dict(plain.state_dict())
+    ids = torch.arange(40)[None] + 5
+    for rope in (4, {"rope_type": "yarn", "factor": 4.0, **original}):
+        stretched, _ = load_model(str(tmp_path), rope=rope)
+        assert count_positions(stretched.config) == 4 * POSITIONS
+        assert torch.equal(stretched(ids).logits, expected.eval()(ids).logits)
+        assert not torch.equal(stretched(ids).logits, plain(ids).logits)
+    stretched.save_pretrained(tmp_path / "stretched")
+    tiny_tokenizer.save_pretrained(tmp_path / "stretched")
+    with pytest.raises(RestoreKVError, match="stretched already"):
+        load_model(str(tmp_path / "stretched"), rope=2)
+    with pytest.raises(RestoreKVError, match="no RoPE of the kind 'far'"):
+        load_model(str(tmp_path), rope={"full_attention": {}, "far": {}})
 
 
 def test_yarn_needs_a_plain_model(model, tiny_tokenizer, tmp_path):

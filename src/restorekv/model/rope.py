@@ -22,6 +22,9 @@ SHIFTABLE = ("default", "linear", "yarn", "llama3")
 STRETCHED = ("yarn", "longrope", "dynamic", "linear", "llama3")
 MOST_YARN = 64  # the largest factor of YaRN that is accepted
 NO_LIMIT = sys.maxsize  # positions of a model that names no limit
+# Models with a RoPE for each kind of layers have settings by the kind's name. This is the one whose
+# layers see the whole text.
+FULL_ATTENTION = "full_attention"
 
 
 def get_rope_settings(config: PretrainedConfig) -> dict[str, Any]:
@@ -39,11 +42,19 @@ def get_rope_settings(config: PretrainedConfig) -> dict[str, Any]:
 def count_positions(config: PretrainedConfig) -> int:
     """Return how many positions the model was made for, NO_LIMIT if its config does not say.
 
-    A stretched RoPE (YaRN) multiplies the original number.
+    A stretched RoPE (YaRN) multiplies the original number. Configs with a RoPE for each kind of
+    layers say the number as it is with all of them.
     """
     config = config.get_text_config()
-    rope = get_rope_settings(config)
     configured = getattr(config, "max_position_embeddings", None) or 0
+    rope = get_rope_settings(config)
+    if FULL_ATTENTION in rope:
+        rope = {}
+    return _multiply_positions(rope, configured)
+
+
+def _multiply_positions(rope: Mapping[str, Any], configured: int) -> int:
+    """Return the positions of a RoPE over `configured` ones."""
     original = rope.get("original_max_position_embeddings")
     # These two name no original number: they stretch the configured one.
     if rope.get("rope_type") in ("linear", "dynamic"):
@@ -59,12 +70,16 @@ def stretch_rope(config: PretrainedConfig, rope: Mapping[str, object] | float) -
     positions.
     """
     text = config.get_text_config()
+    settings = get_rope_settings(text)
+    # Layers with a window never see far, so only the others are stretched.
+    by_kind = FULL_ATTENTION in settings
+    own = settings[FULL_ATTENTION] if by_kind else settings
     if not isinstance(rope, Mapping):
         if not 1 < rope <= MOST_YARN:
             raise RestoreKVError(
                 f"YaRN's factor is more than 1 and at most {MOST_YARN}, not {rope:g}."
             )
-        if get_rope_settings(text).get("rope_type") in STRETCHED:
+        if own.get("rope_type") in STRETCHED:
             raise RestoreKVError(
                 "The model's RoPE is stretched already; give all of its settings to load_model."
             )
@@ -73,9 +88,23 @@ def stretch_rope(config: PretrainedConfig, rope: Mapping[str, object] | float) -
             "factor": float(rope),
             "original_max_position_embeddings": count_positions(text),
         }
-    # The number of positions follows from the new settings, so they are set first.
-    text.rope_parameters = {**get_rope_settings(text), **rope}
-    text.max_position_embeddings = count_positions(text)
+    if not by_kind:
+        # The number of positions follows from the new settings, so they are set first.
+        text.rope_parameters = {**own, **rope}
+        text.max_position_embeddings = count_positions(text)
+        return
+    changed = dict(rope) if FULL_ATTENTION in rope else {FULL_ATTENTION: rope}
+    unknown = sorted(changed.keys() - settings.keys())
+    if unknown:
+        raise RestoreKVError(
+            f"The model has no RoPE of the kind {unknown[0]!r}; give settings of "
+            f"{' or '.join(settings)}."
+        )
+    text.rope_parameters = {kind: {**settings[kind], **changed.get(kind, {})} for kind in settings}
+    stretched = text.rope_parameters[FULL_ATTENTION]
+    # What was stretched before does not say over how many positions, unless the new settings do.
+    if own.get("rope_type") not in STRETCHED or "original_max_position_embeddings" in stretched:
+        text.max_position_embeddings = _multiply_positions(stretched, count_positions(text))
 
 
 def compute_rotation(
