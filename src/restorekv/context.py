@@ -35,6 +35,7 @@ from restorekv.model.prompt import (
     Context,
     check_system_message,
     check_token_ids,
+    check_vocabulary,
     encode_text,
     hash_template,
 )
@@ -283,6 +284,7 @@ class CompressedContext:
             ids = check_token_ids(self.tokenizer, text)
         if not ids.shape[-1] or (isinstance(text, str) and not text.strip()):
             raise RestoreKVError("There is nothing to append; give a text with at least one word.")
+        check_vocabulary(self.model, ids)
         return self.append_ids(ids, restore, adapter, evictor)
 
     def append_ids(
@@ -410,12 +412,14 @@ class CompressedContext:
         """
         config = options.get("generation_config")
 
-        # An option of the call goes before the same one in generation_config.
-        def find_option(name: str) -> Any:
-            return options.get(name) or getattr(config, name, None) or 1
-
         # transformers fills what a config leaves out from the model's.
         configs = (config, getattr(self.model, "generation_config", None))
+
+        # An option of the call goes before the same one in a config.
+        def find_option(name: str) -> Any:
+            given = [options.get(name), *(getattr(each, name, None) for each in configs)]
+            return next((each for each in given if each is not None), 1)
+
         for name in ASSISTED:
             if options.get(name) or any(getattr(each, name, None) for each in configs):
                 raise RestoreKVError(
@@ -430,6 +434,7 @@ class CompressedContext:
                 "generate returns one text; for more, call model.generate with `inputs` yourself."
             )
         inputs = self.inputs(question, answer_prefix)
+        check_vocabulary(self.model, inputs["input_ids"])
         stops = decoding.get_stop_ids(self.model, self.tokenizer)
         defaults: dict[str, Any] = {
             "eos_token_id": sorted(stops),

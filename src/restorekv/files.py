@@ -88,6 +88,9 @@ def replace_file(path: Path, follow: bool = True) -> Iterator[Path]:
     with explain_write_errors(path):
         # Exclusively, so that no existing file is written to, least of all through a link.
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_FOLLOW, 0o666))
+        # What only its owner could read stays so.
+        if path.exists() and (follow or not path.is_symlink()):
+            temporary.chmod(stat.S_IMODE(path.stat().st_mode))
     try:
         yield temporary
         os.replace(temporary, path)

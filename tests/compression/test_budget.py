@@ -48,7 +48,13 @@ def test_tokens_per_head(count, tokens, layers, heads):
         )
 
 
-@pytest.mark.parametrize("ratio", [0, 1.5, -0.1, float("nan"), float("inf"), "x", None, "1/0"])
+# Numbers that take minutes to compute, if anyone tried.
+ENDLESS = ["1e2_0_000_000", "1e-20_000_000", "1e-999999999", "1" * 99]
+
+
+@pytest.mark.parametrize(
+    "ratio", [0, 1.5, -0.1, float("nan"), float("inf"), "x", None, "1/0", "0.1_0", *ENDLESS]
+)
 def test_bad_ratios(ratio):
     with pytest.raises(BudgetError, match="above 0 and at most 1"):
         Budget.of_ratio(ratio, 100, 2, 2)

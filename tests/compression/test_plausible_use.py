@@ -146,6 +146,18 @@ def test_contexts_can_be_compared_and_put_into_sets(tiny):
     )
 
 
+def test_generate_heeds_the_models_own_generation_config(tiny, monkeypatch):
+    model, tokenizer = tiny
+    small = compress(model, tokenizer, TEXT, ratio=0.5, adapter=None)
+    assert model.generation_config.num_beams in (None, 1)
+    beams = small.generate("Which code?", max_new_tokens=4, num_beams=2)
+    monkeypatch.setattr(model.generation_config, "num_beams", 2)
+    assert small.generate("Which code?", max_new_tokens=4) == beams
+    monkeypatch.setattr(model.generation_config, "return_dict_in_generate", True)
+    with pytest.raises(RestoreKVError, match="returns one text"):
+        small.generate("Which code?", max_new_tokens=4)
+
+
 def test_generate_takes_a_generation_config(tiny):
     made = small(tiny)
     whole = made.ask(QUESTION)

@@ -2,6 +2,8 @@
 data.
 """
 
+import copy
+
 import pytest
 import torch
 
@@ -83,6 +85,20 @@ def test_answers_are_those_of_ask(tiny_model, tiny_tokenizer, tmp_path):
         )
         ids = result[0, inputs["input_ids"].shape[1] :].tolist()
         assert tiny_tokenizer.decode(ids, skip_special_tokens=True) == answer
+
+
+def test_another_model_is_refused_by_a_cache_that_was_loaded_without_one(
+    tiny_model, tiny_tokenizer, tmp_path
+):
+    made = small_of(tiny_model, tiny_tokenizer).portable()
+    made.save(tmp_path / "a.safetensors")
+    other = copy.deepcopy(tiny_model)
+    with torch.no_grad():
+        other.lm_head.weight[5] += 1
+    loaded = load_portable(tmp_path / "a.safetensors")
+    assert loaded.ask(tiny_model, tiny_tokenizer, QUESTIONS[0], 4)
+    with pytest.raises(CacheFileError, match="was made with another model"):
+        loaded.ask(other, tiny_tokenizer, QUESTIONS[0], 4)
 
 
 def test_placeholders_follow_from_the_document(tiny_model, tiny_tokenizer):

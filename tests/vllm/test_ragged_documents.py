@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 
 from restorekv import CompressionConfig, compress
 from restorekv.errors import CacheFileError, RestoreKVError
@@ -122,6 +123,38 @@ def test_damaged_and_replaced_files_are_never_served(place, tiny_model, tiny_tok
         RaggedStore(place, describe_engine_model(tiny_model)).find_document(ids)
 
 
+def test_a_document_that_was_renamed_is_found_again(place, tiny_model, tiny_tokenizer):
+    store = RaggedStore(place, describe_engine_model(tiny_model))
+    red, blue = (prompt(place / f"{name}.rkv", QUESTION, tiny_tokenizer) for name in TEXTS)
+    assert store.find_document(red).path.name == "red.rkv"
+    (place / "red.rkv").rename(place / "old.rkv")
+    (place / "blue.rkv").rename(place / "red.rkv")
+    assert store.find_document(red).path.name == "old.rkv"
+    assert store.find_document(blue).path.name == "red.rkv"
+    # A copy takes the place of one that is overwritten.
+    (place / "copy.rkv").write_bytes((place / "old.rkv").read_bytes())
+    (place / "old.rkv").write_bytes((place / "red.rkv").read_bytes())
+    found = store.find_document(red)
+    assert found.path.name == "copy.rkv" and load_file(found.path, found.name)
+
+
+def test_the_position_of_the_question_belongs_to_a_document(tiny_model, tiny_tokenizer, tmp_path):
+    """Keys are moved by it, so two files of one text with other offsets are two documents."""
+    names = set()
+    for offset in (0, 500):
+        small = compress(
+            tiny_model,
+            tiny_tokenizer,
+            TEXTS["red"],
+            ratio=0.3,
+            adapter=None,
+            config=CompressionConfig(offset=offset),
+        )
+        small.save(tmp_path / "moved.rkv")
+        names.add(identify(cache_file.open_cache_file(tmp_path / "moved.rkv")).name)
+    assert len(names) == 2
+
+
 @pytest.mark.parametrize("options", [{}, {"storage": "int8"}, {"allocation": "per-head"}])
 def test_pairs_are_those_of_the_cache_at_other_positions(tiny_model, tiny_tokenizer, options):
     config = CompressionConfig(**options)
@@ -176,6 +209,14 @@ def test_a_tiny_model_rotates_as_the_large_one(family, rope):
     model = build_model(family, rope_parameters=rope)
     keys = torch.randn(5, CacheShape.from_model(model).head_dim)
     assert shift_keys(build_rope_model(model.config), keys, -77).equal(shift_keys(model, keys, -77))
+
+
+@pytest.mark.parametrize("kind", ["Qwen3MoeConfig", "MixtralConfig"])
+def test_a_tiny_model_has_one_expert(kind):
+    config = getattr(transformers, kind)(num_hidden_layers=4, vocab_size=64)
+    with torch.device("meta"):
+        small = build_rope_model(config)
+    assert sum(each.numel() for each in small.parameters()) < 1_000_000
 
 
 def test_a_bias_is_refused(tiny_model, tiny_tokenizer, tmp_path):

@@ -148,8 +148,8 @@ def parse_ratio(ratio: float | str | Fraction) -> Fraction:
     """Return the decimal that was written, not the nearest double: 0.1 -> 1/10."""
     text = str(ratio)[:60]
     try:
-        # Takes long to compute.
-        endless = len(text) == 60 or re.search(r"e[-+]?\d{3}", text, re.IGNORECASE)
+        # Takes long to compute. Fraction also reads digits with underscores between them.
+        endless = len(text) == 60 or re.search(r"_|e[-+]?\d{3}", text, re.IGNORECASE)
         exact = ratio if isinstance(ratio, Fraction) else Fraction(0 if endless else text)
     except (ValueError, ZeroDivisionError):
         exact = Fraction(0)
@@ -172,7 +172,8 @@ def _explain_kept_whole(ratio: Fraction, tokens: int, restore_tokens: int) -> st
         wanted = f"{restore_tokens} restore tokens"
     return (
         f"A text of {tokens} tokens is too short for ratio {float(ratio):g}, which has no room for "
-        f"{wanted}: everything is kept, at ratio 1, and nothing is restored."
+        f"{wanted}: everything is kept, at ratio 1, and nothing is restored. What is appended "
+        "later is kept whole, too."
     )
 
 

@@ -47,6 +47,7 @@ from restorekv.model.prompt import (
     Context,
     check_question,
     check_system_message,
+    check_vocabulary,
     encode_text,
     render_between_turns,
     warn_if_beyond_positions,
@@ -293,6 +294,7 @@ class Chat:
         document = self.document
         tokenizer = document.tokenizer
         ids = self.question_ids(question)
+        check_vocabulary(document.model, torch.tensor(ids))
         seen = self.cache.get_seq_length() + len(ids)
         warn_if_beyond_positions(document.model, seen, "The conversation")
         refuse_beyond(

@@ -33,7 +33,7 @@ from restorekv.generation.fixed_steps import (
 from restorekv.generation.sampling import refuse_not_finite
 from restorekv.model.attention.naive import make_causal_mask
 from restorekv.model.cache_argument import pass_cache
-from restorekv.model.prompt import warn_if_beyond_positions
+from restorekv.model.prompt import check_vocabulary, warn_if_beyond_positions
 from restorekv.model.tokenize import decode_ids
 
 BATCH = 16
@@ -113,6 +113,7 @@ def generate_tokens(
     # The warning comes once, before any work, for the question that reaches furthest.
     furthest = 0
     for cache, prompt, limit in zip(caches, prompts, limits, strict=True):
+        check_vocabulary(model, prompt)
         furthest = max(furthest, cache.get_seq_length() + len(prompt) + limit)
     warn_if_beyond_positions(model, furthest, "A question with the longest answer allowed")
     stops = get_stop_ids(model, tokenizer)

@@ -161,13 +161,8 @@ def fit_context(
         offset: How many positions the question is moved by.
     """
     check_choice("max_context", too_long, TOO_LONG)
-    vocabulary = get_vocabulary_size(model)
-    highest = int(max(context.ids.max(), context.suffix.max() if context.suffix.numel() else 0))
-    if highest >= vocabulary:
-        raise RestoreKVError(
-            f"The tokenizer writes token {highest:,}, and the model has tokens 0 to "
-            f"{vocabulary - 1:,}; pass the tokenizer that belongs to the model."
-        )
+    check_vocabulary(model, context.ids)
+    check_vocabulary(model, context.suffix)
     limit = count_usable_positions(model)
     # Room for restore tokens and a question, but of a short model no more than a quarter of its
     # positions.
@@ -194,6 +189,17 @@ def fit_context(
         error.tokens, error.positions, error.room = context.tokens, limit, most
         raise error
     return replace(context, ids=context.ids[:, : context.prefix + most]), over
+
+
+def check_vocabulary(model: PreTrainedModel, ids: Tensor) -> None:
+    """Refuse ids that the model has no embeddings for; on a GPU they end the process."""
+    vocabulary = get_vocabulary_size(model)
+    highest = int(ids.max()) if ids.numel() else 0
+    if highest >= vocabulary:
+        raise RestoreKVError(
+            f"The tokenizer writes token {highest:,}, and the model has tokens 0 to "
+            f"{vocabulary - 1:,}; pass the tokenizer that belongs to the model."
+        )
 
 
 def count_usable_positions(model: PreTrainedModel) -> int:

@@ -118,8 +118,9 @@ class Portable:
         max_new_tokens: int = 128,
     ) -> str | list[str]:
         """Return the answer to a question, or those to several, in batches, as
-        `CompressedContext.ask` gives them.
+        `CompressedContext.ask` gives them; refuse a model that the cache was not made by.
         """
+        check_model("The portable cache", self.manifest, model)
         support.prepare_model(model)
         cache = RaggedCache.from_full_cache(self.make_cache())
         several = [questions] if isinstance(questions, str) else questions

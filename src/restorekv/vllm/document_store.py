@@ -224,12 +224,13 @@ class DocumentStore(ABC):
         return document
 
     def _match(self, is_asked: Callable[[StoredDocument], bool]) -> StoredDocument | None:
-        """Return the known document that is asked, if its file is still there.
+        """Return the known document that is asked, if its file is still there, unchanged.
 
         Of several, one that can be served comes first.
         """
         for document in self.documents:
-            if is_asked(document) and document.path.exists():
+            # One that was renamed leaves another file at its place, or none.
+            if is_asked(document) and _find_change(document.path) == self._files[document.path][0]:
                 return document
         return None
 
@@ -237,13 +238,23 @@ class DocumentStore(ABC):
         """Read files that are new or changed; return whether there were any."""
         has_news = False
         for path in sorted(self.folder.glob(self.pattern)):
-            with suppress(OSError):  # it was moved away just now, or is a circle of links
-                changed = path.stat().st_mtime_ns
-                known, _ = self._files.get(path, (None, None))
-                if known != changed:
-                    has_news = True
+            changed = _find_change(path)
+            if changed is None:  # it was moved away just now, or is a circle of links
+                continue
+            known, _ = self._files.get(path, (None, None))
+            if known != changed:
+                has_news = True
+                with suppress(OSError):
                     self._files[path] = (changed, self._read_document(path))
         return has_news
+
+
+def _find_change(path: Path) -> int | None:
+    """Return when a file was changed last, None if there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def find_heads(rank: int, ranks: int, heads: int) -> slice:

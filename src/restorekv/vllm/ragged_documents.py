@@ -31,7 +31,21 @@ from restorekv.vllm.page_pool import DocumentPairs
 
 PLACEHOLDERS = 128  # ids of a document in a prompt: whole blocks of 16, 32, 64 or 128 tokens
 LARGEST_ID = 256  # placeholders are below it, so that every vocabulary has them
-KIND = b"restorekv-ragged-1"  # what placeholders begin with follows from this
+KIND = b"restorekv-ragged-2"  # what placeholders begin with follows from this
+
+
+# How configs call the size of an expert, the number of experts, and that of those used at a time.
+ONE_EXPERT = (
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "n_group",
+    "topk_group",
+)
 
 
 @dataclass(frozen=True)
@@ -55,8 +69,10 @@ def make_mark() -> list[int]:
 def identify(file: CacheFile) -> RaggedIdentity:
     """Return the name, the placeholders and the lengths of a cache file."""
     # Over the tensors in the order of their names, so that two files of one content are one
-    # document, wherever they lie and whatever their records say.
+    # document, wherever they lie. Of their records only the question's position counts.
     sha256 = hashlib.sha256(KIND)
+    seen = file.context.positions + file.manifest.offset + file.manifest.restore_tokens
+    sha256.update(f"{seen} positions".encode())
     for name, tensor in sorted(file.tensors.items()):
         sha256.update(name.encode())
         sha256.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -91,6 +107,10 @@ def build_rope_model(config: PretrainedConfig) -> PreTrainedModel:
     }
     for name, value in changes.items():
         setattr(small, name, value)
+    # A mixture of experts gets one of them; other configs have no such settings.
+    for name in ONE_EXPERT:
+        if isinstance(getattr(small, name, None), int):
+            setattr(small, name, 1)
     # The engine's own random numbers go on as if nothing had been drawn here.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
