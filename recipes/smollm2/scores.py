@@ -132,6 +132,12 @@ def add_former(payload: dict[str, Any], former: Mapping[str, Any]) -> None:
 
     Figures of another adapter or model say nothing about these, so all of them are left out then.
     """
+    evictors = [{row["evictor"] for row in each["rows"]} - {FULL} for each in (payload, former)]
+    if evictors[0] != evictors[1]:
+        raise SystemExit(
+            f"The result so far is of {', '.join(sorted(evictors[1]))}, not of "
+            f"{', '.join(sorted(evictors[0]))}; give --result another file."
+        )
     # Of the former facts only those that decide answers: versions may differ.
     if list_makers(payload["facts"]) != list_makers(former["facts"]):
         print("The former result was measured with other adapters; nothing of it stays.")

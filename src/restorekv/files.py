@@ -51,6 +51,8 @@ def parse_path(path: str | Path) -> Path:
 
 def check_target(path: Path) -> None:
     """Refuse a path that cannot be written, before hours of work go into the contents."""
+    if "\0" in str(path):
+        raise RestoreKVError("The name of a file has no NUL character; give another name.")
     if path.is_dir():
         raise RestoreKVError(f"{path} is a folder; give the name of a file.")
     if not path.parent.is_dir():

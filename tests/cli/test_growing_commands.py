@@ -166,6 +166,13 @@ def test_a_conversation_that_cannot_be_folded_goes_on(world, monkeypatch):
     assert result.err.count("pairs per head: cache") == 8
 
 
+def test_names_and_numbers_that_cannot_be_end_no_conversation(world):
+    lines = [b"/save a\0b", b"/undo " + b"9" * 5000, QUESTION.encode()]
+    told = cli("chat", world.cache, "--model", world.model, stdin=b"\n".join(lines))
+    assert told.code == 0 and told.err.count("error: ") == 2 and "Traceback" not in told.err
+    assert told.out.strip()
+
+
 def test_what_was_folded_is_saved_with_the_document(world, tmp_path):
     made, saved, model = tmp_path / "a.rkv", tmp_path / "b.rkv", ("--model", world.model)
     assert (

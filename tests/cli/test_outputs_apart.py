@@ -28,6 +28,9 @@ CASES = {  # words of {world} and {tmp}, the case's folder
     "longer cache over the text": "append {world}/cache {world}/text -o {world}/text",
     "composed over a part": "compose {world}/cache -o {world}/cache",
     "prefix over the cache": "export {world}/cache -o {world}/cache",
+    "figures over a benchmark's questions": (
+        "eval --evictor kvzip --benchmark lines:path={tmp}/s.json --out {tmp}/o --json {tmp}/s.json"
+    ),
     "gate over its data": "train-gate --data {world}/data --out {world}/data",
     "gate over the published one": "convert-gate {world}/text -o {world}/text",
 }

@@ -139,5 +139,9 @@ def test_a_sentence_that_names_the_reference_is_right():
     assert not xquad.is_right(answer("It was Jack.\nQuestion: Who is Henry Hall?", "Henry Hall"))
     assert not xquad.is_right(answer("There is no such thing.", "no")), "a word, not a verdict"
     assert not xquad.is_right(answer("Anything.", "the"))
+    qasper = tasks.make_benchmark("qasper")
+    assert qasper.is_right(answer("The corpus has 300 papers.", "300 papers", score=0.4))
+    assert qasper.is_right(answer("Seven.", "eight", score=0.5))
+    assert not qasper.is_right(answer("Seven.", "eight", score=0.4))
     ruler = tasks.make_benchmark("ruler")
     assert not ruler.is_right(answer("308", "308", score=0.9))

@@ -83,6 +83,10 @@ def test_other_models_and_texts_are_refused(cells):
     of_another = replace(random, identity={**random.identity, "fingerprint": "0" * 16})
     with pytest.raises(RestoreKVError, match="are of two models"):
         compare_results(kvzip, of_another)
+    for name, value in (("dtype", "bfloat16"), ("prefix_policy", "free")):
+        otherwise = replace(random, identity={**random.identity, name: value})
+        with pytest.raises(RestoreKVError, match=f"made with another {name}"):
+            compare_results(kvzip, otherwise)
     by_another = replace(random, cell=replace(random.cell, protocol="kvzip"))
     with pytest.raises(RestoreKVError, match="with another protocol"):
         compare_results(kvzip, by_another)

@@ -14,6 +14,7 @@ from restorekv.compression import full_cache
 from restorekv.compression.streaming import Stream
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import results, worker
+from restorekv.evaluation.frame import load_grid
 from restorekv.evaluation.grid import FULL, Cell, group_jobs
 from restorekv.evaluation.rows import make_rows
 from restorekv.evaluation.run import LOCK, run_grid
@@ -245,6 +246,19 @@ def test_a_half_written_line_is_dropped(world, tmp_path):
     assert not any(result.done or len(result.lines) != 1 for result in results.load_results(torn))
     run_grid(cells, torn)
     assert contents(torn) == contents(whole)
+
+
+def test_a_context_that_was_lost_comes_back_to_its_place(world, tmp_path):
+    """So that the cells of a run can still be compared answer by answer."""
+    cells = grid(model_of(world), "plain")
+    whole, holed = tmp_path / "whole", tmp_path / "holed"
+    run_grid(cells, whole)
+    lost = run_grid(cells, holed)[-1].folder / results.ANSWERS
+    lines = lost.read_bytes().splitlines(keepends=True)
+    lost.write_bytes(b"".join(lines[1:]))
+    run_grid(cells, holed)
+    assert lost.read_bytes().splitlines(keepends=True)[0] == lines[0]
+    assert load_grid(holed)
 
 
 def test_lines_are_added_to_a_long_file_without_reading_it(tmp_path):

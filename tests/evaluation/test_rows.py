@@ -10,7 +10,7 @@ from math import floor
 import pytest
 
 from restorekv import tasks
-from restorekv.evaluation.frame import GridResults
+from restorekv.evaluation.frame import GridResults, load_grid
 from restorekv.evaluation.grid import Cell, Grid
 from restorekv.evaluation.grid_tables import make_tables
 from restorekv.evaluation.results import SUMMARY, open_result
@@ -129,6 +129,7 @@ def test_adapters_of_one_evictor_are_told_apart(world, tmp_path):
     table = make_tables(GridResults(results))[0]
     assert len(table.rows) == 4 and len({row[0] for row in table.rows}) == 4
     few, _ = measured(world, tmp_path, methods[:1], ("0.4",), restore_tokens=1)
+    assert load_grid(tmp_path), "cut adapters are other ones, and one folder may hold them"
     assert "n = 1" in make_tables(GridResults(few))[0].rows[-1][0]
 
 

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from recipes.smollm2 import scores
 from restorekv.evaluation.answers_kept import EVERY
 from restorekv.evaluation.run import LocalPool
@@ -56,6 +58,17 @@ def test_benchmarks_can_be_measured_one_after_the_other(tmp_path):
         assert row["right"] == 2 * alone[method]["right"] and "low" in row
     again = measure(tmp_path / "two", [FIRST], path)
     assert {**again, "date": ""} == {**both, "date": ""}
+
+
+def test_a_result_of_another_evictor_stays_as_it_is(tmp_path):
+    """It is another file's; without --result the command writes into KVzip's."""
+    path = tmp_path / "scores.json"
+    measure(tmp_path / "one", [FIRST], path)
+    before = path.read_bytes()
+    given = (tmp_path / "two", ["snapkv"], [FIRST], LocalPool(), ("0.3",), "tiny")
+    with pytest.raises(SystemExit, match="is of kvzip, not of snapkv"):
+        scores.write_result(scores.run_scores(*given), path)
+    assert path.read_bytes() == before
 
 
 def test_contexts_that_were_not_stored_count_without_an_interval(tmp_path):

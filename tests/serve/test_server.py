@@ -566,6 +566,31 @@ def test_tables_of_word_files_are_read(tmp_path):
     assert text == "Ages:\n\nwide\tc\ntall\te\tf\n\th\ti in ner\n\nEnd."
 
 
+def test_controls_and_tracked_changes_of_word_files_are_read(tmp_path):
+    docx = pytest.importorskip("docx")
+    word = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+    run = "<w:r><w:t>{}</w:t></w:r>"
+    control = "<w:sdt><w:sdtContent>{}</w:sdtContent></w:sdt>"
+    paragraphs = [
+        f"<w:p>{run.format('It burned in ')}<w:ins>{run.format('1902')}</w:ins>"
+        f"<w:del><w:r><w:delText>1903</w:delText></w:r></w:del></w:p>",
+        control.format(f"<w:p>{run.format('In a control.')}</w:p>"),
+        f"<w:p>{run.format('Owner: ')}{control.format(run.format('Mary'))}"
+        "<w:r><w:tab/><w:br/><w:noBreakHyphen/></w:r></w:p>",
+        "<w:tbl><w:tr>"
+        + control.format(f"<w:tc><w:p>{run.format('cell')}</w:p></w:tc>")
+        + "</w:tr></w:tbl>",
+    ]
+    document = docx.Document()
+    end = document.element.body[-1]
+    for xml in paragraphs:
+        name, rest = xml[1:].split(">", 1)
+        end.addprevious(docx.oxml.parse_xml(f'<{name} xmlns:w="{word}">{rest}'))
+    document.save(tmp_path / "a.docx")
+    text = extract_text("a.docx", (tmp_path / "a.docx").read_bytes())
+    assert text == "It burned in 1902\n\nIn a control.\n\nOwner: Mary\t\n-\n\ncell"
+
+
 def test_responses_go_on_from_the_one_before(client, file):
     options = {"model": VARIANT, "temperature": 0, "max_output_tokens": 12}
     first = client.responses.create(input=input_of(file), **options)

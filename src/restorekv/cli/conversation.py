@@ -21,6 +21,7 @@ from restorekv.files import check_target
 from restorekv.generation.chat import Chat
 from restorekv.generation.sampling import SamplingConfig
 
+MOST_DIGITS = 9  # of the number of turns after /undo
 HELP = {
     "/undo [N]": "take the latest question and its answer back, or the latest N",
     "/history": "show the conversation",
@@ -183,9 +184,11 @@ def _run_command(chat: Chat, line: str) -> None:
     name, _, rest = line.partition(" ")
     match name:
         case "/undo":
-            if rest.strip() and not rest.strip().isdecimal():
+            given = rest.strip()
+            # Nobody takes a billion turns back, and Python reads no number of 5,000 digits.
+            if given and (not given.isdecimal() or len(given) > MOST_DIGITS):
                 raise RestoreKVError("Give a number of turns after /undo, or nothing for one.")
-            count = int(rest or 1)
+            count = int(given or 1)
             chat.undo(count)
             notes.print(f"Turns taken back: {count}; {len(chat.turns)} are left.")
         case "/history":

@@ -12,12 +12,15 @@ from restorekv.cli import options
 from restorekv.compression.budget import parse_ratio
 from restorekv.errors import RestoreKVError
 
+RATIO = "0.3"
+
 
 def run(
     model: options.Model = "smollm2",
     ratio: Annotated[
-        str, typer.Option(help="Share of the KV pairs that the small caches hold.")
-    ] = "0.3",
+        str | None,
+        typer.Option(help=f"Share of the KV pairs that the small caches hold, {RATIO} by default."),
+    ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="Score held-out documents too; minutes.")
     ] = False,
@@ -31,6 +34,9 @@ def run(
 ) -> None:
     if count is not None and not full:
         raise RestoreKVError("--count is the number of documents of --full; add --full.")
+    if ratio is not None and full:
+        raise RestoreKVError("--full scores at ratios of its own; leave out --ratio.")
+    ratio = RATIO if ratio is None else ratio
     parse_ratio(ratio)
 
     # From here on PyTorch is imported.

@@ -17,6 +17,7 @@ from restorekv.cli.choices import (
     check_evictor,
     list_benchmarks,
 )
+from restorekv.cli.inputs import check_outputs_apart, find_files_in_specs
 from restorekv.cli.terminal import notes, output, print_written, show_progress_share, write_figures
 from restorekv.compression.budget import parse_ratio
 from restorekv.compression.presets import resolve_preset
@@ -99,6 +100,8 @@ def run(
     for each in ratio:
         parse_ratio(each)
     check_choice("The dtype", dtype, DTYPES)
+    read = [*model, *find_files_in_specs(benchmark), *find_files_in_specs(evictor)]
+    check_outputs_apart([json], read)
 
     # From here on PyTorch is imported.
     from restorekv.cli.pools import open_pool

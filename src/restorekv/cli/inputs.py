@@ -4,6 +4,7 @@ Reading them later refuses the rest; the sentences are the same.
 """
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -66,6 +67,12 @@ def check_outputs_apart(
                 f"{path} is also another file of this command; choose another name for the output."
             )
         others.append(path)
+
+
+def find_files_in_specs(specs: Iterable[str]) -> list[str]:
+    """Return the files that specs such as lines:path=mine.jsonl name."""
+    values = [each.partition("=")[2] for spec in specs for each in re.split("[:,@]", spec)]
+    return [value for value in values if value and os.path.isfile(value)]
 
 
 def _is_same_file(path: Path | str, other: Path | str) -> bool:

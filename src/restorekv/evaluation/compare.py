@@ -12,6 +12,7 @@ from restorekv import tasks
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.earlier import digest_line
 from restorekv.evaluation.fidelity import summarize_fidelity
+from restorekv.evaluation.grid import FULL
 from restorekv.evaluation.results import Result, check_result, list_answers
 from restorekv.evaluation.stats import (
     Estimate,
@@ -53,6 +54,15 @@ def compare_results(first: Result, second: Result, full: Result | None = None) -
             raise RestoreKVError(
                 f"{first.folder.name} and {second.folder.name} were asked with another {name}; "
                 "compare cells of one."
+            )
+    conventions = ["dtype"]
+    if FULL not in (first.cell.evictor, second.cell.evictor):  # which holds everything
+        conventions.append("prefix_policy")
+    for name in conventions:
+        if first.identity[name] != second.identity[name]:
+            raise RestoreKVError(
+                f"{first.folder.name} and {second.folder.name} were made with another {name} "
+                f"({first.identity[name]} and {second.identity[name]}); compare cells of one."
             )
     if first.identity["fingerprint"] != second.identity["fingerprint"]:
         raise RestoreKVError(

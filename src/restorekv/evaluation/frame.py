@@ -168,7 +168,11 @@ def load_grid(folder: Path) -> GridResults:
             ("models", (cell.model, cell.protocol), fingerprint),
             ("benchmark data", cell.question_set, digest),
             # Seeds of one method are pooled.
-            ("adapters", (cell.model, cell.evictor, str(cell.adapter)), adapter),
+            (
+                "adapters",
+                (cell.model, cell.evictor, str(cell.adapter), str(cell.restore_tokens)),
+                adapter,
+            ),
         ):
             known, other = first.setdefault((what, *key), (value, result))
             if value != known:

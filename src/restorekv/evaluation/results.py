@@ -10,7 +10,7 @@ DIR/set-aside/<name>-<n>/       a cell that was made with something else, where 
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -31,6 +31,7 @@ from restorekv.files import (
     open_without_links,
     parse_json,
     read_bytes,
+    replace_file,
     write_json,
 )
 from restorekv.model.identity import ModelIdentity
@@ -132,6 +133,19 @@ class Result:
         append_line(self.folder / SECONDS, {"sample": line["sample"], **seconds})
         append_line(self.folder / ANSWERS, line)
         # The cached property is read again, with the new line.
+        self.__dict__.pop("lines", None)
+
+    def put_in_order(self, samples: Sequence[int | str]) -> None:
+        """Write the contexts in the order of `samples`, as other cells have them, where one was
+        lost and asked anew after the others.
+        """
+        places = {sample: place for place, sample in enumerate(samples)}
+        lines = sorted(self.lines, key=lambda line: places.get(line["sample"], len(places)))
+        if [line["sample"] for line in lines] == [line["sample"] for line in self.lines]:
+            return
+        with replace_file(self.folder / ANSWERS, follow=False) as temporary:
+            texts = [json.dumps(line, ensure_ascii=False) + "\n" for line in lines]
+            temporary.write_text("".join(texts), "utf-8")
         self.__dict__.pop("lines", None)
 
 

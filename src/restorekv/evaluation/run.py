@@ -229,6 +229,7 @@ def _run_jobs(
         # Written last: a cell without a summary is not finished.
         for result in results.values():
             if not result.done:
+                result.put_in_order(list(digests))
                 write_json(result.folder / SUMMARY, summarize_cell(result), follow=False)
         finished |= results
     return finished

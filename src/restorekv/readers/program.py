@@ -7,7 +7,7 @@ imports nothing of the package, so it starts fast.
 import contextlib
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
 from typing import Any
 
@@ -21,6 +21,12 @@ ol optgroup option p pre search section select summary table tbody textarea tfoo
 """
 # What a tag puts into the text.
 SEPARATORS = {"td": " ", "th": " ", **dict.fromkeys(BLOCKS.split(), "\n")}
+# Names of a Word document's XML: what stands around paragraphs, rows and cells, or around a part of
+# a paragraph, and is no text itself; what holds the text of a paragraph; and signs.
+WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
+AROUND = ("sdt", "sdtContent", "customXml", "ins", "moveTo")
+INSIDE = ("r", "hyperlink", "smartTag", "fldSimple")
+SIGNS = {"tab": "\t", "ptab": "\t", "cr": "\n", "noBreakHyphen": "-"}
 MAX_PAGES = 20_000  # of a PDF
 MAX_TEXT_BYTES = 64 << 20  # no model reads as much
 EXIT_MISSING_LIBRARY = 3  # the exit status if a library is not installed
@@ -38,29 +44,56 @@ def extract_docx(content: bytes) -> str:
     """Return the text of the paragraphs and tables."""
     from docx import Document
 
-    return "\n\n".join(iter_blocks(Document(io.BytesIO(content))))
+    return "\n\n".join(iter_blocks(Document(io.BytesIO(content)).element.body))
 
 
 def iter_blocks(container: Any) -> Iterator[str]:
-    """Yield the paragraphs and tables of a document or a cell.
+    """Yield the paragraphs and tables in the XML of a document or a cell.
 
-    A table has a line for each row, with tabs between the cells.
+    A table has a line for each row, with tabs between the cells. Read from the XML, since
+    python-docx leaves out what stands in content controls and in tracked insertions.
     """
-    from docx.table import _Cell
-
-    for block in container.iter_inner_content():
-        if not hasattr(block, "rows"):
-            yield block.text
+    for block in _iter_parts(container, ("p", "tbl")):
+        if block.tag == WORD + "p":
+            yield _read_paragraph(block)
             continue
         lines = []
-        for row in block.rows:
+        for row in _iter_parts(block, ("tr",)):
             cells = []
-            # Not row.cells, which repeats merged cells.
-            for element in row._tr.tc_lst:
-                text = " ".join(iter_blocks(_Cell(element, block)))
+            for cell in _iter_parts(row, ("tc",)):
+                text = " ".join(iter_blocks(cell))
                 cells.append(" ".join(text.split()))
             lines.append("\t".join(cells))
         yield "\n".join(lines)
+
+
+def _iter_parts(container: Any, names: Sequence[str]) -> Iterator[Any]:
+    """Yield the elements of some names in an element, also those inside of content controls and
+    the like.
+    """
+    for element in container:
+        if element.tag in [WORD + name for name in names]:
+            yield element
+        elif element.tag in [WORD + name for name in AROUND]:
+            yield from _iter_parts(element, names)
+
+
+def _read_paragraph(element: Any) -> str:
+    """Return the text of a paragraph, or of a part of one, without what was deleted from it."""
+    parts = []
+    for child in element:
+        name = str(child.tag).removeprefix(WORD)
+        if name == "t":
+            parts.append(child.text or "")
+        elif name in SIGNS:
+            parts.append(SIGNS[name])
+        elif name == "br":
+            # The others end a page or a column.
+            if child.get(WORD + "type", "textWrapping") == "textWrapping":
+                parts.append("\n")
+        elif name in INSIDE or name in AROUND:
+            parts.append(_read_paragraph(child))
+    return "".join(parts)
 
 
 def extract_html(content: bytes) -> str:

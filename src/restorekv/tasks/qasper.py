@@ -6,15 +6,17 @@ The paper takes it from LongBench: 200 questions. The development set itself has
 (github.com/allenai/qasper-led-baseline, scripts/evaluator.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from restorekv.data.files import list_source_files
 from restorekv.errors import RestoreKVError
 from restorekv.tasks import longbench
 from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer
 from restorekv.tasks.metrics import token_f1
+from restorekv.tasks.reading import names_reference
 from restorekv.tasks.rows import Rows, check_form, load_file_rows, load_hub_rows
 
 HUB = "allenai/qasper"
@@ -33,6 +35,7 @@ class Qasper(Benchmark):
     title = "QASPER"
     license = "CC BY 4.0"
     metric = "token F1, best over annotators"
+    right_from = 0.5  # half of the words in common
 
     path: str = ""
     source: str = "longbench"
@@ -52,6 +55,10 @@ class Qasper(Benchmark):
 
     def score(self, question: Question, prediction: str) -> float:
         return max(token_f1(prediction, answer) for answer in question.answers)
+
+    def is_right(self, answer: Mapping[str, Any]) -> bool:
+        """Return whether an answer has the score, or names a reference in its first line."""
+        return super().is_right(answer) or names_reference(answer)
 
     def describe_data(self) -> str:
         return self.path or f"{HUB if self.source == 'official' else longbench.HUB} (Hugging Face)"

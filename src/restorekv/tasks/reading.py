@@ -29,6 +29,13 @@ Item = TypeVar("Item")
 Size = Callable[[str], int]
 
 
+def names_reference(answer: Mapping[str, Any]) -> bool:
+    """Return whether the first line of a stored answer names one of its references."""
+    line = answer["prediction"].strip().partition("\n")[0]
+    named = [each for each in answer["references"] if normalize(each) not in VERDICTS]
+    return contains_reference(line, named)
+
+
 @dataclass(frozen=True)
 class Reading(Benchmark):
     """A benchmark of free answers about texts that ship.
@@ -74,9 +81,7 @@ class Reading(Benchmark):
         Small models answer in whole sentences, which have few words in common with a reference of
         one word.
         """
-        line = answer["prediction"].strip().partition("\n")[0]
-        named = [each for each in answer["references"] if normalize(each) not in VERDICTS]
-        return super().is_right(answer) or contains_reference(line, named)
+        return super().is_right(answer) or names_reference(answer)
 
     def load_samples(self, tokenizer: Tokenizer, protocol: str) -> list[Sample]:
         samples = []
