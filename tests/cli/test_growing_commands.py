@@ -115,7 +115,7 @@ def test_a_conversation_goes_on_after_what_fails(world, tmp_path, monkeypatch):
         result = cli("chat", world.cache, *options, stdin=b"\n".join(lines))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert result.code == 0 and "broken off" in result.out and f"user: {QUESTION}\n" in result.out
+    assert result.code == 0 and "broken off" in result.err and f"user: {QUESTION}\n" in result.out
     assert "caf" not in result.out and not list(tmp_path.iterdir())
     for part in (
         f"error: Cannot write {tmp_path / 'c.json'}: File too large",

@@ -1,6 +1,7 @@
 """A context that is kept whole gives the same caches as one that is read anew, and is read once."""
 
 import pytest
+import torch
 
 from restorekv import CompressionConfig, compress
 from restorekv.compression.eviction import Eviction
@@ -105,3 +106,21 @@ def test_what_is_never_whole_in_memory_is_not_kept(config, tiny_tokenizer):
         prepared_cache=prepared_cache,
     )
     assert prepared_cache.kept is None
+
+
+def test_changed_weights_are_another_model(tiny_tokenizer):
+    """`model.half()`, merging an adapter and training change the model in its place."""
+    model = build_model("llama")
+    prepared = PreparedContextCache(1 << 30)
+    options = {"evictor": "snapkv", "ratio": 0.5, "adapter": None}
+    text = "the code of the red house is seven; who lives in the blue house? " * 10
+    compress(model, tiny_tokenizer, text, prepared_cache=prepared, **options)
+    for weight in model.parameters():
+        weight.data.mul_(1.1)
+    again = compress(model, tiny_tokenizer, text, prepared_cache=prepared, **options)
+    anew = compress(model, tiny_tokenizer, text, **options)
+    assert again.digest == anew.digest
+    model.to(torch.bfloat16)
+    small = compress(model, tiny_tokenizer, text, prepared_cache=prepared, **options)
+    assert small.manifest.dtype == "bfloat16"
+    assert small.digest == compress(model, tiny_tokenizer, text, **options).digest

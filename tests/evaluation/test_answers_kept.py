@@ -115,7 +115,7 @@ def test_kinds_of_text_and_lengths_are_told_apart():
     ]
     counts = {
         part: (sum(each.right for each in own), sum(each.kept for each in own))
-        for part, own in _split_contexts(contexts).items()
+        for part, own in _split_contexts(contexts, with_total=True).items()
     }
     assert counts == {
         EVERY: (4, 2),
@@ -124,6 +124,18 @@ def test_kinds_of_text_and_lengths_are_told_apart():
         "1 to 512 tokens": (1, 1),
         "513 to 1,024 tokens": (3, 1),
     }
+
+
+def test_methods_that_were_asked_other_texts_have_no_common_row():
+    def ask(*numbers):
+        return [ContextAnswers(number, f"kind {number % 2}", 100, 2, 1) for number in numbers]
+
+    def parts(second):
+        rows = list_kept_rows({("one", 0.1): ask(0, 1, 2), ("two", 0.1): second})
+        return {row["part"] for row in rows}
+
+    assert parts(ask(0, 1, 2)) == {EVERY, "kind 0", "kind 1"}
+    assert parts(ask(0, 2)) == {"kind 0", "kind 1"}
 
 
 def test_a_sentence_that_names_the_reference_is_right():

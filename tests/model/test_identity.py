@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import Tensor
 
 from restorekv import CompressedContext, compress
@@ -61,6 +61,14 @@ def merge_lora(model):
     adapted.merge_adapter()
 
 
+def add_active_lora(model):
+    """An adapter of the user's own, which is not merged."""
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), model, "mine")
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            weight.data.fill_(1.0)
+
+
 def change_rope(model):
     model.config.rope_parameters = {"rope_type": "default", "rope_theta": 77.0}
 
@@ -72,6 +80,7 @@ CHANGES = [
     load_state,
     take_a_training_step,
     merge_lora,
+    add_active_lora,
     change_rope,
 ]
 
@@ -88,7 +97,9 @@ def test_a_changed_model_is_noticed_by_caches_and_adapters(change, tiny_tokenize
     with pytest.raises(CacheFileError, match=r"another model|RoPE"):
         CompressedContext.load(tmp_path / "cache.rkv", model, tiny_tokenizer)
     # An adapter is refused for other weights; close ones get a warning.
-    with pytest.raises((AdapterError, RestoreKVWarning), match=r"another model|other weights|RoPE"):
+    with pytest.raises(
+        (AdapterError, RestoreKVWarning), match=r"another model|other weights|RoPE|PEFT"
+    ):
         compress(model, tiny_tokenizer, TEXT, ratio=0.5, adapter=tmp_path / "adapter")
 
 

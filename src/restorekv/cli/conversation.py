@@ -79,7 +79,7 @@ def _continue_after_errors(after_ctrl_c: str) -> Iterator[None]:
     except KeyboardInterrupt:
         if RECEIVED:
             raise
-        print(f"\n{after_ctrl_c}")
+        notes.print(f"\n{after_ctrl_c}", style="dim", highlight=False)
     except (RestoreKVError, MemoryError, RuntimeError) as error:
         report_error(error)
 

@@ -147,7 +147,9 @@ def prefill_unscored(
     with time_phase(seconds, "prefill"):
         full = prefill(model, context.ids, into=cache)
     shape = CacheShape.from_model(model)
-    return full, torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
+    return full, torch.zeros(
+        shape.layers, shape.heads, context.tokens, dtype=torch.float32, device=model.device
+    )
 
 
 @dataclass(frozen=True)

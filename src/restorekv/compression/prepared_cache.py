@@ -15,6 +15,7 @@ from restorekv.cache.dense import list_dense_layers
 from restorekv.compression.compressor import BeginPhase, Compressor, PreparedContext
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import ScoredContext
+from restorekv.model.identity import fingerprint_model
 from restorekv.model.prompt import Context
 from restorekv.model.shape import CacheShape
 
@@ -24,6 +25,8 @@ class PreparedKey:
     """What a prepared context depends on."""
 
     model: int  # the id of a model that is held by what is prepared
+    weights: str  # its fingerprint, since weights may change
+    dtype: str
     ids: bytes
     prefix: int
     evictor: str  # with its settings
@@ -32,7 +35,14 @@ class PreparedKey:
     def of(cls, model: PreTrainedModel, context: Context, compressor: Eviction) -> PreparedKey:
         """Return the key of what `compressor` prepares."""
         ids = context.ids.cpu().contiguous().numpy().tobytes()
-        return cls(id(model), ids, context.prefix, compressor.identity(model))
+        return cls(
+            model=id(model),
+            weights=fingerprint_model(model),
+            dtype=str(model.dtype),
+            ids=ids,
+            prefix=context.prefix,
+            evictor=compressor.identity(model),
+        )
 
 
 class PreparedContextCache:

@@ -156,7 +156,10 @@ class Stream:
         shape = CacheShape.from_model(self.model)
         parts = split_context(self.source.evictor, self.context, self.source.streaming)
         self.scores = torch.full(
-            (shape.layers, shape.heads, self.context.positions), GONE, device=self.model.device
+            (shape.layers, shape.heads, self.context.positions),
+            GONE,
+            dtype=torch.float32,
+            device=self.model.device,
         )
         adapter = self.source.adapter
         tokens = self.budget.restore_tokens

@@ -114,11 +114,16 @@ def count_kept(contexts: Sequence[ContextAnswers]) -> dict[str, Any]:
 
 
 def list_kept_rows(answers: AnswersByMethod) -> Iterator[Row]:
-    """Yield a row for every method and ratio: over all texts, by kind of text, and by length."""
+    """Yield a row for every method and ratio: over all texts, by kind of text, and by length.
+
+    Where the methods were not asked the same texts, there are rows by kind of text alone: over all
+    of them a method would stand beside another with other questions.
+    """
+    texts = {frozenset(each.context for each in contexts) for contexts in answers.values()}
     # Methods as tables order them, ratios from mild to tight.
     methods = list(dict.fromkeys(method for method, _ in answers))
     for method, ratio in sorted(answers, key=lambda key: (methods.index(key[0]), -key[1])):
-        for part, own in _split_contexts(answers[method, ratio]).items():
+        for part, own in _split_contexts(answers[method, ratio], len(texts) == 1).items():
             yield {"method": method, "ratio": ratio, "part": part} | count_kept(own)
 
 
@@ -142,12 +147,14 @@ def make_kept_table(grid: GridResults) -> Table | None:
     )
 
 
-def _split_contexts(contexts: Sequence[ContextAnswers]) -> dict[str, list[ContextAnswers]]:
-    """Return the contexts of all texts, by kind of text if there are several, and by length.
+def _split_contexts(
+    contexts: Sequence[ContextAnswers], with_total: bool
+) -> dict[str, list[ContextAnswers]]:
+    """Return the contexts of all texts if `with_total`, by kind of text, and by length.
 
     Contexts that were asked in several ways, such as by two protocols, are kept apart.
     """
-    one_way = len({each.asked for each in contexts}) == 1
+    one_way = with_total and len({each.asked for each in contexts}) == 1
     # A context that two conditions share, such as two counts of one benchmark, counts once.
     distinct = list({each.context: each for each in contexts}.values())
     parts = {}

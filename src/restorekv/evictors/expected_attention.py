@@ -71,7 +71,9 @@ class ExpectedAttention(Evictor):
         observer: Any = None,
     ) -> Tensor:
         """Return (L, H, T), at least 0."""
-        scores = torch.zeros(*observer.mean.shape[:2], context.positions, device=model.device)
+        scores = torch.zeros(
+            *observer.mean.shape[:2], context.positions, dtype=torch.float32, device=model.device
+        )
         for index, layer in enumerate(list_full_attention(full)):
             # (H, S + T - sinks, D): the sinks get no score here, they are pinned below.
             keys = layer.keys[0, :, self.sinks :].float()

@@ -27,7 +27,9 @@ class GateScores:
 
     def __init__(self, model: Model, context: Context, gate: Gate, predict: Predict) -> None:
         shape = CacheShape.from_model(model)
-        self.scores = torch.zeros(shape.layers, shape.heads, context.positions, device=model.device)
+        self.scores = torch.zeros(
+            shape.layers, shape.heads, context.positions, dtype=torch.float32, device=model.device
+        )
         self.gate = gate
         self.predict = predict
 

@@ -39,7 +39,9 @@ class ColumnMaxima:
     def __init__(self, model: Model, context: Context, diagonal: bool) -> None:
         shape = CacheShape.from_model(model)
         self.best = torch.zeros(
-            shape.layers, shape.heads, shape.groups, context.positions, device=model.device
+            (shape.layers, shape.heads, shape.groups, context.positions),
+            dtype=torch.float32,
+            device=model.device,
         )
         self.diagonal = diagonal
 

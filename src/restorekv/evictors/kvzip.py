@@ -98,7 +98,9 @@ class KVzip(Evictor):
         shape = CacheShape.from_model(model)
         backbone = get_backbone(model)
         layers = list_full_attention(full)
-        scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
+        scores = torch.zeros(
+            shape.layers, shape.heads, context.tokens, dtype=torch.float32, device=model.device
+        )
         for each in passes:
             # The pass's positions lie after the text, and some models change their RoPE frequencies
             # beyond a limit.
@@ -193,7 +195,9 @@ def find_column_maxima(
             lse = lse - row_weight.log2()
         maxima = triton_maxima.find_maxima(view.query, keys[:, start:end], lse, view.scale)
         return maxima, output
-    maxima = torch.zeros(*view.query.shape[:2], end - start, device=view.query.device)
+    maxima = torch.zeros(
+        *view.query.shape[:2], end - start, dtype=torch.float32, device=view.query.device
+    )
 
     def get_pairs(head: int) -> KeysValues:
         return _gather_head_pairs(cached, head)

@@ -191,7 +191,9 @@ def measure_blocked(target: Target) -> Iterator[Measurement]:
         inputs = make_inputs(target, each)
         cached = _lay_out(inputs.cached, each, target.device)
         width = inputs.weights.shape[-1]
-        best = torch.zeros(target.heads, target.groups, width, device=target.device)
+        best = torch.zeros(
+            target.heads, target.groups, width, dtype=torch.float32, device=target.device
+        )
 
         def get_pairs(head: int, cached: KeysValues = cached) -> KeysValues:
             return cached[0][head], cached[1][head]

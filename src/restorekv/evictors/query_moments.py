@@ -42,7 +42,9 @@ class QueryMoments:
             )
         shape = CacheShape.from_model(model)
         self.mean = torch.zeros(
-            shape.layers, shape.heads, shape.groups, shape.head_dim, device=model.device
+            (shape.layers, shape.heads, shape.groups, shape.head_dim),
+            dtype=torch.float32,
+            device=model.device,
         )
         self.spread = self.mean.unsqueeze(-1).repeat(1, 1, 1, 1, shape.head_dim)
         # Queries seen per layer: chunks of a prefill arrive layer by layer.

@@ -88,7 +88,9 @@ class SnapKV(Evictor):
         window = min(self.window, context.tokens)
         before_window = context.tokens - window  # columns
         start = context.positions - window
-        scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
+        scores = torch.zeros(
+            shape.layers, shape.heads, context.tokens, dtype=torch.float32, device=model.device
+        )
 
         def on_layer(view: LayerView) -> None:
             scores[view.layer, :, :before_window] = self._attend_window(view, context.prefix, start)
@@ -112,7 +114,9 @@ class SnapKV(Evictor):
         reduced over G, pooled.
         """
         heads, groups, rows, _ = view.query.shape
-        total = torch.zeros(heads, groups, end - start, device=view.query.device)
+        total = torch.zeros(
+            heads, groups, end - start, dtype=torch.float32, device=view.query.device
+        )
         # Sums over blocks of the window's rows; dividing by the rows gives their mean.
         blocks = iterate_attention_blocks(view.query, view.key, view.scale, sinks=view.sinks)
         for _, _, weights in blocks:

@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -25,6 +26,7 @@ from restorekv.model.prompt import hash_template
 from restorekv.model.rope import get_rope_settings
 from restorekv.model.shape import CacheShape, describe_windows
 
+RESTORE_ADAPTER = "restorekv"  # the name of a restore adapter in PEFT's layers
 SAMPLES = 64  # values of every weight in a fingerprint
 SKETCH_VALUES = 1024  # values of all matrices together in a sketch
 
@@ -68,7 +70,8 @@ def fingerprint_model(model: PreTrainedModel) -> str:
     """Return 16 hex digits for the config's essentials and samples from every weight.
 
     Samples are rounded to bfloat16, so that a checkpoint has one fingerprint in float32 and
-    bfloat16. LoRA layers are left out, so that an attached adapter does not change it.
+    bfloat16. The LoRA layers of restore adapters are left out, so that an attached one does not
+    change it. Those of the user's own adapters count while they are active: they change every pair.
     """
     if model in _REMEMBERED:
         return _REMEMBERED[model][0]
@@ -86,7 +89,7 @@ def fingerprint_model(model: PreTrainedModel) -> str:
     # Names and values in sorted order, so that the fingerprint does not depend on the order in
     # which a checkpoint lists its weights.
     digest = hashlib.sha256("\n".join(map(str, facts)).encode())
-    named = _list_base_parameters(model)
+    named = _list_base_parameters(model) + _list_active_lora(model)
     values = _sample_weights([weight for _, weight in named], SAMPLES).view(torch.int16).numpy()
     for (name, _), row in zip(named, values, strict=True):
         digest.update(name.encode())
@@ -133,6 +136,19 @@ def _list_base_parameters(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
         if "lora_" not in name and weight.numel():
             named.append((name.replace(".base_layer", ""), weight))
     return sorted(named, key=lambda item: item[0])
+
+
+def _list_active_lora(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
+    """Return the weights of the LoRA layers that are active and are no restore adapter's."""
+    found = []
+    for place, module in model.named_modules():
+        if not isinstance(module, BaseTunerLayer) or module.disable_adapters:
+            continue
+        active = [name for name in module.active_adapters if name != RESTORE_ADAPTER]
+        for name, weight in module.named_parameters():
+            if "lora_" in name and set(name.split(".")) & set(active):
+                found.append((f"{place}.{name}", weight))
+    return sorted(found, key=lambda item: item[0])
 
 
 def _sample_weights(weights: Sequence[Tensor], count: int) -> Tensor:

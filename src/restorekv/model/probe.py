@@ -269,13 +269,13 @@ class _Probe:
             raise self.make_refusal("has no eager attention to compare with")
         generator = torch.Generator().manual_seed(0)
         query, key, value = (
-            torch.randn(like.shape, generator=generator).to(like.device)
+            torch.randn(like.shape, generator=generator, dtype=torch.float32).to(like.device)
             for like in (call.query, call.key, call.value)
         )
         query *= LOGIT_DEVIATION / (call.scale * query.shape[-1] ** 0.5)
         rows = query.shape[-2]
         later = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
-        bias = torch.zeros(1, 1, rows, rows, device=query.device)
+        bias = torch.zeros(1, 1, rows, rows, dtype=torch.float32, device=query.device)
         bias = bias.masked_fill(later, torch.finfo(query.dtype).min)
         options = {name: each for name, each in call.options.items() if name != "is_causal"}
         result, *_ = eager_attention(

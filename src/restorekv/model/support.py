@@ -12,6 +12,7 @@ import json
 import threading
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -38,8 +39,15 @@ _probing = threading.Lock()
 def prepare_model(model: PreTrainedModel) -> None:
     """Route attention through `restorekv.model.attention`.
 
-    Raises ModelError for a model that is not supported.
+    Raises ModelError for a model that is not supported, and inside of `torch.autocast`, which
+    would mix two dtypes in one cache.
     """
+    kind = model.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        raise ModelError(
+            "torch.autocast is on, which would mix dtypes in a cache; call restorekv outside of "
+            "it, with the model in the dtype that you want."
+        )
     get_support(model)
     attention.install_attention(model)
 

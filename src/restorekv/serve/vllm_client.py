@@ -348,8 +348,8 @@ class RemoteVllm:
 async def _iter_lines(response: httpx2.Response) -> AsyncIterator[bytes]:
     """Yield the lines of a stream of events.
 
-    Only a line feed ends one: the separators of Unicode, at which `aiter_lines` also splits, may
-    stand in the JSON of an event.
+    Only a line feed ends one: the separators of Unicode, at which the client's own lines end too,
+    may stand in the JSON of an event.
     """
     begun = b""
     async for part in response.aiter_bytes():

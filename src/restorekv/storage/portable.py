@@ -39,6 +39,8 @@ from restorekv.storage.cache_file import Manifest, read_with_manifest, refuse_co
 
 FIX = "make it with restorekv export"
 KIND = FileKind("restorekv-portable", "3", "a portable cache of restorekv", FIX)
+# Fewer columns have too few placeholders to tell one document from another.
+LEAST_COLUMNS = 12
 MARK = 4  # ids at the start that tell placeholders from a text
 FIRST_ID = 64  # placeholders leave out the lowest ids, where control tokens often are
 
@@ -156,8 +158,11 @@ def make_portable(
         for name in ("keys", "values")
     )
     columns = keys.shape[2]
-    if not columns:
-        raise RestoreKVError("The cache is empty; compress the context at a higher ratio.")
+    if columns < LEAST_COLUMNS:
+        raise RestoreKVError(
+            f"The cache has {columns} columns, and a portable one needs {LEAST_COLUMNS}, whose "
+            "placeholders tell it from others; compress the context at a higher ratio."
+        )
     # m columns stand at 0 to m - 1; the cache's own positions end at S + T + n - 1.
     shifted = shift_keys(model, keys, columns - cache.get_seq_length())
     vocabulary = get_vocabulary_size(model)

@@ -53,9 +53,11 @@ def observe_layer(
     keys = key.float()
     values = value.float()
     # The peak of every row, which is subtracted before exp, and the sum of exp over all columns.
-    highest, mass = (torch.empty(heads, count, device=key.device) for _ in range(2))
-    output = torch.empty(query.shape, device=key.device)
-    squares = torch.zeros(key.shape[:2], device=key.device)
+    highest, mass = (
+        torch.empty(heads, count, dtype=torch.float32, device=key.device) for _ in range(2)
+    )
+    output = torch.empty(query.shape, dtype=torch.float32, device=key.device)
+    squares = torch.zeros(key.shape[:2], dtype=torch.float32, device=key.device)
     # As many rows at once as keep a block of logits at the size of a scoring block.
     step = max(block // (heads * key.shape[1]), 1)
     for rows in (slice(low, low + step) for low in range(0, count, step)):
