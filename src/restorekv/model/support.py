@@ -39,8 +39,16 @@ _probing = threading.Lock()
 def prepare_model(model: PreTrainedModel) -> None:
     """Route attention through `restorekv.model.attention`.
 
-    Raises ModelError for a model that is not supported, and inside of `torch.autocast`, which
-    would mix two dtypes in one cache.
+    Raises ModelError for a model that is not supported.
+    """
+    get_support(model)
+    attention.install_attention(model)
+
+
+def get_support(model: PreTrainedModel) -> Support:
+    """Return what is known of the model's class and config.
+
+    Raises ModelError, also inside of `torch.autocast`, which would mix two dtypes in one cache.
     """
     kind = model.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
@@ -48,12 +56,6 @@ def prepare_model(model: PreTrainedModel) -> None:
             "torch.autocast is on, which would mix dtypes in a cache; call restorekv outside of "
             "it, with the model in the dtype that you want."
         )
-    get_support(model)
-    attention.install_attention(model)
-
-
-def get_support(model: PreTrainedModel) -> Support:
-    """Return what is known of the model's class and config; raises ModelError."""
     key = _get_key(model)
     with _probing:
         if key not in _known:
