@@ -28,7 +28,7 @@ KINDS: dict[frozenset[str], Callable[[Mapping], Chart]] = {
     frozenset({"method", "multiple"}): draw_scorers,
     frozenset({"variant", "seconds", "step"}): draw_training,
     frozenset({"ratio", "ours", "roofline"}): draw_kernel,
-    frozenset({"side", "positions", "throughput"}): draw_vllm,
+    frozenset({"side", "resident", "throughput"}): draw_vllm,
 }
 BENCHMARKS = "bench, bench-decode, bench-memory, bench-scorers, bench-train or bench-kernel"
 DAY = re.compile(r"\d{4}-\d{2}-\d{2}")

@@ -1,5 +1,8 @@
-"""Whole documents (vLLM's own prefix cache) beside compressed ones (our connector), in the same KV
-space.
+"""Whole documents (vLLM's own prefix cache) beside compressed ones (our ragged backend), in the
+same memory.
+
+Memory is what `fitting` whole documents take with room for their questions. vLLM's KV space has all
+of it for whole documents. Beside compressed ones it has what the pool of documents leaves.
 """
 
 from __future__ import annotations
@@ -7,9 +10,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 
@@ -18,17 +21,21 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from benchmarks.workload import SHAPE, cut_texts, describe_machine, save_model, save_tokenizer
-from restorekv.compression.config import CompressionConfig
 from restorekv.evaluation.tables import Table
 from restorekv.model.load import load_model
 from restorekv.model.prompt import encode_question, make_context
+from restorekv.model.shape import CacheShape
 from restorekv.pipeline import compress
-from restorekv.vllm import transfer_config
+from restorekv.storage.cache_file import open_cache_file
+from restorekv.vllm import prompt, ragged_config
+from restorekv.vllm.page_pool import count_pages
+from restorekv.vllm.ragged_documents import identify
 
 RANDOM = "qwen3-0.6b-random"  # random weights in its shape, which cost what the model's own would
-# tokens of a block; positions for a question and its answer
-BLOCK = 32
-SPARE = 64
+BLOCK = 32  # tokens of a block of vLLM's KV space, and pairs of a page of documents on a CPU
+SPARE = 64  # positions for a question and its answer
+# Blocks that the pool leaves to questions and answers; a request takes up to two.
+LEAST_BLOCKS = 16
 QUESTIONS = tuple(f"What happens in part {number} of the story?" for number in range(34))
 
 
@@ -45,26 +52,48 @@ class Options:
     answer: int
 
 
-def run_vllm(options: Options, tell: Callable[[str], None]) -> dict:
-    """Make the documents, then measures one side after the other, each in a process of its own."""
+@dataclass(frozen=True)
+class Side:
+    """What one engine is given.
+
+    Args:
+        name: In the tables.
+        prompts: Ids by document and question.
+        transfer: The connector's config, None for vLLM alone.
+        blocks: Blocks of vLLM's KV space.
+        document_bytes: Of one document, on the mean.
+        resident: How many documents fit.
+    """
+
+    name: str
+    prompts: list[list[list[int]]]
+    transfer: dict | None
+    blocks: int
+    document_bytes: int
+    resident: int
+
+
+def run_vllm(folder: Path, options: Options, tell: Callable[[str], None]) -> dict:
+    """Make the documents that the folder lacks, then measure all sides one after the other, each in
+    a process of its own.
+
+    Args:
+        folder: Keeps model and cache files.
+        options: What is measured.
+        tell: Gets what is being done.
+    """
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="restorekv-vllm-") as name:
-        folder = Path(name)
-        facts = save_side_model(folder / "model", options.model)
-        model, tokenizer = load_model(str(folder / "model"))
-        documents = cut_texts(tokenizer, options.tokens, options.documents)
-        rows = []
-        for side, (prompts, transfer, columns) in iterate_sides(
-            model, tokenizer, documents, folder, options, tell
-        ):
-            tell(f"asking vLLM, {side}")
-            rows.append(
-                {
-                    "side": side,
-                    "positions": columns,
-                    **_ask_side(folder, options, prompts, transfer, model.dtype),
-                }
-            )
+    facts = save_side_model(folder / "model", options.model)
+    model, tokenizer = load_model(str(folder / "model"))
+    documents = cut_texts(tokenizer, options.tokens, options.documents)
+    # All documents are made first, so that as little time as can be lies between the sides.
+    sides = list(iterate_sides(model, tokenizer, documents, folder, options, tell))
+    rows = []
+    for side in sides:
+        tell(f"asking vLLM, {side.name}")
+        measured = _ask_side(folder, options, side, model.dtype)
+        sizes = {"bytes": side.document_bytes, "resident": side.resident}
+        rows.append({"side": side.name, **sizes, **measured})
     return {"options": asdict(options), "machine": describe_machine(1), "rows": rows, **facts}
 
 
@@ -88,10 +117,12 @@ def iterate_sides(
     folder: Path,
     options: Options,
     tell: Callable[[str], None],
-) -> Iterator[tuple[str, tuple[list, dict | None, int]]]:
-    """Yield every side with its prompts by document and question, its connector and the positions
-    of a document.
-    """
+) -> Iterator[Side]:
+    """Yield the whole documents, then those of every ratio."""
+    shape = CacheShape.from_model(model)
+    pair_bytes = 2 * shape.head_dim * model.dtype.itemsize
+    position_bytes = shape.layers * shape.heads * pair_bytes
+    blocks = options.fitting * (options.tokens + 2 * SPARE) // BLOCK
     whole = []
     for text in documents:
         context = make_context(tokenizer, text)
@@ -99,46 +130,52 @@ def iterate_sides(
         whole.append(
             [ids + encode_question(tokenizer, context, each)[0].tolist() for each in QUESTIONS]
         )
-    yield "whole", (whole, None, options.tokens)
+    yield Side("whole", whole, None, blocks, options.tokens * position_bytes, options.fitting)
     for ratio in options.ratios:
-        store = folder / f"store-{ratio}"
-        store.mkdir()
+        store = folder / f"store-{Path(options.model).name}-{options.tokens}-{ratio}"
+        store.mkdir(exist_ok=True)
         prompts = []
-        columns = 0
+        pages = []
         for number, text in enumerate(documents):
-            tell(f"compressing document {number + 1} of {options.documents} at r = {ratio}")
-            small = compress(
-                model,
-                tokenizer,
-                text,
-                evictor="snapkv",
-                adapter=None,
-                ratio=ratio,
-                config=CompressionConfig(allocation="per-head"),
-            )
-            portable = small.portable()
-            portable.save(store / f"{number}.safetensors")
-            prompts.append(
-                [portable.inputs(tokenizer, each)["input_ids"][0].tolist() for each in QUESTIONS]
-            )
-            columns = portable.tokens
-        yield f"r = {ratio}", (prompts, transfer_config(store), columns)
+            path = store / f"{number}.rkv"
+            if not path.exists():
+                tell(f"compressing document {number + 1} of {options.documents} at r = {ratio}")
+                small = compress(
+                    model, tokenizer, text, evictor="snapkv", adapter=None, ratio=ratio
+                )
+                small.save(path)
+            prompts.append([prompt(path, each, tokenizer) for each in QUESTIONS])
+            lengths = identify(open_cache_file(path)).lengths
+            pages.append(count_pages(lengths, BLOCK))
+        # A block holds as many pairs as a page in each of all heads.
+        page_bytes = BLOCK * pair_bytes
+        block_bytes = BLOCK * position_bytes
+        left = min(LEAST_BLOCKS, blocks // 2)
+        pool = min(sum(pages) * page_bytes, (blocks - left) * block_bytes)
+        yield Side(
+            f"r = {ratio}",
+            prompts,
+            ragged_config(store, documents_memory=pool),
+            (blocks * block_bytes - pool) // block_bytes,
+            sum(pages) * page_bytes // len(pages),
+            # The first ones that fit, all about as large.
+            sum(total * page_bytes <= pool for total in accumulate(pages)),
+        )
 
 
-def _ask_side(
-    folder: Path, options: Options, prompts: list, transfer: dict | None, dtype: torch.dtype
-) -> dict:
+def _ask_side(folder: Path, options: Options, side: Side, dtype: torch.dtype) -> dict:
     """Run one side in a process of its own."""
     job = {
         "model": str(folder / "model"),
         "dtype": str(dtype).removeprefix("torch."),
-        "transfer": transfer,
-        "prompts": prompts,
+        "transfer": side.transfer,
+        "prompts": side.prompts,
         "warmup": list(range(100, 130)),
         "block": BLOCK,
-        "longest": options.tokens + 4 * SPARE,
+        # A request about a compressed document has positions of its own for the question alone.
+        "longest": (options.tokens if side.transfer is None else 0) + 4 * SPARE,
         "tokens": options.answer,
-        "blocks": options.fitting * (options.tokens + 2 * SPARE) // BLOCK,
+        "blocks": side.blocks,
         "together": options.together,
         "alone": min(4, options.documents),
         "loads": {"fit": options.fitting, "do not fit": options.documents},
@@ -153,21 +190,19 @@ def make_tables(result: dict) -> Iterator[Table | str]:
     """Yield the table and the machine."""
     options = result["options"]
     rows = result["rows"]
-    space = options["fitting"] * options["tokens"]
-    head = ["documents", "positions each", "resident", "first token, cold", "warm"]
+    head = ["documents", "MB each", "resident", "first token, cold", "warm"]
     names = list(rows[0]["throughput"])
     lines = []
     for row in rows:
-        sizes = [row["positions"], space // row["positions"]]
         times = [median(row["cold"]), median(row["warm"])]
         rates = [row["throughput"][name] for name in names]
-        texts = [f"{each:,}" for each in sizes]
+        texts = [f"{row['bytes'] / 1e6:.1f}", str(row["resident"])]
         texts += [f"{each:.2f} s" for each in times]
         texts += [f"{each:.1f}" for each in rates]
         lines.append([row["side"], *texts])
     yield Table(
         "vllm",
-        "Whole and compressed documents in one KV space",
+        "Whole and compressed documents in the same memory",
         [*head, *(f"tokens/s, {x}" for x in names)],
         lines,
     )

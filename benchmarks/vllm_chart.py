@@ -17,7 +17,7 @@ def draw_vllm(result: Mapping) -> Chart:
     """Whole documents and compressed ones, one below the other."""
     options = result["options"]
     rows = result["rows"]
-    names = [f"{row['side']}, {row['positions']:,} positions" for row in rows]
+    names = [f"{row['side']}, {row['bytes'] / 1e6:.0f} MB" for row in rows]
     waits = {
         COLD: [median(row["cold"]) for row in rows],
         WARM: [median(row["warm"]) for row in rows],
@@ -35,10 +35,10 @@ def draw_vllm(result: Mapping) -> Chart:
     ]
     title = (
         f"Documents of {options['tokens']:,} tokens in vLLM, "
-        f"in space for {options['fitting']} whole ones"
+        f"in memory for {options['fitting']} whole ones"
     )
     note = (
         f"{options['model']}; answers of {options['answer']} tokens. Cold: the document was not in "
-        "vLLM's cache. Compressed: SnapKV, one length per head."
+        "vLLM's cache. Compressed: SnapKV, without an adapter."
     )
     return make_chart("vllm", title, panels, note)

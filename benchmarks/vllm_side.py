@@ -1,8 +1,8 @@
 """One side of `python -m benchmarks vllm`, in a process of its own: `python -m benchmarks.vllm_side
 JOB`.
 
-A side asks vLLM about documents, whole (its own prefix cache) or compressed (our connector), in the
-same KV space.
+A side asks vLLM about documents, whole (its own prefix cache) or compressed (our ragged backend),
+in the same memory.
 """
 
 import json
@@ -13,7 +13,12 @@ from pathlib import Path
 
 from benchmarks.vllm_settings import IN_PROCESS, SETTINGS
 
-ENVIRONMENT = {**SETTINGS, **IN_PROCESS, "VLLM_CPU_KVCACHE_SPACE": "2"}
+ENVIRONMENT = {
+    **SETTINGS,
+    **IN_PROCESS,
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 def measure(job: dict) -> dict:
@@ -60,8 +65,8 @@ def measure(job: dict) -> dict:
                 prompts[number % documents][2 + number // documents] for number in range(together)
             ]
             # Every document was asked before, so that what fits is there.
-            for questions in prompts[:documents]:
-                timed([questions[2]], 1)
+            for number in range(min(together, documents)):
+                timed([prompts[number][-1]], 1)
             result["throughput"][f"{name}, {together} together"] = (
                 together * job["tokens"] / timed(asked, job["tokens"])
             )
@@ -71,4 +76,8 @@ def measure(job: dict) -> dict:
 if __name__ == "__main__":
     os.environ.update(ENVIRONMENT)
     place = Path(sys.argv[1])
-    place.with_suffix(".out.json").write_text(json.dumps(measure(json.loads(place.read_text()))))
+    job = json.loads(place.read_text())
+    os.environ.pop("RESTOREKV_VLLM", None)
+    if job["transfer"]:
+        os.environ["RESTOREKV_VLLM"] = "1"
+    place.with_suffix(".out.json").write_text(json.dumps(measure(job)))

@@ -14,6 +14,7 @@ from restorekv.files import check_target
 
 
 def run(
+    folder: Annotated[Path, typer.Option(help="Keeps model and documents.")],
     model: Annotated[
         str, typer.Option(help=f"A small decoder: smollm2, a folder, a hub id, or {RANDOM}.")
     ] = "smollm2",
@@ -38,6 +39,9 @@ def run(
     if json:
         check_target(json)
     options = Options(model, tokens, documents, fitting, tuple(ratio), tuple(together), answer)
+    folder.mkdir(parents=True, exist_ok=True)
     run_benchmark(
-        lambda tell: measure(options, tell), lambda result: run_each(make_tables(result)), json
+        lambda tell: measure(folder, options, tell),
+        lambda result: run_each(make_tables(result)),
+        json,
     )

@@ -9,6 +9,8 @@ import pytest
 from benchmarks import vllm
 from benchmarks.vllm import Options, make_tables
 from restorekv.model.load import load_model
+from restorekv.storage.cache_file import open_cache_file
+from restorekv.vllm.ragged_documents import identify
 from tests.helpers.pages import ROOT
 
 RESULT = json.loads((ROOT / "benchmarks" / "results" / "2026-11-27-vllm-cpu.json").read_text())
@@ -17,10 +19,13 @@ RESULT = json.loads((ROOT / "benchmarks" / "results" / "2026-11-27-vllm-cpu.json
 @pytest.mark.parametrize("result", [RESULT], ids=["smollm2"])
 def test_the_page_shows_the_stored_result(result):
     page = (ROOT / "docs" / "vllm.md").read_text()
-    command, table = page[page.index(result["command"]) :], re.compile(r"(?<![\w.])[\d,.]+")
+    section, table = (
+        page[page.index("2026-11-27-vllm-cpu.json") :],
+        re.compile(r"(?<![\w.])[\d,.]+"),
+    )
     for row in result["rows"]:
         side = row["side"]
-        line = re.search(rf"^\| {re.escape(side)} \|.*$", command, re.MULTILINE)[0]
+        line = re.search(rf"^\| {re.escape(side)} \|.*$", section, re.MULTILINE)[0]
         shown = [
             float(number) for number in table.findall(line.partition(side)[2].replace(",", ""))
         ]
@@ -80,9 +85,10 @@ def test_random_weights_give_the_prompts_of_every_side(monkeypatch, tmp_path):
     # A token has a pair of keys and values, bfloat16, in two heads of eight of two layers.
     assert whole.document_bytes == 64 * 2 * 2 * 2 * 8 * 2
     assert len(whole.prompts) == len(compressed.prompts) == 2
-    assert len(compressed.prompts[0][0]) < 64 < len(whole.prompts[0][0])
-    names = sorted(path.name for path in tmp_path.glob("store-*/*"))
-    assert names == ["0.rkv", "1.rkv"] and len(told) == 2
+    path, other = sorted(tmp_path.glob("store-*/*"))
+    assert (path.name, other.name) == ("0.rkv", "1.rkv")
+    assert compressed.prompts[0][0][:128] == list(identify(open_cache_file(path)).ids)
+    assert len(told) == 2
     # The pool and the blocks share what the whole documents had.
     pool = compressed.transfer["kv_connector_extra_config"]["documents_memory"]
     block_bytes = vllm.BLOCK * whole.document_bytes // 64
