@@ -144,9 +144,9 @@ def _list_active_lora(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
     for place, module in model.named_modules():
         if not isinstance(module, BaseTunerLayer) or module.disable_adapters:
             continue
-        active = [name for name in module.active_adapters if name != RESTORE_ADAPTER]
-        for name, weight in module.named_parameters():
-            if "lora_" in name and set(name.split(".")) & set(active):
+        active = {name for name in module.active_adapters if name != RESTORE_ADAPTER}
+        for name, weight in model.get_submodule(place).named_parameters():
+            if "lora_" in name and active & set(name.split(".")):
                 found.append((f"{place}.{name}", weight))
     return sorted(found, key=lambda item: item[0])
 

@@ -93,7 +93,7 @@ def stretch_rope(config: PretrainedConfig, rope: Mapping[str, object] | float) -
         text.rope_parameters = {**own, **rope}
         text.max_position_embeddings = count_positions(text)
         return
-    changed = dict(rope) if FULL_ATTENTION in rope else {FULL_ATTENTION: rope}
+    changed: dict[str, Any] = dict(rope) if FULL_ATTENTION in rope else {FULL_ATTENTION: rope}
     unknown = sorted(changed.keys() - settings.keys())
     if unknown:
         raise RestoreKVError(
