@@ -63,7 +63,15 @@ def compare_all(results: Sequence[Result]) -> list[dict[str, object]]:
         if result.cell.evictor == "full":
             continue
         key = (result.cell.benchmark, result.cell.evictor, result.cell.ratio)
-        cells.setdefault(key, {})[result.cell.adapter is not None] = result
+        pair = cells.setdefault(key, {})
+        is_restored = result.cell.adapter is not None
+        if is_restored in pair:
+            # Of another dtype, prefix policy or number of restore tokens: no pair of one condition.
+            raise SystemExit(
+                f"{pair[is_restored].folder.name} and {result.folder.name} differ in more than "
+                "restoring; measure each in a folder of its own."
+            )
+        pair[is_restored] = result
     rows = [compare_cells(pair[False], pair[True]) for pair in cells.values() if len(pair) == 2]
     return sorted(rows, key=lambda row: (row["title"], -row["ratio"]))
 

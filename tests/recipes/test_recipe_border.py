@@ -47,6 +47,12 @@ def test_differences_are_paired_by_context():
     assert border.describe_effect(row) == "harms"
 
 
+def test_cells_of_two_conditions_are_no_pair():
+    alone = make_result({"a": 1.0})
+    with pytest.raises(SystemExit, match="differ in more than restoring"):
+        border.compare_all([alone, make_result({"a": 0.5}, "kvzip"), make_result({"a": 2.0})])
+
+
 def test_only_shared_contexts_count():
     shared = {name: 1.0 + number % 2 for number, name in enumerate("abcdef")}
     alone = make_result({**shared, "g": 9.0})
