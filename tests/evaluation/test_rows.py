@@ -14,7 +14,7 @@ from restorekv.evaluation.frame import GridResults, load_grid
 from restorekv.evaluation.grid import Cell, Grid
 from restorekv.evaluation.grid_tables import make_tables
 from restorekv.evaluation.results import SUMMARY, open_result
-from restorekv.evaluation.rows import make_payload, make_rows, summarize_cell
+from restorekv.evaluation.rows import SeedPool, make_payload, make_rows, summarize_cell
 from restorekv.evaluation.run import run_grid
 from restorekv.files import write_json
 from restorekv.restore.adapter import RestoreAdapter
@@ -133,6 +133,12 @@ def test_adapters_of_one_evictor_are_told_apart(world, tmp_path):
     assert "n = 1" in make_tables(GridResults(few))[0].rows[-1][0]
 
 
+def test_contexts_that_two_seeds_drew_count_once(world, tmp_path):
+    results, _ = measured(world, tmp_path, [("knorm", None)], ("0.4",))
+    pool = SeedPool([results[1], results[1]])
+    assert pool.progress == (len(results[1].lines),) * 2
+
+
 def test_a_cell_that_runs_is_no_figure(world, tmp_path):
     results, _ = measured(world, tmp_path, [("kvzip", str(world / "adapter"))], ("0.4", "0.2"))
     (results[1].folder / "summary.json").unlink()
@@ -221,4 +227,4 @@ def test_a_task_with_nothing_to_lose_is_shown_and_left_out_of_means(tmp_path, mo
     ]
     below = make_rows(hopeless)
     assert below[0]["score"] == pytest.approx(4.5) and below[0]["left_out"] == ["a", "b"]
-    assert "nothing to lose" in make_tables(GridResults(hopeless))[0].note
+    assert "scores say little" in make_tables(GridResults(hopeless))[0].note

@@ -101,7 +101,10 @@ def make_scores_table(rows: Sequence[Row], kind: str = ALL) -> Table:
         notes.append(f"In {count} restored and base hold different numbers of KV pairs.")
     if left_out := own[0].get("left_out"):
         if left_out == ", ".join(dict.fromkeys(row["part"] for row in rows if row["kind"] == TASK)):
-            notes.append("The full cache is below 10 on every task: there is nothing to lose.")
+            notes.append(
+                "The full cache is below 10 on every task, so scores say little; the distance to "
+                "its answers and the answers kept say more."
+            )
         else:
             notes.append(f"Left out of means, because the full cache is below 10: {left_out}.")
     name = make_slug(what, own[0]["name"])

@@ -80,7 +80,11 @@ class SeedPool:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Contexts answered so far, and contexts there are."""
+        """Contexts answered so far, and contexts there are; in the end those that figures are of,
+        each once.
+        """
+        if self.done:
+            return len(self.lines), len(self.lines)
         samples = sum(result.identity["benchmark"]["samples"] for result in self.results)
         return sum(len(result.lines) for result in self.results), samples
 
