@@ -332,7 +332,8 @@ def test_a_text_too_short_for_its_ratio_is_kept_whole_with_a_warning(case):
     tokens = make_context(tokenizer, text).tokens
     sentence = (
         f"^A text of {tokens} tokens is too short for ratio 0.01, which has no room for {TOKENS} "
-        "restore tokens: everything is kept, at ratio 1, and nothing is restored.$"
+        "restore tokens: everything is kept, at ratio 1, and nothing is restored. What is appended "
+        "later is kept whole, too.$"
     )
     with pytest.warns(RestoreKVWarning, match=sentence) as caught:
         made = compress(model, tokenizer, text, ratio=0.01, adapter=make_adapter(model))

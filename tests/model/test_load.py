@@ -3,6 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 
 from restorekv.errors import ModelError
 from restorekv.model import attention
@@ -46,9 +47,19 @@ def test_unknown_models_are_refused(tmp_path, monkeypatch):
         assert "\n" not in str(caught.value)
 
 
-def test_fingerprint_sees_weights_and_not_lora(tiny_model):
+def test_fingerprint_sees_weights_and_not_the_lora_of_restore_adapters(tiny_model):
     before = fingerprint_model(tiny_model)
-    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "down_proj"]), tiny_model)
+    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
+    inject_adapter_in_model(config, tiny_model, "restorekv")
+    assert fingerprint_model(tiny_model) == before
+    # The user's own changes every pair while it is active.
+    inject_adapter_in_model(config, tiny_model, "mine")
+    layers = [each for each in tiny_model.modules() if isinstance(each, BaseTunerLayer)]
+    for layer in layers:
+        layer.set_adapter(["mine"])
+    assert fingerprint_model(tiny_model) != before
+    for layer in layers:
+        layer.enable_adapters(False)
     assert fingerprint_model(tiny_model) == before
     with torch.no_grad():
         tiny_model.lm_head.weight.mul_(1.5)
