@@ -59,11 +59,13 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path):
 def test_a_private_file_stays_private(tmp_path):
     path = tmp_path / "mine"
     path.write_text("old")
-    path.chmod(0o600)
-    with replace_file(path) as temporary:
-        assert temporary.stat().st_mode & 0o777 == 0o600
-        temporary.write_text("new")
-    assert path.read_text() == "new" and path.stat().st_mode & 0o777 == 0o600
+    for mode in (0o600, 0o640, 0o444):
+        path.chmod(mode)
+        with replace_file(path) as temporary:
+            # Nobody else reads it, and its owner can write it.
+            assert temporary.stat().st_mode & 0o777 == mode | 0o600
+            temporary.write_text("new")
+        assert path.read_text() == "new" and path.stat().st_mode & 0o777 == mode
 
 
 def test_a_folder_has_one_worker_at_a_time(tmp_path):

@@ -90,11 +90,15 @@ def replace_file(path: Path, follow: bool = True) -> Iterator[Path]:
     with explain_write_errors(path):
         # Exclusively, so that no existing file is written to, least of all through a link.
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_FOLLOW, 0o666))
-        # What only its owner could read stays so.
+        # What only its owner could read stays so; meanwhile the owner may write, in any case.
+        mode = None
         if path.exists() and (follow or not path.is_symlink()):
-            temporary.chmod(stat.S_IMODE(path.stat().st_mode))
+            mode = path.stat().st_mode & 0o777
+            temporary.chmod(mode | 0o600)
     try:
         yield temporary
+        if mode is not None:
+            temporary.chmod(mode)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
