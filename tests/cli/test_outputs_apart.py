@@ -31,6 +31,10 @@ CASES = {  # words of {world} and {tmp}, the case's folder
     "figures over a benchmark's questions": (
         "eval --evictor kvzip --benchmark lines:path={tmp}/s.json --out {tmp}/o --json {tmp}/s.json"
     ),
+    "figures over questions in a file of an odd name": (
+        "eval --evictor kvzip --benchmark lines:path={tmp}/s@1:2.json --out {tmp}/o "
+        "--json {tmp}/s@1:2.json"
+    ),
     "gate over its data": "train-gate --data {world}/data --out {world}/data",
     "gate over the published one": "convert-gate {world}/text -o {world}/text",
 }
@@ -45,7 +49,8 @@ def world(tmp_path_factory, tiny_tokenizer) -> World:
 def test_no_file_is_written_over_another(world, tmp_path, name):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a.txt").write_text(QUESTION)
-    (tmp_path / "s.json").write_text("{}")
+    for file in ("s.json", "s@1:2.json"):
+        (tmp_path / file).write_text("{}")
     os.symlink(world.text, tmp_path / "link")
     before = files_below(tmp_path), files_below(world.root)
     words = [word.format(world=world.root, tmp=tmp_path) for word in CASES[name].split()]

@@ -91,8 +91,9 @@ def run(
         options.make_json_option("Also write rows, conventions and every answer here."),
     ] = None,
 ) -> None:
-    for each in evictor:
-        check_evictor(resolve_preset(each.partition("@")[0]))
+    specs = [resolve_preset(each.partition("@")[0]) for each in evictor]
+    for each in specs:
+        check_evictor(each)
     for each in benchmark:
         check_benchmark(each)
     for each in protocol:
@@ -100,8 +101,7 @@ def run(
     for each in ratio:
         parse_ratio(each)
     check_choice("The dtype", dtype, DTYPES)
-    read = [*model, *find_files_in_specs(benchmark), *find_files_in_specs(evictor)]
-    check_outputs_apart([json], read)
+    check_outputs_apart([json], [*model, *find_files_in_specs([*benchmark, *specs])])
 
     # From here on PyTorch is imported.
     from restorekv.cli.pools import open_pool

@@ -4,7 +4,6 @@ Reading them later refuses the rest; the sentences are the same.
 """
 
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -71,8 +70,10 @@ def check_outputs_apart(
 
 def find_files_in_specs(specs: Iterable[str]) -> list[str]:
     """Return the files that specs such as lines:path=mine.jsonl name."""
-    values = [each.partition("=")[2] for spec in specs for each in re.split("[:,@]", spec)]
-    return [value for value in values if value and os.path.isfile(value)]
+    # A value may hold any character but the comma between settings.
+    settings = [each for spec in specs for each in spec.partition(":")[2].split(",")]
+    values = [each.partition("=")[2].strip() for each in settings]
+    return [value for value in values if os.path.isfile(value)]
 
 
 def _is_same_file(path: Path | str, other: Path | str) -> bool:
