@@ -6,12 +6,11 @@ in the same memory.
 """
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
 
-from benchmarks.vllm_settings import IN_PROCESS, SETTINGS
+from benchmarks.vllm_settings import IN_PROCESS, SETTINGS, enter_environment
 
 ENVIRONMENT = {
     **SETTINGS,
@@ -74,10 +73,7 @@ def measure(job: dict) -> dict:
 
 
 if __name__ == "__main__":
-    os.environ.update(ENVIRONMENT)
     place = Path(sys.argv[1])
     job = json.loads(place.read_text())
-    os.environ.pop("RESTOREKV_VLLM", None)
-    if job["transfer"]:
-        os.environ["RESTOREKV_VLLM"] = "1"
+    enter_environment(ENVIRONMENT, with_documents=bool(job["transfer"]))
     place.with_suffix(".out.json").write_text(json.dumps(measure(job)))

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.vllm_settings import IN_PROCESS, SETTINGS
+from benchmarks.vllm_settings import IN_PROCESS, SETTINGS, enter_environment
 
 ENVIRONMENT = {**SETTINGS, **IN_PROCESS, "VLLM_CPU_KVCACHE_SPACE": "1"}
 PAIRS = (64, 256, 1024, 4096)  # of a head
@@ -116,10 +116,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed
     job = json.loads(Path(sys.argv[1]).read_text("utf-8"))
-    os.environ.update(ENVIRONMENT)
-    os.environ.pop("RESTOREKV_VLLM", None)
-    if job["transfer"]:
-        os.environ["RESTOREKV_VLLM"] = "1"
+    enter_environment(ENVIRONMENT, with_documents=bool(job["transfer"]))
     llm = make_engine(job)
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:

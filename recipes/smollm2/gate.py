@@ -24,6 +24,7 @@ from restorekv.data.documents import DropRow
 from restorekv.data.files import iterate_rows
 from restorekv.evictors.fastkvzip import FastKVzip
 from restorekv.evictors.gate_file import Gate, read_gate
+from restorekv.model.gate_kinds import TARGETS
 from restorekv.model.load import load_model
 from restorekv.model.names import SMOLLM2, shipped_path
 from restorekv.train.features import Features, collect_features
@@ -96,7 +97,7 @@ def measure(folder: Path, passages: Path, paths: dict[str, Path]) -> dict[str, d
         model,
         tokenizer,
         texts,
-        "kvzip",
+        TARGETS[CONFIG.kind],
         CONFIG.tokens,
         CONFIG.seed,
         folder / "features",

@@ -43,6 +43,7 @@ from restorekv.model.rope import count_positions
 from restorekv.model.shape import CacheShape, get_vocabulary_size
 from restorekv.model.tokenize import check_model_and_tokenizer, get_padding_id, hash_token_names
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.spec import drop_gate
 from restorekv.storage import cache_file, portable
 from restorekv.storage.cache_checks import check_model
 from restorekv.storage.cache_file import CacheFile, Manifest
@@ -539,19 +540,6 @@ def check_fit(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -
         )
     if manifest.template != hash_template(tokenizer):
         warn(f"{path} was made with another chat template; answers may suffer.")
-
-
-def drop_gate(spec: str) -> str:
-    """Return an evictor's spec as a file may choose it: without a gate, whose file only the user
-    names.
-    """
-    name, _, settings = spec.partition(":")
-    kept = []
-    for setting in settings.split(","):
-        key = setting.partition("=")[0].strip()
-        if key not in ("gate", ""):
-            kept.append(setting)
-    return f"{name}:{','.join(kept)}" if kept else name
 
 
 def format_bytes(count: float) -> str:

@@ -92,7 +92,7 @@ def replace_file(path: Path, follow: bool = True) -> Iterator[Path]:
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_FOLLOW, 0o666))
         # What only its owner could read stays so; meanwhile the owner may write, in any case.
         mode = None
-        if path.exists() and (follow or not path.is_symlink()):
+        if path.exists() and not path.is_symlink():
             mode = path.stat().st_mode & 0o777
             temporary.chmod(mode | 0o600)
     try:

@@ -96,6 +96,19 @@ def suggest_argument(name: str, known: Sequence[str], other_names: Mapping[str, 
     return f"use some of {', '.join(known)}."
 
 
+def drop_gate(spec: str) -> str:
+    """Return an evictor's spec without a gate, which records name by a hash and whose file only the
+    user names.
+    """
+    name, _, settings = spec.partition(":")
+    kept = []
+    for setting in settings.split(","):
+        key = setting.partition("=")[0].strip()
+        if key not in ("gate", ""):
+            kept.append(setting)
+    return f"{name}:{','.join(kept)}" if kept else name
+
+
 def split_specs(text: str) -> list[str]:
     """Split specs that commas separate, as in "kvzip,snapkv:window=64,kernel=5,h2o".
 

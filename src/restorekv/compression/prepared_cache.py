@@ -88,7 +88,8 @@ class PreparedContextCache:
         """
         if not isinstance(compressor, Eviction) or not self._can_keep(model, context, compressor):
             return compressor.prepare(model, tokenizer, context, begin_phase)
-        prepared = self._find(model, context, compressor)
+        asked = PreparedKey.of(model, context, compressor)
+        prepared = self._find(asked, context, compressor)
         if prepared is None:
             # Before a new one is made, so that never two are in memory.
             self.clear()
@@ -98,21 +99,20 @@ class PreparedContextCache:
             alone = replace(compressor, adapter=None)
             prepared = alone.prepare(model, tokenizer, context, begin_phase)
             assert isinstance(prepared, ScoredContext), "only streaming prepares another kind"
-            self.kept = (PreparedKey.of(model, context, compressor), prepared)
+            self.kept = (asked, prepared)
         if compressor.adapter is None:
             return prepared
         begin_phase("restore")
         return prepared.with_restore_cache(compressor.adapter)
 
     def _find(
-        self, model: PreTrainedModel, context: Context, compressor: Eviction
+        self, asked: PreparedKey, context: Context, compressor: Eviction
     ) -> ScoredContext | None:
         """Return the kept context under the compressor's config, if it is the one asked for."""
         kept = self.kept
         if kept is None:
             return None
         key, prepared = kept
-        asked = PreparedKey.of(model, context, compressor)
         if not compressor.scoring:
             # Nothing competes, so that it does not matter what was scored by which evictor.
             asked = replace(asked, evictor=key.evictor)

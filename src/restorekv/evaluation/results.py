@@ -144,8 +144,7 @@ class Result:
         if [line["sample"] for line in lines] == [line["sample"] for line in self.lines]:
             return
         with replace_file(self.folder / ANSWERS, follow=False) as temporary:
-            texts = [json.dumps(line, ensure_ascii=False) + "\n" for line in lines]
-            temporary.write_text("".join(texts), "utf-8")
+            temporary.write_bytes(b"".join(map(_format_line, lines)))
         self.__dict__.pop("lines", None)
 
 
@@ -193,6 +192,10 @@ def _check_types(path: Path, value: object, hints: dict[str, Any]) -> None:
         )
 
 
+def _format_line(line: dict) -> bytes:
+    return json.dumps(line, ensure_ascii=False).encode() + b"\n"
+
+
 def append_line(path: Path, line: dict) -> None:
     """Add one line of JSON at the end of the file; it is on the disk before this returns."""
     with open_without_links(path) as file:
@@ -201,7 +204,7 @@ def append_line(path: Path, line: dict) -> None:
         if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
-        file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+        file.write(_format_line(line))
         file.flush()
         # A context may have taken minutes.
         os.fsync(file.fileno())

@@ -24,7 +24,7 @@ from restorekv.generation.sampling import (
     find_first_stop,
     make_choosers,
 )
-from restorekv.model.prompt import Context, check_vocabulary, encode_question
+from restorekv.model.prompt import Context, encode_question
 from restorekv.model.tokenize import TextStream, get_padding_id
 
 # Options that only a temperature above 0 heeds.
@@ -276,7 +276,6 @@ def stream_answer(
     if sampling.samples > 1:
         raise RestoreKVError("Only one answer can be streamed; leave out samples.")
     prompt = encode_question(tokenizer, context, question, answer_prefix)[0]
-    check_vocabulary(model, prompt)
     stops = decoding.get_stop_ids(model, tokenizer)
     choosers = make_choosers(
         sampling, tokenizer, [torch.cat([context.ids[0], prompt])[None]], [sampling.seed], stops

@@ -134,10 +134,10 @@ def _joins_schemas(schema: Any) -> bool:
         return False
     joined = schema.get("allOf")
     several = isinstance(joined, list) and len(joined) > 1
-    if "properties" in schema:
-        several = bool({"allOf", "anyOf", "oneOf", "$ref"} & schema.keys())
+    # What stands beside `properties` holds for the same value.
+    beside = "properties" in schema and {"allOf", "anyOf", "oneOf", "$ref"} & schema.keys()
     conditional = {"if", "not", "dependentSchemas", "unevaluatedProperties"} & schema.keys()
-    return several or bool(conditional) or any(map(_joins_schemas, schema.values()))
+    return several or bool(beside or conditional) or any(map(_joins_schemas, schema.values()))
 
 
 def _close(schema: Any) -> Any:

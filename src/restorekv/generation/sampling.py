@@ -76,8 +76,13 @@ NEUTRAL: dict[str, object] = {
     "diversity_penalty": 0.0,
 }
 # Type, further condition, and both in words.
+LEAST_TEMPERATURE = 0.01  # below it only the likeliest token has a chance
 CHECKS: dict[str, tuple[object, Callable[[Any], bool], str]] = {
-    "temperature": (float, lambda x: x == 0 or 0.01 <= x <= 100, "0, or a number from 0.01 to 100"),
+    "temperature": (
+        float,
+        lambda x: x == 0 or LEAST_TEMPERATURE <= x <= 100,
+        f"0, or a number from {LEAST_TEMPERATURE:g} to 100",
+    ),
     "top_p": (float, lambda x: 0 < x <= 1, "a number above 0, at most 1"),
     "top_k": (int, lambda x: x >= 0, "a number of tokens, 0 for all"),
     "min_p": (float, lambda x: 0 <= x <= 1, "a number from 0 to 1"),

@@ -142,10 +142,11 @@ def _list_active_lora(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
     """Return the weights of the LoRA layers that are active and are no restore adapter's."""
     found = []
     for place, module in model.named_modules():
+        own = module.named_parameters()
         if not isinstance(module, BaseTunerLayer) or module.disable_adapters:
             continue
         active = {name for name in module.active_adapters if name != RESTORE_ADAPTER}
-        for name, weight in model.get_submodule(place).named_parameters():
+        for name, weight in own:
             if "lora_" in name and active & set(name.split(".")):
                 found.append((f"{place}.{name}", weight))
     return sorted(found, key=lambda item: item[0])

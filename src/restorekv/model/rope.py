@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from restorekv.errors import RestoreKVError
 from restorekv.model import support
-from restorekv.model.shape import get_backbone
+from restorekv.model.shape import FULL_ATTENTION, get_backbone
 
 # The kinds of RoPE whose frequencies do not change with the length of the text.
 SHIFTABLE = ("default", "linear", "yarn", "llama3")
@@ -22,9 +22,6 @@ SHIFTABLE = ("default", "linear", "yarn", "llama3")
 STRETCHED = ("yarn", "longrope", "dynamic", "linear", "llama3")
 MOST_YARN = 64  # the largest factor of YaRN that is accepted
 NO_LIMIT = sys.maxsize  # positions of a model that names no limit
-# Models with a RoPE for each kind of layers have settings by the kind's name. This is the one whose
-# layers see the whole text.
-FULL_ATTENTION = "full_attention"
 
 
 def get_rope_settings(config: PretrainedConfig) -> dict[str, Any]:
@@ -71,7 +68,8 @@ def stretch_rope(config: PretrainedConfig, rope: Mapping[str, object] | float) -
     """
     text = config.get_text_config()
     settings = get_rope_settings(text)
-    # Layers with a window never see far, so only the others are stretched.
+    # Models with a RoPE for each kind of layers have settings by the kind's name. Layers with a
+    # window never see far, so only the others are stretched.
     by_kind = FULL_ATTENTION in settings
     own = settings[FULL_ATTENTION] if by_kind else settings
     if not isinstance(rope, Mapping):
@@ -117,7 +115,7 @@ def compute_rotation(
     """
     rotary: Any = get_backbone(model).rotary_emb
     if isinstance(getattr(rotary, "rope_type", None), dict):
-        return rotary(like, positions, "full_attention")
+        return rotary(like, positions, FULL_ATTENTION)
     return rotary(like, positions)
 
 

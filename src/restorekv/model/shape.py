@@ -9,9 +9,10 @@ from transformers import PreTrainedModel
 
 from restorekv.errors import ModelError, summarize_error
 
-# Kinds of layers that see a whole text, the latter two up to the length of a window; probe.py
-# finds out which.
-_WHOLE_TEXT_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+# The kind of layers, in configs of transformers, that see a whole text.
+FULL_ATTENTION = "full_attention"
+# Others see one too, up to the length of a window; probe.py finds out which.
+_WHOLE_TEXT_LAYERS = {FULL_ATTENTION, "sliding_attention", "chunked_attention"}
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def list_windows(config: Any) -> tuple[int | None, ...]:
     config = config.get_text_config()
     kinds = list(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None)
-    has_both = set(kinds) == {"full_attention", "sliding_attention"}
+    has_both = set(kinds) == {FULL_ATTENTION, "sliding_attention"}
     if not has_both or type(window) is not int or window < 2:
         return (None,) * config.num_hidden_layers
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

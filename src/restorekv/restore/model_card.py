@@ -32,7 +32,7 @@ from restorekv.restore.licenses import (
     forbids_commercial_use,
     normalize_license,
 )
-from restorekv.spec import split_specs
+from restorekv.spec import drop_gate, split_specs
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 # The data source whose parts paper/results/corpus.md names.
@@ -91,9 +91,7 @@ def render_card(card: AdapterCard, config: LoraConfig, name: str = PLACEHOLDER) 
         if key not in unimportant
     }
     targets = config.target_modules
-    # Of several evictors the first one, as in the example.
-    first = next(iter(split_specs(card.evictor or "")), "")
-    evictor, _, evictor_settings = first.partition(":")
+    evictor, _, evictor_settings = _find_first_evictor(card).partition(":")
     columns = dict.fromkeys(("source", "examples", "contexts", "license"))
     body = ModelCard.from_template(
         make_front_matter(card, config),
@@ -170,13 +168,20 @@ def is_hub_name(name: str) -> bool:
     return "/" in name
 
 
+def _find_first_evictor(card: AdapterCard) -> str:
+    """Return the spec of the evictor that the adapter was trained for, of several the first; "" if
+    none is recorded.
+    """
+    specs = split_specs(card.evictor or "")
+    return specs[0] if specs else ""
+
+
 def _make_usage_arguments(card: AdapterCard, name: str) -> dict[str, object]:
     """Return the arguments of `compress` in the card's example, with a ratio near 0.1."""
     low, high = card.ratio_range or (0.1, 0.1)
-    # One of those it was trained for; the file of a gate is the user's own.
-    first = next(iter(split_specs(card.evictor or "kvzip")))
     return {
-        "evictor": first.partition(":gate=")[0],
+        # The file of a gate is the user's own.
+        "evictor": drop_gate(_find_first_evictor(card) or "kvzip"),
         "ratio": min(max(0.1, low), high),
         "adapter": name,
     }

@@ -14,7 +14,7 @@ from restorekv.model.names import (
     to_canonical_name,
 )
 from restorekv.restore.adapter_file import CARD
-from restorekv.spec import split_specs
+from restorekv.spec import drop_gate, split_specs
 
 
 def find_shipped_adapter(model: str, evictor: str, allocation: str = "global") -> Path | None:
@@ -83,4 +83,4 @@ def _list_evictors(folder: Path) -> list[str]:
         return []
     settings = record.get("settings") or {}
     trained = split_specs(settings.get("evictor") or "")
-    return trained + [spec.partition(":gate=")[0] for spec in record.get("also_for") or ()]
+    return trained + [drop_gate(spec) for spec in record.get("also_for") or ()]

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from restorekv.errors import OptionError, RestoreKVError, name_option
-from restorekv.generation.sampling import SamplingConfig
+from restorekv.generation.sampling import LEAST_TEMPERATURE, SamplingConfig
 from restorekv.model.tokenize import check_unicode
 from restorekv.serve import fields
 from restorekv.serve.variants import Variant
@@ -22,8 +22,8 @@ from restorekv.serve.variants import Variant
 PART_TYPES = {"text", "input_text", "output_text", "file", "input_file"}
 LARGEST_SCHEMA = 1 << 15  # characters; one of 250,000 keeps all others waiting for 17 seconds
 
-# The endings that files get which have a type and no name.
 DOCX = "application/vnd.openxmlformats-officedocument.wordprocessingml.document"
+# What the names of files get which have a type and no ending.
 ENDINGS = {
     "application/pdf": ".pdf",
     "text/html": ".html",
@@ -64,7 +64,6 @@ class AttachedFile:
     content: bytes
 
 
-LEAST_TEMPERATURE = 0.01  # below it only the likeliest token has a chance
 # A document of a request; a text is its own.
 DocumentPart = str | UploadedFile | AttachedFile
 

@@ -21,7 +21,7 @@ from restorekv import spec
 from restorekv.errors import RestoreKVError
 from restorekv.model.tokenize import tokenize_text
 
-ROUNDING = 1e-6
+ROUNDING = 1e-6  # by which a sum of shares may be above 1
 
 
 @dataclass(frozen=True)
@@ -203,16 +203,14 @@ class Benchmark(ABC):
 
 def _check_figure(value: Any, what: str) -> float:
     """Return a figure as a float, also one of NumPy or PyTorch."""
-    found = repr(value)
     if not isinstance(value, str | bytes):
         try:
             figure = float(value)
         except (TypeError, ValueError):
             figure = math.nan
-        # Sums of shares may be above 1 by a rounding.
         if -ROUNDING <= figure <= 1 + ROUNDING:
             return min(max(figure, 0.0), 1.0)
-    raise RestoreKVError(f"{what} gave {found[:80]}; let it return a number from 0 to 1.")
+    raise RestoreKVError(f"{what} gave {repr(value)[:80]}; let it return a number from 0 to 1.")
 
 
 def separate_question(question: str, protocol: str) -> str:

@@ -104,7 +104,7 @@ def collect_features(
     rows = [min(tokens, context.tokens) for context in contexts]
     # Filled context by context, since a list of them beside the whole would take twice the memory.
     hidden = torch.empty(sum(rows), shape.layers, shape.hidden, dtype=HIDDEN_DTYPE)
-    scores = torch.empty(sum(rows), shape.layers, shape.heads)
+    scores = torch.empty(sum(rows), shape.layers, shape.heads, dtype=torch.float32)
     start = 0
     for index, context in enumerate(contexts):
         path = folder / f"{index:05d}.safetensors"
