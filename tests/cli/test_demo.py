@@ -86,11 +86,13 @@ def test_only_questions_are_shown_that_the_full_cache_answers_right():
     sample = Sample("tower", "text", tuple(questions))
     full = ["Henry Hall.\nMore", "he was 49", "of oak", "in 1709", "the Hoe", "Leeds", "sun", "tin"]
     small = ["Hall", "94", "elm", "1709", "Hoe", "Leeds", "sun", "tin"]
+    cut = [False] * 8
+    cut[5] = True
     caches = [
-        CacheAnswers("full cache", 1000, full, {"ask": 1.0}),
-        CacheAnswers("KVzip, r = 0.3", 300, small, {"ask": 1.0}),
+        CacheAnswers("full cache", 1000, full, {"ask": 1.0}, cut),
+        CacheAnswers("KVzip, r = 0.3", 300, small, {"ask": 1.0}, [False] * 8),
     ]
-    right = facts_demo.find_right_answers(sample, full)
+    right = facts_demo.find_right_answers(sample, caches[0])
     assert len(right) == 7
     chosen = right[: facts_demo.SHOWN]
     caches[1] = replace(caches[1], answers=[small[index] for index in chosen])
@@ -105,6 +107,9 @@ def test_only_questions_are_shown_that_the_full_cache_answers_right():
         "sun",
     ]
     assert shown.questions[0].answers["full cache"] == "Henry Hall."
+    # An answer without a full stop is whole unless its limit of tokens has ended it.
+    assert shown.questions[1].answers["full cache"] == "of oak"
+    assert shown.questions[4].answers["full cache"] == "Leeds …"
     assert [each.right["KVzip"] for each in shown.questions] == [
         True,
         False,

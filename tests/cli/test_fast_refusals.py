@@ -50,6 +50,10 @@ WRONG = {
     "a wrong evictor": ["compress", "text.txt", *OUT, "--evictor", "kvzipp"],
     "a wrong preset": ["compress", "text.txt", *OUT, "--preset", "slow"],
     "a wrong dtype": ["compress", "text.txt", *OUT, "--dtype", "float33"],
+    "workers without Ray": ["eval", "--benchmark", "ruler", "--workers", "4"],
+    "restore tokens of no adapter": [
+        *["eval", "--benchmark", "ruler", "--evictor", "kvzip@none", "--restore-tokens", "4"]
+    ],
     "no cache to ask": ["ask", "missing.rkv", "who?"],
     "a text as a cache": ["ask", "text.txt", "who?"],
     "no question": ["ask", "doc.rkv"],

@@ -32,6 +32,7 @@ DEFAULT_RATIOS = ["0.4", "0.2", "0.1", "0.05"]
 DEFAULT_PROTOCOLS = ["kvpress"]
 DEFAULT_STORAGES = ["model"]
 DEFAULT_MODELS = [options.DEFAULT_MODEL]
+DEFAULT_WORKERS = 2
 
 
 def run(
@@ -85,7 +86,10 @@ def run(
     ray: Annotated[
         str | None, typer.Option(help="Spread the work over Ray: local, auto or an address.")
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Number of Ray workers.")] = 2,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Number of Ray workers; {DEFAULT_WORKERS} unless given."),
+    ] = None,
     json: Annotated[
         Path | None,
         options.make_json_option("Also write rows, conventions and every answer here."),
@@ -101,6 +105,13 @@ def run(
     for each in ratio:
         parse_ratio(each)
     check_choice("The dtype", dtype, DTYPES)
+    if workers is not None and ray is None:
+        raise RestoreKVError("--workers counts Ray's workers; add --ray local, or leave it out.")
+    if restore_tokens is not None and all(each.endswith("@none") for each in evictor):
+        raise RestoreKVError(
+            "--restore-tokens is of adapters, and no --evictor has one; drop an @none, or leave "
+            "it out."
+        )
     check_outputs_apart([json], [*model, *find_files_in_specs([*benchmark, *specs])])
 
     # From here on PyTorch is imported.
@@ -130,7 +141,10 @@ def run(
     ).list_cells()
     check_cells(cells)
     silence_transformers()
-    with show_progress_share("evaluating") as update, open_pool(ray, workers, device) as pool:
+    with (
+        show_progress_share("evaluating") as update,
+        open_pool(ray, workers or DEFAULT_WORKERS, device) as pool,
+    ):
         results = run_grid(
             cells, out, pool, lambda progress: update(progress.what, progress.share), set_aside
         )

@@ -121,7 +121,7 @@ def ask_text(model: PreTrainedModel, tokenizer: Tokenizer, sample: Sample, ratio
     # One reading of the text; each cache is made when the one before has answered.
     caches = evict_caches(prepared, EVICTOR, (float(exact),), with_full=True)
     full = ask_cache(prepared, tokenizer, next(caches), sample.questions)
-    right = find_right_answers(sample, full.answers)
+    right = find_right_answers(sample, full)
     shown = right[:SHOWN]
     answered = [full]
     # The small caches are asked only what the full one knows.
@@ -138,12 +138,12 @@ def ask_text(model: PreTrainedModel, tokenizer: Tokenizer, sample: Sample, ratio
     )
 
 
-def find_right_answers(sample: Sample, answers: Sequence[str]) -> list[int]:
+def find_right_answers(sample: Sample, full: CacheAnswers) -> list[int]:
     """Return the indices of the questions whose answers are right."""
     return [
         index
         for index, question in enumerate(sample.questions)
-        if contains_reference(_shorten(answers[index]), _truths(question))
+        if contains_reference(_shorten(full.answers[index], full.cut[index]), _truths(question))
     ]
 
 
@@ -161,7 +161,7 @@ def compare_answers(
         verdicts = {}
         for title, each in zip(CACHES, caches, strict=False):
             place = index if each is caches[0] else number
-            answers[title] = _shorten(each.answers[place])
+            answers[title] = _shorten(each.answers[place], each.cut[place])
             verdicts[title] = contains_reference(answers[title], _truths(question))
         compared.append(ShownQuestion(question.text, _truths(question)[0], answers, verdicts))
     return compared
@@ -173,12 +173,15 @@ def _truths(question: Question) -> tuple[str, ...]:
     return (str(target),) if target else question.answers
 
 
-def _shorten(answer: str) -> str:
-    """Return the first line of an answer, with an ellipsis if the limit of tokens cut it."""
+def _shorten(answer: str, cut: bool) -> str:
+    """Return the first line of an answer, with an ellipsis if the limit of tokens has cut it.
+
+    A limit that comes just after a sentence has cut nothing that a reader would miss.
+    """
     line, line_break, _ = answer.strip().partition("\n")
     line = line.strip()
-    is_cut = not line_break and line and line[-1] not in ENDS
-    return f"{line} …" if is_cut else line
+    ends_early = cut and not line_break and line and line[-1] not in ENDS
+    return f"{line} …" if ends_early else line
 
 
 def tabulate_answers(text: ShownText) -> Table:

@@ -28,7 +28,7 @@ from restorekv.evaluation.rows import make_payload
 from restorekv.evaluation.run import run_grid
 from restorekv.evaluation.tables import Table, name_method
 from restorekv.evaluation.worker import open_model
-from restorekv.generation.answers import answer_greedily
+from restorekv.generation.answers import answer_questions
 from restorekv.model.names import TINY, to_canonical_name
 from restorekv.tasks.tiny import convert_question
 from restorekv.tiny import suite
@@ -124,12 +124,21 @@ def _measure(model: str, show: DemoPlan, count: int) -> dict:
 
 @dataclass(frozen=True)
 class CacheAnswers:
-    """A cache's answers, the bytes it holds, and the seconds of every phase that led to them."""
+    """A cache's answers, the bytes it holds, and the seconds of every phase that led to them.
+
+    Args:
+        title: What the tables call the cache.
+        nbytes: The bytes it holds.
+        answers: Its answers.
+        seconds: The seconds of every phase.
+        cut: For each answer, whether its limit of tokens ended it.
+    """
 
     title: str
     nbytes: int
     answers: list[str]
     seconds: Mapping[str, float] = field(default_factory=dict)
+    cut: list[bool] = field(default_factory=list)
 
 
 def choose_document(model: str, tokenizer: Tokenizer) -> tasks.Sample:
@@ -209,11 +218,14 @@ def ask_cache(
 ) -> CacheAnswers:
     """Return a cache's greedy answers to all of the questions at once."""
     title, cache, seconds = named
-    texts = [question.text for question in questions]
+    requests = [(prepared.context, cache, question.text) for question in questions]
     limits = [question.max_new_tokens for question in questions]
     with time_phase(seconds, "ask"):
-        answers = answer_greedily(prepared.model, tokenizer, prepared.context, cache, texts, limits)
-    return CacheAnswers(title, cache.nbytes, [answer.strip() for answer in answers], seconds)
+        answered = answer_questions(prepared.model, tokenizer, requests, limits)
+    answers = [samples[0] for samples in answered]  # one sample of each question
+    texts = [answer.text.strip() for answer in answers]
+    cut = [answer.finish == "length" for answer in answers]
+    return CacheAnswers(title, cache.nbytes, texts, seconds, cut)
 
 
 def make_answers_table(sample: tasks.Sample, tokens: int, found: Sequence[CacheAnswers]) -> Table:
