@@ -506,6 +506,26 @@ def test_keys_limits_and_quotas(model, tiny_tokenizer, tmp_path):
         assert all(isinstance(answer, str) for answer in answers)
 
 
+def test_what_is_asked_from_memory_stays_on_disk(model, tiny_tokenizer, tmp_path):
+    expected(model, tiny_tokenizer).save(tmp_path / "probe.rkv")
+    # Room for two caches and a half.
+    disk = (tmp_path / "probe.rkv").stat().st_size * 5 // 2
+    caches = tmp_path / "store" / "caches"
+    with serving(model, tiny_tokenizer, tmp_path / "store", disk=disk) as url:
+        client = client_of(url)
+        first, second = (upload(client, f"{TEXT} {number}", f"{number}.txt") for number in (1, 2))
+        ask(client, about(first))
+        third = upload(client, f"{TEXT} 3", "3.txt")
+        files = set(caches.iterdir())
+        assert len(files) == 2
+        # The second file was never asked about: its cache has left the disk, though not memory.
+        for each in (first, third):
+            get_bytes(client, f"/files/{each.id}/cache")
+        assert set(caches.iterdir()) == files
+        get_bytes(client, f"/files/{second.id}/cache")
+        assert set(caches.iterdir()) != files
+
+
 def test_uploads_of_many_kinds(tmp_path):
     page = (
         b"<html><head><title>no</title></head><body><p>Who lives "

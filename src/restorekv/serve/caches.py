@@ -391,6 +391,8 @@ class CacheEngine(Engine, Generic[Active]):
         # First without waiting for what another thread loads.
         context = self._find_in_memory(sha256, key)
         if context:
+            # What is asked from memory is in use on disk, too: files leave in the same order.
+            self.store.touch_cache(key)
             return context
         while True:
             with self.loading:
@@ -402,6 +404,13 @@ class CacheEngine(Engine, Generic[Active]):
             # damaged: then it is set aside, and the next fetch finds none.
             if not self.store.fetch_cache(key, sha256):
                 return None
+
+    def write_held_cache(self, sha256: str, variant: Variant) -> None:
+        key = self.make_key(sha256, variant)
+        context = self._find_in_memory(sha256, key)
+        if context and not self.store.has_cache(key):
+            with self.store.write_cache_file(key, sha256) as path:
+                context.save(path)
 
     def forget_document(self, sha256: str) -> None:
         """Take a deleted document out of memory; questions being answered keep it to their end.

@@ -278,6 +278,10 @@ class Engine(ABC):
         """Return a document from memory, from disk, or compressed now."""
 
     @abstractmethod
+    def write_held_cache(self, sha256: str, variant: Variant) -> None:
+        """Write a cache that this process holds in memory to disk, if its file has gone."""
+
+    @abstractmethod
     def get_state(self, sha256: str, variant: Variant) -> CacheState:
         """Return how far a cache is."""
 

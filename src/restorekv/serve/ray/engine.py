@@ -136,6 +136,9 @@ class RayEngine(Engine):
                 found = item
         return found
 
+    def write_held_cache(self, sha256: str, variant: Variant) -> None:
+        """Do nothing: the replicas hold the caches, and write them to the shared folder."""
+
     def get_state(self, sha256: str, variant: Variant) -> CacheState:
         key = self.make_key(sha256, variant)
         if key in self.states:
