@@ -27,6 +27,8 @@ from restorekv.errors import RestoreKVError  # noqa: E402
 from restorekv.generation.sampling import SamplingConfig  # noqa: E402
 from restorekv.serve.cache_origin import CacheOrigin  # noqa: E402
 from restorekv.serve.engine import (  # noqa: E402
+    READY,
+    WAITING,
     BusyError,
     Reply,
     ServedDocument,
@@ -195,6 +197,40 @@ def test_a_document_that_is_gone_is_brought_again(tiny_tokenizer):
     ]
     assert [given[1] for name, _, given in calls if name == "get_document"] == [None, "the text"]
     assert len({key for _, key, _ in calls}) == 1
+
+
+def test_a_document_that_is_compressed_again_counts_as_written(tiny_tokenizer):
+    async def ask_twice():
+        handle = Handle(
+            tiny_tokenizer, ask=[[missing()], [REPLY]], get_document=[[missing()], [(9, True)]]
+        )
+        engine = RayEngine(handle, 4)
+        documents = [ServedDocument(*PLACE, 9, False, content=lambda: "the text")]
+        question = ServedQuestion(documents, [], "Which?", "", 8, SamplingConfig())
+        await asyncio.wait_for(asyncio.wrap_future(engine.ask(question)), 20)
+        return question
+
+    assert [document.fresh for document in asyncio.run(ask_twice()).documents] == [True]
+
+
+def test_a_deleted_document_is_looked_for_again(tiny_tokenizer, tmp_path):
+    """Its replica may have forgotten it, so an upload of the same text is not there yet."""
+
+    async def get_twice():
+        handle = Handle(tiny_tokenizer, get_document=[[(9, False)], [missing()], [(9, True)]])
+        engine = RayEngine(handle, 4)
+        settings = Settings(tmp_path, "tiny", VARIANT)
+        store = open_store(settings)
+        build_engine_app(engine, store, settings)
+        first = await engine.get_document(*PLACE, lambda: "the text")
+        assert engine.get_state(*PLACE) == READY
+        store.on_delete(PLACE[0])
+        assert engine.get_state(*PLACE) == WAITING
+        second = await engine.get_document(*PLACE, lambda: "the text")
+        store.close()
+        return first.fresh, second.fresh
+
+    assert asyncio.run(get_twice()) == (False, True)
 
 
 def test_documents_are_brought_to_where_the_question_is(tiny_tokenizer):

@@ -413,9 +413,10 @@ class CacheEngine(Engine, Generic[Active]):
                 context.save(path)
 
     def forget_document(self, sha256: str) -> None:
-        """Take a deleted document out of memory; questions being answered keep it to their end.
+        """Take a deleted document out of memory.
 
-        Its compression, if it runs, ends at the next sign of progress.
+        Its compression, if it runs, ends at the next sign of progress. Questions being answered
+        keep it to their end.
         """
         self.prepared_cache.clear()
         if self.sha256_in_work == sha256:

@@ -96,7 +96,7 @@ async def complete_text(
 
     def begin(prompt: str | list[int]) -> PendingAnswer:
         question = ServedQuestion(
-            documents=(),
+            documents=[],
             turns=(),
             text="",
             system="",

@@ -133,7 +133,8 @@ class ServedQuestion:
     """A question to an engine, for one answer or several.
 
     Args:
-        documents: What it is about.
+        documents: What it is about. An engine that has to compress one of them again puts the new
+            one in its place, so that the usage counts it.
         turns: Earlier questions with their answers.
         text: The question.
         system: The system message, or "".
@@ -149,7 +150,7 @@ class ServedQuestion:
             and system; the answer is then what follows, with any space that it begins with.
     """
 
-    documents: Sequence[ServedDocument]
+    documents: list[ServedDocument]
     turns: Sequence[tuple[str, str]]
     text: str
     system: str
@@ -276,6 +277,10 @@ class Engine(ABC):
     @abstractmethod
     async def get_document(self, sha256: str, variant: Variant, content: Content) -> ServedDocument:
         """Return a document from memory, from disk, or compressed now."""
+
+    @abstractmethod
+    def forget_document(self, sha256: str) -> None:
+        """Take a deleted document out of memory; questions being answered keep it to their end."""
 
     @abstractmethod
     def write_held_cache(self, sha256: str, variant: Variant) -> None:

@@ -16,6 +16,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -64,7 +65,8 @@ class RayEngine(Engine):
         self.replica = import_module("restorekv.serve.ray.replica")
         self.errors = import_module("ray.exceptions")
         self.tokenizer, self.stops, self.origin = handle.describe_model.remote().result()
-        self.lengths: OrderedDict[str, int] = OrderedDict()  # tokens of documents, by key
+        # Tokens of documents, by the hash of their content and the key of their cache.
+        self.lengths: OrderedDict[tuple[str, str], int] = OrderedDict()
         self.states: dict[str, CacheState] = {}  # of the documents that are being made, by key
         self.reports: dict[str, Any] = {}  # the last ReplicaReport of every replica
 
@@ -88,7 +90,7 @@ class RayEngine(Engine):
 
         One that was there is not looked for again until a question misses it.
         """
-        tokens = self.lengths.get(self.make_key(sha256, variant))
+        tokens = self.lengths.get((sha256, self.make_key(sha256, variant)))
         if tokens is not None:
             return ServedDocument(sha256, variant, tokens, fresh=False, content=content)
         document = ServedDocument(sha256, variant, 0, fresh=False, content=content)
@@ -112,7 +114,7 @@ class RayEngine(Engine):
                 )
         finally:
             self.states.pop(key, None)
-        self.lengths[key] = tokens
+        self.lengths[document.sha256, key] = tokens
         while len(self.lengths) > REMEMBERED:
             self.lengths.popitem(last=False)
         return ServedDocument(
@@ -136,6 +138,15 @@ class RayEngine(Engine):
                 found = item
         return found
 
+    def forget_document(self, sha256: str) -> None:
+        """Ask the replicas for a deleted document anew if it comes again.
+
+        They forget it themselves, by the shared folder.
+        """
+        for place in list(self.lengths):
+            if place[0] == sha256:
+                self.lengths.pop(place, None)
+
     def write_held_cache(self, sha256: str, variant: Variant) -> None:
         """Do nothing: the replicas hold the caches, and write them to the shared folder."""
 
@@ -143,7 +154,7 @@ class RayEngine(Engine):
         key = self.make_key(sha256, variant)
         if key in self.states:
             return self.states[key]
-        return READY if key in self.lengths else WAITING
+        return READY if (sha256, key) in self.lengths else WAITING
 
     async def find_survivors(
         self, document: ServedDocument, layer: int | None, head: int | None
@@ -178,8 +189,11 @@ class RayEngine(Engine):
             try:
                 return await self._try_replicas(lambda: self._ask_replica(question, sent))
             except self.replica.MissingError:
-                for document in question.documents:
-                    await self._bring(document, question.documents[0])
+                for index, document in enumerate(question.documents):
+                    brought = await self._bring(document, question.documents[0])
+                    # One that was compressed for this question stays so, if it came and went again.
+                    fresh = brought.fresh or document.fresh
+                    question.documents[index] = replace(brought, fresh=fresh)
         raise UnavailableError(
             "The documents went away again and again before the question was read; ask again."
         )
