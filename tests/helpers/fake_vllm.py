@@ -44,6 +44,9 @@ class FakeVllm:
         # Requests whose client has gone; answers wait while it is not open, and after their first
         # token while it does not go on.
         self.left, self.open, self.goes_on = 0, True, True
+        # The status of every answer, or "cut" for streams without an end, or "abort" for answers
+        # that end so.
+        self.failure: int | str | None = None
         self.app = FastAPI()
         self.app.get("/v1/models")(self.models)
         self.app.post("/v1/completions")(self.complete)
@@ -57,6 +60,8 @@ class FakeVllm:
     async def complete(self, request: Request) -> Response:
         body = await request.json()
         self.asked.append(body)
+        if isinstance(self.failure, int):
+            return JSONResponse({"error": {"message": "No.", "code": self.failure}}, self.failure)
         if body["max_tokens"] + len(body["prompt"]) > LONGEST:
             message = f"This model's maximum context length is {LONGEST} tokens. Shorten it."
             return JSONResponse(
@@ -91,6 +96,10 @@ class FakeVllm:
                     for piece in answer
                     if piece
                 ):
+                    if choice["finish_reason"] and self.failure == "cut":
+                        return
+                    if choice["finish_reason"] and self.failure == "abort":
+                        choice |= {"finish_reason": "abort", "token_ids": []}
                     yield f"data: {json.dumps({'choices': [choice]})}\n\n"
                     while not self.goes_on:
                         await asyncio.sleep(0.02)

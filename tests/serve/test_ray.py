@@ -4,6 +4,7 @@ replica.
 
 import asyncio
 import importlib.util
+import pickle
 import signal
 import socket
 import subprocess
@@ -30,6 +31,7 @@ from restorekv.serve.engine import (  # noqa: E402
     READY,
     WAITING,
     BusyError,
+    DeletedError,
     Reply,
     ServedDocument,
     ServedQuestion,
@@ -252,6 +254,12 @@ def test_an_error_of_a_replica_is_its_own_kind(tiny_tokenizer):
         tiny_tokenizer, ask=[[RayTaskError("ask", "a traceback", RestoreKVError("too long"))]]
     )
     assert type(error) is RestoreKVError and str(error) == "too long" and len(calls) == 1
+
+
+@pytest.mark.parametrize("error", [BusyError(), DeletedError()])
+def test_errors_travel_from_a_replica(error):
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error) and str(again) == str(error)
 
 
 def test_who_has_gone_and_who_is_too_many(tiny_tokenizer):

@@ -306,6 +306,14 @@ def test_wrong_requests_get_a_sentence(client, file, change, status, message):
     assert "Traceback" not in json.dumps(caught.value.body)
 
 
+def test_a_stop_string_may_be_long(client, file):
+    """OpenAI limits how many there are, not how long one is."""
+    answer = ask(client, about(file), stop="and they lived there happily until the end " * 3)
+    assert answer.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="stop"):
+        ask(client, about(file), stop=["x"] * 65)
+
+
 def test_a_body_that_is_no_json_is_said_to_be_none(client):
     broken = Request(
         f"{client.base_url}chat/completions", b'{"model": ', {"content-type": "application/json"}

@@ -311,7 +311,7 @@ def test_what_vllm_refuses_is_a_sentence(client, file, fake, tmp_path):
     own = fake.store
     fake.store = type(own)(tmp_path, own.model)
     try:
-        with pytest.raises(openai.BadRequestError, match=rf"It must see {own.folder}"):
+        with pytest.raises(openai.InternalServerError, match=rf"It must see {own.folder}"):
             ask(client, about(file))
     finally:
         fake.store = own
@@ -359,6 +359,27 @@ def test_a_server_that_ends_is_no_fault_of_the_request(model, tiny_tokenizer, tm
         with pytest.raises(openai.InternalServerError, match="does not answer") as caught:
             ask(client, about(made))
         assert caught.value.status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "message"),
+    [
+        ("cut", 503, "broke the answer off"),
+        ("abort", 503, "broke the answer off"),
+        (429, 503, "cannot answer now: No"),
+        (500, 503, "cannot answer now: No"),
+        (401, 503, "set VLLM_API_KEY"),
+        (422, 400, "refuses the request: No"),
+    ],
+)
+def test_what_fails_at_vllm_is_no_answer(client, file, fake, failure, status, message):
+    fake.failure = failure
+    try:
+        with pytest.raises(openai.APIStatusError, match=message) as caught:
+            ask(client, about(file))
+    finally:
+        fake.failure = None
+    assert caught.value.status_code == status
 
 
 def test_servers_that_cannot_serve_documents(model, tiny_tokenizer, tmp_path):

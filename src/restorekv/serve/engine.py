@@ -57,8 +57,9 @@ Content = Callable[[], str | Path]
 class BusyError(RestoreKVError):
     """Too many requests are waiting."""
 
-    def __init__(self) -> None:
-        super().__init__("Too many questions are waiting; retry in a moment.")
+    # With an argument, because an error that is unpickled is made again with those it had.
+    def __init__(self, message: str = "Too many questions are waiting; retry in a moment.") -> None:
+        super().__init__(message)
 
 
 class UnavailableError(RestoreKVError):
@@ -68,8 +69,8 @@ class UnavailableError(RestoreKVError):
 class DeletedError(RestoreKVError):
     """A document was deleted while it was compressed."""
 
-    def __init__(self) -> None:
-        super().__init__("The file was deleted while it was compressed.")
+    def __init__(self, message: str = "The file was deleted while it was compressed.") -> None:
+        super().__init__(message)
 
 
 def find_resource_shortage(error: BaseException | None) -> ResourceShortage | None:

@@ -232,7 +232,7 @@ class SamplingRequest(BaseModel):
     top_p: float | None = Field(None, ge=0, le=1)
     max_tokens: int | None = Field(None, ge=1)
     n: int | None = Field(None, ge=1, le=128)
-    stop: str | list[str] | None = Field(None, max_length=64)
+    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
     # Some clients send negative numbers; each stands for one of ours.
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)

@@ -298,7 +298,7 @@ class RemoteVllm:
             async with self.client.stream("POST", f"{self.url}/completions", json=body) as response:
                 if not response.is_success:
                     refusal = (await response.aread()).decode("utf-8", "replace")
-                    raise self._make_refusal(refusal)
+                    raise self._make_refusal(refusal, response.status_code)
                 async for line in _iter_lines(response):
                     if line.startswith(b"data: {"):
                         for piece in self._parse_event(json.loads(line.removeprefix(b"data: "))):
@@ -312,7 +312,8 @@ class RemoteVllm:
     def _parse_event(self, event: dict) -> list[Piece]:
         """Return the pieces in one event of a stream."""
         if "error" in event:
-            raise self._make_refusal(json.dumps(event))
+            status = event["error"].get("code") if isinstance(event["error"], dict) else None
+            raise self._make_refusal(json.dumps(event), status)
         usage = event.get("usage") or {}
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         # The last event of a stream has the usage and no tokens.
@@ -330,18 +331,31 @@ class RemoteVllm:
             )
         return pieces
 
-    def _make_refusal(self, answer: str) -> RestoreKVError:
-        """Return an error with what the server said, and what may be the cause."""
+    def _make_refusal(self, answer: str, status: object) -> RestoreKVError:
+        """Return an error with what the server said, and what may be the cause.
+
+        Args:
+            answer: The body of its answer.
+            status: Its status.
+        """
         try:
             parsed = json.loads(answer)
             message = (parsed.get("error") or parsed)["message"]
         except (ValueError, LookupError, AttributeError, TypeError):
             message = answer
         if "internal" in message.lower():  # vLLM says so where a document could not be loaded
-            return RestoreKVError(
+            return UnavailableError(
                 f"{ENDED}. It must see {self.store.resolve()} and have the model of this server."
             )
         why = summarize_error(ValueError(message[:300]))
+        if status in (401, 403):
+            return UnavailableError(
+                f"The vLLM server at {self.url} refuses this server ({why}); set VLLM_API_KEY to "
+                "its key."
+            )
+        # What is busy or broken there is no fault of the request, which may be asked again.
+        if status in (408, 429) or (isinstance(status, int) and status >= 500):
+            return UnavailableError(f"The vLLM server at {self.url} cannot answer now: {why}.")
         return RestoreKVError(f"vLLM refuses the request: {why}.")
 
 

@@ -41,6 +41,7 @@ from restorekv.serve.engine import (
     Content,
     ServedDocument,
     ServedQuestion,
+    UnavailableError,
     run_while_wanted,
 )
 from restorekv.serve.store import Store
@@ -51,6 +52,7 @@ from restorekv.serve.vllm_files import VllmFiles
 
 REMEMBERED = 256  # texts whose ids are remembered
 PATIENCE = 0.5  # seconds after which an answer that nobody waits for is broken off
+BROKEN_OFF = ("abort", "error")  # reasons for which an answer ends that is not whole
 UNSUPPORTED = ("repetition_penalty", "stop_repeats", "regex", "processors", "criteria")
 
 
@@ -294,10 +296,16 @@ class VllmEngine(CacheEngine[VllmQuestion]):
         if schema is not None:
             schema = json.loads(close_objects(schema))
         pieces = self.client.generate(ids, params, schema)
+        unfinished = set(range(question.sampling.samples))
         async with aclosing(pieces):
             async for piece in pieces:
                 active.note_cached(piece.cached)
                 self._add_piece(active, piece)
+                if piece.ended is not None and piece.ended not in BROKEN_OFF:
+                    unfinished.discard(piece.sample)
+        # Half an answer must not pass for a whole one.
+        if unfinished:
+            raise UnavailableError("vLLM broke the answer off; its log may say why. Ask again.")
 
     def _add_piece(self, active: VllmQuestion, piece: Piece) -> None:
         """Add tokens to an answer, each with the log-probabilities that were asked for."""
