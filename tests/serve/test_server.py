@@ -683,6 +683,28 @@ def test_a_file_without_an_ending_is_read_as_its_kind_says(client):
     assert count("report") == count("report.html") < count("report.txt")
 
 
+def test_a_dot_in_a_name_is_no_ending(client):
+    """What the part's type says is believed, unless the ending says how the file is read."""
+    page = "<html><script>var x = 1</script><body><p>The blue house.</p></body></html>"
+    encoded = base64.b64encode(page.encode()).decode()
+    tokens = []
+    for name in ("notes v1.2", "notes", "notes.html"):
+        part = {"filename": name, "file_data": f"data:text/html;base64,{encoded}"}
+        content = [{"type": "file", "file": part}, {"type": "text", "text": QUESTION}]
+        answer = ask(client, [{"role": "user", "content": content}])
+        tokens.append(answer.usage.prompt_tokens)
+    assert len(set(tokens)) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"anchor": "created_at"}, {"anchor": "last_active_at", "seconds": 3600}]
+)
+def test_an_expiry_that_would_be_ignored_is_refused(client, wrong):
+    fields = {f"expires_after[{name}]": value for name, value in wrong.items()}
+    with pytest.raises(openai.BadRequestError, match="expires_after"):
+        client.files.create(file=("a.txt", b"A text."), purpose="user_data", extra_body=fields)
+
+
 def test_a_temperature_of_nearly_nothing_is_greedy():
     """Some clients ask so for the likeliest tokens."""
     messages = [{"role": "user", "content": QUESTION}]

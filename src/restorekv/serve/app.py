@@ -264,8 +264,11 @@ def add_files(app: FastAPI, service: Service) -> None:
     async def create(
         file: UploadFile,
         purpose: str = Form("user_data", max_length=64),
+        anchor: Literal["created_at"] | None = Form(None, alias="expires_after[anchor]"),
         seconds: int | None = Form(None, alias="expires_after[seconds]", ge=3600, le=2592000),
     ) -> schemas.File:
+        if anchor is not None and seconds is None:
+            raise ApiError(400, "expires_after has no seconds; add them, or leave it out.")
         return replies.describe_upload(await service.add_upload(file, purpose, seconds))
 
     @app.get("/v1/files", response_model_exclude_unset=True)

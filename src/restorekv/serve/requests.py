@@ -8,6 +8,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from mimetypes import MimeTypes
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
@@ -30,6 +31,9 @@ ENDINGS = {
     "text/markdown": ".md",
     DOCX: ".docx",
 }
+
+# Python's own, not the system's, so that a name means the same everywhere.
+KNOWN_ENDINGS = {*MimeTypes().types_map[True], *ENDINGS.values(), ".rkv"}
 
 WHOSE_DOCUMENTS = (
     "Documents are in messages of the user or the system, not of the assistant; move the part to "
@@ -90,8 +94,10 @@ class FileReference(BaseModel):
             ) from None
         mime = header.removeprefix("data:").partition(";")[0]
         name = self.filename or "file"
-        if not PurePath(name).suffix:
-            # The ending says how a file is read, and clients name files without one.
+        # The ending says how a file is read, and clients name files without one. What follows the
+        # last dot may be none, as in "notes v1.2".
+        suffix = PurePath(name).suffix.lower()
+        if not suffix or (mime in ENDINGS and suffix not in KNOWN_ENDINGS):
             name += ENDINGS.get(mime, ".txt")
         return AttachedFile(name, content)
 
