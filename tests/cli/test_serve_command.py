@@ -103,6 +103,22 @@ def test_the_port_is_held_while_the_model_is_loaded(tmp_path, monkeypatch):
         other.bind(("127.0.0.1", port))
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_shared_folder_of_a_run_with_ray_stays_in_use(tmp_path, monkeypatch, is_there):
+    """Else a document that is deleted now would stay there."""
+    found = []
+    monkeypatch.setattr(session, "open_model", lambda *_, **__: (None, None))
+    monkeypatch.setattr(run, "build_app", lambda *given: found.append(given[-1]))
+    monkeypatch.setattr(run, "serve_app", lambda *_: 0)
+    monkeypatch.setattr(run, "exit_after_signal", lambda _: None)
+    if is_there:
+        (tmp_path / "shared").mkdir()
+    result = cli("serve", "--model", "tiny", "--store", str(tmp_path), "--port", "0")
+    assert result.code == 0, result.err
+    (settings,) = found
+    assert settings.shared == (str(tmp_path / "shared") if is_there else None)
+
+
 def test_a_free_port_is_named_and_the_same_at_all_addresses():
     with ExitStack() as lasting:
         listeners = serve.open_listeners("localhost", 0, lasting)

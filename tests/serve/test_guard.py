@@ -410,6 +410,22 @@ def test_a_full_disk_gets_a_sentence(client, monkeypatch, error):
     assert caught.value.status_code == 507
 
 
+@pytest.mark.parametrize(
+    ("header", "is_let_in"),
+    [
+        ("Bearer one-key", True),
+        ("bearer  one-key", True),
+        ("one-key", True),
+        ("Basic one-key", False),
+        ("Bearer one", False),
+        ("Bearer ", False),
+        ("", False),
+    ],
+)
+def test_the_scheme_of_a_key_may_have_any_case(header, is_let_in):
+    assert guard.has_key(header, ["one-key", "another"]) is is_let_in
+
+
 def test_remembered_answers_are_bounded(monkeypatch):
     monkeypatch.setattr("restorekv.serve.responses.LARGEST", 10_000)
     remembered = ResponseMemory()

@@ -3,6 +3,7 @@ replica.
 """
 
 import asyncio
+import errno
 import importlib.util
 import pickle
 import signal
@@ -24,7 +25,7 @@ if not importlib.util.find_spec("ray"):  # importing it would be too early for i
         "ray is not installed; the extra 'serve-ray' is part of 'dev'", allow_module_level=True
     )
 
-from restorekv.errors import RestoreKVError  # noqa: E402
+from restorekv.errors import CacheFileError, RestoreKVError  # noqa: E402
 from restorekv.generation.sampling import SamplingConfig  # noqa: E402
 from restorekv.serve.cache_origin import CacheOrigin  # noqa: E402
 from restorekv.serve.engine import (  # noqa: E402
@@ -254,6 +255,19 @@ def test_an_error_of_a_replica_is_its_own_kind(tiny_tokenizer):
         tiny_tokenizer, ask=[[RayTaskError("ask", "a traceback", RestoreKVError("too long"))]]
     )
     assert type(error) is RestoreKVError and str(error) == "too long" and len(calls) == 1
+
+
+def test_a_full_disk_and_a_damaged_file_travel_as_what_they_are(tmp_path):
+    """A chain of causes is lost on the way, and a path of the replica's means nothing here."""
+    make_portable_error = import_modules()[1].make_portable_error
+    full = CacheFileError("Cannot write /caches/a.rkv.")
+    full.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    assert make_portable_error(full, "a text") is full.__cause__
+    path = tmp_path / ".upload-1" / "upload.rkv"
+    said = make_portable_error(CacheFileError(f"{path} is damaged; make it again."), path)
+    assert type(said) is CacheFileError and str(said) == "The file is damaged; make it again."
+    other = RestoreKVError("The text is empty.")
+    assert make_portable_error(other, path) is other
 
 
 @pytest.mark.parametrize("error", [BusyError(), DeletedError()])

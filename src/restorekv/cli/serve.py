@@ -107,8 +107,10 @@ def run(
         raise RestoreKVError("Replicas of --ray answer with the library; leave out --engine.")
     keys = _read_keys(api_key_file) if api_key_file else ()
     store = store or Path("restorekv-store")
-    if shared is None and ray_options.ray:
-        shared = str((store / "shared").resolve())
+    own_shared = store / "shared"
+    # Also without Ray where a run with it left caches: what is deleted is deleted there, too.
+    if shared is None and (ray_options.ray or own_shared.is_dir()):
+        shared = str(own_shared.resolve())
     engine_options: dict[str, Any] = {}
     if vllm_url:
         engine_options["url"] = vllm_url

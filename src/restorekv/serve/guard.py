@@ -322,7 +322,9 @@ def is_from_here(request: Request, keys: Sequence[str]) -> bool:
 
 def has_key(header: str, keys: Sequence[str]) -> bool:
     """Return whether a header has one of the keys; each is compared, in constant time."""
-    given = header.removeprefix("Bearer ").encode()
+    # The name of a scheme may be written in any case (RFC 9110).
+    scheme, _, rest = header.partition(" ")
+    given = (rest.strip(" ") if scheme.lower() == "bearer" else header).encode()
     # A list, so that `any` cannot stop early and tell by its time which key was near.
     return any([hmac.compare_digest(given, key.encode()) for key in keys])  # noqa: C419
 

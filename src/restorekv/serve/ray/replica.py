@@ -6,6 +6,7 @@ What its methods yield travels to ray/engine.py, the engine of the process that 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,13 +27,20 @@ from restorekv.generation import decoding
 from restorekv.model.load import load_model
 from restorekv.serve.cache_origin import CacheOrigin
 from restorekv.serve.embedded import EmbeddedEngine
-from restorekv.serve.engine import CacheState, ServedDocument, ServedQuestion, ask_engine
+from restorekv.serve.engine import (
+    CacheState,
+    ServedDocument,
+    ServedQuestion,
+    ask_engine,
+    find_resource_shortage,
+)
 from restorekv.serve.ray.router import DocumentRouter
 from restorekv.serve.run import check_loading
 from restorekv.serve.shared import SharedFolder
 from restorekv.serve.store import Store
 from restorekv.serve.variants import Variant
 
+UPLOAD = ".upload-"  # begins the names of folders for what is being received
 LOOK = 0.1  # seconds between two looks at how far a compression is
 Place = tuple[str, Variant]  # of a document: the SHA-256 of its content, and how it is held
 
@@ -93,6 +101,9 @@ class Replica:
         # Two replicas of a machine must not write to one index.
         self.lasting = ExitStack()
         folder = lock_folder(Path(config.folder), self.lasting)
+        # What a replica that was killed had received.
+        for left in folder.glob(f"{UPLOAD}*"):
+            shutil.rmtree(left, ignore_errors=True)
         self.store = Store(folder, config.disk, SharedFolder(config.shared))
         # The sender bounds how many questions wait.
         self.engine = EmbeddedEngine(model, tokenizer, self.store, config.memory, waiting=None)
@@ -117,15 +128,15 @@ class Replica:
 
         Without a content, the document is loaded; raises MissingError where it is not there.
         """
+        source: str | Path = ""
         with ExitStack() as stack:
             if content is None:
                 getting = self._find_document(place)
             else:
-                source: str | Path
                 if isinstance(content, bytes):
                     # Only here is a disk needed; for all else it may be full.
                     folder = stack.enter_context(
-                        tempfile.TemporaryDirectory(dir=self.store.folder, prefix=".upload-")
+                        tempfile.TemporaryDirectory(dir=self.store.folder, prefix=UPLOAD)
                     )
                     source = Path(folder) / "upload.rkv"
                     source.write_bytes(content)
@@ -141,7 +152,10 @@ class Replica:
                 if not task.done() and now != state:
                     state = now
                     yield state
-            document = task.result()
+            try:
+                document = task.result()
+            except RestoreKVError as error:
+                raise make_portable_error(error, source) from None
         yield document.tokens, document.fresh
         yield self._make_report()
 
@@ -181,6 +195,22 @@ class Replica:
         counted, now = self.engine.collect_metrics()
         name = serve.get_replica_context().replica_id.unique_id
         return ReplicaReport(name, dict(counted), now)
+
+
+def make_portable_error(error: RestoreKVError, source: str | Path) -> Exception:
+    """Return an error that says in another process what it says here.
+
+    Args:
+        error: What was raised.
+        source: The content that was given; a path means nothing to who uploaded it.
+    """
+    # The chain of causes does not travel, so what the machine lacked goes itself.
+    lack = find_resource_shortage(error)
+    if lack is not None:
+        return lack
+    if isinstance(source, Path) and str(source) in str(error):
+        return type(error)(str(error).replace(str(source), "The file"))
+    return error
 
 
 def make_deployment(least: int, most: int, resources: Mapping[str, float]) -> serve.Deployment:
