@@ -11,7 +11,7 @@ from benchmarks.cli.session import run_benchmark, run_each
 from benchmarks.growing import Options, make_tables
 from benchmarks.growing import run_growing as measure
 from restorekv.cli import options as flags
-from restorekv.compression.growing import RESTORE
+from restorekv.compression.growing import RESTORE_CHOICES
 from restorekv.files import check_target
 
 
@@ -30,7 +30,7 @@ def run(
     ),
     restore: Annotated[
         list[str], typer.Option(help="What becomes of restore tokens; repeatable.")
-    ] = RESTORE,
+    ] = RESTORE_CHOICES,
     together: Annotated[
         int, typer.Option(min=0, help="Compose so many texts, with no --parts by default.")
     ] = 0,
