@@ -74,14 +74,8 @@ def train(folder: Path, passages: Path, count: int) -> Path:
     """Train the gate with the command that users have; go on with what it has done already."""
     path = folder / GATE
     flags = ["--kind", CONFIG.kind, "--data", str(passages), "--out", str(path)]
-    flags += [
-        "--count",
-        str(count),
-        "--tokens",
-        str(CONFIG.tokens),
-        "--held-out",
-        str(CONFIG.held_out),
-    ]
+    flags += ["--count", str(count), "--tokens", str(CONFIG.tokens)]
+    flags += ["--held-out", str(CONFIG.held_out)]
     flags += ["--steps", str(CONFIG.steps), "--batch", str(CONFIG.batch)]
     flags += ["--features", str(folder / "features"), "--model", SMOLLM2, "--resume"]
     if not path.exists():
