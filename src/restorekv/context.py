@@ -172,7 +172,8 @@ class CompressedContext:
             max_new_tokens: How long an answer may be: one limit, or one for each question.
                 `max_tokens`, OpenAI's name, takes its place.
             stream: Return the pieces of one answer as they are written.
-            answer_prefix: What every answer begins with.
+            answer_prefix: Words that every answer goes on from. They are not part of the
+                answer that is returned.
             graph: Make every step the same work, which a GPU replays as a CUDA graph; for greedy
                 answers alone. None does so for greedy answers on a GPU.
             details: Return `Answer` objects, with ids and log-probabilities.

@@ -82,7 +82,8 @@ def ask_many(
     Args:
         asked: Pairs of a compressed context and its question, or a list of its questions.
         max_new_tokens: How long an answer may be.
-        answer_prefix: What every answer begins with.
+        answer_prefix: Words that every answer goes on from. They are not part of the
+            answer that is returned.
         details: Return `Answer` objects, with ids and log-probabilities.
         **options: How tokens are chosen, as `ask` takes it.
 

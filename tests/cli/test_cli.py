@@ -102,6 +102,11 @@ def test_compress_then_ask_as_the_library_does(world, tmp_path):
     one = cli("ask", out, QUESTION, "--model", world.model, "--max-new-tokens", 6)
     assert one.code == 0 and one.out == expected[0] + "\n"
     assert "(the answer was cut after 6 tokens; --max-new-tokens sets the limit)" in one.err
+    prefixed = cli(
+        *("ask", out, QUESTION, "--model", world.model, "--max-new-tokens", 6),
+        *("--answer-prefix", "the code"),
+    )
+    assert prefixed.out == loaded.ask(QUESTION, 6, answer_prefix="the code") + "\n" != one.out
     # The file says which folder, which is only its word.
     unnamed = cli("ask", out, QUESTION, "--max-new-tokens", 6)
     assert unnamed.code == 1 and "with --model" in unnamed.err

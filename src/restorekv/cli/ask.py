@@ -27,6 +27,10 @@ def run(
         ),
     ],
     max_new_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.")] = 128,
+    answer_prefix: Annotated[
+        str,
+        typer.Option(metavar="TEXT", help="Words that every answer goes on from, not printed."),
+    ] = "",
     model: options.OtherModel = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
@@ -61,7 +65,9 @@ def run(
     # One question of one file is answered piece by piece; more in one batch.
     start = time.perf_counter()
     if len(files) * len(asked) == 1 and json is None:
-        stream = documents[0].ask(asked[0], max_new_tokens, stream=True, config=sampling)
+        stream = documents[0].ask(
+            asked[0], max_new_tokens, stream=True, answer_prefix=answer_prefix, config=sampling
+        )
         try:
             for piece in stream:
                 print(make_visible(piece), end="", flush=True)
@@ -72,7 +78,11 @@ def run(
         return
     with notes.status(f"answering {len(files) * len(asked)} questions"):
         by_file = ask_many(
-            [(each, asked) for each in documents], max_new_tokens, details=True, config=sampling
+            [(each, asked) for each in documents],
+            max_new_tokens,
+            answer_prefix,
+            details=True,
+            config=sampling,
         )
     rows = []
     for each, answers in zip(files, by_file, strict=True):

@@ -102,7 +102,8 @@ def answer_questions(
         tokenizer: Its tokenizer.
         requests: A context, its cache and a question for each answer.
         max_new_tokens: How long an answer may be: one limit, or one for each question.
-        answer_prefix: What every answer begins with.
+        answer_prefix: Words that every answer goes on from. They are not part of the
+            answer that is returned.
         graph: Make every step the same work, on a GPU a CUDA graph; for greedy answers alone. None
             does so for greedy answers on a GPU.
         sampling: How tokens are chosen.
