@@ -2,7 +2,9 @@
 up.
 """
 
+import contextlib
 import csv
+import datetime
 import random
 import re
 from collections import Counter
@@ -227,6 +229,26 @@ def test_made_documents_answer_their_questions(form):
         assert 600 < len(document.text) < 9000
         again = form(random.Random(f"{form.__name__} {seed}"), 1500)
         assert again == document
+
+
+def test_what_is_asked_of_a_made_document_has_one_answer():
+    for seed in range(40):
+        settings = made.make_settings(random.Random(seed), 9000).text.split("\n")
+        sections = [line for line in settings if line[0] in "[#" or line[-1] == ":"]
+        assert len(set(sections)) == len(sections)
+        log = made.make_log(random.Random(seed), 60_000)
+        times = re.findall(r"(?m)^\d\d:\d\d:\d\d", log.text)
+        assert len(times) > 600  # more than a day
+        for _, question in log.questions:
+            for time in re.findall(r"\d\d:\d\d:\d\d", question):
+                assert times.count(time) == 1
+        days = []
+        for line in made.make_diary(random.Random(seed), 9000).text.split("\n"):
+            date = line.partition(": ")[0]
+            for notation in ("%Y-%m-%d", "%d %B %Y", "%B %d, %Y"):
+                with contextlib.suppress(ValueError):
+                    days.append(datetime.datetime.strptime(date, notation))
+        assert len(set(days)) == len(days) > 50
 
 
 def test_a_question_about_a_cell_names_a_row_of_the_table():

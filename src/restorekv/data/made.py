@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -131,13 +132,19 @@ def draw_code(rng: random.Random) -> str:
 
 def draw_date(rng: random.Random) -> str:
     """Draw a date in one of three notations."""
+    return draw_day(rng)[1]
+
+
+def draw_day(rng: random.Random) -> tuple[tuple[int, int, int], str]:
+    """Draw a day; return its year, month and day, and the date in one of three notations."""
     day = rng.randint(1, 28)
     month = rng.randint(1, 12)
     year = rng.randint(1850, 2060)
     month_name = MONTHS[month - 1]
-    return rng.choice(
+    date = rng.choice(
         (f"{year}-{month:02}-{day:02}", f"{day} {month_name} {year}", f"{month_name} {day}, {year}")
     )
+    return (year, month, day), date
 
 
 def draw_flag(rng: random.Random) -> str:
@@ -273,12 +280,16 @@ def make_settings(rng: random.Random, characters: int) -> MadeDocument:
     assign, section_form = rng.choice(((" = ", "[{}]"), (": ", "{}:"), ("=", "# {}")))
     values: list[tuple[str, str, str]] = []
     lines: list[str] = []
+    sections: set[str] = set()
     size = 0
     # Three of the values are asked for.
     while size < characters or len(values) < 3:
-        section = f"{rng.choice(SERVICES)}.{rng.choice(WORDS)}"
-        if any(section == known for known, _, _ in values):
-            section = f"{section}{rng.randint(2, 99)}"
+        base = f"{rng.choice(SERVICES)}.{rng.choice(WORDS)}"
+        section = base
+        # What a key is set to has one answer only if no other section has the name.
+        while section in sections:
+            section = f"{base}{rng.randint(2, 999)}"
+        sections.add(section)
         lines.append(section_form.format(section))
         for key in rng.sample(WORDS, rng.randint(2, 6)):
             draw = rng.choice((draw_number, draw_code, draw_price, draw_flag))
@@ -318,28 +329,33 @@ def make_log(rng: random.Random, characters: int) -> MadeDocument:
         lines.append((stamp, service, event))
         size += len(event) + 20
     text = "\n".join(f"{stamp} [{service}] {event}" for stamp, service, event in lines)
-    questions = [(LOOKUP, f"What happened at {stamp}?") for stamp, _, _ in rng.sample(lines, 2)]
+    # In a log of more than a day a time may come up twice; it is then not asked for.
+    counts = Counter(stamp for stamp, _, _ in lines)
+    stamps = [stamp for stamp, _, _ in lines if counts[stamp] == 1]
+    questions = [(LOOKUP, f"What happened at {stamp}?") for stamp in rng.sample(stamps, 2)]
     stamp, service, event = rng.choice(lines)
     reports = [line[1:] for line in lines]
     # What a service reported twice has no single time.
     if reports.count((service, event)) == 1:
         questions.append((LOOKUP, f'When did {service} report "{event}"?'))
     questions.append((COLUMN, f"List everything that {service} reported."))
-    questions.append((ROW, f"Which line comes after the one of {rng.choice(lines[:-1])[0]}?"))
+    earlier = stamps[:-1] if stamps[-1] == lines[-1][0] else stamps
+    questions.append((ROW, f"Which line comes after the one of {rng.choice(earlier)}?"))
     return MadeDocument(text, questions)
 
 
 def make_diary(rng: random.Random, characters: int) -> MadeDocument:
     """Return a diary of appointments."""
     entries: list[tuple[str, str]] = []
-    dates: set[str] = set()
+    days: set[tuple[int, int, int]] = set()
     size = 0
     # Two of the entries are asked for.
     while size < characters or len(entries) < 2:
-        date = draw_date(rng)
-        if date in dates:
+        day, date = draw_day(rng)
+        # Compared as a day, because one day may be written in two ways.
+        if day in days:
             continue
-        dates.add(date)
+        days.add(day)
         appointment = rng.choice(
             (
                 f"{rng.choice(NAMES)} hands over {rng.choice(GOODS)} at {rng.choice(PLACES)}",

@@ -204,6 +204,9 @@ def decode_batch(
             yield row.number, token
         # After the first token: the prompt's pass has another shape than all later ones.
         if graph and not steps:
+            # Where every answer has ended with its first token, no step follows.
+            if all(row.ended for row in active):
+                return
             graph = can_graph(model, batch[0].device)
         if graph and not steps:
             ids = torch.cat([group.ids for group in groups])

@@ -337,8 +337,9 @@ class CacheEngine(Engine, Generic[Active]):
         if context is None:
             # A disk that takes nothing is noticed before minutes of work, not after.
             self.store.check_writable()
-            self.sha256_in_work = sha256
+            # In this order: a deletion between the two lines must not be overwritten.
             self.is_abandoned = False
+            self.sha256_in_work = sha256
             context = self.make_cache(content(), variant, key)
             with self.store.write_cache_file(key, sha256) as path:
                 context.save(path)
