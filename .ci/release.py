@@ -4,8 +4,8 @@
     python .ci/release.py 0.2.0 --write    # only writes the version into the files
 
 The version stands in pyproject.toml of the package and of both distributions, in `__version__`, in
-CITATION.cff, and as the newest heading of CHANGELOG.md. What is built lies in dist/, ready for
-`twine upload dist/*`.
+CITATION.cff, in uv.lock, and as the newest heading of CHANGELOG.md. What is built lies in dist/,
+ready for `twine upload dist/*`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+NAMES = ("restorekv", "restorekv-tiny", "restorekv-smollm2")
 PROJECTS = (".", "distributions/restorekv-tiny", "distributions/restorekv-smollm2")
 VERSION = re.compile(r"\d+\.\d+\.\d+((a|b|rc)\d+)?")
 WHEEL_BYTES = 2 << 20  # of the package itself, which is code and ships no weights
@@ -49,6 +50,9 @@ def write_version(root: Path, version: str, today: datetime.date) -> None:
         replace_once(settings, r'^version = ".*"$', f'version = "{version}"')
     source = root / "src" / "restorekv" / "__init__.py"
     replace_once(source, r'^__version__ = ".*"$', f'__version__ = "{version}"')
+    for name in NAMES:
+        locked = rf'^name = "{name}"\nversion = ".*"$'
+        replace_once(root / "uv.lock", locked, f'name = "{name}"\nversion = "{version}"')
     citation = root / "CITATION.cff"
     replace_once(citation, r"^version: .*$", f"version: {version}")
     replace_once(citation, r"^date-released: .*$", f"date-released: {today.isoformat()}")
@@ -64,6 +68,8 @@ def run(*command: str) -> str:
     print("$", *command, flush=True)
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     if done.returncode:
+        # Linters, tests and twine say there what is wrong.
+        print(done.stdout, flush=True)
         raise ReleaseError(f"`{' '.join(command)}` failed; nothing was committed or tagged.")
     return done.stdout
 
@@ -100,28 +106,31 @@ def build_wheels() -> None:
         )
 
 
+def release(version: str) -> None:
+    """Write the version, check, build, commit and tag; a failure leaves the tree as it was."""
+    try:
+        write_version(ROOT, version, datetime.date.today())
+        run("make", "lint", "test")
+        build_wheels()
+    except ReleaseError:
+        # The tree was clean, so what has changed is the version alone.
+        run("git", "restore", ".")
+        raise
+    run("git", "commit", "--all", "--message", f"Release {version}")
+    run("git", "tag", "--annotate", f"v{version}", "--message", f"restorekv {version}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("version", help="as in 0.2.0")
     parser.add_argument("--write", action="store_true", help="only write it into the files")
     options = parser.parse_args()
     try:
-        if not options.write:
-            check_tree(options.version)
-        write_version(ROOT, options.version, datetime.date.today())
         if options.write:
+            write_version(ROOT, options.version, datetime.date.today())
             return
-        run("make", "lint", "test")
-        build_wheels()
-        run("git", "commit", "--all", "--message", f"Release {options.version}")
-        run(
-            "git",
-            "tag",
-            "--annotate",
-            f"v{options.version}",
-            "--message",
-            f"restorekv {options.version}",
-        )
+        check_tree(options.version)
+        release(options.version)
     except ReleaseError as error:
         sys.exit(str(error))
     print("Push with `git push --follow-tags`, then publish with `twine upload dist/*`.")

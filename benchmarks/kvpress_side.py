@@ -10,8 +10,8 @@ from importlib.metadata import version
 
 import torch
 from kvpress import KVPressTextGenerationPipeline, KVzipPress
-from measure import Peak, serve  # beside this file; restorekv is not installed here
-from timing import TokenTimer, timed
+from measure import Peak, serve_job  # beside this file; restorekv is not installed here
+from timing import TokenTimer, time_block
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 
@@ -20,7 +20,7 @@ class TimedPress(KVzipPress):
 
     def compress_post(self, model: PreTrainedModel) -> None:
         self.seconds: dict[str, float] = {}
-        with timed(self.seconds, "evict"):
+        with time_block(self.seconds, "evict"):
             super().compress_post(model)
 
 
@@ -65,7 +65,7 @@ def _compress(
     cache = DynamicCache()
     press = TimedPress(compression_ratio=1 - ratio)
     seconds = {}
-    with timed(seconds, "total"), press(model), timed(seconds, "prefill"):
+    with time_block(seconds, "total"), press(model), time_block(seconds, "prefill"):
         model.model(input_ids=ids, past_key_values=cache)
     seconds["evict"] = press.seconds["evict"]
     seconds["score"] = seconds["total"] - seconds["prefill"] - seconds["evict"]
@@ -101,7 +101,7 @@ def _time_answers(model: PreTrainedModel, cache: DynamicCache, job: dict, length
     seconds: dict[str, float] = {}
     kept = [cache.get_seq_length(index) for index in range(len(cache))]
     try:
-        with timed(seconds, "seconds"):
+        with time_block(seconds, "seconds"):
             for ids in job["questions"]:
                 pipe.generate_answer(torch.tensor([ids]), cache, length, job["answer"])
                 pipe._remove_answer_from_cache(cache, kept)
@@ -111,4 +111,4 @@ def _time_answers(model: PreTrainedModel, cache: DynamicCache, job: dict, length
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], measure)
+    serve_job(sys.argv[1], measure)

@@ -22,6 +22,7 @@ FILES = (
     "distributions/restorekv-smollm2/pyproject.toml",
     "src/restorekv/__init__.py",
     "CITATION.cff",
+    "uv.lock",
     "CHANGELOG.md",
 )
 TODAY = datetime.date(2031, 2, 3)
@@ -62,7 +63,8 @@ def test_a_release_writes_the_version_and_the_date(release, copy):
         after = (copy / name).read_text().splitlines()
         changed = [new for old, new in zip(before, after, strict=True) if old != new]
         dated = name in ("CITATION.cff", "CHANGELOG.md")
-        assert "7.8.9" in " ".join(changed) and len(changed) <= 1 + dated, name
+        lines = len(release.NAMES) if name == "uv.lock" else 1 + dated
+        assert "7.8.9" in " ".join(changed) and len(changed) <= lines, name
         assert ("2031-02-03" in " ".join(changed)) == dated, name
 
 
@@ -91,6 +93,23 @@ def test_a_tree_with_changes_is_not_released(tmp_path):
     assert done.returncode == 1 and done.stderr == (
         "The tree has changes; commit or remove them first.\n"
     )
+
+
+def test_a_release_that_fails_says_why_and_leaves_the_tree_as_it_was(copy):
+    """Its lint fails here, with a word on stdout."""
+    (copy / ".ci").mkdir()
+    shutil.copy(SCRIPT, copy / ".ci")
+    (copy / "Makefile").write_text("lint test:\n\t@echo the reason; exit 1\n")
+    git = ["git", "-C", str(copy), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "init", "-q", "-b", "main", copy], check=True)
+    subprocess.run([*git, "add", "-A"], check=True)
+    subprocess.run([*git, "commit", "-qm", "All"], check=True)
+    done = subprocess.run(
+        [sys.executable, copy / ".ci" / "release.py", "7.8.9"], capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "the reason" in done.stdout and "failed" in done.stderr
+    status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True)
+    assert status.stdout == ""
 
 
 def test_workflows_call_targets_that_exist():
