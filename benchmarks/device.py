@@ -34,7 +34,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.evictors import EVICTORS
 from restorekv.evictors.kvpress_bridge import FromKVPress
 from restorekv.generation.decoding import generate_ids
-from restorekv.model.attention.proofs import synchronize_device
+from restorekv.model.attention.self_tests import synchronize_device
 from restorekv.model.load import load_model, parse_device
 from restorekv.pipeline import compress
 from restorekv.tiny.suite import draw_documents

@@ -66,7 +66,7 @@ LATE = {
     ("lazy", "benchmarks.vllm_steps_side", "restorekv.vllm.document_batch"): "settings first",
     ("lazy", "benchmarks.vllm_steps_side", "restorekv.vllm.page_pool"): "settings first",
     ("lazy", "benchmarks.vllm_steps_side", "restorekv.vllm.worker_state"): "settings first",
-    ("typing", "restorekv.model.offload_trials", "restorekv.model.offload"): "an annotation",
+    ("typing", "restorekv.model.offload_self_test", "restorekv.model.offload"): "an annotation",
     ("typing", "restorekv.storage.cache_checks", "restorekv.storage.cache_file"): "an annotation",
 }
 # Rooms (the library's thirteen, vllm/ and serve/) and loose files that one sees in the package.

@@ -226,7 +226,7 @@ def is_process_alive(process: int) -> bool:
 
 
 def find_cache_folder() -> Path | None:
-    """Return where prepared models and proofs are kept, or None without a home folder."""
+    """Return where prepared models and self-tests are kept, or None without a home folder."""
     chosen = os.environ.get("RESTOREKV_CACHE")
     try:
         return Path(chosen).expanduser() if chosen else _default_cache_folder()

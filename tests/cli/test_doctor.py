@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from restorekv.cli import diagnosis
-from restorekv.model.attention import cascade, naive, proofs, trials
-from restorekv.model.attention.proofs import COMPONENTS
+from restorekv.model.attention import backend_self_test, cascade, naive, self_tests
+from restorekv.model.attention.self_tests import COMPONENTS
 from tests.helpers import fake_device
 from tests.helpers.cli_world import cli
 from tests.helpers.models import build_model
@@ -20,10 +20,10 @@ WORD = "a-secret-word-of-mine"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Two trials of attention, and short benchmarks."""
-    monkeypatch.setattr(trials, "TRIALS", trials.TRIALS[:2])
+    """Two cases of attention, and short benchmarks."""
+    monkeypatch.setattr(backend_self_test, "CASES", backend_self_test.CASES[:2])
     monkeypatch.setattr(
-        trials, "explain_missing_kernels", lambda device, dtype: "it is for CUDA devices"
+        backend_self_test, "explain_missing_kernels", lambda device, dtype: "it is for CUDA devices"
     )
     for name in ("triton", "maxima"):
         if name in COMPONENTS:
@@ -31,7 +31,7 @@ def quick(monkeypatch):
             monkeypatch.setitem(
                 COMPONENTS,
                 name,
-                proofs.Component(
+                self_tests.Component(
                     kernel.name,
                     kernel.title,
                     kernel.instead,
@@ -48,7 +48,7 @@ def quick(monkeypatch):
 def test_a_healthy_machine(tmp_path):
     result = cli("doctor", "--device", "cpu", "-o", tmp_path / "report.json")
     assert result.code == 0 and not result.err
-    assert "Everything that is used here has proven itself." in result.out
+    assert "Everything that is used here has passed its self-test." in result.out
     assert "head dimension 64" in result.out
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["devices"][0]["name"] == report["machine"]["processor"]
@@ -60,7 +60,7 @@ def test_a_healthy_machine(tmp_path):
         for name, row in rows.items()
     )
     assert all(name in result.out for name in rows)
-    assert rows["naive"]["proof"]["error"] <= rows["naive"]["proof"]["tolerance"] < 1e-3
+    assert rows["naive"]["self_test"]["error"] <= rows["naive"]["self_test"]["tolerance"] < 1e-3
     assert (
         check["benchmark"]["backend"] == "cascade" and check["benchmark"]["full / compressed"] > 0
     )
@@ -108,14 +108,14 @@ def test_a_broken_component_is_told_and_is_no_failure(monkeypatch, tmp_path):
     result = cli("doctor", "--device", "cpu", "-o", tmp_path / "report.json")
     assert (
         result.code == 0
-        and "Not used because it did not prove itself: cascade on cpu" in result.out
+        and "Not used because it failed its self-test: cascade on cpu" in result.out
     )
     rows = json.loads((tmp_path / "report.json").read_text())["checks"][0]["components"]
     [row] = [row for row in rows if row["component"] == "cascade"]
     assert (
         not row["used"]
         and "off by" in row["why"]
-        and row["proof"]["error"] > row["proof"]["tolerance"]
+        and row["self_test"]["error"] > row["self_test"]["tolerance"]
     )
 
 
@@ -139,20 +139,20 @@ def test_again_checks_again(monkeypatch, tmp_path):
 
     def measure(target):
         calls.append(target)
-        yield proofs.Measurement("all", 0.0, 1.0)
+        yield self_tests.Measurement("all", 0.0, 1.0)
 
     for name in list(COMPONENTS):
         if name != "naive":
             monkeypatch.delitem(COMPONENTS, name)
-    again = proofs.Component(
-        "naive", component.title, component.instead, trials.explain_no_obstacle, measure
+    again = self_tests.Component(
+        "naive", component.title, component.instead, backend_self_test.explain_no_obstacle, measure
     )
     monkeypatch.setitem(COMPONENTS, "naive", again)
     for words, count in (((), 1), ((), 1), (("--again",), 2)):
-        proofs.forget_proofs()
+        self_tests.forget_self_tests()
         result = cli("doctor", "--device", "cpu", *words)
         assert result.code == 0 and len(calls) == count, result.err
-    proofs.forget_proofs()
+    self_tests.forget_self_tests()
 
 
 def test_the_file_tells_nothing_private(monkeypatch, tmp_path):
@@ -189,7 +189,7 @@ def test_the_file_tells_nothing_private(monkeypatch, tmp_path):
         "Carl",
     ):
         assert private not in text, private
-    assert json.loads(text)["places"]["models and proofs of restorekv"] == "~/cache"
+    assert json.loads(text)["places"]["models and self-tests of restorekv"] == "~/cache"
 
 
 def test_common_words_are_not_taken_for_names(monkeypatch):

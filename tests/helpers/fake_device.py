@@ -1,5 +1,5 @@
-"""A CPU that has to prove its code as a GPU has to, with graphs and streams that behave as CUDA's
-do.
+"""A CPU whose code has to pass self-tests as a GPU's has to, with graphs and streams that behave as
+CUDA's do.
 
 A captured graph holds the operations of the capture and the tensors that they read and write; a
 replay runs them again, on the same memory. Work on a second stream is done when somebody waits for
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from restorekv.generation import fixed_steps
 from restorekv.model import offload
-from restorekv.model.attention import proofs
+from restorekv.model.attention import self_tests
 
 NAME = "Fake 9000"
 
@@ -115,11 +115,11 @@ def on_stream(stream: FakeStream) -> Iterator[None]:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: object) -> None:
-    """Make the CPU a device with graphs and streams that has to prove itself, with proofs in
+    """Make the CPU a device with graphs and streams that needs self-tests, whose outcomes are in
     `folder`.
     """
     monkeypatch.setenv("RESTOREKV_CACHE", str(folder))
-    monkeypatch.setattr(proofs, "needs_proof", lambda device: device.type == "cpu")
+    monkeypatch.setattr(self_tests, "needs_self_test", lambda device: device.type == "cpu")
     known = {
         "kind": "fake",
         "name": NAME,
@@ -128,7 +128,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: object) -> None:
         "triton": "3.0",
         "code": "0",
     }
-    monkeypatch.setattr(proofs, "identify_device", Identity(known))
+    monkeypatch.setattr(self_tests, "identify_device", Identity(known))
     monkeypatch.setattr(fixed_steps, "can_record", lambda device: device.type == "cpu")
     monkeypatch.setattr(offload, "_uses_streams", lambda device: True)
     current = FakeStream()
@@ -146,7 +146,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: object) -> None:
     FakeGraph.captured = 0
     fixed_steps.GRAPHED.clear()
     fixed_steps.NEVER_GRAPHED.clear()
-    proofs.forget_proofs()
+    self_tests.forget_self_tests()
 
 
 class Identity:

@@ -1,10 +1,10 @@
 """The campaign of broken kernels: `python -m tests.hostile.kernels --count 300 --seed 0`.
 
 A backend of attention gets a fault at random: what it computes, how much, and when. It must be
-caught by its proof, or be harmless: on fresh inputs of many sizes, on at least ACTING of which the
-fault acts, no number is off by more than rounding explains. A fault that does harm and is not
-caught is missed. Caught ones must leave the answer of the plain path. Proofs on disk are harmed at
-random too: a harmed file must count for nothing, or say what it said.
+caught by its self-test, or be harmless: on fresh inputs of many sizes, on at least ACTING of which
+the fault acts, no number is off by more than rounding explains. A fault that does harm and is not
+caught is missed. Caught ones must leave the answer of the plain path. Outcomes on disk are harmed
+at random too: a harmed file must count for nothing, or say what it said.
 """
 
 import argparse
@@ -23,9 +23,15 @@ import torch
 from torch import Tensor
 
 from restorekv.model import attention
-from restorekv.model.attention import cascade, frozen, proof_files, proofs, trials
-from restorekv.model.attention.proofs import Proof, Target
-from restorekv.model.attention.trials import Trial, TrialInputs
+from restorekv.model.attention import (
+    backend_self_test,
+    cascade,
+    frozen,
+    self_test_files,
+    self_tests,
+)
+from restorekv.model.attention.backend_self_test import AttentionCase, CaseInputs
+from restorekv.model.attention.self_tests import SelfTest, Target
 from tests.helpers import fake_device
 
 SHAPES = ((2, 2, 16), (3, 3, 64), (1, 4, 32))
@@ -166,7 +172,7 @@ def failing(query, layer, mask, scale, size, place):
 
 
 def with_bias(layer, bias):
-    return trials.make_layer(
+    return backend_self_test.make_layer(
         layer.context_keys, layer.context_values, list(layer.bounds), *layer.keys_and_values, bias
     )
 
@@ -229,11 +235,11 @@ WHEN = {
 }
 
 
-def fresh_samples(rng: random.Random, target: Target, when: str) -> list[TrialInputs]:
-    """Returns inputs that no proof has, among them ACTING on which a fault of this kind acts."""
+def fresh_samples(rng: random.Random, target: Target, when: str) -> list[CaseInputs]:
+    """Return inputs that no self-test has; a fault of this kind acts on at least ACTING of them."""
     made, acting = [], 0
     while len(made) < FRESH or acting < ACTING:
-        sample = trials.make_sample(target, fresh_trial(rng), seed=rng.randrange(1 << 32))
+        sample = backend_self_test.make_sample(target, fresh_case(rng), seed=rng.randrange(1 << 32))
         acts = WHEN[when](sample.query, sample.layer, sample.mask)
         if acts or len(made) < FRESH - ACTING:
             made.append(sample)
@@ -241,13 +247,13 @@ def fresh_samples(rng: random.Random, target: Target, when: str) -> list[TrialIn
     return made
 
 
-def fresh_trial(rng: random.Random) -> Trial:
-    """Draws a trial; a third of the tails ends with a tile, and some begin with the question."""
+def fresh_case(rng: random.Random) -> AttentionCase:
+    """Draws a case; a third of the tails ends with a tile, and some begin with the question."""
     queries = rng.choice([1, 1, 3, 40])
     tail = queries + rng.choice([0, 1, 5, 70])
     if rng.random() < 1 / 3:
         tail += -tail % 64
-    return Trial(
+    return AttentionCase(
         "fresh",
         batch=rng.randint(1, 4),
         queries=queries,
@@ -258,7 +264,7 @@ def fresh_trial(rng: random.Random) -> Trial:
     )
 
 
-def harm(fault: Fault, samples: list[TrialInputs], dtype: torch.dtype) -> float:
+def harm(fault: Fault, samples: list[CaseInputs], dtype: torch.dtype) -> float:
     """Returns the largest error on inputs, as a multiple of what rounding explains."""
     worst = 0.0
     for each in samples:
@@ -268,7 +274,7 @@ def harm(fault: Fault, samples: list[TrialInputs], dtype: torch.dtype) -> float:
             )
         except RuntimeError:
             return float("inf")
-        share = error / proofs.compute_tolerance(dtype, each.largest)
+        share = error / self_tests.compute_tolerance(dtype, each.largest)
         worst = max(worst, share if share == share else float("inf"))
     return worst
 
@@ -293,7 +299,7 @@ def judge(
                 )
                 for each in samples
             ]
-            if not proofs.prove_component("cascade", target).right
+            if not self_tests.run_self_test("cascade", target).passed
             else None
         )
         if answers is not None:
@@ -320,12 +326,12 @@ def run(count: int, seed: int) -> tuple[Counter, list[str]]:
         counts[kind, verdict] += 1
         if problem:
             failures.append(f"{number}: {problem}")
-    proofs.forget_proofs()
+    self_tests.forget_self_tests()
     return counts, failures
 
 
 def harm_files(count: int, seed: int) -> tuple[Counter, list[str]]:
-    """Counts what harmed proof files say: nothing, or what they said before."""
+    """Counts what harmed self-test files say: nothing, or what they said before."""
     rng, counts, failures = random.Random(seed), Counter(), []
     monkeypatch = pytest.MonkeyPatch()
     with (
@@ -334,19 +340,19 @@ def harm_files(count: int, seed: int) -> tuple[Counter, list[str]]:
     ):
         here.setenv("RESTOREKV_CACHE", folder)
         key = {"component": "triton", "heads": 3, "kind": "cuda"}
-        proof = Proof("triton", False, 3, "one token", 0.5, 1e-4, "", 0.1)
-        proof_files.save_proof(key, proof)
-        path = proof_files.locate_proof(key)
+        self_test = SelfTest("triton", False, 3, "one token", 0.5, 1e-4, "", 0.1)
+        self_test_files.save_self_test(key, self_test)
+        path = self_test_files.locate_self_test(key)
         good = path.read_bytes()
         for number in range(count):
             path.write_bytes(harmed(rng, good))
             try:
-                found = proof_files.load_proof(key, Proof)
+                found = self_test_files.load_self_test(key, SelfTest)
             except Exception as error:  # any at all is a failure
                 failures.append(f"file {number}: {type(error).__name__}: {error}")
                 continue
-            counts["a proof file", "refused" if found is None else "the same"] += 1
-            if found not in (None, proof):
+            counts["a self-test file", "refused" if found is None else "the same"] += 1
+            if found not in (None, self_test):
                 failures.append(f"file {number}: {found}")
     return counts, failures
 
@@ -369,13 +375,13 @@ def harmed(rng: random.Random, good: bytes) -> bytes:
         raw = bytearray(good.replace(b"false", b"true"))
     else:
         record = json.loads(good)
-        field = rng.choice(list(record["proof"]))
-        record["proof"][field] = rng.choice([None, 1, "x", [], {}, -1e300, True])
+        field = rng.choice(list(record["self_test"]))
+        record["self_test"][field] = rng.choice([None, 1, "x", [], {}, -1e300, True])
         record.pop("sum")
-        record["sum"] = proof_files.digest_record(record) if rng.random() < 0.3 else "0" * 64
-        if record["proof"] != json.loads(good)["proof"] and record["sum"] != "0" * 64:
-            record["proof"].pop(field)  # with a right checksum, a proof of another form
-            record["sum"] = proof_files.digest_record(
+        record["sum"] = self_test_files.digest_record(record) if rng.random() < 0.3 else "0" * 64
+        if record["self_test"] != json.loads(good)["self_test"] and record["sum"] != "0" * 64:
+            record["self_test"].pop(field)  # with a right checksum, an outcome of another form
+            record["sum"] = self_test_files.digest_record(
                 {name: each for name, each in record.items() if name != "sum"}
             )
         raw = bytearray(json.dumps(record).encode())

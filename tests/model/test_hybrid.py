@@ -51,7 +51,7 @@ def prepare(model, spec="random", context=None, **config):
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
-def test_layers_of_both_kinds_are_told_apart_and_proven(kind):
+def test_layers_of_both_kinds_are_told_apart_and_tested(kind):
     model = build_hybrid(kind)
     full = list(full_rows(model))
     assert get_support(model).positions == UNLIMITED

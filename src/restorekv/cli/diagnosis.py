@@ -20,9 +20,9 @@ from restorekv.context import format_bytes
 from restorekv.errors import summarize_error
 from restorekv.files import find_cache_folder
 from restorekv.model import attention
-from restorekv.model.attention import proofs, tiles
-from restorekv.model.attention.proofs import Target
-from restorekv.model.attention.trials import make_layer
+from restorekv.model.attention import self_tests, tiles
+from restorekv.model.attention.backend_self_test import make_layer
+from restorekv.model.attention.self_tests import Target
 from restorekv.model.load import is_hub_reachable
 from restorekv.model.names import (
     NAMES,
@@ -123,7 +123,7 @@ def list_distinct_devices() -> list[torch.device]:
     """Return one device of every kind and name: equal GPUs are checked once."""
     named = {}
     for device in _list_all_devices():
-        known = proofs.identify_device(device)
+        known = self_tests.identify_device(device)
         named.setdefault((known["kind"], known["name"]), device)
     return list(named.values())
 
@@ -134,7 +134,7 @@ def describe_devices() -> list[dict[str, object]]:
     for device in _list_all_devices():
         known = {
             name: value
-            for name, value in proofs.identify_device(device).items()
+            for name, value in self_tests.identify_device(device).items()
             if value is not None
         }
         if device.type == "cuda":
@@ -149,7 +149,7 @@ def describe_devices() -> list[dict[str, object]]:
 
 
 def describe_places() -> dict[str, str]:
-    """Return where models, caches and proofs are looked for, and whether the hub answers."""
+    """Return where models, caches and self-tests are looked for, and whether the hub answers."""
     folder = find_cache_folder()
     shipping = []
     for name in SHIPPING:
@@ -158,7 +158,7 @@ def describe_places() -> dict[str, str]:
         else:
             shipping.append(f"{name} is missing: {get_install_command(name)}")
     return {
-        "models and proofs of restorekv": str(folder or "nowhere, there is no home folder"),
+        "models and self-tests of restorekv": str(folder or "nowhere, there is no home folder"),
         "models of the hub": str(constants.HF_HUB_CACHE),
         "the hub": check_hub(),
         "what ships for models": ", ".join(shipping),
@@ -272,12 +272,12 @@ def measure_seconds(step: Callable[[], object], device: torch.device) -> float:
     counted.
     """
     step()
-    proofs.synchronize_device(device)
+    self_tests.synchronize_device(device)
     took: list[float] = []
     while not took or (sum(took) < BENCHMARK_SECONDS and len(took) < 200):
         start = time.perf_counter()
         step()
-        proofs.synchronize_device(device)
+        self_tests.synchronize_device(device)
         took.append(time.perf_counter() - start)
     return median(took)
 

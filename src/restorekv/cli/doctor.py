@@ -1,8 +1,8 @@
-"""`restorekv doctor`: what this machine has, which code has proven itself on its devices, and what
-is used.
+"""`restorekv doctor`: what this machine has, which code passes its self-test on its devices, and
+what is used.
 
-Every proof of `model/attention/proofs.py` runs, on CPUs too. The file that `-o` writes is for an
-issue: it names no user, no home folder, no machine and no secret.
+Every self-test of `model/attention/self_tests.py` runs, on CPUs too. The file that `-o` writes is
+for an issue: it names no user, no home folder, no machine and no secret.
 """
 
 from dataclasses import asdict
@@ -30,8 +30,8 @@ from restorekv.cli.terminal import (
     write_figures,
 )
 from restorekv.errors import ModelError, RestoreKVError, summarize_error
-from restorekv.model.attention import proofs
-from restorekv.model.attention.proofs import COMPONENTS, Component, Proof, Target
+from restorekv.model.attention import self_tests
+from restorekv.model.attention.self_tests import COMPONENTS, Component, SelfTest, Target
 from restorekv.model.load import check_dtype, find_source, parse_device
 from restorekv.model.names import SMOLLM2
 from restorekv.model.shape import CacheShape
@@ -39,7 +39,7 @@ from restorekv.model.shape import CacheShape
 SMOLLM2_SHAPE = (3, 3, 64)  # KV heads, query heads for each, head dimension
 PLAIN = "naive"  # the component that everything else is replaced by
 CAPTION = (
-    "Error: of the trial closest to what rounding explains (allowed). For 8-bit storage, 1 is what "
+    "Error: of the case closest to what rounding explains (allowed). For 8-bit storage, 1 is what "
     "8 bits explain: "
     "half a step between two codes."
 )
@@ -157,51 +157,52 @@ class ComponentRow(TypedDict):
     title: str
     used: bool
     why: str
-    proof: NotRequired[dict[str, Any]]
+    self_test: NotRequired[dict[str, Any]]
 
 
 def _check_device(target: Target, again: bool) -> list[ComponentRow]:
-    """Return a row for each component: whether it is used on the device, and what its proof
-    says.
+    """Return a row for each component: whether it is used on the device, and what its self-test
+    found.
     """
     rows: list[ComponentRow] = []
     for component in COMPONENTS.values():
-        missing = component.missing(target.device, target.dtype)
-        if missing:
+        reason = component.unavailable_reason(target.device, target.dtype)
+        if reason:
             rows.append(
                 {
                     "component": component.name,
                     "title": component.title,
                     "used": False,
-                    "why": missing,
+                    "why": reason,
                 }
             )
             continue
-        found = _find_proof(component, target, again)
-        why = "" if found.right else f"{found.reason()}. {component.instead}"
+        found = _find_self_test(component, target, again)
+        why = "" if found.passed else f"{found.reason()}. {component.instead}"
         rows.append(
             {
                 "component": component.name,
                 "title": component.title,
-                "used": found.right,
+                "used": found.passed,
                 "why": why,
-                "proof": asdict(found),
+                "self_test": asdict(found),
             }
         )
     return rows
 
 
-def _find_proof(component: Component, target: Target, again: bool) -> Proof:
-    """Return what is known of a component or is found out now; on a CPU, whose code is tested,
-    nothing is kept.
+def _find_self_test(component: Component, target: Target, again: bool) -> SelfTest:
+    """Return the outcome of a component's self-test, which runs now unless it is known.
+
+    On a CPU, whose code the project's own tests check, nothing is kept.
     """
-    if proofs.needs_proof(target.device):
-        return proofs.prove_component(component.name, target, again)
-    return proofs.check_component(component, target)
+    if self_tests.needs_self_test(target.device):
+        return self_tests.run_self_test(component.name, target, again)
+    return self_tests.run_cases(component, target)
 
 
 def _tabulate_checks(target: Target, rows: list[ComponentRow]) -> Table:
-    """Show the components of a device, each with the trial that came closest to what is allowed."""
+    """Show the components of a device, each with the case that came closest to what is allowed."""
     shape = (
         f"{target.heads} KV heads, {target.groups} query heads each, head dimension {target.dim}"
     )
@@ -213,19 +214,19 @@ def _tabulate_checks(target: Target, rows: list[ComponentRow]) -> Table:
         caption=CAPTION,
         caption_justify="left",
     )
-    for name in ("component", "used", "error", "allowed", "trials"):
+    for name in ("component", "used", "error", "allowed", "cases"):
         table.add_column(name)
     table.add_column("remarks", overflow="fold")
     for row in rows:
-        proof = row.get("proof") or {}
+        self_test = row.get("self_test") or {}
         numbers = [
-            "" if proof.get(name) is None else f"{proof[name]:.1e}"
+            "" if self_test.get(name) is None else f"{self_test[name]:.1e}"
             for name in ("error", "tolerance")
         ]
-        used = "yes" if row["used"] else "no" if proof else "-"
+        used = "yes" if row["used"] else "no" if self_test else "-"
         here = ON_CPU.get(row["component"]) if target.device.type == "cpu" else None
         remark = row["why"] or (f"{row['title']} ({here})" if here else row["title"])
-        cells = [row["component"], used, *numbers, str(proof.get("trials", "")), remark]
+        cells = [row["component"], used, *numbers, str(self_test.get("cases", "")), remark]
         table.add_row(*map(Text, cells))
     return table
 
@@ -243,21 +244,21 @@ def _report_problems(checks: list[dict]) -> None:
         f"{row['component']} on {each['device']}"
         for each in checks
         for row in each["components"]
-        if not row["used"] and row.get("proof")
+        if not row["used"] and row.get("self_test")
     ]
     if wrong:
         output.print(
             Text(
-                f"Not used because it did not prove itself: {', '.join(wrong)}. Answers are right "
+                f"Not used because it failed its self-test: {', '.join(wrong)}. Answers are right "
                 "and come more slowly; "
-                f"please {proofs.REPORT}."
+                f"please {self_tests.REPORT}."
             ),
             soft_wrap=True,
         )
     else:
-        output.print("Everything that is used here has proven itself.")
+        output.print("Everything that is used here has passed its self-test.")
 
 
 def _is_used(check: dict, name: str) -> bool:
-    """Return whether a component has proven itself on a device."""
+    """Return whether a component has passed its self-test on a device."""
     return next(row["used"] for row in check["components"] if row["component"] == name)

@@ -1,8 +1,8 @@
 """Causal attention weights in blocks of rows, for scorers that reduce them: a whole Q x K matrix
 never exists.
 
-On a device that is not a CPU, code that computes them answers only after it has proven itself there
-(proofs.py).
+On a device that is not a CPU, code that computes them answers only after it has passed its
+self-test there (self_tests.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from restorekv.cache.tail import KeysValues
-from restorekv.evictors import pass_trials
-from restorekv.model.attention import blocked, naive, proofs
+from restorekv.evictors import pass_self_test
+from restorekv.model.attention import blocked, naive, self_tests
 from restorekv.model.attention.sinks import compute_weights
 
 try:
@@ -56,13 +56,13 @@ def iterate_attention_blocks(
 
 def can_use_kernels(query: Tensor, sinks: Tensor | None = None) -> bool:
     """Return whether triton_maxima.py is installed, can take this query (H, G, Q, D) and has
-    proven itself there.
+    passed its self-test on the query's device.
 
     Otherwise `attend_pass` is used. The kernels have no learned sinks.
     """
     if sinks is not None or triton_maxima is None or not triton_maxima.supports_query(query):
         return False
-    return proofs.is_proven("maxima", *proofs.get_proof_key(query))
+    return self_tests.passed_self_test("maxima", *self_tests.get_self_test_key(query))
 
 
 def attend_pass(
@@ -85,10 +85,10 @@ def attend_pass(
         on_weights: Gets the weights of that softmax in blocks; see blocked.py.
         sinks: (H, G), logits that the model adds to every softmax, or None.
     """
-    # On a CPU the operations are known. On another device the blocked ones prove themselves first,
-    # and the naive ones are used where they do not.
-    is_trusted = not proofs.needs_proof(query.device) or proofs.is_proven(
-        "blocked", *proofs.get_proof_key(query)
+    # On a CPU the operations are known. On another device the blocked ones have to pass their
+    # self-test first, and the naive ones are used where they fail it.
+    is_trusted = not self_tests.needs_self_test(query.device) or self_tests.passed_self_test(
+        "blocked", *self_tests.get_self_test_key(query)
     )
     attend = blocked.attend_pass if is_trusted else naive.attend_pass
     return attend(query, own, cached, scale, inside, on_weights, sinks)
@@ -103,5 +103,5 @@ def reduce_groups(values: Tensor, reduction: str) -> Tensor:
     return values.mean(1)
 
 
-# Registered when this module is imported, so that whoever asks for a proof finds the trials.
-pass_trials.register_proofs(triton_maxima)
+# Registered when this module is imported, so that whoever asks for the self-test finds it.
+pass_self_test.register_scoring(triton_maxima)

@@ -24,7 +24,7 @@ from restorekv.cache.flat import Block, FlatLayer
 from restorekv.cache.multi_context import MultiContextLayer, fork_caches
 from restorekv.cache.ragged import ContextLayer, RaggedCache
 from restorekv.errors import RestoreKVError
-from restorekv.generation import fixed_steps, step_trials
+from restorekv.generation import fixed_steps, step_self_test
 from restorekv.generation.fixed_steps import (
     FixedSteps,
     can_graph,
@@ -464,4 +464,4 @@ def get_stop_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> set[int]:
     return {ids}
 
 
-step_trials.register_all(FixedSteps, pad_prompts)
+step_self_test.register_graph(FixedSteps, pad_prompts)

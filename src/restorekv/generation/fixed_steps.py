@@ -12,8 +12,8 @@ from transformers.cache_utils import Cache
 from restorekv.cache.multi_context import MultiContextLayer
 from restorekv.cache.tail import TailLayer
 from restorekv.errors import summarize_error, warn
-from restorekv.generation import step_trials
-from restorekv.model.attention import proofs
+from restorekv.generation import step_self_test
+from restorekv.model.attention import self_tests
 from restorekv.model.cache_argument import pass_cache
 from restorekv.model.shape import CacheShape
 
@@ -25,11 +25,13 @@ NEVER_GRAPHED: WeakSet[PreTrainedModel] = WeakSet()
 
 
 def can_graph(model: PreTrainedModel, device: torch.device) -> bool:
-    """Return whether steps of fixed work have proven themselves on a device."""
-    if not proofs.needs_proof(device):
+    """Return whether steps of fixed work have passed their self-test on a device."""
+    if not self_tests.needs_self_test(device):
         return True
     shape = CacheShape.from_model(model)
-    return proofs.is_proven("graph", device, shape.heads, shape.groups, shape.head_dim, model.dtype)
+    return self_tests.passed_self_test(
+        "graph", device, shape.heads, shape.groups, shape.head_dim, model.dtype
+    )
 
 
 class FixedSteps:
@@ -44,7 +46,7 @@ class FixedSteps:
 
     The tails of `cache` hold the questions; `ids` (B, 1) at `positions` (B, 1) come next; `visible`
     (B, columns) bool marks what each row sees of the tails. `strict` raises what a capture raises
-    and compares nothing, for a trial that compares every step itself.
+    and compares nothing, for a self-test that compares every step itself.
     """
 
     def __init__(
@@ -135,8 +137,8 @@ class FixedSteps:
         for state, value in zip(self.state(), before, strict=True):
             state.copy_(value)
         usual = self.step()
-        error = step_trials.measure_distance(found, usual)
-        if not error <= step_trials.get_tolerance(usual.dtype) or not agree_on_ids(found, ids):
+        error = step_self_test.measure_distance(found, usual)
+        if not error <= step_self_test.get_tolerance(usual.dtype) or not agree_on_ids(found, ids):
             self.give_up(f"a replay's logits are off by {error:.1e} of the highest")
             return
         self.logits = graphed
@@ -157,9 +159,9 @@ class FixedSteps:
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(self.ids.device)
         try:
-            # Work of other threads must not end the capture; checks of theirs would.
+            # Work of other threads must not end the capture; self-tests of theirs would.
             with (
-                proofs.exclude_checks(),
+                self_tests.exclude_self_tests(),
                 torch.cuda.graph(graph, capture_error_mode="thread_local"),
             ):
                 self.step()
@@ -174,10 +176,10 @@ class FixedSteps:
         self.graph = None
         self.can_capture = False
         NEVER_GRAPHED.add(self.model)
-        device = proofs.describe_device(self.ids.device)
+        device = self_tests.describe_device(self.ids.device)
         warn(
             f"{type(self.model).__name__} is not run as a CUDA graph on {device}: {reason}. "
-            f"Steps are computed one by one, more slowly. Please {proofs.REPORT}."
+            f"Steps are computed one by one, more slowly. Please {self_tests.REPORT}."
         )
 
 

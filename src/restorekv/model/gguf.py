@@ -181,7 +181,7 @@ def _find_problem(root: Path) -> str | None:
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if "RESTOREKV_CACHE" not in os.environ and _is_own(root.stat()):
-            # A proof that was kept first made it as the umask says.
+            # A self-test that was kept first made it as the umask says.
             root.chmod(root.stat().st_mode & ~WRITABLE_BY_OTHERS)
         # Only a try shows whether a file can be written: permissions do not tell about full or
         # read-only disks.

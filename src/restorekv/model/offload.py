@@ -11,9 +11,9 @@ three while a pass joins one with its own pairs. transformers' own offloading
 (DynamicCache(offloading=True), 5.2 to 5.23) moves a layer there and back whenever pairs are added,
 and leaves it on the host for other readers such as scores.
 
-Each store proves itself on the first use of a device (offload_trials.py). A device on which copies
-on a second stream go wrong gets pageable memory and copies that are waited for, and one where these
-go wrong too a full cache of its own.
+Each store has to pass a self-test on the first use of a device (offload_self_test.py). A device on
+which copies on a second stream go wrong gets pageable memory and copies that are waited for, and
+one where these go wrong too keeps the full cache on the device.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from restorekv.cache.sliding import RecentLayer
 from restorekv.cache.tail import KeysValues
 from restorekv.errors import RestoreKVError
-from restorekv.model import offload_trials
-from restorekv.model.attention import proofs
+from restorekv.model import offload_self_test
+from restorekv.model.attention import self_tests
 from restorekv.model.prefill import make_full_cache
 from restorekv.model.shape import CacheShape, list_windows
 
@@ -44,18 +44,18 @@ from restorekv.model.shape import CacheShape, list_windows
 def make_offloaded_cache(model: PreTrainedModel, columns: int, margin: int = 0) -> Cache:
     """Return an empty cache with room for S + T columns.
 
-    On a device where no store has proven itself, it offloads nothing. Layers with a sliding window
-    stay where they are: they hold their last W - 1 + `margin` columns alone.
+    On a device where no store passes its self-test, it offloads nothing. Layers with a sliding
+    window stay where they are: they hold their last W - 1 + `margin` columns alone.
     """
     shape = CacheShape.from_model(model)
     device = model.device
-    # A CPU writes to files and needs no proof; other devices prove the store that they get.
+    # A CPU writes to files and needs no self-test; on other devices the store has to pass one.
     streams = True
-    if proofs.needs_proof(device):
+    if self_tests.needs_self_test(device):
         key = device, shape.heads, shape.groups, shape.head_dim, model.dtype
         # Two stores can be tried: copies on a second stream, then copies that are waited for.
-        streams = _uses_streams(device) and proofs.is_proven("offload", *key)
-        if not streams and not proofs.is_proven("offload-plain", *key):
+        streams = _uses_streams(device) and self_tests.passed_self_test("offload", *key)
+        if not streams and not self_tests.passed_self_test("offload-plain", *key):
             return make_full_cache(model, margin)
     size = shape.heads, columns, shape.head_dim
     store = make_store(shape.layers, size, model.dtype, device, streams)
@@ -83,7 +83,7 @@ def make_store(
         device: Where the model is.
         streams: Copy on a second stream, if the device has one.
     """
-    if not proofs.needs_proof(device):
+    if not self_tests.needs_self_test(device):
         return FileStore(count, size, dtype, device)
     return HostStore(count, size, dtype, device, streams)
 
@@ -359,4 +359,4 @@ def trim_heap() -> None:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-offload_trials.register_stores(make_store)
+offload_self_test.register_stores(make_store)

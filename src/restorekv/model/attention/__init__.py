@@ -14,8 +14,8 @@ A backend computes softmax(q [K_context; K_tail]^T * scale + bias) [V_context; V
 is the definition. In models with learned sinks a logit of each query head is in that softmax too
 (sinks.py).
 
-On a device that is not a CPU, a backend answers only after `proofs.py` has compared it with that
-definition there.
+On a device that is not a CPU, a backend answers only after `self_tests.py` has compared it with
+that definition there.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,10 +37,10 @@ from restorekv.cache.multi_context import MultiContextLayer
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.cache.sliding import SlidingLayer
 from restorekv.errors import ModelError, RestoreKVError
-from restorekv.model.attention import cascade, frozen, naive, proofs, sliding, stored, tiles
 
-# Importing the trials registers the backends as components that have to prove themselves.
-from restorekv.model.attention import trials as _trials  # noqa: F401
+# Importing the self-test registers the backends as components that have to pass it.
+from restorekv.model.attention import backend_self_test as _backend_self_test  # noqa: F401
+from restorekv.model.attention import cascade, frozen, naive, self_tests, sliding, stored, tiles
 from restorekv.model.attention.sinks import attend_with_sinks, group_sinks
 
 try:
@@ -55,7 +55,8 @@ Callback = Callable[
     Tensor | None,
 ]
 # From query, layer, mask, scale and perhaps sinks. Add a new backend here; to have it chosen
-# automatically, add it to BACKENDS_BY_SPEED too, and for a GPU to the components in trials.py.
+# automatically, add it to BACKENDS_BY_SPEED too, and for a GPU to the components in
+# backend_self_test.py.
 Backend = Callable[..., Tensor]
 BACKENDS: dict[str, Backend] = {
     "naive": naive.attend_ragged,
@@ -64,7 +65,7 @@ BACKENDS: dict[str, Backend] = {
 }
 if triton_attend is not None:
     BACKENDS["triton"] = triton_attend.attend_ragged
-# On a device that is not a CPU: the first that can answer and has proven itself.
+# On a device that is not a CPU: the first that can answer and has passed its self-test.
 BACKENDS_BY_SPEED: dict[str, ModuleType] = {"cascade": cascade, "frozen": frozen, "naive": naive}
 if triton_attend is not None:
     BACKENDS_BY_SPEED = {"triton": triton_attend, **BACKENDS_BY_SPEED}
@@ -123,7 +124,7 @@ def inspect_attention(
 
 @contextmanager
 def suspend_overrides() -> Iterator[None]:
-    """Run the block, such as a proof, without the observer, the backend and the inspectors that
+    """Run the block, such as a self-test, without the observer, the backend and the inspectors that
     outer blocks have set.
     """
     with (
@@ -163,50 +164,52 @@ def choose_backend(query: Tensor, layer: RaggedLayer) -> Backend:
     """Return the function that answers a query (B, H, G, Q, D) from a layer.
 
     The first rule that applies: the backend that an open `force_backend` block names; `stored` for
-    a layer of 8-bit codes; on a device that needs proofs, the fastest of BACKENDS_BY_SPEED that can
-    answer and has proven itself there; elsewhere `cascade`, if it can answer; and `frozen`, which
-    has gradients everywhere.
+    a layer of 8-bit codes; on a device that needs self-tests, the fastest of BACKENDS_BY_SPEED
+    that can answer and has passed its self-test there; elsewhere `cascade`, if it can answer; and
+    `frozen`, which has gradients everywhere.
     """
     name = _get_variable(_backend)
     if name is not None:
-        if proofs.needs_proof(query.device):
-            proofs.require_proof(name, *proofs.get_proof_key(query))
+        if self_tests.needs_self_test(query.device):
+            self_tests.require_self_test(name, *self_tests.get_self_test_key(query))
         return BACKENDS[name]
     if stored.is_packed(layer):
         return stored.attend_ragged
-    if proofs.needs_proof(query.device):
-        return _choose_proven(query, layer)
+    if self_tests.needs_self_test(query.device):
+        return _choose_tested(query, layer)
     if cascade.can_answer(query, layer):
         return cascade.attend_ragged
     return frozen.attend_ragged
 
 
-def _choose_proven(query: Tensor, layer: RaggedLayer) -> Backend:
-    """Return the fastest backend that can answer and has proven itself on the query's device."""
+def _choose_tested(query: Tensor, layer: RaggedLayer) -> Backend:
+    """Return the fastest backend that can answer and has passed its self-test on that device."""
     for name, module in BACKENDS_BY_SPEED.items():
         can_answer = getattr(module, "can_answer", None)  # backends without it always can
         if can_answer is not None and not can_answer(query, layer):
             continue
-        if proofs.is_proven(name, *proofs.get_proof_key(query)):
+        if self_tests.passed_self_test(name, *self_tests.get_self_test_key(query)):
             return module.attend_ragged
     raise RestoreKVError(
-        f"{proofs.describe_device(query.device)} computes attention wrongly even with PyTorch's "
-        f"own operations; use another device, and {proofs.REPORT}."
+        f"{self_tests.describe_device(query.device)} computes attention wrongly even with "
+        f"PyTorch's own operations; use another device, and {self_tests.REPORT}."
     )
 
 
 def store_context(cache: RaggedCache, storage: str, groups: int) -> None:
     """Store the context of a cache as `storage` says: "model" leaves it, "int8" and "fp8" pack it.
 
-    What layers with a window hold of it stays in the model's dtype. A device that has not proven
-    that it can pack gets rows that the CPU has packed.
+    What layers with a window hold of it stays in the model's dtype. A device that fails the
+    self-test of packing gets rows that the CPU has packed.
     """
     first = cache.full_attention[0]
     head_dim = first.restore_keys.shape[-1]
     if (
         storage == "model"
-        or not proofs.needs_proof(first.device)
-        or proofs.is_proven(storage, first.device, first.heads, groups, head_dim, first.dtype)
+        or not self_tests.needs_self_test(first.device)
+        or self_tests.passed_self_test(
+            storage, first.device, first.heads, groups, head_dim, first.dtype
+        )
     ):
         cache.quantize(storage)
         return
@@ -221,13 +224,13 @@ def store_context(cache: RaggedCache, storage: str, groups: int) -> None:
 def _unpack_for_call(query: Tensor, layer: RaggedLayer) -> RaggedLayer:
     """Return a layer for one call, unpacked where the backend cannot read an 8-bit context.
 
-    A device that has not proven that it can read 8 bits gets numbers that the CPU has unpacked.
+    A device that fails the self-test of 8 bits gets numbers that the CPU has unpacked.
     """
     if not stored.is_packed(layer):
         return layer
     storage = _get_storage(layer)
-    if proofs.needs_proof(query.device) and not proofs.is_proven(
-        storage, *proofs.get_proof_key(query)
+    if self_tests.needs_self_test(query.device) and not self_tests.passed_self_test(
+        storage, *self_tests.get_self_test_key(query)
     ):
         return stored.unpack_layer(layer, torch.device("cpu"))
     if _should_unpack_at_once(layer):

@@ -14,19 +14,19 @@ import torch
 
 from restorekv.cache import quantized
 from restorekv.errors import RestoreKVError, RestoreKVWarning
-from restorekv.evictors import pass_trials
+from restorekv.evictors import pass_self_test
 from restorekv.model import attention
 from restorekv.model.attention import (
+    backend_self_test,
     blocked,
     cascade,
     frozen,
     naive,
-    proof_files,
-    proofs,
+    self_test_files,
+    self_tests,
     stored,
-    trials,
 )
-from restorekv.model.attention.proofs import Component, Measurement, Target
+from restorekv.model.attention.self_tests import Component, Measurement, Target
 from tests.helpers import fake_device
 
 SHAPE = (3, 2, 16)
@@ -40,15 +40,15 @@ def fake(monkeypatch, tmp_path):
     monkeypatch.setitem(attention.BACKENDS_BY_SPEED, "triton", None)
     monkeypatch.delitem(attention.BACKENDS_BY_SPEED, "triton")
     yield monkeypatch
-    proofs.forget_proofs()
+    self_tests.forget_self_tests()
 
 
 def target(dtype=torch.float32, shape=SHAPE):
     return Target(torch.device("cpu"), *shape, dtype)
 
 
-def sample(dtype=torch.float32, trial=trials.TRIALS[1]):
-    return trials.make_sample(target(dtype), trial)
+def sample(dtype=torch.float32, case=backend_self_test.CASES[1]):
+    return backend_self_test.make_sample(target(dtype), case)
 
 
 def answer(given):
@@ -107,14 +107,14 @@ def dropped_pair(attend, query, layer, mask, scale, *sinks):
         else layer.bias.clone()
     )
     bias[ends] = -1e4
-    plain = trials.make_layer(
+    plain = backend_self_test.make_layer(
         layer.context_keys, layer.context_values, list(layer.bounds), *layer.keys_and_values, bias
     )
     return attend(query, plain, mask, scale, *sinks)
 
 
 def forgotten_bias(attend, query, layer, mask, scale, *sinks):
-    plain = trials.make_layer(
+    plain = backend_self_test.make_layer(
         layer.context_keys, layer.context_values, list(layer.bounds), *layer.keys_and_values, None
     )
     return attend(query, plain, mask, scale, *sinks)
@@ -203,7 +203,7 @@ def test_a_broken_backend_never_answers(fake, fault, dtype):
     error = given.measure_error(
         found.transpose(1, 2).unflatten(1, given.query.shape[1:3]), given.compute_definition()
     )
-    assert error <= proofs.compute_tolerance(dtype, given.largest)
+    assert error <= self_tests.compute_tolerance(dtype, given.largest)
 
 
 def one_small_number(attend, query, layer, mask, scale, *sinks):
@@ -218,8 +218,10 @@ def one_small_number(attend, query, layer, mask, scale, *sinks):
 
 def test_a_number_that_is_wrong_in_a_long_row_is_found(fake):
     break_backend(fake, cascade, one_small_number)
-    found = proofs.check_component(proofs.COMPONENTS["cascade"], target(torch.float16, (1, 4, 32)))
-    assert not found.right
+    found = self_tests.run_cases(
+        self_tests.COMPONENTS["cascade"], target(torch.float16, (1, 4, 32))
+    )
+    assert not found.passed
 
 
 def test_a_wrong_number_of_a_pass_is_found(fake):
@@ -232,8 +234,8 @@ def test_a_wrong_number_of_a_pass_is_found(fake):
 
     fake.setattr(blocked, "attend_pass", wrong)
     worst = max(
-        proofs.compute_closeness(each)
-        for each in pass_trials.measure_blocked(target(torch.float16))
+        self_tests.compute_closeness(each)
+        for each in pass_self_test.measure_blocked(target(torch.float16))
     )
     assert worst > 1
 
@@ -271,7 +273,7 @@ def test_a_fault_that_only_one_form_of_a_question_has_is_found(fake, form):
         return found
 
     break_backend(fake, cascade, wrong_last_number)
-    assert not proofs.check_component(proofs.COMPONENTS["cascade"], target(torch.float16)).right
+    assert not self_tests.run_cases(self_tests.COMPONENTS["cascade"], target(torch.float16)).passed
 
 
 def attended_by(module, given):
@@ -297,8 +299,8 @@ def test_a_wrong_gradient_counts(fake):
         return first, others[0] * 1.01, *others[1:]
 
     fake.setattr(frozen.FrozenAttention, "backward", staticmethod(wrong))
-    found = proofs.check_component(proofs.COMPONENTS["frozen"], target())
-    assert not found.right and found.trial == "gradients of keys"
+    found = self_tests.run_cases(self_tests.COMPONENTS["frozen"], target())
+    assert not found.passed and found.case == "gradients of keys"
 
 
 def test_a_device_that_computes_nothing_right_is_refused(fake):
@@ -321,18 +323,18 @@ def test_the_kernels_of_triton_are_right_and_one_that_does_not_compile_is_told(f
     triton_attend = attention.triton_attend
     if not triton_attend.INTERPRETED:
         pytest.skip("needs the interpreter")
-    fake.setattr(trials, "TRIALS", trials.TRIALS[:2])
+    fake.setattr(backend_self_test, "CASES", backend_self_test.CASES[:2])
     fake.setattr(
         attention, "BACKENDS_BY_SPEED", {"triton": triton_attend, **attention.BACKENDS_BY_SPEED}
     )
-    small = trials.make_sample(target(shape=(2, 1, 8)), trials.TRIALS[1])
+    small = backend_self_test.make_sample(target(shape=(2, 1, 8)), backend_self_test.CASES[1])
     assert attention.choose_backend(small.query, small.layer) is triton_attend.attend_ragged
 
     class Kernel:
         def __getitem__(self, grid):
             raise RuntimeError("CompilationError: at 3:0")
 
-    proofs.forget_proofs()
+    self_tests.forget_self_tests()
     fake.setenv("RESTOREKV_CACHE", os.environ["RESTOREKV_CACHE"] + "/other")
     fake.setattr(triton_attend, "attend_tile", Kernel())
     with pytest.warns(RestoreKVWarning, match="Triton kernels of attention.*CompilationError"):
@@ -364,10 +366,10 @@ def test_eight_bits_that_are_read_wrongly_are_unpacked_on_the_cpu(fake, storage,
     packed = quantized.quantize(
         given.layer.context_keys, given.layer.context_values, given.layer.bounds, storage
     )
-    layer = trials.make_layer(
+    layer = backend_self_test.make_layer(
         *packed, list(given.layer.bounds), *given.layer.keys_and_values, given.layer.bias
     )
-    given = trials.TrialInputs(given.query, layer, given.mask, given.scale, given.largest)
+    given = backend_self_test.CaseInputs(given.query, layer, given.mask, given.scale, given.largest)
     break_backend(fake, stored, fault)
     with pytest.warns(
         RestoreKVWarning, match=f"8-bit storage as {storage}.*unpacked on the CPU"
@@ -392,15 +394,15 @@ def test_eight_bits_that_are_packed_wrongly_are_packed_on_the_cpu(fake):
         (),
         {
             "full_attention": [given.layer],
-            "quantize": lambda self, storage: pytest.fail("not proven"),
+            "quantize": lambda self, storage: pytest.fail("not tested"),
         },
     )()
     right = pack(given.layer.context_keys, given.layer.context_values, given.layer.bounds, "int8")
     with fake.context() as here:
         here.setattr(quantized, "quantize", wrong)
-        assert not proofs.check_component(proofs.COMPONENTS["int8"], target()).right
+        assert not self_tests.run_cases(self_tests.COMPONENTS["int8"], target()).passed
         with pytest.warns(RestoreKVWarning, match="packed and unpacked on the CPU"):
-            proofs.is_proven("int8", *proofs.get_proof_key(given.query))
+            self_tests.passed_self_test("int8", *self_tests.get_self_test_key(given.query))
     attention.store_context(cache, "int8", given.query.shape[2])
     assert given.layer.context_keys.codes.equal(right[0].codes)
 
@@ -410,7 +412,7 @@ def test_eight_bits_that_are_packed_wrongly_are_packed_on_the_cpu(fake):
 
 @pytest.fixture
 def counted(fake):
-    """A component whose checks are counted, and which is right or wrong as `told` says."""
+    """A component whose self-tests are counted, and which is right or wrong as `told` says."""
     told, calls = [0.0], []
 
     def measure(target):
@@ -418,9 +420,9 @@ def counted(fake):
         yield Measurement("the only one", told[0], 0.1)
 
     fake.setitem(
-        proofs.COMPONENTS,
+        self_tests.COMPONENTS,
         "counted",
-        Component("counted", "Counting", "None", trials.explain_no_obstacle, measure),
+        Component("counted", "Counting", "None", backend_self_test.explain_no_obstacle, measure),
     )
     return told, calls
 
@@ -429,35 +431,35 @@ KEY = (torch.device("cpu"), *SHAPE, torch.float32)
 
 
 @pytest.mark.parametrize("error", [0.0, 0.2])
-def test_a_check_is_made_once_and_its_file_read_by_the_next_process(counted, error):
+def test_a_self_test_runs_once_and_the_file_is_read_by_the_next_process(counted, error):
     told, calls = counted
     told[0] = error
     right = error <= 0.1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert [proofs.is_proven("counted", *KEY) for _ in range(3)] == [right] * 3 and len(
-            calls
-        ) == 1
-        proofs.forget_proofs()  # as in a new process
-        assert proofs.is_proven("counted", *KEY) is right and len(calls) == 1
+        assert [self_tests.passed_self_test("counted", *KEY) for _ in range(3)] == [
+            right
+        ] * 3 and len(calls) == 1
+        self_tests.forget_self_tests()  # as in a new process
+        assert self_tests.passed_self_test("counted", *KEY) is right and len(calls) == 1
         for changed in ((KEY[0], 4, *KEY[2:]), (*KEY[:4], torch.bfloat16)):
             before = len(calls)
-            proofs.is_proven("counted", *changed)
+            self_tests.passed_self_test("counted", *changed)
             assert len(calls) == before + 1
 
 
 @pytest.mark.parametrize("name", ["driver", "torch", "triton", "code", "name"])
-def test_another_version_is_checked_again(counted, fake, name):
+def test_another_version_is_tested_again(counted, fake, name):
     _, calls = counted
-    proofs.is_proven("counted", *KEY)
-    proofs.forget_proofs()
-    fake.setitem(proofs.identify_device.known, name, "another")
-    proofs.is_proven("counted", *KEY)
+    self_tests.passed_self_test("counted", *KEY)
+    self_tests.forget_self_tests()
+    fake.setitem(self_tests.identify_device.known, name, "another")
+    self_tests.passed_self_test("counted", *KEY)
     assert len(calls) == 2
 
 
 def the_file():
-    [path] = (proof_files.find_cache_folder() / proof_files.FOLDER).iterdir()
+    [path] = (self_test_files.find_cache_folder() / self_test_files.FOLDER).iterdir()
     return path
 
 
@@ -466,22 +468,22 @@ def cut(path):
 
 
 def turned(path):
-    path.write_text(path.read_text().replace('"right": false', '"right": true'))
+    path.write_text(path.read_text().replace('"passed": false', '"passed": true'))
 
 
 def sealed_lie(path):
     """Of another type, with a checksum that is right."""
     record = json.loads(path.read_text())
-    record["proof"]["right"] = "yes"
+    record["self_test"]["passed"] = "yes"
     record.pop("sum")
-    path.write_text(json.dumps({**record, "sum": proof_files.digest_record(record)}))
+    path.write_text(json.dumps({**record, "sum": self_test_files.digest_record(record)}))
 
 
 def of_another_key(path):
     record = json.loads(path.read_text())
     record["key"]["heads"] = 9
     record.pop("sum")
-    path.write_text(json.dumps({**record, "sum": proof_files.digest_record(record)}))
+    path.write_text(json.dumps({**record, "sum": self_test_files.digest_record(record)}))
 
 
 def writable_by_others(path):
@@ -506,27 +508,31 @@ def test_a_damaged_file_is_made_again(counted, harm):
     told, calls = counted
     told[0] = 0.2
     with pytest.warns(RestoreKVWarning):
-        assert not proofs.is_proven("counted", *KEY)
+        assert not self_tests.passed_self_test("counted", *KEY)
     path = the_file()
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
     harm(path)
-    proofs.forget_proofs()
+    self_tests.forget_self_tests()
     with pytest.warns(RestoreKVWarning):
-        assert not proofs.is_proven("counted", *KEY)
+        assert not self_tests.passed_self_test("counted", *KEY)
     assert len(calls) == 2
     if harm is not fifo:
         assert (
-            proof_files.load_proof({**target().key(), "component": "counted"}, proofs.Proof)
+            self_test_files.load_self_test(
+                {**target().key(), "component": "counted"}, self_tests.SelfTest
+            )
             is not None
         )
 
 
-def test_without_a_cache_folder_a_proof_lasts_as_long_as_the_process(counted, fake, tmp_path):
+def test_without_a_cache_folder_an_outcome_lasts_as_long_as_the_process(counted, fake, tmp_path):
     _, calls = counted
     (tmp_path / "file").write_text("")
     fake.setenv("RESTOREKV_CACHE", str(tmp_path / "file"))  # no folder can be made there
     assert (
-        proofs.is_proven("counted", *KEY) and proofs.is_proven("counted", *KEY) and len(calls) == 1
+        self_tests.passed_self_test("counted", *KEY)
+        and self_tests.passed_self_test("counted", *KEY)
+        and len(calls) == 1
     )
 
 
@@ -535,21 +541,21 @@ def test_what_ended_its_process_is_not_tried_again(counted, fake):
     key = {**target().key(), "component": "counted"}
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    with proof_files.mark_check(key):
+    with self_test_files.mark_self_test(key):
         text = the_file().read_text()
         # This process is alive, so the mark says nothing.
-        assert proof_files.load_proof(key, proofs.Proof) is None
+        assert self_test_files.load_self_test(key, self_tests.SelfTest) is None
         record = json.loads(text)
-    assert not list((proof_files.find_cache_folder() / proof_files.FOLDER).iterdir())
-    record["process"] = f"{proof_files.HOST}-{gone.pid}"
+    assert not list((self_test_files.find_cache_folder() / self_test_files.FOLDER).iterdir())
+    record["process"] = f"{self_test_files.HOST}-{gone.pid}"
     record.pop("sum")
-    path = proof_files.locate_proof(key)
-    path.write_text(json.dumps({**record, "sum": proof_files.digest_record(record)}))
+    path = self_test_files.locate_self_test(key)
+    path.write_text(json.dumps({**record, "sum": self_test_files.digest_record(record)}))
     path.chmod(0o600)
-    with pytest.warns(RestoreKVWarning, match="end of the process that checked it"):
-        assert not proofs.is_proven("counted", *KEY)
+    with pytest.warns(RestoreKVWarning, match="end of the process that tested it"):
+        assert not self_tests.passed_self_test("counted", *KEY)
     assert not calls
-    assert proofs.prove_component("counted", target(), again=True).right and len(calls) == 1
+    assert self_tests.run_self_test("counted", target(), again=True).passed and len(calls) == 1
 
 
 def test_too_little_memory_is_forgotten_with_the_process(fake):
@@ -558,25 +564,25 @@ def test_too_little_memory_is_forgotten_with_the_process(fake):
         yield
 
     fake.setitem(
-        proofs.COMPONENTS,
+        self_tests.COMPONENTS,
         "greedy",
-        Component("greedy", "Greed", "None", trials.explain_no_obstacle, measure),
+        Component("greedy", "Greed", "None", backend_self_test.explain_no_obstacle, measure),
     )
     with pytest.warns(RestoreKVWarning, match="out of memory"):
-        assert not proofs.is_proven("greedy", *KEY)
-    assert not list((proof_files.find_cache_folder() / proof_files.FOLDER).iterdir())
+        assert not self_tests.passed_self_test("greedy", *KEY)
+    assert not list((self_test_files.find_cache_folder() / self_test_files.FOLDER).iterdir())
 
 
-# How a check is made
+# How a self-test runs
 
 
-def test_threads_that_come_first_together_make_one_check(counted):
+def test_threads_that_come_first_together_run_one_self_test(counted):
     _, calls = counted
     gate, found = threading.Barrier(8), []
 
     def ask():
         gate.wait()
-        found.append(proofs.is_proven("counted", *KEY))
+        found.append(self_tests.passed_self_test("counted", *KEY))
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
@@ -586,27 +592,27 @@ def test_threads_that_come_first_together_make_one_check(counted):
     assert found == [True] * 8 and len(calls) == 1
 
 
-def test_a_check_that_needs_itself_ends(fake):
+def test_a_self_test_that_needs_itself_ends(fake):
     def measure(target):
-        yield Measurement("inner", float(proofs.is_proven("circular", *KEY)), 0.0)
+        yield Measurement("inner", float(self_tests.passed_self_test("circular", *KEY)), 0.0)
 
     fake.setitem(
-        proofs.COMPONENTS,
+        self_tests.COMPONENTS,
         "circular",
-        Component("circular", "A circle", "None", trials.explain_no_obstacle, measure),
+        Component("circular", "A circle", "None", backend_self_test.explain_no_obstacle, measure),
     )
-    assert proofs.is_proven("circular", *KEY)
+    assert self_tests.passed_self_test("circular", *KEY)
 
 
-def test_nothing_is_checked_while_a_graph_is_captured(counted, fake):
+def test_nothing_is_tested_while_a_graph_is_captured(counted, fake):
     _, calls = counted
     with fake.context() as capturing:
-        capturing.setattr(proofs, "_is_capturing", lambda device: True)
-        assert not proofs.is_proven("counted", *KEY) and not calls
-    assert proofs.is_proven("counted", *KEY) and len(calls) == 1
+        capturing.setattr(self_tests, "_is_capturing", lambda device: True)
+        assert not self_tests.passed_self_test("counted", *KEY) and not calls
+    assert self_tests.passed_self_test("counted", *KEY) and len(calls) == 1
 
 
-def test_a_check_disturbs_neither_random_numbers_nor_observers_nor_modes(fake):
+def test_a_self_test_disturbs_neither_random_numbers_nor_observers_nor_modes(fake):
     seen, given = [], sample()
     state = torch.get_rng_state()
     with (
@@ -617,10 +623,10 @@ def test_a_check_disturbs_neither_random_numbers_nor_observers_nor_modes(fake):
         answer(given)
         assert torch.is_inference_mode_enabled() and torch.is_autocast_enabled("cpu")
     assert torch.get_rng_state().equal(state) and len(seen) == 1
-    assert proofs._proofs and all(found.right for found in proofs._proofs.values())
+    assert self_tests._outcomes and all(found.passed for found in self_tests._outcomes.values())
 
 
-def test_a_warning_that_is_an_error_leaves_a_verdict(fake):
+def test_a_warning_that_is_an_error_leaves_an_outcome(fake):
     break_backend(fake, cascade, wrong_scale)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -629,7 +635,7 @@ def test_a_warning_that_is_an_error_leaves_a_verdict(fake):
         answer(sample())
 
 
-def test_a_device_that_a_check_broke_is_refused_with_a_sentence(fake):
+def test_a_device_that_a_self_test_broke_is_refused_with_a_sentence(fake):
     break_backend(fake, cascade, no_compiler)
 
     def lost(*_, **__):
@@ -640,22 +646,24 @@ def test_a_device_that_a_check_broke_is_refused_with_a_sentence(fake):
         broken.setattr(torch, "ones", lost)
         with pytest.raises(RestoreKVError, match=r"stopped answering.*start again"):
             attention.choose_backend(given.query, given.layer)
-    proofs.forget_proofs()
+    self_tests.forget_self_tests()
     # Remembered: the next process does not try.
     with pytest.warns(RestoreKVWarning, match="illegal memory access"):
         assert attention.choose_backend(given.query, given.layer) is frozen.attend_ragged
 
 
-def test_a_cpu_proves_nothing(monkeypatch):
-    monkeypatch.setattr(proofs, "prove_component", lambda *_: pytest.fail("a check on a CPU"))
-    monkeypatch.setattr(proofs, "is_proven", lambda *_: pytest.fail("a question on a CPU"))
+def test_a_cpu_runs_no_self_test(monkeypatch):
+    monkeypatch.setattr(self_tests, "run_self_test", lambda *_: pytest.fail("a self-test on a CPU"))
+    monkeypatch.setattr(
+        self_tests, "passed_self_test", lambda *_: pytest.fail("a question on a CPU")
+    )
     given = sample()
     answer(given)
     assert attention.choose_backend(given.query, given.layer) is cascade.attend_ragged
 
 
 @pytest.mark.slow
-def test_the_compiler_takes_a_verdict_for_a_constant(fake):
+def test_the_compiler_takes_an_outcome_for_a_constant(fake):
     given = sample()
 
     def ask(query):
@@ -666,13 +674,13 @@ def test_the_compiler_takes_a_verdict_for_a_constant(fake):
     torch._dynamo.reset()
     compiled = torch.compile(ask, backend="eager", fullgraph=True)
     assert compiled(given.query).equal(ask(given.query))
-    assert all(found.right for found in proofs._proofs.values())
+    assert all(found.passed for found in self_tests._outcomes.values())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 8), (2, 7, 80), (9, 1, 33)])
 @pytest.mark.parametrize("name", ["naive", "cascade", "frozen", *quantized.STORAGE_DTYPES])
-def test_what_is_right_proves_itself_in_every_shape(name, shape, dtype):
-    found = proofs.check_component(proofs.COMPONENTS[name], target(dtype, shape))
-    assert found.right, found
-    assert found.error <= found.tolerance and found.trials >= 6
+def test_what_is_right_passes_its_self_test_in_every_shape(name, shape, dtype):
+    found = self_tests.run_cases(self_tests.COMPONENTS[name], target(dtype, shape))
+    assert found.passed, found
+    assert found.error <= found.tolerance and found.cases >= 6

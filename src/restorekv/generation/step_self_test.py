@@ -21,9 +21,9 @@ from restorekv.cache.multi_context import fork_caches
 from restorekv.cache.ragged import RaggedCache
 from restorekv.cache.tail import CompressedLayer
 from restorekv.model import attention
+from restorekv.model.attention.backend_self_test import LENGTHS, explain_no_obstacle, make_layer
 from restorekv.model.attention.naive import make_causal_mask
-from restorekv.model.attention.proofs import Component, Measurement, Target, register_component
-from restorekv.model.attention.trials import LENGTHS, explain_no_obstacle, make_layer
+from restorekv.model.attention.self_tests import Component, Measurement, Target, register_component
 
 LAYERS = 2
 HIDDEN = 64
@@ -203,7 +203,7 @@ def get_tolerance(dtype: torch.dtype) -> float:
     return 8 * max(torch.finfo(dtype).eps, 8 * torch.finfo(torch.float32).eps)
 
 
-def register_all(make_steps: MakeSteps, padded: Padded) -> None:
+def register_graph(make_steps: MakeSteps, padded: Padded) -> None:
     """Make the component known."""
     register_component(
         Component(

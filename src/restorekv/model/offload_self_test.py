@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from restorekv.cache.tail import KeysValues
-from restorekv.model.attention.proofs import Component, Measurement, Target, register_component
-from restorekv.model.attention.trials import explain_no_obstacle
+from restorekv.model.attention.backend_self_test import explain_no_obstacle
+from restorekv.model.attention.self_tests import Component, Measurement, Target, register_component
 
 if TYPE_CHECKING:
     from restorekv.model.offload import OffloadStore

@@ -1,10 +1,10 @@
-"""Proofs on disk, in the user's cache folder: what a check found, so that the next process need not
-check again.
+"""Outcomes of self-tests on disk, in the user's cache folder, so that the next process need not run
+them again.
 
-A file is named by a hash of its key, which says what the proof holds for. It is data: a small JSON
-object with a checksum, which only this user can have written. One that is damaged, of another key
-or writable by others counts for nothing, and the check is done again. Where nothing can be written,
-proofs last as long as the process.
+A file is named by a hash of its key, which says what the outcome holds for. It is data: a small
+JSON object with a checksum, which only this user can have written. A file that is damaged, of
+another key or writable by others counts for nothing, and the self-test runs again. Where nothing
+can be written, outcomes last as long as the process.
 """
 
 import hashlib
@@ -28,16 +28,16 @@ from restorekv.files import (
     replace_file,
 )
 
-FORMAT = "restorekv-proof-1"
+FORMAT = "restorekv-self-test-1"
 LIMIT = 1 << 16  # bytes of a file
 # Below the user's cache folder.
-FOLDER = "proofs"
-# What `load_proof` returns for a check that began in a process that is gone, and never ended: the
-# check may have crashed the process, and would again.
+FOLDER = "self-tests"
+# What `load_self_test` returns for a self-test that began in a process that is gone, and never
+# ended: it may have crashed the process, and would again.
 DIED = object()
 
 
-def locate_proof(key: Mapping[str, object]) -> Path | None:
+def locate_self_test(key: Mapping[str, object]) -> Path | None:
     """Return the file of a key, or None without a cache folder."""
     root = find_cache_folder()
     if root is None:
@@ -45,39 +45,39 @@ def locate_proof(key: Mapping[str, object]) -> Path | None:
     return root / FOLDER / f"{digest_record(key)[:32]}.json"
 
 
-def load_proof(key: Mapping[str, object], kind: type) -> object | None:
-    """Return the proof of a key as a `kind`, DIED, or None if there is none that can be trusted."""
-    path = locate_proof(key)
+def load_self_test(key: Mapping[str, object], kind: type) -> object | None:
+    """Return the outcome of a key as a `kind`, DIED, or None if no file can be trusted."""
+    path = locate_self_test(key)
     record = None if path is None else _load_record(path)
     # The name of the file is a short hash, so that the whole key is compared too.
     if record is None or record["key"] != key:
         return None
-    proof = record["proof"]
-    if proof is None:  # the mark of a check
+    self_test = record["self_test"]
+    if self_test is None:  # the mark of one that has begun
         return DIED if _has_died(record["process"]) else None
     # A file is data: its fields must be those of the class, with their types.
     hints = get_type_hints(kind)
-    if set(proof) != set(hints):
+    if set(self_test) != set(hints):
         return None
     for name, hint in hints.items():
-        if not matches_type(proof[name], hint):
+        if not matches_type(self_test[name], hint):
             return None
-    return kind(**proof)
+    return kind(**self_test)
 
 
-def save_proof(key: Mapping[str, object], proof: Any) -> None:
-    """Keep a proof, where files can be written."""
-    _save_record(key, asdict(proof))
+def save_self_test(key: Mapping[str, object], self_test: Any) -> None:
+    """Keep an outcome, where files can be written."""
+    _save_record(key, asdict(self_test))
 
 
 @contextmanager
-def mark_check(key: Mapping[str, object]) -> Iterator[None]:
-    """Keep a mark that a check has begun, until the block ends; it stays if the process dies."""
+def mark_self_test(key: Mapping[str, object]) -> Iterator[None]:
+    """Mark on disk that a self-test has begun, until the block ends or the process dies."""
     _save_record(key, None)
     try:
         yield
     finally:
-        path = locate_proof(key)
+        path = locate_self_test(key)
         if path is not None:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -92,7 +92,7 @@ def _load_record(path: Path) -> dict | None:
             record = parse_json(file.read(LIMIT), str(path), LIMIT)
     except RestoreKVError:
         return None
-    wanted = {"format": str, "key": dict, "proof": dict | None, "process": str, "sum": str}
+    wanted = {"format": str, "key": dict, "self_test": dict | None, "process": str, "sum": str}
     if not isinstance(record, dict) or set(record) != set(wanted):
         return None
     for name, kind in wanted.items():
@@ -104,19 +104,19 @@ def _load_record(path: Path) -> dict | None:
     return record
 
 
-def _save_record(key: Mapping[str, object], proof: Mapping[str, object] | None) -> None:
+def _save_record(key: Mapping[str, object], self_test: Mapping[str, object] | None) -> None:
     """Write a file that only this user can change, or nothing."""
-    path = locate_proof(key)
+    path = locate_self_test(key)
     if path is None:
         return
     record = {
         "format": FORMAT,
         "key": dict(key),
-        "proof": proof,
+        "self_test": self_test,
         "process": f"{HOST}-{os.getpid()}",
     }
     text = json.dumps({**record, "sum": digest_record(record)}, indent=1)
-    # A proof that cannot be kept is found again by the next process, which only takes time.
+    # An outcome that cannot be kept is found again by the next process, which only takes time.
     with suppress(OSError, RestoreKVError):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.parent.chmod(0o700)

@@ -1,14 +1,14 @@
-"""Code for a device answers only after it has shown there that it computes what it should.
+"""Self-tests: code for a device is used only after it has been compared with a reference there.
 
 A component is code that could be wrong on a device and right elsewhere: a kernel, a backend of
 attention, a CUDA graph, a copy on a second stream. Each is registered with a `measure` that runs it
-on small inputs of the model's shapes and dtype, and compares the results with a slow definition in
-float64 on the CPU. The first use of a component on a device that is not a CPU runs it. A result
-beyond the tolerance, NaN or an exception means that the component is not used there: the caller
-takes the plain path instead, and one warning says so. The verdict is remembered in the process and,
-with proof_files.py, on disk.
+on small inputs of the model's shapes and dtype, its cases, and compares the results with a slow
+definition in float64 on the CPU. That self-test runs when the component is first used on a device
+that is not a CPU. A result beyond the tolerance, NaN or an exception means that the component is
+not used there: the caller takes the plain path instead, and one warning says so. The outcome is
+remembered in the process and, with self_test_files.py, on disk.
 
-`restorekv doctor` runs every proof and shows what came of it.
+`restorekv doctor` runs every self-test and shows its outcome.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from restorekv import __version__
 from restorekv.errors import RestoreKVError, summarize_error, warn
-from restorekv.model.attention import proof_files
+from restorekv.model.attention import self_test_files
 
 REPORT = "run `restorekv doctor -o report.json` and attach the file to an issue of restorekv"
 PACKAGE = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ TF32 = 2.0**-10
 
 @dataclass(frozen=True)
 class Target:
-    """What a proof holds for: a device, and the shape and dtype of a model.
+    """What a self-test's outcome holds for: a device, and the shape and dtype of a model.
 
     heads: KV heads; groups: query heads for each of them; dim: of a head.
     """
@@ -68,40 +68,41 @@ class Target:
 
 
 class Measurement(NamedTuple):
-    """The error of one trial, and the largest that rounding explains."""
+    """The error of one case, and the largest error that rounding explains."""
 
-    trial: str
+    case: str
     error: float
     tolerance: float
 
 
 @dataclass(frozen=True)
 class Component:
-    """Code that has to prove itself.
+    """Code that has to pass a self-test.
 
-    `title` names it in a sentence, `instead` says what answers in its place, and
-    `missing(device, dtype)` returns why the component cannot be used there, or "" if it can.
+    `title` names it in a sentence, and `instead` says what answers in its place.
+    `unavailable_reason(device, dtype)` returns why the component cannot be used there, or "" if it
+    can.
     """
 
     name: str
     title: str
     instead: str
-    missing: Callable[[torch.device, torch.dtype], str]
+    unavailable_reason: Callable[[torch.device, torch.dtype], str]
     measure: Callable[[Target], Iterator[Measurement]]
 
 
 @dataclass(frozen=True)
-class Proof:
-    """What came of a check: the trial that was closest to its tolerance, or what ended it.
+class SelfTest:
+    """The outcome of a self-test: the case closest to its tolerance, or what ended the test.
 
-    error and tolerance are None where there is no finite number. `lasting` is false for what
-    another try may change.
+    `error` and `tolerance` are None where there is no finite number. `lasting` is false for an
+    outcome that another try may change.
     """
 
     component: str
-    right: bool
-    trials: int
-    trial: str = ""
+    passed: bool
+    cases: int
+    case: str = ""
     error: float | None = None
     tolerance: float | None = None
     problem: str = ""
@@ -110,7 +111,7 @@ class Proof:
 
     def reason(self) -> str:
         """Return why the component is wrong, as the end of a sentence."""
-        where = f" (trial: {self.trial})" if self.trial else ""
+        where = f" (case: {self.case})" if self.case else ""
         if self.problem:
             return f"it failed with {self.problem}{where}"
         if self.error is None:
@@ -123,63 +124,65 @@ class Proof:
 
 COMPONENTS: dict[str, Component] = {}
 
-_proofs: dict[tuple, Proof] = {}
-# One check at a time; the thread that checks a component may need another one first.
+_outcomes: dict[tuple, SelfTest] = {}
+# One self-test at a time; the thread that tests a component may need another one first.
 _lock = threading.RLock()
-_running: list[str] = []  # components that the holder of the lock is checking
+_running: list[str] = []  # components that the holder of the lock is testing
 _warned: set[tuple[str, torch.device]] = set()
 
 
 def register_component(component: Component) -> None:
-    """Make a component known, to `is_proven` and to the doctor."""
+    """Make a component known, to `passed_self_test` and to the doctor."""
     COMPONENTS[component.name] = component
 
 
-def needs_proof(device: torch.device) -> bool:
-    """Return whether code has to prove itself on a device.
+def needs_self_test(device: torch.device) -> bool:
+    """Return whether code has to pass a self-test on a device.
 
-    On a CPU it was tested, and the device "meta" computes nothing.
+    For CPUs the project's own tests check it, and the device "meta" computes nothing.
     """
     return device.type not in ("cpu", "meta")
 
 
-def get_proof_key(query: Tensor) -> tuple[torch.device, int, int, int, torch.dtype]:
-    """Return what a proof has to hold for queries (..., H, G, Q, D), as `is_proven` takes it."""
+def get_self_test_key(query: Tensor) -> tuple[torch.device, int, int, int, torch.dtype]:
+    """Return what a self-test has to cover for queries (..., H, G, Q, D): the arguments of
+    `passed_self_test` after the component's name.
+    """
     heads, groups, _, dim = query.shape[-4:]
     return query.device, heads, groups, dim, query.dtype
 
 
 @torch.compiler.assume_constant_result
-def is_proven(
+def passed_self_test(
     name: str, device: torch.device, heads: int, groups: int, dim: int, dtype: torch.dtype
 ) -> bool:
-    """Return whether a component may answer; checks it now if nobody has.
+    """Return whether a component has passed its self-test, which runs now unless it ran before.
 
-    While a CUDA graph is captured nothing can be checked, so what is unknown then is not used.
+    While a CUDA graph is captured no self-test can run, so what is unknown then is not used.
     """
-    if not needs_proof(device):
+    if not needs_self_test(device):
         return True
     target = Target(device, heads, groups, dim, dtype)
-    found = _proofs.get(_get_place(name, target))
+    found = _outcomes.get(_get_outcome_key(name, target))
     if found is not None:
-        return found.right
+        return found.passed
     if _is_capturing(device):
         return False
-    found = prove_component(name, target)
-    if not found.right:
+    found = run_self_test(name, target)
+    if not found.passed:
         _warn_of_failure(found, target)
-    return found.right
+    return found.passed
 
 
-def require_proof(
+def require_self_test(
     name: str, device: torch.device, heads: int, groups: int, dim: int, dtype: torch.dtype
 ) -> None:
     """Refuse a component that somebody asks for by name and that is wrong there."""
-    if needs_proof(device) and not is_proven(name, device, heads, groups, dim, dtype):
+    if needs_self_test(device) and not passed_self_test(name, device, heads, groups, dim, dtype):
         component = COMPONENTS[name]
         target = Target(device, heads, groups, dim, dtype)
-        found = _proofs.get(_get_place(name, target))
-        reason = "it cannot be checked while a CUDA graph is captured"
+        found = _outcomes.get(_get_outcome_key(name, target))
+        reason = "it cannot be tested while a CUDA graph is captured"
         if found:
             reason = found.reason()
         raise RestoreKVError(
@@ -188,80 +191,80 @@ def require_proof(
         )
 
 
-def prove_component(name: str, target: Target, again: bool = False) -> Proof:
-    """Return what is known of a component; check it if nothing is, or `again`.
+def run_self_test(name: str, target: Target, again: bool = False) -> SelfTest:
+    """Return the outcome of a component's self-test; run it if it is unknown, or `again`.
 
-    Several threads check it once.
+    If several threads ask at once, it runs once.
     """
-    place = _get_place(name, target)
-    if not again and place in _proofs:
-        return _proofs[place]
+    key = _get_outcome_key(name, target)
+    if not again and key in _outcomes:
+        return _outcomes[key]
     with _lock:
-        if not again and place in _proofs:
-            return _proofs[place]
+        if not again and key in _outcomes:
+            return _outcomes[key]
         if name in _running:
-            return Proof(name, False, 0, problem="a check of itself", lasting=False)
+            return SelfTest(name, False, 0, problem="a self-test that needs itself", lasting=False)
         _running.append(name)
         try:
-            found = _load_or_check(COMPONENTS[name], target, again)
+            found = _load_or_run(COMPONENTS[name], target, again)
         finally:
             _running.remove(name)
-        _proofs[place] = found
-    if not found.right:
+        _outcomes[key] = found
+    if not found.passed:
         _check_alive(COMPONENTS[name], target.device)
     return found
 
 
-def _load_or_check(component: Component, target: Target, again: bool) -> Proof:
-    """Return the proof on disk, or checks the component and keeps what comes of it there.
+def _load_or_run(component: Component, target: Target, again: bool) -> SelfTest:
+    """Return the outcome on disk, or run the self-test and keep its outcome there.
 
-    A mark on disk says that a check has begun: if that process died, as a wrong kernel can make it
-    die, the component is not tried again until the doctor is asked to.
+    A mark on disk says that a self-test has begun: if that process died, as a wrong kernel can make
+    it die, the component is not tried again until the doctor is asked to.
     """
     key = {**target.key(), "component": component.name}
-    stored = None if again else proof_files.load_proof(key, Proof)
-    if isinstance(stored, Proof) and stored.component == component.name:
+    stored = None if again else self_test_files.load_self_test(key, SelfTest)
+    if isinstance(stored, SelfTest) and stored.component == component.name:
         return stored
-    if stored is proof_files.DIED:
-        return Proof(component.name, False, 0, problem="the end of the process that checked it")
-    with proof_files.mark_check(key):
-        found = check_component(component, target)
+    if stored is self_test_files.DIED:
+        return SelfTest(component.name, False, 0, problem="the end of the process that tested it")
+    with self_test_files.mark_self_test(key):
+        found = run_cases(component, target)
     if found.lasting:
-        proof_files.save_proof(key, found)
+        self_test_files.save_self_test(key, found)
     return found
 
 
-def check_component(component: Component, target: Target) -> Proof:
-    """Run every trial of a component, up to the first that fails."""
+def run_cases(component: Component, target: Target) -> SelfTest:
+    """Run every case of a component, up to the first that fails."""
     started = time.perf_counter()
-    trials = 0
+    cases = 0
     worst = Measurement("", 0.0, math.inf)
     problem = ""
     lasting = True
     try:
-        with _isolate_check(target.device):
+        with _isolate_self_test(target.device):
             for measured in component.measure(target):
-                trials += 1
+                cases += 1
                 if not measured.error <= measured.tolerance:  # NaN too
                     worst = measured
                     break
-                if trials == 1 or compute_closeness(measured) > compute_closeness(worst):
+                if cases == 1 or compute_closeness(measured) > compute_closeness(worst):
                     worst = measured
             synchronize_device(target.device)
     # A kernel that does not compile or launch, a driver that is too old: errors of any class.
     except Exception as error:
         problem = f"{type(error).__name__}: {summarize_error(error)}"[:300]
         lasting = not isinstance(error, (torch.OutOfMemoryError, MemoryError))
-        worst = Measurement(worst.trial, math.nan, math.nan)
-    right = not problem and trials > 0 and worst.error <= worst.tolerance
-    return Proof(
+        worst = Measurement(worst.case, math.nan, math.nan)
+    passed = not problem and cases > 0 and worst.error <= worst.tolerance
+    return SelfTest(
         component=component.name,
-        right=right,
-        trials=trials,
-        trial=worst.trial,
+        passed=passed,
+        cases=cases,
+        case=worst.case,
         error=_to_finite(worst.error),
         tolerance=_to_finite(worst.tolerance),
-        problem=problem or ("no trial" if not trials else ""),
+        problem=problem or ("no case" if not cases else ""),
         seconds=round(time.perf_counter() - started, 3),
         lasting=lasting,
     )
@@ -273,7 +276,7 @@ def compute_closeness(measured: Measurement) -> float:
 
 
 @contextmanager
-def _isolate_check(device: torch.device) -> Iterator[None]:
+def _isolate_self_test(device: torch.device) -> Iterator[None]:
     """Run the block without gradients, inference mode and autocast, which a caller may have set.
 
     Nothing in the block draws from a global random generator, whose state stays as it is.
@@ -286,13 +289,13 @@ def _isolate_check(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def exclude_checks() -> Iterator[None]:
-    """Keep checks of other threads from the device while the block captures a CUDA graph."""
+def exclude_self_tests() -> Iterator[None]:
+    """Keep self-tests of other threads from the device while the block captures a CUDA graph."""
     with _lock:
         yield
 
 
-def _warn_of_failure(found: Proof, target: Target) -> None:
+def _warn_of_failure(found: SelfTest, target: Target) -> None:
     """Warn of a wrong component once for each device."""
     if (found.component, target.device) in _warned:
         return
@@ -305,28 +308,28 @@ def _warn_of_failure(found: Proof, target: Target) -> None:
 
 
 def _check_alive(component: Component, device: torch.device) -> None:
-    """Refuse to continue on a device that a failed check has left unusable, as in CUDA."""
+    """Refuse to continue on a device that a failed self-test has left unusable, as in CUDA."""
     try:
         usable = torch.ones(2, device=device).sum().item() == 2
     except Exception:
         usable = False
     if not usable:
         raise RestoreKVError(
-            f"{describe_device(device)} stopped answering while restorekv checked "
+            f"{describe_device(device)} stopped answering while restorekv tested "
             f"{_lower_first(component.title)}; start again, which will do without, and {REPORT}."
         )
 
 
-def forget_proofs() -> None:
+def forget_self_tests() -> None:
     """Forget what this process knows; files stay."""
     with _lock:
-        _proofs.clear()
+        _outcomes.clear()
         _warned.clear()
         identify_device.cache_clear()
 
 
-def _get_place(name: str, target: Target) -> tuple:
-    """Return under what a proof is remembered in the process."""
+def _get_outcome_key(name: str, target: Target) -> tuple:
+    """Return the key under which the process remembers an outcome."""
     return name, target, _allows_tf32()
 
 
@@ -437,7 +440,7 @@ def _get_package_version(name: str) -> str:
 
 @cache
 def _digest_code() -> str:
-    """Return 16 hex digits of the code that proofs are about: changed code is checked again."""
+    """Return 16 hex digits of the code that self-tests are about: changed code is tested again."""
     digest = hashlib.sha256()
     paths = []
     for pattern in ("cache/*.py", "model/**/*.py", "evictors/*.py", "compression/*.py"):

@@ -4,7 +4,7 @@ Heads keep unequal numbers of pairs around the edges of tiles, some none. A thir
 random; the others point at one pair each, the first or last of a head or a tile, of the tail or
 just after what the query may see, so that a pair that is missed or seen too early changes a row by
 as much as its values are long. What no query may see holds values a hundred times as large. Some
-trials have learned sinks about as large as the largest logits.
+cases have learned sinks about as large as the largest logits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from restorekv.cache.quantized import QuantizedRows
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.model.attention import cascade, frozen, naive, stored
 from restorekv.model.attention.naive import make_causal_mask
-from restorekv.model.attention.proofs import (
+from restorekv.model.attention.self_tests import (
     SINGLE,
     Component,
     Measurement,
@@ -37,20 +37,20 @@ try:
 except ImportError:  # an extra: pip install 'restorekv[triton]'
     triton_attend = None
 
-# Pairs that heads keep: those of a trial's heads are consecutive entries, from its `first_length`
+# Pairs that heads keep: those of a case's heads are consecutive entries, from its `first_length`
 # on, and begin again after the last entry.
 LENGTHS = (130, 0, 1, 64, 65, 63, 7, 300)
 # The logit of a pair that a query points at, about; random logits have a deviation of 2.
 _POINTED_LOGIT = 8.0
-# How many contexts of TRIALS are packed and read; the others differ in their questions only.
-_PACKED_TRIALS = 4
+# How many contexts of CASES are packed and read; the others differ in their questions only.
+_PACKED_CASES = 4
 # How much longer values are that no query may see.
 _HIDDEN_FACTOR = 100.0
 Attend = Callable[..., Tensor]  # from query, layer, mask, scale and perhaps sinks
 
 
 @dataclass(frozen=True)
-class Trial:
+class AttentionCase:
     """B questions of Q tokens each over a context, with a tail of `tail` columns, which starts a
     buffer.
 
@@ -72,7 +72,7 @@ class Trial:
     sinks: bool = False
 
 
-def _iterate_forms() -> Iterator[Trial]:
+def _iterate_forms() -> Iterator[AttentionCase]:
     """Yield every combination of one or two questions, one or two tokens, tails, mask and bias.
 
     A tail is the question alone, a whole tile, or neither. The first head is never short: it may be
@@ -94,12 +94,12 @@ def _iterate_forms() -> Iterator[Trial]:
             words.append("bias")
         # Long heads in turn, so that every form comes with different ones.
         first_length = (0, 3, 4, 7)[(number + number // 4) % 4]
-        yield Trial(", ".join(words), batch, queries, tail, first_length, masked, bias)
+        yield AttentionCase(", ".join(words), batch, queries, tail, first_length, masked, bias)
 
 
-TRIALS = (
-    Trial("one token", batch=1, queries=1, tail=5, first_length=0),
-    Trial(
+CASES = (
+    AttentionCase("one token", batch=1, queries=1, tail=5, first_length=0),
+    AttentionCase(
         "padded answers with a bias",
         batch=3,
         queries=1,
@@ -109,9 +109,11 @@ TRIALS = (
         bias=True,
         spare=6,
     ),
-    Trial("two questions", batch=2, queries=7, tail=9, first_length=6),
-    Trial("long questions, padded", batch=2, queries=33, tail=66, first_length=7, masked=True),
-    Trial(
+    AttentionCase("two questions", batch=2, queries=7, tail=9, first_length=6),
+    AttentionCase(
+        "long questions, padded", batch=2, queries=33, tail=66, first_length=7, masked=True
+    ),
+    AttentionCase(
         "a step of fixed work",
         batch=2,
         queries=1,
@@ -121,8 +123,8 @@ TRIALS = (
         spare=30,
         fixed=True,
     ),
-    Trial("empty heads", batch=2, queries=2, tail=6, first_length=None, masked=True),
-    Trial(
+    AttentionCase("empty heads", batch=2, queries=2, tail=6, first_length=None, masked=True),
+    AttentionCase(
         "one long question, padded, with a bias",
         batch=1,
         queries=12,
@@ -131,10 +133,10 @@ TRIALS = (
         masked=True,
         bias=True,
     ),
-    Trial(
+    AttentionCase(
         "several short questions with a bias", batch=4, queries=3, tail=5, first_length=5, bias=True
     ),
-    Trial(
+    AttentionCase(
         "one token with a bias, behind a full tile",
         batch=1,
         queries=1,
@@ -142,7 +144,7 @@ TRIALS = (
         first_length=1,
         bias=True,
     ),
-    Trial(
+    AttentionCase(
         "one padded token",
         batch=1,
         queries=1,
@@ -152,8 +154,8 @@ TRIALS = (
         spare=4,
         fixed=True,
     ),
-    Trial("one question of a full tile", batch=1, queries=64, tail=64, first_length=7),
-    Trial(
+    AttentionCase("one question of a full tile", batch=1, queries=64, tail=64, first_length=7),
+    AttentionCase(
         "a few tokens after a full tile, with a bias",
         batch=1,
         queries=3,
@@ -162,8 +164,8 @@ TRIALS = (
         bias=True,
     ),
     *_iterate_forms(),
-    Trial("one token and sinks", batch=1, queries=1, tail=5, first_length=0, sinks=True),
-    Trial(
+    AttentionCase("one token and sinks", batch=1, queries=1, tail=5, first_length=0, sinks=True),
+    AttentionCase(
         "padded questions with a bias and sinks",
         batch=3,
         queries=3,
@@ -173,25 +175,27 @@ TRIALS = (
         bias=True,
         sinks=True,
     ),
-    Trial("empty heads and sinks", batch=2, queries=2, tail=6, first_length=None, sinks=True),
+    AttentionCase(
+        "empty heads and sinks", batch=2, queries=2, tail=6, first_length=None, sinks=True
+    ),
 )
 
 
-def _find_trial(name: str) -> Trial:
-    """Return the trial of that name."""
-    return next(trial for trial in TRIALS if trial.name == name)
+def _find_case(name: str) -> AttentionCase:
+    """Return the case of that name."""
+    return next(case for case in CASES if case.name == name)
 
 
 # Whose gradients are compared.
-GRADIENT_TRIALS = (
-    _find_trial("padded answers with a bias"),
-    _find_trial("padded questions with a bias and sinks"),
+GRADIENT_CASES = (
+    _find_case("padded answers with a bias"),
+    _find_case("padded questions with a bias and sinks"),
 )
 
 
 @dataclass(frozen=True)
-class TrialInputs:
-    """A trial's inputs on the CPU in the target's dtype.
+class CaseInputs:
+    """A case's inputs on the CPU in the target's dtype.
 
     `largest` estimates the largest logit: the longest query times the longest key of the tail.
     """
@@ -239,13 +243,13 @@ class TrialInputs:
         return float(((found.detach().cpu().double() - wanted).abs() / self.compute_sizes()).max())
 
 
-def make_sample(target: Target, trial: Trial, seed: int | None = None) -> TrialInputs:
-    """Draw a trial's inputs, the same for every device.
+def make_sample(target: Target, case: AttentionCase, seed: int | None = None) -> CaseInputs:
+    """Draw a case's inputs, the same for every device.
 
-    The default seed is the trial's place in TRIALS.
+    The default seed is the case's place in CASES.
     """
     if seed is None:
-        seed = TRIALS.index(trial) if trial in TRIALS else 99
+        seed = CASES.index(case) if case in CASES else 99
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -255,23 +259,23 @@ def make_sample(target: Target, trial: Trial, seed: int | None = None) -> TrialI
     groups = target.groups
     dim = target.dim
     dtype = target.dtype
-    batch = trial.batch
-    queries = trial.queries
-    tail = trial.tail
+    batch = case.batch
+    queries = case.queries
+    tail = case.tail
     edges = [0]
     for head in range(heads):
         length = 0
-        if trial.first_length is not None:
-            length = LENGTHS[(trial.first_length + head) % len(LENGTHS)]
+        if case.first_length is not None:
+            length = LENGTHS[(case.first_length + head) % len(LENGTHS)]
         edges.append(edges[-1] + length)
-    # Every number is drawn in this order, whatever the trial needs of it.
+    # Every number is drawn in this order, whatever the case needs of it.
     context_keys, context_values = (draw(edges[-1], dim).to(dtype) for _ in range(2))
-    columns = tail + trial.spare
+    columns = tail + case.spare
     keys, values = (draw(batch, heads, columns, dim).to(dtype) for _ in range(2))
     bias = None
-    if trial.bias:
+    if case.bias:
         bias = draw(edges[-1]).to(torch.promote_types(dtype, torch.float32))
-    visible = _make_visible_columns(trial)
+    visible = _make_visible_columns(case)
     query = draw(batch, heads, groups, queries, dim) * 2
     for head in range(heads):
         context = context_keys[edges[head] : edges[head + 1]].double()
@@ -285,26 +289,26 @@ def make_sample(target: Target, trial: Trial, seed: int | None = None) -> TrialI
     seen = visible.any(2).expand(batch, heads, -1)[..., None]  # (B, H, columns, 1): by any query
     values = torch.where(seen, values, values * _HIDDEN_FACTOR)
     largest = float((query.double().norm(dim=-1).max() * keys.double().norm(dim=-1).max()) * scale)
-    if not trial.fixed:
+    if not case.fixed:
         keys = keys[:, :, :tail]
         values = values[:, :, :tail]
     layer = make_layer(context_keys, context_values, edges, keys, values, bias)
-    mask = visible[..., : layer.columns] if trial.masked else None
+    mask = visible[..., : layer.columns] if case.masked else None
     sinks = None
-    if trial.sinks:
+    if case.sinks:
         sinks = (draw(heads, groups) * _POINTED_LOGIT / 2).to(dtype)
         largest = max(largest, float(sinks.abs().max()))
-    return TrialInputs(query, layer, mask, scale, largest, sinks)
+    return CaseInputs(query, layer, mask, scale, largest, sinks)
 
 
-def _make_visible_columns(trial: Trial) -> Tensor:
+def _make_visible_columns(case: AttentionCase) -> Tensor:
     """Return which columns of the buffer each query sees: (B, 1, Q, tail + spare) bool."""
-    causal = make_causal_mask(trial.queries, trial.tail, torch.device("cpu"))
-    visible = causal.expand(trial.batch, 1, -1, -1).clone()
-    if trial.masked:
-        for row in range(trial.batch):
-            visible[row, :, :, 1 : 1 + min(row + 1, trial.tail - trial.queries)] = False
-    return torch.nn.functional.pad(visible, (0, trial.spare), value=False)
+    causal = make_causal_mask(case.queries, case.tail, torch.device("cpu"))
+    visible = causal.expand(case.batch, 1, -1, -1).clone()
+    if case.masked:
+        for row in range(case.batch):
+            visible[row, :, :, 1 : 1 + min(row + 1, case.tail - case.queries)] = False
+    return torch.nn.functional.pad(visible, (0, case.spare), value=False)
 
 
 def point_queries_at(query: Tensor, keys: Tensor) -> None:
@@ -382,12 +386,12 @@ def _copy_to_device(layer: RaggedLayer, device: torch.device) -> RaggedLayer:
 def _measure_backend(
     attend: Callable[[], Attend], target: Target, products: bool = True
 ) -> Iterator[Measurement]:
-    """Compare a backend with the definition in every trial.
+    """Compare a backend with the definition in every case.
 
-    `attend` returns the backend when a trial needs it, since tests put others in its place.
+    `attend` returns the backend when a case needs it, since tests put others in its place.
     """
-    for trial in TRIALS:
-        sample = make_sample(target, trial)
+    for case in CASES:
+        sample = make_sample(target, case)
         device = target.device
         mask = None if sample.mask is None else sample.mask.to(device)
         layer = _copy_to_device(sample.layer, device)
@@ -395,16 +399,16 @@ def _measure_backend(
         found = attend()(sample.query.to(device), layer, mask, sample.scale, *sinks)
         allowed = compute_tolerance(target.dtype, sample.largest, products)
         yield Measurement(
-            trial.name, sample.measure_error(found, sample.compute_definition()), allowed
+            case.name, sample.measure_error(found, sample.compute_definition()), allowed
         )
 
 
 def _measure_frozen(target: Target) -> Iterator[Measurement]:
     """Compare `frozen` with the definition, and its gradients with those of the definition."""
     yield from _measure_backend(lambda: frozen.attend_ragged, target)
-    for trial in GRADIENT_TRIALS:
-        ending = " with sinks" if trial.sinks else ""
-        sample = make_sample(target, trial)
+    for case in GRADIENT_CASES:
+        ending = " with sinks" if case.sinks else ""
+        sample = make_sample(target, case)
         wanted_gradients = _compute_gradients(
             naive.attend_ragged,
             sample.query.double(),
@@ -453,14 +457,14 @@ def _compute_gradients(
 def _measure_storage(storage: str, target: Target) -> Iterator[Measurement]:
     """Check what packing, unpacking and attention over a packed context compute on the device."""
     allowed = compute_tolerance(target.dtype, 0.0)
-    for number, trial in enumerate(TRIALS):
-        sample = make_sample(target, trial)
+    for number, case in enumerate(CASES):
+        sample = make_sample(target, case)
         plain = sample.layer
         bounds = sample.layer.bounds
         plain_keys = plain.context_keys[:]
         plain_values = plain.context_values[:]
         packed_keys, packed_values = quantized.quantize(plain_keys, plain_values, bounds, storage)
-        if number < _PACKED_TRIALS:
+        if number < _PACKED_CASES:
             keys_on_device, values_on_device = quantized.quantize(
                 plain_keys.to(target.device), plain_values.to(target.device), bounds, storage
             )
@@ -471,9 +475,9 @@ def _measure_storage(storage: str, target: Target) -> Iterator[Measurement]:
                 error = _measure_packing_error(
                     plain_rows, on_device.to(torch.device("cpu")), storage
                 )
-                yield Measurement(f"packing {name}, {trial.name}", error, 1.0)
+                yield Measurement(f"packing {name}, {case.name}", error, 1.0)
                 error = _measure_unpacking_error(on_cpu, target.device)
-                yield Measurement(f"reading {name}, {trial.name}", error, allowed)
+                yield Measurement(f"reading {name}, {case.name}", error, allowed)
         layer = make_layer(
             packed_keys, packed_values, list(bounds), plain.keys, plain.values, plain.bias
         )
@@ -490,7 +494,7 @@ def _measure_storage(storage: str, target: Target) -> Iterator[Measurement]:
             *sample.move_sinks(target.device),
         )
         yield Measurement(
-            trial.name,
+            case.name,
             sample.measure_error(found, wanted),
             compute_tolerance(target.dtype, sample.largest),
         )

@@ -21,17 +21,17 @@ from torch import Tensor
 
 from restorekv.cache.tail import KeysValues
 from restorekv.model.attention import blocked
-from restorekv.model.attention.proofs import (
+from restorekv.model.attention.backend_self_test import (
+    explain_missing_kernels,
+    explain_no_obstacle,
+    point_queries_at,
+)
+from restorekv.model.attention.self_tests import (
     Component,
     Measurement,
     Target,
     compute_tolerance,
     register_component,
-)
-from restorekv.model.attention.trials import (
-    explain_missing_kernels,
-    explain_no_obstacle,
-    point_queries_at,
 )
 
 
@@ -66,7 +66,7 @@ class PassInputs:
 
     output (Q, H * G, D) and weights (H, G, Q, W + Q) are float64; the latter over the columns of
     the softmax. sizes are the weighted means of absolute values, which errors of the output are
-    relative to (proofs.tolerance).
+    relative to (self_tests.py, `compute_tolerance`).
     """
 
     query: Tensor
@@ -258,7 +258,7 @@ def measure_maxima(kernels: Any, target: Target) -> Iterator[Measurement]:
         yield from compare_results(name, inputs, output, best, wanted)
 
 
-def register_proofs(kernels: ModuleType | None) -> None:
+def register_scoring(kernels: ModuleType | None) -> None:
     """Make both components known; `kernels` is triton_maxima.py, if Triton is installed."""
     register_component(
         Component(

@@ -9,13 +9,13 @@ import torch
 
 from restorekv import CompressionConfig
 from restorekv.errors import RestoreKVWarning
-from restorekv.evictors import attend, pass_trials
-from restorekv.generation import decoding, fixed_steps, step_trials
+from restorekv.evictors import attend, pass_self_test
+from restorekv.generation import decoding, fixed_steps, step_self_test
 from restorekv.generation.answers import answer_greedily, answer_questions
 from restorekv.generation.sampling import SamplingConfig
 from restorekv.model import attention, offload
-from restorekv.model.attention import blocked, naive, proofs, trials
-from restorekv.model.attention.proofs import Target
+from restorekv.model.attention import backend_self_test, blocked, naive, self_tests
+from restorekv.model.attention.self_tests import Target
 from restorekv.model.offload import HostStore
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import make_context
@@ -40,7 +40,7 @@ def fake(monkeypatch, tmp_path):
     )
     monkeypatch.setattr(attend, "triton_maxima", None)
     yield monkeypatch
-    proofs.forget_proofs()
+    self_tests.forget_self_tests()
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ REPLAYS = [stale, part_of(0, -4), part_of(4, None), of_the_capture]
 def test_graphs_that_are_right_are_used(fake, case):
     plain = answer_greedily(*case, QUESTIONS[:3], [4, 20, 20], graph=False)
     assert answer_greedily(*case, QUESTIONS[:3], [4, 20, 20], graph=True) == plain
-    assert FakeGraph.captured == 3  # two trials, and the model
+    assert FakeGraph.captured == 3  # two cases, and the model
     assert case[0] in fixed_steps.GRAPHED
     assert answer_greedily(*case, QUESTIONS[:2], 9, graph=True) == answer_greedily(
         *case, QUESTIONS[:2], 9, graph=False
@@ -123,7 +123,7 @@ def test_a_graph_that_is_wrong_is_not_used(fake, case, replay):
 @pytest.mark.parametrize("replay", REPLAYS)
 def test_a_model_whose_replays_are_wrong_steps_as_usual(fake, case, replay):
     """The small decoder's graphs are right, and this model's are not."""
-    assert proofs.check_component(proofs.COMPONENTS["graph"], TARGET).right
+    assert self_tests.run_cases(self_tests.COMPONENTS["graph"], TARGET).passed
     fake.setattr(decoding, "can_graph", lambda model, device: True)
     plain = answer_greedily(*case, QUESTIONS[:3], 20, graph=False)
     fake.setattr(FakeGraph, "replay", replay)
@@ -180,11 +180,11 @@ def test_a_model_that_cannot_be_captured_steps_as_usual(fake, case):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 8), (3, 3, 64), (4, 2, 33)])
-def test_steps_prove_themselves_in_every_shape(shape, dtype):
-    found = proofs.check_component(
-        proofs.COMPONENTS["graph"], Target(torch.device("cpu"), *shape, dtype)
+def test_steps_pass_their_self_test_in_every_shape(shape, dtype):
+    found = self_tests.run_cases(
+        self_tests.COMPONENTS["graph"], Target(torch.device("cpu"), *shape, dtype)
     )
-    assert found.right and found.trials == 4 * step_trials.STEPS, found
+    assert found.passed and found.cases == 4 * step_self_test.STEPS, found
 
 
 # Offloading
@@ -352,7 +352,7 @@ def failing(attended):
 def test_scoring_that_is_wrong_is_not_used(fake, case, fault, spec):
     model, tokenizer = case[:2]
     plain = compress(model, tokenizer, TEXT, evictor=spec, ratio=0.4, adapter=None)
-    proofs.forget_proofs()
+    self_tests.forget_self_tests()
     fake.setenv("RESTOREKV_CACHE", "/dev/null/nowhere")
     fake.setattr(blocked, "attend_pass", fault(blocked.attend_pass))
     with pytest.warns(RestoreKVWarning, match="Scoring in blocks of rows.*cannot be used") as told:
@@ -402,31 +402,31 @@ def test_kernels_of_scoring_that_are_wrong_are_not_used(fake):
         for factor, right in ((1.0, True), (1.002, False), (float("nan"), False)):
             Kernels.factor = factor
             measured = list(
-                pass_trials.measure_maxima(Kernels, Target(TARGET.device, 2, 2, 16, dtype))
+                pass_self_test.measure_maxima(Kernels, Target(TARGET.device, 2, 2, 16, dtype))
             )
             assert all(error <= allowed for _, error, allowed in measured) is right
     fake.setattr(attend, "triton_maxima", Kernels)
-    component = proofs.Component(
+    component = self_tests.Component(
         "maxima",
         "The Triton kernels of scoring",
         "PyTorch's own operations score",
-        trials.explain_no_obstacle,
-        lambda target: pass_trials.measure_maxima(Kernels, target),
+        backend_self_test.explain_no_obstacle,
+        lambda target: pass_self_test.measure_maxima(Kernels, target),
     )
-    fake.setitem(proofs.COMPONENTS, "maxima", component)
+    fake.setitem(self_tests.COMPONENTS, "maxima", component)
     query = torch.zeros(2, 2, 4, 16)
     with pytest.warns(RestoreKVWarning, match="kernels of scoring cannot be used"):
         assert not attend.can_use_kernels(query)
     Kernels.factor = 1.0
-    assert proofs.prove_component("maxima", TARGET, again=True).right and attend.can_use_kernels(
+    assert self_tests.run_self_test("maxima", TARGET, again=True).passed and attend.can_use_kernels(
         query
     )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_definition_of_a_pass_is_what_blocks_compute(dtype):
-    for each in pass_trials.PASSES:
-        inputs = pass_trials.make_inputs(Target(TARGET.device, 2, 3, 16, dtype), each)
+    for each in pass_self_test.PASSES:
+        inputs = pass_self_test.make_inputs(Target(TARGET.device, 2, 3, 16, dtype), each)
         best = torch.zeros(2, 3, inputs.weights.shape[-1])
 
         def on_weights(head, low, high, weights, best=best):
@@ -443,7 +443,7 @@ def test_the_definition_of_a_pass_is_what_blocks_compute(dtype):
             on_weights,
             inputs.learned,
         )
-        for _, error, allowed in pass_trials.compare_results(
+        for _, error, allowed in pass_self_test.compare_results(
             each.name, inputs, output, best, inputs.weights.amax(2)
         ):
             assert error <= allowed
