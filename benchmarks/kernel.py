@@ -38,7 +38,7 @@ from restorekv.cache.ragged import RaggedLayer
 from restorekv.compression.budget import parse_ratio
 from restorekv.errors import RestoreKVError
 from restorekv.model import attention
-from restorekv.model.attention import naive, tiles
+from restorekv.model.attention import reference, tiles
 
 FLASH = "flash-attn"
 
@@ -183,7 +183,7 @@ def make_random_layer(options: Options, ratio: float, generator: torch.Generator
 def check_kernel(query: Tensor, layer: RaggedLayer) -> None:
     """Refuse a wrong kernel, which is not worth timing."""
     scale = query.shape[-1] ** -0.5
-    wished = naive.attend_ragged(query.float(), layer, None, scale)
+    wished = reference.attend_ragged(query.float(), layer, None, scale)
     error = (
         attention.triton_attend.attend_ragged(query, layer, None, scale) - wished
     ).norm() / wished.norm()

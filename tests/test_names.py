@@ -72,7 +72,7 @@ def collect_sentences(text: str) -> list[str]:
 
 
 def test_sentences_name_what_exists():
-    """A file's own name counts too, as in `naive.py`."""
+    """A file's own name counts too, as in `reference.py`."""
     texts = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
     known = {*dir(builtins), *ELSEWHERE}
     for path, text in texts.items():

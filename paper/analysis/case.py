@@ -20,8 +20,8 @@ from restorekv.compression.full_cache import SINKS, ScoredContext
 from restorekv.evaluation.protocols import AskingProtocol
 from restorekv.evaluation.stats import draw_resamples
 from restorekv.model import attention
-from restorekv.model.attention import frozen
-from restorekv.model.attention.naive import make_causal_mask
+from restorekv.model.attention import autograd
+from restorekv.model.attention.reference import make_causal_mask
 from restorekv.model.observer import LayerView, observe_layers
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks import Sample
@@ -164,7 +164,7 @@ def watch_attention(model: PreTrainedModel, see: See, last: int | None = None) -
     `weights` yields, for each of the H KV heads, (G, Q, N + t): a softmax over the head's N context
     pairs, in the order of the layer's rows, and the t pairs of the tail, the pass's own included.
     They sum to less than 1 in a model with learned sinks, which have a share. With `last`, of the
-    last so many queries. The backend `frozen` computes the pass; the weights are those of its own
+    last so many queries. The backend `autograd` computes the pass; the weights are those of its own
     blocks, in float64.
     """
 
@@ -183,7 +183,7 @@ def watch_attention(model: PreTrainedModel, see: See, last: int | None = None) -
             ),
         )
 
-    with attention.force_backend("frozen"), observe_layers(model, on_layer):
+    with attention.force_backend("autograd"), observe_layers(model, on_layer):
         yield
 
 
@@ -194,7 +194,7 @@ def _compute_weights(
     # Apple's GPUs have no float64.
     exact = query.dtype if query.device.type == "mps" else torch.float64
     context = (layer.context_keys, layer.context_values, layer.bias, sinks)
-    blocks = frozen.iterate_blocks(
+    blocks = autograd.iterate_blocks(
         query.to(exact), layer.keys, layer.values, mask, *context, layer.bounds, scale
     )
     for _, found in groupby(blocks, key=lambda block: block[0]):

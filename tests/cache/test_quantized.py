@@ -17,7 +17,7 @@ from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError
 from restorekv.many_contexts import ask_many
 from restorekv.model import attention
-from restorekv.model.attention import naive, stored
+from restorekv.model.attention import packed, reference
 from restorekv.pipeline import compress
 
 TEXT = (
@@ -72,15 +72,15 @@ def test_every_number_is_as_near_as_its_scale_says(lengths, dim, how, dtype, siz
     if len(keys):
         keys[:, 3] *= 20  # an outlying channel
         values[0] = 0
-    for is_key, rows, packed in zip(
+    for is_key, rows, found in zip(
         (True, False), (keys, values), quantized.quantize(keys, values, bounds, how), strict=True
     ):
         assert (
-            packed.codes.element_size() == 1
-            and packed.shape == rows.shape
-            and packed[:].dtype == dtype
+            found.codes.element_size() == 1
+            and found.shape == rows.shape
+            and found[:].dtype == dtype
         )
-        exact = packed.dequantize(slice(None), torch.float64)
+        exact = found.dequantize(slice(None), torch.float64)
         assert (
             (exact - rows.double()).abs() <= allowed(rows, bounds, how, is_key) * (1 + 1e-5) + 1e-30
         ).all()
@@ -90,12 +90,12 @@ def test_every_number_is_as_near_as_its_scale_says(lengths, dim, how, dtype, siz
             slice(GROUP // 2, 3 * GROUP),
             slice(len(rows) // 2, None),
         ):
-            assert packed.dequantize(part, torch.float64).equal(exact[part])
-            torch.testing.assert_close(packed[part], exact[part].to(dtype))
-        again = quantized.from_codes((packed.codes,) * 2, (packed.scales,) * 2, bounds, how, dtype)[
+            assert found.dequantize(part, torch.float64).equal(exact[part])
+            torch.testing.assert_close(found[part], exact[part].to(dtype))
+        again = quantized.from_codes((found.codes,) * 2, (found.scales,) * 2, bounds, how, dtype)[
             0 if is_key else 1
         ]
-        assert again[:].equal(packed[:])
+        assert again[:].equal(found[:])
 
 
 def make_case(lengths, dim, groups, batch, queries, tail, dtype, bias, seed=0):
@@ -146,17 +146,17 @@ def test_attention_is_that_of_the_numbers_stored(
         torch.ones(queries, queries + 2, dtype=torch.bool).tril(2).expand(batch, 1, -1, -1).clone()
     )
     mask[0, :, :, 0] &= not hidden
-    exact = stored.unpack_layer(layer)
+    exact = packed.unpack_layer(layer)
     for name in ("context_keys", "context_values"):
         setattr(exact, name, getattr(layer, name).dequantize(slice(None), torch.float64))
     exact.keys, exact.values = layer.keys.double(), layer.values.double()
     exact.bias = None if layer.bias is None else layer.bias.double()
-    expected = naive.attend_ragged(query.double(), exact, mask, dim**-0.5)
-    before, stored.BLOCK = stored.BLOCK, block
+    expected = reference.attend_ragged(query.double(), exact, mask, dim**-0.5)
+    before, packed.BLOCK = packed.BLOCK, block
     try:
-        found = stored.attend_ragged(query, layer, mask if hidden else None, dim**-0.5)
+        found = packed.attend_ragged(query, layer, mask if hidden else None, dim**-0.5)
     finally:
-        stored.BLOCK = before
+        packed.BLOCK = before
     tolerance = {
         torch.float64: 1e-12,
         torch.float32: 1e-5,
@@ -178,8 +178,8 @@ def test_attention_is_as_near_to_the_full_numbers_as_the_scales_say(how, seed):
         allowed(rows, layer.bounds, how, is_key) for rows, is_key in ((keys, True), (values, False))
     ]
     mask = torch.ones(3, 4, dtype=torch.bool).tril(1).expand(1, 1, -1, -1)
-    expected = naive.attend_ragged(query, layer, mask, 64**-0.5)
-    found = stored.attend_ragged(query, store(layer, how), mask, 64**-0.5)
+    expected = reference.attend_ragged(query, layer, mask, 64**-0.5)
+    found = packed.attend_ragged(query, store(layer, how), mask, 64**-0.5)
     for head, (start, end) in enumerate(pairwise(layer.bounds)):
         error = (found - expected)[:, head].abs().max()
         if start == end:
@@ -201,7 +201,7 @@ def test_no_layer_is_widened_whole(monkeypatch):
     query, layer = make_case([300, 40], 32, 2, 1, 1, 3, torch.float32, False)
     plain = attention.attend_layer(None, query.flatten(1, 2), layer, layer, None)[0]
     store(layer, "int8")
-    monkeypatch.setattr(stored, "BLOCK", 32 * 50)
+    monkeypatch.setattr(packed, "BLOCK", 32 * 50)
     asked, rows = [], quantized.QuantizedRows.dequantize
     monkeypatch.setattr(
         quantized.QuantizedRows,
@@ -210,7 +210,7 @@ def test_no_layer_is_widened_whole(monkeypatch):
     )
     found = attention.attend_layer(None, query.flatten(1, 2), layer, layer, None)[0]
     assert max(part.stop - part.start for part in asked) == 50
-    for backend in ("naive", "cascade", "frozen"):
+    for backend in ("reference", "cascade", "autograd"):
         with attention.force_backend(backend):
             torch.testing.assert_close(
                 attention.attend_layer(None, query.flatten(1, 2), layer, layer, None)[0], found

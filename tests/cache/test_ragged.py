@@ -168,7 +168,7 @@ def test_forks_share_the_context_and_nothing_else(tiny_model):
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["naive", "frozen"])
+@pytest.mark.parametrize("backend", ["reference", "autograd"])
 def test_gradients_reach_the_restore_cache_alone(tiny_model, backend):
     full = prefill(tiny_model, ids(CONTEXT + 4, 1))
     for layer in full.layers:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from restorekv.cli import diagnosis
-from restorekv.model.attention import backend_self_test, cascade, naive, self_tests
+from restorekv.model.attention import backend_self_test, cascade, reference, self_tests
 from restorekv.model.attention.self_tests import COMPONENTS
 from tests.helpers import fake_device
 from tests.helpers.cli_world import cli
@@ -60,7 +60,11 @@ def test_a_healthy_machine(tmp_path):
         for name, row in rows.items()
     )
     assert all(name in result.out for name in rows)
-    assert rows["naive"]["self_test"]["error"] <= rows["naive"]["self_test"]["tolerance"] < 1e-3
+    assert (
+        rows["reference"]["self_test"]["error"]
+        <= rows["reference"]["self_test"]["tolerance"]
+        < 1e-3
+    )
     assert (
         check["benchmark"]["backend"] == "cascade" and check["benchmark"]["full / compressed"] > 0
     )
@@ -120,9 +124,9 @@ def test_a_broken_component_is_told_and_is_no_failure(monkeypatch, tmp_path):
 
 
 def test_a_device_that_is_wrong_itself_is_a_failure(monkeypatch, tmp_path):
-    attend = naive.attend_ragged
+    attend = reference.attend_ragged
     monkeypatch.setattr(
-        naive,
+        reference,
         "attend_ragged",
         lambda q, *more: attend(q, *more) * (1 + 0.1 * (q.dtype != torch.double)),
     )
@@ -135,19 +139,23 @@ def test_again_checks_again(monkeypatch, tmp_path):
     """On a device that remembers."""
     fake_device.install(monkeypatch, tmp_path / "cache")
     monkeypatch.setattr(diagnosis, "time_attention", lambda target: {"problem": "not now"})
-    calls, component = [], COMPONENTS["naive"]
+    calls, component = [], COMPONENTS["reference"]
 
     def measure(target):
         calls.append(target)
         yield self_tests.Measurement("all", 0.0, 1.0)
 
     for name in list(COMPONENTS):
-        if name != "naive":
+        if name != "reference":
             monkeypatch.delitem(COMPONENTS, name)
     again = self_tests.Component(
-        "naive", component.title, component.instead, backend_self_test.explain_no_obstacle, measure
+        "reference",
+        component.title,
+        component.instead,
+        backend_self_test.explain_no_obstacle,
+        measure,
     )
-    monkeypatch.setitem(COMPONENTS, "naive", again)
+    monkeypatch.setitem(COMPONENTS, "reference", again)
     for words, count in (((), 1), ((), 1), (("--again",), 2)):
         self_tests.forget_self_tests()
         result = cli("doctor", "--device", "cpu", *words)

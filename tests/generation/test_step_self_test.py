@@ -14,7 +14,7 @@ from restorekv.generation import decoding, fixed_steps, step_self_test
 from restorekv.generation.answers import answer_greedily, answer_questions
 from restorekv.generation.sampling import SamplingConfig
 from restorekv.model import attention, offload
-from restorekv.model.attention import backend_self_test, blocked, naive, self_tests
+from restorekv.model.attention import backend_self_test, blocked, reference, self_tests
 from restorekv.model.attention.self_tests import Target
 from restorekv.model.offload import HostStore
 from restorekv.model.prefill import prefill
@@ -36,7 +36,7 @@ def fake(monkeypatch, tmp_path):
     monkeypatch.setattr(
         attention,
         "BACKENDS_BY_SPEED",
-        {name: attention.BACKENDS_BY_SPEED[name] for name in ("cascade", "frozen", "naive")},
+        {name: attention.BACKENDS_BY_SPEED[name] for name in ("cascade", "autograd", "reference")},
     )
     monkeypatch.setattr(attend, "triton_maxima", None)
     yield monkeypatch
@@ -434,7 +434,7 @@ def test_the_definition_of_a_pass_is_what_blocks_compute(dtype):
             torch.maximum(reached, weights.amax(1), out=reached)
 
         inside = [slice(0, each.sinks), slice(each.start, each.end)]
-        output = naive.attend_pass(
+        output = reference.attend_pass(
             inputs.query,
             inputs.own,
             lambda head, held=inputs.cached: tuple(x[head] for x in held),

@@ -4,7 +4,7 @@ import torch
 from hypothesis import strategies as st
 
 from restorekv.cache.ragged import RaggedLayer
-from restorekv.model.attention import naive
+from restorekv.model.attention import reference
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -53,7 +53,7 @@ def build(case):
     )
     mask, queries = None, case["queries"]
     if case["mask"] != "none":
-        mask = naive.make_causal_mask(queries, tail, offsets.device).expand(
+        mask = reference.make_causal_mask(queries, tail, offsets.device).expand(
             1 if case["mask"] == "one" else batch, 1, -1, -1
         )
         mask = mask.clone()
@@ -76,4 +76,4 @@ def defined(query, layer, mask):
     )
     exact.keys, exact.values = layer.keys.double(), layer.values.double()
     every = None if mask is None else mask.expand(len(query), -1, -1, -1)
-    return naive.attend_ragged(query.double(), exact, every, query.shape[-1] ** -0.5)
+    return reference.attend_ragged(query.double(), exact, every, query.shape[-1] ** -0.5)

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from restorekv.model import attention
 from restorekv.model.attention import (
+    autograd,
     backend_self_test,
     cascade,
-    frozen,
     self_test_files,
     self_tests,
 )
@@ -289,7 +289,7 @@ def judge(
     with monkeypatch.context() as broken, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         fake_device.install(broken, folder)
-        broken.setattr(attention, "BACKENDS_BY_SPEED", {"cascade": cascade, "frozen": frozen})
+        broken.setattr(attention, "BACKENDS_BY_SPEED", {"cascade": cascade, "autograd": autograd})
         broken.setattr(cascade, "attend_ragged", fault)
         samples = fresh_samples(rng, target, when)
         answers = (
@@ -304,7 +304,7 @@ def judge(
         )
         if answers is not None:
             plain = [
-                frozen.attend_ragged(each.query, each.layer, each.mask, each.scale)
+                autograd.attend_ragged(each.query, each.layer, each.mask, each.scale)
                 for each in samples
             ]
             same = all(ours.equal(theirs) for ours, theirs in zip(answers, plain, strict=True))

@@ -6,7 +6,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.model import attention
-from restorekv.model.attention import naive
+from restorekv.model.attention import reference
 from restorekv.model.observer import observe_layers
 from restorekv.model.prefill import prefill, read_only_view
 from tests.helpers.held import Held
@@ -73,7 +73,7 @@ def test_an_observer_sees_the_whole_ragged_layer(tiny_model):
     def on_layer(view):
         assert view.ragged is cache.layers[view.layer] and view.key.equal(view.ragged.keys[0])
         # (H * G, Q, D)
-        mixed = naive.attend_ragged(view.query[None], view.ragged, view.mask, view.scale)[
+        mixed = reference.attend_ragged(view.query[None], view.ragged, view.mask, view.scale)[
             0
         ].flatten(0, 1)
         expected.append(view.module.o_proj(mixed.transpose(0, 1).flatten(1)))

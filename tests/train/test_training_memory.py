@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.eviction import Eviction
 from restorekv.model import attention
-from restorekv.model.attention import frozen
+from restorekv.model.attention import autograd
 from restorekv.model.prefill import prefill, read_only_view
 from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.attention import build, make_layer
@@ -58,16 +58,16 @@ def kept_for_backward(model, tokenizer, words):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         student, loss = student_loss(model, prepared, adapter)
-    frozen = storages(
+    fixed = storages(
         *model.parameters(),
         *(x for layer in prepared.full.layers for x in (layer.keys, layer.values)),
     )
     for layer in student.layers:
-        frozen |= storages(layer.context_keys, layer.context_values)
+        fixed |= storages(layer.context_keys, layer.context_values)
     loss.backward()
     assert adapter.embeddings.grad.any()
     return sum(
-        storage.nbytes() for place, storage in kept.items() if place not in frozen
+        storage.nbytes() for place, storage in kept.items() if place not in fixed
     ), prepared.context.tokens
 
 
@@ -97,7 +97,7 @@ class Largest(TorchDispatchMode):
 
 def test_blocks_bound_what_is_computed_at_once(monkeypatch):
     heads, groups, queries, tail, kept, dim = 2, 3, 40, 44, 5000, 4
-    monkeypatch.setattr(frozen, "BLOCK", 50_000)
+    monkeypatch.setattr(autograd, "BLOCK", 50_000)
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=generator).bfloat16()  # noqa: E731
     query, keys, values = (
@@ -107,7 +107,7 @@ def test_blocks_bound_what_is_computed_at_once(monkeypatch):
     keep = torch.ones(heads, kept, dtype=torch.bool)
     layer = make_layer(keep, draw(heads, kept, dim), draw(heads, kept, dim), keys, values, None)
     with Largest() as largest:
-        frozen.attend_ragged(query, layer, None, 0.5).float().square().sum().backward()
+        autograd.attend_ragged(query, layer, None, 0.5).float().square().sum().backward()
     logits = heads * groups * queries * (kept + tail)
     assert 20 * largest.elements < logits and largest.elements <= 50_000
 
@@ -117,7 +117,7 @@ def test_blocks_of_rows_are_exact(monkeypatch, block):
     """Gradients by finite differences: with a bias, padding, and a query that sees nothing in an
     empty head.
     """
-    monkeypatch.setattr(frozen, "BLOCK", block)
+    monkeypatch.setattr(autograd, "BLOCK", block)
     case = {
         "seed": 4,
         "lengths": [3, 0, 9],
@@ -132,7 +132,7 @@ def test_blocks_of_rows_are_exact(monkeypatch, block):
 
     def run(query, tail_keys, tail_values):
         layer = make_layer(keep, **fixed, tail_keys=tail_keys, tail_values=tail_values, bias=bias)
-        return frozen.attend_ragged(query, layer, mask, 0.3)
+        return autograd.attend_ragged(query, layer, mask, 0.3)
 
     assert torch.autograd.gradcheck(
         run, [leaf.requires_grad_() for leaf in leaves.values()], fast_mode=True
@@ -210,10 +210,10 @@ def test_the_backend_follows_gradients():
     chosen = lambda: attention.choose_backend(query, layer)  # noqa: E731
     assert chosen() == attention.cascade.attend_ragged
     query.requires_grad_()
-    assert chosen() == frozen.attend_ragged
+    assert chosen() == autograd.attend_ragged
     with torch.no_grad():
         assert chosen() == attention.cascade.attend_ragged
     layer.keys = layer.keys.to(torch.bfloat16)  # no kernel for the CPU mixes dtypes
-    assert chosen() == frozen.attend_ragged
-    with attention.force_backend("naive"):
-        assert chosen() == attention.naive.attend_ragged
+    assert chosen() == autograd.attend_ragged
+    with attention.force_backend("reference"):
+        assert chosen() == attention.reference.attend_ragged

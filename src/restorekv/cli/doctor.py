@@ -37,7 +37,7 @@ from restorekv.model.names import SMOLLM2
 from restorekv.model.shape import CacheShape
 
 SMOLLM2_SHAPE = (3, 3, 64)  # KV heads, query heads for each, head dimension
-PLAIN = "naive"  # the component that everything else is replaced by
+PLAIN = "reference"  # the component that everything else is replaced by
 CAPTION = (
     "Error: of the case closest to what rounding explains (allowed). For 8-bit storage, 1 is what "
     "8 bits explain: "

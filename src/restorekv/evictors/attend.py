@@ -12,7 +12,7 @@ from torch import Tensor
 
 from restorekv.cache.tail import KeysValues
 from restorekv.evictors import pass_self_test
-from restorekv.model.attention import blocked, naive, self_tests
+from restorekv.model.attention import blocked, reference, self_tests
 from restorekv.model.attention.sinks import compute_weights
 
 try:
@@ -86,11 +86,11 @@ def attend_pass(
         sinks: (H, G), logits that the model adds to every softmax, or None.
     """
     # On a CPU the operations are known. On another device the blocked ones have to pass their
-    # self-test first, and the naive ones are used where they fail it.
+    # self-test first, and those of reference.py are used where they fail it.
     is_trusted = not self_tests.needs_self_test(query.device) or self_tests.passed_self_test(
         "blocked", *self_tests.get_self_test_key(query)
     )
-    attend = blocked.attend_pass if is_trusted else naive.attend_pass
+    attend = blocked.attend_pass if is_trusted else reference.attend_pass
     return attend(query, own, cached, scale, inside, on_weights, sinks)
 
 

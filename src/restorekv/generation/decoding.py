@@ -31,7 +31,7 @@ from restorekv.generation.fixed_steps import (
     find_likeliest,
 )
 from restorekv.generation.sampling import refuse_not_finite
-from restorekv.model.attention.naive import make_causal_mask
+from restorekv.model.attention.reference import make_causal_mask
 from restorekv.model.cache_argument import pass_cache
 from restorekv.model.prompt import check_vocabulary, warn_if_beyond_positions
 from restorekv.model.tokenize import decode_ids

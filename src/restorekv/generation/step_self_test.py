@@ -22,7 +22,7 @@ from restorekv.cache.ragged import RaggedCache
 from restorekv.cache.tail import CompressedLayer
 from restorekv.model import attention
 from restorekv.model.attention.backend_self_test import LENGTHS, explain_no_obstacle, make_layer
-from restorekv.model.attention.naive import make_causal_mask
+from restorekv.model.attention.reference import make_causal_mask
 from restorekv.model.attention.self_tests import Component, Measurement, Target, register_component
 
 LAYERS = 2

@@ -316,7 +316,7 @@ class _Probe:
         for index, layer in enumerate(cache.layers):
             first.update(layer.keys[:, :, :CACHED], layer.values[:, :, :CACHED], index)
         ragged = RaggedCache.from_kept_pairs(first, keep, offset=START)
-        with attention.force_backend("naive"):
+        with attention.force_backend("reference"):
             answered = self.model(
                 input_ids=self.ids[:, CACHED:],
                 position_ids=self.positions[:, CACHED:],

@@ -88,7 +88,7 @@ def check_setup(adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSam
     # Then the evicted student with the adapter at n = 0, and with attention by its definition.
     base = compute_loss(prepared.evict(ratio))
     none = compute_loss(restored.evict(ratio, 0))
-    with attention.force_backend("naive"):
+    with attention.force_backend("reference"):
         defined = compute_loss(prepared.evict(ratio))
     for what, other in (
         ("with no restore tokens", none),

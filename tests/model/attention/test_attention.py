@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from restorekv.model.attention import BACKENDS, frozen
+from restorekv.model.attention import BACKENDS, autograd
 from tests.helpers.attention import EXACT, HEADS, ON_CPU, SEEN, build, make_layer
 from tests.helpers.ragged_layers import TOLERANCE, defined
 from tests.helpers.ragged_layers import build as random_layer
@@ -111,8 +111,8 @@ def test_frozen_in_every_shape_and_dtype(case, block):
     )
     tolerance = TOLERANCE[query.dtype]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frozen, "BLOCK", 1 << block)
-        found = frozen.attend_ragged(query, layer, mask, query.shape[-1] ** -0.5)
+        patch.setattr(autograd, "BLOCK", 1 << block)
+        found = autograd.attend_ragged(query, layer, mask, query.shape[-1] ** -0.5)
         ours = [found, *torch.autograd.grad(found, leaves, gradient)]
     assert all(x.dtype == case["dtype"] for x in ours)
     wished = defined(query, layer, mask)

@@ -17,14 +17,14 @@ from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.evictors import pass_self_test
 from restorekv.model import attention
 from restorekv.model.attention import (
+    autograd,
     backend_self_test,
     blocked,
     cascade,
-    frozen,
-    naive,
+    packed,
+    reference,
     self_test_files,
     self_tests,
-    stored,
 )
 from restorekv.model.attention.self_tests import Component, Measurement, Target
 from tests.helpers import fake_device
@@ -73,7 +73,7 @@ def dropped_tail(attend, query, layer, mask, scale, *sinks):
     """The last column is never read."""
     hidden = torch.ones(len(query), 1, query.shape[3], layer.columns, dtype=torch.bool)
     mask = (
-        naive.make_causal_mask(query.shape[3], layer.columns, query.device) & hidden
+        reference.make_causal_mask(query.shape[3], layer.columns, query.device) & hidden
         if mask is None
         else mask.clone()
     )
@@ -199,7 +199,7 @@ def test_a_broken_backend_never_answers(fake, fault, dtype):
         warnings.simplefilter("error")
         again = answer(given)
     assert len(calls) == checked, "a backend that is wrong was called again"
-    assert found.equal(again) and found.equal(attended_by(frozen, given))
+    assert found.equal(again) and found.equal(attended_by(autograd, given))
     error = given.measure_error(
         found.transpose(1, 2).unflatten(1, given.query.shape[1:3]), given.compute_definition()
     )
@@ -283,28 +283,28 @@ def attended_by(module, given):
 
 @pytest.mark.parametrize("fault", [wrong_scale, no_compiler])
 def test_the_definition_answers_where_all_else_is_wrong(fake, fault):
-    for module in (cascade, frozen):
+    for module in (cascade, autograd):
         break_backend(fake, module, fault)
     given = sample()
     with pytest.warns(RestoreKVWarning) as told:
         found = answer(given)
-    assert len(told) == 2 and found.equal(attended_by(naive, given))
+    assert len(told) == 2 and found.equal(attended_by(reference, given))
 
 
 def test_a_wrong_gradient_counts(fake):
-    backward = frozen.FrozenAttention.backward
+    backward = autograd.AutogradAttention.backward
 
     def wrong(ctx, gradient):
         first, *others = backward(ctx, gradient)
         return first, others[0] * 1.01, *others[1:]
 
-    fake.setattr(frozen.FrozenAttention, "backward", staticmethod(wrong))
-    found = self_tests.run_cases(self_tests.COMPONENTS["frozen"], target())
+    fake.setattr(autograd.AutogradAttention, "backward", staticmethod(wrong))
+    found = self_tests.run_cases(self_tests.COMPONENTS["autograd"], target())
     assert not found.passed and found.case == "gradients of keys"
 
 
 def test_a_device_that_computes_nothing_right_is_refused(fake):
-    for module in (cascade, frozen, naive):
+    for module in (cascade, autograd, reference):
         attend = module.attend_ragged
         fake.setattr(
             module,
@@ -350,7 +350,7 @@ def test_a_backend_that_is_asked_for_by_name_is_refused(fake):
     ):
         warnings.simplefilter("ignore", RestoreKVWarning)
         answer(sample())
-    with attention.force_backend("frozen"):
+    with attention.force_backend("autograd"):
         answer(sample())
 
 
@@ -363,14 +363,14 @@ def test_a_backend_that_is_asked_for_by_name_is_refused(fake):
 )
 def test_eight_bits_that_are_read_wrongly_are_unpacked_on_the_cpu(fake, storage, fault):
     given = sample()
-    packed = quantized.quantize(
+    rows = quantized.quantize(
         given.layer.context_keys, given.layer.context_values, given.layer.bounds, storage
     )
     layer = backend_self_test.make_layer(
-        *packed, list(given.layer.bounds), *given.layer.keys_and_values, given.layer.bias
+        *rows, list(given.layer.bounds), *given.layer.keys_and_values, given.layer.bias
     )
     given = backend_self_test.CaseInputs(given.query, layer, given.mask, given.scale, given.largest)
-    break_backend(fake, stored, fault)
+    break_backend(fake, packed, fault)
     with pytest.warns(
         RestoreKVWarning, match=f"8-bit storage as {storage}.*unpacked on the CPU"
     ) as told:
@@ -649,7 +649,7 @@ def test_a_device_that_a_self_test_broke_is_refused_with_a_sentence(fake):
     self_tests.forget_self_tests()
     # Remembered: the next process does not try.
     with pytest.warns(RestoreKVWarning, match="illegal memory access"):
-        assert attention.choose_backend(given.query, given.layer) is frozen.attend_ragged
+        assert attention.choose_backend(given.query, given.layer) is autograd.attend_ragged
 
 
 def test_a_cpu_runs_no_self_test(monkeypatch):
@@ -679,7 +679,7 @@ def test_the_compiler_takes_an_outcome_for_a_constant(fake):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 8), (2, 7, 80), (9, 1, 33)])
-@pytest.mark.parametrize("name", ["naive", "cascade", "frozen", *quantized.STORAGE_DTYPES])
+@pytest.mark.parametrize("name", ["reference", "cascade", "autograd", *quantized.STORAGE_DTYPES])
 def test_what_is_right_passes_its_self_test_in_every_shape(name, shape, dtype):
     found = self_tests.run_cases(self_tests.COMPONENTS[name], target(dtype, shape))
     assert found.passed, found

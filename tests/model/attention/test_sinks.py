@@ -13,7 +13,7 @@ from restorekv.cache.sliding import SlidingLayer
 from restorekv.evictors import attend
 from restorekv.evictors.query_moments import compute_expected_weights
 from restorekv.model import attention
-from restorekv.model.attention import BACKENDS, blocked, naive, sliding, stored
+from restorekv.model.attention import BACKENDS, blocked, packed, reference, sliding
 from restorekv.model.attention.sinks import attend_with_sinks
 from tests.helpers.attention import EXACT, GROUPS, HEADS, SEEN, WIDTH, build, make_layer
 
@@ -95,12 +95,12 @@ def test_over_a_context_in_8_bits():
     tail = {name: x for name, x in leaves.items() if name != "query"}
     layer = make_layer(keep, **fixed, **tail, bias=None)
     sinks = draw(HEADS, GROUPS) * 3
-    packed = quantized.quantize(layer.context_keys, layer.context_values, layer.bounds, "int8")
-    unpacked = [x.dequantize(slice(None), torch.float64) for x in packed]
+    rows = quantized.quantize(layer.context_keys, layer.context_values, layer.bounds, "int8")
+    unpacked = [x.dequantize(slice(None), torch.float64) for x in rows]
     layer.context_keys, layer.context_values = unpacked
-    wished = naive.attend_ragged(leaves["query"], layer, mask, SCALE, sinks)
-    layer.context_keys, layer.context_values = packed
-    found = stored.attend_ragged(leaves["query"], layer, mask, SCALE, sinks)
+    wished = reference.attend_ragged(leaves["query"], layer, mask, SCALE, sinks)
+    layer.context_keys, layer.context_values = rows
+    found = packed.attend_ragged(leaves["query"], layer, mask, SCALE, sinks)
     torch.testing.assert_close(found, wished, rtol=0, atol=1e-10)
 
 
@@ -109,7 +109,7 @@ def test_over_a_context_in_8_bits():
 def test_dense_attention_has_them_and_their_gradients(width, learns):
     query, keys, values = (draw(2, 6, 9, width), draw(2, 3, 12, width), draw(2, 3, 12, width))
     sinks = draw(6, seed=1) * 3
-    visible = naive.make_causal_mask(9, 12, query.device)[None, None]
+    visible = reference.make_causal_mask(9, 12, query.device)[None, None]
     leaves = [x.requires_grad_(learns) for x in (query, keys, values, sinks)]
     with torch.set_grad_enabled(learns):
         found = attend_with_sinks(query, keys, values, visible, SCALE, sinks)
@@ -126,7 +126,7 @@ def test_dense_attention_has_them_and_their_gradients(width, learns):
 def test_a_mask_may_be_added_to_the_logits():
     query, keys, values = draw(1, 6, 9, 8), draw(1, 3, 12, 8), draw(1, 3, 12, 8)
     sinks = draw(6, seed=1) * 3
-    visible = naive.make_causal_mask(9, 12, query.device)[None, None]
+    visible = reference.make_causal_mask(9, 12, query.device)[None, None]
     added = torch.zeros(1, 6, 9, 12, dtype=torch.float64).masked_fill(~visible, -torch.inf)
     found = attend_with_sinks(query, keys, values, added, SCALE, sinks)
     exact = attend_with_sinks(query, keys, values, visible, SCALE, sinks)
@@ -141,7 +141,7 @@ def test_a_layer_without_a_cache_is_causal(queries):
     found, _ = attention.attend_layer(
         torch.nn.Module(), query, keys, values, None, scaling=SCALE, s_aux=sinks
     )
-    visible = naive.make_causal_mask(queries, 9, query.device)[None, None]
+    visible = reference.make_causal_mask(queries, 9, query.device)[None, None]
     exact = dense(query.unflatten(1, (3, 2)), keys, values, visible, sinks.view(3, 2))
     torch.testing.assert_close(found, exact.flatten(1, 2).transpose(1, 2), rtol=0, atol=1e-6)
 
@@ -169,20 +169,20 @@ def test_layers_with_a_window_have_them(masked):
     layer.keys, layer.values = keys[:, :, context:], values[:, :, context:]
     query = draw(2, 6, queries, WIDTH, seed=2)
     sinks = draw(6, seed=3) * 3
-    mask = naive.make_causal_mask(queries, tail, query.device)[None, None].expand(2, -1, -1, -1)
+    mask = reference.make_causal_mask(queries, tail, query.device)[None, None].expand(2, -1, -1, -1)
     found = sliding.attend_rows(query, layer, mask if masked else None, SCALE, sinks)
-    visible = naive.make_causal_mask(queries, context + tail, query.device)
+    visible = reference.make_causal_mask(queries, context + tail, query.device)
     visible = visible & ~visible.tril(context + tail - queries - window)
     grouped = query.unflatten(1, (3, 2))
     exact = dense(grouped, keys, values, visible[None, None], sinks.view(3, 2)).flatten(1, 2)
     torch.testing.assert_close(found, exact, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("attend_pass", [blocked.attend_pass, naive.attend_pass])
+@pytest.mark.parametrize("attend_pass", [blocked.attend_pass, reference.attend_pass])
 def test_passes_of_scorers_have_them_in_output_and_weights(attend_pass, monkeypatch):
     """The output is over all columns; the weights are a softmax over some columns and the sink."""
     monkeypatch.setattr(blocked, "TILE", 8)
-    monkeypatch.setattr(naive, "ROWS", 4)
+    monkeypatch.setattr(reference, "ROWS", 4)
     rows, held = 9, 30
     query = draw(HEADS, GROUPS, rows, WIDTH)
     keys, values = (draw(HEADS, held + rows, WIDTH, seed=seed) for seed in (1, 2))
@@ -205,7 +205,7 @@ def test_passes_of_scorers_have_them_in_output_and_weights(attend_pass, monkeypa
         sinks,
     )
     logits = query @ keys[:, None].mT * SCALE
-    later = ~naive.make_causal_mask(rows, held + rows, query.device)
+    later = ~reference.make_causal_mask(rows, held + rows, query.device)
     logits = logits.masked_fill(later, -torch.inf)
     exact = with_column(logits, sinks) @ values[:, None]
     torch.testing.assert_close(output, exact.permute(2, 0, 1, 3).flatten(1, 2), rtol=0, atol=1e-10)
@@ -217,7 +217,7 @@ def test_blocks_of_weights_have_them():
     query, key = draw(HEADS, GROUPS, 9, WIDTH), draw(HEADS, 20, WIDTH, seed=1)
     sinks = draw(HEADS, GROUPS, seed=2) * 3
     logits = query @ key[:, None].mT * SCALE
-    logits = logits.masked_fill(~naive.make_causal_mask(9, 20, query.device), -torch.inf)
+    logits = logits.masked_fill(~reference.make_causal_mask(9, 20, query.device), -torch.inf)
     wished = with_column(logits, sinks).float()
     blocks = attend.iterate_attention_blocks(query, key, SCALE, block=200, sinks=sinks)
     for low, high, weights in blocks:

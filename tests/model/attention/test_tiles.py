@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.errors import RestoreKVError
 from restorekv.model import attention
-from restorekv.model.attention import cascade, naive, tiles
+from restorekv.model.attention import cascade, reference, tiles
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context
 from restorekv.storage import cache_file
@@ -122,7 +122,7 @@ def check(case):
             found = triton_attend.attend_ragged(query, layer, mask, 0.2, sinks)
     finally:
         torch.use_deterministic_algorithms(False)
-    wished = naive.attend_ragged(query.double(), exactly(layer), mask, 0.2, sinks)
+    wished = reference.attend_ragged(query.double(), exactly(layer), mask, 0.2, sinks)
     assert found.dtype == query.dtype and found.shape == query.shape and found.isfinite().all()
     tolerance = TOLERANCE[query.dtype]
     torch.testing.assert_close(found.double(), wished, rtol=tolerance, atol=tolerance)
@@ -309,7 +309,7 @@ def test_a_context_may_be_a_view(width):
     layer.context_keys = draw(17, 2 * width)[:, :width]
     layer.context_values, layer.bias = draw(width, 17).T, draw(34)[::2]
     found = triton_attend.attend_ragged(query, layer, None, 0.3)
-    wished = naive.attend_ragged(query.double(), exactly(layer), None, 0.3)
+    wished = reference.attend_ragged(query.double(), exactly(layer), None, 0.3)
     torch.testing.assert_close(found.double(), wished, rtol=2e-5, atol=2e-5)
 
 

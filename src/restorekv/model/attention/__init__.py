@@ -10,9 +10,9 @@ holds both. What it gets decides who computes:
 | `SlidingLayer` | sliding.py |
 | `MultiContextLayer`, `FlatLayer` | each document's layer by itself, as above |
 
-A backend computes softmax(q [K_context; K_tail]^T * scale + bias) [V_context; V_tail]; `naive.py`
-is the definition. In models with learned sinks a logit of each query head is in that softmax too
-(sinks.py).
+A backend computes softmax(q [K_context; K_tail]^T * scale + bias) [V_context; V_tail];
+`reference.py` is the definition. In models with learned sinks a logit of each query head is in that
+softmax too (sinks.py).
 
 On a device that is not a CPU, a backend answers only after `self_tests.py` has compared it with
 that definition there.
@@ -37,10 +37,18 @@ from restorekv.cache.multi_context import MultiContextLayer
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.cache.sliding import SlidingLayer
 from restorekv.errors import ModelError, RestoreKVError
+from restorekv.model.attention import (
+    autograd,
+    cascade,
+    packed,
+    reference,
+    self_tests,
+    sliding,
+    tiles,
+)
 
 # Importing the self-test registers the backends as components that have to pass it.
 from restorekv.model.attention import backend_self_test as _backend_self_test  # noqa: F401
-from restorekv.model.attention import cascade, frozen, naive, self_tests, sliding, stored, tiles
 from restorekv.model.attention.sinks import attend_with_sinks, group_sinks
 
 try:
@@ -59,14 +67,18 @@ Callback = Callable[
 # backend_self_test.py.
 Backend = Callable[..., Tensor]
 BACKENDS: dict[str, Backend] = {
-    "naive": naive.attend_ragged,
+    "reference": reference.attend_ragged,
     "cascade": cascade.attend_ragged,
-    "frozen": frozen.attend_ragged,
+    "autograd": autograd.attend_ragged,
 }
 if triton_attend is not None:
     BACKENDS["triton"] = triton_attend.attend_ragged
 # On a device that is not a CPU: the first that can answer and has passed its self-test.
-BACKENDS_BY_SPEED: dict[str, ModuleType] = {"cascade": cascade, "frozen": frozen, "naive": naive}
+BACKENDS_BY_SPEED: dict[str, ModuleType] = {
+    "cascade": cascade,
+    "autograd": autograd,
+    "reference": reference,
+}
 if triton_attend is not None:
     BACKENDS_BY_SPEED = {"triton": triton_attend, **BACKENDS_BY_SPEED}
 # Bytes of a layer that may be copied at once: joined for SDPA, or unpacked from 8 bits.
@@ -163,23 +175,23 @@ def get_observer() -> Callback | None:
 def choose_backend(query: Tensor, layer: RaggedLayer) -> Backend:
     """Return the function that answers a query (B, H, G, Q, D) from a layer.
 
-    The first rule that applies: the backend that an open `force_backend` block names; `stored` for
+    The first rule that applies: the backend that an open `force_backend` block names; `packed` for
     a layer of 8-bit codes; on a device that needs self-tests, the fastest of BACKENDS_BY_SPEED
     that can answer and has passed its self-test there; elsewhere `cascade`, if it can answer; and
-    `frozen`, which has gradients everywhere.
+    `autograd`, which has gradients everywhere.
     """
     name = _get_variable(_backend)
     if name is not None:
         if self_tests.needs_self_test(query.device):
             self_tests.require_self_test(name, *self_tests.get_self_test_key(query))
         return BACKENDS[name]
-    if stored.is_packed(layer):
-        return stored.attend_ragged
+    if packed.is_packed(layer):
+        return packed.attend_ragged
     if self_tests.needs_self_test(query.device):
         return _choose_tested(query, layer)
     if cascade.can_answer(query, layer):
         return cascade.attend_ragged
-    return frozen.attend_ragged
+    return autograd.attend_ragged
 
 
 def _choose_tested(query: Tensor, layer: RaggedLayer) -> Backend:
@@ -226,21 +238,21 @@ def _unpack_for_call(query: Tensor, layer: RaggedLayer) -> RaggedLayer:
 
     A device that fails the self-test of 8 bits gets numbers that the CPU has unpacked.
     """
-    if not stored.is_packed(layer):
+    if not packed.is_packed(layer):
         return layer
     storage = _get_storage(layer)
     if self_tests.needs_self_test(query.device) and not self_tests.passed_self_test(
         storage, *self_tests.get_self_test_key(query)
     ):
-        return stored.unpack_layer(layer, torch.device("cpu"))
+        return packed.unpack_layer(layer, torch.device("cpu"))
     if _should_unpack_at_once(layer):
-        return stored.unpack_layer(layer)
+        return packed.unpack_layer(layer)
     return layer
 
 
 def _get_storage(layer: RaggedLayer) -> str:
     """Return the name of a packed layer's storage."""
-    keys, _ = stored.get_packed_rows(layer)
+    keys, _ = packed.get_packed_rows(layer)
     for name, dtype in quantized.STORAGE_DTYPES.items():
         if dtype == keys.codes.dtype:
             return name
@@ -256,12 +268,12 @@ def plan_kernels(layers: Sequence[RaggedLayer]) -> None:
 def _should_unpack_at_once(layer: RaggedLayer) -> bool:
     """Return whether to unpack a whole 8-bit context at once.
 
-    A forced backend reads no 8 bits. On a GPU the kernel is faster than `stored`, if the unpacked
+    A forced backend reads no 8 bits. On a GPU the kernel is faster than `packed`, if the unpacked
     context fits into MAX_COPY_BYTES.
     """
     if _get_variable(_backend) is not None:
         return True
-    keys, _ = stored.get_packed_rows(layer)
+    keys, _ = packed.get_packed_rows(layer)
     nbytes = 2 * keys.codes.numel() * layer.dtype.itemsize
     return layer.device.type != "cpu" and nbytes <= MAX_COPY_BYTES
 
@@ -387,7 +399,7 @@ def _attend_dense(
     sinks = options.get("s_aux")
     if sinks is not None:
         if attention_mask is None and query.shape[-2] > 1:
-            causal = naive.make_causal_mask(query.shape[-2], key.shape[-2], query.device)
+            causal = reference.make_causal_mask(query.shape[-2], key.shape[-2], query.device)
             attention_mask = causal[None, None]
         result = attend_with_sinks(query, key, value, attention_mask, scale, sinks, dropout)
         return result.transpose(1, 2).contiguous()

@@ -1,4 +1,4 @@
-"""Small ragged inputs on which a backend of attention is compared with `naive.py` in float64.
+"""Small ragged inputs on which a backend of attention is compared with `reference.py` in float64.
 
 Heads keep unequal numbers of pairs around the edges of tiles, some none. A third of the queries is
 random; the others point at one pair each, the first or last of a head or a tile, of the tail or
@@ -21,8 +21,8 @@ from torch import Tensor
 from restorekv.cache import quantized
 from restorekv.cache.quantized import QuantizedRows
 from restorekv.cache.ragged import RaggedLayer
-from restorekv.model.attention import cascade, frozen, naive, stored
-from restorekv.model.attention.naive import make_causal_mask
+from restorekv.model.attention import autograd, cascade, packed, reference
+from restorekv.model.attention.reference import make_causal_mask
 from restorekv.model.attention.self_tests import (
     SINGLE,
     Component,
@@ -214,7 +214,9 @@ class CaseInputs:
     def compute_definition(self) -> Tensor:
         """Return the definition's result in float64."""
         layer = _convert_to_float64(self.layer)
-        return naive.attend_ragged(self.query.double(), layer, self.mask, self.scale, self.sinks)
+        return reference.attend_ragged(
+            self.query.double(), layer, self.mask, self.scale, self.sinks
+        )
 
     def compute_sizes(self) -> Tensor:
         """Return, for each number of the result, the weighted mean of the absolute values in it.
@@ -230,7 +232,7 @@ class CaseInputs:
         absolute = make_layer(
             layer.context_keys, context, list(layer.bounds), layer.keys, tail, layer.bias
         )
-        means = naive.attend_ragged(
+        means = reference.attend_ragged(
             self.query.double(), absolute, self.mask, self.scale, self.sinks
         )
         pairs = layer.columns + max(end - start for start, end in pairwise(layer.bounds))
@@ -403,14 +405,14 @@ def _measure_backend(
         )
 
 
-def _measure_frozen(target: Target) -> Iterator[Measurement]:
-    """Compare `frozen` with the definition, and its gradients with those of the definition."""
-    yield from _measure_backend(lambda: frozen.attend_ragged, target)
+def _measure_autograd(target: Target) -> Iterator[Measurement]:
+    """Compare `autograd` with the definition, and its gradients with those of the definition."""
+    yield from _measure_backend(lambda: autograd.attend_ragged, target)
     for case in GRADIENT_CASES:
         ending = " with sinks" if case.sinks else ""
         sample = make_sample(target, case)
         wanted_gradients = _compute_gradients(
-            naive.attend_ragged,
+            reference.attend_ragged,
             sample.query.double(),
             _convert_to_float64(sample.layer),
             sample.mask,
@@ -421,7 +423,7 @@ def _measure_frozen(target: Target) -> Iterator[Measurement]:
         query = sample.query.to(target.device)
         mask = None if sample.mask is None else sample.mask.to(target.device)
         found_gradients = _compute_gradients(
-            frozen.attend_ragged,
+            autograd.attend_ragged,
             query,
             layer,
             mask,
@@ -482,11 +484,11 @@ def _measure_storage(storage: str, target: Target) -> Iterator[Measurement]:
             packed_keys, packed_values, list(bounds), plain.keys, plain.values, plain.bias
         )
         exact = _convert_to_float64(layer)
-        wanted = naive.attend_ragged(
+        wanted = reference.attend_ragged(
             sample.query.double(), exact, sample.mask, sample.scale, sample.sinks
         )
         mask = None if sample.mask is None else sample.mask.to(target.device)
-        found = stored.attend_ragged(
+        found = packed.attend_ragged(
             sample.query.to(target.device),
             _copy_to_device(layer, target.device),
             mask,
@@ -500,18 +502,18 @@ def _measure_storage(storage: str, target: Target) -> Iterator[Measurement]:
         )
 
 
-def _measure_unpacking_error(packed: QuantizedRows, device: torch.device) -> float:
+def _measure_unpacking_error(rows: QuantizedRows, device: torch.device) -> float:
     """Return how far rows that a device unpacks are from those of the CPU, relative to the
     longest.
     """
-    if not len(packed):
+    if not len(rows):
         return 0.0
-    found = packed.to(device)[:].cpu()
-    error = (found.double() - packed.dequantize(slice(None), torch.float64)).abs().max()
-    return float(error) / float(packed[:].double().abs().max())
+    found = rows.to(device)[:].cpu()
+    error = (found.double() - rows.dequantize(slice(None), torch.float64)).abs().max()
+    return float(error) / float(rows[:].double().abs().max())
 
 
-def _measure_packing_error(exact: Tensor, packed: QuantizedRows, storage: str) -> float:
+def _measure_packing_error(exact: Tensor, rows: QuantizedRows, storage: str) -> float:
     """Return how far packed numbers (on the CPU) are from the exact ones.
 
     The unit is what 8 bits allow: half a step of int8; for fp8 a sixteenth of the number, or a
@@ -519,8 +521,8 @@ def _measure_packing_error(exact: Tensor, packed: QuantizedRows, storage: str) -
     """
     if not len(exact):
         return 0.0
-    read = packed.dequantize(slice(None), torch.float64)
-    ones = QuantizedRows(torch.ones_like(packed.codes), packed.scales, packed.starts, packed.dtype)
+    read = rows.dequantize(slice(None), torch.float64)
+    ones = QuantizedRows(torch.ones_like(rows.codes), rows.scales, rows.starts, rows.dtype)
     scales = ones.dequantize(slice(None), torch.float64)
     if storage == "int8":
         allowed = scales / 2
@@ -559,11 +561,11 @@ def _get_kernels() -> Attend:
 
 register_component(
     Component(
-        "naive",
+        "reference",
         "PyTorch's own operations",
         "Nothing else is there to answer",
         explain_no_obstacle,
-        lambda target: _measure_backend(lambda: naive.attend_ragged, target),
+        lambda target: _measure_backend(lambda: reference.attend_ragged, target),
     )
 )
 register_component(
@@ -586,11 +588,11 @@ register_component(
 )
 register_component(
     Component(
-        "frozen",
-        "Attention in blocks of rows (frozen)",
+        "autograd",
+        "Attention in blocks of rows (autograd)",
         "Slower operations answer",
         explain_no_obstacle,
-        _measure_frozen,
+        _measure_autograd,
     )
 )
 for storage in quantized.STORAGE_DTYPES:

@@ -40,7 +40,7 @@ def attend_pass(
     on_weights: OnWeights = lambda *_: None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute what `naive.attend_pass` defines.
+    """Compute what `reference.attend_pass` defines.
 
     Args:
         query: (H, G, Q, D).

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.errors import RestoreKVError
-from restorekv.model.attention.naive import make_causal_mask
+from restorekv.model.attention.reference import make_causal_mask
 
 _LEAST_ROWS = 512  # rows of a piece, as many as the kernel reads at a time
 _QUERY_BLOCK = 32  # queries for one thread

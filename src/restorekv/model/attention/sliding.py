@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from restorekv.cache.sliding import SlidingLayer
 from restorekv.errors import ModelError
-from restorekv.model.attention.naive import make_causal_mask
+from restorekv.model.attention.reference import make_causal_mask
 from restorekv.model.attention.sinks import attend_with_sinks
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from restorekv.cache.ragged import RaggedLayer
-from restorekv.model.attention.naive import make_causal_mask
+from restorekv.model.attention.reference import make_causal_mask
 from restorekv.model.attention.sinks import compute_weights
 
 BLOCK = 1 << 22  # logits of a block; three such tensors exist at once, 48 MiB in float32
@@ -38,7 +38,7 @@ def attend_ragged(
     if tail_mask is None:
         causal = make_causal_mask(query.shape[-2], layer.keys.shape[-2], query.device)
         tail_mask = causal[None, None]
-    return FrozenAttention.apply(
+    return AutogradAttention.apply(
         query,
         layer.keys,
         layer.values,
@@ -52,7 +52,7 @@ def attend_ragged(
     )
 
 
-class FrozenAttention(torch.autograd.Function):
+class AutogradAttention(torch.autograd.Function):
     """Gives gradients to the query and the tail; the context is referenced, never copied."""
 
     @staticmethod

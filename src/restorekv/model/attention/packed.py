@@ -14,7 +14,7 @@ from torch import Tensor
 from restorekv.cache.quantized import QuantizedRows
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.model.attention.blocked import Part, merge_parts
-from restorekv.model.attention.naive import make_causal_mask
+from restorekv.model.attention.reference import make_causal_mask
 from restorekv.model.attention.sinks import add_sinks
 
 BLOCK = 1 << 20  # numbers in a tile's keys, or in its logits
