@@ -127,7 +127,7 @@ def compress(
     compressor = make_compressor(resolve_preset(evictor), config)
     text, system = separate_text_and_system(context, check_system_message(config.system))
     tokenized = make_context(tokenizer, text, config.choose_between(tokenizer), system)
-    tokenized, cut = fit_context(model, tokenized, config.max_context, config.offset)
+    tokenized, cut = fit_context(model, tokenized, config.on_long_text, config.offset)
 
     # The budget is computed once; the restore tokens take their part of it when n is known.
     ratio = merge_ratios(ratio, compression_ratio)
