@@ -43,7 +43,7 @@ from restorekv.model.prompt import (
     fit_context,
     make_context,
 )
-from restorekv.model.shape import CacheShape
+from restorekv.model.shape import CacheShape, get_dtype_name
 from restorekv.model.tokenize import check_model_and_tokenizer, decode_text, hash_token_names
 from restorekv.readers.extract import KINDS, extract_text
 from restorekv.restore.adapter import RestoreAdapter
@@ -293,7 +293,7 @@ def make_manifest(
         rope=identity.rope,
         template=identity.template,
         tokens_hash=hash_token_names(tokenizer, context.ids),
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=get_dtype_name(model.dtype),
         shape=vars(identity.shape),
         prefix=context.prefix,
         tokens=context.tokens,

@@ -9,7 +9,6 @@ separator, with the text, is the context that is compressed; what follows it clo
 after every question.
 """
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +39,7 @@ from restorekv.model.tokenize import (
     tokenize_parts,
     tokenize_text,
 )
+from restorekv.seal import short_hash
 from restorekv.size_limits import AROUND_LETTERS, AROUND_TOKENS
 
 SEPARATOR = "<restorekv-separator>"
@@ -284,7 +284,7 @@ def check_question(question: object, empty: bool = False) -> None:
 
 def hash_template(tokenizer: Tokenizer) -> str:
     """Return 16 hex digits of the template's text around the user's words."""
-    return hashlib.sha256("\0".join(split_template(tokenizer)).encode()).hexdigest()[:16]
+    return short_hash("\0".join(split_template(tokenizer)))
 
 
 def split_template(tokenizer: Tokenizer, system: str = "") -> tuple[str, str]:
