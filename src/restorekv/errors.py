@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 # How a text that is too long is made to fit, in Python; cli/errors.py has the flags.
-CUT_END = "CompressionConfig(max_context='cut')"
+CUT_END = "CompressionConfig(on_long_text='cut')"
 STRETCH_ROPE = "load_model(..., rope=2)"
 
 

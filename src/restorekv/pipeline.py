@@ -43,7 +43,7 @@ from restorekv.model.prompt import (
     fit_context,
     make_context,
 )
-from restorekv.model.shape import CacheShape
+from restorekv.model.shape import CacheShape, get_dtype_name
 from restorekv.model.tokenize import check_model_and_tokenizer, decode_text, hash_token_names
 from restorekv.readers.extract import KINDS, extract_text
 from restorekv.restore.adapter import RestoreAdapter
@@ -127,7 +127,7 @@ def compress(
     compressor = make_compressor(resolve_preset(evictor), config)
     text, system = separate_text_and_system(context, check_system_message(config.system))
     tokenized = make_context(tokenizer, text, config.choose_between(tokenizer), system)
-    tokenized, cut = fit_context(model, tokenized, config.max_context, config.offset)
+    tokenized, cut = fit_context(model, tokenized, config.on_long_text, config.offset)
 
     # The budget is computed once; the restore tokens take their part of it when n is known.
     ratio = merge_ratios(ratio, compression_ratio)
@@ -293,7 +293,7 @@ def make_manifest(
         rope=identity.rope,
         template=identity.template,
         tokens_hash=hash_token_names(tokenizer, context.ids),
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=get_dtype_name(model.dtype),
         shape=vars(identity.shape),
         prefix=context.prefix,
         tokens=context.tokens,

@@ -281,6 +281,12 @@ def largest_number(tensor: Tensor) -> float:
     return float(torch.stack(parts).max())
 
 
+def short_hash(content: str | bytes) -> str:
+    """Return the first 16 hex digits of the SHA-256 of a text or of bytes."""
+    data = content.encode() if isinstance(content, str) else content
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 of every tensor's name, dtype, shape and bytes, whatever the file is
     like.

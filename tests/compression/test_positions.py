@@ -35,12 +35,12 @@ def test_a_long_context_is_refused(model, tiny_tokenizer):
     ):
         compress_with(model, tiny_tokenizer, TEXT, **SMALL)
     with pytest.raises(RestoreKVError, match="one of refuse, cut, not 'stretch'"):
-        compress_with(model, tiny_tokenizer, "the code", max_context="stretch", **SMALL)
+        compress_with(model, tiny_tokenizer, "the code", on_long_text="stretch", **SMALL)
 
 
 def test_a_cut_is_recorded_and_leaves_room_for_a_question(model, tiny_tokenizer, tmp_path, recwarn):
     whole = make_context(tiny_tokenizer, TEXT)
-    small = compress_with(model, tiny_tokenizer, TEXT, max_context="cut", **SMALL)
+    small = compress_with(model, tiny_tokenizer, TEXT, on_long_text="cut", **SMALL)
     assert small.manifest.cut == whole.tokens - small.manifest.tokens > 0
     assert torch.equal(small.context.ids, whole.ids[:, : small.context.positions])
     assert (
@@ -120,7 +120,7 @@ def test_yarn_from_the_command_line(model, tiny_tokenizer, tmp_path):
     ]
     refused = cli(*command)
     assert refused.code == 1 and "--yarn 2" in refused.err and not out.exists()
-    cut = cli(*command, "--max-context", "cut", "--json", tmp_path / "cut.json")
+    cut = cli(*command, "--on-long-text", "cut", "--json", tmp_path / "cut.json")
     assert cut.code == 0 and "tokens were cut" in cut.out, cut
     assert json.loads((tmp_path / "cut.json").read_text())["cut"] > 0
     assert "tokens were cut" in cli("inspect", out).out

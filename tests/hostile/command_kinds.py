@@ -166,7 +166,7 @@ VALUES = {
         ("--model", BROKEN),
         ("--model", ""),
         ("--model", "a/b/c/d"),
-        ("--max-context", "stretch"),
+        ("--on-long-text", "stretch"),
         ("--yarn", 1),
         ("--yarn", -2),
         ("--yarn", "inf"),

@@ -246,7 +246,7 @@ def test_the_window_bounds_whatever_a_query_would_see(mistral):
     model, tokenizer = mistral
     assert count_usable_positions(model) == WINDOW
     ids = exactness.random_ids(400)[0].tolist()
-    refusal = r"400 tokens, .* because every layer sees at most 300 positions, .*max_context='cut'"
+    refusal = r"400 tokens, .* because every layer sees at most 300 positions, .*on_long_text='cut'"
     with pytest.raises(RestoreKVError, match=refusal):
         compress(model, tokenizer, ids, adapter=None)
     cut = compress(
@@ -254,7 +254,7 @@ def test_the_window_bounds_whatever_a_query_would_see(mistral):
         tokenizer,
         ids,
         adapter=None,
-        config=CompressionConfig(max_context="cut"),
+        config=CompressionConfig(on_long_text="cut"),
         evictor="random",
     )
     assert cut.context.positions < WINDOW and cut.manifest.cut

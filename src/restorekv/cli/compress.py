@@ -46,7 +46,7 @@ def run(
     offload: options.Offload = False,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
-    max_context: options.MaxContext = "refuse",
+    on_long_text: options.OnLongText = "refuse",
     yarn: options.Yarn = None,
     json: Annotated[
         Path | None, options.make_json_option("Write the figures here, for programs.")
@@ -94,7 +94,7 @@ def run(
         restore_tokens=restore_tokens,
         storage=storage,
         system=system,
-        max_context=max_context,
+        on_long_text=on_long_text,
     )
     # Refuses a bad combination before the model is loaded; the workers make compressors themselves.
     make_compressor(evictor, config)

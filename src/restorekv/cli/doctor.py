@@ -34,7 +34,7 @@ from restorekv.model.attention import self_tests
 from restorekv.model.attention.self_tests import COMPONENTS, Component, SelfTest, Target
 from restorekv.model.load import check_dtype, find_source, parse_device
 from restorekv.model.names import SMOLLM2
-from restorekv.model.shape import CacheShape
+from restorekv.model.shape import CacheShape, get_dtype_name
 
 SMOLLM2_SHAPE = (3, 3, 64)  # KV heads, query heads for each, head dimension
 PLAIN = "reference"  # the component that everything else is replaced by
@@ -100,7 +100,7 @@ def run(
         report["checks"].append(
             {
                 "device": str(each),
-                "dtype": str(target.dtype).removeprefix("torch."),
+                "dtype": get_dtype_name(target.dtype),
                 "components": checked,
                 "benchmark": figures,
             }

@@ -124,7 +124,7 @@ Offload = Annotated[
         "--offload", help="Keep the full cache in a temporary file (on a GPU: the host's memory)."
     ),
 ]
-MaxContext = Annotated[
+OnLongText = Annotated[
     str, typer.Option(help="A context too long for the model's positions: refuse, or cut its end.")
 ]
 Yarn = Annotated[

@@ -22,7 +22,7 @@ from restorekv.compression.budget import (
 )
 from restorekv.errors import BudgetError, RestoreKVError, check_choice
 from restorekv.files import check_option
-from restorekv.model.prompt import TOO_LONG, Context, get_default_between
+from restorekv.model.prompt import ON_LONG_TEXT, Context, get_default_between
 from restorekv.restore.choices import RESTORE_FROM, RestoreFrom
 
 RatioOrBudget = float | str | Fraction | Budget
@@ -71,7 +71,7 @@ class CompressionConfig:
         system: The system message before the text; "" leaves it to the chat template.
         between: What separates the text from every question. None takes what the tokenizer's config
             names, or a blank line.
-        max_context: "refuse" a text that is too long for the model's positions, or "cut" its end.
+        on_long_text: "refuse" a text that is too long for the model's positions, or "cut" its end.
 
     Raises:
         RestoreKVError: A value is unknown, or two of them exclude each other.
@@ -88,7 +88,7 @@ class CompressionConfig:
     storage: str = "model"
     system: str | None = ""
     between: str | None = None
-    max_context: str = "refuse"
+    on_long_text: str = "refuse"
 
     def __post_init__(self) -> None:
         for name, (kind, wanted) in TYPES.items():
@@ -96,7 +96,7 @@ class CompressionConfig:
         check_choice("prefix_policy", self.prefix_policy, PREFIX_POLICIES)
         check_choice("on_small_budget", self.on_small_budget, ON_SMALL_BUDGET)
         check_choice("restore_from", self.restore_from, RESTORE_FROM)
-        check_choice("max_context", self.max_context, TOO_LONG)
+        check_choice("on_long_text", self.on_long_text, ON_LONG_TEXT)
         quantized.check_storage(self.storage)
         if self.offset < 0:
             raise RestoreKVError(f"offset is a number of positions, at least 0, not {self.offset}.")

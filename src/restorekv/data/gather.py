@@ -25,6 +25,7 @@ from restorekv.errors import RestoreKVError, import_extra
 from restorekv.files import check_not_link, open_without_links, parse_json, read_bytes
 from restorekv.model.prompt import Context, encode_text, make_context
 from restorekv.model.rope import count_positions
+from restorekv.seal import short_hash
 
 # Limit of the file with the answers to one source.
 ATTEMPTS_BYTES = 4 << 30
@@ -92,7 +93,7 @@ class AttemptFile:
 def identify_document(document: SourceDocument) -> list[str]:
     """Return the name and 16 hex digits of a hash of the text and of what is asked about it."""
     content = repr((document.text, document.asked, document.studied))
-    return [document.name, hashlib.sha256(content.encode()).hexdigest()[:16]]
+    return [document.name, short_hash(content)]
 
 
 @dataclass

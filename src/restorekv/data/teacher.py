@@ -1,6 +1,5 @@
 """The model whose answers a mixture holds: what identifies it, and whether another is the same."""
 
-import hashlib
 import json
 from pathlib import Path
 
@@ -9,7 +8,9 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import RestoreKVError, make_printable
 from restorekv.model.identity import identify_model
+from restorekv.model.shape import get_dtype_name
 from restorekv.model.tokenize import tokenize_text
+from restorekv.seal import short_hash
 
 PROBE = "Kv 0123456789: naïve, “tabs”\t\n\n日本 😀 What? Yes! (a; b) 'c' - d/e."
 _SAME_MODEL = {"fingerprint": "model", "template": "chat template", "tokenizer": "tokenizer"}
@@ -21,7 +22,7 @@ def describe_model(model: PreTrainedModel, tokenizer: Tokenizer) -> dict:
     return {
         "name": identity.name,
         "fingerprint": identity.fingerprint,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": get_dtype_name(model.dtype),
         "template": identity.template,
         "tokenizer": hash_tokenizer(tokenizer),
         "rope": identity.rope,
@@ -32,7 +33,7 @@ def hash_tokenizer(tokenizer: Tokenizer) -> str:
     """Return 16 hex digits of the vocabulary and of how a text full of traps is split."""
     # How the tokenizer splits a text with spaces, accents, symbols and emoji.
     facts = [sorted(tokenizer.get_vocab().items()), tokenize_text(tokenizer, PROBE)]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    return short_hash(json.dumps(facts))
 
 
 def check_model(manifest: dict, model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:

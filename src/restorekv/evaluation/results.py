@@ -35,6 +35,7 @@ from restorekv.files import (
     write_json,
 )
 from restorekv.model.identity import ModelIdentity
+from restorekv.model.shape import get_dtype_name
 
 CELLS = "cells"
 SET_ASIDE = "set-aside"
@@ -328,7 +329,7 @@ def identify_setup(
     return {
         "model": identity.name,
         "fingerprint": identity.fingerprint,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": get_dtype_name(model.dtype),
         "rope": identity.rope,
         "shape": asdict(identity.shape),
         **config.to_json(),

@@ -9,7 +9,6 @@ separator, with the text, is the context that is compressed; what follows it clo
 after every question.
 """
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,12 +39,13 @@ from restorekv.model.tokenize import (
     tokenize_parts,
     tokenize_text,
 )
+from restorekv.seal import short_hash
 from restorekv.size_limits import AROUND_LETTERS, AROUND_TOKENS
 
 SEPARATOR = "<restorekv-separator>"
 SYSTEM_MARK = "<restorekv-system>"  # shows whether a template has a place for a system text
 ROOM = 256  # positions for restore tokens, a question and its answer after the longest context
-TOO_LONG = ("refuse", "cut")  # what happens to a longer one
+ON_LONG_TEXT = ("refuse", "cut")  # what happens to a longer one
 TODAY = date(2026, 1, 1)  # for templates that print it: a cache made today is as good tomorrow
 # A template argument cannot replace strftime_now: transformers 5.23 hands templates data alone, and
 # no functions.
@@ -148,7 +148,7 @@ def check_system_message(system: object) -> str:
 
 
 def fit_context(
-    model: PreTrainedModel, context: Context, too_long: str = "refuse", offset: int = 0
+    model: PreTrainedModel, context: Context, on_long_text: str = "refuse", offset: int = 0
 ) -> tuple[Context, int]:
     """Return the context and how many tokens of its end were cut.
 
@@ -157,10 +157,10 @@ def fit_context(
     Args:
         model: The model that will answer, whose vocabulary has to hold the context's ids.
         context: What it is asked about.
-        too_long: "cut" or, to raise TextTooLongError instead of cutting, "refuse".
+        on_long_text: "cut" or, to raise TextTooLongError instead of cutting, "refuse".
         offset: How many positions the question is moved by.
     """
-    check_choice("max_context", too_long, TOO_LONG)
+    check_choice("on_long_text", on_long_text, ON_LONG_TEXT)
     check_vocabulary(model, context.ids)
     check_vocabulary(model, context.suffix)
     limit = count_usable_positions(model)
@@ -175,7 +175,7 @@ def fit_context(
             f"The model's {limit:,} positions have no room for a text; use a shorter system text "
             "or a smaller offset."
         )
-    if too_long == "refuse":
+    if on_long_text == "refuse":
         room = f"the model's {limit:,} positions have room for {most:,} and a question"
         fix = f"stretch the model's RoPE ({STRETCH_ROPE})"
         if limit < count_positions(model.config):
@@ -284,7 +284,7 @@ def check_question(question: object, empty: bool = False) -> None:
 
 def hash_template(tokenizer: Tokenizer) -> str:
     """Return 16 hex digits of the template's text around the user's words."""
-    return hashlib.sha256("\0".join(split_template(tokenizer)).encode()).hexdigest()[:16]
+    return short_hash("\0".join(split_template(tokenizer)))
 
 
 def split_template(tokenizer: Tokenizer, system: str = "") -> tuple[str, str]:

@@ -104,6 +104,11 @@ def get_backbone(model: PreTrainedModel) -> nn.Module:
     return getattr(found, "model", found)
 
 
+def get_dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name as files and results have it, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def get_vocabulary_size(model: PreTrainedModel) -> int:
     """Return how many token ids the model has embeddings for, which may be more than the
     tokenizer has.

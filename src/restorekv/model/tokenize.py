@@ -10,7 +10,6 @@ encoding the pieces between control tokens adds a space to each piece with Llama
 """
 
 import codecs
-import hashlib
 import json
 import re
 import secrets
@@ -28,6 +27,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import RestoreKVError
 from restorekv.model.shape import get_vocabulary_size
+from restorekv.seal import short_hash
 
 REPLACEMENT = "\ufffd"  # of bytes that make no character
 
@@ -72,7 +72,7 @@ def hash_token_names(tokenizer: Tokenizer, ids: Tensor) -> str:
     out, so that one which was added later changes nothing.
     """
     names = tokenizer.convert_ids_to_tokens(ids.unique().tolist())
-    return hashlib.sha256("\0".join(map(str, names)).encode()).hexdigest()[:16]
+    return short_hash("\0".join(map(str, names)))
 
 
 def tokenize_text(

@@ -31,7 +31,7 @@ from restorekv.model.cache_argument import pass_cache
 from restorekv.model.identity import ModelIdentity, identify_model
 from restorekv.model.names import NAMES as MODEL_NAMES
 from restorekv.model.names import get_model_name, to_hub_id
-from restorekv.model.shape import get_backbone
+from restorekv.model.shape import get_backbone, get_dtype_name
 from restorekv.model.support import refuse_beyond
 from restorekv.restore import adapter_file, publish
 from restorekv.restore.adapter_file import AdapterCard, StoredAdapter, to_plain_json
@@ -458,7 +458,7 @@ class RestoreAdapter(nn.Module):
         lora = {
             name: value.detach().to("cpu", dtype) for name, value in self.lora_parameters.items()
         }
-        dtype_name = str(dtype).removeprefix("torch.")
+        dtype_name = get_dtype_name(dtype)
         card = replace(self.card, dtype=dtype_name, knows_ratio=self.knows_ratio)
         vectors = None
         if self.ratio_vectors is not None:

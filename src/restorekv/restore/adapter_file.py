@@ -28,6 +28,7 @@ from torch import Tensor
 from restorekv import files, seal
 from restorekv.errors import AdapterError, reraise_as, summarize_error
 from restorekv.files import matches_type
+from restorekv.model.shape import get_dtype_name
 from restorekv.restore.lora import parse_lora_config
 
 CONFIG = "adapter_config.json"
@@ -308,7 +309,7 @@ def _check_card(
     ratio_vectors: Tensor | None,
 ) -> None:
     """Refuse a record that contradicts the tensors."""
-    dtypes = {str(value.dtype).removeprefix("torch.") for value in lora.values()}
+    dtypes = {get_dtype_name(value.dtype) for value in lora.values()}
     if (
         card.restore_tokens != len(embeddings)
         or embeddings.dtype != torch.float32

@@ -26,6 +26,7 @@ from restorekv.model.identity import identify_model
 from restorekv.model.names import SHIPPING, get_model_name, is_shipping_installed
 from restorekv.restore.adapter_file import CARD
 from restorekv.restore.shipped import find_shipped_adapter
+from restorekv.seal import short_hash
 from restorekv.serve.variants import Variant
 
 
@@ -92,4 +93,4 @@ def _digest_adapter(compressor: Compressor, model: PreTrainedModel) -> str:
     record = folder / CARD
     # The record has the checksums of all other files.
     content = read_bytes(record, str(record))
-    return hashlib.sha256(content).hexdigest()[:16]
+    return short_hash(content)

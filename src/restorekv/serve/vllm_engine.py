@@ -32,7 +32,7 @@ from restorekv.many_contexts import compose
 from restorekv.model import gguf
 from restorekv.model.identity import fingerprint_model
 from restorekv.model.prompt import Context, fit_context, get_default_between, make_context
-from restorekv.model.shape import CacheShape
+from restorekv.model.shape import CacheShape, get_dtype_name
 from restorekv.serve.caches import NO_CACHE, ActiveQuestion, CacheCost, CacheEngine
 from restorekv.serve.document_checks import explain_length
 from restorekv.serve.engine import (
@@ -110,7 +110,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
             copies = gguf.find_private_folder() / "vllm"
             self.client = InProcessVllm(
                 find_model_folder(model, tokenizer, copies, fingerprint),
-                str(model.dtype).removeprefix("torch."),
+                get_dtype_name(model.dtype),
                 self.files.folder,
                 fingerprint,
                 options or {},

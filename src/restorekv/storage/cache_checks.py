@@ -24,7 +24,7 @@ from restorekv.compression.budget import ON_SMALL_BUDGET, PREFIX_POLICIES, parse
 from restorekv.errors import CacheFileError, RestoreKVError, make_printable
 from restorekv.files import matches_type
 from restorekv.model.identity import identify_model
-from restorekv.model.shape import CacheShape
+from restorekv.model.shape import CacheShape, get_dtype_name
 from restorekv.restore.choices import RESTORE_FROM
 from restorekv.seal import largest_number
 from restorekv.size_limits import (
@@ -200,7 +200,7 @@ def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> Non
             f"{path} was made with RoPE {make_printable(manifest.rope)}, the model has "
             f"{identity.rope}; load the model with the same RoPE configuration."
         )
-    if manifest.dtype != str(model.dtype).removeprefix("torch."):
+    if manifest.dtype != get_dtype_name(model.dtype):
         raise CacheFileError(
             f"{path} holds {manifest.dtype}; load the model with dtype={manifest.dtype!r}."
         )

@@ -26,7 +26,7 @@ from restorekv.model.observer import LayerView, observe_layers
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, fit_context, make_context
 from restorekv.model.shape import CacheShape
-from restorekv.seal import FileKind, Sizes
+from restorekv.seal import FileKind, Sizes, short_hash
 
 FIX = "delete that file, then use --resume"
 KIND = FileKind("restorekv-features", "2", "a file of features", FIX)
@@ -109,7 +109,7 @@ def collect_features(
     for index, context in enumerate(contexts):
         path = folder / f"{index:05d}.safetensors"
         content = json.dumps([facts, context.ids.tolist()])
-        origin = hashlib.sha256(content.encode()).hexdigest()[:16]
+        origin = short_hash(content)
         # Files of an earlier run with the same settings are read again below.
         if not path.exists():
             columns = _draw_columns(context, tokens, f"{seed} {index}")

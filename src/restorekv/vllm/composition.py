@@ -8,7 +8,6 @@ the same documents in the same order. Pairs are those of `restorekv.compose`.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.growing import compose_caches
 from restorekv.errors import RestoreKVError
 from restorekv.many_contexts import refuse_unlike
+from restorekv.seal import short_hash
 from restorekv.storage.cache_file import CacheFile, Manifest
 from restorekv.storage.portable import FIRST_ID, MARK, make_placeholders
 from restorekv.vllm.ragged_documents import LARGEST_ID, PLACEHOLDERS
@@ -65,7 +65,7 @@ def make_mark() -> list[int]:
 
 def name_composition(names: Sequence[str]) -> str:
     """Return the name of the composition of documents with these names, in this order."""
-    return hashlib.sha256(KIND + " ".join(names).encode()).hexdigest()[:16]
+    return short_hash(KIND + " ".join(names).encode())
 
 
 def refuse_wrong_number(names: Sequence[str]) -> None:

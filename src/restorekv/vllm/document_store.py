@@ -18,6 +18,7 @@ from torch import Tensor
 
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.model.rope import get_rope_settings
+from restorekv.model.shape import get_dtype_name
 from restorekv.storage.cache_file import Manifest
 from restorekv.storage.portable import MARK
 
@@ -57,7 +58,7 @@ class EngineModel:
             heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
             head_dim=model.get_head_size(),
             rope=get_rope_settings(text),
-            dtype=str(model.dtype).removeprefix("torch."),
+            dtype=get_dtype_name(model.dtype),
             vocabulary=text.vocab_size,
             fingerprint=fingerprint,
         )

@@ -373,7 +373,7 @@ def _attend_ragged(
         raise ModelError(
             f"Every layer of the model sees {window:,} positions, and the cache has "
             f"{layer.get_seq_length():,} with the question; ask a shorter question, or compress "
-            "less of the text (max_context)."
+            "less of the text (on_long_text='cut')."
         )
     sinks = options.get("s_aux")
     grouped = query.unflatten(1, (layer.heads, -1))
