@@ -37,8 +37,7 @@ from benchmarks.workload import describe_machine
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.compression.budget import parse_ratio
 from restorekv.errors import RestoreKVError
-from restorekv.model import attention
-from restorekv.model.attention import reference, tiles
+from restorekv.model.attention import dispatch, reference, tiles
 
 FLASH = "flash-attn"
 
@@ -110,9 +109,9 @@ def check_device(rehearse: bool) -> None:
         raise RestoreKVError(
             "There is no CUDA device here to time; --rehearse goes through the motions on the CPU."
         )
-    if attention.triton_attend is None:
+    if dispatch.triton_attend is None:
         raise RestoreKVError("The GPU kernels need Triton; pip install 'restorekv[triton]'.")
-    if rehearse and not attention.triton_attend.INTERPRETED:
+    if rehearse and not dispatch.triton_attend.INTERPRETED:
         raise RestoreKVError("A rehearsal runs in Triton's interpreter; set TRITON_INTERPRET=1.")
 
 
@@ -125,7 +124,7 @@ def measure_ratio(options: Options, ratio: float, bandwidth: float, device: torc
     query = _draw_states(generator, *shape)
     check_kernel(query, layers[0])
     scale = options.width**-0.5
-    attend = attention.triton_attend.attend_ragged
+    attend = dispatch.triton_attend.attend_ragged
     found = {
         "ours": _time_step(
             pass_over(layers, lambda layer: attend(query, layer, None, scale)),
@@ -185,7 +184,7 @@ def check_kernel(query: Tensor, layer: RaggedLayer) -> None:
     scale = query.shape[-1] ** -0.5
     wished = reference.attend_ragged(query.float(), layer, None, scale)
     error = (
-        attention.triton_attend.attend_ragged(query, layer, None, scale) - wished
+        dispatch.triton_attend.attend_ragged(query, layer, None, scale) - wished
     ).norm() / wished.norm()
     if not error < 0.02:
         raise RestoreKVError(

@@ -9,7 +9,7 @@ differ in one thing from one to the next:
     copied            everything is made anew; the restore pass copies the full cache, whatever its
                       size
     anew              everything is made anew; a large full cache is referred to
-                      (`restorekv.model.attention.MAX_COPY_BYTES`)
+                      (`restorekv.model.attention.dispatch.MAX_COPY_BYTES`)
     scores stored     scores and teacher are read from a store, the prefill is made anew
     prefill stored    the full cache is read from the store too
 """
@@ -35,7 +35,7 @@ from restorekv.compression.budget import parse_ratio
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.context import format_bytes
 from restorekv.errors import RestoreKVError
-from restorekv.model import attention
+from restorekv.model.attention import dispatch
 from restorekv.model.prompt import make_context
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.config import TrainConfig
@@ -161,9 +161,9 @@ def _measure_variant(
     stored = (folder, variant.store_prefill) if variant.store else ()
     for index in range(len(examples)) if variant.store else ():
         TeacherCache(model, tokenizer, examples, config, *stored).get_context(index)
-    bound, attention.MAX_COPY_BYTES = (
-        attention.MAX_COPY_BYTES,
-        sys.maxsize if variant.copied else attention.MAX_COPY_BYTES,
+    bound, dispatch.MAX_COPY_BYTES = (
+        dispatch.MAX_COPY_BYTES,
+        sys.maxsize if variant.copied else dispatch.MAX_COPY_BYTES,
     )
     try:
         adapter = make_initial_adapter(model, tokenizer, config)
@@ -175,7 +175,7 @@ def _measure_variant(
             )
             figures = _take_step(teachers, adapter, optimizer, sample)
     finally:
-        attention.MAX_COPY_BYTES = bound
+        dispatch.MAX_COPY_BYTES = bound
     held = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return {**figures, "step": sum(figures["seconds"].values()), "stored": held}
 

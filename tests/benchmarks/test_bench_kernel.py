@@ -11,11 +11,11 @@ import torch
 from benchmarks import kernel, passes
 from benchmarks.kernel import REHEARSAL, Options, format_table, make_random_layer, run_kernel
 from restorekv.errors import RestoreKVError
-from restorekv.model import attention
+from restorekv.model.attention import dispatch
 from tests.helpers.cli_world import cli
 
 interpreted = pytest.mark.skipif(
-    attention.triton_attend is None or not attention.triton_attend.INTERPRETED,
+    dispatch.triton_attend is None or not dispatch.triton_attend.INTERPRETED,
     reason="no interpreter of Triton here",
 )
 
@@ -39,7 +39,7 @@ def test_a_rehearsal_goes_through_everything(monkeypatch):
     table = [line for line in shown.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in table}) == 1
     monkeypatch.setattr(
-        attention.triton_attend, "attend_ragged", lambda query, *_: torch.zeros_like(query)
+        dispatch.triton_attend, "attend_ragged", lambda query, *_: torch.zeros_like(query)
     )
     with pytest.raises(RestoreKVError, match="off by 100"):
         run_kernel(REHEARSAL, rehearse=True)
@@ -98,7 +98,7 @@ def test_without_a_device_one_sentence_says_so():
 
 
 def test_what_is_missing_is_told(monkeypatch):
-    monkeypatch.setattr(attention, "triton_attend", None)
+    monkeypatch.setattr(dispatch, "triton_attend", None)
     with pytest.raises(RestoreKVError, match="need Triton"):
         kernel.check_device(rehearse=True)
 

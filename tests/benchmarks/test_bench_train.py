@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.training import PHASES, VARIANTS, Options, format_table, run_training
 from restorekv.errors import RestoreKVError
-from restorekv.model import attention
+from restorekv.model.attention import dispatch
 
 TINY = {
     "num_hidden_layers": 2,
@@ -33,13 +33,13 @@ def young_heap():
 
 
 def test_every_phase_of_every_variant_is_measured(young_heap):
-    heard, bound = [], attention.MAX_COPY_BYTES
+    heard, bound = [], dispatch.MAX_COPY_BYTES
     result = run_training(
         Options(tokens=300, questions=2, answer=5, shape=TINY, threads=torch.get_num_threads()),
         heard.append,
     )
     assert [row["variant"] for row in result["rows"]] == list(VARIANTS)
-    assert bound == attention.MAX_COPY_BYTES
+    assert bound == dispatch.MAX_COPY_BYTES
     for row in result["rows"]:
         assert set(row["seconds"]) == set(PHASES)
         assert row["step"] == pytest.approx(sum(row["seconds"].values()))

@@ -4,7 +4,8 @@ gradients, bytes.
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.masking_utils import sdpa_mask
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.model import attention
@@ -59,8 +60,8 @@ def masked_logits(model, full, keep, question):
         logits = (query @ key.transpose(-1, -2) * scaling).masked_fill(~visible, -torch.inf)
         return (logits.softmax(-1) @ value).transpose(1, 2).contiguous(), None
 
-    attention.AttentionInterface.register("masked_oracle", masked)
-    attention.AttentionMaskInterface.register("masked_oracle", attention.sdpa_mask)
+    AttentionInterface.register("masked_oracle", masked)
+    AttentionMaskInterface.register("masked_oracle", sdpa_mask)
     model.set_attn_implementation("masked_oracle")
     try:
         with torch.no_grad():

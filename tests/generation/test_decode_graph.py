@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.generation.answers import answer_greedily, answer_questions
 from restorekv.generation.fixed_steps import FixedSteps
-from restorekv.model import attention
+from restorekv.model.attention import dispatch
 from restorekv.model.prompt import encode_question, make_context
 from tests.helpers.decoding import QUESTIONS, TEXT, make_cache
 from tests.helpers.models import build_model, greedy
@@ -92,7 +92,7 @@ def test_a_step_reads_nothing_on_the_host(monkeypatch):
     captures.
     """
     model = build_model("qwen3", num_hidden_layers=2).to("meta")
-    monkeypatch.setattr(attention, "choose_backend", lambda query, layer: shaped)
+    monkeypatch.setattr(dispatch, "choose_backend", lambda query, layer: shaped)
     # Transformers 5.2 asks both of this device,.
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # which they do not know

@@ -13,8 +13,8 @@ from restorekv.evictors import attend, pass_self_test
 from restorekv.generation import decoding, fixed_steps, step_self_test
 from restorekv.generation.answers import answer_greedily, answer_questions
 from restorekv.generation.sampling import SamplingConfig
-from restorekv.model import attention, offload
-from restorekv.model.attention import backend_self_test, blocked, reference, self_tests
+from restorekv.model import offload
+from restorekv.model.attention import backend_self_test, blocked, dispatch, reference, self_tests
 from restorekv.model.attention.self_tests import Target
 from restorekv.model.offload import HostStore
 from restorekv.model.prefill import prefill
@@ -34,9 +34,9 @@ TARGET = Target(torch.device("cpu"), 2, 2, 16, torch.float32)
 def fake(monkeypatch, tmp_path):
     fake_device.install(monkeypatch, tmp_path)
     monkeypatch.setattr(
-        attention,
+        dispatch,
         "BACKENDS_BY_SPEED",
-        {name: attention.BACKENDS_BY_SPEED[name] for name in ("cascade", "autograd", "reference")},
+        {name: dispatch.BACKENDS_BY_SPEED[name] for name in ("cascade", "autograd", "reference")},
     )
     monkeypatch.setattr(attend, "triton_maxima", None)
     yield monkeypatch

@@ -3,7 +3,7 @@
 import torch
 
 from restorekv.cache.ragged import RaggedLayer
-from restorekv.model.attention import BACKENDS, triton_attend
+from restorekv.model.attention.dispatch import BACKENDS, triton_attend
 
 HEADS, GROUPS, WIDTH, SEEN = 3, 2, 8, 23
 EXACT = sorted(set(BACKENDS) - {"triton"})  # those with float64; test_tiles.py has the other

@@ -27,6 +27,7 @@ from restorekv.model.attention import (
     autograd,
     backend_self_test,
     cascade,
+    dispatch,
     self_test_files,
     self_tests,
 )
@@ -289,7 +290,7 @@ def judge(
     with monkeypatch.context() as broken, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         fake_device.install(broken, folder)
-        broken.setattr(attention, "BACKENDS_BY_SPEED", {"cascade": cascade, "autograd": autograd})
+        broken.setattr(dispatch, "BACKENDS_BY_SPEED", {"cascade": cascade, "autograd": autograd})
         broken.setattr(cascade, "attend_ragged", fault)
         samples = fresh_samples(rng, target, when)
         answers = (

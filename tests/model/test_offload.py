@@ -15,7 +15,8 @@ from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.knorm import Knorm
 from restorekv.evictors.kvpress_bridge import FromKVPress
-from restorekv.model import attention, offload
+from restorekv.model import offload
+from restorekv.model.attention import dispatch
 from restorekv.model.offload import FileStore, HostStore
 from restorekv.model.prefill import prefill, read_only_view
 from restorekv.model.prompt import Context
@@ -81,10 +82,10 @@ def test_compress_gives_the_same(tiny_tokenizer, evictor, kind):
     assert found.ask("Which code?", 8) == plain.ask("Which code?", 8)
 
 
-@pytest.mark.parametrize("bound", [0, attention.MAX_COPY_BYTES])
+@pytest.mark.parametrize("bound", [0, dispatch.MAX_COPY_BYTES])
 def test_a_restore_pass_with_gradients_reads_it(tiny_tokenizer, kind, monkeypatch, bound):
     """Joined with the pass's own pairs or, beyond `bound` bytes a layer, referred to."""
-    monkeypatch.setattr(attention, "MAX_COPY_BYTES", bound)
+    monkeypatch.setattr(dispatch, "MAX_COPY_BYTES", bound)
     model, found = build_model("qwen3"), []
     adapter = RestoreAdapter.create(model, 4, rank=2)
     for offloading in (False, True):

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.eviction import Eviction
 from restorekv.model import attention
-from restorekv.model.attention import autograd
+from restorekv.model.attention import autograd, cascade, dispatch, reference
 from restorekv.model.prefill import prefill, read_only_view
 from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.attention import build, make_layer
@@ -75,7 +75,7 @@ def kept_for_backward(model, tokenizer, words):
 def test_nothing_kept_for_the_backward_pass_grows_with_the_context(
     tiny_tokenizer, monkeypatch, family
 ):
-    monkeypatch.setattr(attention, "MAX_COPY_BYTES", 0)
+    monkeypatch.setattr(dispatch, "MAX_COPY_BYTES", 0)
     model = build_model(family)
     short, few = kept_for_backward(model, tiny_tokenizer, 3)
     long, many = kept_for_backward(model, tiny_tokenizer, 24)
@@ -142,8 +142,8 @@ def test_blocks_of_rows_are_exact(monkeypatch, block):
 def test_both_paths_give_the_same_loss_and_gradients(tiny_model, tiny_tokenizer, monkeypatch):
     prepared = Eviction.make("knorm").prepare(tiny_model, tiny_tokenizer, WORDS * 4)
     found = []
-    for bound in (attention.MAX_COPY_BYTES, 0):
-        monkeypatch.setattr(attention, "MAX_COPY_BYTES", bound)
+    for bound in (dispatch.MAX_COPY_BYTES, 0):
+        monkeypatch.setattr(dispatch, "MAX_COPY_BYTES", bound)
         adapter = make_adapter(tiny_model)
         loss = student_loss(tiny_model, prepared, adapter)[1]
         loss.backward()
@@ -208,12 +208,12 @@ def test_the_backend_follows_gradients():
     query = leaves.pop("query")
     layer = make_layer(keep, **fixed, **leaves, bias=None)
     chosen = lambda: attention.choose_backend(query, layer)  # noqa: E731
-    assert chosen() == attention.cascade.attend_ragged
+    assert chosen() == cascade.attend_ragged
     query.requires_grad_()
     assert chosen() == autograd.attend_ragged
     with torch.no_grad():
-        assert chosen() == attention.cascade.attend_ragged
+        assert chosen() == cascade.attend_ragged
     layer.keys = layer.keys.to(torch.bfloat16)  # no kernel for the CPU mixes dtypes
     assert chosen() == autograd.attend_ragged
     with attention.force_backend("reference"):
-        assert chosen() == attention.reference.attend_ragged
+        assert chosen() == reference.attend_ragged

@@ -29,7 +29,7 @@ from restorekv.compression.compressor import BeginPhase, PreparedContext, time_p
 from restorekv.compression.config import RatioOrBudget
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import Evictor
-from restorekv.model import attention
+from restorekv.model.attention import dispatch
 from restorekv.model.observer import observe_layers
 from restorekv.model.prefill import AnyCache, prefill, read_only_view
 from restorekv.model.prompt import Context
@@ -222,7 +222,7 @@ class ScoredContext(PreparedContext):
         shape = CacheShape.from_model(self.model)
         layer = list_full_attention(self.full)[0]
         copied = (layer.keys.nbytes + layer.values.nbytes) * shape.groups
-        return not torch.is_grad_enabled() or copied <= attention.MAX_COPY_BYTES
+        return not torch.is_grad_enabled() or copied <= dispatch.MAX_COPY_BYTES
 
     def make_budget(self, ratio: RatioOrBudget, restore_tokens: int | None = None) -> Budget:
         """Return the `Budget` for `ratio`.

@@ -94,7 +94,8 @@ class Support:
 
     Args:
         positions: How many positions are exact.
-        beyond: The end of a sentence that says what happens after them.
+        beyond: What happens after those positions, as a clause such as "layers see at most 4,096
+            positions". Error messages quote it; it is empty if the model has no limit.
         changes_keys: Whether a pass beyond them changes how the model rotates, until a shorter pass
             changes it back.
         has_sinks: Whether layers have learned sinks (attention/sinks.py).
@@ -462,7 +463,7 @@ class _Probe:
         # Somewhere the keys change: at one of the numbers in the config.
         numbers = _collect_integers(self.model.config.to_dict())
         lengths = sorted(each for each in numbers if START + CACHED < each < FAR)
-        exact = [each for each in lengths if self.does_length_keep_keys(own, each)]
+        exact = [each for each in lengths if self.are_keys_unchanged_at_length(own, each)]
         if not exact or exact != lengths[: len(exact)]:
             raise self.make_refusal("rotates keys in a way that depends on what follows them")
         limit = exact[-1]
@@ -470,7 +471,7 @@ class _Probe:
         # them back below it.
         if keys is not None:
             self.compute_keys(FAR)
-        if not self.does_length_keep_keys(own, limit):
+        if not self.are_keys_unchanged_at_length(own, limit):
             limit -= 1
         self.compute_keys(START + CACHED)  # the first frequencies again
         return Support(
@@ -479,7 +480,7 @@ class _Probe:
             changes_keys=True,
         )
 
-    def does_length_keep_keys(self, own: list[Tensor], length: int) -> bool:
+    def are_keys_unchanged_at_length(self, own: list[Tensor], length: int) -> bool:
         """Return whether a text of that length leaves the keys of its first tokens as they are."""
         try:
             return self.are_keys_unchanged(own, self.compute_keys(length - 1))
@@ -579,16 +580,17 @@ def _collect_integers(value: object) -> set[int]:
 
 
 @torch.no_grad()
-def do_keys_move(model: PreTrainedModel, turn: Callable[[Tensor, int], Tensor]) -> bool:
-    """Return whether one token's keys turn with its position in every layer, and its queries keep
-    their lengths.
+def keys_follow_rope(model: PreTrainedModel, rotate: Callable[[Tensor, int], Tensor]) -> bool:
+    """Return whether rotate(keys, p) gives the keys of one token p positions later in every layer.
+
+    Its queries have to keep their lengths at a far position too.
     """
     backbone = get_backbone(model)
     first = _run_one_token(model, backbone, 0)
     near = _run_one_token(model, backbone, START)
     far = _run_one_token(model, backbone, FAR)
     for (keys, query), (near_keys, _), (_, far_query) in zip(first, near, far, strict=True):
-        if not _is_close(turn(keys, START).float(), near_keys.float(), model.dtype):
+        if not _is_close(rotate(keys, START).float(), near_keys.float(), model.dtype):
             return False
         if not _is_close(query.float().norm(dim=-1), far_query.float().norm(dim=-1), model.dtype):
             return False

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from restorekv.errors import ModelError, RestoreKVError
 from restorekv.model import attention
-from restorekv.model.probe import REMEDY, UNLIMITED, Support, do_keys_move, probe_model
+from restorekv.model.probe import REMEDY, UNLIMITED, Support, keys_follow_rope, probe_model
 
 __all__ = [
     "UNLIMITED",
@@ -106,8 +106,8 @@ def refuse_scoring_beyond(model: PreTrainedModel, positions: int) -> None:
         )
 
 
-def check_keys_movable(model: PreTrainedModel, turn: Callable[[Tensor, int], Tensor]) -> None:
-    """Refuse a model whose cached keys cannot be moved: turn(keys, p) has to give the keys of p
+def check_keys_movable(model: PreTrainedModel, rotate: Callable[[Tensor, int], Tensor]) -> None:
+    """Refuse a model whose cached keys cannot be moved: rotate(keys, p) has to give the keys of p
     positions later.
 
     In some models layers with RoPE alternate with layers without it, and some models scale queries
@@ -116,7 +116,7 @@ def check_keys_movable(model: PreTrainedModel, turn: Callable[[Tensor, int], Ten
     prepare_model(model)
     key = _get_key(model)
     if key not in _moves:
-        _moves[key] = do_keys_move(model, turn)
+        _moves[key] = keys_follow_rope(model, rotate)
     if not _moves[key]:
         raise RestoreKVError(
             f"{type(model).__name__} has layers that do not rotate keys and queries by RoPE alone, "

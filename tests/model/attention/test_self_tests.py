@@ -21,6 +21,7 @@ from restorekv.model.attention import (
     backend_self_test,
     blocked,
     cascade,
+    dispatch,
     packed,
     reference,
     self_test_files,
@@ -37,8 +38,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def fake(monkeypatch, tmp_path):
     """A device without Triton, whose kernels take seconds in their interpreter."""
     fake_device.install(monkeypatch, tmp_path)
-    monkeypatch.setitem(attention.BACKENDS_BY_SPEED, "triton", None)
-    monkeypatch.delitem(attention.BACKENDS_BY_SPEED, "triton")
+    monkeypatch.setitem(dispatch.BACKENDS_BY_SPEED, "triton", None)
+    monkeypatch.delitem(dispatch.BACKENDS_BY_SPEED, "triton")
     yield monkeypatch
     self_tests.forget_self_tests()
 
@@ -320,12 +321,12 @@ def test_a_device_that_computes_nothing_right_is_refused(fake):
 
 def test_the_kernels_of_triton_are_right_and_one_that_does_not_compile_is_told(fake):
     pytest.importorskip("triton")
-    triton_attend = attention.triton_attend
+    triton_attend = dispatch.triton_attend
     if not triton_attend.INTERPRETED:
         pytest.skip("needs the interpreter")
     fake.setattr(backend_self_test, "CASES", backend_self_test.CASES[:2])
     fake.setattr(
-        attention, "BACKENDS_BY_SPEED", {"triton": triton_attend, **attention.BACKENDS_BY_SPEED}
+        dispatch, "BACKENDS_BY_SPEED", {"triton": triton_attend, **dispatch.BACKENDS_BY_SPEED}
     )
     small = backend_self_test.make_sample(target(shape=(2, 1, 8)), backend_self_test.CASES[1])
     assert attention.choose_backend(small.query, small.layer) is triton_attend.attend_ragged

@@ -17,14 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.errors import RestoreKVError
 from restorekv.model import attention
-from restorekv.model.attention import cascade, reference, tiles
+from restorekv.model.attention import cascade, dispatch, reference, tiles
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context
 from restorekv.storage import cache_file
 from tests.helpers.kernels import compiled, without_triton
 from tests.helpers.models import build_model
 
-if attention.triton_attend is None:
+if dispatch.triton_attend is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 from restorekv.model.attention import triton_attend
 
@@ -381,7 +381,7 @@ def test_a_compiled_model_answers_alike_in_one_graph(family, monkeypatch):
     cache = RaggedCache.from_kept_pairs(full, keep)
     tiles.plan_tiles(cache.layers)
     monkeypatch.setattr(
-        attention, "choose_backend", lambda query, layer: triton_attend.attend_ragged
+        dispatch, "choose_backend", lambda query, layer: triton_attend.attend_ragged
     )
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -413,7 +413,7 @@ def test_what_it_cannot_do_is_refused_and_never_chosen():
 @pytest.mark.slow
 def test_without_triton_everything_else_works():
     code = (
-        "from restorekv.model.attention import BACKENDS, triton_attend\n"
+        "from restorekv.model.attention.dispatch import BACKENDS, triton_attend\n"
         "assert triton_attend is None and 'triton' not in BACKENDS"
     )
     without_triton(code)

@@ -1,0 +1,487 @@
+"""Choose what computes a layer's attention, and register the result with transformers.
+
+`attend_layer` gets the post-RoPE query of a layer, and keys and values or a layer of a cache that
+holds both. What it gets decides who computes:
+
+| key and value | computed by |
+|---|---|
+| dense tensors (B, H, K, D) | PyTorch's SDPA, or sinks.py in models with sinks |
+| `RaggedLayer` | a backend of this folder (`choose_backend`) |
+| `SlidingLayer` | sliding.py |
+| `MultiContextLayer`, `FlatLayer` | each document's layer by itself, as above |
+
+On a device that is not a CPU, a backend answers only after `self_tests.py` has compared it with
+reference.py there. Importing this file registers "restorekv" with transformers.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from restorekv.cache import quantized
+from restorekv.cache.flat import FlatLayer
+from restorekv.cache.multi_context import MultiContextLayer
+from restorekv.cache.ragged import RaggedCache, RaggedLayer
+from restorekv.cache.sliding import SlidingLayer
+from restorekv.errors import ModelError, RestoreKVError
+from restorekv.model.attention import (
+    autograd,
+    cascade,
+    packed,
+    reference,
+    self_tests,
+    sliding,
+    tiles,
+)
+
+# Importing the self-test registers the backends as components that have to pass it.
+from restorekv.model.attention import backend_self_test as _backend_self_test  # noqa: F401
+from restorekv.model.attention.sinks import attend_with_sinks, group_sinks
+
+try:
+    from restorekv.model.attention import triton_attend
+except ImportError:  # an extra: pip install 'restorekv[triton]'
+    triton_attend = None
+
+NAME = "restorekv"
+AttentionInput = Tensor | RaggedLayer
+Callback = Callable[
+    [nn.Module, Tensor, AttentionInput, AttentionInput, Tensor | None, float, Tensor | None],
+    Tensor | None,
+]
+# From query, layer, mask, scale and perhaps sinks. Add a new backend here; to have it chosen
+# automatically, add it to BACKENDS_BY_SPEED too, and for a GPU to the components in
+# backend_self_test.py.
+Backend = Callable[..., Tensor]
+BACKENDS: dict[str, Backend] = {
+    "reference": reference.attend_ragged,
+    "cascade": cascade.attend_ragged,
+    "autograd": autograd.attend_ragged,
+}
+if triton_attend is not None:
+    BACKENDS["triton"] = triton_attend.attend_ragged
+# On a device that is not a CPU: the first that can answer and has passed its self-test.
+BACKENDS_BY_SPEED: dict[str, ModuleType] = {
+    "cascade": cascade,
+    "autograd": autograd,
+    "reference": reference,
+}
+if triton_attend is not None:
+    BACKENDS_BY_SPEED = {"triton": triton_attend, **BACKENDS_BY_SPEED}
+# Bytes of a layer that may be copied at once: joined for SDPA, or unpacked from 8 bits.
+MAX_COPY_BYTES = 16 << 20
+
+_callback: ContextVar[Callback | None] = ContextVar("callback", default=None)
+_backend: ContextVar[str | None] = ContextVar("backend", default=None)
+_inspectors: ContextVar[tuple[Callable, Callable] | None] = ContextVar("inspectors", default=None)
+# Names of the variables that open blocks have set, of all threads. `_get_variable` looks here
+# first, because torch.compile cannot read a ContextVar.
+_set_names: list[str] = []
+
+
+@contextmanager
+def observe_attention(callback: Callback) -> Iterator[None]:
+    """Call callback(module, query, key, value, mask, scale, sinks) before the attention of every
+    dense or ragged layer; layers with a window are not shown. `observe_layers` is easier to use.
+
+    Args:
+        callback: Gets the module, the query (B, H*G, Q, D), key and value, the mask, the scale, and
+            the logits of sinks (H*G,), or None in models without them. Dense key and value are (B,
+            H, K, D), and a tensor (B, Q, H*G, D) that the callback returns replaces the result.
+            For a ragged layer both are that layer, and its result is computed in any case.
+    """
+    with _set_variable(_callback, callback):
+        yield
+
+
+@contextmanager
+def force_backend(backend: str) -> Iterator[None]:
+    """Force one of BACKENDS for ragged layers, instead of the one that `choose_backend` picks."""
+    if backend not in BACKENDS:
+        raise RestoreKVError(
+            f"There is no attention backend {backend!r} here; use one of {', '.join(BACKENDS)}."
+        )
+    with _set_variable(_backend, backend):
+        yield
+
+
+@contextmanager
+def inspect_attention(
+    on_call: Callable[..., object], on_mask: Callable[[Tensor, Callable], object]
+) -> Iterator[None]:
+    """Show every call of `attend_layer`, and every mask that transformers makes.
+
+    Of a `FlatLayer` the calls for its ragged parts are shown, and nothing else of it.
+
+    Args:
+        on_call: Gets (module, query, key, value, mask, scale, options) before the attention.
+        on_mask: Gets (mask, function), the function that the mask is made from.
+    """
+    with _set_variable(_inspectors, (on_call, on_mask)):
+        yield
+
+
+@contextmanager
+def suspend_overrides() -> Iterator[None]:
+    """Run the block, such as a self-test, without the observer, the backend and the inspectors that
+    outer blocks have set.
+    """
+    with (
+        _set_variable(_callback, None),
+        _set_variable(_backend, None),
+        _set_variable(_inspectors, None),
+    ):
+        yield
+
+
+@contextmanager
+def _set_variable(variable: ContextVar, value: object) -> Iterator[None]:
+    """Set a variable in the block.
+
+    torch.compile cannot read a ContextVar, so it is read only while some block is open.
+    """
+    token = variable.set(value)
+    _set_names.append(variable.name)
+    try:
+        yield
+    finally:
+        _set_names.remove(variable.name)
+        variable.reset(token)
+
+
+def _get_variable(variable: ContextVar) -> Any:
+    """Return the value that an open block has set, or None."""
+    return variable.get() if variable.name in _set_names else None
+
+
+def get_observer() -> Callback | None:
+    """Return the callback of this thread's innermost `observe_attention` block."""
+    return _get_variable(_callback)
+
+
+def choose_backend(query: Tensor, layer: RaggedLayer) -> Backend:
+    """Return the function that answers a query (B, H, G, Q, D) from a layer.
+
+    The first rule that applies: the backend that an open `force_backend` block names; `packed` for
+    a layer of 8-bit codes; on a device that needs self-tests, the fastest of BACKENDS_BY_SPEED
+    that can answer and has passed its self-test there; elsewhere `cascade`, if it can answer; and
+    `autograd`, which has gradients everywhere.
+    """
+    name = _get_variable(_backend)
+    if name is not None:
+        if self_tests.needs_self_test(query.device):
+            self_tests.require_self_test(name, *self_tests.get_self_test_key(query))
+        return BACKENDS[name]
+    if packed.is_packed(layer):
+        return packed.attend_ragged
+    if self_tests.needs_self_test(query.device):
+        return _choose_tested(query, layer)
+    if cascade.can_answer(query, layer):
+        return cascade.attend_ragged
+    return autograd.attend_ragged
+
+
+def _choose_tested(query: Tensor, layer: RaggedLayer) -> Backend:
+    """Return the fastest backend that can answer and has passed its self-test on that device."""
+    for name, module in BACKENDS_BY_SPEED.items():
+        can_answer = getattr(module, "can_answer", None)  # backends without it always can
+        if can_answer is not None and not can_answer(query, layer):
+            continue
+        if self_tests.passed_self_test(name, *self_tests.get_self_test_key(query)):
+            return module.attend_ragged
+    raise RestoreKVError(
+        f"{self_tests.describe_device(query.device)} computes attention wrongly even with "
+        f"PyTorch's own operations; use another device, and {self_tests.REPORT}."
+    )
+
+
+def store_context(cache: RaggedCache, storage: str, groups: int) -> None:
+    """Store the context of a cache as `storage` says: "model" leaves it, "int8" and "fp8" pack it.
+
+    What layers with a window hold of it stays in the model's dtype. A device that fails the
+    self-test of packing gets rows that the CPU has packed.
+    """
+    first = cache.full_attention[0]
+    head_dim = first.restore_keys.shape[-1]
+    if (
+        storage == "model"
+        or not self_tests.needs_self_test(first.device)
+        or self_tests.passed_self_test(
+            storage, first.device, first.heads, groups, head_dim, first.dtype
+        )
+    ):
+        cache.quantize(storage)
+        return
+    for layer in cache.full_attention:
+        keys, values = quantized.quantize(
+            layer.context_keys[:].cpu(), layer.context_values[:].cpu(), layer.bounds, storage
+        )
+        layer.context_keys = keys.to(first.device)
+        layer.context_values = values.to(first.device)
+
+
+def _unpack_for_call(query: Tensor, layer: RaggedLayer) -> RaggedLayer:
+    """Return a layer for one call, unpacked where the backend cannot read an 8-bit context.
+
+    A device that fails the self-test of 8 bits gets numbers that the CPU has unpacked.
+    """
+    if not packed.is_packed(layer):
+        return layer
+    storage = _get_storage(layer)
+    if self_tests.needs_self_test(query.device) and not self_tests.passed_self_test(
+        storage, *self_tests.get_self_test_key(query)
+    ):
+        return packed.unpack_layer(layer, torch.device("cpu"))
+    if _should_unpack_at_once(layer):
+        return packed.unpack_layer(layer)
+    return layer
+
+
+def _get_storage(layer: RaggedLayer) -> str:
+    """Return the name of a packed layer's storage."""
+    keys, _ = packed.get_packed_rows(layer)
+    for name, dtype in quantized.STORAGE_DTYPES.items():
+        if dtype == keys.codes.dtype:
+            return name
+    raise ValueError(f"no storage has codes of {keys.codes.dtype}")
+
+
+def plan_kernels(layers: Sequence[RaggedLayer]) -> None:
+    """Make the GPU backend's work lists for all layers, before a CUDA graph records a step."""
+    if triton_attend is not None and layers[0].device.type == "cuda":
+        tiles.plan_tiles(layers)
+
+
+def _should_unpack_at_once(layer: RaggedLayer) -> bool:
+    """Return whether to unpack a whole 8-bit context at once.
+
+    A forced backend reads no 8 bits. On a GPU the kernel is faster than `packed`, if the unpacked
+    context fits into MAX_COPY_BYTES.
+    """
+    if _get_variable(_backend) is not None:
+        return True
+    keys, _ = packed.get_packed_rows(layer)
+    nbytes = 2 * keys.codes.numel() * layer.dtype.itemsize
+    return layer.device.type != "cpu" and nbytes <= MAX_COPY_BYTES
+
+
+def attend_layer(
+    module: nn.Module,
+    query: Tensor,
+    key: AttentionInput | SlidingLayer | MultiContextLayer | FlatLayer,
+    value: AttentionInput | SlidingLayer | MultiContextLayer | FlatLayer,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute a layer's attention, with the signature of transformers' AttentionInterface.
+
+    Args:
+        module: The attention layer.
+        query: (B, H*G, Q, D), after RoPE.
+        key: (B, H, K, D), or a layer of one of our caches, which holds keys and values.
+        value: (B, H, K, D), or the same layer.
+        attention_mask: (B or 1, 1, Q, K) bool of what a query sees, or None for a causal mask; for
+            a ragged layer, K counts the pairs of its tail alone.
+        dropout: For dense keys and values alone.
+        scaling: The factor of the logits, D^-0.5 by default.
+        **kwargs: What the module hands to transformers' own functions. Of these, `s_aux` (H*G,) are
+            the logits of the model's sinks.
+
+    Returns:
+        (B, Q, H*G, D), and None in place of the weights.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    sinks = kwargs.get("s_aux")
+    if isinstance(key, FlatLayer):
+        return _attend_flat(module, query, key, scale, sinks), None
+    inspectors = _get_variable(_inspectors)
+    if inspectors is not None:
+        on_call, _ = inspectors
+        on_call(module, query, key, value, attention_mask, scale, kwargs)
+    if isinstance(key, MultiContextLayer):
+        return _attend_multi_context(module, query, key, attention_mask, scale, sinks), None
+    if isinstance(key, SlidingLayer):
+        return _attend_sliding(query, key, attention_mask, scale, kwargs), None
+    callback = _get_variable(_callback)
+    replacement = None
+    if callback is not None:
+        replacement = callback(module, query, key, value, attention_mask, scale, sinks)
+    # Over a ragged layer the callback observes, and replaces nothing.
+    if isinstance(key, RaggedLayer):
+        return _attend_ragged(query, key, attention_mask, scale, kwargs), None
+    if replacement is not None:
+        return replacement, None
+    assert isinstance(value, Tensor), "dense keys come with dense values"
+    return _attend_dense(module, query, key, value, attention_mask, dropout, scale, kwargs), None
+
+
+def _attend_flat(
+    module: nn.Module, query: Tensor, layer: FlatLayer, scale: float, sinks: Tensor | None
+) -> Tensor:
+    """Return the attention (1, Q, H*G, D) of rows of several questions, which lie end to end: each
+    part of the rows has its own cache.
+    """
+    results = []
+    for part_layer, part_query, mask in layer.split_query(query):
+        result = _attend_part(module, part_query, part_layer, mask, scale, sinks)
+        results.append(result.flatten(0, 1))
+    joined = results[0] if len(results) == 1 else torch.cat(results)
+    return joined[None]
+
+
+def _attend_multi_context(
+    module: nn.Module,
+    query: Tensor,
+    layer: MultiContextLayer,
+    attention_mask: Tensor | None,
+    scale: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Return the attention (B, Q, H*G, D) of a batch whose rows belong to several documents."""
+    results = []
+    for part_layer, part_query, mask in layer.split_query(query, attention_mask):
+        results.append(_attend_part(module, part_query, part_layer, mask, scale, sinks))
+    return torch.cat(results)
+
+
+def _attend_ragged(
+    query: Tensor,
+    layer: RaggedLayer,
+    attention_mask: Tensor | None,
+    scale: float,
+    options: dict[str, Any],
+) -> Tensor:
+    """Return the attention (B, Q, H*G, D) of a ragged layer, which a backend computes."""
+    window = options.get("sliding_window")
+    if window is not None and attention_mask is None and layer.get_seq_length() > window:
+        # model.generate over a fork comes here; the package's own loops refuse before.
+        raise ModelError(
+            f"Every layer of the model sees {window:,} positions, and the cache has "
+            f"{layer.get_seq_length():,} with the question; ask a shorter question, or compress "
+            "less of the text (on_long_text='cut')."
+        )
+    sinks = options.get("s_aux")
+    grouped = query.unflatten(1, (layer.heads, -1))
+    unpacked = _unpack_for_call(grouped, layer)
+    backend = choose_backend(grouped, unpacked)
+    # Few models have sinks, and a backend is called without them otherwise.
+    sink_arguments = () if sinks is None else (group_sinks(sinks, layer.heads),)
+    result = backend(grouped, unpacked, attention_mask, scale, *sink_arguments)
+    return result.flatten(1, 2).transpose(1, 2).contiguous()
+
+
+def _attend_dense(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scale: float,
+    options: dict[str, Any],
+) -> Tensor:
+    """Return the attention (B, Q, H*G, D) of dense keys and values, as transformers computes it."""
+    sinks = options.get("s_aux")
+    if sinks is not None:
+        if attention_mask is None and query.shape[-2] > 1:
+            causal = reference.make_causal_mask(query.shape[-2], key.shape[-2], query.device)
+            attention_mask = causal[None, None]
+        result = attend_with_sinks(query, key, value, attention_mask, scale, sinks, dropout)
+        return result.transpose(1, 2).contiguous()
+    if attention_mask is not None and _can_use_grouped_sdpa(query, dropout, options):
+        result = sdpa(query, key, value, attn_mask=attention_mask, scale=scale, enable_gqa=True)
+        return result.transpose(1, 2).contiguous()
+    result, _ = sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **options
+    )
+    return result
+
+
+def _attend_part(
+    module: nn.Module,
+    query: Tensor,
+    layer: RaggedLayer | SlidingLayer,
+    mask: Tensor | None,
+    scale: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Return the attention (B, Q, H*G, D) of one document's rows, under a mask that we made."""
+    if isinstance(layer, SlidingLayer):
+        result = sliding.attend_rows(query, layer, mask, scale, sinks)
+        return result.transpose(1, 2).contiguous()
+    result, _ = attend_layer(module, query, layer, layer, mask, scaling=scale, s_aux=sinks)
+    return result
+
+
+def _attend_sliding(
+    query: Tensor, layer: SlidingLayer, mask: Tensor | None, scale: float, options: dict[str, Any]
+) -> Tensor:
+    """Return the attention (B, Q, H*G, D) of a layer with a window in a pass of any kind."""
+    named = options.get("sliding_window")
+    if named is not None and named != layer.window:
+        raise ModelError(
+            f"The cache was made for a window of {layer.window:,} positions, and the layer has "
+            f"{named:,}; compress the text again."
+        )
+    # A static tail belongs to a loop of ours, whose mask says which columns are written.
+    attend = sliding.attend_rows if layer.static else sliding.attend_sequence
+    result = attend(query, layer, mask, scale, options.get("s_aux"))
+    return result.transpose(1, 2).contiguous()
+
+
+def _can_use_grouped_sdpa(query: Tensor, dropout: float, options: dict[str, object]) -> bool:
+    """Return whether SDPA can read a KV head once for all its query heads under a mask.
+
+    Its CPU kernel can. The result is the same; transformers copies keys and values for every query
+    head.
+    """
+    if options.get("softcap") is not None or options.get("position_bias") is not None:
+        return False
+    return query.device.type == "cpu" and not torch.is_grad_enabled() and not dropout
+
+
+def install_attention(model: PreTrainedModel) -> None:
+    """Route every attention layer of `model` through `attend_layer`.
+
+    Dense layers give the same result as with SDPA.
+    """
+    if model.config._attn_implementation == NAME:
+        return
+    try:
+        model.set_attn_implementation(NAME)
+    except ValueError as error:
+        raise ModelError(
+            f"{type(model).__name__} does not support other attention functions (transformers' "
+            "AttentionInterface); use another model."
+        ) from error
+
+
+def make_mask(*args: Any, **options: Any) -> Tensor | None:
+    """Return transformers' mask for SDPA, with the signature of AttentionMaskInterface.
+
+    Inside an `inspect_attention` block, plain causal masks are made too; otherwise they are
+    skipped, because SDPA does not need them.
+    """
+    inspectors = _get_variable(_inspectors)
+    if inspectors is None:
+        return sdpa_mask(*args, **options)
+    options["allow_is_causal_skip"] = False
+    mask = sdpa_mask(*args, **options)
+    _, on_mask = inspectors
+    on_mask(mask, options.get("mask_function", causal_mask_function))
+    return mask
+
+
+AttentionInterface.register(NAME, attend_layer)
+AttentionMaskInterface.register(NAME, make_mask)
