@@ -1,4 +1,4 @@
-"""The plain road from a context to a small cache: it holds the full cache on the way.
+"""The standard path from a context to a small cache: it holds the full cache on the way.
 
     prefill and score    one pass of the model over S + T columns, and scores (L, H, T) of all pairs
     restore pass         n more columns over the full cache (Eq. 5); of an adapter that knows the
@@ -6,7 +6,7 @@
     evict                B = floor(r * T_b * L * H); the B - n*L*H best pairs stay (Eqs. 1-3, 6)
 
 The first two are expensive and do not depend on the ratio. `evict` chooses pairs and gathers them.
-streaming.py is the other road, which never holds the full cache.
+streaming.py is the other path, which never holds the full cache.
 """
 
 from __future__ import annotations
