@@ -178,7 +178,7 @@ def add_adapter(
         budget: Without restore tokens.
         model: The model that will answer.
         context: The tokenized context.
-        identity: Of the model.
+        identity: The identity of the model.
 
     Returns:
         The compressor, with the adapter if there is something to restore, and the budget.

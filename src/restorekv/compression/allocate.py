@@ -191,7 +191,7 @@ def split_by_shares(pairs: int, shares: tuple[Fraction, ...], capacity: int) -> 
 
     Args:
         pairs: How many there are in all.
-        shares: Of each head, adding up to nearly 1.
+        shares: The share of each head; they add up to nearly 1.
         capacity: How many pairs a head can take at most.
     """
     # Shares of a file add up to 1 only nearly; dividing by their sum makes the counts add up.

@@ -79,7 +79,7 @@ def make_store(
     Args:
         count: L, the number of layers.
         size: (H, columns, D) of a layer's keys.
-        dtype: Of the numbers.
+        dtype: The dtype of the numbers.
         device: Where the model is.
         streams: Copy on a second stream, if the device has one.
     """

@@ -86,7 +86,7 @@ class ActiveQuestion:
         context: The ids of its documents.
         prompt: The ids (q,) that the model reads after them.
         choosers: Of each answer's tokens; they collect the answer, too.
-        cost: Of the documents' caches.
+        cost: What the documents' caches cost.
         started: When it was begun, on `time.perf_counter`.
         first: When its first token was written; 0 before that.
         computed: Tokens of the documents that came from no cache.

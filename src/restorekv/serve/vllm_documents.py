@@ -65,8 +65,8 @@ class DocumentForm(ABC):
         """Return vLLM's kv_transfer_config.
 
         Args:
-            folder: Of the files.
-            fingerprint: Of the weights that documents must have been made with.
+            folder: The folder of the files.
+            fingerprint: The fingerprint of the weights that documents must have been made with.
             memory: Bytes of documents that each worker holds.
         """
 
@@ -76,9 +76,9 @@ class DocumentForm(ABC):
 
         Args:
             config: vLLM's.
-            folder: Of the files.
-            fingerprint: Of the model's weights.
-            ids: Of the prompt.
+            folder: The folder of the files.
+            fingerprint: The fingerprint of the model's weights.
+            ids: The prompt's ids.
         """
 
 

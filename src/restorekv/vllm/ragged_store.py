@@ -40,7 +40,7 @@ class RaggedStore(DocumentStore):
         """Return the document or the composition that a prompt asks; None if it asks neither.
 
         Args:
-            ids: Of the prompt.
+            ids: The prompt's ids.
             wanted: The name of the document or composition, or of the document's file.
 
         Raises:
