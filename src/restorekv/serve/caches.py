@@ -397,7 +397,7 @@ class CacheEngine(Engine, Generic[Active]):
             return context
         while True:
             with self.loading:
-                # Of two threads that want one cache, the second finds it in memory.
+                # If two threads want one cache, the second finds it in memory.
                 context = self._find_in_memory(sha256, key) or self._read_from_disk(key, sha256)
             if context:
                 return context

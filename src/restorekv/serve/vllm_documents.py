@@ -107,7 +107,7 @@ class RaggedForm(DocumentForm):
     def write_file(self, context: CompressedContext, path: Path) -> DocumentFile:
         self.check_context(context)
         context.save(path)
-        # Of the file as it is read again: its name follows from the stored tensors.
+        # From the file as it is read again: its name follows from the stored tensors.
         identity = ragged_documents.identify(open_cache_file(path))
         return DocumentFile(list(identity.ids), context.manifest.bytes_held)
 

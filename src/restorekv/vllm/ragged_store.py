@@ -90,7 +90,7 @@ class RaggedStore(DocumentStore):
         document = self._find(lambda each: each.name == name)
         if document is None:
             raise RestoreKVError(
-                f"The prompt asks several documents, of which the store does not have {name}."
+                f"The prompt asks several documents, and the store does not have {name}."
             )
         return document
 
