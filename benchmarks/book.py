@@ -151,7 +151,7 @@ def make_table(result: dict) -> Table:
         "how": lambda row: row["way"],
         "r": lambda row: row["ratio"],
         "seconds to read": lambda row: f"{row['read']:.0f}",
-        "seconds a question": lambda row: f"{row['ask'] / row['asked']:.2f}",
+        "seconds per question": lambda row: f"{row['ask'] / row['asked']:.2f}",
         "peak above weights": lambda row: f"{row['peak'] / 2**20:,.0f} MiB",
         "held": lambda row: f"{row['held'] / 2**20:,.1f} MiB",
         "numbers found": lambda row: f"{row['right']} of {row['asked']}",

@@ -29,7 +29,7 @@ def connect_ray(address: str, cpus: int, memory: int, needed: Mapping[str, float
 
     Args:
         address: "auto", "host:port", or "local", which starts one that nobody else reaches.
-        cpus: Of a cluster that is started.
+        cpus: How many CPUs a cluster gets that is started here.
         memory: Bytes of shared memory of a cluster that is started.
         needed: What a worker needs of its node, such as {"CPU": 1, "GPU": 0}.
 

@@ -62,8 +62,8 @@ class TextTooLongError(RestoreKVError):
     numbers are for callers with other fixes.
 
     Attributes:
-        tokens: Of the text.
-        positions: Of the model.
+        tokens: How many tokens the text has.
+        positions: How many positions the model has.
         room: The tokens that the text may have.
     """
 

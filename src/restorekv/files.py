@@ -397,7 +397,7 @@ def open_regular_file(path: Path, what: str, follow: bool = True) -> BufferedRea
 
 def refuse_other_kind(start: bytes, what: str) -> None:
     """Refuse a file that begins as no safetensors file does, however it was damaged: as JSON or as
-    a text. A safetensors file begins with eight bytes of a length, of which the last ones are 0.
+    a text. A safetensors file begins with a length of eight bytes; the last of them are 0.
     """
     if len(start) < 8 or 0 in start[:8]:
         return

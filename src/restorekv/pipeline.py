@@ -93,8 +93,8 @@ def compress(
     Args:
         model: The model that will answer. Its weights are not changed.
         tokenizer: Its tokenizer.
-        context: A text, the `Path` of a text, PDF, DOCX or HTML file, token ids, or messages: one
-            of the user, after one of the system if there is one.
+        context: A text, the `Path` of a text, PDF, DOCX or HTML file, token ids, or chat messages:
+            an optional system message, then one user message.
         ratio: The share of the KV pairs to hold, 0.1 unless a size is given. With ratio=1 nothing
             is lost, and adapter="auto" restores nothing.
         tokens_per_head: Instead of a ratio: how many pairs to hold per head, on average.
@@ -135,20 +135,9 @@ def compress(
     budget = make_budget(shape, tokenized, config, ratio, tokens_per_head)
     # A hash of all weights, which takes a while: only after the budget has been checked.
     identity = identify_model(model, tokenizer)
-    restore_tokens = config.restore_tokens
-    # With ratio=1 nothing is lost, so "auto" has nothing to restore, whatever its settings are.
-    if budget.ratio == 1 and adapter == "auto":
-        adapter = None
-        restore_tokens = None
-    restore_adapter = load_adapter(
-        model, adapter, compressor, restore_tokens, tokenized.between, budget.ratio, identity
+    compressor, budget = add_adapter(
+        compressor, adapter, config.restore_tokens, budget, model, tokenized, identity
     )
-    if restore_adapter:
-        budget = budget.reserve(restore_adapter.restore_tokens)
-    # A budget too small for the restore tokens keeps the whole text under on_small_budget="whole":
-    # then there is nothing to restore, although the adapter was found.
-    if restore_adapter and not budget.kept_whole:
-        compressor = compressor.with_adapter(restore_adapter)
     compressor = compressor.specialize(tokenized, budget)
 
     tokens_to_read = tokenized.positions * compressor.count_passes()
@@ -169,6 +158,46 @@ def compress(
     del prepared  # and the rest of the full cache
     trim_heap()
     return CompressedContext(model, tokenizer, tokenized, cache, manifest, compressor)
+
+
+def add_adapter(
+    compressor: Compressor,
+    adapter: RestoreAdapter | str | Path | None,
+    restore_tokens: int | None,
+    budget: Budget,
+    model: PreTrainedModel,
+    context: Context,
+    identity: ModelIdentity,
+) -> tuple[Compressor, Budget]:
+    """Load the adapter that was asked for, if any, and reserve its part of the budget.
+
+    Args:
+        compressor: What compresses, without an adapter.
+        adapter: As `compress` takes it.
+        restore_tokens: How many of its restore tokens to use; None uses all.
+        budget: Without restore tokens.
+        model: The model that will answer.
+        context: The tokenized context.
+        identity: The identity of the model.
+
+    Returns:
+        The compressor, with the adapter if there is something to restore, and the budget.
+    """
+    # With ratio=1 nothing is lost, so "auto" has nothing to restore, whatever its settings are.
+    if budget.ratio == 1 and adapter == "auto":
+        adapter = None
+        restore_tokens = None
+    restore_adapter = load_adapter(
+        model, adapter, compressor, restore_tokens, context.between, budget.ratio, identity
+    )
+    if restore_adapter is None:
+        return compressor, budget
+    budget = budget.reserve(restore_adapter.restore_tokens)
+    # A budget too small for the restore tokens keeps the whole text under on_small_budget="whole":
+    # then there is nothing to restore, although the adapter was found.
+    if not budget.kept_whole:
+        compressor = compressor.with_adapter(restore_adapter)
+    return compressor, budget
 
 
 def merge_ratios(

@@ -12,7 +12,7 @@ JSON_ELEMENTS = 1_000_000  # values and keys; a conversation has one for each to
 HEADER_BYTES = 16 << 20
 HEADER_ELEMENTS = 100_000  # a checkpoint of an adapter for 126 layers has about 40,000
 
-# Of a line of data, or of a file with all of its rows, which a user chose to train on.
+# Elements of a line of data, or of a file with all of its rows, that a user chose to train on.
 ROW_ELEMENTS = 30_000_000
 
 TEXT_BYTES = 1 << 30  # of a text to compress; a model reads less
@@ -20,7 +20,7 @@ TEXT_BYTES = 1 << 30  # of a text to compress; a model reads less
 # What a file says of a cache.
 NAME_LETTERS = 4096  # of a model, an evictor or another name
 SYSTEM_LETTERS = 1 << 20  # of a system message, which is compared and never read again
-# Of the text before every question, and of that after it; chat templates have some dozens.
+# Letters before every question, and as many after it; chat templates have some dozens.
 AROUND_LETTERS = 2000
 AROUND_TOKENS = 1024  # of the ids after every question
 POSITIONS = 1 << 24  # of a context with its offset; the longest models have 10 million

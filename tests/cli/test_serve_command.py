@@ -49,7 +49,7 @@ def test_wrong_flags(tmp_path, flags, message):
 def test_short_keys_taken_ports_and_shared_stores(tmp_path):
     (tmp_path / "keys").write_text("short\n")
     assert (
-        "write keys of at least 16, one a line"
+        "write keys of at least 16, one per line"
         in cli("serve", "--model", "tiny", "--api-key-file", tmp_path / "keys").err
     )
     with socket.socket() as taken:

@@ -194,7 +194,7 @@ def test_many_scores_are_selected_by_their_digits(monkeypatch, values):
         scores = torch.tensor(values)[torch.randint(len(values), (403,), generator=generator)]
     expected = [scores.kthvalue(len(scores) - count + 1).values for count in range(1, 404)]
     masks = [mark_highest(scores, count) for count in range(404)]
-    monkeypatch.setattr(allocate, "BLOCK", 100)
+    monkeypatch.setattr(allocate, "SCORES_AT_ONCE", 100)
     for count, value in enumerate(expected, 1):
         found = allocate.find_nth_highest(scores, count)
         assert found.dtype == torch.float32 and found.shape == () and found == value

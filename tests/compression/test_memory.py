@@ -91,7 +91,8 @@ def test_bytes_of_a_score(monkeypatch, policy, plain, last):
     """As benchmarks/performance.md says: number and marks, and a copy where the prefix has to be
     added or left out.
     """
-    monkeypatch.setattr(allocate, "BLOCK", 1 << 16)  # looked at in blocks that count for nothing
+    # Scores are read in blocks so small that they count for nothing.
+    monkeypatch.setattr(allocate, "SCORES_AT_ONCE", 1 << 16)
     prepared = scored(policy)
     pairs, full = prepared.scores.numel(), tensors(prepared.full)
     held = Held(prepared.scores, *full)

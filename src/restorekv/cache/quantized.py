@@ -125,8 +125,8 @@ def from_codes(
     """Return keys and values from the codes and scales that a file holds.
 
     Args:
-        codes: Of keys and of values, (N, D).
-        scales: Of keys and of values, in the shapes of `compute_scale_shapes`.
+        codes: The codes of keys and of values, each (N, D).
+        scales: The scales of keys and of values, in the shapes of `compute_scale_shapes`.
         bounds: Head h has the rows bounds[h]:bounds[h + 1].
         storage: "int8" or "fp8".
         dtype: The model's dtype, in which the rows are read.

@@ -23,7 +23,7 @@ def run(
     questions: Annotated[
         list[str],
         typer.Argument(
-            help="Further cache files (.rkv), then questions; - reads them from stdin, one a line."
+            help="Further cache files (.rkv), then questions; - reads stdin, one per line."
         ),
     ],
     max_new_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.")] = 128,

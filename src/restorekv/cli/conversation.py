@@ -46,7 +46,7 @@ def run_conversation(
     """
     if sys.stdin is None:
         raise RestoreKVError(
-            "The standard input is closed; type questions or pipe them in, one a line."
+            "The standard input is closed; type questions or pipe them in, one per line."
         )
     # So that a line that is not UTF-8 is refused by itself.
     cast("TextIOWrapper", sys.stdin).reconfigure(errors="surrogateescape")

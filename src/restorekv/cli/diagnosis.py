@@ -45,7 +45,7 @@ PACKAGES = (
 )
 # Seconds to wait for the hub: resolving its name can take longer than the request's own timeout.
 HUB_SECONDS = 6.0
-# The benchmark: a decode step over a context of so many tokens, of which RATIO stays, with a tail.
+# The benchmark: a decode step over a context of so many tokens at the ratio RATIO, with a tail.
 TOKENS = 8192
 TAIL = 64
 RATIO = 0.1
@@ -219,7 +219,7 @@ def time_attention(target: Target) -> dict[str, float | str]:
     """Return what `_time_step` measures, or the problem that a device has with it."""
     try:
         return _time_step(target)
-    # Of any kind: a device may compute wrongly or have too little memory.
+    # Any error: a device may compute wrongly or have too little memory.
     except Exception as error:
         return {"problem": summarize_error(error)}
 

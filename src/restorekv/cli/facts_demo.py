@@ -219,7 +219,7 @@ def tabulate_costs(texts: Sequence[ShownText], ratio: str) -> Table:
     """Return a table with a row for each cache: right answers, bytes, seconds."""
     table = Table(title=f"All texts at r = {ratio}", title_justify="left", title_style="bold")
     table.add_column("cache")
-    for name in ("right", "bytes held", "seconds to make", "seconds a question"):
+    for name in ("right", "bytes held", "seconds to make", "seconds per question"):
         table.add_column(name, justify="right", no_wrap=True)
     count = sum(len(text.questions) for text in texts)
     # Where nothing is restored there are two caches.

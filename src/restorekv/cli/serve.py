@@ -39,7 +39,7 @@ def run(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on.")] = 8080,
     api_key_file: Annotated[
-        Path | None, typer.Option(help="A file with the keys of clients, one a line.")
+        Path | None, typer.Option(help="A file with the keys of clients, one per line.")
     ] = None,
     store: Annotated[
         Path | None, typer.Option(help="The folder of documents.", show_default="restorekv-store")
@@ -293,7 +293,7 @@ def _parse_json_object(name: str, text: str) -> dict:
 
 
 def _read_keys(path: Path) -> tuple[str, ...]:
-    """Return the keys of a file, one a line."""
+    """Return the keys of a file, one per line."""
     text = read_bytes(path, f"The file {path}").decode("utf-8", "replace")
     keys = tuple(line.strip() for line in text.splitlines() if line.strip())
     if not keys:
@@ -301,6 +301,6 @@ def _read_keys(path: Path) -> tuple[str, ...]:
     if min(map(len, keys)) < SHORTEST_KEY:
         raise RestoreKVError(
             f"The file {path} has a key of {min(map(len, keys))} characters, which can be guessed; "
-            f"write keys of at least {SHORTEST_KEY}, one a line."
+            f"write keys of at least {SHORTEST_KEY}, one per line."
         )
     return keys

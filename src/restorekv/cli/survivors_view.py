@@ -21,7 +21,7 @@ from restorekv.model.prompt import hash_template
 
 SHADES = " ░▒▓█"
 STEPS = " ▁▂▃▄▅▆▇█"
-# Of cividis.
+# Colors of the map cividis.
 INKS = ("grey50", "white on #2c3e66", "white on #575c6d", "black on #a59c74", "black on #fde737")
 GONE = "·"
 

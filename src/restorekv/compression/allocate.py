@@ -6,6 +6,7 @@ does not divide, the first layers or heads get one more.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
@@ -21,8 +22,8 @@ from restorekv.errors import BudgetError, RestoreKVError
 from restorekv.files import read_json
 
 # Scores read at once; PyTorch's own selection copies all of them and as many indices.
-BLOCK = 1 << 22
-DIGIT = 1 << 16
+SCORES_AT_ONCE = 1 << 22
+RADIX = 1 << 16  # values that one digit of a 32-bit key has
 UNIFORM = "uniform"
 ROUNDING = 1e-3  # by how much the shares of a file may miss 1
 
@@ -102,12 +103,12 @@ class AdaKV(Allocation):
     def __call__(self, scores: Tensor, pairs: int) -> Tensor:
         counts = split_evenly(pairs, len(scores), scores.numel())
         return torch.stack(
-            [self.layer(layer, count) for layer, count in zip(scores, counts, strict=True)]
+            [self.mark_layer(layer, count) for layer, count in zip(scores, counts, strict=True)]
         )
 
-    def layer(self, scores: Tensor, pairs: int) -> Tensor:
-        """Keep floor(safeguard * floor(pairs / H)) of each head of (H, T), then the best of the
-        whole layer.
+    def mark_layer(self, scores: Tensor, pairs: int) -> Tensor:
+        """Return a mask of a layer's scores (H, T): of each head the best
+        floor(safeguard * floor(pairs / H)), then the best of the whole layer.
         """
         # The decimal as it was written, so that 0.2 of 5 is 1 on every machine.
         safe = floor(Fraction(str(self.safeguard)) * (pairs // len(scores)))
@@ -123,37 +124,37 @@ class HeadShares(Allocation):
     """Ranks each head alone by `shares` (L * H), layers first, or equal ones, as Attention Matching
     does.
 
-    `heads` is "uniform" or a file in the published form: one flat JSON object, {"L0H0": share,
-    ...}, the shares of all heads adding up to 1. They depend neither on the context nor on the
-    ratio.
+    `shares_file` is "uniform" or a file in the published form: one flat JSON object, {"L0H0":
+    share, ...}, the shares of all heads adding up to 1. They depend neither on the context nor on
+    the ratio.
     """
 
     name: ClassVar[str] = "heads"
 
-    heads: str = UNIFORM
+    shares_file: str = UNIFORM
     shares: tuple[Fraction, ...] = ()
 
     @classmethod
-    def of(cls, heads: str, layers: int, kv_heads: int) -> "HeadShares":
+    def of(cls, shares_file: str, layers: int, kv_heads: int) -> "HeadShares":
         """Make the allocation for "uniform" or a file, which must name exactly the heads of the
         model.
         """
-        if heads == UNIFORM:
+        if shares_file == UNIFORM:
             return cls()
-        shares = load_shares(heads)
+        shares = load_shares(shares_file)
         # The order of the flattened heads, so that shares can be zipped with them.
         names = [f"L{i}H{j}" for i, j in product(range(layers), range(kv_heads))]
         if shares.keys() != set(names):
             raise BudgetError(
-                f"{heads} has shares for {len(shares)} heads, the model has {layers} x {kv_heads}; "
-                "give a file that was made for this model."
+                f"{shares_file} has shares for {len(shares)} heads, the model has {layers} x "
+                f"{kv_heads}; give a file that was made for this model."
             )
-        return cls(heads, tuple(shares[name] for name in names))
+        return cls(shares_file, tuple(shares[name] for name in names))
 
     @property
     def spec(self) -> str:
         """The file's name, which records hold."""
-        return self.heads
+        return self.shares_file
 
     def __call__(self, scores: Tensor, pairs: int) -> Tensor:
         heads = scores.flatten(0, 1)
@@ -185,19 +186,24 @@ def split_evenly(pairs: int, parts: int, all_pairs: int) -> list[int]:
     return [whole + (part < rest) for part in range(parts)]
 
 
-def split_by_shares(pairs: int, shares: tuple[Fraction, ...], most: int) -> list[int]:
-    """Return numbers up to `most` that add up to `pairs`: floors of the shares, the rest evenly,
-    first heads first.
+def split_by_shares(pairs: int, shares: tuple[Fraction, ...], capacity: int) -> list[int]:
+    """Split `pairs` among heads by their shares, rounded down; the rest evenly, first heads first.
+
+    Args:
+        pairs: How many there are in all.
+        shares: The share of each head; they add up to nearly 1.
+        capacity: How many pairs a head can take at most.
     """
     # Shares of a file add up to 1 only nearly; dividing by their sum makes the counts add up.
     whole = sum(shares)
-    counts = [min(floor(share * pairs / whole), most) for share in shares]
+    counts = [min(floor(share * pairs / whole), capacity) for share in shares]
     # A head cannot keep more than its T columns. What it cannot take, and what rounding down left
     # over, goes to the heads with room, evenly.
     while left := pairs - sum(counts):
-        room = [head for head, count in enumerate(counts) if count < most]
-        for head, more in zip(room, split_evenly(left, len(room), most * len(shares)), strict=True):
-            counts[head] = min(counts[head] + more, most)
+        open_heads = [head for head, count in enumerate(counts) if count < capacity]
+        parts = split_evenly(left, len(open_heads), capacity * len(shares))
+        for head, more in zip(open_heads, parts, strict=True):
+            counts[head] = min(counts[head] + more, capacity)
     return counts
 
 
@@ -251,40 +257,57 @@ def mark_highest(scores: Tensor, pairs: int) -> Tensor:
 
 
 def find_nth_highest(flat: Tensor, count: int) -> Tensor:
-    """Return the `count`-th highest of values (N,) without NaN: of many float32 ones by digits,
-    without a copy.
+    """Return the `count`-th highest of values (N,) without NaN.
+
+    Of many float32 values it is found by a radix search, which needs no copy of them.
     """
     # Above a few million values two passes that tally digits need less memory than kthvalue, which
     # copies its input: 65,536 counters.
-    if flat.numel() <= BLOCK or flat.dtype != torch.float32:
+    if flat.numel() <= SCORES_AT_ONCE or flat.dtype != torch.float32:
         return flat.kthvalue(flat.numel() - count + 1).values
+
     # The key's upper 16 bits, then its lower 16 bits among the keys that share the upper ones.
-    first, left = _find_digit(flat, count, None)
-    last, _ = _find_digit(flat, left, first)
-    # The digits are those of a signed number moved up by half their range.
-    key = torch.tensor((first - DIGIT // 2) * DIGIT + last, dtype=torch.int32, device=flat.device)
-    return _to_sortable(key).view(torch.float32)
+    upper, rank = _find_nth_digit(_tally_digits(flat, _get_upper_digits), count)
+
+    def get_lower_digits(keys: Tensor) -> Tensor:
+        return keys[_get_upper_digits(keys) == upper] & (RADIX - 1)
+
+    lower, _ = _find_nth_digit(_tally_digits(flat, get_lower_digits), rank)
+    # The upper digits are those of a signed number moved up by half their range.
+    key = (upper - RADIX // 2) * RADIX + lower
+    bits = torch.tensor(key, dtype=torch.int32, device=flat.device)
+    return _to_sortable(bits).view(torch.float32)
 
 
-def _find_digit(flat: Tensor, count: int, first: int | None) -> tuple[int, int]:
-    """Return the upper 16 bits of the `count`-th highest key, or the lower ones among keys that
-    begin with `first`, and its rank among the keys that share them.
+def _tally_digits(flat: Tensor, get_digits: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return how often every digit comes up (RADIX,).
+
+    Args:
+        flat: Float32 values (N,).
+        get_digits: Returns the digits, 0 to RADIX - 1, of the sortable keys that count.
     """
-    tally = torch.zeros(DIGIT, dtype=torch.long, device=flat.device)
+    tally = torch.zeros(RADIX, dtype=torch.long, device=flat.device)
     # In parts, so that no copy of all scores exists.
-    for part in flat.split(BLOCK):
+    for part in flat.split(SCORES_AT_ONCE):
         keys = _to_sortable(part.view(torch.int32))
-        upper = (keys >> 16) + DIGIT // 2
-        digits = upper
-        if first is not None:
-            digits = keys[upper == first] & (DIGIT - 1)
-        tally += torch.bincount(digits, minlength=DIGIT)
-    # Tallies from the highest digit down: the first place at which they reach the count is the
-    # digit wanted.
-    down = tally.flip(0).cumsum(0)
-    place = int(torch.searchsorted(down, count))
-    digit = DIGIT - 1 - place
-    return digit, count - int(down[place] - tally[digit])
+        tally += torch.bincount(get_digits(keys), minlength=RADIX)
+    return tally
+
+
+def _find_nth_digit(tally: Tensor, count: int) -> tuple[int, int]:
+    """Return the digit of the `count`-th highest key, and that key's rank, from 1, among the keys
+    with this digit.
+    """
+    # Summed from the highest digit down: the first sum that reaches the count is at the digit.
+    sums = tally.flip(0).cumsum(0)
+    steps_down = int(torch.searchsorted(sums, count))
+    digit = RADIX - 1 - steps_down
+    return digit, count - int(sums[steps_down] - tally[digit])
+
+
+def _get_upper_digits(keys: Tensor) -> Tensor:
+    """Return the upper 16 bits of signed keys, moved up so that the lowest is 0."""
+    return (keys >> 16) + RADIX // 2
 
 
 def _to_sortable(bits: Tensor) -> Tensor:

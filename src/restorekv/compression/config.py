@@ -30,7 +30,7 @@ RatioOrBudget = float | str | Fraction | Budget
 RECORDED = ("prefix_policy", "on_small_budget", "allocation", "restore_from", "offset")
 
 
-# Of the settings that no list of choices checks: their types, and these in words.
+# Settings that no list of choices checks: their types, and the types in words.
 TYPES: dict[str, tuple[object, str]] = {
     "allocation": (Allocation | str, "an Allocation or its spec, such as 'global'"),
     "offset": (int, "a whole number of positions"),

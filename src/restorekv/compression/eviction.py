@@ -125,7 +125,7 @@ class Eviction(Compressor):
         """
         config = self.config
         if config.streaming is not None:
-            # A text of one part needs no streaming: the plain road scores it exactly.
+            # A text of one part needs no streaming: the standard path scores it exactly.
             parts = split_context(self.evictor, context, config.streaming)
             if len(parts) == 1:
                 config = replace(config, streaming=None)

@@ -1,4 +1,4 @@
-"""The plain road from a context to a small cache: it holds the full cache on the way.
+"""The standard path from a context to a small cache: it holds the full cache on the way.
 
     prefill and score    one pass of the model over S + T columns, and scores (L, H, T) of all pairs
     restore pass         n more columns over the full cache (Eq. 5); of an adapter that knows the
@@ -6,7 +6,7 @@
     evict                B = floor(r * T_b * L * H); the B - n*L*H best pairs stay (Eqs. 1-3, 6)
 
 The first two are expensive and do not depend on the ratio. `evict` chooses pairs and gathers them.
-streaming.py is the other road, which never holds the full cache.
+streaming.py is the other path, which never holds the full cache.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ class ScoredContext(PreparedContext):
     streaming: None = field(default=None, init=False)
     scores: Tensor
     restore_tokens: int = 0
-    # For a restore pass of every evicted cache: over that cache, or over the full one for its ratio
-    late_adapter: RestoreAdapter | None = None
+    # Its restore pass is run anew for every ratio: it reads the evicted cache, or depends on r.
+    per_ratio_adapter: RestoreAdapter | None = None
     restore_cache: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def with_restore_cache(self, adapter: RestoreAdapter) -> Self:
@@ -181,17 +181,17 @@ class ScoredContext(PreparedContext):
             )
         # Each evicted cache then gets a restore pass of its own, in `evict`.
         if self.config.restore_from == "evicted" or adapter.knows_ratio:
-            return replace(self, late_adapter=adapter, restore_tokens=adapter.restore_tokens)
-        return self._run_restore_pass(adapter)
+            return replace(self, per_ratio_adapter=adapter, restore_tokens=adapter.restore_tokens)
+        return self._with_restore_pass(adapter)
 
-    def _run_restore_pass(self, adapter: RestoreAdapter, ratio: Fraction | None = None) -> Self:
+    def _with_restore_pass(self, adapter: RestoreAdapter, ratio: Fraction | None = None) -> Self:
         """Return the same context with the restore cache of a pass over the full cache."""
         seconds = dict(self.seconds)
         # A view shares the full cache and joins one layer at a time; a ragged cache reads it in
         # place.
         cache = (
             read_only_view(self.full)
-            if self._fits_joined()
+            if self._may_join_layers()
             else RaggedCache.from_full_cache(self.full)
         )
         with time_phase(seconds, "restore"):
@@ -200,24 +200,24 @@ class ScoredContext(PreparedContext):
             self,
             restore_cache=tuple((layer.keys, layer.values) for layer in list_dense_layers(cache)),
             restore_tokens=adapter.restore_tokens,
-            late_adapter=None,
+            per_ratio_adapter=None,
             seconds=seconds,
         )
 
-    def _restore_for(self, budget: Budget) -> Self:
+    def _with_restore_pass_for(self, budget: Budget) -> Self:
         """Return the same context with the restore cache for a budget's ratio, if it is not there
         yet and the pass reads the full cache.
         """
-        adapter = self.late_adapter
+        adapter = self.per_ratio_adapter
         if adapter is None or self.config.restore_from == "evicted" or not budget.restore_tokens:
             return self
-        return self._run_restore_pass(adapter, budget.ratio)
+        return self._with_restore_pass(adapter, budget.ratio)
 
-    def _fits_joined(self) -> bool:
-        """Return whether a restore pass may copy each layer for SDPA, which gets the pairs once for
-        every query head.
+    def _may_join_layers(self) -> bool:
+        """Return whether a restore pass may join a layer's pairs with its own, which copies them.
 
-        With gradients all copies stay until the backward pass.
+        SDPA needs such a copy for every query head, and with gradients all copies stay until the
+        backward pass.
         """
         shape = CacheShape.from_model(self.model)
         layer = list_full_attention(self.full)[0]
@@ -248,7 +248,7 @@ class ScoredContext(PreparedContext):
             )
         budget = self.make_budget(budget, restore_tokens)
         budget.require_at_most(self.restore_tokens)
-        restored = self._restore_for(budget).restore_cache
+        restored = self._with_restore_pass_for(budget).restore_cache
         # From here on: choose pairs by score, gather them layer by layer, then add the restore
         # cache.
         keep = self.config.mark_kept(self.competing_scores(), budget.retained)
@@ -260,8 +260,8 @@ class ScoredContext(PreparedContext):
         cache = RaggedCache.from_kept_pairs(
             self.full, keep, tail or None, self.config.offset, consume
         )
-        if self.late_adapter and budget.restore_tokens and not restored:
-            self.late_adapter.run_restore_pass(cache, budget.restore_tokens, budget.ratio)
+        if self.per_ratio_adapter and budget.restore_tokens and not restored:
+            self.per_ratio_adapter.run_restore_pass(cache, budget.restore_tokens, budget.ratio)
             cache.commit_tail()
         # The budget is exact, in every head, layer and allocation.
         assert self.config.count_pairs(cache, self.context) == budget.pairs
@@ -274,7 +274,7 @@ class ScoredContext(PreparedContext):
         if it needs one, and of the eviction.
         """
         budget = self.make_budget(budget, restore_tokens)
-        ready = self._restore_for(budget)
+        ready = self._with_restore_pass_for(budget)
         cache, seconds = super(ScoredContext, ready).evict_timed(budget, consume=consume)
         before = self.seconds.get("restore", 0.0)
         if ready is not self:

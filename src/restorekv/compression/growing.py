@@ -197,7 +197,7 @@ class Growth:
         prefix = self.context.prefix
         layers: list[RaggedLayer | SlidingLayer] = []
         with time_phase(self.seconds, "prefill"):
-            # The tail gets all pairs of the prefix, of which some may have been evicted.
+            # The tail gets all pairs of the prefix again, since some may have been evicted.
             dense = []
             if prefix:
                 dense = list_dense_layers(prefill(self.model, self.context.ids[:, :prefix]))

@@ -258,7 +258,7 @@ class Stream:
                 cache.layers[index] = recent
                 continue
             keep_layer = next(masks)
-            # Of the tail: the prefix's columns, then this part's. What stays moves into the
+            # Columns of the tail: the prefix's, then this part's. What stays moves into the
             # context.
             heads, slots = keep_layer[:, columns].nonzero(as_tuple=True)
             new = ContextPairs(

@@ -19,7 +19,7 @@ from restorekv.errors import RestoreKVError, warn
 
 GRAM_WORDS = 13
 LEAST_COMMON = 8  # grams, below which texts have nothing in common
-# Of the polynomial that hashes a gram: an odd number with bits everywhere.
+# The base of the polynomial that hashes a gram: an odd number with bits everywhere.
 BASE = np.uint64(0x9E3779B97F4A7C15)
 # Fields of evaluation files that hold texts.
 TEXT_FIELDS = {

@@ -57,7 +57,7 @@ def make_passage_reader(license: str, per_text: Callable[[BuildConfig], int]) ->
         for number, (passage, share) in enumerate(
             cut_passages(tokenizer, text, name, config, count)
         ):
-            # Of a passage's questions, the first ones: they are about its beginning.
+            # A passage's first questions: they are about its beginning.
             first = asked[: max(round(share * len(asked)), config.questions)]
             yield add_questions(f"{name} passage {number}", passage, first, license, config)
 

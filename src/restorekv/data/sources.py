@@ -10,7 +10,7 @@ papers      arXiv papers of the Common Pile (arXiv 2506.05209, hub
             common-pile/arxiv_papers_filtered) instead of LongAlpaca's: {id, text, metadata:
             {license, ...}}, each under the license that its authors chose.
 pg19        PG-19 (arXiv 1911.05507; hub emozilla/pg19, Apache-2.0): books from before 1919, cut
-            into disjoint chunks of `config.chunk` tokens, of which up to `config.chunks` are drawn.
+            into disjoint chunks of `config.chunk` tokens; up to `config.chunks` of them are drawn.
             A chunk is tokenized again as a context, so it may have one token more or fewer (the
             paper's table: 3,071 to 3,072).
 flan        FLAN v2 within the Tulu-3 mixture (arXiv 2411.15124; hub allenai/tulu-3-sft-mixture,

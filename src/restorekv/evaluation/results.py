@@ -1,7 +1,7 @@
 """The files of a run: a folder for every cell, whose answers grow context by context.
 
 DIR/cells/<name>/cell.json      the cell and what it was made with, written first
-                 answers.jsonl  one line a context
+                 answers.jsonl  one line per context
                  seconds.jsonl  how long each context took; a file of its own, as it differs by run
                  summary.json   figures, written last: the cell is done
 DIR/set-aside/<name>-<n>/       a cell that was made with something else, where a run was told so

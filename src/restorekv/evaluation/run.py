@@ -216,7 +216,7 @@ def _run_jobs(
         # What the folder lacks, context by context; what is there is never asked again.
         missing = _find_missing(results, list(digests))
         for cell in {cell for _, cells in missing for cell in cells}:
-            # Of a finished cell whose answers were lost the summary says nothing any more.
+            # The summary of a finished cell whose answers were lost is not true any more.
             (results[cell].folder / SUMMARY).unlink(missing_ok=True)
         earlier = _find_earlier(folder, results, missing, digests)
         done = len(digests) - len(missing)

@@ -154,8 +154,8 @@ class Worker:
         """Yield every cell, the preparation that its cache is made from, the cache, and the seconds
         of both.
 
-        One restore pass serves an adapter and config, one eviction a ratio, of which every storage
-        is a copy. What several cells share is charged to the first.
+        One restore pass serves an adapter and config, one eviction serves a ratio, and every
+        storage is a copy of its cache. What several cells share is charged to the first.
         """
         prepared = self._prepare(context, only_full=all(cell.evictor == FULL for cell in cells))
         seconds = dict(prepared.seconds)

@@ -80,7 +80,7 @@ def attend_pass(
         query: (H, G, Q, D).
         own: Keys and values (H, Q, D) of the pass itself, which are seen causally.
         cached: Returns the cached keys and values (K, D) of a head.
-        scale: Of the logits.
+        scale: The factor of the logits.
         inside: The cached columns that share a softmax with the pass's own.
         on_weights: Gets the weights of that softmax in blocks; see blocked.py.
         sinks: (H, G), logits that the model adds to every softmax, or None.

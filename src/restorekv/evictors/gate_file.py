@@ -195,10 +195,10 @@ def check_shapes(name: object, kind: str, layers: Sequence[Layer], shape: CacheS
     """Check that every layer of the model has a gate of its shape.
 
     Args:
-        name: Of the gate, for messages.
+        name: What messages call the gate.
         kind: One of `gate_kinds.KINDS`.
         layers: The gate's parameters.
-        shape: Of the model.
+        shape: The shape of the model.
 
     Raises:
         GateError: If a layer is missing, or has parameters of other names or shapes.
@@ -232,7 +232,7 @@ def check_gate(
     weights of it.
 
     Args:
-        name: Of the gate, for messages.
+        name: What messages call the gate.
         gate: As read from its file.
         model: The model that it shall score for.
         kinds: Those that the evictor can use.

@@ -105,7 +105,7 @@ class KVzip(Evictor):
             # The pass's positions lie after the text, and some models change their RoPE frequencies
             # beyond a limit.
             refuse_scoring_beyond(model, full.get_seq_length() + each.ids.shape[-1])
-            # Of the scores' T columns those of this chunk, as a view that the observer writes.
+            # This chunk's columns of the scores (L, H, T), as a view that the observer writes.
             columns = scores[..., each.start - context.prefix : each.end - context.prefix]
 
             # As defaults, since the loop variables of a closure would be those of the last pass.

@@ -53,7 +53,7 @@ def attend_pass(
         query: (H, G, Q, D).
         own: Keys and values (H, Q, D) of the pass itself, which are seen causally.
         cached: Keys and values (H, K, D) of the cache.
-        scale: Of the logits.
+        scale: The factor of the logits.
         sinks: The cached columns before it share a softmax with the pass's own pairs.
         start: So do those from here, at least `sinks`,
         end: To here.
@@ -109,7 +109,7 @@ def find_maxima(
         query: (H, G, Q, D).
         keys: (H, n, D).
         lse: l - log2 w (H, G, Q).
-        scale: Of the logits.
+        scale: The factor of the logits.
         own: Whether the keys are the rows' own, which earlier rows do not see.
         diagonal: Whether a row then sees its own key.
     """

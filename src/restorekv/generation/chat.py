@@ -87,7 +87,7 @@ class ChatContext(Protocol):
 
     @property
     def manifest(self) -> Any:
-        """The record of the cache, of which `system` is read."""
+        """The record of the cache; its `system` is read."""
 
     @property
     def digest(self) -> str:
@@ -626,9 +626,7 @@ def _is_saved_turn(turn: object) -> bool:
 
 
 def check_length(path: str | Path, chat: Chat) -> None:
-    """Refuse a conversation that the model would have to read beyond its positions, of which a
-    file can have any.
-    """
+    """Refuse a conversation from a file that is longer than the model's positions."""
     first = chat.document.cache.get_seq_length()
     limit = count_positions(chat.document.model.config)
     most = min(limit, POSITIONS) - first

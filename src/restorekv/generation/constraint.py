@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # allows any run of spaces and blank lines, in which a small model may lose itself to the limit. A
 # schema's own "x-guidance" goes before it.
 WHITESPACE = {"whitespace_pattern": r"( |\n {0,16})?"}
-# Of llguidance, which take a second to make.
+# llguidance's vocabularies, which take a second to make.
 VOCABULARIES: WeakKeyDictionary[Tokenizer, dict[tuple[int, tuple[int, ...]], Any]] = (
     WeakKeyDictionary()
 )

@@ -17,7 +17,8 @@ from restorekv.model.attention import self_tests
 from restorekv.model.cache_argument import pass_cache
 from restorekv.model.shape import CacheShape
 
-# Of a model's first graph: a second one shows whether positions and masks have moved.
+# Replays of a model's first graph that are checked: the second shows whether positions and masks
+# have moved.
 CHECKED_REPLAYS = 2
 GRAPHED: WeakSet[PreTrainedModel] = WeakSet()  # models whose replays were right
 # Models that cannot be captured, or whose replays were wrong.

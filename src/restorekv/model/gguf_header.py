@@ -18,13 +18,13 @@ from restorekv.size_limits import LAYERS, WIDTH
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-# Of files with all layers of the largest models: some 60 and some 2,000.
+# Limits. Files with all layers of the largest models have some 60 fields and 2,000 tensors.
 FIELDS = 10_000
 TENSORS = 1 << 16
 KEY_BYTES = 1 << 16
 TEXT_BYTES = 1 << 20
 LISTED = 4096  # elements of an array outside of the tokenizer, such as a number for each layer
-# Of an array of the tokenizer, and of all arrays; Gemma has 514,906 and 1.3 million.
+# Elements of one array of the tokenizer, and of all arrays; Gemma has 514,906 and 1.3 million.
 WORDS = 1 << 20
 ELEMENTS = 1 << 21
 DIMENSIONS = 4

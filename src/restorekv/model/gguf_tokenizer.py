@@ -24,8 +24,9 @@ NORMAL = 1
 CONTROL = 3
 USER_DEFINED = 4
 SPACE = "\u2581"  # SentencePiece's
-# Of a token of SentencePiece, and of all together: every place in a token is tried as that of a
-# merge. Gemma's longest have some 50 letters, and its 262,144 have 2 million.
+# How many letters a token of SentencePiece may have, and all tokens together: every place in a
+# token is tried as that of a merge. Gemma's longest have some 50 letters, all 262,144 have 2
+# million.
 LETTERS = 1 << 8
 ALL_LETTERS = 1 << 24
 # Words with an optional leading character, runs of {digits} digits, punctuation, line breaks, other

@@ -21,8 +21,7 @@ from restorekv.model.shape import get_backbone, list_full_layers
 
 @dataclass(frozen=True)
 class LayerView:
-    """One layer in one pass of batch 1: Q query tokens over K keys, of which the last Q are their
-    own.
+    """One layer in one pass of batch 1: Q query tokens over K keys, the last Q being their own.
 
     `layer` counts the layers that see the whole text: it is the row of the scores (L, H, T).
     hidden (Q, d) is the input of the attention module, after the input norm; query (H, G, Q, D) is

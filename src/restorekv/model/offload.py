@@ -79,7 +79,7 @@ def make_store(
     Args:
         count: L, the number of layers.
         size: (H, columns, D) of a layer's keys.
-        dtype: Of the numbers.
+        dtype: The dtype of the numbers.
         device: Where the model is.
         streams: Copy on a second stream, if the device has one.
     """
@@ -97,7 +97,7 @@ class OffloadedLayer(DynamicLayer):
     """A dense layer whose keys and values are loaded when they are read; it can only grow or be
     released.
 
-    `room` (2, 1, H, columns, D) is the memory for its pairs, of which `length` columns are used.
+    `room` (2, 1, H, columns, D) is the memory for its pairs; the first `length` columns are used.
     """
 
     def __init__(self, store: OffloadStore, index: int) -> None:

@@ -77,7 +77,7 @@ def make_full_cache(model: PreTrainedModel, margin: int = 0) -> DynamicCache:
 def make_empty_cache(model: PreTrainedModel) -> RaggedCache:
     """Return the ragged cache of a context without tokens, to which passes append from position 0.
 
-    A pass over one token, of which nothing is kept, gives the shapes of all layers.
+    A pass over one token gives the shapes of all layers; nothing of it is kept.
     """
     full = prefill(model, torch.zeros(1, 1, dtype=torch.long))
     layers = list_dense_layers(full)

@@ -35,7 +35,7 @@ class SplitFile:
     Attributes:
         model: The model's name in this package.
         package: The one to install, which brings those of the parts.
-        version: Of the package and its parts.
+        version: The version of the package and its parts.
         file: The name of the whole file.
         sha256: Of the whole file, as hex digits.
         parts: In the order of their bytes.

@@ -178,7 +178,7 @@ class RestoreAdapter(nn.Module):
             model: The model that it was trained for.
             name: A folder or a hub id.
             evictor: The spec of the evictor that it will be used with.
-            revision: Of the hub's repository.
+            revision: A revision of the hub's repository.
             token: For a private repository.
             cache_dir: Where the hub's client keeps the files; its own cache unless given.
             identity: The model's, where it is known already.
@@ -327,7 +327,7 @@ class RestoreAdapter(nn.Module):
             ratio_range: The least and the largest ratio.
             allocation: Which pairs competed.
             restore_from: What the restore pass read, "full" or "evicted".
-            settings: Of the training.
+            settings: The settings of the training.
             data: One row for each source.
             license: By the hub's name; unless given, it is inherited from the data and from an
                 adapter that was non-commercial before.
@@ -487,8 +487,8 @@ class RestoreAdapter(nn.Module):
         Args:
             repo: The name of the repository, OWNER/NAME.
             private: Whether only the owner may see the repository.
-            token: Of the hub; that of `hf auth login` unless given.
-            dtype: Of the LoRA weights in the file.
+            token: A token for the hub; the one of `hf auth login` unless given.
+            dtype: The dtype of the LoRA weights in the file.
             license: By the hub's name; the recorded one unless given.
             commit_message: The message of the commit.
 

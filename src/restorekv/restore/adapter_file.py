@@ -49,7 +49,7 @@ class AdapterCard:
     """The record of what an adapter was made for; a field is None where nobody recorded it.
 
     Attributes:
-        settings: Of the training.
+        settings: The settings of the training.
         data: One row per source with source, examples, contexts, license and more.
         results: One row per measurement with benchmark, ratio, base, restored, full and more.
         source: The published adapter that this one is a copy of.

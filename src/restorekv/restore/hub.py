@@ -47,7 +47,7 @@ def fetch_adapter(
 
     Args:
         name: A folder, a hub id, or MODEL:NAME for an adapter that ships, such as smollm2:kvzip.
-        revision: Of the hub's repository; a folder has none.
+        revision: A revision of the hub's repository; a folder has none.
         token: For a private repository.
         cache_dir: Where the hub's client keeps the files; its own cache unless given.
 

@@ -101,7 +101,7 @@ def combine_licenses(licenses: Iterable[str]) -> str:
     """
     names = set(licenses)
     restrictive = names - PERMISSIVE
-    # Of several that forbid commercial use, the last by name, so that the answer does not depend on
+    # If several forbid commercial use, the last by name, so that the answer does not depend on
     # the order.
     non_commercial = sorted(filter(forbids_commercial_use, restrictive))
     if non_commercial:

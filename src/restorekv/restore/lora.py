@@ -145,7 +145,7 @@ def attach_lora(
     finally:
         for parameter, flag in flags:  # PEFT freezes what it finds
             parameter.requires_grad_(flag)
-    # Of LoraLayer's subclasses, which are modules; PEFT's LoraLayer itself is not.
+    # Subclasses of LoraLayer, which are modules; PEFT's LoraLayer itself is not.
     layers: dict[str, Any] = {
         path: module for path, module in adapted.named_modules() if isinstance(module, LoraLayer)
     }

@@ -197,7 +197,7 @@ def push_adapter(
         repo: The name of the repository, OWNER/NAME.
         stored: The adapter.
         private: Whether only the owner may see the repository.
-        token: Of the hub; that of `hf auth login` unless given.
+        token: A token for the hub; the one of `hf auth login` unless given.
         license: The publisher's; the record decides unless given.
         readme: A card of the user's own, in place of a generated one.
         commit_message: The message of the commit.

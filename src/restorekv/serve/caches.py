@@ -86,7 +86,7 @@ class ActiveQuestion:
         context: The ids of its documents.
         prompt: The ids (q,) that the model reads after them.
         choosers: Of each answer's tokens; they collect the answer, too.
-        cost: Of the documents' caches.
+        cost: What the documents' caches cost.
         started: When it was begun, on `time.perf_counter`.
         first: When its first token was written; 0 before that.
         computed: Tokens of the documents that came from no cache.
@@ -397,7 +397,7 @@ class CacheEngine(Engine, Generic[Active]):
             return context
         while True:
             with self.loading:
-                # Of two threads that want one cache, the second finds it in memory.
+                # If two threads want one cache, the second finds it in memory.
                 context = self._find_in_memory(sha256, key) or self._read_from_disk(key, sha256)
             if context:
                 return context

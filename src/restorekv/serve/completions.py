@@ -165,7 +165,7 @@ async def stream_text(pending: PendingAnswer, request: CompletionRequest) -> Asy
             chunk.restorekv = replies.make_cost(header, reply)
             yield format_event(chunk)
         yield "data: [DONE]\n\n"
-    # Of any kind, such as a lack of memory: the status has been sent, so the stream itself must say
+    # Any error, such as a lack of memory: the status has been sent, so the stream itself must say
     # what went wrong.
     except Exception as error:
         yield format_event(schemas.make_problem("server_error", explain_error(error)))
@@ -236,7 +236,7 @@ def list_logprobs(
         offsets.append(offset)
         texts_of_top: dict[str, float] = {}
         for other, each in top.items():
-            # Of tokens that look alike, such as parts of characters, the likeliest counts.
+            # Tokens may look alike, such as parts of characters; the likeliest of them counts.
             texts_of_top.setdefault(str(tokenizer.decode([other])), each)
         likeliest.append(texts_of_top)
         offset += len(text)

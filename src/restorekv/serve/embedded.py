@@ -197,7 +197,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
 
     def _get_empty_cache(self) -> RaggedCache:
         """Return the cache of a context without tokens."""
-        # Of several questions that come first at once, one makes it.
+        # If several questions come first at once, one of them makes it.
         with self.beginning:
             if self.empty_cache is None:
                 self.empty_cache = make_empty_cache(self.model)

@@ -85,9 +85,9 @@ PART_IDLE = frozenset({"annotations", "detail", "id", "index", "logprobs"})
 PART_REFUSED: Refused = {
     "file_url": ((), "this server fetches nothing; upload the file"),
 }
-# Of the file in a part: litellm says its kind, which its name or its data: URL says here.
+# Fields of the file in a part: litellm says its kind, which its name or its data: URL says here.
 FILE_IDLE = frozenset({"format"})
-# Of a schema: every answer follows it strictly.
+# Fields of a schema: every answer follows it strictly.
 FORMAT_IDLE = frozenset({"description", "name", "strict"})
 STREAM = frozenset({"include_usage", "include_obfuscation"})
 

@@ -61,7 +61,7 @@ class Guard:
 
     Args:
         app: What answers.
-        keys: Those of clients; none are needed where there are none.
+        keys: The keys that clients may use; an empty list asks for none.
         largest: Bytes of a body.
         open_paths: Paths that are asked without a key.
         open_requests: Where requests are noted while they are answered.
@@ -339,10 +339,10 @@ def make_problem_response(
     """Return an error as OpenAI's API writes it.
 
     Args:
-        status: Of the response.
+        status: The status of the response.
         message: What is wrong, and how to mend it.
         code: OpenAI's name for it.
-        headers: Of the response.
+        headers: The headers of the response.
         param: The field of the request that is at fault.
     """
     kind = "server_error" if status >= 500 else KINDS.get(status, "invalid_request_error")

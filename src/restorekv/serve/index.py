@@ -276,7 +276,7 @@ def load_read_only(path: Path, memory: sqlite3.Connection, problem: sqlite3.Erro
     """Copy the rows of an index that cannot be written.
 
     Args:
-        path: Of the index.
+        path: The file of the index.
         memory: Where the rows go.
         problem: Why it cannot be written.
 

@@ -71,7 +71,7 @@ class Questions:
             is_gone: Returns whether the client has gone.
 
         Returns:
-            The answer, of which nothing may be written yet.
+            The answer; perhaps nothing of it is written yet.
 
         Raises:
             RestoreKVError: The request asks for what cannot be done.
@@ -269,7 +269,7 @@ async def stream_chat(pending: PendingAnswer, request: ChatRequest) -> AsyncIter
         if request.includes_usage:
             yield format_event(replies.make_usage_chunk(header, reply))
         yield "data: [DONE]\n\n"
-    # Of any kind, such as a lack of memory: the status has been sent, so the stream itself must say
+    # Any error, such as a lack of memory: the status has been sent, so the stream itself must say
     # what went wrong.
     except Exception as error:
         yield format_event(schemas.make_problem("server_error", explain_error(error)))

@@ -45,7 +45,7 @@ def make_completion(
     """Return a whole chat completion.
 
     Args:
-        header: Of the answer.
+        header: The header of the answer.
         reply: What the engine said.
         tokenizer: For the texts of tokens.
         logprobs: Whether the tokens' log-probabilities were asked for.
@@ -90,7 +90,7 @@ def make_chunk(
     """Return a piece of a streamed answer.
 
     Args:
-        header: Of the answer.
+        header: The header of the answer.
         number: Which of several answers.
         delta: What is new.
         finish: Why the answer ended, in its last piece.

@@ -225,7 +225,7 @@ async def stream_response(
             yield format_event(
                 types.ResponseCompletedEvent, "response.completed", response=response
             )
-    # Of any kind: the status has been sent, so the stream itself must say what went wrong.
+    # Any error: the status has been sent, so the stream itself must say what went wrong.
     except Exception as error:
         yield format_event(
             types.ResponseErrorEvent,

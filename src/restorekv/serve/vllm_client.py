@@ -92,11 +92,11 @@ class InProcessVllm:
 
         Args:
             model: The folder of the model.
-            dtype: That of the library's model.
+            dtype: The dtype of the library's model.
             store: The folder of documents.
-            fingerprint: Of the model's weights.
-            options: Of AsyncEngineArgs.
-            form: Of the documents.
+            fingerprint: The fingerprint of the model's weights.
+            options: Arguments for AsyncEngineArgs.
+            form: The form of the documents.
             documents_memory: Bytes of them that each worker holds.
         """
         self.longest: int | None = None

@@ -65,8 +65,8 @@ class DocumentForm(ABC):
         """Return vLLM's kv_transfer_config.
 
         Args:
-            folder: Of the files.
-            fingerprint: Of the weights that documents must have been made with.
+            folder: The folder of the files.
+            fingerprint: The fingerprint of the weights that documents must have been made with.
             memory: Bytes of documents that each worker holds.
         """
 
@@ -76,9 +76,9 @@ class DocumentForm(ABC):
 
         Args:
             config: vLLM's.
-            folder: Of the files.
-            fingerprint: Of the model's weights.
-            ids: Of the prompt.
+            folder: The folder of the files.
+            fingerprint: The fingerprint of the model's weights.
+            ids: The prompt's ids.
         """
 
 
@@ -107,7 +107,7 @@ class RaggedForm(DocumentForm):
     def write_file(self, context: CompressedContext, path: Path) -> DocumentFile:
         self.check_context(context)
         context.save(path)
-        # Of the file as it is read again: its name follows from the stored tensors.
+        # From the file as it is read again: its name follows from the stored tensors.
         identity = ragged_documents.identify(open_cache_file(path))
         return DocumentFile(list(identity.ids), context.manifest.bytes_held)
 

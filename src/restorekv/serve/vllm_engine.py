@@ -401,7 +401,7 @@ def find_model_folder(
         tokenizer: What is saved next to the copy.
         copies: Where a copy goes. It is not the store, which may come from a stranger: vLLM would
             load what is in it.
-        fingerprint: Of the model's weights, which names the copy.
+        fingerprint: The fingerprint of the model's weights, which names the copy.
     """
     origin = Path(str(model.config.name_or_path))
     if (origin / "config.json").is_file():

@@ -62,7 +62,7 @@ class Manifest:
     restore_from: str
     offset: int
     evictor: str
-    # Of the restore adapter: the fields of cache_checks.ADAPTER_ENTRIES.
+    # The record of the restore adapter: the fields of cache_checks.ADAPTER_ENTRIES.
     adapter: dict[str, Any] | None
     pairs: int  # what the budget counts: all held but, under "free", those of the prefix
     pairs_of_prefix: int  # kept pairs that came from the chat prefix
@@ -79,7 +79,7 @@ class Manifest:
     system: str  # the system message before the text, where one was given
     parts: list[int]  # tokens of each text of a context that grew or was composed
     earlier: int  # restore pairs of earlier parts in every head, among the retained pairs
-    # Of a hybrid model: the window of every layer, 0 where a layer sees the whole text and is
+    # For a hybrid model: the window of every layer, 0 where a layer sees the whole text and is
     # among the `layers` of the shape. Files of other models do not have this field.
     windows: list[int] = field(default_factory=list)
 

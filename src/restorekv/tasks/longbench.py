@@ -96,7 +96,7 @@ class LongBench(Benchmark):
     def score(self, question: Question, prediction: str) -> float:
         """Return the best over the references, for few-shot tasks of the answer's first line."""
         answer = prediction.lstrip()
-        # Few-shot answers go on with further examples, of which only the first counts.
+        # Few-shot answers go on with further examples; only the first line counts.
         if question.task in FEW_SHOT:
             answer = answer.split("\n")[0]
         metric = METRICS[question.task]

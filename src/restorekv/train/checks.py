@@ -15,7 +15,7 @@ from restorekv.train.draw import StepSample
 from restorekv.train.loss import compute_divergence, compute_hidden_divergence, run_answers
 from restorekv.train.teacher_cache import TeacherCache
 
-# Of losses, absolute and relative; else ROUNDED.
+# How far losses may differ, absolutely and relatively; ROUNDED for other dtypes.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 ROUNDED = 0.05
 

@@ -132,7 +132,7 @@ class TrainConfig:
     seed: int = setting(0, "Seed of embeddings, LoRA, order and ratios.")
     keep: int = setting(
         0,
-        "Number of contexts, each with its evictor, of which everything stays in memory.",
+        "Number of contexts, each with its evictor, whose scores and targets all stay in memory.",
     )
     checkpoint_every: int = setting(50, "Steps between checkpoints.")
 

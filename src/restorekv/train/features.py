@@ -30,8 +30,8 @@ from restorekv.seal import FileKind, Sizes, short_hash
 
 FIX = "delete that file, then use --resume"
 KIND = FileKind("restorekv-features", "2", "a file of features", FIX)
-# Of the attention inputs, which are nearly all of a file: half of float32, and precise enough to
-# learn from.
+# The dtype of the attention inputs, which are nearly all of a file: half of float32, and precise
+# enough to learn from.
 HIDDEN_DTYPE = torch.bfloat16
 Progress = Callable[[int, int, str], None]  # done, total, what
 

@@ -129,7 +129,7 @@ class Teacher:
                 states = {name: value[:, part].clone() for name, value in output.states.items()}
                 best = compute_logits(self.model, hidden).argmax(-1).cpu()
                 if {int(best[-1]), int(row[-1])} <= stops:
-                    # Of several EOS ids, the one that the teacher itself would take.
+                    # If there are several EOS ids, the one that the teacher itself would take.
                     row = torch.cat([row[:-1], best[-1:]])
                 # Greedy: every id of the answer is the likeliest one after those before it.
                 is_greedy = torch.equal(best, row[-count:])

@@ -361,7 +361,7 @@ def _are_targets(
         answer = tensors.get(f"{number}.answer", missing)
         if answer.shape != () or answer.dtype != torch.int64:
             return False
-        # Answer tokens, of which there is one at least, and one of the question before them.
+        # At least one token of the answer, and one of the question before it.
         tokens = int(answer)
         if row.ndim != 1 or not 1 <= tokens < len(row) or row.min() < 0 or row.max() >= vocabulary:
             return False

@@ -46,7 +46,7 @@ def ragged_config(
     Args:
         store: Folder of .rkv files.
         documents_memory: Bytes of documents that each worker holds at once; 1 GiB by default.
-        fingerprint: Of the model's weights; documents made with others are refused.
+        fingerprint: The fingerprint of the model's weights; documents made with others are refused.
     """
     options: dict[str, Any] = {"store": str(store)}
     if documents_memory is not None:
@@ -118,7 +118,7 @@ def prompt(
         document: A file, or one that was read; or a list of cache files, which are asked as one
             text, as `restorekv.compose` joins them.
         question: What is asked.
-        tokenizer: Of the document's model.
+        tokenizer: The tokenizer of the document's model.
         answer_prefix: How the answer begins.
         turns: Earlier questions with their answers.
     """
@@ -168,7 +168,7 @@ def chat(
     Args:
         document: As `prompt` takes it.
         question: What is asked.
-        tokenizer: Of the document's model.
+        tokenizer: The tokenizer of the document's model.
         answer_prefix: How the answer begins.
         turns: Earlier questions with their answers.
     """

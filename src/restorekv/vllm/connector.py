@@ -281,8 +281,8 @@ def write_pairs(
 
     Args:
         load: Which positions go to which blocks.
-        keys: Of the document, (L, H, m, D).
-        values: Of the document, (L, H, m, D).
+        keys: The document's keys (L, H, m, D).
+        values: The document's values (L, H, m, D).
         layers: By their number. A tensor parallel rank takes the heads that its layers have.
         block_size: Positions of a block.
     """

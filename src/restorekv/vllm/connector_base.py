@@ -35,7 +35,7 @@ def require_store(options: dict[str, Any], contents: str) -> str:
     """Return the folder of documents that a connector's options name.
 
     Args:
-        options: Of the connector.
+        options: The options of the connector.
         contents: What is in the folder, for the error.
 
     Raises:

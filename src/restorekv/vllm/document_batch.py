@@ -59,7 +59,7 @@ class DocumentBatch:
             documents: Where they lie.
             counts: Tokens that ask each.
             heads: H, KV heads of a rank.
-            device: Of the attention.
+            device: Where attention is computed.
             by_head: Which documents are attended head by head; None for none.
         """
         self.documents = list(documents)

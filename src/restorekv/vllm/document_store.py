@@ -31,13 +31,13 @@ class EngineModel:
     """What a document must have been made for to fit the engine's model.
 
     Args:
-        layers: Of the model.
+        layers: How many layers the model has.
         heads: KV heads of a layer.
-        head_dim: Of a head.
+        head_dim: The dimension of a head.
         rope: The model's RoPE.
         dtype: The engine's, to which keys and values are cast.
         vocabulary: How many token ids there are.
-        fingerprint: Of the weights; None fits any.
+        fingerprint: The fingerprint of the weights; None fits any.
     """
 
     layers: int
@@ -67,7 +67,7 @@ class EngineModel:
         """Refuse a document of another model.
 
         Args:
-            manifest: Of the document.
+            manifest: The document's manifest.
             path: Its file, for the error.
             vocabulary: From which its placeholders were drawn; None if they fit every model.
 
@@ -176,7 +176,7 @@ class DocumentStore(ABC):
         """Return the document that a prompt asks, or None for a prompt that asks none.
 
         Args:
-            ids: Of the prompt.
+            ids: The prompt's ids.
             wanted: The document's name or its file's name, if the request gives one as well.
 
         Raises:

@@ -28,7 +28,7 @@ def prefers_loop(tokens: int, document: PageTable) -> bool:
     """Whether a document is attended faster head by head than as pages.
 
     Args:
-        tokens: Of the step that ask it.
+        tokens: How many tokens of the step ask it.
         document: Where it lies.
     """
     return tokens >= FEWEST_TOKENS and tokens * document.mean_length >= LEAST_WORK
@@ -48,9 +48,9 @@ def attend_by_head(
         queries: (H * R, G, D): the R tokens of the first head, then those of the next.
         document: Where it lies.
         layer: The layer's number.
-        pages: Of the pool.
+        pages: The pool's pages.
         reader: Copies pairs out of pages.
-        scale: Of the logits.
+        scale: The factor of the logits.
 
     Returns:
         Outputs (H * R, G, D) and log-sum-exps (H * R, G) of the scaled logits, float32.

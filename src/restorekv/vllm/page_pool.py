@@ -85,7 +85,7 @@ class PagePool:
             pages: How many pages there are.
             page_size: Pairs of a page.
             head_dim: D.
-            dtype: Of keys and values.
+            dtype: The dtype of keys and values.
             device: Where the pages lie.
             writer: What puts pairs into pages, in the layout that the attention kernel reads.
         """

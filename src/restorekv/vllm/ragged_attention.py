@@ -58,7 +58,7 @@ class RaggedAttention:
 
         Args:
             config: vLLM's.
-            device: Of the attention.
+            device: Where attention is computed.
             writer: Puts pairs into pages.
             special: Whether the layer has what makes attention more than a softmax over all
                 pairs, by name.
@@ -91,7 +91,7 @@ class RaggedAttention:
         Args:
             layer: vLLM's.
             queries: (R, Hq, D).
-            kv_cache: Of the layer.
+            kv_cache: The layer's part of vLLM's cache.
             sequences: One per request.
 
         Returns:
@@ -122,7 +122,7 @@ class RaggedAttention:
         Args:
             queries: (H * R, G, D), the R tokens of every KV head together.
             document: Where it lies.
-            number: Of the layer.
+            number: The number of the layer.
 
         Returns:
             Outputs (H * R, G, D) and log-sum-exps (H * R, G) of the scaled logits, float32.

@@ -484,7 +484,7 @@ def refuse_unsupported(config: VllmConfig, cache: KVCacheConfig) -> None:
         ),
         (
             PLACEHOLDERS % block_size != 0,
-            f"with blocks of {block_size} tokens, of which {PLACEHOLDERS} is no multiple; set "
+            f"with blocks of {block_size} tokens, which do not divide {PLACEHOLDERS}; set "
             "block_size to 16, 32, 64 or 128",
         ),
     ]

@@ -135,8 +135,8 @@ def gather_pairs(
     Args:
         cache: Context and restore cache of a document.
         rope_model: Rotates keys as the engine's model does (`build_rope_model`).
-        heads: Of a tensor parallel rank.
-        dtype: Of the engine.
+        heads: How many heads a tensor parallel rank has.
+        dtype: The engine's dtype.
 
     Raises:
         RestoreKVError: The cache has a bias on its logits (Attention Matching), or numbers that

@@ -40,7 +40,7 @@ class RaggedStore(DocumentStore):
         """Return the document or the composition that a prompt asks; None if it asks neither.
 
         Args:
-            ids: Of the prompt.
+            ids: The prompt's ids.
             wanted: The name of the document or composition, or of the document's file.
 
         Raises:
@@ -90,7 +90,7 @@ class RaggedStore(DocumentStore):
         document = self._find(lambda each: each.name == name)
         if document is None:
             raise RestoreKVError(
-                f"The prompt asks several documents, of which the store does not have {name}."
+                f"The prompt asks several documents, and the store does not have {name}."
             )
         return document
 

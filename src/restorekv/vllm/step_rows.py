@@ -46,7 +46,7 @@ def find_document_rows(
 
     Args:
         documents: Name by the first block of a request.
-        first_blocks: Of every request of the step.
+        first_blocks: The first block of every request of the step.
         token_starts: The first token of every request, then the number of tokens.
         seq_lens: Tokens of every request, those of this step included.
 

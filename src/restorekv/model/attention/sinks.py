@@ -70,7 +70,7 @@ def attend_with_sinks(
             the logits, or None for everything.
         scale: The factor of the logits.
         sinks: (H * G,).
-        dropout: Of the weights.
+        dropout: The dropout rate of the attention weights.
 
     Returns:
         (B, H * G, Q, D).

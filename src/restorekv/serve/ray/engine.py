@@ -295,7 +295,7 @@ def deploy_replicas(
             folder in the store's folder on its machine.
         options: How many replicas there are, and where.
         model: The name of the model.
-        dtype: Of its weights.
+        dtype: The dtype of its weights.
         device: Where it runs.
     """
     most = max(options.replicas, options.max_replicas)

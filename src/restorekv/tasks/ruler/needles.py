@@ -35,7 +35,7 @@ NEEDLES: dict[str, NeedleSettings] = {
     "niah_multivalue": {"values": 4},
     "niah_multiquery": {"keys": 4, "queries": 4},
 }
-# Of the tasks that hide their needles in lines; the others hide them in essays.
+# What surrounds the needles, for tasks that hide them in lines; the others hide them in essays.
 HAYSTACKS = {"niah_single_1": "noise", "niah_multikey_2": "needle", "niah_multikey_3": "needle"}
 DEPTHS = [round(100 * step / 39) for step in range(40)]  # per cent, evenly spaced
 
