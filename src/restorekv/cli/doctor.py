@@ -43,7 +43,7 @@ CAPTION = (
     "8 bits explain: "
     "half a step between two codes."
 )
-# What a check runs on a CPU, which has no CUDA.
+# What a self-test runs on a CPU, which has no CUDA.
 ON_CPU = {"graph": "here the same steps, without a graph"}
 
 

@@ -1,4 +1,5 @@
-"""Small ragged inputs on which a backend of attention is compared with `reference.py` in float64.
+"""The self-test of a backend: small ragged inputs on which it is compared with reference.py in
+float64.
 
 Heads keep unequal numbers of pairs around the edges of tiles, some none. A third of the queries is
 random; the others point at one pair each, the first or last of a head or a tile, of the tail or

@@ -72,7 +72,10 @@ def save_self_test(key: Mapping[str, object], self_test: Any) -> None:
 
 @contextmanager
 def mark_self_test(key: Mapping[str, object]) -> Iterator[None]:
-    """Mark on disk that a self-test has begun, until the block ends or the process dies."""
+    """Mark on disk that a self-test has begun.
+
+    The mark is removed when the block ends, and stays if the process dies.
+    """
     _save_record(key, None)
     try:
         yield
