@@ -393,7 +393,7 @@ class CacheEngine(Engine, Generic[Active]):
         context = self._find_in_memory(sha256, key)
         if context:
             # What is asked from memory is in use on disk, too: files leave in the same order.
-            self.store.touch_cache(key)
+            self.store.find_cache_file(key)
             return context
         while True:
             with self.loading:
@@ -403,7 +403,7 @@ class CacheEngine(Engine, Generic[Active]):
                 return context
             # Fetching may take long, so it happens outside of the lock. A fetched file may be
             # damaged: then it is set aside, and the next fetch finds none.
-            if not self.store.fetch_cache(key, sha256):
+            if not self.store.fetch_if_missing(key, sha256):
                 return None
 
     def write_held_cache(self, sha256: str, variant: Variant) -> None:
@@ -475,7 +475,7 @@ class CacheEngine(Engine, Generic[Active]):
 
     def _read_from_disk(self, key: str, sha256: str) -> CompressedContext | None:
         """Return a cache from disk; set it aside and return None where it is damaged."""
-        path = self.store.touch_cache(key)
+        path = self.store.find_cache_file(key)
         if path is None:
             return None
         try:
