@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from restorekv.generation import decoding, scheduler
-from restorekv.generation.sampling import SamplingConfig, make_choosers
+from restorekv.generation.sampling import SamplingConfig, make_samplers
 from restorekv.generation.scheduler import AnswerTask, Scheduler
 from restorekv.model.prompt import encode_question
 from tests.helpers.compressing import compress_with
@@ -67,7 +67,7 @@ class Asked:
         samples = self.sampling.samples
         seeds = [self.sampling.seed + number for number in range(samples)]
         stops = decoding.get_stop_ids(self.model, self.tokenizer)
-        self.rows = make_choosers(
+        self.rows = make_samplers(
             self.sampling, self.tokenizer, [read] * samples, seeds, stops, always=True
         )
         self.made = AnswerTask(
@@ -240,10 +240,10 @@ def test_an_error_in_a_row_ends_its_own_question(world):
     def break_rows(step):
         for each in broken if step == 3 else ():
 
-            def choose(_):
+            def sample(_):
                 raise ValueError("the grammar gave up")
 
-            each.rows[-1].choose = choose
+            each.rows[-1].sample = sample
 
     run(engine, {0: every}, break_rows)
     assert [str(each.error) for each in broken] == ["the grammar gave up"] * 2

@@ -42,10 +42,10 @@ CANCELLED: ContextVar[threading.Event | None] = ContextVar("cancelled", default=
 T = TypeVar("T")
 
 
-class Chooser(Protocol):
-    """What picks the tokens of an answer."""
+class Sampler(Protocol):
+    """Chooses the tokens of one answer, greedily or at random."""
 
-    def choose(self, logits: Tensor) -> int:
+    def sample(self, logits: Tensor) -> int:
         """Return the next id; logits (V,) are the model's."""
         ...
 
@@ -62,7 +62,7 @@ def generate_ids(
     max_new_tokens: int | Sequence[int],
     first_may_stop: bool = True,
     graph: bool | None = None,
-    choosers: Sequence[Chooser] | None = None,
+    samplers: Sequence[Sampler] | None = None,
     batch: int = BATCH,
 ) -> list[Tensor]:
     """Return the ids of each answer to prompts (q,) or (1, q), with the EOS that ended it, if any.
@@ -71,7 +71,7 @@ def generate_ids(
     """
     answers: list[list[int]] = [[] for _ in prompts]
     for row, token in generate_tokens(
-        model, tokenizer, caches, prompts, max_new_tokens, first_may_stop, graph, choosers, batch
+        model, tokenizer, caches, prompts, max_new_tokens, first_may_stop, graph, samplers, batch
     ):
         answers[row].append(token)
     return [torch.tensor(answer, dtype=torch.long) for answer in answers]
@@ -85,7 +85,7 @@ def generate_tokens(
     max_new_tokens: int | Sequence[int],
     first_may_stop: bool = True,
     graph: bool | None = False,
-    choosers: Sequence[Chooser] | None = None,
+    samplers: Sequence[Sampler] | None = None,
     batch: int = BATCH,
 ) -> Iterator[tuple[int, int]]:
     """Yield the answers token by token, as (row, id). A consumer may raise or stop at any token.
@@ -97,15 +97,15 @@ def generate_tokens(
         prompts: The ids (q,) or (1, q) of the questions.
         max_new_tokens: How long an answer may be: one limit, or one for each prompt.
         first_may_stop: Whether an EOS id that comes first ends an answer; in kvpress it does not.
-        graph: Use steps of fixed shapes, on a GPU a CUDA graph; without choosers only. None does so
-            on a GPU, where there are none.
-        choosers: What chooses the tokens of each answer; None takes the likeliest ones.
+        graph: Use steps of fixed shapes, on a GPU a CUDA graph; without samplers only. None uses a
+            CUDA graph on a GPU when there are no samplers.
+        samplers: What chooses the tokens of each answer; None takes the likeliest ones.
         batch: How many answers are written at once.
     """
     # Steps of fixed shapes take the likeliest token themselves.
-    assert not (graph and choosers), "a graph has no choosers"
+    assert not (graph and samplers), "a graph has no samplers"
     if graph is None:
-        graph = not choosers and fixed_steps.can_record(model.device)
+        graph = not samplers and fixed_steps.can_record(model.device)
     prompts = [prompt.flatten().cpu() for prompt in prompts]
     limits = parse_limits(max_new_tokens, len(prompts))
     if isinstance(caches, RaggedCache):
@@ -127,7 +127,7 @@ def generate_tokens(
             stops,
             first_may_stop,
             graph,
-            choosers[part] if choosers else None,
+            samplers[part] if samplers else None,
         )
         for row, token in written:
             yield start + row, token
@@ -175,7 +175,7 @@ def decode_batch(
     stops: set[int],
     first_may_stop: bool = True,
     graph: bool = False,
-    choosers: Sequence[Chooser] | None = None,
+    samplers: Sequence[Sampler] | None = None,
 ) -> Iterator[tuple[int, int]]:
     """Yield (row, id) for every row of a batch that `pad_prompts` made; `cache` grows by all but
     each row's last token.
@@ -183,7 +183,7 @@ def decode_batch(
     `first_may_stop` is false where an EOS id that comes first ends nothing, as in kvpress. `graph`
     makes every token's step the same work, on a GPU a CUDA graph.
     """
-    groups = make_groups(cache, batch, limits, choosers)
+    groups = make_groups(cache, batch, limits, samplers)
     active = [row for group in groups for row in group.rows]
     cancelled = CANCELLED.get()
     steps = None
@@ -224,14 +224,14 @@ class ActiveRow:
     Args:
         number: The place of its prompt in the caller's list.
         limit: How many tokens it may have.
-        chooser: Picks its tokens; None takes the likeliest ones.
+        sampler: Picks its tokens; None takes the likeliest ones.
         count: How many tokens it has.
         ended: Whether it is complete.
     """
 
     number: int
     limit: int
-    chooser: Chooser | None = None
+    sampler: Sampler | None = None
     count: int = 0
     ended: bool = False
 
@@ -240,7 +240,7 @@ class ActiveRow:
         self.count += 1
         stopped = token in stops and (first_may_stop or self.count > 1)
         self.ended = (
-            stopped or self.count >= self.limit or bool(self.chooser and self.chooser.ends())
+            stopped or self.count >= self.limit or bool(self.sampler and self.sampler.ends())
         )
 
 
@@ -306,7 +306,7 @@ def make_groups(
     cache: Cache,
     batch: tuple[Tensor, Tensor, Tensor],
     limits: Sequence[int],
-    choosers: Sequence[Chooser] | None,
+    samplers: Sequence[Sampler] | None,
 ) -> list[Group[ActiveRow]]:
     """Return the rows of a batch that `pad_prompts` made, a group for each context; `cache` is
     what `fork_caches` returned.
@@ -325,8 +325,8 @@ def make_groups(
         columns = own[0].columns + width
         active = []
         for place in places:
-            chooser = choosers[place] if choosers else None
-            active.append(ActiveRow(place, limits[place], chooser))
+            sampler = samplers[place] if samplers else None
+            active.append(ActiveRow(place, limits[place], sampler))
         # The mask is as wide as the longest restore cache of the batch; this group's may be
         # shorter.
         sees = visible[part, visible.shape[1] - columns :] if hides else None
@@ -358,8 +358,8 @@ def write_tokens(
     if keep_logits:
         for group, after in zip(writing, logits.split(sizes), strict=True):
             keep_logits(group, after)
-    choosers = [row.chooser for row in active if row.chooser is not None]
-    ids, chosen = choose_ids(logits, choosers)
+    samplers = [row.sampler for row in active if row.sampler is not None]
+    ids, chosen = sample_ids(logits, samplers)
     for group, own in zip(writing, ids.split(sizes), strict=True):
         group.advance(own)
     for row, token in zip(active, chosen, strict=True):
@@ -425,14 +425,18 @@ def pad_prompts(
     return ids.to(model.device), positions.to(model.device), visible.to(model.device)
 
 
-def choose_ids(logits: Tensor, choosers: Sequence[Chooser]) -> tuple[Tensor, list[int]]:
+def sample_ids(logits: Tensor, samplers: Sequence[Sampler]) -> tuple[Tensor, list[int]]:
     """Return the next ids as a tensor (B, 1) and as numbers: the likeliest ones without
-    choosers.
+    samplers.
+
+    Args:
+        logits: (B, V), a row for each answer.
+        samplers: One for each row, or none.
     """
-    if not choosers:
+    if not samplers:
         ids, marked = find_likeliest(logits)
         return ids, to_finite_ids(marked)
-    chosen = [chooser.choose(own) for chooser, own in zip(choosers, logits, strict=True)]
+    chosen = [sampler.sample(own) for sampler, own in zip(samplers, logits, strict=True)]
     return torch.tensor(chosen, device=logits.device)[:, None], chosen
 
 

@@ -360,7 +360,7 @@ class FiniteLogits(LogitsProcessor):
 
 
 @dataclass
-class TokenChooser:
+class TokenSampler:
     """Chooses the tokens of one answer. `ids` (1, length) are all that the model has read, the
     answer included.
 
@@ -387,7 +387,7 @@ class TokenChooser:
             StoppingCriteriaList(self.sampling.criteria),
         )
 
-    def choose(self, logits: Tensor) -> int:
+    def sample(self, logits: Tensor) -> int:
         """Return the next id; logits (V,) are the model's."""
         # On the CPU, whose generator draws the same numbers whatever device the model is on.
         logits = logits.detach().cpu().float()[None]
@@ -490,24 +490,24 @@ def check_bias(bias: Mapping[int, float] | None, tokenizer: Tokenizer) -> None:
         )
 
 
-def make_choosers(
+def make_samplers(
     sampling: SamplingConfig,
     tokenizer: Tokenizer,
     read: Iterable[Tensor],
     seeds: Sequence[int],
     stops: set[int],
     always: bool = False,
-) -> list[TokenChooser] | None:
-    """Return a chooser for each row, which has read ids (1, length), or None where the likeliest
+) -> list[TokenSampler] | None:
+    """Return a sampler for each row, which has read ids (1, length), or None where the likeliest
     token is chosen.
 
-    `always` returns choosers for these, too.
+    `always` returns samplers for these, too.
     """
     if sampling.plain and not always:
         return None
     limit = tokenizer, sampling.json_schema, sampling.regex, stops
     return [
-        TokenChooser(sampling, tokenizer, ids.cpu(), seed, Constraint.make(*limit))
+        TokenSampler(sampling, tokenizer, ids.cpu(), seed, Constraint.make(*limit))
         for ids, seed in zip(read, seeds, strict=True)
     ]
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from restorekv.cache.flat import gather_rows, share_tail
 from restorekv.cache.ragged import RaggedCache
 from restorekv.generation.decoding import BATCH, ActiveRow, Group, write_tokens
-from restorekv.generation.sampling import TokenChooser
+from restorekv.generation.sampling import TokenSampler
 
 PIECE = 256  # tokens of questions that are read in one step
 SMALLEST = 32  # tokens: a smaller share is given only if it finishes the prompt, or to the oldest
@@ -39,33 +39,33 @@ def _never_cancelled() -> bool:
     return False
 
 
-class IsolatedChooser:
-    """A row's chooser whose errors end its own question and nobody else's.
+class IsolatedSampler:
+    """A row's sampler whose errors end its own question and nobody else's.
 
     Args:
-        chooser: The chooser whose errors are caught.
+        sampler: The sampler whose errors are caught.
         task: The task that an error is noted in.
         stand_in: The id that is returned after an error.
     """
 
-    def __init__(self, chooser: TokenChooser, task: AnswerTask, stand_in: int) -> None:
-        self.chooser = chooser
+    def __init__(self, sampler: TokenSampler, task: AnswerTask, stand_in: int) -> None:
+        self.sampler = sampler
         self.task = task
         self.stand_in = stand_in
 
-    def choose(self, logits: Tensor) -> int:
+    def sample(self, logits: Tensor) -> int:
         """Choose the next token, or note the error and return `stand_in`."""
         try:
             # The pass goes on for the other rows, so this one needs an id: an EOS, if there is one.
-            return self.chooser.choose(logits)
+            return self.sampler.sample(logits)
         except Exception as error:
             self.task.error = error
             return self.stand_in
 
     def ends(self) -> bool:
-        """Return whether the answer ends here: by its chooser, or by an error."""
+        """Return whether the answer ends here: by its sampler, or by an error."""
         try:
-            return self.task.error is not None or self.chooser.ends()
+            return self.task.error is not None or self.sampler.ends()
         except Exception as error:
             self.task.error = error
             return True
@@ -79,7 +79,7 @@ class AnswerTask:
         cache: The context, of which the task takes forks.
         prompt: The ids (q,) that the model reads after it.
         limit: How many tokens an answer may have.
-        choosers: One for each answer.
+        samplers: One for each answer.
         cancelled: Whether nobody waits for the answers any more; asked before every step.
         label: Whatever the caller needs to recognize the task.
     """
@@ -87,7 +87,7 @@ class AnswerTask:
     cache: RaggedCache
     prompt: Tensor
     limit: int
-    choosers: Sequence[TokenChooser]
+    samplers: Sequence[TokenSampler]
     cancelled: Callable[[], bool] = _never_cancelled
     label: object = None
     error: Exception | None = None  # of one of its rows
@@ -119,7 +119,7 @@ class AnswerTask:
     @property
     def waiting(self) -> bool:
         """Whether a sample could take a row now."""
-        may_begin = self.group and self.samples_begun < len(self.choosers)
+        may_begin = self.group and self.samples_begun < len(self.samplers)
         return self.is_prefilled and bool(self.paused or may_begin)
 
 
@@ -142,7 +142,7 @@ class Event:
         task: The task.
         sample: The number of the answer that got the token.
         token: The token, or None.
-        likely: The likeliest tokens in its place, as the row's chooser records them.
+        likely: The likeliest tokens in its place, as the row's sampler records them.
         done: Whether this is the task's last event.
         error: What ended the task, if it was an error.
     """
@@ -237,7 +237,7 @@ class Scheduler:
         """Return a new row for one of a task's answers."""
         stand_in = next(iter(self.stops), 0)
         return SampleRow(
-            sample, task.limit, IsolatedChooser(task.choosers[sample], task, stand_in), task=task
+            sample, task.limit, IsolatedSampler(task.samplers[sample], task, stand_in), task=task
         )
 
     def drop_cancelled(self, events: list[Event]) -> None:
@@ -287,9 +287,9 @@ class Scheduler:
         assert task.logits is not None, "kept when the last token of the prompt was read"
         row = self.make_row(task, task.samples_begun)
         task.samples_begun += 1
-        assert row.chooser is not None
+        assert row.sampler is not None
         # All samples of a question begin after the same logits, with random numbers of their own.
-        token = row.chooser.choose(task.logits)
+        token = row.sampler.sample(task.logits)
         row.count_token(token, self.stops)
         if not row.ended:
             source = task.get_group()
@@ -307,7 +307,7 @@ class Scheduler:
             self.joining.append(Selection(group, [0]))
         task.active_rows += 1
         # The last sample has begun; the prompt's logits and tail are not needed again.
-        if task.samples_begun == len(task.choosers):
+        if task.samples_begun == len(task.samplers):
             task.group = task.logits = None
         self.record_token(row, token, events)
 
@@ -405,7 +405,7 @@ class Scheduler:
         def keep_logits(group: Group[SampleRow], logits: Tensor) -> None:
             # Several samples begin after the same prompt, some of them in later steps.
             task = read.get(id(group))
-            if task and len(task.choosers) > 1:
+            if task and len(task.samplers) > 1:
                 task.logits = logits[0].clone()
 
         try:
@@ -450,7 +450,7 @@ class Scheduler:
         task.samples_begun = 1
         task.active_rows = 1
         row.columns = group.parts[0].columns
-        if len(task.choosers) == 1:
+        if len(task.samplers) == 1:
             task.group = None
         else:  # further samples begin from here
             parts = [share_tail(part) for part in group.parts]
@@ -473,8 +473,8 @@ class Scheduler:
         if row.ended:
             task.active_rows -= 1
             task.samples_ended += 1
-        done = task.samples_ended == len(task.choosers)
-        events.append(Event(task, row.number, token, task.choosers[row.number].likely, done))
+        done = task.samples_ended == len(task.samplers)
+        events.append(Event(task, row.number, token, task.samplers[row.number].likely, done))
         if done:
             self.end(task)
 

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import TextTooLongError
 from restorekv.generation import decoding
-from restorekv.generation.sampling import make_choosers
+from restorekv.generation.sampling import make_samplers
 from restorekv.generation.scheduler import AnswerTask, Event, Scheduler
 from restorekv.many_contexts import compose
 from restorekv.model.observer import HOOKS_LOCK
@@ -180,15 +180,15 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         sampling = question.sampling
         ids = torch.cat([context.ids[0], prompt])[None]
         seeds = [sampling.seed + number for number in range(sampling.samples)]
-        choosers = make_choosers(
+        samplers = make_samplers(
             sampling, self.tokenizer, [ids] * len(seeds), seeds, self.stops, always=True
         )
-        assert choosers is not None
+        assert samplers is not None
         return LocalQuestion(
             question=question,
             context=context,
             prompt=prompt,
-            choosers=choosers,
+            samplers=samplers,
             cost=cost,
             started=started,
             cache=cache,
@@ -263,7 +263,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
                 active.cache,
                 active.prompt,
                 question.limit,
-                active.choosers,
+                active.samplers,
                 label=active,
                 cancelled=is_cancelled,
             )
