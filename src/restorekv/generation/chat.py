@@ -306,10 +306,10 @@ class Chat:
             read = torch.cat([document.context.ids, torch.tensor([[*self.ids(), *ids]])], -1)
             sampler = TokenSampler(sampling, tokenizer, read, sampling.seed, constraint)
         start = time.perf_counter()
-        batch = decoding.pad_prompts(document.model, [self.cache], [torch.tensor(ids)])
+        prompts = decoding.pad_prompts(document.model, [self.cache], [torch.tensor(ids)])
         samplers = [sampler] if sampler else None
         steps = decoding.decode_batch(
-            document.model, self.cache, batch, [limit], stops, samplers=samplers
+            document.model, self.cache, prompts, [limit], stops, samplers=samplers
         )
         written: list[int] = []
         times: list[float] = []
