@@ -87,8 +87,8 @@ def write_tokens(
     model: PreTrainedModel, caches: list[RaggedCache], prompts: list[Tensor], count: int
 ) -> Iterator[object]:
     """So many tokens of every answer, which no EOS ends."""
-    batch = decoding.pad_prompts(model, caches, prompts)
-    return decoding.decode_batch(model, fork_caches(caches), batch, [count] * len(prompts), set())
+    padded = decoding.pad_prompts(model, caches, prompts)
+    return decoding.decode_batch(model, fork_caches(caches), padded, [count] * len(prompts), set())
 
 
 def time_answers(model: PreTrainedModel, cache: RaggedCache, job: dict) -> dict[str, float]:

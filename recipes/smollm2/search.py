@@ -430,9 +430,9 @@ def answer_document(bench: Bench, document: SourceDocument) -> dict:
     prompts = [
         encode_question(bench.tokenizer, context, question, empty=True)[0] for question in questions
     ]
-    choosers = [GreedyUntilLoop(LOOP) for _ in prompts]
+    samplers = [GreedyUntilLoop(LOOP) for _ in prompts]
     ids = generate_ids(
-        bench.model, bench.tokenizer, cache, prompts, ANSWER_TOKENS, choosers=choosers
+        bench.model, bench.tokenizer, cache, prompts, ANSWER_TOKENS, samplers=samplers
     )
     print(document.name, flush=True)
     return {

@@ -45,7 +45,7 @@ from restorekv.model.prompt import (
 )
 from restorekv.model.shape import CacheShape, get_dtype_name
 from restorekv.model.tokenize import check_model_and_tokenizer, decode_text, hash_token_names
-from restorekv.readers.extract import KINDS, extract_text
+from restorekv.readers.extract import FILE_TYPES, extract_text
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.size_limits import TEXT_BYTES
 from restorekv.storage.cache_checks import count_pairs_and_bytes
@@ -70,7 +70,7 @@ ARGUMENT_HINTS = {
 }
 USAGE = "compress(model, tokenizer, context, ratio=0.1)"
 # Endings of files that people compress.
-DOCUMENT_ENDINGS = {*KINDS, ".txt", ".md", ".rst"}
+DOCUMENT_ENDINGS = {*FILE_TYPES, ".txt", ".md", ".rst"}
 
 
 @explain_arguments(ARGUMENT_HINTS, USAGE)
@@ -267,7 +267,7 @@ def load_document(path: Path) -> str:
     """Return the text of a file by its ending: HTML, PDF or DOCX, any other as UTF-8."""
     name_in_messages = f"The file {path}"
     content = read_bytes(path, name_in_messages, TEXT_BYTES)
-    if path.suffix.lower() in KINDS:
+    if path.suffix.lower() in FILE_TYPES:
         return extract_text(str(path), content)
     return decode_text(content, name_in_messages)
 

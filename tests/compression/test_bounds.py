@@ -12,7 +12,7 @@ import torch
 from restorekv import CompressedContext, compress, load_model
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.generation import decoding, fixed_steps
-from restorekv.generation.sampling import SamplingConfig, TokenChooser
+from restorekv.generation.sampling import SamplingConfig, TokenSampler
 from restorekv.model.prompt import make_context
 from restorekv.size_limits import LARGEST_NUMBER
 from restorekv.storage.cache_checks import ContradictionError, check_scales
@@ -246,13 +246,13 @@ def test_a_step_of_fixed_work_marks_what_it_cannot_choose(opened):
 def test_one_row_without_numbers_fails_alone(tiny_tokenizer):
     """So the server ends its question, and no other of the batch."""
     rows = [
-        TokenChooser(SamplingConfig(), tiny_tokenizer, torch.ones(1, 1, dtype=torch.long), 0)
+        TokenSampler(SamplingConfig(), tiny_tokenizer, torch.ones(1, 1, dtype=torch.long), 0)
         for _ in range(2)
     ]
-    assert rows[0].choose(torch.tensor([0.0, 1.0])) == 1
+    assert rows[0].sample(torch.tensor([0.0, 1.0])) == 1
     with pytest.raises(RestoreKVError, match="not finite"):
-        rows[1].choose(torch.tensor([0.0, float("nan")]))
-    assert rows[0].choose(torch.tensor([1.0, 0.0])) == 0
+        rows[1].sample(torch.tensor([0.0, float("nan")]))
+    assert rows[0].sample(torch.tensor([1.0, 0.0])) == 0
 
 
 def test_a_conversation_longer_than_the_model_is_refused_before_it_is_read(

@@ -294,10 +294,10 @@ def test_every_license_of_the_corpus_lets_an_adapter_be_apache():
 
 
 def test_an_answer_ends_when_it_repeats_itself():
-    chooser = GreedyUntilLoop(3, ids=[1, 2, 3, 4, 1, 2])
-    assert not chooser.ends()
-    chooser.ids.append(3)
-    assert chooser.ends()
+    sampler = GreedyUntilLoop(3, ids=[1, 2, 3, 4, 1, 2])
+    assert not sampler.ends()
+    sampler.ids.append(3)
+    assert sampler.ends()
     assert (
         not GreedyUntilLoop(3, ids=[1, 1, 1]).ends() and GreedyUntilLoop(3, ids=[1, 1, 1, 1]).ends()
     )

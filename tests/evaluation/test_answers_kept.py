@@ -100,11 +100,11 @@ def test_the_interval_is_that_of_a_bootstrap_over_contexts():
 
 def test_free_answers_are_right_from_half_of_the_words():
     assert (
-        tasks.make_benchmark("xquad").right_from
-        == tasks.make_benchmark("fairytaleqa").right_from
+        tasks.make_benchmark("xquad").correct_threshold
+        == tasks.make_benchmark("fairytaleqa").correct_threshold
         == 0.5
     )
-    assert tasks.make_benchmark("ruler").right_from == 1
+    assert tasks.make_benchmark("ruler").correct_threshold == 1
 
 
 def test_kinds_of_text_and_lengths_are_told_apart():

@@ -30,12 +30,12 @@ def case(tiny_model, tiny_tokenizer):
     return tiny_model, tiny_tokenizer, contexts, prompts
 
 
-def write_alone(model, tokenizer, contexts, prompts, limits, choosers=None):
+def write_alone(model, tokenizer, contexts, prompts, limits, samplers=None):
     caches = [
         RaggedCache.from_full_cache(prefill(model, context.ids, chunk=10**6))
         for context in contexts
     ]
-    written = generate_ids(model, tokenizer, caches, prompts, limits, choosers=choosers, batch=1)
+    written = generate_ids(model, tokenizer, caches, prompts, limits, samplers=samplers, batch=1)
     return [ids.tolist() for ids in written]
 
 
@@ -47,10 +47,10 @@ def test_every_row_is_written_as_if_it_were_alone(case, most_positions):
 
 
 def test_an_answer_that_repeats_itself_ends(case):
-    watches, choosers = ([GreedyUntilLoop(2) for _ in LIMITS] for _ in range(2))
+    watches, samplers = ([GreedyUntilLoop(2) for _ in LIMITS] for _ in range(2))
     limits = [40] * len(LIMITS)
     written = generate_padded(*case, limits, watches)
-    assert [ids.tolist() for ids in written] == write_alone(*case, limits, choosers)
+    assert [ids.tolist() for ids in written] == write_alone(*case, limits, samplers)
     assert min(len(ids) for ids in written) < 40
 
 

@@ -14,7 +14,7 @@ from transformers.generation import StoppingCriteria
 
 from restorekv import ask_many, compress
 from restorekv.errors import RestoreKVError
-from restorekv.generation.sampling import SamplingConfig, SamplingOptions, TokenChooser
+from restorekv.generation.sampling import SamplingConfig, SamplingOptions, TokenSampler
 from restorekv.readers.extract import extract_text
 from tests.helpers.compressing import QUESTIONS, TEXT, make_adapter
 from tests.helpers.models import build_model
@@ -66,7 +66,7 @@ def test_draws_follow_the_distribution():
     sampling = SamplingConfig(temperature=0.8, top_k=6)
     counts = torch.zeros(7)
     for seed in range(10_000):
-        counts[TokenChooser(sampling, None, torch.tensor([[0]]), seed).choose(logits)] += 1
+        counts[TokenSampler(sampling, None, torch.tensor([[0]]), seed).sample(logits)] += 1
     expected = (logits[:6] / 0.8).softmax(-1) * 10_000
     assert counts[6] == 0
     assert ((counts[:6] - expected) ** 2 / expected).sum() < 20.5  # 5 degrees of freedom: p = 0.001

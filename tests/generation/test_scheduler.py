@@ -1,5 +1,5 @@
-"""Answers do not depend on what else runs: questions come, are read in pieces, pause, fail and
-leave at random.
+"""Answers do not depend on what else runs: questions come, are prefilled in chunks, are
+preempted, fail and leave at random.
 """
 
 import random
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from restorekv.generation import decoding, scheduler
-from restorekv.generation.sampling import SamplingConfig, make_choosers
-from restorekv.generation.scheduler import AnswerTask, Scheduler
+from restorekv.generation.sampling import SamplingConfig, make_samplers
+from restorekv.generation.scheduler import Request, Scheduler
 from restorekv.model.prompt import encode_question
 from tests.helpers.compressing import compress_with
 from tests.helpers.models import build_model
@@ -61,16 +61,16 @@ class Asked:
         self.done = None
         self.error = None
 
-    def task(self):
+    def make_request(self):
         prompt = encode_question(self.tokenizer, self.document.context, self.question)[0]
         read = torch.cat([self.document.context.ids[0], prompt])[None]
         samples = self.sampling.samples
         seeds = [self.sampling.seed + number for number in range(samples)]
         stops = decoding.get_stop_ids(self.model, self.tokenizer)
-        self.rows = make_choosers(
+        self.rows = make_samplers(
             self.sampling, self.tokenizer, [read] * samples, seeds, stops, always=True
         )
-        self.made = AnswerTask(
+        self.request = Request(
             self.document.cache,
             prompt,
             self.limit,
@@ -78,7 +78,7 @@ class Asked:
             cancelled=lambda: self.cancelled,
             label=self,
         )
-        return self.made
+        return self.request
 
     def expected(self):
         found = self.document.ask(self.question, self.limit, details=True, **self.options)
@@ -101,34 +101,35 @@ def random_question(world, chance, longest):
 
 
 def run(engine, arriving, each_step=lambda step: None, longest=2000):
-    """Admit questions at their steps and step until all is done; returns every event."""
-    events, step = [], 0
+    """Admit questions at their steps and step until all is done; returns every output."""
+    outputs, step = [], 0
     while arriving or engine.busy:
         for asked in arriving.pop(step, ()):
-            engine.admit(asked.task())
+            engine.admit(asked.make_request())
         each_step(step)
-        for event in engine.step():
-            asked = event.task.label
+        for output in engine.step():
+            asked = output.request.label
             assert asked.done is None
-            if event.token is not None:
-                asked.tokens[event.sample].append(event.token)
+            if output.token is not None:
+                asked.tokens[output.sample].append(output.token)
                 asked.first = getattr(asked, "first", step)
-            asked.error = asked.error or event.error
-            asked.done = step if event.done else None
-            events.append((step, event))
+            asked.error = asked.error or output.error
+            asked.done = step if output.done else None
+            outputs.append((step, output))
         rows = [row for group in engine.running for row in group.rows]
-        assert len(rows) <= 2 * engine.most and len(engine.tasks) <= engine.most
+        assert len(rows) <= 2 * engine.max_rows and len(engine.active_requests) <= engine.max_rows
         step += 1
         assert step < longest
     assert not engine.running and not engine.joining and not engine.active_rows
-    return events
+    return outputs
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_answers_are_the_librarys_own_whatever_joins_and_leaves(world, seed):
     chance = random.Random(seed)
-    most, piece = chance.choice((1, 2, 4, 16)), chance.choice((8, 40, 256))
-    engine = Scheduler(world[0], decoding.get_stop_ids(*world[:2]), most, piece)
+    max_rows, prefill_chunk = chance.choice((1, 2, 4, 16)), chance.choice((8, 40, 256))
+    stop_ids = decoding.get_stop_ids(*world[:2])
+    engine = Scheduler(world[0], stop_ids, max_rows, prefill_chunk)
     arriving, every = {}, []
     for _ in range(9):
         every.append(random_question(world, chance, 90))
@@ -169,12 +170,12 @@ def usual_stops(world):
 
 
 @pytest.mark.parametrize("words", [3, 120])
-def test_a_late_question_gets_its_first_token_within_three_steps_and_its_own_reading(world, words):
-    engine = scheduler_of(world, piece=64)
+def test_a_late_question_gets_its_first_token_within_three_steps_and_its_own_prefill(world, words):
+    engine = scheduler_of(world, prefill_chunk=64)
     streams = [endless(world, number % 4) for number in range(8)]
     late = endless(world, 0, words, limit=4)
     run(engine, {0: streams, 20: [late]})
-    own = -(-len(late.made.prompt) // 64)
+    own = -(-len(late.request.prompt) // 64)
     assert (own == 1) == (words == 3)
     assert late.first - 20 < 3 + own and late.done < min(each.done for each in streams)
     assert engine.longest_wait <= 3
@@ -182,36 +183,37 @@ def test_a_late_question_gets_its_first_token_within_three_steps_and_its_own_rea
         each.check()
 
 
-def test_a_long_question_costs_the_others_one_piece_a_step(world):
-    engine = scheduler_of(world, piece=32)
+def test_a_long_question_costs_the_others_one_chunk_a_step(world):
+    engine = scheduler_of(world, prefill_chunk=32)
     stream, long = endless(world, 0), endless(world, 1, words=300, limit=3)
     sizes = []
     hook = world[0].register_forward_pre_hook(
         lambda _, __, given: sizes.append(given["input_ids"].shape[1]), with_kwargs=True
     )
     with hook:
-        events = run(engine, {0: [stream], 5: [long]})
-    steps = [
-        step for step, event in events if event.task.label is stream and event.token is not None
-    ]
+        outputs = run(engine, {0: [stream], 5: [long]})
+    steps = []
+    for step, output in outputs:
+        if output.request.label is stream and output.token is not None:
+            steps.append(step)
     assert steps == list(range(len(steps))) and len(steps) > 30  # a token in every step
-    assert max(sizes) <= 32 + 2 and long.first - 5 >= len(long.made.prompt) // 32
+    assert max(sizes) <= 32 + 2 and long.first - 5 >= len(long.request.prompt) // 32
     long.check()
 
 
 def test_long_questions_starve_no_short_one_and_short_ones_no_long_one(world):
-    engine = scheduler_of(world, piece=64)
+    engine = scheduler_of(world, prefill_chunk=64)
     long = [endless(world, number % 4, words=300, limit=2) for number in range(4)]
     short = {step: [endless(world, 1, limit=2)] for step in range(2, 40)}
     run(engine, {0: long, **short})
     assert all(asked.first - step <= 3 for step, (asked,) in short.items())
-    assert long[0].first <= 2 * len(long[0].made.prompt) / 64 + 3
+    assert long[0].first <= 2 * len(long[0].request.prompt) / 64 + 3
     for each in (*long, short[9][0]):
         each.check()
 
 
 def test_samples_of_one_question_leave_rows_to_others(world):
-    engine = scheduler_of(world, most=4)
+    engine = scheduler_of(world, max_rows=4)
     many = endless(world, 0, samples=12, temperature=1.0, limit=20)
     late = [endless(world, number, limit=5) for number in range(3)]
     run(engine, {0: [many], 6: late})
@@ -221,7 +223,7 @@ def test_samples_of_one_question_leave_rows_to_others(world):
 
 
 def test_more_questions_than_rows_wait_in_line_and_begin_in_order(world):
-    engine = scheduler_of(world, most=2)
+    engine = scheduler_of(world, max_rows=2)
     every = [endless(world, number % 4, limit=6) for number in range(6)]
     run(engine, {0: every})
     firsts = [each.first for each in every]
@@ -240,10 +242,10 @@ def test_an_error_in_a_row_ends_its_own_question(world):
     def break_rows(step):
         for each in broken if step == 3 else ():
 
-            def choose(_):
+            def sample(_):
                 raise ValueError("the grammar gave up")
 
-            each.rows[-1].choose = choose
+            each.rows[-1].sample = sample
 
     run(engine, {0: every}, break_rows)
     assert [str(each.error) for each in broken] == ["the grammar gave up"] * 2
@@ -252,9 +254,9 @@ def test_an_error_in_a_row_ends_its_own_question(world):
             each.check()
 
 
-def test_what_fails_while_a_question_is_read_harms_no_other(world):
+def test_what_fails_while_a_question_is_prefilled_harms_no_other(world):
     """Such as memory that runs out."""
-    engine = scheduler_of(world, piece=32)
+    engine = scheduler_of(world, prefill_chunk=32)
     stream, long = endless(world, 0, limit=30), endless(world, 1, words=300, limit=3)
 
     def fail(_, inputs, given):
@@ -269,7 +271,7 @@ def test_what_fails_while_a_question_is_read_harms_no_other(world):
 
 def test_a_pass_that_fails_in_the_middle_is_taken_back(world):
     """Some layers have the new tokens by then, others have not."""
-    engine = scheduler_of(world, piece=32)
+    engine = scheduler_of(world, prefill_chunk=32)
     stream, long = endless(world, 2, limit=30), endless(world, 1, words=300, limit=3)
 
     def fail(_, args):
@@ -305,23 +307,23 @@ def test_logits_that_cannot_be_kept_cost_other_answers_nothing(world, monkeypatc
 def test_who_leaves_frees_memory_at_the_next_step(world):
     engine = scheduler_of(world)
     gone, stays = endless(world, 0, words=200), endless(world, 0)
-    reading, waits = endless(world, 1, words=300), endless(world, 1)
+    prefilling, waits = endless(world, 1, words=300), endless(world, 1)
 
     def leave(step):
         if step == 12:
-            for each in (gone, reading, waits):
+            for each in (gone, prefilling, waits):
                 each.cancelled = True
         if step == 14:
             widths = [group.parts[0].columns for group in engine.running]
-            assert len(engine.tasks) == 1 and max(widths) < 120
+            assert len(engine.active_requests) == 1 and max(widths) < 120
 
-    run(engine, {0: [gone, stays], 11: [reading], 12: [waits]}, leave)
-    assert gone.done == reading.done == waits.done == 12 and not waits.tokens[0]
+    run(engine, {0: [gone, stays], 11: [prefilling], 12: [waits]}, leave)
+    assert gone.done == prefilling.done == waits.done == 12 and not waits.tokens[0]
     stays.check()
 
 
 def test_rows_of_one_context_share_tails_unless_that_costs_too_much(world):
-    engine = scheduler_of(world, piece=512)
+    engine = scheduler_of(world, prefill_chunk=512)
     every = [endless(world, 0, words=3 + number) for number in range(5)]
     long = endless(world, 0, words=400)
     groups = []

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from restorekv.generation.answers import GrowingText, count_uncertain
 from restorekv.generation.decoding import decode_answer
-from restorekv.generation.sampling import SamplingConfig, TokenChooser, find_first_stop
+from restorekv.generation.sampling import SamplingConfig, TokenSampler, find_first_stop
 from restorekv.model import gguf
 from restorekv.model.load import load_tokenizer
 from restorekv.model.tokenize import TextStream, _can_stream
@@ -194,7 +194,7 @@ def test_stop_strings_are_seen_with_the_token_that_ends_them(tokenizer):
     @settings(max_examples=300, deadline=None)
     @given(ids=tokenizer.ids, stop=st.sampled_from([*STOPS[1:], ("\x20",)]))
     def check(ids: list[int], stop: tuple[str, ...]) -> None:
-        row = TokenChooser(SamplingConfig(stop=stop), tokenizer, None, 0)
+        row = TokenSampler(SamplingConfig(stop=stop), tokenizer, None, 0)
         for token in ids:
             row.answer.append(token)
             assert row.ends() == (find_first_stop(stop, tokenizer.decode(row.answer)) is not None)
@@ -212,7 +212,7 @@ def test_an_answer_is_not_decoded_from_its_start(monkeypatch):
     )
     ids = tokenizer("the red house, und das gr\u00fcne; ", add_special_tokens=False).input_ids * 10
     text = GrowingText(tokenizer, {tokenizer.eos_token_id})
-    row = TokenChooser(SamplingConfig(stop=["never"]), tokenizer, None, 0)
+    row = TokenSampler(SamplingConfig(stop=["never"]), tokenizer, None, 0)
     for token in ids:
         text.push(token)
     assert not decoded

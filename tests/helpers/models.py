@@ -98,9 +98,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def greedy(model, caches, prompts, limits, stops, graph=False) -> list[list[int]]:
     """Return the likeliest ids of each row, a cache and a prompt of ids (q,), with its last EOS."""
     answers = [[] for _ in prompts]
-    batch = decoding.pad_prompts(model, caches, prompts)
+    padded = decoding.pad_prompts(model, caches, prompts)
     for row, token in decoding.decode_batch(
-        model, fork_caches(caches), batch, limits, stops, graph=graph
+        model, fork_caches(caches), padded, limits, stops, graph=graph
     ):
         answers[row].append(token)
     return answers

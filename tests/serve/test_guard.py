@@ -377,7 +377,7 @@ def test_names_are_kept_on_one_line(client):
 
 @pytest.mark.parametrize("kind", ["unfinished comments", "a PDF bomb", "a zip bomb", "entities"])
 def test_files_that_unfold_without_end_are_refused(kind, monkeypatch):
-    monkeypatch.setattr(extract, "SECONDS", dict.fromkeys(extract.SECONDS, 2))
+    monkeypatch.setattr(extract, "CPU_SECONDS", dict.fromkeys(extract.CPU_SECONDS, 2))
     case = next(each for each in uploads.strange() if each.kind == kind)
     with pytest.raises(ValueError, match=r"too much memory|can be read"):
         extract_text(case.name.decode(), case.content)

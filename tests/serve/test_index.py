@@ -71,7 +71,7 @@ def test_changes_that_may_wait_are_written_later(store):
     with refusing(store):
         store.set_status(made, PROCESSED)
         used = on_disk(store, "select used from caches")
-        assert store.touch_cache(KEY) == store.cache_path(KEY)
+        assert store.find_cache_file(KEY) == store.cache_path(KEY)
         assert store.get_upload(made.id).status == PROCESSED
         assert on_disk(store, "select status from files") == [(UPLOADED,)]
     store.add_upload("b.txt", "user_data", io.BytesIO(b"more"))
@@ -86,7 +86,7 @@ def test_reading_writes_nothing(store):
     before = store.index.disk.total_changes
     for _ in range(3):
         assert (
-            store.find_or_fetch(KEY, SHA)
+            store.find_or_fetch_file(KEY, SHA)
             and store.has_cache(KEY)
             and not store.list_uploads()
             and store.get_upload("file-x") is None

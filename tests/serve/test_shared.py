@@ -55,9 +55,9 @@ def names(store):
 
 def test_what_one_writes_the_other_finds(two):
     one, other = two
-    assert other.find_or_fetch(KEY, SHA) is None
+    assert other.find_or_fetch_file(KEY, SHA) is None
     write(one)
-    found = other.find_or_fetch(KEY, SHA)
+    found = other.find_or_fetch_file(KEY, SHA)
     assert (
         found.read_bytes() == b"cache"
         and found.is_relative_to(other.folder)
@@ -75,11 +75,11 @@ def test_the_quota_is_the_local_folders(url, tmp_path):
     assert len(list((tmp_path / "small" / "caches").iterdir())) == 2 and not store.has_cache(
         "0" * 32
     )
-    assert store.find_or_fetch("0" * 32, SHA).read_bytes() == b"12345"
+    assert store.find_or_fetch_file("0" * 32, SHA).read_bytes() == b"12345"
     assert len(list((tmp_path / "small" / "caches").iterdir())) == 2
     write(store, b"1" * 20, "9" * 32)
     store.drop_caches(["9" * 32])
-    assert store.find_or_fetch("9" * 32, SHA) is None
+    assert store.find_or_fetch_file("9" * 32, SHA) is None
     store.close()
 
 
@@ -88,7 +88,7 @@ def test_a_deleted_document_goes_everywhere(two):
     one, other = two
     made = one.add_upload("a.txt", "user_data", io.BytesIO(b"text"))
     write(one, sha256=made.sha256)
-    assert other.find_or_fetch(KEY, made.sha256)
+    assert other.find_or_fetch_file(KEY, made.sha256)
     os.utime(other.cache_path(KEY), (time.time() - 60,) * 2)
     own = other.add_upload("b.txt", "user_data", io.BytesIO(b"text"))
     assert one.delete_upload(made.id)
@@ -100,10 +100,10 @@ def test_a_deleted_document_goes_everywhere(two):
     assert (
         not other.has_cache(KEY)
         and not other.cache_path(KEY).exists()
-        and other.find_or_fetch(KEY, made.sha256) is None
+        and other.find_or_fetch_file(KEY, made.sha256) is None
     )
     write(one, b"again", sha256=made.sha256)
-    assert other.find_or_fetch(KEY, made.sha256).read_bytes() == b"again"
+    assert other.find_or_fetch_file(KEY, made.sha256).read_bytes() == b"again"
     other.sync_once()
     assert other.has_cache(KEY)
 
@@ -184,14 +184,14 @@ def test_a_folder_that_fails_later_is_told_later(two, monkeypatch, caplog):
             )
         write(one)
         assert (
-            one.find_or_fetch(KEY, SHA).read_bytes() == b"cache"
-            and other.find_or_fetch(KEY, SHA) is None
+            one.find_or_fetch_file(KEY, SHA).read_bytes() == b"cache"
+            and other.find_or_fetch_file(KEY, SHA) is None
         )
         write(one, key="ee" * 16)
         assert [json.count("no route to host") for json in caplog.messages] == [1, 1]
     one.shared.resumes = other.shared.resumes = 0
     one.sync_once()
-    assert other.find_or_fetch(KEY, SHA).read_bytes() == b"cache" and len(names(one)) == 2
+    assert other.find_or_fetch_file(KEY, SHA).read_bytes() == b"cache" and len(names(one)) == 2
 
 
 def test_nothing_half_is_seen(tmp_path, monkeypatch):

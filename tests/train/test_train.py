@@ -32,7 +32,7 @@ from restorekv.train.examples import (
     read_examples,
 )
 from restorekv.train.loop import (
-    SMALL_LOSS,
+    LOSS_OFFSET,
     make_initial_adapter,
     train_adapter,
     weigh_loss,
@@ -582,7 +582,7 @@ def test_a_power_below_1_makes_small_losses_count_more(tiny_tokenizer, tmp_path)
     for power, minimized in ((0.0, torch.log), (0.5, lambda x: 2 * x.sqrt())):
         for value in (0.0, 0.01, 0.3):
             loss = torch.tensor(value, dtype=torch.float64, requires_grad=True)
-            minimized(loss + SMALL_LOSS).backward()
+            minimized(loss + LOSS_OFFSET).backward()
             assert weigh_loss(power, value) == pytest.approx(float(loss.grad))
     assert weigh_loss(CONFIG.loss_power, 0.01) == 1, "1 is the plain loss, to the bit"
     adapters = [

@@ -2,9 +2,9 @@
 brings.
 
 The tokens of all rows are laid end to end, (1, T): the layers of the model treat every token alone,
-and only attention has to know where a row begins. So a row that writes its next token and one that
-reads a piece of a long question share a pass, and nothing is padded but rows of one document, which
-are read in one block.
+and only attention has to know where a row begins. So a row that decodes its next token and one
+that prefills a chunk of a long prompt share a pass, and nothing is padded but rows of one document,
+which are read in one block.
 """
 
 from __future__ import annotations

@@ -136,8 +136,8 @@ class ContextPairs:
     def from_restore_cache(cls, layer: RaggedLayer, first: int) -> ContextPairs:
         """Return a layer's restore cache as context pairs at positions first, first + 1, ..."""
         count = layer.restore_length
-        # The restore cache is a rectangle (H, n): row i of the flat pairs is column i % n of head i
-        # // n.
+        # The restore cache is a rectangle (H, n). Row i of the flat pairs belongs to the head
+        # i // n, and is its column i % n.
         rows = torch.arange(layer.heads * count, device=layer.device)
         return cls(
             keys=layer.restore_keys[0].flatten(0, 1),
@@ -178,11 +178,11 @@ class ContextPairs:
         # since a head holds a position once.
         columns = int(self.positions.max()) + 1 if len(self.heads) else 1
         order = (self.heads * columns + self.positions).argsort()
-        ends = torch.bincount(self.heads, minlength=heads).cumsum(0)
+        counts = torch.bincount(self.heads, minlength=heads)
         return RaggedLayer(
             context_keys=self.keys[order],
             context_values=self.values[order],
-            offsets=torch.cat([ends.new_zeros(1), ends]).int(),
+            offsets=_make_offsets(counts),
             positions=self.positions[order].int(),
             seen=seen,
             restore_keys=restore_keys,
@@ -324,7 +324,8 @@ class RaggedCache(Cache):
     @property
     def lengths(self) -> Tensor:
         """(L, H) int64: context pairs kept, without the restore cache."""
-        return torch.stack([layer.offsets.diff().long().cpu() for layer in self.full_attention])
+        # From the bounds, which are on the host already.
+        return torch.stack([torch.tensor(layer.bounds).diff() for layer in self.full_attention])
 
     def mark_held(self, columns: int) -> Tensor:
         """Return which of the full cache's first columns are held: (L, H, columns) bool."""
@@ -390,6 +391,12 @@ class RaggedCache(Cache):
         return total
 
 
+def _make_offsets(counts: Tensor) -> Tensor:
+    """Return where every head's pairs begin and the last ones end (H + 1,) int32."""
+    ends = counts.cumsum(0)
+    return torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
+
+
 def _gather_layer(
     dense: DenseLayer, keep_mask: Tensor, seen: int, restore_pairs: KeysValues
 ) -> RaggedLayer:
@@ -398,12 +405,11 @@ def _gather_layer(
     # `nonzero` goes row by row: by head and, within a head, by position. That is the order of a
     # layer's rows, so no sort is needed.
     heads, positions = mask.nonzero(as_tuple=True)
-    ends = mask.sum(-1).cumsum(0)
     return RaggedLayer(
         # Indexing copies, so the full cache can be released afterwards.
         context_keys=dense.keys.detach()[0][heads, positions],
         context_values=dense.values.detach()[0][heads, positions],
-        offsets=torch.cat([ends.new_zeros(1), ends]).to(torch.int32),
+        offsets=_make_offsets(mask.sum(-1)),
         positions=positions.to(torch.int32),
         seen=seen,
         # Copied, because a view would keep the whole full cache alive.

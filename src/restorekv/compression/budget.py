@@ -148,7 +148,7 @@ def parse_ratio(ratio: float | str | Fraction) -> Fraction:
     """Return the decimal that was written, not the nearest double: 0.1 -> 1/10."""
     text = str(ratio)[:60]
     try:
-        # Takes long to compute. Fraction also reads digits with underscores between them.
+        # Fraction takes seconds to expand numbers such as 1e999999, and reads 1_0 as 10.
         endless = len(text) == 60 or re.search(r"_|e[-+]?\d{3}", text, re.IGNORECASE)
         exact = ratio if isinstance(ratio, Fraction) else Fraction(0 if endless else text)
     except (ValueError, ZeroDivisionError):

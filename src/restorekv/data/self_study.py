@@ -133,7 +133,7 @@ class SelfStudy:
             caches,
             prompts,
             list(limits),
-            choosers=watches,
+            samplers=watches,
             batch=LARGE_BATCH,
         )
 
@@ -219,7 +219,7 @@ class GreedyUntilLoop:
     size: int
     ids: list[int] = field(default_factory=list)
 
-    def choose(self, logits: Tensor) -> int:
+    def sample(self, logits: Tensor) -> int:
         """Return the likeliest id of logits (V,)."""
         best = logits.max(-1)
         if not best.values.isfinite():

@@ -44,9 +44,9 @@ ANSWERS = "answers.jsonl"
 SECONDS = "seconds.jsonl"
 SUMMARY = "summary.json"
 LINES_LIMIT = 1 << 30  # bytes
-# What the files hold at least, by type.
+# Schemas: what the files hold at least, by type.
 FACTS = dict[str, Any]
-CONVENTIONS = {
+CONVENTIONS_SCHEMA = {
     "method": str,
     "adapter": dict[str, Any] | None,
     "fingerprint": str,
@@ -59,7 +59,7 @@ CONVENTIONS = {
     "restore_from": str,
     "offset": int,
 }
-LINE = {
+LINE_SCHEMA = {
     "sample": str | int,
     "tokens": int,
     "prefix": int,
@@ -68,8 +68,8 @@ LINE = {
     "bytes": float,
     "answers": list[dict[str, Any]],
 }
-ANSWER = {"task": str, "id": str | int, "prediction": str, "score": float}
-FIGURES = {
+ANSWER_SCHEMA = {"task": str, "id": str | int, "prediction": str, "score": float}
+SUMMARY_SCHEMA = {
     "questions": int,
     "samples": int,
     "tasks": dict[str, dict[str, Any]],
@@ -103,9 +103,9 @@ class Result:
         is not done.
         """
         # Files of a run may have been edited or cut; every entry that is used is checked.
-        _check_types(self.folder / CELL, self.identity, CONVENTIONS)
+        _check_types(self.folder / CELL, self.identity, CONVENTIONS_SCHEMA)
         path = self.folder / SUMMARY
-        figures = _parse_object(path, read_bytes(path, str(path)), FIGURES)
+        figures = _parse_object(path, read_bytes(path, str(path)), SUMMARY_SCHEMA)
         for task in figures["tasks"].values():
             _check_types(path, task, {"score": float})
         if (figures["samples"], figures["questions"]) != (len(self.lines), len(self.answers)):
@@ -119,9 +119,9 @@ class Result:
         """The contexts answered so far, in the order of their answers."""
         lines = list(load_lines(self.folder / ANSWERS))
         for line in lines:
-            _check_types(self.folder / ANSWERS, line, LINE)
+            _check_types(self.folder / ANSWERS, line, LINE_SCHEMA)
             for answer in line["answers"]:
-                _check_types(self.folder / ANSWERS, answer, ANSWER)
+                _check_types(self.folder / ANSWERS, answer, ANSWER_SCHEMA)
         return lines
 
     @property
@@ -267,15 +267,15 @@ def describe_changes(before: dict, now: dict) -> str:
     return " and ".join(f"{key} {before.get(key)} (now {now.get(key)})" for key in changed)
 
 
-def flatten_identity(facts: Mapping[str, object], before: str = "") -> dict[str, object]:
+def flatten_identity(facts: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Return nested facts under names as "benchmark.digest"; RoPE stays one."""
     names: dict[str, object] = {}
     for key, value in facts.items():
         # RoPE's own entries differ from kind to kind; as one value they are compared whole.
         if isinstance(value, Mapping) and key != "rope":
-            names |= flatten_identity(value, f"{before}{key}.")
+            names |= flatten_identity(value, f"{prefix}{key}.")
         else:
-            names[before + key] = value
+            names[prefix + key] = value
     return names
 
 
@@ -285,7 +285,7 @@ def load_result(path: Path) -> Result:
         stored = _parse_object(
             file, read_bytes(file, str(file)), {"cell": dict[str, Any], "facts": FACTS}
         )
-        _check_types(file, stored["facts"], CONVENTIONS)
+        _check_types(file, stored["facts"], CONVENTIONS_SCHEMA)
         return Result(path, Cell.from_dict(stored["cell"]), stored["facts"])
     except (ValueError, KeyError, TypeError) as error:
         raise RestoreKVError(

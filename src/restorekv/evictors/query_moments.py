@@ -89,14 +89,16 @@ class QueryMoments:
     def predict_moments(
         self, model: Model, layer: int, start: int, future: int
     ) -> tuple[Tensor, Tensor]:
-        """Return R m (H, G, D) and R C R^T (H, G, D, D), R being the mean rotation at start ...
-        start + future - 1; in a layer without RoPE that is none.
+        """Return R m (H, G, D) and R C R^T (H, G, D, D).
+
+        R is the RoPE rotation averaged over the positions start to start + future - 1, and the
+        identity in a layer without RoPE.
         """
         mean = self.mean[layer]
         covariance = self.spread[layer] / max(self.count[layer], 1)
         rotate = LAYOUTS[self.layouts[layer][0]]
         # A layer without RoPE: a query does not depend on its position.
-        if rotate is _keep:
+        if rotate is _no_rotation:
             return mean, covariance
         positions = torch.arange(start, start + future, device=mean.device).unsqueeze(0)
         # The mean rotation of the positions at which questions may stand.
@@ -119,7 +121,7 @@ class QueryMoments:
         # Only layouts that have fitted every chunk so far are tried again.
         for name in self.layouts[view.layer]:
             found = query
-            if LAYOUTS[name] is not _keep:
+            if LAYOUTS[name] is not _no_rotation:
                 if view.rotation is None:
                     # Without cosines and sines nothing can be rotated.
                     continue
@@ -171,7 +173,7 @@ def _rotate_neighbors(query: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([pairs.flatten(-2), rest], -1)
 
 
-def _keep(query: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _no_rotation(query: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Leave the queries as they are, as SmolLM3 does in every fourth layer."""
     return query
 
@@ -179,7 +181,7 @@ def _keep(query: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 LAYOUTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "halves": _rotate_halves,
     "neighbors": _rotate_neighbors,
-    "none": _keep,
+    "none": _no_rotation,
 }
 
 

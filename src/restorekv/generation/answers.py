@@ -20,9 +20,9 @@ from restorekv.generation.repetition import drop_repetition
 from restorekv.generation.sampling import (
     GREEDY,
     SamplingConfig,
-    TokenChooser,
+    TokenSampler,
     find_first_stop,
-    make_choosers,
+    make_samplers,
 )
 from restorekv.model.prompt import Context, encode_question
 from restorekv.model.tokenize import TextStream, get_padding_id
@@ -131,14 +131,14 @@ def answer_questions(
             row_limits.append(limit)
             seeds.append(sampling.seed + sample)
             prompt_ids.append(torch.cat([context.ids[0], prompt])[None])
-    choosers = make_choosers(sampling, tokenizer, prompt_ids, seeds, stops)
+    samplers = make_samplers(sampling, tokenizer, prompt_ids, seeds, stops)
     generated = decoding.generate_ids(
-        model, tokenizer, caches, prompts, row_limits, graph=graph, choosers=choosers
+        model, tokenizer, caches, prompts, row_limits, graph=graph, samplers=samplers
     )
     answers = []
     for row, ids in enumerate(generated):
-        chooser = choosers[row] if choosers else None
-        answers.append(make_answer(tokenizer, ids.tolist(), stops, len(prompts[row]), chooser))
+        sampler = samplers[row] if samplers else None
+        answers.append(make_answer(tokenizer, ids.tolist(), stops, len(prompts[row]), sampler))
     samples = sampling.samples
     return [answers[start : start + samples] for start in range(0, len(answers), samples)]
 
@@ -148,7 +148,7 @@ def make_answer(
     ids: list[int],
     stops: set[int],
     prompt_tokens: int,
-    chooser: TokenChooser | None,
+    sampler: TokenSampler | None,
     keep_leading_space: bool = False,
 ) -> Answer:
     """Make an Answer from generated ids. Its text has no leading space and stops before a stop
@@ -159,30 +159,30 @@ def make_answer(
         ids: The generated ids, at least one.
         stops: The EOS ids.
         prompt_tokens: How many tokens the question has, with the template around it.
-        chooser: What chose the ids; None if the likeliest ones were taken.
+        sampler: What chose the ids; None if the likeliest ones were taken.
         keep_leading_space: Leave a space at the start, as in a text's continuation.
     """
-    repeated = chooser.count_repeated() if chooser else 0
+    repeated = sampler.count_repeated() if sampler else 0
     text = decoding.decode_answer(tokenizer, ids[: len(ids) - repeated], stops)
     cut = None
     logprobs = None
     top = None
     ended = ids[-1] in stops
-    if chooser is not None:
+    if sampler is not None:
         # Found again in the final text: a stop string may end in the middle of a token.
-        cut = find_first_stop(chooser.sampling.stop, text)
-        ended = ended or cut is not None or chooser.ends()
-        if chooser.sampling.logprobs is not None:
-            logprobs = tuple(chooser.logprobs)
-            top = tuple(chooser.top)
+        cut = find_first_stop(sampler.sampling.stop, text)
+        ended = ended or cut is not None or sampler.ends()
+        if sampler.sampling.logprobs is not None:
+            logprobs = tuple(sampler.logprobs)
+            top = tuple(sampler.top)
     finish = "length"
     # A stop string that comes before the repetition is what the caller asked for.
     if repeated and cut is None:
         finish = "repetition"
     elif ended:
         finish = "stop"
-    if chooser is not None:
-        keep_leading_space = keep_leading_space or chooser.sampling.keeps_leading_space
+    if sampler is not None:
+        keep_leading_space = keep_leading_space or sampler.sampling.keeps_leading_space
     text = text[:cut] if keep_leading_space else text[:cut].lstrip()
     return Answer(text, tuple(ids), finish, prompt_tokens, logprobs, top)
 
@@ -278,11 +278,11 @@ def stream_answer(
         raise RestoreKVError("Only one answer can be streamed; leave out samples.")
     prompt = encode_question(tokenizer, context, question, answer_prefix)[0]
     stops = decoding.get_stop_ids(model, tokenizer)
-    choosers = make_choosers(
+    samplers = make_samplers(
         sampling, tokenizer, [torch.cat([context.ids[0], prompt])[None]], [sampling.seed], stops
     )
     limits = decoding.parse_limits(max_new_tokens, 1)
-    steps = decoding.generate_tokens(model, tokenizer, cache, [prompt], limits, choosers=choosers)
+    steps = decoding.generate_tokens(model, tokenizer, cache, [prompt], limits, samplers=samplers)
     token_ids: list[int] = []
 
     def record_tokens() -> Iterator[int]:
@@ -292,8 +292,8 @@ def stream_answer(
             yield token
 
     def finish_answer() -> Answer:
-        chooser = choosers[0] if choosers else None
-        answer = make_answer(tokenizer, token_ids, stops, len(prompt), chooser)
+        sampler = samplers[0] if samplers else None
+        answer = make_answer(tokenizer, token_ids, stops, len(prompt), sampler)
         warn_of_cut_forms([answer], sampling)
         return answer
 

@@ -38,7 +38,7 @@ from restorekv.generation.repetition import DEFAULT_REPEATS, drop_repetition
 from restorekv.generation.sampling import (
     SamplingConfig,
     SamplingOptions,
-    TokenChooser,
+    TokenSampler,
     find_first_stop,
     take_limit,
 )
@@ -300,16 +300,16 @@ class Chat:
         refuse_beyond(
             document.model, seen + limit, "The conversation with the longest answer allowed"
         )
-        chooser = None
+        sampler = None
         if not sampling.plain:
             # Penalties count what stands in the whole conversation, the document included.
             read = torch.cat([document.context.ids, torch.tensor([[*self.ids(), *ids]])], -1)
-            chooser = TokenChooser(sampling, tokenizer, read, sampling.seed, constraint)
+            sampler = TokenSampler(sampling, tokenizer, read, sampling.seed, constraint)
         start = time.perf_counter()
-        batch = decoding.pad_prompts(document.model, [self.cache], [torch.tensor(ids)])
-        choosers = [chooser] if chooser else None
+        prompts = decoding.pad_prompts(document.model, [self.cache], [torch.tensor(ids)])
+        samplers = [sampler] if sampler else None
         steps = decoding.decode_batch(
-            document.model, self.cache, batch, [limit], stops, choosers=choosers
+            document.model, self.cache, prompts, [limit], stops, samplers=samplers
         )
         written: list[int] = []
         times: list[float] = []
@@ -325,8 +325,8 @@ class Chat:
             tokens = drop_repetition(tokens, tokenizer, sampling.copies)
         yield from stream_text(tokenizer, tokens, stops, sampling)
         warn_if_beyond_positions(document.model, self.cache.get_seq_length(), "The conversation")
-        answer = make_answer(tokenizer, written, stops, len(ids), chooser)
-        answer = self._drop_cut_tokens(answer, sampling, chooser)
+        answer = make_answer(tokenizer, written, stops, len(ids), sampler)
+        answer = self._drop_cut_tokens(answer, sampling, sampler)
         # What the text lacks must not be read by the next turn, so its columns go too.
         if len(answer.ids) < len(written):
             self._cut_to(self.columns - len(written) + len(answer.ids))
@@ -334,15 +334,15 @@ class Chat:
         warn_of_cut_forms([answer], sampling)
 
     def _drop_cut_tokens(
-        self, answer: Answer, sampling: SamplingConfig, chooser: TokenChooser | None
+        self, answer: Answer, sampling: SamplingConfig, sampler: TokenSampler | None
     ) -> Answer:
         """Return an answer without the tokens that its text lacks, of a stop string or of a
         repetition: the next turn does not read them.
         """
         ids = list(answer.ids)
         end = len(ids)
-        if answer.finish == "repetition" and chooser is not None:
-            end -= chooser.count_repeated()
+        if answer.finish == "repetition" and sampler is not None:
+            end -= sampler.count_repeated()
         decode = partial(decode_ids, self.document.tokenizer)
         cut = find_first_stop(sampling.stop, decode(ids)) if sampling.stop else None
         if cut is not None:

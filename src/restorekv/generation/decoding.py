@@ -1,10 +1,9 @@
 """The loop that writes answers from compressed caches: to any number of questions over one context,
 or over several.
 
-Questions of different lengths are padded on the left, behind the restore cache; the mask hides the
+Questions of different lengths are padded on the left, after the restore cache; the mask hides the
 padding and the positions skip it, so a batch answers as each question would alone. Decoding stops
-at any EOS id, also when it comes first; a batch is as small as the answers that are still being
-written.
+at any EOS id, also when it comes first. A row leaves the batch when its answer has ended.
 """
 
 import asyncio
@@ -42,10 +41,26 @@ CANCELLED: ContextVar[threading.Event | None] = ContextVar("cancelled", default=
 T = TypeVar("T")
 
 
-class Chooser(Protocol):
-    """What picks the tokens of an answer."""
+@dataclass(frozen=True)
+class PaddedPrompts:
+    """The prompts of a batch, padded on the left to the longest of them.
 
-    def choose(self, logits: Tensor) -> int:
+    Args:
+        ids: (B, q), 0 where padding is.
+        positions: (B, q), the position of each id in its text; padding has the one of the first id.
+        visible: (B, n + q) bool marks the columns of the tail that a row sees: its n restore tokens
+            and its own prompt, not the padding.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    visible: Tensor
+
+
+class Sampler(Protocol):
+    """Chooses the tokens of one answer, greedily or at random."""
+
+    def sample(self, logits: Tensor) -> int:
         """Return the next id; logits (V,) are the model's."""
         ...
 
@@ -62,16 +77,31 @@ def generate_ids(
     max_new_tokens: int | Sequence[int],
     first_may_stop: bool = True,
     graph: bool | None = None,
-    choosers: Sequence[Chooser] | None = None,
+    samplers: Sequence[Sampler] | None = None,
     batch: int = BATCH,
 ) -> list[Tensor]:
-    """Return the ids of each answer to prompts (q,) or (1, q), with the EOS that ended it, if any.
+    """Return the ids of each answer, with the EOS that ended it, if any.
 
-    `caches` is one for all prompts or one for each; neighbors with one cache share its context.
+    Args:
+        model: The model that made the caches.
+        tokenizer: Its tokenizer.
+        caches: One cache for all prompts, or one for each; neighbors with one cache share its
+            context.
+        prompts: The ids (q,) or (1, q) of the questions.
+        max_new_tokens: How long an answer may be: one limit, or one for each prompt.
+        first_may_stop: Whether an EOS id that comes first ends an answer; in kvpress it does not.
+        graph: Use steps of fixed shapes, on a GPU a CUDA graph; without samplers only. None uses a
+            CUDA graph on a GPU when there are no samplers.
+        samplers: What chooses the tokens of each answer; None takes the likeliest ones.
+        batch: How many answers are written at once.
+
+    Raises:
+        RestoreKVError: A limit is not a number of at least 1, a prompt has an id that the model
+            does not know, the logits are not finite, or the task was cancelled.
     """
     answers: list[list[int]] = [[] for _ in prompts]
     for row, token in generate_tokens(
-        model, tokenizer, caches, prompts, max_new_tokens, first_may_stop, graph, choosers, batch
+        model, tokenizer, caches, prompts, max_new_tokens, first_may_stop, graph, samplers, batch
     ):
         answers[row].append(token)
     return [torch.tensor(answer, dtype=torch.long) for answer in answers]
@@ -85,7 +115,7 @@ def generate_tokens(
     max_new_tokens: int | Sequence[int],
     first_may_stop: bool = True,
     graph: bool | None = False,
-    choosers: Sequence[Chooser] | None = None,
+    samplers: Sequence[Sampler] | None = None,
     batch: int = BATCH,
 ) -> Iterator[tuple[int, int]]:
     """Yield the answers token by token, as (row, id). A consumer may raise or stop at any token.
@@ -97,15 +127,19 @@ def generate_tokens(
         prompts: The ids (q,) or (1, q) of the questions.
         max_new_tokens: How long an answer may be: one limit, or one for each prompt.
         first_may_stop: Whether an EOS id that comes first ends an answer; in kvpress it does not.
-        graph: Use steps of fixed shapes, on a GPU a CUDA graph; without choosers only. None does so
-            on a GPU, where there are none.
-        choosers: What chooses the tokens of each answer; None takes the likeliest ones.
+        graph: Use steps of fixed shapes, on a GPU a CUDA graph; without samplers only. None uses a
+            CUDA graph on a GPU when there are no samplers.
+        samplers: What chooses the tokens of each answer; None takes the likeliest ones.
         batch: How many answers are written at once.
+
+    Raises:
+        RestoreKVError: A limit is not a number of at least 1, a prompt has an id that the model
+            does not know, the logits are not finite, or the task was cancelled.
     """
     # Steps of fixed shapes take the likeliest token themselves.
-    assert not (graph and choosers), "a graph has no choosers"
+    assert not (graph and samplers), "a graph has no samplers"
     if graph is None:
-        graph = not choosers and fixed_steps.can_record(model.device)
+        graph = not samplers and fixed_steps.can_record(model.device)
     prompts = [prompt.flatten().cpu() for prompt in prompts]
     limits = parse_limits(max_new_tokens, len(prompts))
     if isinstance(caches, RaggedCache):
@@ -116,7 +150,7 @@ def generate_tokens(
         check_vocabulary(model, prompt)
         furthest = max(furthest, cache.get_seq_length() + len(prompt) + limit)
     warn_if_beyond_positions(model, furthest, "A question with the longest answer allowed")
-    stops = get_stop_ids(model, tokenizer)
+    stop_ids = get_stop_ids(model, tokenizer)
     for start in range(0, len(prompts), batch):
         part = slice(start, start + batch)
         written = decode_batch(
@@ -124,17 +158,25 @@ def generate_tokens(
             fork_caches(caches[part]),
             pad_prompts(model, caches[part], prompts[part]),
             limits[part],
-            stops,
+            stop_ids,
             first_may_stop,
             graph,
-            choosers[part] if choosers else None,
+            samplers[part] if samplers else None,
         )
         for row, token in written:
             yield start + row, token
 
 
 def parse_limits(max_new_tokens: int | Sequence[int], count: int) -> list[int]:
-    """Return a limit for each of so many answers."""
+    """Return a limit for each of `count` answers.
+
+    Args:
+        max_new_tokens: One limit for all answers, or a list with one for each.
+        count: How many answers there are.
+
+    Raises:
+        RestoreKVError: A limit is not a number of at least 1, or the list has another length.
+    """
     limits: list[Any] = [max_new_tokens] * count
     if isinstance(max_new_tokens, list | tuple):
         limits = list(max_new_tokens)
@@ -146,9 +188,12 @@ def parse_limits(max_new_tokens: int | Sequence[int], count: int) -> list[int]:
 
 
 async def run_in_thread(ask: Callable[[], T]) -> T:
-    """Return what `ask` returns, while other tasks of the event loop go on.
+    """Return what `ask` returns; other tasks of the event loop run in the meantime.
 
     A task that is cancelled ends what `ask` generates at the next token, and waits for that.
+
+    Args:
+        ask: Generates answers with `decode_batch`; runs in a thread.
     """
     cancelled = threading.Event()
 
@@ -170,34 +215,44 @@ async def run_in_thread(ask: Callable[[], T]) -> T:
 def decode_batch(
     model: PreTrainedModel,
     cache: Cache,
-    batch: tuple[Tensor, Tensor, Tensor],
+    prompts: PaddedPrompts,
     limits: Sequence[int],
-    stops: set[int],
+    stop_ids: set[int],
     first_may_stop: bool = True,
     graph: bool = False,
-    choosers: Sequence[Chooser] | None = None,
+    samplers: Sequence[Sampler] | None = None,
 ) -> Iterator[tuple[int, int]]:
-    """Yield (row, id) for every row of a batch that `pad_prompts` made; `cache` grows by all but
-    each row's last token.
+    """Yield (row, id) for every token of a batch of answers.
 
-    `first_may_stop` is false where an EOS id that comes first ends nothing, as in kvpress. `graph`
-    makes every token's step the same work, on a GPU a CUDA graph.
+    Args:
+        model: The model that made the cache.
+        cache: Has a tail for every row, as from `fork_caches`. It grows by all but each row's last
+            token.
+        prompts: The questions, from `pad_prompts`.
+        limits: How many tokens each answer may have.
+        stop_ids: The EOS ids, which end an answer.
+        first_may_stop: Whether an EOS id that comes first ends an answer; in kvpress it does not.
+        graph: Make every token's step the same work, on a GPU a CUDA graph.
+        samplers: What chooses the tokens of each answer; None takes the likeliest ones.
+
+    Raises:
+        RestoreKVError: The logits are not finite, or the task was cancelled.
     """
-    groups = make_groups(cache, batch, limits, choosers)
+    groups = make_groups(cache, prompts, limits, samplers)
     active = [row for group in groups for row in group.rows]
     cancelled = CANCELLED.get()
     steps = None
     while any(not row.ended for row in active):
         if steps:
-            # Fixed steps go on for rows that have ended, too; what these write is not looked at.
-            every = steps()[:, 0].tolist()
-            if min(every[row.number] for row in active if not row.ended) < 0:
+            # Fixed steps also compute rows that have ended; their tokens are dropped.
+            tokens = steps()[:, 0].tolist()
+            written = [(row, tokens[row.number]) for row in active if not row.ended]
+            if min(token for _, token in written) < 0:
                 refuse_not_finite()
-            written = [(row, every[row.number]) for row in active if not row.ended]
             for row, token in written:
-                row.count_token(token, stops, first_may_stop)
+                row.count_token(token, stop_ids, first_may_stop)
         else:
-            written = write_tokens(model, groups, stops, first_may_stop)
+            written = write_tokens(model, groups, stop_ids, first_may_stop)
         if cancelled and cancelled.is_set():
             raise RestoreKVError("The answer was cancelled; ask again.")
         for row, token in written:
@@ -207,10 +262,11 @@ def decode_batch(
             # Where every answer has ended with its first token, no step follows.
             if all(row.ended for row in active):
                 return
-            graph = can_graph(model, batch[0].device)
+            graph = can_graph(model, prompts.ids.device)
         if graph and not steps:
             ids = torch.cat([group.ids for group in groups])
-            steps = FixedSteps(model, cache, ids, batch[1][:, -1:] + 1, batch[2], max(limits))
+            positions = prompts.positions[:, -1:] + 1
+            steps = FixedSteps(model, cache, ids, positions, prompts.visible, max(limits))
         elif not graph:
             # Rows that have ended leave the batch. A CUDA graph, whose shapes are fixed, keeps
             # them.
@@ -224,23 +280,29 @@ class ActiveRow:
     Args:
         number: The place of its prompt in the caller's list.
         limit: How many tokens it may have.
-        chooser: Picks its tokens; None takes the likeliest ones.
+        sampler: Picks its tokens; None takes the likeliest ones.
         count: How many tokens it has.
         ended: Whether it is complete.
     """
 
     number: int
     limit: int
-    chooser: Chooser | None = None
+    sampler: Sampler | None = None
     count: int = 0
     ended: bool = False
 
-    def count_token(self, token: int, stops: set[int], first_may_stop: bool = True) -> None:
-        """Note that a token was written, and whether it ended the answer."""
+    def count_token(self, token: int, stop_ids: set[int], first_may_stop: bool = True) -> None:
+        """Note that a token was written, and whether it ended the answer.
+
+        Args:
+            token: The token.
+            stop_ids: The EOS ids.
+            first_may_stop: Whether one of them ends the answer if it is its first token.
+        """
         self.count += 1
-        stopped = token in stops and (first_may_stop or self.count > 1)
+        stopped = token in stop_ids and (first_may_stop or self.count > 1)
         self.ended = (
-            stopped or self.count >= self.limit or bool(self.chooser and self.chooser.ends())
+            stopped or self.count >= self.limit or bool(self.sampler and self.sampler.ends())
         )
 
 
@@ -280,7 +342,7 @@ class Group(Generic[Row]):
         return Block(count, queries, mask)
 
     def advance(self, ids: Tensor) -> None:
-        """Go on to the chosen ids (B, 1), after what was read."""
+        """Make the chosen ids (B, 1) what is read next."""
         self.ids = ids
         self.positions = self.positions[:, -1:] + 1
         if self.visible is not None:
@@ -289,48 +351,55 @@ class Group(Generic[Row]):
 
     def drop_ended(self) -> bool:
         """Drop the rows that have ended; return whether any is left."""
-        going = [place for place, row in enumerate(self.rows) if not row.ended]
-        if going and len(going) < len(self.rows):
-            places = torch.tensor(going)
+        unended = [place for place, row in enumerate(self.rows) if not row.ended]
+        if unended and len(unended) < len(self.rows):
+            places = torch.tensor(unended)
             for part in self.parts:
                 part.batch_select_indices(places)
             places = places.to(self.ids.device)
             self.ids = self.ids[places]
             self.positions = self.positions[places]
             self.visible = None if self.visible is None else self.visible[places]
-        self.rows = [self.rows[place] for place in going]
-        return bool(going)
+        self.rows = [self.rows[place] for place in unended]
+        return bool(unended)
 
 
 def make_groups(
     cache: Cache,
-    batch: tuple[Tensor, Tensor, Tensor],
+    prompts: PaddedPrompts,
     limits: Sequence[int],
-    choosers: Sequence[Chooser] | None,
+    samplers: Sequence[Sampler] | None,
 ) -> list[Group[ActiveRow]]:
-    """Return the rows of a batch that `pad_prompts` made, a group for each context; `cache` is
-    what `fork_caches` returned.
+    """Return the rows of a batch, a group for each context.
+
+    Args:
+        cache: Has a tail for every row, as from `fork_caches`.
+        prompts: The questions, from `pad_prompts`.
+        limits: How many tokens each answer may have.
+        samplers: What chooses the tokens of each answer; None takes the likeliest ones.
     """
-    ids, positions, visible = batch
-    hides = not bool(visible.all())
-    width = ids.shape[1]
-    parts = [
+    has_padding = not bool(prompts.visible.all())
+    prompt_width = prompts.ids.shape[1]
+    parts_by_layer = [
         layer.parts if isinstance(layer, MultiContextLayer) else [layer] for layer in cache.layers
     ]
     groups = []
     first = 0
-    for own in zip(*parts, strict=True):
-        places = range(first, first + len(own[0].keys))
-        part = slice(first, places.stop)
-        columns = own[0].columns + width
-        active = []
+    # The layers of one context, with a tail for each of its rows.
+    for parts in zip(*parts_by_layer, strict=True):
+        places = range(first, first + len(parts[0].keys))
+        rows = []
         for place in places:
-            chooser = choosers[place] if choosers else None
-            active.append(ActiveRow(place, limits[place], chooser))
-        # The mask is as wide as the longest restore cache of the batch; this group's may be
-        # shorter.
-        sees = visible[part, visible.shape[1] - columns :] if hides else None
-        groups.append(Group(list(own), active, ids[part], positions[part], sees))
+            sampler = samplers[place] if samplers else None
+            rows.append(ActiveRow(place, limits[place], sampler))
+        own = slice(first, places.stop)
+        tail_mask = None
+        if has_padding:
+            # The mask is as wide as the longest restore cache of the batch; this group's may be
+            # shorter.
+            columns = parts[0].columns + prompt_width
+            tail_mask = prompts.visible[own, prompts.visible.shape[1] - columns :]
+        groups.append(Group(list(parts), rows, prompts.ids[own], prompts.positions[own], tail_mask))
         first = places.stop
     return groups
 
@@ -339,37 +408,44 @@ def make_groups(
 def write_tokens(
     model: PreTrainedModel,
     groups: Sequence[Group[Row]],
-    stops: set[int],
+    stop_ids: set[int],
     first_may_stop: bool = True,
     keep_logits: Callable[[Group[Row], Tensor], None] | None = None,
 ) -> list[tuple[Row, int]]:
-    """Run one pass of the model and return the next token of every row whose prompt has been
-    read.
+    """Run one pass of the model and return the next token of every row whose prompt is prefilled.
 
-    `keep_logits` is called with each group that writes and its logits (B, V).
+    Args:
+        model: The model that made the caches.
+        groups: What the pass reads; their tails grow by it.
+        stop_ids: The EOS ids, which end an answer.
+        first_may_stop: Whether an EOS id that comes first ends an answer; in kvpress it does not.
+        keep_logits: Called with each group that writes and its logits (B, V).
+
+    Raises:
+        RestoreKVError: The logits are not finite.
     """
-    logits = read_groups(model, groups)
+    logits = forward_groups(model, groups)
     writing = [group for group in groups if not group.unfinished]
-    active = [row for group in writing for row in group.rows]
-    if not active:
+    rows = [row for group in writing for row in group.rows]
+    if not rows:
         return []
     sizes = [len(group.rows) for group in writing]
     # Before anything advances, so that the pass can run again if this fails.
     if keep_logits:
-        for group, after in zip(writing, logits.split(sizes), strict=True):
-            keep_logits(group, after)
-    choosers = [row.chooser for row in active if row.chooser is not None]
-    ids, chosen = choose_ids(logits, choosers)
-    for group, own in zip(writing, ids.split(sizes), strict=True):
-        group.advance(own)
-    for row, token in zip(active, chosen, strict=True):
-        row.count_token(token, stops, first_may_stop)
-    return list(zip(active, chosen, strict=True))
+        for group, group_logits in zip(writing, logits.split(sizes), strict=True):
+            keep_logits(group, group_logits)
+    samplers = [row.sampler for row in rows if row.sampler is not None]
+    ids, tokens = sample_ids(logits, samplers)
+    for group, group_ids in zip(writing, ids.split(sizes), strict=True):
+        group.advance(group_ids)
+    for row, token in zip(rows, tokens, strict=True):
+        row.count_token(token, stop_ids, first_may_stop)
+    return list(zip(rows, tokens, strict=True))
 
 
-def read_groups(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
-    """Read what comes next in every group in one pass; return the logits (rows, V) of those that
-    are not unfinished.
+def forward_groups(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
+    """Run one pass over what comes next in every group; return the logits (rows, V) of the groups
+    whose prompt it finishes.
 
     The tokens of all groups are laid end to end, so that a row with one token and one with many
     share the pass.
@@ -380,8 +456,8 @@ def read_groups(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
         layers.append(FlatLayer(parts, blocks))
     ids = torch.cat([group.ids.flatten() for group in groups])[None]
     positions = torch.cat([group.positions.flatten() for group in groups])[None]
-    # Logits are wanted at the last token of every row whose prompt has been read. Where there is no
-    # such row, those of one token are computed and dropped.
+    # Logits are wanted at the last token of every row whose prompt is prefilled after this pass.
+    # Where there is no such row, those of one token are computed and dropped.
     last: list[int] = []
     first = 0
     for group, block in zip(groups, blocks, strict=True):
@@ -404,36 +480,45 @@ def read_groups(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
 
 def pad_prompts(
     model: PreTrainedModel, caches: Sequence[RaggedCache], prompts: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ids and positions (B, q) of the prompts, padded on the left, and the mask (B, n + q)
-    of the tails.
+) -> PaddedPrompts:
+    """Return the prompts of a batch on the model's device, padded on the left.
+
+    Args:
+        model: The model that reads them.
+        caches: The cache of each prompt, with its restore tokens, if any, in the tail.
+        prompts: The ids (q,) of each question.
     """
     width = max(len(prompt) for prompt in prompts)
     padded = []
     for prompt in prompts:
         padded.append(torch.nn.functional.pad(prompt, (width - len(prompt), 0)))
     ids = torch.stack(padded)
-    pad = torch.tensor([[width - len(prompt)] for prompt in prompts])
-    first = torch.tensor([[cache.get_seq_length()] for cache in caches])
+    padding = torch.tensor([[width - len(prompt)] for prompt in prompts])
+    first_positions = torch.tensor([[cache.get_seq_length()] for cache in caches])
     columns = torch.arange(width)
     # Padding has the position of the first token; nothing sees it.
-    positions = first + (columns - pad).clamp(min=0)
+    positions = first_positions + (columns - padding).clamp(min=0)
     # The tail holds the restore cache before the question, which every row sees.
-    before = max(cache.layers[0].columns for cache in caches)
-    sees_restore = pad.new_ones(len(pad), before, dtype=torch.bool)
-    visible = torch.cat([sees_restore, columns >= pad], -1)
-    return ids.to(model.device), positions.to(model.device), visible.to(model.device)
+    restore_columns = max(cache.layers[0].columns for cache in caches)
+    restore_mask = padding.new_ones(len(prompts), restore_columns, dtype=torch.bool)
+    visible = torch.cat([restore_mask, columns >= padding], -1)
+    device = model.device
+    return PaddedPrompts(ids.to(device), positions.to(device), visible.to(device))
 
 
-def choose_ids(logits: Tensor, choosers: Sequence[Chooser]) -> tuple[Tensor, list[int]]:
+def sample_ids(logits: Tensor, samplers: Sequence[Sampler]) -> tuple[Tensor, list[int]]:
     """Return the next ids as a tensor (B, 1) and as numbers: the likeliest ones without
-    choosers.
+    samplers.
+
+    Args:
+        logits: (B, V), a row for each answer.
+        samplers: One for each row, or none.
     """
-    if not choosers:
+    if not samplers:
         ids, marked = find_likeliest(logits)
         return ids, to_finite_ids(marked)
-    chosen = [chooser.choose(own) for chooser, own in zip(choosers, logits, strict=True)]
-    return torch.tensor(chosen, device=logits.device)[:, None], chosen
+    tokens = [sampler.sample(row) for sampler, row in zip(samplers, logits, strict=True)]
+    return torch.tensor(tokens, device=logits.device)[:, None], tokens
 
 
 def to_finite_ids(marked: Tensor) -> list[int]:
@@ -444,10 +529,16 @@ def to_finite_ids(marked: Tensor) -> list[int]:
     return chosen
 
 
-def decode_answer(tokenizer: Tokenizer, ids: Sequence[int], stops: set[int]) -> str:
-    """Return the text of an answer, without the EOS that ended it."""
+def decode_answer(tokenizer: Tokenizer, ids: Sequence[int], stop_ids: set[int]) -> str:
+    """Return the text of an answer, without the EOS that ended it.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        ids: The ids of the answer.
+        stop_ids: The EOS ids.
+    """
     # An EOS id need not be a special token, which the tokenizer would leave out.
-    if ids and ids[-1] in stops:
+    if ids and ids[-1] in stop_ids:
         ids = ids[:-1]
     return decode_ids(tokenizer, ids, skip_special_tokens=True)
 

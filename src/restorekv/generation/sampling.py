@@ -360,11 +360,19 @@ class FiniteLogits(LogitsProcessor):
 
 
 @dataclass
-class TokenChooser:
-    """Chooses the tokens of one answer. `ids` (1, length) are all that the model has read, the
-    answer included.
+class TokenSampler:
+    """Chooses the tokens of one answer, and collects them.
 
-    `logprobs` holds the log-probability of every chosen token, `top` the likeliest ids and theirs.
+    Args:
+        sampling: How they are chosen.
+        tokenizer: The model's tokenizer.
+        ids: All ids (1, length) that the model has read; the answer is appended to them.
+        seed: Of the random numbers.
+        constraint: What the answer must match; None for anything.
+        logprobs: The log-probability of every chosen token, if `sampling` asks for them.
+        top: The likeliest ids in place of each token, with their log-probabilities.
+        answer: The chosen ids.
+        cancelled: Whether nobody waits for the answer any more; asked after every token.
     """
 
     sampling: SamplingConfig
@@ -375,19 +383,17 @@ class TokenChooser:
     logprobs: list[float] = field(default_factory=list)
     top: list[dict[int, float]] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
-    cancelled: Callable[[], bool] = bool  # asked after every token; by default, never
+    cancelled: Callable[[], bool] = bool  # by default, never
 
     def __post_init__(self) -> None:
         self.random = torch.Generator().manual_seed(self.seed)
         self.stream = TextStream(self.tokenizer, skip_special_tokens=False)
         self.watch = RepetitionWatch(self.tokenizer, self.sampling.copies)
         check_bias(self.sampling.logit_bias, self.tokenizer)
-        self.warpers, self.criteria = (
-            self.sampling.warpers(),
-            StoppingCriteriaList(self.sampling.criteria),
-        )
+        self.warpers = self.sampling.warpers()
+        self.criteria = StoppingCriteriaList(self.sampling.criteria)
 
-    def choose(self, logits: Tensor) -> int:
+    def sample(self, logits: Tensor) -> int:
         """Return the next id; logits (V,) are the model's."""
         # On the CPU, whose generator draws the same numbers whatever device the model is on.
         logits = logits.detach().cpu().float()[None]
@@ -490,26 +496,32 @@ def check_bias(bias: Mapping[int, float] | None, tokenizer: Tokenizer) -> None:
         )
 
 
-def make_choosers(
+def make_samplers(
     sampling: SamplingConfig,
     tokenizer: Tokenizer,
     read: Iterable[Tensor],
     seeds: Sequence[int],
-    stops: set[int],
+    stop_ids: set[int],
     always: bool = False,
-) -> list[TokenChooser] | None:
-    """Return a chooser for each row, which has read ids (1, length), or None where the likeliest
-    token is chosen.
+) -> list[TokenSampler] | None:
+    """Return a sampler for each row of a batch, or None where the likeliest token is all that is
+    needed.
 
-    `always` returns choosers for these, too.
+    Args:
+        sampling: How tokens are chosen.
+        tokenizer: The model's tokenizer.
+        read: The ids (1, length) that the model has read before each row's answer.
+        seeds: Of each row's random numbers.
+        stop_ids: The EOS ids, which a constraint allows where its text is complete.
+        always: Return samplers where the likeliest token is all that is needed, too.
     """
     if sampling.plain and not always:
         return None
-    limit = tokenizer, sampling.json_schema, sampling.regex, stops
-    return [
-        TokenChooser(sampling, tokenizer, ids.cpu(), seed, Constraint.make(*limit))
-        for ids, seed in zip(read, seeds, strict=True)
-    ]
+    samplers = []
+    for ids, seed in zip(read, seeds, strict=True):
+        constraint = Constraint.make(tokenizer, sampling.json_schema, sampling.regex, stop_ids)
+        samplers.append(TokenSampler(sampling, tokenizer, ids.cpu(), seed, constraint))
+    return samplers
 
 
 def find_first_stop(stop: Sequence[str], text: str) -> int | None:

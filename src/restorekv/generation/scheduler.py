@@ -1,14 +1,16 @@
-"""Which questions share a pass: they join at the next token, and leave with their last one.
+"""Continuous batching with chunked prefill and preemption: a request joins the batch at the next
+token, and each of its rows leaves with its last one.
 
-A step is one pass of the model. It has a token for every answer that is being written, and a piece
-of the questions that are still read, PIECE tokens in all; so a question with a thousand messages
-costs the others one piece a step.
+A step is one pass of the model. It decodes a token of every running answer, and prefills a chunk of
+the prompts that are not prefilled yet, PREFILL_CHUNK tokens in all; so a question with a thousand
+messages costs the others one chunk a step.
 
-Fairness: questions begin in the order in which they came, and at most as many as a pass may have
-rows. Each then has a row as soon as it is read, whatever else runs: further samples of a question
-take only the rows that no question needs, and a sample gives its row back (it is paused, nothing is
-lost) when a question comes that has none. Half of the PIECE tokens go to the oldest question and
-the rest to the shortest others, so that neither a long nor a short question waits for all others.
+Fairness: requests begin in the order in which they came, and at most as many as a pass may have
+rows. Each then has a row as soon as its prompt is prefilled, whatever else runs: further samples of
+a request take only the rows that no request needs, and a sample is preempted (it loses its row, but
+keeps its cache and tokens) when a request comes that has none. Half of the PREFILL_CHUNK tokens go
+to the oldest prompt and the rest to the shortest others, so that neither a long nor a short
+question waits for all others.
 
 Rows of one context share a block of tails as long as padding costs at most as much as they hold.
 """
@@ -26,84 +28,87 @@ from transformers import PreTrainedModel
 from restorekv.cache.flat import gather_rows, share_tail
 from restorekv.cache.ragged import RaggedCache
 from restorekv.generation.decoding import BATCH, ActiveRow, Group, write_tokens
-from restorekv.generation.sampling import TokenChooser
+from restorekv.generation.sampling import TokenSampler
 
-PIECE = 256  # tokens of questions that are read in one step
-SMALLEST = 32  # tokens: a smaller share is given only if it finishes the prompt, or to the oldest
-SLACK = 64  # columns of padding that are always allowed in a row
-ROOM = 32  # columns for answers that a block of tails is made with
+PREFILL_CHUNK = 256  # tokens of prompts that are prefilled in one step
+# Tokens; a smaller share is given only if it finishes the prompt, or to the oldest.
+MIN_PREFILL_CHUNK = 32
+FREE_PADDING = 64  # columns of padding that are always allowed in a row
+TAIL_CAPACITY = 32  # columns for answers that a block of tails is made with
 
 
 def _never_cancelled() -> bool:
-    """Return False: somebody always waits for a task without a `cancelled` of its own."""
+    """Return False: somebody always waits for a request without a `cancelled` of its own."""
     return False
 
 
-class IsolatedChooser:
-    """A row's chooser whose errors end its own question and nobody else's.
+class IsolatedSampler:
+    """A row's sampler whose errors end its own request and no other.
 
     Args:
-        chooser: The chooser whose errors are caught.
-        task: The task that an error is noted in.
+        sampler: The sampler whose errors are caught.
+        request: The request that an error is noted in.
         stand_in: The id that is returned after an error.
     """
 
-    def __init__(self, chooser: TokenChooser, task: AnswerTask, stand_in: int) -> None:
-        self.chooser = chooser
-        self.task = task
+    def __init__(self, sampler: TokenSampler, request: Request, stand_in: int) -> None:
+        self.sampler = sampler
+        self.request = request
         self.stand_in = stand_in
 
-    def choose(self, logits: Tensor) -> int:
-        """Choose the next token, or note the error and return `stand_in`."""
+    def sample(self, logits: Tensor) -> int:
+        """Return the next token of logits (V,); after an error, note it and return `stand_in`."""
         try:
-            # The pass goes on for the other rows, so this one needs an id: an EOS, if there is one.
-            return self.chooser.choose(logits)
+            return self.sampler.sample(logits)
         except Exception as error:
-            self.task.error = error
+            self.request.error = error
+            # The pass continues for the other rows, so this one needs an id: an EOS, if there is
+            # one.
             return self.stand_in
 
     def ends(self) -> bool:
-        """Return whether the answer ends here: by its chooser, or by an error."""
+        """Return whether the answer ends here: by its sampler, or by an error."""
         try:
-            return self.task.error is not None or self.chooser.ends()
+            return self.request.error is not None or self.sampler.ends()
         except Exception as error:
-            self.task.error = error
+            self.request.error = error
             return True
 
 
 @dataclass(eq=False)
-class AnswerTask:
+class Request:
     """A question with a row for each of its answers.
 
     Args:
-        cache: The context, of which the task takes forks.
+        cache: The context, of which the request takes forks.
         prompt: The ids (q,) that the model reads after it.
         limit: How many tokens an answer may have.
-        choosers: One for each answer.
+        samplers: One for each answer.
         cancelled: Whether nobody waits for the answers any more; asked before every step.
-        label: Whatever the caller needs to recognize the task.
+        label: Whatever the caller needs to recognize the request.
     """
 
     cache: RaggedCache
     prompt: Tensor
     limit: int
-    choosers: Sequence[TokenChooser]
+    samplers: Sequence[TokenSampler]
     cancelled: Callable[[], bool] = _never_cancelled
     label: object = None
+    # The scheduler sets all below.
     error: Exception | None = None  # of one of its rows
-    arrived: int = 0  # how many steps had been taken when the task came
-    passes: int = 0  # how many passes have read a piece of its prompt
+    arrival_step: int = 0  # how many steps had been taken when the request came
+    prefill_steps: int = 0  # how many steps have prefilled a chunk of its prompt
     tokens_prefilled: int = 0  # tokens of the prompt
     # Holds the prompt while it is prefilled, and then for the samples that have not begun.
     group: Group[SampleRow] | None = None
     logits: Tensor | None = None  # (V,) after the prompt; samples that have not begun need them
     samples_begun: int = 0
     samples_ended: int = 0
-    active_rows: int = 0  # rows of this task in the next pass
-    paused: deque[Selection] = field(default_factory=deque)
+    active_rows: int = 0  # rows of this request in the next pass
+    preempted: deque[Selection] = field(default_factory=deque)
 
     def get_group(self) -> Group[SampleRow]:
-        """Return the group of a task that is read, or that has samples left to begin."""
+        """Return the group of a request that is being prefilled, or has samples left to begin."""
         assert self.group is not None
         return self.group
 
@@ -117,37 +122,37 @@ class AnswerTask:
         return not self.tokens_left
 
     @property
-    def waiting(self) -> bool:
-        """Whether a sample could take a row now."""
-        may_begin = self.group and self.samples_begun < len(self.choosers)
-        return self.is_prefilled and bool(self.paused or may_begin)
+    def can_use_row(self) -> bool:
+        """Whether a preempted sample or a new one could take a row now."""
+        may_begin = self.group and self.samples_begun < len(self.samplers)
+        return self.is_prefilled and bool(self.preempted or may_begin)
 
 
 @dataclass(eq=False)
 class SampleRow(ActiveRow):
-    """A row of a task; `columns` are those of its own tail, without what pads it."""
+    """A row of a request; `columns` are those of its own tail, without what pads it."""
 
-    task: AnswerTask = field(kw_only=True)
+    request: Request = field(kw_only=True)
     columns: int = 0
-    paused: bool = False
+    preempted: bool = False
 
 
 @dataclass(frozen=True)
-class Event:
-    """What a step did for a task.
+class StepOutput:
+    """What a step did for a request.
 
-    A task that nobody waits for any more ends with neither a token nor an error.
+    A request that nobody waits for any more ends with neither a token nor an error.
 
     Args:
-        task: The task.
+        request: The request.
         sample: The number of the answer that got the token.
         token: The token, or None.
-        likely: The likeliest tokens in its place, as the row's chooser records them.
-        done: Whether this is the task's last event.
-        error: What ended the task, if it was an error.
+        likely: The likeliest tokens in its place, as the row's sampler records them.
+        done: Whether this is the request's last output.
+        error: What ended the request, if it was an error.
     """
 
-    task: AnswerTask
+    request: Request
     sample: int = 0
     token: int | None = None
     likely: tuple = ()
@@ -168,171 +173,204 @@ class Selection:
 
 
 class Scheduler:
-    """Writes answers to questions that come at any time; `step` runs one pass. Not for several
-    threads.
+    """Writes answers to questions that come at any time; `step` runs one pass. Not thread-safe.
+
+    Args:
+        model: The model that made the requests' caches.
+        stop_ids: The EOS ids, which end an answer.
+        max_rows: How many answers a pass writes at most, and how many requests have begun at once.
+        prefill_chunk: How many tokens of prompts a pass prefills at most.
     """
 
     def __init__(
-        self, model: PreTrainedModel, stops: set[int], most: int = BATCH, piece: int = PIECE
+        self,
+        model: PreTrainedModel,
+        stop_ids: set[int],
+        max_rows: int = BATCH,
+        prefill_chunk: int = PREFILL_CHUNK,
     ) -> None:
         self.model = model
-        self.stops = stops
-        self.most = most
-        self.piece = piece
-        self.pending: deque[AnswerTask] = deque()  # tasks that have not begun
-        self.tasks: list[AnswerTask] = []  # those that have, in the order in which they came
+        self.stop_ids = stop_ids
+        self.max_rows = max_rows
+        self.prefill_chunk = prefill_chunk
+        self.pending: deque[Request] = deque()  # requests that have not begun
+        # Those that have, in the order in which they came.
+        self.active_requests: list[Request] = []
         self.running: list[Group[SampleRow]] = []  # of the last pass
         self.joining: list[Selection] = []  # rows that join them in the next
         self.steps = 0
-        # The most steps in which a question was neither read nor written before its first token.
+        # The most steps that a request waited before its first token, those that prefilled a chunk
+        # of its prompt not counted.
         self.longest_wait = 0
 
-    def admit(self, task: AnswerTask) -> None:
-        """Add a task. If a pass has no row left for it, it waits until another one has ended."""
-        task.arrived = self.steps
-        task.prompt = task.prompt.flatten().cpu()
-        self.pending.append(task)
+    def admit(self, request: Request) -> None:
+        """Add a request. If a pass has no row left for it, it waits until another one has ended."""
+        request.arrival_step = self.steps
+        request.prompt = request.prompt.flatten().cpu()
+        self.pending.append(request)
 
     @property
     def busy(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.pending or self.tasks)
+        return bool(self.pending or self.active_requests)
 
     @property
     def active_rows(self) -> list[SampleRow]:
         """The rows of the next pass."""
-        selections = [
-            Selection(group, list(range(len(group.rows)))) for group in self.running
-        ] + self.joining
-        rows = [row for selection in selections for row in selection.rows]
-        return [row for row in rows if not (row.ended or row.paused)]
+        rows = []
+        for group in self.running:
+            rows.extend(group.rows)
+        for selection in self.joining:
+            rows.extend(selection.rows)
+        return [row for row in rows if not (row.ended or row.preempted)]
 
     @torch.no_grad()
-    def step(self) -> list[Event]:
+    def step(self) -> list[StepOutput]:
         """Run one pass and return what it wrote, in the order of the rows."""
-        events: list[Event] = []
-        # Who leaves, who comes, who gets a row, what is read: the order of a step.
-        self.drop_cancelled(events)
-        while self.pending and len(self.tasks) < self.most:
-            self.begin(self.pending.popleft())
-        self.give_rows(events)
-        self.regroup()
-        self.run(self.take_pieces(), events)
+        outputs: list[StepOutput] = []
+        # Who leaves, who begins, who gets a row, what is prefilled: the order of a step.
+        self.drop_cancelled(outputs)
+        while self.pending and len(self.active_requests) < self.max_rows:
+            self.begin_request(self.pending.popleft())
+        self.assign_rows(outputs)
+        self.rebuild_groups()
+        self.run_pass(self.schedule_prefill(), outputs)
         # A group that nobody needs frees its memory now, and not when the next question comes.
         self.running = [group for group in self.running if any(not row.ended for row in group.rows)]
         self.joining = [each for each in self.joining if any(not row.ended for row in each.rows)]
         self.steps += 1
-        return events
+        return outputs
 
-    def begin(self, task: AnswerTask) -> None:
-        """Give a task a tail of its own."""
-        fork = task.cache.fork()
-        # No ids yet: `take_pieces` decides in each pass how much of the prompt is read.
+    def begin_request(self, request: Request) -> None:
+        """Give a request its own tail, into which its prompt is prefilled."""
+        fork = request.cache.fork()
+        # No ids yet: `schedule_prefill` decides in each step how much of the prompt is next.
         nothing = torch.empty(1, 0, dtype=torch.long, device=self.model.device)
-        row = self.make_row(task, 0)
-        task.group = Group(list(fork.layers), [row], nothing, nothing, None)
-        self.tasks.append(task)
+        row = self.make_row(request, 0)
+        request.group = Group(list(fork.layers), [row], nothing, nothing, None)
+        self.active_requests.append(request)
 
-    def make_row(self, task: AnswerTask, sample: int) -> SampleRow:
-        """Return a new row for one of a task's answers."""
-        stand_in = next(iter(self.stops), 0)
-        return SampleRow(
-            sample, task.limit, IsolatedChooser(task.choosers[sample], task, stand_in), task=task
-        )
+    def make_row(self, request: Request, sample: int) -> SampleRow:
+        """Return a new row.
 
-    def drop_cancelled(self, events: list[Event]) -> None:
-        """End the tasks that nobody waits for."""
-        for task in [each for each in (*self.pending, *self.tasks) if each.cancelled()]:
-            self.end(task)
-            events.append(Event(task, done=True))
+        Args:
+            request: The request.
+            sample: The number of the answer that the row writes.
+        """
+        stand_in = next(iter(self.stop_ids), 0)
+        sampler = IsolatedSampler(request.samplers[sample], request, stand_in)
+        return SampleRow(sample, request.limit, sampler, request=request)
 
-    def end(self, task: AnswerTask) -> None:
-        """Take a task out, and its rows out of the next pass."""
-        if task in self.pending:
-            self.pending.remove(task)
-        if task in self.tasks:
-            self.tasks.remove(task)
-        # `regroup` takes rows that have ended out of their groups.
+    def drop_cancelled(self, outputs: list[StepOutput]) -> None:
+        """End the requests that nobody waits for, with an output for each."""
+        cancelled = [each for each in (*self.pending, *self.active_requests) if each.cancelled()]
+        for request in cancelled:
+            self.end_request(request)
+            outputs.append(StepOutput(request, done=True))
+
+    def end_request(self, request: Request) -> None:
+        """Take a request out, and its rows out of the next pass."""
+        if request in self.pending:
+            self.pending.remove(request)
+        if request in self.active_requests:
+            self.active_requests.remove(request)
+        # `rebuild_groups` takes rows that have ended out of their groups.
         for row in self.active_rows:
-            if row.task is task:
+            if row.request is request:
                 row.ended = True
-        task.paused.clear()
-        task.group = task.logits = None
+        request.preempted.clear()
+        request.group = None
+        request.logits = None
 
-    def give_rows(self, events: list[Event]) -> None:
-        """Give every task that has been read a row, then the free rows to those with fewest."""
-        # A copy, since resuming may end a task and so take it out of the list.
-        for task in list(self.tasks):
-            while task.waiting and not task.active_rows:
-                self.resume(task, events)
-        # Tasks that just got their first row may have made more rows than a pass may have.
-        while len(self.active_rows) > self.most:
-            self.pause_one()
-        while len(self.active_rows) < self.most:
-            waiting = [task for task in self.tasks if task.waiting]
+    def assign_rows(self, outputs: list[StepOutput]) -> None:
+        """Give every request that is prefilled a row, then the free rows to those with fewest.
+
+        Args:
+            outputs: Gets the first tokens of the samples that begin.
+        """
+        # A copy, since a first token may end a request and so take it out of the list.
+        for request in list(self.active_requests):
+            while request.can_use_row and not request.active_rows:
+                self.add_row(request, outputs)
+        # Requests that just got their first row may have made more rows than a pass may have.
+        while len(self.active_rows) > self.max_rows:
+            self.preempt_one()
+        while len(self.active_rows) < self.max_rows:
+            waiting = [request for request in self.active_requests if request.can_use_row]
             if not waiting:
                 return
-            # Ties go to the task that came first: `min` returns the first of equals.
-            self.resume(min(waiting, key=lambda task: task.active_rows), events)
+            # Ties go to the request that came first: `min` returns the first of equals.
+            self.add_row(min(waiting, key=lambda request: request.active_rows), outputs)
 
-    def resume(self, task: AnswerTask, events: list[Event]) -> None:
-        """Go on with a paused sample of a task, or begin one."""
-        if task.paused:
-            selection = task.paused.popleft()
-            for row in selection.rows:
-                row.paused = False
-            self.joining.append(selection)
-            task.active_rows += 1
-            return
-        assert task.logits is not None, "kept when the last token of the prompt was read"
-        row = self.make_row(task, task.samples_begun)
-        task.samples_begun += 1
-        assert row.chooser is not None
-        # All samples of a question begin after the same logits, with random numbers of their own.
-        token = row.chooser.choose(task.logits)
-        row.count_token(token, self.stops)
+    def add_row(self, request: Request, outputs: list[StepOutput]) -> None:
+        """Resume a preempted sample of a request, or begin a new one if there is none.
+
+        Args:
+            request: A request with `can_use_row`.
+            outputs: Gets the first token of a sample that begins.
+        """
+        if request.preempted:
+            self.resume_sample(request)
+        else:
+            self.begin_sample(request, outputs)
+
+    def resume_sample(self, request: Request) -> None:
+        """Give the sample of a request that was preempted first its row back."""
+        selection = request.preempted.popleft()
+        for row in selection.rows:
+            row.preempted = False
+        self.joining.append(selection)
+        request.active_rows += 1
+
+    def begin_sample(self, request: Request, outputs: list[StepOutput]) -> None:
+        """Begin a further sample of a request whose prompt is prefilled.
+
+        Args:
+            request: The request.
+            outputs: Gets the sample's first token.
+        """
+        assert request.logits is not None, "kept when the last token of the prompt was prefilled"
+        row = self.make_row(request, request.samples_begun)
+        request.samples_begun += 1
+        assert row.sampler is not None
+        # All samples of a question begin after the same logits, each with its own random numbers.
+        token = row.sampler.sample(request.logits)
+        row.count_token(token, self.stop_ids)
         if not row.ended:
-            source = task.get_group()
+            source = request.get_group()
+            # Samples share the pairs of their prompt, until each writes its own.
+            parts = [share_tail(part) for part in source.parts]
             ids = torch.tensor([[token]], device=self.model.device)
-            group = Group(
-                # The samples of a question share the pairs of its prompt, until each writes its
-                # own.
-                [share_tail(part) for part in source.parts],
-                [row],
-                ids,
-                source.positions,
-                None,
-            )
-            row.columns = group.parts[0].columns
-            self.joining.append(Selection(group, [0]))
-        task.active_rows += 1
+            row.columns = parts[0].columns
+            self.joining.append(Selection(Group(parts, [row], ids, source.positions, None), [0]))
+        request.active_rows += 1
         # The last sample has begun; the prompt's logits and tail are not needed again.
-        if task.samples_begun == len(task.choosers):
-            task.group = task.logits = None
-        self.record_token(row, token, events)
+        if request.samples_begun == len(request.samplers):
+            request.group = None
+            request.logits = None
+        self.record_token(row, token, outputs)
 
-    def pause_one(self) -> None:
-        """Take the latest sample of the task with most rows out of the next pass."""
+    def preempt_one(self) -> None:
+        """Take the latest sample of the request with most rows out of the next pass."""
         rows = self.active_rows
-        task = max(self.tasks, key=lambda each: each.active_rows)
-        # The one that began last has usually written least, so pausing it delays least.
-        chosen = max((row for row in rows if row.task is task), key=lambda row: row.number)
+        request = max(self.active_requests, key=lambda each: each.active_rows)
+        # The one that began last has usually written least, so preempting it delays least.
+        chosen = max((row for row in rows if row.request is request), key=lambda row: row.number)
         joining = next((selection for selection in self.joining if chosen in selection.rows), None)
-        # A row that has not run yet is paused as it is; one out of a group gets a group of its own.
+        # A row that has not run yet is kept as it is; one out of a group gets its own group.
         if joining:
             self.joining.remove(joining)
-            task.paused.append(joining)
+            request.preempted.append(joining)
         else:
             group = next(group for group in self.running if chosen in group.rows)
-            task.paused.append(
-                Selection(_join_rows([Selection(group, [group.rows.index(chosen)])]), [0])
-            )
-        chosen.paused = True
-        task.active_rows -= 1
+            own_group = _join_rows([Selection(group, [group.rows.index(chosen)])])
+            request.preempted.append(Selection(own_group, [0]))
+        chosen.preempted = True
+        request.active_rows -= 1
 
-    def regroup(self) -> None:
-        """Make the groups of the next pass: rows that have ended or pause leave, others join those
-        of their context.
+    def rebuild_groups(self) -> None:
+        """Make the groups of the next pass: rows that have ended or are preempted leave, others
+        join those of their context.
 
         A group whose rows are all the same stays as it is; any other is copied once.
         """
@@ -340,12 +378,12 @@ class Scheduler:
         for group in self.running:
             places = []
             for place, row in enumerate(group.rows):
-                if not (row.ended or row.paused):
+                if not (row.ended or row.preempted):
                     places.append(place)
             if places:
                 buckets.append([Selection(group, places)])
         for selection in self.joining:
-            # A task may have been cancelled since its row was added.
+            # A request may have been cancelled since its row was added.
             if all(row.ended for row in selection.rows):
                 continue
             fitting = next((bucket for bucket in buckets if _can_join(bucket, selection)), None)
@@ -356,127 +394,157 @@ class Scheduler:
         self.joining = []
         self.running = [_join_rows(bucket) for bucket in buckets]
 
-    def take_pieces(self) -> list[AnswerTask]:
-        """Choose what is read in the next pass; return the tasks whose groups it belongs to."""
-        readers = [task for task in self.tasks if not task.is_prefilled]
-        if not readers:
+    def schedule_prefill(self) -> list[Request]:
+        """Choose the chunks that the next pass prefills; return the requests that they are of."""
+        prefilling = [request for request in self.active_requests if not request.is_prefilled]
+        if not prefilling:
             return []
-        # Half for the oldest question, half for the others: neither waits until all of the other is
-        # read.
-        first, *others = readers
-        share_of_first = self.piece
+        # Half for the oldest prompt, half for the others: neither waits until all of the other is
+        # prefilled.
+        oldest, *others = prefilling
+        oldest_share = self.prefill_chunk
         if others:
-            share_of_first = self.piece // 2
-        sizes = {first: min(first.tokens_left, share_of_first)}
-        free = self.piece - sizes[first]
-        # Short rests first: they are finished in this pass and begin to write in the next.
-        for task in sorted(others, key=lambda each: each.tokens_left):
-            size = min(task.tokens_left, free)
-            # So small a piece is not worth its share of the pass; it waits for the next one.
-            if size < task.tokens_left and size < SMALLEST:
+            oldest_share = self.prefill_chunk // 2
+        sizes = {oldest: min(oldest.tokens_left, oldest_share)}
+        free = self.prefill_chunk - sizes[oldest]
+        # Short rests first: they are finished in this pass and begin to decode in the next.
+        for request in sorted(others, key=lambda each: each.tokens_left):
+            size = min(request.tokens_left, free)
+            # So small a chunk is not worth its share of the pass; it waits for the next one.
+            if size < request.tokens_left and size < MIN_PREFILL_CHUNK:
                 break
-            sizes[task] = size
+            sizes[request] = size
             free -= size
         # What the others left goes to the oldest.
-        sizes[first] = min(first.tokens_left, sizes[first] + free)
-        for task, size in sizes.items():
-            start = task.cache.get_seq_length() + task.tokens_prefilled
-            group = task.get_group()
-            piece = task.prompt[task.tokens_prefilled : task.tokens_prefilled + size]
-            group.ids = piece[None].to(self.model.device)
+        sizes[oldest] = min(oldest.tokens_left, sizes[oldest] + free)
+        for request, size in sizes.items():
+            start = request.cache.get_seq_length() + request.tokens_prefilled
+            group = request.get_group()
+            chunk = request.prompt[request.tokens_prefilled : request.tokens_prefilled + size]
+            group.ids = chunk[None].to(self.model.device)
             group.positions = torch.arange(start, start + size, device=self.model.device)[None]
-            # No token is chosen after a piece that is not the prompt's last.
-            group.unfinished = size < task.tokens_left
+            # No token is chosen after a chunk that is not the prompt's last.
+            group.unfinished = size < request.tokens_left
         return list(sizes)
 
-    def run(self, reading: Sequence[AnswerTask], events: list[Event]) -> None:
-        """Run a pass over the answers that are written and the questions that are read.
+    def run_pass(self, prefilling: Sequence[Request], outputs: list[StepOutput]) -> None:
+        """Run a pass that decodes a token of every running row and prefills chunks of prompts.
 
-        If it fails, for example when memory runs out, the questions that are read end with the
-        error, and the pass runs again without them. If it fails again, the answers end too.
+        Args:
+            prefilling: The requests with a chunk in this pass.
+            outputs: Gets the tokens, and the ends of samples and requests.
         """
-        groups = [*self.running, *(task.get_group() for task in reading)]
+        groups = [*self.running, *(request.get_group() for request in prefilling)]
         if not groups:
             return
-        # Layers that ran before a failure have grown, others have not: all are cut to this.
         columns = [group.parts[0].columns for group in groups]
-        read = {id(task.group): task for task in reading}
+        request_of_group = {id(request.group): request for request in prefilling}
 
         def keep_logits(group: Group[SampleRow], logits: Tensor) -> None:
             # Several samples begin after the same prompt, some of them in later steps.
-            task = read.get(id(group))
-            if task and len(task.choosers) > 1:
-                task.logits = logits[0].clone()
+            request = request_of_group.get(id(group))
+            if request and len(request.samplers) > 1:
+                request.logits = logits[0].clone()
 
         try:
-            written = write_tokens(self.model, groups, self.stops, keep_logits=keep_logits)
+            written = write_tokens(self.model, groups, self.stop_ids, keep_logits=keep_logits)
         except Exception as error:
-            # A question that is read is what was new in this pass, so it is to blame first.
-            failed = list(reading)
-            if not failed:
-                rows = [row for group in self.running for row in group.rows]
-                failed = list(dict.fromkeys(row.task for row in rows))
-            for task in failed:
-                self.end(task)
-                events.append(Event(task, done=True, error=error))
-            if reading:
-                for group, before in zip(groups, columns, strict=True):
-                    for part in group.parts:
-                        part.crop(part.seen + before)
-                self.run([], events)
-            else:
-                self.running = []
+            self.end_failed(error, prefilling, outputs)
+            # Prompts were new in this pass. Without them, the answers may still be written.
+            if prefilling:
+                _crop_tails(groups, columns)
+                self.run_pass([], outputs)
             return
         # Every row of a running group has written one token, which took a column of its tail.
         for group in self.running:
             for row in group.rows:
                 row.columns += 1
-        for task in reading:
-            self.record_read(task)
+        for request in prefilling:
+            self.record_prefill(request)
         for row, token in written:
-            self.record_token(row, token, events)
+            self.record_token(row, token, outputs)
 
-    def record_read(self, task: AnswerTask) -> None:
-        """Record that a piece of a question was read; after the last one its first sample goes on
-        as a row.
+    def end_failed(
+        self, error: Exception, prefilling: Sequence[Request], outputs: list[StepOutput]
+    ) -> None:
+        """End the requests that a failed pass is blamed on: those that it prefilled, as they were
+        new in it; if there are none, all that it decoded.
+
+        Args:
+            error: What the pass raised, for example because memory ran out.
+            prefilling: The requests with a chunk in the pass.
+            outputs: Gets the end of each request, with the error.
         """
-        task.passes += 1
-        group = task.get_group()
+        failed = list(prefilling)
+        if not failed:
+            rows = [row for group in self.running for row in group.rows]
+            # Each request once, in the order of its rows.
+            failed = list(dict.fromkeys(row.request for row in rows))
+        for request in failed:
+            self.end_request(request)
+            outputs.append(StepOutput(request, done=True, error=error))
+        if not prefilling:
+            self.running = []
+
+    def record_prefill(self, request: Request) -> None:
+        """Record that a chunk of a prompt was prefilled; after the last one, its first sample
+        becomes a row of the next pass.
+        """
+        request.prefill_steps += 1
+        group = request.get_group()
         if group.unfinished:
-            task.tokens_prefilled += group.ids.shape[1]
+            request.tokens_prefilled += group.ids.shape[1]
             return
-        task.tokens_prefilled = len(task.prompt)
+        request.tokens_prefilled = len(request.prompt)
         row = group.rows[0]
-        task.samples_begun = 1
-        task.active_rows = 1
+        request.samples_begun = 1
+        request.active_rows = 1
         row.columns = group.parts[0].columns
-        if len(task.choosers) == 1:
-            task.group = None
+        if len(request.samplers) == 1:
+            request.group = None
         else:  # further samples begin from here
             parts = [share_tail(part) for part in group.parts]
-            task.group = Group(parts, [], group.ids, group.positions, None)
+            request.group = Group(parts, [], group.ids, group.positions, None)
         if not row.ended:
             self.joining.append(Selection(group, [0]))
 
-    def record_token(self, row: SampleRow, token: int, events: list[Event]) -> None:
-        """Record a token, and the end of its sample or task."""
-        task = row.task
-        # An error of one row ends all samples of its question.
-        if task.error:
-            if task in self.tasks:
-                self.end(task)
-                events.append(Event(task, done=True, error=task.error))
+    def record_token(self, row: SampleRow, token: int, outputs: list[StepOutput]) -> None:
+        """Record a token, and the end of its sample or request.
+
+        Args:
+            row: The row that wrote the token.
+            token: The token.
+            outputs: Gets the token, or the error that ends the request.
+        """
+        request = row.request
+        # An error of one row ends all samples of its request.
+        if request.error:
+            if request in self.active_requests:
+                self.end_request(request)
+                outputs.append(StepOutput(request, done=True, error=request.error))
             return
         # The first token of the first sample: the question has waited until here.
         if row.count == 1 and row.number == 0:
-            self.longest_wait = max(self.longest_wait, self.steps - task.arrived - task.passes + 1)
+            steps = self.steps - request.arrival_step + 1
+            self.longest_wait = max(self.longest_wait, steps - request.prefill_steps)
         if row.ended:
-            task.active_rows -= 1
-            task.samples_ended += 1
-        done = task.samples_ended == len(task.choosers)
-        events.append(Event(task, row.number, token, task.choosers[row.number].likely, done))
+            request.active_rows -= 1
+            request.samples_ended += 1
+        done = request.samples_ended == len(request.samplers)
+        likely = request.samplers[row.number].likely
+        outputs.append(StepOutput(request, row.number, token, likely, done))
         if done:
-            self.end(task)
+            self.end_request(request)
+
+
+def _crop_tails(groups: Sequence[Group], columns: Sequence[int]) -> None:
+    """Cut the tails of groups to the columns that they had before a pass failed.
+
+    Layers that ran before the failure have grown, others have not.
+    """
+    for group, before in zip(groups, columns, strict=True):
+        for part in group.parts:
+            part.crop(part.seen + before)
 
 
 def _can_join(bucket: Sequence[Selection], selection: Selection) -> bool:
@@ -488,7 +556,7 @@ def _can_join(bucket: Sequence[Selection], selection: Selection) -> bool:
         return False
     columns = [row.columns for each in (*bucket, selection) for row in each.rows]
     # Every row is padded to the widest, (rows x widest) columns in all.
-    return len(columns) * max(columns) <= 2 * sum(columns) + SLACK * len(columns)
+    return len(columns) * max(columns) <= 2 * sum(columns) + FREE_PADDING * len(columns)
 
 
 def _join_rows(selections: Sequence[Selection]) -> Group[SampleRow]:
@@ -502,12 +570,15 @@ def _join_rows(selections: Sequence[Selection]) -> Group[SampleRow]:
     width = max(widths)
     layers = zip(*(selection.group.parts for selection in selections), strict=True)
     places = [selection.places for selection in selections]
-    parts = [gather_rows(list(zip(own, places, strict=True)), widths, ROOM) for own in layers]
+    parts = []
+    for own in layers:
+        sources = list(zip(own, places, strict=True))
+        parts.append(gather_rows(sources, widths, TAIL_CAPACITY))
     ids = torch.cat([selection.group.ids[selection.places] for selection in selections])
     positions = torch.cat([selection.group.positions[selection.places] for selection in selections])
     # Rows are padded on the left, so that all end at the same column; padding is not seen.
     visible = None
     if any(row.columns < width for row in rows):
-        lead = torch.tensor([[width - row.columns] for row in rows], device=ids.device)
-        visible = torch.arange(width + 1, device=ids.device) >= lead
+        padding = torch.tensor([[width - row.columns] for row in rows], device=ids.device)
+        visible = torch.arange(width + 1, device=ids.device) >= padding
     return Group(parts, rows, ids, positions, visible)

@@ -31,8 +31,9 @@ VOCABULARY = 96
 PROMPTS = (5, 2, 4)  # tokens of each row's question
 RESTORED = (3, 1)  # restore tokens of each document
 STEPS = 6  # one as usual, one captured, the others replayed
-MakeSteps = Callable[..., Any]  # FixedSteps, which imports this file
-Padded = Callable[..., tuple[Tensor, Tensor, Tensor]]
+# Of modules that import this file.
+MakeSteps = Callable[..., Any]  # FixedSteps
+PadPrompts = Callable[..., Any]  # pad_prompts, which returns PaddedPrompts
 
 
 class SmallDecoder:
@@ -139,13 +140,17 @@ def _rotate(states: Tensor, angles: Tensor) -> Tensor:
     )
 
 
-def measure_steps(make_steps: MakeSteps, padded: Padded, target: Target) -> Iterator[Measurement]:
+def measure_steps(
+    make_steps: MakeSteps, pad_prompts: PadPrompts, target: Target
+) -> Iterator[Measurement]:
     """Compare the logits of every step with those of a plain pass, and ids with those logits."""
     decoder = SmallDecoder(target)
     one, two = (decoder.make_cache(count, first) for first, count in enumerate(RESTORED))
     with attention.suspend_overrides():
-        yield from _measure_rows("one document", decoder, [one] * len(PROMPTS), make_steps, padded)
-        yield from _measure_rows("two documents", decoder, [one, one, two], make_steps, padded)
+        yield from _measure_rows(
+            "one document", decoder, [one] * len(PROMPTS), make_steps, pad_prompts
+        )
+        yield from _measure_rows("two documents", decoder, [one, one, two], make_steps, pad_prompts)
 
 
 def _measure_rows(
@@ -153,11 +158,14 @@ def _measure_rows(
     decoder: SmallDecoder,
     caches: Sequence[RaggedCache],
     make_steps: MakeSteps,
-    padded: Padded,
+    pad_prompts: PadPrompts,
 ) -> Iterator[Measurement]:
     """Compare steps for a batch of rows, of which row i asks caches[i]."""
     prompts = [torch.arange(3, 3 + count, device="cpu") * 7 % VOCABULARY for count in PROMPTS]
-    ids, positions, visible = padded(decoder, caches, prompts)
+    padded = pad_prompts(decoder, caches, prompts)
+    ids = padded.ids
+    positions = padded.positions
+    visible = padded.visible
     plain = fork_caches(caches)
     fixed = fork_caches(caches)
     mask = visible[:, None, None] & make_causal_mask(ids.shape[1], visible.shape[1], ids.device)
@@ -203,7 +211,7 @@ def get_tolerance(dtype: torch.dtype) -> float:
     return 8 * max(torch.finfo(dtype).eps, 8 * torch.finfo(torch.float32).eps)
 
 
-def register_graph(make_steps: MakeSteps, padded: Padded) -> None:
+def register_graph(make_steps: MakeSteps, pad_prompts: PadPrompts) -> None:
     """Make the component known."""
     register_component(
         Component(
@@ -211,6 +219,6 @@ def register_graph(make_steps: MakeSteps, padded: Padded) -> None:
             "Decoding with CUDA graphs",
             "Steps are computed one by one, more slowly",
             explain_no_obstacle,
-            partial(measure_steps, make_steps, padded),
+            partial(measure_steps, make_steps, pad_prompts),
         )
     )

@@ -16,11 +16,12 @@ from restorekv.model.tokenize import decode_text
 from restorekv.readers.program import EXIT_MISSING_LIBRARY
 
 PROGRAM = Path(__file__).with_name("program.py")
-KINDS = {".pdf": "pdf", ".docx": "docx", ".html": "html", ".htm": "html"}
-SECONDS = {"pdf": 30, "docx": 20, "html": 10}  # of processor time, and six times that by the clock
+FILE_TYPES = {".pdf": "pdf", ".docx": "docx", ".html": "html", ".htm": "html"}
+# Seconds of processor time that reading may take, and six times as many by the clock.
+CPU_SECONDS = {"pdf": 30, "docx": 20, "html": 10}
 PACKAGES = {"pypdf": "pypdf", "docx": "python-docx"}
-MEMORY = 2 << 30  # bytes that reading a file may take
-READING = threading.BoundedSemaphore(2)  # such processes at once
+MEMORY_BYTES = 2 << 30  # that reading a file may take
+READ_SLOTS = threading.BoundedSemaphore(2)  # processes that read at once
 LONGEST_NAME = 120  # characters
 
 # Kinds of files that are read in this process.
@@ -29,11 +30,11 @@ CACHE = "rkv"
 
 
 def find_kind(name: str) -> str:
-    """Return how a file is read: CACHE, one of the values of KINDS, or TEXT."""
+    """Return how a file is read: CACHE, one of the values of FILE_TYPES, or TEXT."""
     ending = PurePath(name).suffix.lower()
     if ending == ".rkv":
         return CACHE
-    return KINDS.get(ending, TEXT)
+    return FILE_TYPES.get(ending, TEXT)
 
 
 def extract_text(name: str, content: bytes) -> str:
@@ -52,16 +53,15 @@ def extract_text(name: str, content: bytes) -> str:
 
 
 def _run_program(kind: str, name: str, content: bytes) -> str:
-    """Return the text of a file that a separate process reads.
-
-    A hostile file harms nobody else there.
+    """Return the text of a file that a separate process reads, so that a hostile file cannot harm
+    this one.
     """
-    command = [sys.executable, "-P", str(PROGRAM), kind, str(MEMORY), str(SECONDS[kind])]
+    command = [sys.executable, "-P", str(PROGRAM), kind, str(MEMORY_BYTES), str(CPU_SECONDS[kind])]
     too_much = RestoreKVError(f"{name} takes too long or too much memory to read; give its text.")
     try:
-        with READING:
+        with READ_SLOTS:
             done = subprocess.run(
-                command, input=content, capture_output=True, timeout=6 * SECONDS[kind]
+                command, input=content, capture_output=True, timeout=6 * CPU_SECONDS[kind]
             )
     except subprocess.TimeoutExpired:
         raise too_much from None

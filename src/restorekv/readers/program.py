@@ -142,7 +142,7 @@ class TextCollector(HTMLParser):
             self.parts.append(data)
 
 
-# A new kind also needs a row in KINDS and in SECONDS of extract.py.
+# A new kind also needs a row in FILE_TYPES and in CPU_SECONDS of extract.py.
 EXTRACTORS = {"pdf": extract_pdf, "docx": extract_docx, "html": extract_html}
 
 

@@ -43,7 +43,7 @@ from restorekv.restore.lora import attach_lora, check_lora_fit
 from restorekv.spec import split_specs
 
 # The ratio at which ratio vectors add nothing to the embeddings.
-MIDDLE_RATIO = 0.1
+REFERENCE_RATIO = 0.1
 
 
 class RestoreAdapter(nn.Module):
@@ -84,7 +84,7 @@ class RestoreAdapter(nn.Module):
             self.lora_parameters[f"{path}.lora_A.weight"] = layer.lora_A[LORA_NAME].weight
             self.lora_parameters[f"{path}.lora_B.weight"] = layer.lora_B[LORA_NAME].weight
         self.lora = nn.ParameterList(self.lora_parameters.values())
-        # In a tuple, because attributes would make both a part of this module.
+        # In a tuple, so that nn.Module does not register both as submodules.
         self._models = (model, adapted)
         # The folder that it was loaded from. Its README.md may name a license, which is looked up
         # when the adapter is trained on, saved or published.
@@ -274,7 +274,7 @@ class RestoreAdapter(nn.Module):
             raise AdapterError(
                 "The adapter's restore pass depends on the ratio; say at which ratio it runs."
             )
-        return self.embeddings + math.log(float(ratio) / MIDDLE_RATIO) * self.ratio_vectors
+        return self.embeddings + math.log(float(ratio) / REFERENCE_RATIO) * self.ratio_vectors
 
     def run_restore_pass(
         self, cache: Cache, count: int | None = None, ratio: float | Fraction | None = None

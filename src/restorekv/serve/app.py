@@ -301,7 +301,7 @@ def add_files(app: FastAPI, service: Service) -> None:
         key = service.engine.make_key(upload.sha256, variant)
         # The quota may have dropped the file of a cache that is still in memory.
         await asyncio.to_thread(service.engine.write_held_cache, upload.sha256, variant)
-        path = await asyncio.to_thread(service.store.find_or_fetch, key, upload.sha256)
+        path = await asyncio.to_thread(service.store.find_or_fetch_file, key, upload.sha256)
         return await send_bytes(
             path,
             f"{upload.name}.rkv",

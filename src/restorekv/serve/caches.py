@@ -30,7 +30,7 @@ from restorekv.errors import CacheFileError, RestoreKVError, TextTooLongError
 from restorekv.generation import decoding
 from restorekv.generation.answers import Answer, make_answer
 from restorekv.generation.chat import encode_conversation
-from restorekv.generation.sampling import TokenChooser
+from restorekv.generation.sampling import TokenSampler
 from restorekv.model.prompt import (
     Context,
     count_usable_positions,
@@ -85,7 +85,7 @@ class ActiveQuestion:
         question: What was asked.
         context: The ids of its documents.
         prompt: The ids (q,) that the model reads after them.
-        choosers: Of each answer's tokens; they collect the answer, too.
+        samplers: What chooses each answer's tokens, and collects them.
         cost: What the documents' caches cost.
         started: When it was begun, on `time.perf_counter`.
         first: When its first token was written; 0 before that.
@@ -95,7 +95,7 @@ class ActiveQuestion:
     question: ServedQuestion
     context: Context
     prompt: Tensor
-    choosers: list[TokenChooser]
+    samplers: list[TokenSampler]
     cost: CacheCost
     started: float
     first: float = 0.0
@@ -261,20 +261,20 @@ class CacheEngine(Engine, Generic[Active]):
 
     @abstractmethod
     async def write(self, active: Active) -> None:
-        """Write the answers into the choosers; return when all have ended or nobody waits."""
+        """Write the answers into the samplers; return when all have ended or nobody waits."""
 
     def make_reply(self, active: ActiveQuestion) -> Reply:
         """Return what was written, and count it."""
         read = len(active.prompt)
         answers = []
-        for chooser in active.choosers:
-            if chooser.answer:
+        for sampler in active.samplers:
+            if sampler.answer:
                 answer = make_answer(
                     self.tokenizer,
-                    chooser.answer,
+                    sampler.answer,
                     self.stops,
                     read,
-                    chooser,
+                    sampler,
                     active.question.goes_on,
                 )
                 answers.append(answer)
@@ -393,7 +393,7 @@ class CacheEngine(Engine, Generic[Active]):
         context = self._find_in_memory(sha256, key)
         if context:
             # What is asked from memory is in use on disk, too: files leave in the same order.
-            self.store.touch_cache(key)
+            self.store.find_cache_file(key)
             return context
         while True:
             with self.loading:
@@ -403,7 +403,7 @@ class CacheEngine(Engine, Generic[Active]):
                 return context
             # Fetching may take long, so it happens outside of the lock. A fetched file may be
             # damaged: then it is set aside, and the next fetch finds none.
-            if not self.store.fetch_cache(key, sha256):
+            if not self.store.fetch_if_missing(key, sha256):
                 return None
 
     def write_held_cache(self, sha256: str, variant: Variant) -> None:
@@ -475,7 +475,7 @@ class CacheEngine(Engine, Generic[Active]):
 
     def _read_from_disk(self, key: str, sha256: str) -> CompressedContext | None:
         """Return a cache from disk; set it aside and return None where it is damaged."""
-        path = self.store.touch_cache(key)
+        path = self.store.find_cache_file(key)
         if path is None:
             return None
         try:

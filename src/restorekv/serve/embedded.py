@@ -25,8 +25,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import TextTooLongError
 from restorekv.generation import decoding
-from restorekv.generation.sampling import make_choosers
-from restorekv.generation.scheduler import AnswerTask, Event, Scheduler
+from restorekv.generation.sampling import make_samplers
+from restorekv.generation.scheduler import Request, Scheduler, StepOutput
 from restorekv.many_contexts import compose
 from restorekv.model.observer import HOOKS_LOCK
 from restorekv.model.prefill import make_empty_cache
@@ -139,7 +139,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         counted = {**counted, "steps": self.scheduler.steps}
         now = {
             **now,
-            "questions_answering": len(self.scheduler.tasks),
+            "questions_answering": len(self.scheduler.active_requests),
             "longest_wait_steps": self.scheduler.longest_wait,
         }
         return counted, now
@@ -180,15 +180,15 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         sampling = question.sampling
         ids = torch.cat([context.ids[0], prompt])[None]
         seeds = [sampling.seed + number for number in range(sampling.samples)]
-        choosers = make_choosers(
+        samplers = make_samplers(
             sampling, self.tokenizer, [ids] * len(seeds), seeds, self.stops, always=True
         )
-        assert choosers is not None
+        assert samplers is not None
         return LocalQuestion(
             question=question,
             context=context,
             prompt=prompt,
-            choosers=choosers,
+            samplers=samplers,
             cost=cost,
             started=started,
             cache=cache,
@@ -218,8 +218,8 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
             self.idle.clear()
             started = time.perf_counter()
             try:
-                for event in self.scheduler.step():
-                    self._deliver(event)
+                for output in self.scheduler.step():
+                    self._deliver(output)
             except Exception as error:  # nobody waits in vain
                 self._give_up(error)
             self._yield_to_compression(time.perf_counter() - started)
@@ -259,36 +259,36 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
             return question.cancelled or question.done.done()
 
         self.scheduler.admit(
-            AnswerTask(
+            Request(
                 active.cache,
                 active.prompt,
                 question.limit,
-                active.choosers,
+                active.samplers,
                 label=active,
                 cancelled=is_cancelled,
             )
         )
 
-    def _deliver(self, event: Event) -> None:
+    def _deliver(self, output: StepOutput) -> None:
         """Pass a token on; with the last one, the question's task continues."""
-        active = event.task.label
+        active = output.request.label
         assert isinstance(active, LocalQuestion)
         # A question may be settled before its rows have ended, as the server ends; the scheduler
         # then drops it before its next step, and only that gives its place to another.
         try:
-            if event.error is None and event.token is not None:
-                active.pass_token(event.sample, event.token, event.likely)
+            if output.error is None and output.token is not None:
+                active.pass_token(output.sample, output.token, output.likely)
         except Exception as error:  # such as an event loop that has ended
             active.question.cancelled = True
             settle_future(active.question.done, error=error)
-        if event.done:
-            settle_future(active.written, error=event.error)
+        if output.done:
+            settle_future(active.written, error=output.error)
 
     def _give_up(self, error: Exception) -> None:
         """End all questions with an error."""
-        for task in (*self.scheduler.tasks, *self.scheduler.pending):
-            assert isinstance(task.label, LocalQuestion)
-            settle_future(task.label.written, error=error)
+        for request in (*self.scheduler.active_requests, *self.scheduler.pending):
+            assert isinstance(request.label, LocalQuestion)
+            settle_future(request.label.written, error=error)
         self.scheduler = Scheduler(self.model, self.stops)
 
     def _yield_to_compression(self, seconds: float) -> None:

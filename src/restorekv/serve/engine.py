@@ -142,7 +142,7 @@ class ServedQuestion:
         opening: The beginning of the answer, which the client has and the model goes on from.
         limit: How many tokens an answer may have.
         sampling: How the answers are written.
-        on_token: Called with (sample, id, *TokenChooser.likely) for every token, from any thread.
+        on_token: Called with (sample, id, *TokenSampler.likely) for every token, from any thread.
         done: The `Reply`, or an error.
         started: Whether it no longer waits. In the library's engine it has its place then; where
             vLLM or replicas schedule questions, its first token has come.

@@ -190,7 +190,7 @@ class PendingAnswer:
         return StreamingResponse(events, media_type="text/event-stream")
 
     async def iter_pieces(self) -> AsyncIterator[tuple[int, str, list[tuple]]]:
-        """Yield (sample, piece of its text, its ids with `TokenChooser.likely`).
+        """Yield (sample, piece of its text, its ids with `TokenSampler.likely`).
 
         Whoever stops listening ends the writing.
         """

@@ -332,20 +332,20 @@ class Store:
         with self.lock:
             return bool(self.index.select("select 1 from caches where key = ?", (key,)))
 
-    def touch_cache(self, key: str) -> Path | None:
+    def find_cache_file(self, key: str) -> Path | None:
         """Return the file of a cache that is here, and note that it was used."""
         with self.lock:
             is_here = self.index.touch(key, time.time())
         return self.cache_path(key) if is_here else None
 
-    def find_or_fetch(self, key: str, sha256: str) -> Path | None:
+    def find_or_fetch_file(self, key: str, sha256: str) -> Path | None:
         """Return the file of a cache, which may have to be fetched from the shared folder."""
-        path = self.touch_cache(key)
-        if path is None and self.fetch_cache(key, sha256):
-            path = self.touch_cache(key)
+        path = self.find_cache_file(key)
+        if path is None and self.fetch_if_missing(key, sha256):
+            path = self.find_cache_file(key)
         return path
 
-    def fetch_cache(self, key: str, sha256: str) -> bool:
+    def fetch_if_missing(self, key: str, sha256: str) -> bool:
         """Copy a cache from the shared folder, if it has one that is not here yet.
 
         Returns:

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError, TextTooLongError
 from restorekv.generation.constraint import close_objects
-from restorekv.generation.sampling import SamplingConfig, TokenChooser
+from restorekv.generation.sampling import SamplingConfig, TokenSampler
 from restorekv.many_contexts import compose
 from restorekv.model import gguf
 from restorekv.model.identity import fingerprint_model
@@ -218,7 +218,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
                 question=question,
                 context=context,
                 prompt=prompt,
-                choosers=self._make_choosers(question),
+                samplers=self._make_samplers(question),
                 cost=NO_CACHE,
                 started=started,
                 document_ids=context.ids[0].tolist(),
@@ -243,7 +243,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
                 question=question,
                 context=context,
                 prompt=prompt,
-                choosers=self._make_choosers(question),
+                samplers=self._make_samplers(question),
                 cost=full_cache_cost(self.model, context.positions),
                 started=started,
                 document_ids=context.ids[0].tolist(),
@@ -260,7 +260,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
             question=question,
             context=cache.context,
             prompt=prompt,
-            choosers=self._make_choosers(question),
+            samplers=self._make_samplers(question),
             cost=CacheCost(manifest.pairs_held, manifest.bytes_held, manifest.seconds),
             started=started,
             document_ids=self.files.take(files, cache),
@@ -309,28 +309,28 @@ class VllmEngine(CacheEngine[VllmQuestion]):
 
     def _add_piece(self, active: VllmQuestion, piece: Piece) -> None:
         """Add tokens to an answer, each with the log-probabilities that were asked for."""
-        chooser = active.choosers[piece.sample]
+        sampler = active.samplers[piece.sample]
         for token, likely in zip_longest(piece.ids, piece.likely):
             if likely:
                 logprob, likeliest = likely
-                chooser.logprobs.append(logprob)
+                sampler.logprobs.append(logprob)
                 # vLLM adds the chosen token, which may make one more than was asked for.
                 best = sorted(likeliest.items(), key=lambda pair: -pair[1])
-                chooser.top.append(dict(best[: active.question.sampling.logprobs]))
-            chooser.answer.append(token)
-            active.pass_token(piece.sample, token, chooser.likely)
+                sampler.top.append(dict(best[: active.question.sampling.logprobs]))
+            sampler.answer.append(token)
+            active.pass_token(piece.sample, token, sampler.likely)
 
-    def _make_choosers(self, question: ServedQuestion) -> list[TokenChooser]:
-        """Return a chooser for each answer, which only collects what vLLM chooses."""
+    def _make_samplers(self, question: ServedQuestion) -> list[TokenSampler]:
+        """Return a sampler for each answer, which only collects what vLLM samples."""
         sampling = question.sampling
-        choosers = []
+        samplers = []
         for number in range(sampling.samples):
             # vLLM applies penalties and seeds itself.
             nothing_read = torch.empty(1, 0, dtype=torch.long)
-            chooser = TokenChooser(sampling, self.tokenizer, nothing_read, sampling.seed + number)
-            chooser.cancelled = lambda: question.cancelled
-            choosers.append(chooser)
-        return choosers
+            sampler = TokenSampler(sampling, self.tokenizer, nothing_read, sampling.seed + number)
+            sampler.cancelled = lambda: question.cancelled
+            samplers.append(sampler)
+        return samplers
 
 
 def check_supported(sampling: SamplingConfig) -> None:

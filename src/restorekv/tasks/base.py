@@ -63,14 +63,19 @@ class Sample:
 
 @dataclass(frozen=True)
 class Benchmark(ABC):
-    """`count` contexts are asked, spread evenly over the tasks and drawn by `seed`; 0 asks all."""
+    """Base class of benchmarks, whose fields are their settings.
+
+    Args:
+        count: How many contexts to ask, spread evenly over the tasks; 0 asks all.
+        seed: Which ones are drawn.
+    """
 
     name: ClassVar[str]
     title: ClassVar[str]  # the name in papers: RULER, LongBench
     license: ClassVar[str]  # of the data
     metric: ClassVar[str]  # what `score` computes, in words
     data: ClassVar[str]  # where the samples come from
-    right_from: ClassVar[float] = 1.0  # the least score of an answer that counts as right
+    correct_threshold: ClassVar[float] = 1.0  # the least score of an answer that counts as right
     # Whether a group of tasks has a mean only if each of them was asked.
     needs_whole_groups: ClassVar[bool] = False
     known_tasks: ClassVar[Sequence[str]] = ()  # that the setting `tasks`, if there is one, may name
@@ -122,12 +127,12 @@ class Benchmark(ABC):
         refuse anything else, which would only be found once all has been asked.
         """
         scored: dict[str, Any] = {
-            "score": _check_figure(self.score(question, prediction), f"score() of {self.title}")
+            "score": _check_score(self.score(question, prediction), f"score() of {self.title}")
         }
         metrics = self.compute_metrics(question, prediction)
         if metrics:
             scored["metrics"] = {
-                name: _check_figure(value, f"The metric {name} of {self.title}")
+                name: _check_score(value, f"The metric {name} of {self.title}")
                 for name, value in metrics.items()
             }
         return scored
@@ -138,7 +143,7 @@ class Benchmark(ABC):
         Args:
             answer: A row of a result, with `score`, `prediction` and `references`.
         """
-        return answer["score"] >= self.right_from
+        return answer["score"] >= self.correct_threshold
 
     def compute_metrics(self, question: Question, prediction: str) -> Mapping[str, float]:
         """Return further metrics by name, in [0, 1] each, to report in addition to the score; none
@@ -153,18 +158,18 @@ class Benchmark(ABC):
         return {
             "data": self.describe_data(),
             "license": self.describe_license(),
-            "metric": self._find_words("metric"),
+            "metric": self._get_description("metric"),
         }
 
     def describe_data(self) -> str:
         """Return where the samples come from: `data`, unless the settings decide."""
-        return self._find_words("data")
+        return self._get_description("data")
 
     def describe_license(self) -> str:
         """Return the license of the samples: `license`, unless the settings decide."""
-        return self._find_words("license")
+        return self._get_description("license")
 
-    def _find_words(self, attribute: str) -> str:
+    def _get_description(self, attribute: str) -> str:
         """Return what the class says of itself; somebody's first benchmark may not say it."""
         words = getattr(self, attribute, None)
         if not isinstance(words, str):
@@ -201,7 +206,7 @@ class Benchmark(ABC):
         return {}
 
 
-def _check_figure(value: Any, what: str) -> float:
+def _check_score(value: Any, what: str) -> float:
     """Return a figure as a float, also one of NumPy or PyTorch."""
     if not isinstance(value, str | bytes):
         try:

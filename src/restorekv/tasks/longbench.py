@@ -78,7 +78,7 @@ class LongBench(Benchmark):
     name = "longbench"
     title = "LongBench"
     license = "MIT; the texts keep the licenses of the data sets that they come from"
-    right_from = 0.5
+    correct_threshold = 0.5
     metric = (
         "token F1, ROUGE-L, class, paragraph, count or code similarity by task, best over "
         "references"

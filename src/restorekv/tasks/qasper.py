@@ -35,7 +35,7 @@ class Qasper(Benchmark):
     title = "QASPER"
     license = "CC BY 4.0"
     metric = "token F1, best over annotators"
-    right_from = 0.5  # half of the words in common
+    correct_threshold = 0.5  # half of the words in common
 
     path: str = ""
     source: str = "longbench"

@@ -48,7 +48,7 @@ class Reading(Benchmark):
     shipped: ClassVar[str]  # path below TEXTS
     source: ClassVar[str]
     metric = "token F1, best over the references"
-    right_from = 0.5  # half of the words in common
+    correct_threshold = 0.5  # half of the words in common
 
     path: str = ""
     questions: int = 6

@@ -43,8 +43,8 @@ from restorekv.train.teacher import TeacherTarget
 from restorekv.train.teacher_cache import TeacherCache
 
 Progress = Callable[[int, int, float], None]
-# Added to a loss before its power is taken: what is that close to the full cache is good enough.
-SMALL_LOSS = 1e-3
+# Added to a loss before its power is taken: samples whose loss is far below it stop mattering.
+LOSS_OFFSET = 1e-3
 
 
 def compute_sample_loss(
@@ -177,7 +177,7 @@ def _take_steps(
         with _open_step_log(folder, start, group.rank) as log:
             for step in range(start, config.steps):
                 begun = time.perf_counter()
-                loss = _add_gradients(run, teachers, step, group)
+                loss = _run_forward_backward(run, teachers, step, group)
                 # A step changes adapter and optimizer together, or not at all.
                 with checkpoint.hold_signals():
                     _take_optimizer_step(run, step)
@@ -224,10 +224,11 @@ def _resume_and_check(
     return start
 
 
-def _add_gradients(
+def _run_forward_backward(
     run: TrainingRun, teachers: TeacherCache, step: int, group: ProcessGroup
 ) -> float:
-    """Add the clipped mean gradient of a step's contexts, over all processes; return the mean loss.
+    """Run a step's contexts forward and backward, and leave the clipped mean gradient over all
+    processes; return the mean loss.
 
     Every process reads `config.contexts` contexts and evicts each of them `config.draws` times.
     """
@@ -275,7 +276,7 @@ def weigh_loss(power: float, loss: float) -> float:
     The gradient of (L + c)^p / p is (L + c)^(p - 1) times that of L, and that of log(L + c) is the
     same with p = 0. The c keeps contexts that are already right from deciding the step.
     """
-    return float((loss + SMALL_LOSS) ** (power - 1.0))
+    return float((loss + LOSS_OFFSET) ** (power - 1.0))
 
 
 def _take_optimizer_step(run: TrainingRun, step: int) -> None:
