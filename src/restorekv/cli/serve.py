@@ -55,7 +55,7 @@ def run(
         int, typer.Option(min=1, help="Requests that may wait; more are refused with 429.")
     ] = 256,
     engine: Annotated[
-        str, typer.Option(help="Who answers: embedded (this library) or vllm.")
+        str, typer.Option(help="The inference engine: embedded (this library) or vllm.")
     ] = "embedded",
     vllm_url: Annotated[
         str | None, typer.Option(help="A vLLM server that runs: http://HOST:8000/v1.")
@@ -107,21 +107,9 @@ def run(
         raise RestoreKVError("Replicas of --ray answer with the library; leave out --engine.")
     keys = _read_keys(api_key_file) if api_key_file else ()
     store = store or Path("restorekv-store")
-    own_shared = store / "shared"
-    # Also without Ray where a run with it left caches: what is deleted is deleted there, too.
-    if shared is None and (ray_options.ray or own_shared.is_dir()):
-        shared = str(own_shared.resolve())
-    engine_options: dict[str, Any] = {}
-    if vllm_url:
-        engine_options["url"] = vllm_url
-    if vllm_store:
-        engine_options["folder"] = vllm_store
-    if vllm_options:
-        engine_options["options"] = _parse_json_object("--vllm-options", vllm_options)
-    if vllm_documents:
-        engine_options["documents"] = vllm_documents
-    if documents_memory:
-        engine_options["documents_memory"] = _parse_size("--documents-memory", documents_memory)
+    engine_options = _collect_engine_options(
+        vllm_url, vllm_store, vllm_options, vllm_documents, documents_memory
+    )
     with ExitStack() as lasting:
         # Before PyTorch is imported and the model loaded, which takes seconds, so that a port or a
         # store in use is refused at once, and nobody takes them meanwhile.
@@ -134,7 +122,7 @@ def run(
             default=f"{model}:{preset}-{ratio}",
             memory=memory_bytes,
             disk=disk_bytes,
-            shared=shared or None,
+            shared=_choose_shared_folder(shared, store, bool(ray_options.ray)),
             keys=keys,
             limits=server.Limits(tokens=max_tokens, waiting=waiting),
             defaults=server.AnswerDefaults(temperature, repeats),
@@ -153,16 +141,55 @@ def run(
             from restorekv.cli.session import open_model  # which imports PyTorch
 
             app = server.build_app(*open_model(model, dtype, device), settings)
-        name = f"[{host}]" if ":" in host else host
-        address = f"http://{name}:{listeners[0].getsockname()[1]}"
-        _print_note(f"Serving {settings.default} at {address}/v1\nThe page is at {address}/")
-        if parse_ratio(ratio) < LOSES_FACTS:
-            _print_note(
-                f"A short text full of facts loses some of them at {ratio}; --ratio 0.3 keeps more."
-            )
+        _print_address(settings.default, host, listeners[0].getsockname()[1], ratio)
         server.serve_app(app, listeners)
         _print_note(f"Stopped; the documents stay in {store}.")
         server.exit_after_signal(app)
+
+
+def _collect_engine_options(
+    url: str | None,
+    folder: Path | None,
+    arguments: str | None,
+    documents: str | None,
+    documents_memory: str | None,
+) -> dict[str, Any]:
+    """Return the options of vLLM's engine that were given, by the names that it has for them."""
+    found: dict[str, Any] = {}
+    if url:
+        found["url"] = url
+    if folder:
+        found["folder"] = folder
+    if arguments:
+        found["options"] = _parse_json_object("--vllm-options", arguments)
+    if documents:
+        found["documents"] = documents
+    if documents_memory:
+        found["documents_memory"] = _parse_size("--documents-memory", documents_memory)
+    return found
+
+
+def _choose_shared_folder(shared: str | None, store: Path, uses_ray: bool) -> str | None:
+    """Return the address of the folder that several servers share, if there is one.
+
+    Replicas of Ray share one in the store. It is used without Ray, too, once it is there: what is
+    deleted must be deleted there as well.
+    """
+    if shared is not None:
+        return shared or None
+    own = store / "shared"
+    return str(own.resolve()) if uses_ray or own.is_dir() else None
+
+
+def _print_address(default: str, host: str, port: int, ratio: str) -> None:
+    """Say where the server listens, and what its ratio loses."""
+    name = f"[{host}]" if ":" in host else host
+    address = f"http://{name}:{port}"
+    _print_note(f"Serving {default} at {address}/v1\nThe page is at {address}/")
+    if parse_ratio(ratio) < LOSES_FACTS:
+        _print_note(
+            f"A short text full of facts loses some of them at {ratio}; --ratio 0.3 keeps more."
+        )
 
 
 def _choose_repeats(wanted: int | None, engine: str) -> int:
