@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from benchmarks.folder_options import claim_folder
 from benchmarks.workload import SHAPE, cut_texts, describe_machine, save_model, save_tokenizer
 from restorekv.evaluation.tables import Table
 from restorekv.model.load import load_model
@@ -83,6 +84,8 @@ def run_vllm(folder: Path, options: Options, tell: Callable[[str], None]) -> dic
         tell: Gets what is being done.
     """
     torch.set_num_threads(1)
+    # Documents have files of their own by tokens, ratio and number.
+    claim_folder(folder, {"model": options.model})
     facts = save_side_model(folder / "model", options.model)
     model, tokenizer = load_model(str(folder / "model"))
     documents = cut_texts(tokenizer, options.tokens, options.documents)

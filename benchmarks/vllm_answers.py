@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from benchmarks.folder_options import claim_folder
 from benchmarks.workload import describe_machine, load_novel
 from restorekv.compression.config import CompressionConfig
 from restorekv.context import CompressedContext
@@ -128,6 +129,8 @@ def run_answers(
         tell: Gets what is being done.
     """
     torch.set_num_threads(1)
+    # The number of documents decides what each is made of, and the longest which are asked.
+    claim_folder(folder, {"model": model_name, "documents": count, "longest": longest})
     plans = [plan for plan in plan_documents(count) if plan.tokens <= longest]
     expected = _make_documents(folder, plans, model_name, tell)
     rows = []
