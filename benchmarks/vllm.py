@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from benchmarks.folder_options import claim_folder
 from benchmarks.workload import SHAPE, cut_texts, describe_machine, save_model, save_tokenizer
+from restorekv.errors import RestoreKVError
 from restorekv.evaluation.tables import Table
 from restorekv.model.load import load_model
 from restorekv.model.prompt import encode_question, make_context
@@ -51,6 +52,20 @@ class Options:
     ratios: tuple[str, ...]
     together: tuple[int, ...]
     answer: int
+
+    def __post_init__(self) -> None:
+        if self.fitting > self.documents:
+            raise RestoreKVError(
+                f"fitting is at most the number of documents, {self.documents}, not {self.fitting}."
+            )
+        # Of a document's questions, two are asked alone and one is asked before each load.
+        most = (len(QUESTIONS) - 3) * self.fitting
+        for count in self.together:
+            if not 1 <= count <= most:
+                raise RestoreKVError(
+                    f"With {self.fitting} fitting documents the questions together are at least 1 "
+                    f"and at most {most}, not {count}."
+                )
 
 
 @dataclass(frozen=True)
