@@ -180,7 +180,8 @@ def count_lowered(experiment: Comparison, known: Mapping[Asked, Fidelity]) -> It
             text += f"the interval is below zero in {surely} and above zero in {raised}."
         if len(highs) < len(pairs):
             lacking = len(pairs) - len(highs)
-            text += " " * bool(highs) + f"{lacking} of them are of too few contexts for one."
+            text += " " * bool(highs)
+            text += f"{lacking} of them have too few contexts for an interval."
         yield text
 
 
