@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from benchmarks.workload import describe_machine, load_novel
+from benchmarks.workload import check_novel, describe_machine, load_novel
 from restorekv import tasks
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.growing import RESTORE_CHOICES
@@ -36,6 +36,7 @@ from restorekv.tasks.base import Sample
 Make = Callable[[], CompressedContext]
 ONCE = "at once"
 ALONE = "at once, no adapter"
+TURNS_FROM = 20_000  # token of the novel that the conversation's text begins with
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,9 @@ def measure_conversation(
     """Return seconds to the first token: over a whole document of `turns` tokens, then in turns
     over a small one.
     """
-    ids = tokenizer.encode(load_novel(), add_special_tokens=False)[20_000 : 20_000 + options.turns]
+    novel = tokenizer.encode(load_novel(), add_special_tokens=False)
+    check_novel(len(novel), TURNS_FROM + options.turns, f"turns about {options.turns:,} of them")
+    ids = novel[TURNS_FROM : TURNS_FROM + options.turns]
     questions = ["Who is speaking?", "Where are they?", "What happens in the end?"]
 
     def first(chat: Chat, question: str) -> float:
