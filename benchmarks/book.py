@@ -19,7 +19,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from benchmarks.compress_cost import measure_apart
-from benchmarks.workload import describe_machine, load_novel
+from benchmarks.workload import check_novel, describe_machine, load_novel
 from restorekv.evaluation.tables import Table
 from restorekv.files import write_json
 from restorekv.model.load import load_model
@@ -69,8 +69,9 @@ def make_book(tokenizer: Tokenizer, tokens: int, seed: int) -> Book:
     ]
     budget = tokens - len(tokenize_text(tokenizer, "\n\n".join(facts)))
     novel = load_novel().replace("\r\n", "\n")
-    ids = tokenize_text(tokenizer, novel)[:budget]
-    paragraphs = tokenizer.decode(ids).split("\n\n")
+    ids = tokenize_text(tokenizer, novel)
+    check_novel(len(ids), budget, f"a book of {tokens:,}")
+    paragraphs = tokenizer.decode(ids[:budget]).split("\n\n")
     # In the middle of every twentieth of them, from the end, so that no place moves.
     count = len(paragraphs)
     for number, fact in reversed(list(enumerate(facts))):

@@ -16,6 +16,7 @@ from benchmarks.chart_bars import draw_compare, draw_scorers, draw_training, for
 from benchmarks.chart_lines import draw_decode, draw_kernel
 from benchmarks.chart_memory import draw_memory
 from benchmarks.vllm_chart import draw_vllm
+from benchmarks.vllm_steps_chart import draw_steps
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.charts import Chart
 from restorekv.evaluation.tables import make_slug
@@ -29,8 +30,12 @@ KINDS: dict[frozenset[str], Callable[[Mapping], Chart]] = {
     frozenset({"variant", "seconds", "step"}): draw_training,
     frozenset({"ratio", "ours", "roofline"}): draw_kernel,
     frozenset({"side", "resident", "throughput"}): draw_vllm,
+    frozenset({"alone", "plain", "documents"}): draw_steps,
 }
-BENCHMARKS = "bench, bench-decode, bench-memory, bench-scorers, bench-train or bench-kernel"
+BENCHMARKS = (
+    "bench, bench-decode, bench-memory, bench-scorers, bench-train, bench-kernel, benchmarks vllm "
+    "or benchmarks vllm-steps"
+)
 DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
@@ -95,7 +100,10 @@ def _read_result(file: Path) -> dict:
 
 def _find_drawer(result: object) -> Callable[[Mapping], Chart] | None:
     """Return the function that draws such a result."""
-    rows = result.get("rows") if isinstance(result, dict) else None
+    if not isinstance(result, dict):
+        return None
+    # What vLLM's steps took is stored round by round.
+    rows = result.get("rows", result.get("rounds"))
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         return None
     for keys, draw in KINDS.items():
@@ -129,7 +137,7 @@ def _describe_measurement(file: Path, result: Mapping) -> str:
             machine["processor"],
             f"{machine['threads']} thread{'s' * (machine['threads'] != 1)}",
         ]
-    else:  # the kernel alone, on a GPU
+    else:  # the kernel alone, on a GPU, or a model that the chart's own note names
         parts.append(machine.get("device", machine["processor"]))
         parts += [f"CUDA {machine['cuda']}"] if machine.get("cuda") else []
     parts += [f"{name} {number}" for name, number in _find_versions(result).items()]
@@ -139,7 +147,9 @@ def _describe_measurement(file: Path, result: Mapping) -> str:
 
 def _find_versions(result: Mapping) -> Mapping[str, str]:
     """Return versions of packages: the machine's, or what our side reported in older results."""
-    ours = (
-        row["versions"] for row in result["rows"] if row.get("side") == "ours" and "versions" in row
-    )
-    return result["machine"].get("versions") or next(ours, {})
+    ours: dict = {}
+    for row in result.get("rows", []):
+        if row.get("side") == "ours" and "versions" in row:
+            ours = row["versions"]
+            break
+    return result["machine"].get("versions") or ours

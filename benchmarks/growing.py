@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from benchmarks.workload import describe_machine, load_novel
+from benchmarks.workload import check_novel, describe_machine, load_novel
 from restorekv import tasks
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.growing import RESTORE_CHOICES
 from restorekv.context import CompressedContext
-from restorekv.errors import BudgetError, RestoreKVWarning
+from restorekv.errors import BudgetError, RestoreKVError, RestoreKVWarning
 from restorekv.evaluation.fidelity import FullAnswers
 from restorekv.evaluation.stats import bootstrap_ratio
 from restorekv.evaluation.tables import Table
@@ -36,6 +36,7 @@ from restorekv.tasks.base import Sample
 Make = Callable[[], CompressedContext]
 ONCE = "at once"
 ALONE = "at once, no adapter"
+TURNS_FROM = 20_000  # token of the novel that the conversation's text begins with
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,17 @@ class Options:
     restore: tuple[str, ...] = RESTORE_CHOICES
     together: int = 0
     turns: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.parts, default=1) < 1:
+            raise RestoreKVError(f"parts are at least 1, not {min(self.parts)}.")
+        if self.together and self.parts:
+            raise RestoreKVError("parts and together are not measured in one run; choose one.")
+        for restore in self.restore:
+            if restore not in RESTORE_CHOICES:
+                raise RestoreKVError(
+                    f"restore is one of {', '.join(RESTORE_CHOICES)}, not {restore!r}."
+                )
 
 
 @dataclass(frozen=True)
@@ -67,24 +79,32 @@ def run_growing(options: Options, tell: Callable[[str], None]) -> dict:
     torch.set_num_threads(1)
     model, tokenizer = load_model(options.model)
     rows: dict[str, list[dict]] = {}
+    # Ways that a text refused are not compared: their figures would be of other texts.
+    dropped: dict[str, dict] = {}
     found = list(_iterate_texts(options, tokenizer))
+    if options.turns:
+        _cut_conversation_text(tokenizer, options.turns)  # refuses too many before the first text
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RestoreKVWarning)  # tasks word their questions whole
         for number, group in enumerate(found, 1):
             tell(f"text {number} of {len(found)}, {sum(len(text.ids) for text in group):,} tokens")
             for name, line in _compare_ways(model, tokenizer, options, group):
-                rows.setdefault(name, []).append(line)
+                if isinstance(line, str):
+                    dropped.setdefault(name, {"texts": 0, "reason": line})["texts"] += 1
+                else:
+                    rows.setdefault(name, []).append(line)
     turns = {"turns": measure_conversation(model, tokenizer, options)} if options.turns else {}
     figures = {
         name: summarize_lines(lines, rows[ONCE])
         for name, lines in rows.items()
-        if len(lines) == len(found)
+        if name not in dropped
     }
     return {
         "options": asdict(options),
         "machine": describe_machine(1),
         "texts": len(found),
         "rows": figures,
+        "dropped": dropped,
         **turns,
     }
 
@@ -93,6 +113,10 @@ def _iterate_texts(options: Options, tokenizer: Tokenizer) -> Iterator[list[Text
     """Yield groups of texts that are asked together: one, or `together` of them."""
     samples = tasks.make_benchmark(options.benchmark).choose_samples(tokenizer, "kvpress")
     size = options.together or 1
+    if size > len(samples):
+        raise RestoreKVError(
+            f"{options.benchmark} has {len(samples)} texts, too few for {size} together."
+        )
     for start in range(0, len(samples) - size + 1, size):
         yield [
             Text(tokenizer.encode(each.context, add_special_tokens=False), each)
@@ -102,8 +126,10 @@ def _iterate_texts(options: Options, tokenizer: Tokenizer) -> Iterator[list[Text
 
 def _compare_ways(
     model: PreTrainedModel, tokenizer: Tokenizer, options: Options, group: Sequence[Text]
-) -> Iterator[tuple[str, dict]]:
-    """Yield every way's name and, for one group, its divergence, pairs and seconds."""
+) -> Iterator[tuple[str, dict | str]]:
+    """Yield every way's name and, for one group, its divergence, pairs and seconds, or why there
+    are none.
+    """
     ids = [each for text in group for each in text.ids]
     full = compress(
         model, tokenizer, ids, ratio=1, adapter=None, config=CompressionConfig(between="")
@@ -122,7 +148,8 @@ def _compare_ways(
         start = time.perf_counter()
         try:
             small = make()
-        except BudgetError:  # parts too short for their restore tokens
+        except BudgetError as error:  # parts too short for their restore tokens
+            yield name, str(error)
             continue
         seconds = time.perf_counter() - start
         divergences = reference.measure_divergences(model, small.cache)
@@ -178,13 +205,20 @@ def _list_ways(
     return every
 
 
+def _cut_conversation_text(tokenizer: Tokenizer, tokens: int) -> list[int]:
+    """Return the ids of the part of a novel that the conversation is about."""
+    novel = tokenizer.encode(load_novel(), add_special_tokens=False)
+    check_novel(len(novel), TURNS_FROM + tokens, f"turns about {tokens:,} of them")
+    return novel[TURNS_FROM : TURNS_FROM + tokens]
+
+
 def measure_conversation(
     model: PreTrainedModel, tokenizer: Tokenizer, options: Options
 ) -> dict[str, float]:
     """Return seconds to the first token: over a whole document of `turns` tokens, then in turns
     over a small one.
     """
-    ids = tokenizer.encode(load_novel(), add_special_tokens=False)[20_000 : 20_000 + options.turns]
+    ids = _cut_conversation_text(tokenizer, options.turns)
     questions = ["Who is speaking?", "Where are they?", "What happens in the end?"]
 
     def first(chat: Chat, question: str) -> float:
@@ -241,6 +275,9 @@ def make_tables(result: dict) -> Iterator[Table | str]:
         ]
         for name, row in result["rows"].items()
     ]
+    for name, refusal in result.get("dropped", {}).items():
+        cause = f"refused by {refusal['texts']} of {result['texts']} texts: {refusal['reason']}"
+        lines.append([name, cause, "", "", ""])
     head = ["way", "KL to the full cache", "times at once", "seconds, times at once", "pairs"]
     yield Table(
         "growing",

@@ -70,6 +70,9 @@ class Options:
     shape: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # Growth is measured between two texts of one mode, so each is measured once.
+        object.__setattr__(self, "tokens", tuple(dict.fromkeys(self.tokens)))
+        object.__setattr__(self, "modes", tuple(dict.fromkeys(self.modes)))
         parse_ratio(self.ratio)
         evictors.make_evictor(self.evictor)
         if not self.tokens or min(self.tokens) < WARM_UP:

@@ -72,16 +72,35 @@ def run_serving(options: Options, tell: Callable[[str], None]) -> dict:
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
         rows |= _measure_ours(options, folder, text, questions, library, tell)
-        tell("transformers serve")
-        with run_server(
-            ["transformers.cli.transformers", "serve", str(folder / "model")]
-        ) as client:
-            rows["transformers"] = _ask_together(
+        rows["transformers"] = _measure_transformers(options, folder, text, questions, tell)
+    return {
+        "options": asdict(options),
+        "machine": describe_machine(1),
+        "rounds": ROUNDS,
+        "seconds": rows,
+    }
+
+
+def _measure_transformers(
+    options: Options,
+    folder: Path,
+    text: str,
+    questions: list[str],
+    tell: Callable[[str], None],
+) -> float:
+    """Return the seconds of all answers of transformers' server: the fastest of ROUNDS, as ours."""
+    command = ["transformers.cli.transformers", "serve", str(folder / "model")]
+    rounds = []
+    with run_server(command) as client:
+        for number in range(ROUNDS):
+            tell(f"transformers serve, round {number + 1} of {ROUNDS}")
+            seconds = _ask_together(
                 options,
                 questions,
                 lambda each: _ask_transformers(client, options, folder, text, each),
             )
-    return {"options": asdict(options), "machine": describe_machine(1), "seconds": rows}
+            rounds.append(seconds)
+    return min(rounds)
 
 
 def _measure_ours(
@@ -223,6 +242,9 @@ def make_tables(result: dict) -> Iterator[Table | str]:
     """Yield the answers a minute of each side, and what the rest took."""
     options = result["options"]
     seconds = result["seconds"]
+    rounds = (
+        f"; each side is the fastest of {result['rounds']} rounds" if "rounds" in result else ""
+    )
     rates = {
         name: 60 * options["questions"] / seconds[name]
         for name in ("library", "restorekv", "transformers")
@@ -242,5 +264,6 @@ def make_tables(result: dict) -> Iterator[Table | str]:
     yield (
         f"{options['model']}, {options['tokens']:,} tokens, {options['questions']} questions of "
         f"{options['clients']} "
-        f"clients, answers of {options['answer']} tokens at most, {result['machine']['processor']}."
+        f"clients, answers of {options['answer']} tokens at most, {result['machine']['processor']}"
+        f"{rounds}."
     )

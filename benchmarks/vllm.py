@@ -20,7 +20,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from benchmarks.folder_options import claim_folder
 from benchmarks.workload import SHAPE, cut_texts, describe_machine, save_model, save_tokenizer
+from restorekv.errors import RestoreKVError
 from restorekv.evaluation.tables import Table
 from restorekv.model.load import load_model
 from restorekv.model.prompt import encode_question, make_context
@@ -50,6 +52,20 @@ class Options:
     ratios: tuple[str, ...]
     together: tuple[int, ...]
     answer: int
+
+    def __post_init__(self) -> None:
+        if self.fitting > self.documents:
+            raise RestoreKVError(
+                f"fitting is at most the number of documents, {self.documents}, not {self.fitting}."
+            )
+        # Of a document's questions, two are asked alone and one is asked before each load.
+        most = (len(QUESTIONS) - 3) * self.fitting
+        for count in self.together:
+            if not 1 <= count <= most:
+                raise RestoreKVError(
+                    f"With {self.fitting} fitting documents the questions together are at least 1 "
+                    f"and at most {most}, not {count}."
+                )
 
 
 @dataclass(frozen=True)
@@ -83,6 +99,8 @@ def run_vllm(folder: Path, options: Options, tell: Callable[[str], None]) -> dic
         tell: Gets what is being done.
     """
     torch.set_num_threads(1)
+    # Documents have files of their own by tokens, ratio and number.
+    claim_folder(folder, {"model": options.model})
     facts = save_side_model(folder / "model", options.model)
     model, tokenizer = load_model(str(folder / "model"))
     documents = cut_texts(tokenizer, options.tokens, options.documents)

@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from benchmarks.workload import describe_machine, load_novel
+from benchmarks.folder_options import claim_folder
+from benchmarks.workload import check_novel, describe_machine, load_novel
 from restorekv.compression.config import CompressionConfig
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError
@@ -99,8 +100,10 @@ def plan_documents(count: int) -> list[DocumentPlan]:
 
 
 def cut_documents(tokenizer: Tokenizer, plans: list[DocumentPlan]) -> list[str]:
-    """Return the documents' texts, one behind the other in a novel."""
+    """Return the documents' texts, one after the other in a novel."""
     ids = tokenizer.encode(load_novel())
+    needed = sum(plan.tokens for plan in plans)
+    check_novel(len(ids), needed, f"{len(plans)} documents of {needed:,} in all")
     texts = []
     start = 0
     for plan in plans:
@@ -128,6 +131,8 @@ def run_answers(
         tell: Gets what is being done.
     """
     torch.set_num_threads(1)
+    # The number of documents decides what each is made of, and the longest which are asked.
+    claim_folder(folder, {"model": model_name, "documents": count, "longest": longest})
     plans = [plan for plan in plan_documents(count) if plan.tokens <= longest]
     expected = _make_documents(folder, plans, model_name, tell)
     rows = []

@@ -17,6 +17,7 @@ from pathlib import Path
 import openai
 import torch
 
+from benchmarks.folder_options import claim_folder
 from benchmarks.serving import ask_about_upload, run_server
 from benchmarks.vllm_answers import count_equal
 from benchmarks.vllm_settings import SETTINGS
@@ -52,9 +53,11 @@ def run_scores(
     """
     torch.set_num_threads(1)
     benchmark = make_benchmark(benchmark_spec)
+    # Ratios have files of their own, so a later run may add some.
+    options = {"model": model_name, "benchmark": benchmark.spec, "evictor": evictor}
+    claim_folder(folder, options)
     model, tokenizer = load_model(model_name, dtype="float32")
     samples = benchmark.choose_samples(tokenizer, "kvpress")
-    folder.mkdir(parents=True, exist_ok=True)
     for number, sample in enumerate(samples, 1):
         for ratio in ratios:
             place = locate_answers(folder, "ask", sample, ratio)

@@ -17,6 +17,7 @@ from statistics import median
 
 import torch
 
+from benchmarks.folder_options import claim_folder
 from benchmarks.workload import cut_texts, describe_machine
 from restorekv.evaluation.tables import Table
 from restorekv.files import write_json
@@ -120,6 +121,14 @@ def run_steps(folder: Path, options: StepOptions, tell: Callable[[str], None]) -
 
 def _make_prompts(folder: Path, options: StepOptions, tell: Callable[[str], None]) -> dict:
     """Return prompts with documents and without: the same questions."""
+    options_of_work = {
+        "model": options.model,
+        "tokens": options.tokens,
+        "documents": options.documents,
+        "ratio": options.ratio,
+        "evictor": options.evictor,
+    }
+    claim_folder(folder, options_of_work)
     store = folder / "store"
     store.mkdir(parents=True, exist_ok=True)
     place = folder / "prompts.json"

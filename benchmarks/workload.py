@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.measure import name_processor
+from restorekv.errors import RestoreKVError
 
 PACKAGES = ("restorekv", "torch", "transformers", "peft", "triton")
 SHAPE = {  # of Qwen3-0.6B
@@ -88,9 +89,16 @@ def load_novel() -> str:
     return gzip.decompress(path.read_bytes()).decode()
 
 
+def check_novel(tokens: int, needed: int, what: str) -> None:
+    """Refuse a benchmark that needs more tokens than the novel has, `what` says for what."""
+    if needed > tokens:
+        raise RestoreKVError(f"The novel has {tokens:,} tokens, too few for {what}; ask for less.")
+
+
 def cut_texts(tokenizer: Tokenizer, tokens: int, count: int = 1) -> list[str]:
-    """So many documents of one length, one behind the other in a novel."""
+    """Return `count` documents of `tokens` tokens each, one after the other in a novel."""
     ids = tokenizer.encode(load_novel())
+    check_novel(len(ids), count * tokens, f"{count} text{'s' * (count != 1)} of {tokens:,}")
     return [
         tokenizer.decode(ids[start : start + tokens]) for start in range(0, count * tokens, tokens)
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 from matplotlib.axes import Axes
 
 from paper.experiment import Comparison, Place, Row
@@ -12,6 +13,7 @@ from paper.scores import (
     HOLDS,
     MISSING,
     NOISE,
+    TOO_FEW,
     JudgedClaim,
     Scores,
     compare_orders,
@@ -33,6 +35,7 @@ from restorekv.evaluation.charts import (
 )
 from restorekv.evaluation.grid import FULL
 from restorekv.evaluation.report import Block
+from restorekv.evaluation.stats import FEW
 from restorekv.evaluation.tables import (
     UNKNOWN,
     Table,
@@ -199,8 +202,12 @@ def _format_measured(experiment: Comparison, scores: Scores, name: str, place: P
     base = experiment.against.get(name)
     text = format_number(score) if std is None else f"{format_number(score)} ± {std:.1f}"
     if base is None or not scores.has((base, place)):
+        if low is None or high is None:
+            return text
         return f"{text} ({format_range(low, high)})"
     gain, low, high = compute_margin(scores, {(name, place): 1, (base, place): -1})
+    if low is None or high is None:
+        return f"{text} ({format_gain(gain)})"
     return f"{text} ({format_gain(gain)}, {format_range(low, high, sign=True)})"
 
 
@@ -265,8 +272,8 @@ def make_claims_table(name: str, claims: Sequence[JudgedClaim]) -> Table:
     head = ["what the paper says", "margin in the paper", "margin here", "verdict"]
     note = (
         "How far the figures are on the claim's side, in points unless it says otherwise, with a "
-        "95 % interval; a "
-        "claim is within noise where that holds zero."
+        "95 % interval, which fewer than "
+        f"{FEW} contexts do not have; a claim is within noise where the interval holds zero."
     )
     return Table(f"{name}-claims", "Claims", head, rows, note, data, left=(0, 3))
 
@@ -292,8 +299,11 @@ def _format_here(claim: JudgedClaim) -> str:
     if claim.value is None:
         return UNKNOWN
     if claim.of:
-        return f"{claim.value:.0f} of {claim.of} ({format_range(claim.low, claim.high, 0)})"
-    if claim.low == claim.high:  # a single measurement
+        text = f"{claim.value:.0f} of {claim.of}"
+        if claim.low is None or claim.high is None:
+            return text
+        return f"{text} ({format_range(claim.low, claim.high, 0)})"
+    if claim.low == claim.high:  # a single measurement, or too few contexts
         return _format_points(claim.value)
     return (
         f"{_format_points(claim.value)} ({_format_points(claim.low)} to "
@@ -301,7 +311,7 @@ def _format_here(claim: JudgedClaim) -> str:
     )
 
 
-SIGNS = {HOLDS: "✓", FAILS: "✗", NOISE: "○", MISSING: UNKNOWN}
+SIGNS = {HOLDS: "✓", FAILS: "✗", NOISE: "○", TOO_FEW: UNKNOWN, MISSING: UNKNOWN}
 
 
 def _format_verdict(claim: JudgedClaim) -> str:
@@ -313,10 +323,15 @@ def summarize_claims(claims: Sequence[JudgedClaim]) -> str:
     if not claims:
         return ""
     counts = {kind: sum(claim.verdict == kind for claim in claims) for kind in SIGNS}
-    words = {NOISE: NOISE, FAILS: "fail" if counts[FAILS] > 1 else "fails", MISSING: MISSING}
+    words = {
+        NOISE: NOISE,
+        FAILS: "fail" if counts[FAILS] > 1 else "fails",
+        TOO_FEW: TOO_FEW,
+        MISSING: MISSING,
+    }
     parts = [f"{counts[HOLDS]} of {len(claims)} claims hold"]
     parts += [f"{counts[kind]} {text}" for kind, text in words.items() if counts[kind]]
-    worst = next(kind for kind in (FAILS, MISSING, NOISE, HOLDS) if counts[kind])
+    worst = next(kind for kind in (FAILS, MISSING, TOO_FEW, NOISE, HOLDS) if counts[kind])
     return f"{SIGNS[worst]} {', '.join(parts)}"
 
 
@@ -384,7 +399,10 @@ def _draw_curves(
     for name, own in known.items():
         if own:
             found = [compute_margin(scores, {(name, place): 1}) for place in own]
-            interval = [low for _, low, _ in found], [high for _, _, high in found]
+            # Too few contexts have no interval, and NaN is not drawn.
+            lows = [np.nan if low is None else low for _, low, _ in found]
+            highs = [np.nan if high is None else high for _, _, high in found]
+            interval = lows, highs
             ratios = [place.ratio for place in own]
             plot_line(axes, marks[name], ratios, [middle for middle, _, _ in found], interval)
     if scores.full in experiment.rows and scores.has((scores.full, places[0])):

@@ -19,7 +19,7 @@ from paper.plan import Asked
 from paper.setting import Setting
 from restorekv.evaluation.grid import FULL
 from restorekv.evaluation.results import Result
-from restorekv.evaluation.stats import draw_resamples
+from restorekv.evaluation.stats import FEW, Estimate, draw_resamples
 from restorekv.evaluation.tables import Table, format_number, format_range
 
 NOTE = (
@@ -82,11 +82,16 @@ def load_fidelity(
     return Fidelity(np.mean(sums, 0), np.mean(tokens, 0), float(np.mean(same)))
 
 
-def _bootstrap(one: Fidelity, other: Fidelity | None = None) -> tuple[float, float, float]:
-    """The KL with its 95 % interval; minus that of another row, paired, if given."""
+def _bootstrap(one: Fidelity, other: Fidelity | None = None) -> Estimate:
+    """Return the KL with its 95 % interval, None over fewer than FEW documents; minus that of
+    another row, paired, if given.
+    """
+    value = one.kl - (other.kl if other else 0)
+    if np.count_nonzero(one.tokens) < FEW:
+        return value, None, None
     drawn = one.draws() - (other.draws() if other else 0)
     low, high = np.nanpercentile(drawn, (2.5, 97.5))
-    return one.kl - (other.kl if other else 0), float(low), float(high)
+    return value, float(low), float(high)
 
 
 def collect_fidelity(
@@ -141,9 +146,15 @@ def _format_cells(
     if mine is None:
         return [ABSENT, ABSENT]
     value, low, high = _bootstrap(mine, base)
-    small = format_range(low, high, 3, bool(base))
-    small = f"{format_number(value, 3, True)}, {small}" if base else small
-    return [f"{format_number(mine.kl, 3)} ({small})", format_number(mine.same, 0)]
+    small = []
+    if base:
+        small.append(format_number(value, 3, True))
+    if low is not None and high is not None:
+        small.append(format_range(low, high, 3, bool(base)))
+    text = format_number(mine.kl, 3)
+    if small:
+        text += f" ({', '.join(small)})"
+    return [text, format_number(mine.same, 0)]
 
 
 def count_lowered(experiment: Comparison, known: Mapping[Asked, Fidelity]) -> Iterator[str]:
@@ -160,13 +171,18 @@ def count_lowered(experiment: Comparison, known: Mapping[Asked, Fidelity]) -> It
     if pairs:
         found = [_bootstrap(*pair) for pair in pairs]
         less = sum(value < 0 for value, _, _ in found)
-        surely = sum(high < 0 for _, _, high in found)
-        raised = sum(low > 0 for _, low, _ in found)
-        yield (
-            f"Restoring lowers KL(full || cache) in {less} of {len(pairs)} pairs; the interval is "
-            "below zero in "
-            f"{surely} and above zero in {raised}."
-        )
+        highs = [high for _, _, high in found if high is not None]
+        lows = [low for _, low, _ in found if low is not None]
+        surely = sum(high < 0 for high in highs)
+        raised = sum(low > 0 for low in lows)
+        text = f"Restoring lowers KL(full || cache) in {less} of {len(pairs)} pairs; "
+        if highs:
+            text += f"the interval is below zero in {surely} and above zero in {raised}."
+        if len(highs) < len(pairs):
+            lacking = len(pairs) - len(highs)
+            text += " " * bool(highs)
+            text += f"{lacking} of them have too few contexts for an interval."
+        yield text
 
 
 def list_figures(

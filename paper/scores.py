@@ -2,12 +2,12 @@
 
 A score is the mean over seeds of the mean over tasks, in points. Intervals are 95 % bootstraps over
 contexts and, within each row, over its seeds; contexts are drawn alike for all rows, so that
-differences are paired.
+differences are paired. Fewer than FEW contexts have no interval, and nothing is judged on them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -15,7 +15,9 @@ import numpy as np
 
 from paper.experiment import Claim, Comparison, Most, Place, Spot, Weights
 from restorekv.evaluation.stats import (
+    FEW,
     RESAMPLES,
+    Estimate,
     ScoredAnswer,
     _resample_scores,
     check_same_questions,
@@ -27,6 +29,7 @@ Runs = Mapping[int | None, Sequence[ScoredAnswer]]  # answers by seed
 HOLDS = "holds"
 NOISE = "within noise"
 FAILS = "does not hold"
+TOO_FEW = "too few contexts"
 MISSING = "not measured"
 
 
@@ -154,6 +157,14 @@ class Scores:
         )
         return np.stack(by_seed)[chosen, np.arange(RESAMPLES)].mean(0)
 
+    def count_contexts(self, row: str, place: Place) -> int:
+        """Return how many contexts a row's score at a place is of, over all parts of the place."""
+        contexts = set()
+        for each in self.known(row, place):
+            for run in self.answers(row, each).values():
+                contexts |= {answer.context for answer in run}
+        return len(contexts)
+
     def check(self) -> None:
         """Refuse rows that were asked different questions of one benchmark."""
         asked: dict[str, list[Sequence[ScoredAnswer]]] = {}
@@ -163,10 +174,17 @@ class Scores:
             check_same_questions(found)
 
 
-def compute_margin(scores: Scores, weights: Weights) -> tuple[float, float, float]:
-    """A weighted sum of scores with its interval."""
+def has_few_contexts(scores: Scores, spots: Iterable[Spot]) -> bool:
+    """Return whether one of the scores is of fewer than FEW contexts."""
+    return any(scores.count_contexts(*spot) < FEW for spot in spots)
+
+
+def compute_margin(scores: Scores, weights: Weights) -> Estimate:
+    """Return a weighted sum of scores with its interval, None over fewer than FEW contexts."""
     rows = list(dict.fromkeys(row for row, _ in weights))
     value = sum(weight * scores.points(*spot) for spot, weight in weights.items())
+    if has_few_contexts(scores, weights):
+        return float(value), None, None
     drawn = sum(
         weight * scores.draws(*spot, rows.index(spot[0])) for spot, weight in weights.items()
     )
@@ -186,8 +204,10 @@ def compute_spread(scores: Scores, spot: Spot) -> tuple[float, float, float]:
     return std, std / most**0.5, std / least**0.5
 
 
-def decide_verdict(value: float, low: float, high: float) -> str:
-    """Of something that should be above zero."""
+def decide_verdict(low: float | None, high: float | None) -> str:
+    """Return the verdict on a margin that should be above zero, from its interval."""
+    if low is None or high is None:
+        return TOO_FEW
     if low > 0:
         return HOLDS
     if high < 0:
@@ -223,9 +243,11 @@ def judge_claim(claim: Claim | Most, experiment: Comparison, scores: Scores) -> 
     value, low, high = compute_margin(scores, claim.weights) if claim.weights else (0.0, 0.0, 0.0)
     std, least, greatest = compute_spread(scores, claim.spread) if claim.spread else (0.0, 0.0, 0.0)
     value = value + claim.plus - std
+    if low is None or high is None or has_few_contexts(scores, needed):
+        return JudgedClaim(claim.text, TOO_FEW, paper, value)
     low = low + claim.plus - greatest
     high = high + claim.plus - least
-    return JudgedClaim(claim.text, decide_verdict(value, low, high), paper, value, low, high)
+    return JudgedClaim(claim.text, decide_verdict(low, high), paper, value, low, high)
 
 
 def _judge_most(claim: Most, paper: tuple[float | None, ...], scores: Scores) -> JudgedClaim:
@@ -244,6 +266,9 @@ def _judge_most(claim: Most, paper: tuple[float | None, ...], scores: Scores) ->
             )
             > 0
         )
+    spots = [spot for weights in claim.margins for spot in weights]
+    if has_few_contexts(scores, spots):
+        return JudgedClaim(claim.text, TOO_FEW, paper, float(value), of=len(claim.margins))
     low, high = np.percentile(drawn, (2.5, 97.5))
     told = HOLDS if low >= claim.least else FAILS if high < claim.least else NOISE
     return JudgedClaim(
@@ -278,7 +303,7 @@ def get_paper_margin(
 
 def compare_orders(experiment: Comparison, scores: Scores, place: Place) -> dict:
     """All pairs of rows that differ in the paper at a place: ordered so here, within noise, or the
-    other way.
+    other way. Pairs over too few contexts are apart.
     """
     known = [
         row
@@ -291,8 +316,8 @@ def compare_orders(experiment: Comparison, scores: Scores, place: Place) -> dict
         if gap == 0:
             continue
         better, worse = (one, other) if gap > 0 else (other, one)
-        kind = decide_verdict(*compute_margin(scores, {(better, place): 1, (worse, place): -1}))
-        counted[{HOLDS: "as in the paper", FAILS: "the other way"}.get(kind, kind)].append(
-            [better, worse]
-        )
+        _, low, high = compute_margin(scores, {(better, place): 1, (worse, place): -1})
+        kind = decide_verdict(low, high)
+        name = {HOLDS: "as in the paper", FAILS: "the other way"}.get(kind, kind)
+        counted.setdefault(name, []).append([better, worse])
     return counted

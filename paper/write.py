@@ -15,14 +15,14 @@ from paper.carry_out import Outcome
 from paper.experiment import Comparison
 from paper.markdown import render_markdown
 from paper.plan import Experiment
-from paper.scores import FAILS, HOLDS, NOISE, JudgedClaim, decide_verdict, judge_claim
+from paper.scores import FAILS, HOLDS, NOISE, TOO_FEW, JudgedClaim, decide_verdict, judge_claim
 from paper.setting import Setting
 from paper.study import Study
 from restorekv.evaluation.charts import Chart
 from restorekv.evaluation.grid import FULL, Cell
 from restorekv.evaluation.report import Block, Section, write_page
 from restorekv.evaluation.results import Result
-from restorekv.evaluation.stats import draw_resamples
+from restorekv.evaluation.stats import FEW, draw_resamples
 from restorekv.evaluation.tables import Table, name_method
 from restorekv.files import replace_file, write_json
 
@@ -163,17 +163,18 @@ def _judge_faster(experiment: Comparison, took: Mapping[str, Mapping[str, float]
             if sample in took[slow]
         ]
     )
-    drawn = draw_resamples(len(both), 0) @ both
-    low, high = np.percentile(drawn[:, 1] / drawn[:, 0], (2.5, 97.5))
     value = float(both[:, 1].sum() / both[:, 0].sum())
     text = (
         f"{experiment.rows[quick].label} makes a cache faster than {experiment.rows[slow].label} "
         "(times less 1)"
     )
-    holds = decide_verdict(value - 1, low - 1, high - 1)
-    return JudgedClaim(
-        text, holds, (slow_paper / quick_paper - 1,), value - 1, float(low) - 1, float(high) - 1
-    )
+    in_paper = (slow_paper / quick_paper - 1,)
+    if len(both) < FEW:
+        return JudgedClaim(text, TOO_FEW, in_paper, value - 1)
+    drawn = draw_resamples(len(both), 0) @ both
+    low, high = np.percentile(drawn[:, 1] / drawn[:, 0], (2.5, 97.5)) - 1
+    verdict = decide_verdict(low, high)
+    return JudgedClaim(text, verdict, in_paper, value - 1, float(low), float(high))
 
 
 def _make_seconds_table(experiment: Comparison, took: Mapping[str, Mapping[str, float]]) -> Table:
@@ -199,10 +200,12 @@ def write_introduction(
     setting: Setting, results: Mapping[Cell, Result], claims: Sequence[JudgedClaim]
 ) -> list[str]:
     """Return the page's first paragraphs: how many claims hold, and under what conventions."""
-    counts = [sum(claim.verdict == kind for claim in claims) for kind in (HOLDS, NOISE, FAILS)]
+    kinds = (HOLDS, NOISE, FAILS, TOO_FEW)
+    counts = [sum(claim.verdict == kind for claim in claims) for kind in kinds]
+    few = f"{counts[3]} on too few contexts, " if counts[3] else ""
     parts = [
         f"{len(claims)} claims of the paper: {counts[0]} hold here, {counts[1]} within noise, "
-        f"{counts[2]} not holding, "
+        f"{counts[2]} not holding, {few}"
         f"{len(claims) - sum(counts)} not measured."
     ]
     compressed = {

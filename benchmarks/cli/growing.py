@@ -22,17 +22,19 @@ def run(
     ] = "fairytaleqa:length=1024,questions=4,count=8",
     evictor: Annotated[str, typer.Option(help=flags.EVICTOR_HELP)] = "kvzip",
     ratio: Annotated[str, typer.Option(help="Share of the KV pairs to hold.")] = "0.1",
-    parts: Annotated[list[int], typer.Option(help="Parts that a text is read in; repeatable.")] = (
-        2,
-        4,
-        8,
-        16,
-    ),
+    parts: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            help="Parts that a text is read in; repeatable. [default: 2, 4, 8 and 16; with "
+            "--together none]",
+        ),
+    ] = None,
     restore: Annotated[
         list[str], typer.Option(help="What becomes of restore tokens; repeatable.")
     ] = RESTORE_CHOICES,
     together: Annotated[
-        int, typer.Option(min=0, help="Compose so many texts, with no --parts by default.")
+        int, typer.Option(min=0, help="Compose this many texts; not with --parts.")
     ] = 0,
     turns: Annotated[
         int, typer.Option(min=0, help="Talk about so many tokens of a novel, too.")
@@ -41,12 +43,13 @@ def run(
 ) -> None:
     if json:
         check_target(json)
+    default_parts = () if together else (2, 4, 8, 16)
     options = Options(
         model,
         asked,
         evictor,
         ratio,
-        () if together else tuple(parts),
+        tuple(parts) if parts else default_parts,
         tuple(restore),
         together,
         turns,

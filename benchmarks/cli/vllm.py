@@ -39,7 +39,6 @@ def run(
     if json:
         check_target(json)
     options = Options(model, tokens, documents, fitting, tuple(ratio), tuple(together), answer)
-    folder.mkdir(parents=True, exist_ok=True)
     run_benchmark(
         lambda tell: measure(folder, options, tell),
         lambda result: run_each(make_tables(result)),

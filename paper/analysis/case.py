@@ -18,7 +18,7 @@ from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.compression.config import RatioOrBudget
 from restorekv.compression.full_cache import SINKS, ScoredContext
 from restorekv.evaluation.protocols import AskingProtocol
-from restorekv.evaluation.stats import draw_resamples
+from restorekv.evaluation.stats import FEW, draw_resamples
 from restorekv.model import attention
 from restorekv.model.attention import autograd
 from restorekv.model.attention.reference import make_causal_mask
@@ -132,12 +132,14 @@ class DocumentFigures:
         """Return the mean in which every document, or every question, weighs the same."""
         return np.average(self.stacked(*path), axis=0, weights=self.weights(by_question))
 
-    def interval(self, statistic: Statistic, *path: str, by_question: bool = False) -> list[float]:
+    def interval(self, statistic: Statistic, *path: str, by_question: bool = False) -> list:
         """Return [low, high], a 95 % bootstrap over documents of a statistic of the mean.
 
         `statistic` maps the means of R resamples (R, ...) to (R,); [None, None] where it is not
-        finite in one of them.
+        finite in one of them, and of fewer than FEW documents.
         """
+        if len(self.documents) < FEW:
+            return [None, None]
         values = self.stacked(*path)
         drawn = draw_resamples(len(self.documents), 0) * self.weights(by_question)
         means = drawn @ values.reshape(len(values), -1) / drawn.sum(1, keepdims=True)

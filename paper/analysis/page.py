@@ -126,10 +126,7 @@ def _show_attention(
     yield make_chart(f"{name}-layers", title, [panel], note, data)
     columns = {
         "cache": _label_cache,
-        "context": lambda row: (
-            f"{format_percent(row['average_context'], 2)} "
-            f"({format_percent(row['context_low'], 2)} to {format_percent(row['context_high'], 2)})"
-        ),
+        "context": _format_context_share,
         "restore cache": lambda row: format_percent(row["average_restore"], 2),
         "sinks": lambda row: format_percent(row["average_sinks"], 2),
         "question": lambda row: format_percent(row["average_question"], 2),
@@ -174,8 +171,22 @@ def _format_range(row: Mapping, key: str, digits: int) -> str:
     """Return a figure of `numbers` with its interval, or a dash."""
     if row.get(key) is None:
         return UNKNOWN
-    interval = format_range(row[f"{key}_low"], row[f"{key}_high"], digits)
-    return f"{format_number(row[key], digits)} ({interval})"
+    text = format_number(row[key], digits)
+    low = row[f"{key}_low"]
+    high = row[f"{key}_high"]
+    if low is None or high is None:
+        return text
+    return f"{text} ({format_range(low, high, digits)})"
+
+
+def _format_context_share(row: Mapping) -> str:
+    """Return the attention on the context with its interval, if it has one."""
+    text = format_percent(row["average_context"], 2)
+    low = row["context_low"]
+    high = row["context_high"]
+    if low is None or high is None:
+        return text
+    return f"{text} ({format_percent(low, 2)} to {format_percent(high, 2)})"
 
 
 def _label_cache(row: Mapping) -> str:

@@ -12,7 +12,7 @@ from paper.analysis.attention_mass import compute_profile_divergence
 from paper.analysis.case import DocumentFigures
 from paper.analysis.page import shade_gain
 from paper.analysis.run import FOLDER, analyze
-from paper.scores import MISSING, JudgedClaim, decide_verdict
+from paper.scores import MISSING, TOO_FEW, JudgedClaim, decide_verdict
 from paper.setting import Setting
 from paper.study import Study, Tell, load_figures
 from restorekv import tasks
@@ -34,6 +34,7 @@ from restorekv.evaluation.charts import (
 )
 from restorekv.evaluation.report import Block
 from restorekv.evaluation.results import load_lines, make_label
+from restorekv.evaluation.stats import FEW
 from restorekv.evaluation.tables import Table, format_number
 from restorekv.model.load import load_model
 from restorekv.tasks import Benchmark
@@ -260,6 +261,8 @@ def _judge_claim(
     with np.errstate(invalid="ignore", divide="ignore"):
         value = float(of(both.mean("all", by_question=True)[None])[0])
         low, high = both.interval(of, "all", by_question=True)
+    if len(found.documents) < FEW and np.isfinite(value):
+        return JudgedClaim(text, TOO_FEW, (paper,), value)
     if None in (low, high) or not np.isfinite([value, low, high]).all():
         return JudgedClaim(text, MISSING, (paper,))
-    return JudgedClaim(text, decide_verdict(value, low, high), (paper,), value, low, high)
+    return JudgedClaim(text, decide_verdict(low, high), (paper,), value, low, high)

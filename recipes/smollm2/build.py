@@ -21,6 +21,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -354,14 +355,17 @@ def train_adapters(folder: Path) -> None:
         wait_for(first)
 
 
-def train_per_head(folder: Path) -> None:
-    """Train KVzip's adapter for one length in all heads, from the one that ships."""
+def train_per_head(folder: Path) -> Path:
+    """Train KVzip's adapter for one length in all heads, from the one that ships; return its
+    folder.
+    """
     shipped = shipped_path(SMOLLM2, "adapters", FIRST)
     options = ("--allocation", "per-head", "--lr", "1e-3", "--warmup", "30", "--seed", "13")
     options += ("--init", str(shipped), "--knows-ratio", "--steps", PER_HEAD)
     process = start_training(folder, FIRST, *options, kind=".per-head")
     if process is not None:
         wait_for(process)
+    return folder / f"restore-{FIRST}.per-head"
 
 
 def train_shared(folder: Path) -> None:
@@ -372,26 +376,36 @@ def train_shared(folder: Path) -> None:
     train_on(folder, SHARED, *OF_SHARED)
 
 
-def train_more(folder: Path, seed: int) -> None:
-    """Train KVzip's adapter on, from the one that ships; 50 minutes of one core."""
-    train_on(folder, FIRST, *OF_MORE, "--seed", str(seed))
+def train_more(folder: Path, seed: int) -> Path:
+    """Train KVzip's adapter on, from the one that ships; 50 minutes of one core.
+
+    Return the folder of this leg.
+    """
+    return train_on(folder, f"{FIRST}.more-{seed}", *OF_MORE, "--seed", str(seed))
 
 
-def train_wide(folder: Path, seed: int, device: str) -> None:
-    """Train KVzip's adapter on, from the one that ships, with seven contexts a step."""
-    train_on(folder, FIRST, *OF_WIDE, "--seed", str(seed), "--device", device)
+def train_wide(folder: Path, seed: int, device: str) -> Path:
+    """Train KVzip's adapter on, from the one that ships, with seven contexts a step.
+
+    Return the folder of this leg.
+    """
+    settings = (*OF_WIDE, "--seed", str(seed), "--device", device)
+    return train_on(folder, f"{FIRST}.wide-{seed}", *settings)
 
 
-def train_on(folder: Path, name: str, *settings: str) -> None:
-    """Train the adapter `name`, with KVzip's that ships as the start, unless it is done."""
+def train_on(folder: Path, name: str, *settings: str) -> Path:
+    """Train the adapter `name`, with KVzip's that ships as the start, unless it is done; return its
+    folder.
+    """
     shipped = shipped_path(SMOLLM2, "adapters", FIRST)
     out = folder / f"restore-{name}"
     if (out / "adapter").exists():
-        return
+        return out
     command = ("train", "--model", SMOLLM2, *list_data_flags(folder), *SHAPE, *settings)
     # The adapter that ships knows the ratio, and so will what begins with it.
     command += ("--init", str(shipped), "--knows-ratio", "--checkpoint-every", "20", "--resume")
     wait_for(start_command(*command, "--out", str(out)))
+    return out
 
 
 def name_start(settings: dict) -> dict:
@@ -417,26 +431,31 @@ def install_gate(path: Path) -> None:
 
 
 def install_adapters(folder: Path) -> None:
-    """Copy the adapters that are done into the package, LoRA in bfloat16."""
-    model, _ = load_model(SMOLLM2)
+    """Copy the adapters that are done into the package: the first training's, and that for one
+    length in all heads.
+    """
     for evictor in (FIRST, f"{FIRST}.per-head"):
-        place = folder / f"restore-{evictor}" / "adapter"
-        if place.exists():
-            adapter = RestoreAdapter.from_pretrained(model, place)
-            adapter.card = replace(
-                adapter.card,
-                model=SMOLLM2,
-                local=False,
-                weights=describe_weights(model),
-                settings=name_start(adapter.card.settings or {}),
-            )
-            adapter.lora_config.base_model_name_or_path = SMOLLM2_ID
-            adapter.save_pretrained(
-                shipped_path(SMOLLM2, "adapters", evictor), dtype=torch.bfloat16
-            )
+        trained = folder / f"restore-{evictor}"
+        if (trained / "adapter").exists():
+            install_adapter(trained, evictor)
 
 
-def main() -> None:
+def install_adapter(trained: Path, evictor: str) -> None:
+    """Copy the adapter of a training into the package as the evictor's, LoRA in bfloat16."""
+    model, _ = load_model(SMOLLM2)
+    adapter = RestoreAdapter.from_pretrained(model, trained / "adapter")
+    adapter.card = replace(
+        adapter.card,
+        model=SMOLLM2,
+        local=False,
+        weights=describe_weights(model),
+        settings=name_start(adapter.card.settings or {}),
+    )
+    adapter.lora_config.base_model_name_or_path = SMOLLM2_ID
+    adapter.save_pretrained(shipped_path(SMOLLM2, "adapters", evictor), dtype=torch.bfloat16)
+
+
+def main(args: Sequence[str] | None = None) -> None:
     """Run what is missing, then install it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
@@ -470,7 +489,7 @@ def main() -> None:
     parser.add_argument(
         "--shards", type=int, nargs="+", default=[*shards], choices=shards, help="Of the corpus."
     )
-    options = parser.parse_args()
+    options = parser.parse_args(args)
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.corpus:
         if options.people:
@@ -478,19 +497,21 @@ def main() -> None:
         else:
             build_shards(options.folder, options.corpus, options.shards, options.device)
         return
-    if options.per_head:
-        train_per_head(options.folder)
-    elif options.shared:
+    if options.shared:
         train_shared(options.folder)
+    elif options.per_head:
+        install_adapter(train_per_head(options.folder), f"{FIRST}.per-head")
     elif options.more is not None:
-        train_more(options.folder, options.more)
+        # A leg goes on from what ships, and takes its place.
+        install_adapter(train_more(options.folder, options.more), FIRST)
     elif options.wide is not None:
-        train_wide(options.folder, options.wide, options.device)
-    elif not options.install_only:
-        if options.anew:
-            build_passages(options.folder)
-        train_adapters(options.folder)
-    install_adapters(options.folder)
+        install_adapter(train_wide(options.folder, options.wide, options.device), FIRST)
+    else:
+        if not options.install_only:
+            if options.anew:
+                build_passages(options.folder)
+            train_adapters(options.folder)
+        install_adapters(options.folder)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ passages.
 
 For every evictor, the divergence from the full cache is measured without an adapter, with KVzip's,
 and with what ships for that evictor, on the same passages as the search of the recipe. What is in
-FOLDER is not measured again. `--record` writes into the record of KVzip's adapter for which
-evictors it serves: their own adapter is at no ratio more than 5 % closer to the full cache, and on
-the mean over the ratios it takes divergence away. `auto` then takes it for these.
+FOLDER is not measured again, unless another adapter has shipped since. `--record` writes into the
+record of KVzip's adapter for which evictors it serves: their own adapter is at no ratio more than
+5 % closer to the full cache, and on the mean over the ratios it takes divergence away. `auto` then
+takes it for these.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from recipes.smollm2.search import ANSWER_TOKENS, Bench, Case
+from recipes.smollm2.search import ANSWER_TOKENS, Bench, Case, hash_shipped
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.evaluation.stats import bootstrap_ratio
@@ -45,13 +46,28 @@ class Comparison:
         self.bench = Bench(folder)
         self.file = folder / MEASURED
         self.adapters: dict[str, RestoreAdapter] = {}
+        self.hashes: dict[str, str] = {}
 
     def load_rows(self) -> dict[tuple[str, str, str], dict[str, float]]:
-        """Return the divergence at every ratio, by passage, evictor and adapter."""
+        """Return the divergence at every ratio, by passage, evictor and adapter.
+
+        Rows of an adapter that does not ship any more are left out, and those from before a row
+        had its adapter's hash.
+        """
         if not self.file.exists():
             return {}
-        rows = [json.loads(line) for line in self.file.read_text("utf-8").splitlines()]
-        return {(row["passage"], row["evictor"], row["adapter"]): row["kl"] for row in rows}
+        rows = {}
+        for line in self.file.read_text("utf-8").splitlines():
+            row = json.loads(line)
+            if row["adapter"] == ALONE or row.get("hash") == self.find_hash(row["adapter"]):
+                rows[row["passage"], row["evictor"], row["adapter"]] = row["kl"]
+        return rows
+
+    def find_hash(self, name: str) -> str:
+        """Return the hash of the adapter that ships under a name."""
+        if name not in self.hashes:
+            self.hashes[name] = hash_shipped(name)
+        return self.hashes[name]
 
     def load_adapter(self, name: str) -> RestoreAdapter:
         if name not in self.adapters:
@@ -77,7 +93,10 @@ class Comparison:
                 if name != ALONE:
                     restored = prepared.with_restore_cache(self.load_adapter(name))
                 kl = dict(self.measure_ratios(restored, targets))
-                row = {"passage": case.name, "evictor": evictor, "adapter": name, "kl": kl}
+                row = {"passage": case.name, "evictor": evictor, "adapter": name}
+                if name != ALONE:
+                    row["hash"] = self.find_hash(name)
+                row["kl"] = kl
                 with self.file.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
             print(f"{evictor}: {number} of {len(cases)} passages", flush=True)

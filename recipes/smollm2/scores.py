@@ -88,10 +88,14 @@ def write_result(results: Sequence[Result], path: Path) -> None:
     payload = make_payload(results)
     del payload["answers"]
     payload["genres"] = measure_genres(results)
-    counted = {
-        key: [replace(each, text=find_title(each.text)) for each in contexts]
-        for key, contexts in collect_answers(GridResults(results)).items()
-    }
+    titles = list_titles(payload)
+    counted: AnswersByMethod = {}
+    for key, contexts in collect_answers(GridResults(results)).items():
+        # Two settings of one benchmark share contexts, which count once.
+        distinct = {}
+        for each in contexts:
+            distinct[each.context] = replace(each, text=find_title(each.text, titles))
+        counted[key] = list(distinct.values())
     payload["kept"] = list(list_kept_rows(counted))
     payload["kept_by_context"] = {}
     for (method, ratio), contexts in counted.items():
@@ -104,9 +108,17 @@ def write_result(results: Sequence[Result], path: Path) -> None:
     write_json(path, payload)
 
 
-def find_title(label: str) -> str:
-    """Return the benchmark's title from a label that also says the prefix policy, which is one."""
-    return label.partition(", prefix policy")[0]
+def list_titles(payload: Mapping[str, Any]) -> set[str]:
+    """Return the titles of a result's benchmarks."""
+    return {fact["benchmark"]["title"] for fact in payload["facts"].values()}
+
+
+def find_title(label: str, titles: Collection[str]) -> str:
+    """Return the benchmark's title from a label that may also say settings and the prefix policy;
+    a label of something else stays as it is.
+    """
+    found = [each for each in titles if f"{label}, ".startswith((f"{each}, ", f"{each} ("))]
+    return max(found, key=len, default=label)
 
 
 def measure_genres(results: Sequence[Result]) -> dict[str, dict[str, float]]:
@@ -145,7 +157,8 @@ def add_former(payload: dict[str, Any], former: Mapping[str, Any]) -> None:
     # A benchmark with other settings, such as more questions, takes the place of the former one.
     here = {find_name(row) for row in payload["rows"]}
     kept_rows = [row for row in former["rows"] if find_name(row) not in here]
-    names = {fact["benchmark"]["title"] for fact in payload["facts"].values()}
+    names = list_titles(payload)
+    titles = names | list_titles(former)
     added = {
         name: fact
         for name, fact in former["facts"].items()
@@ -158,14 +171,19 @@ def add_former(payload: dict[str, Any], former: Mapping[str, Any]) -> None:
     counted: AnswersByMethod = {}
     for key in dict.fromkeys((*by_context, *payload["kept_by_context"])):
         method, _, ratio = key.rpartition(" at ")
-        stay = [each for each in by_context.get(key, []) if each[0] not in names]
+        stay = []
+        for text, *figures in by_context.get(key, []):
+            title = find_title(text, titles)
+            if title not in names:
+                stay.append([title, *figures])
         own = stay + payload["kept_by_context"].get(key, [])
         payload["kept_by_context"][key] = own
         counted[method, float(ratio)] = [
             ContextAnswers(place, *each) for place, each in enumerate(own)
         ]
     rows = list(list_kept_rows(counted))
-    payload["kept"] = add_uncounted(rows, former["kept"], names)
+    former_rows = [{**row, "part": find_title(row["part"], titles)} for row in former["kept"]]
+    payload["kept"] = add_uncounted(rows, former_rows, names)
 
 
 def find_name(row: Mapping[str, Any]) -> str:
@@ -192,9 +210,9 @@ def add_uncounted(
     counted = {row["part"] for row in rows}
     uncounted = []
     for row in former:
-        part = find_title(row["part"])
+        part = row["part"]
         if part not in counted | names | {EVERY} and "tokens" not in part:
-            uncounted.append({**row, "part": part})
+            uncounted.append({**row})
     for row in list(rows):
         if row["part"] != EVERY:
             continue

@@ -22,9 +22,10 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,6 +49,7 @@ from restorekv.generation.decoding import generate_ids
 from restorekv.model.load import load_model
 from restorekv.model.names import shipped_path
 from restorekv.model.prompt import BETWEEN, encode_question, make_context
+from restorekv.restore import adapter_file
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks.splits import DEVELOPMENT, split_corpus
 from restorekv.train.examples import TrainingContext, count_sources, read_examples
@@ -68,6 +70,7 @@ MADE = 8
 RATIOS = (0.5, 0.3, 0.1, 0.05)  # that are measured
 ANSWER_TOKENS = 96
 LOOP = 16
+WARMUP = 20  # steps
 
 
 @dataclass(frozen=True)
@@ -237,6 +240,12 @@ class Bench:
         return measured
 
 
+def hash_shipped(name: str) -> str:
+    """Return the hash of the weights that ship as an adapter's; "" if none ships."""
+    folder = shipped_path("smollm2", "adapters", name)
+    return adapter_file.read_adapter(folder).weights_hash() if folder.is_dir() else ""
+
+
 class Restorer:
     """An adapter with the additions that a variant may have."""
 
@@ -298,7 +307,6 @@ def train_variant(
     ]
     rng = random.Random(f"search {seed}")
     order: list[int] = []
-    warmup = 20
     for step in range(steps):
         if not order:
             order = rng.sample(range(len(cases)), len(cases))
@@ -313,8 +321,8 @@ def train_variant(
             weight *= weigh_loss(variant.loss_power, float(loss.detach()))
             (loss * weight).backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        done = (step - warmup) / (steps - warmup)
-        rate = (step + 1) / warmup if step < warmup else 0.5 * (1 + math.cos(math.pi * done))
+        done = (step - WARMUP) / (steps - WARMUP)
+        rate = (step + 1) / WARMUP if step < WARMUP else 0.5 * (1 + math.cos(math.pi * done))
         optimizer.param_groups[0]["lr"] = variant.lr * rate
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -445,12 +453,24 @@ def answer_document(bench: Bench, document: SourceDocument) -> dict:
 
 def run_variants(options: argparse.Namespace) -> None:
     """Train and measure variants, each into a file of its own."""
+    for name in options.variants:
+        if name not in UNTRAINED and name not in VARIANTS:
+            known = ", ".join([*UNTRAINED, *VARIANTS])
+            raise SystemExit(f"There is no variant {name!r}; choose from {known}.")
+    if options.steps <= WARMUP and not set(options.variants) <= set(UNTRAINED):
+        raise SystemExit(f"--steps is above {WARMUP}, the steps of the warm-up.")
     bench = Bench(options.folder)
     for name in options.variants:
         stem = name_result(name, options.seed, options.steps)
         path = options.folder / "results" / f"{stem}.json"
         if path.exists():
-            continue
+            if is_current(json.loads(path.read_text("utf-8"))):
+                continue
+            if name not in UNTRAINED:
+                raise SystemExit(
+                    f"{path} began with another adapter than ships now; move it away, or choose "
+                    "another folder."
+                )
         losses = []
         start = time.perf_counter()
 
@@ -481,6 +501,7 @@ def run_variants(options: argparse.Namespace) -> None:
             "steps": options.steps,
             "seed": options.seed,
             "seconds": seconds,
+            "init_hash": hash_shipped(variant.init) if variant.init else "",
             "losses": losses,
             "development": measured,
         }
@@ -494,6 +515,15 @@ def run_variants(options: argparse.Namespace) -> None:
             + ", ".join(f"{ratio:g}: {kl:.4f}" for ratio, kl in means.items()),
             flush=True,
         )
+
+
+def is_current(result: Mapping[str, Any]) -> bool:
+    """Return whether a result began with the adapter that ships now, or with none.
+
+    Results from before they had the adapter's hash are not taken for current.
+    """
+    init = result["init"]
+    return not init or result.get("init_hash") == hash_shipped(init)
 
 
 def compare_results(results: list[dict]) -> str:
@@ -552,6 +582,9 @@ def print_table(options: argparse.Namespace) -> None:
         key=lambda result: (order.index(result["variant"]), result["seed"], result["steps"])
     )
     print(compare_results(results))
+    others = [result["variant"] for result in results if not is_current(result)]
+    if others:
+        print(f"\nBegan with another adapter than ships now: {', '.join(others)}.")
 
 
 def ship_variant(options: argparse.Namespace) -> None:
@@ -602,7 +635,7 @@ def name_result(variant: str, seed: int, steps: int) -> str:
     return f"{variant}, seed {seed}, {steps} steps"
 
 
-def main() -> None:
+def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(required=True)
     first = commands.add_parser("prepare")
@@ -633,7 +666,7 @@ def main() -> None:
         "of KVzip alone.",
     )
     fourth.set_defaults(call=ship_variant)
-    options = parser.parse_args()
+    options = parser.parse_args(args)
     options.call(options)
 
 

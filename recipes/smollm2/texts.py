@@ -9,10 +9,11 @@ of variants uses is left out. docs/evaluation.md names the sources and their lic
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import random
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from restorekv.tasks.splits import TRAINING, split_factbook, split_fairytale, split_novel
@@ -22,9 +23,15 @@ LETTERS = 150_000  # of every novel, from its beginning
 SECTIONS = 120
 
 
-def main() -> None:
+def main(args: Sequence[str] | None = None) -> None:
     """Write stories.jsonl.gz, sections.jsonl.gz and novels/*.txt.gz."""
-    source = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path, help="The folder of the texts.")
+    source = parser.parse_args(args).source
+    if not source.is_dir():
+        parser.error(f"There is no folder {source}; name the folder of the texts.")
     stories = read_rows(source / "fairytaleqa" / "train.jsonl")
     training = [
         row for index, row in enumerate(stories) if split_fairytale("train", index) == TRAINING

@@ -6,9 +6,11 @@ make tiny            or            python -m recipes.tiny.build runs/tiny
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,9 +68,13 @@ def install_gates(folder: Path) -> None:
         )
 
 
-def main() -> None:
+def main(args: Sequence[str] | None = None) -> None:
     """Run what has not been run."""
-    folder = Path(sys.argv[1]).resolve()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="Keeps what is made.")
+    folder = parser.parse_args(args).folder.resolve()
     if not (folder / "model" / "tokenizer.json").exists():
         wait_for(start_script("tokenizer", folder / "model"))
     if not (folder / "model" / "model.safetensors").exists():

@@ -215,7 +215,8 @@ def pretrain(folder: Path, recipe: Recipe, steps: int | None, minutes: float) ->
             table.writerow(row)
             print(*row, f"of {steps} steps", flush=True)
             log.clear()
-        if (step + 1) % 250 == 0 or step + 1 == steps:
+        out_of_time = time.time() - begun > 60 * minutes
+        if (step + 1) % 250 == 0 or step + 1 == steps or out_of_time:
             save_state(
                 state,
                 {
@@ -224,7 +225,7 @@ def pretrain(folder: Path, recipe: Recipe, steps: int | None, minutes: float) ->
                     "step": step + 1,
                 },
             )
-        if time.time() - begun > 60 * minutes:
+        if out_of_time and step + 1 < steps:
             return
     model.save_pretrained(folder / "model")
 

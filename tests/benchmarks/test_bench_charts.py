@@ -7,6 +7,7 @@ import os
 import re
 from itertools import combinations, pairwise
 from pathlib import Path
+from statistics import median
 from xml.etree import ElementTree
 
 import pytest
@@ -21,6 +22,7 @@ from benchmarks.chart_texts import spread_labels
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import charts
 from restorekv.evaluation.charts import NARROW, STYLE, WIDE, make_figure
+from tests.helpers.pages import ROOT
 
 MODEL = {"parameters": 596e6, "dtype": "bfloat16", "num_hidden_layers": 28}
 MACHINE = {"processor": "AMD EPYC, 2 cores", "threads": 1}
@@ -477,3 +479,27 @@ def test_panels_fill_rows():
     _, axes = make_figure([("", width, 3.0) for width in (WIDE, NARROW, NARROW, NARROW)])
     heights = [round(each.get_position().y0, 3) for each in axes]
     assert heights[0] > heights[1] == heights[2] > heights[3]
+
+
+STORED = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_every_stored_result_has_a_chart(path):
+    """`make bench-charts` draws all of them, and one without a drawer would stop it."""
+    chart = measured.make_chart_with_note(path, measured._read_result(path))
+    assert chart.render("svg")
+
+
+def test_steps_of_vllm_are_bars_of_their_medians():
+    path = ROOT / "benchmarks" / "results" / "2026-11-27-vllm-steps-cpu.json"
+    result = json.loads(path.read_text())
+    chart = measured.make_chart_with_note(path, result)
+    (axes,) = chart.figure.axes
+    lengths = [bar.get_width() for bar in axes.patches]
+    expected = [
+        1000 * median(each[side] for each in result["rounds"])
+        for side in ("alone", "plain", "documents")
+    ]
+    assert lengths == pytest.approx(expected)
+    assert "8 requests" in chart.title and "smollm2" in chart.note and "SnapKV" in chart.note

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from benchmarks import growing, serving
+from benchmarks.__main__ import execute
 from benchmarks.growing import ALONE, ONCE, Options
+from restorekv.errors import RestoreKVError
 from tests.helpers.pages import ROOT
 
 PAGE = "".join((ROOT / "docs" / name).read_text() for name in ("long-texts.md", "conversations.md"))
@@ -107,3 +109,61 @@ def test_the_page_on_sizing_says_what_was_stored():
         assert f"| {60 * questions / seconds[name]:.0f} | measured" in page
     assert f"(to read it: {seconds['prefill']:.1f}) | {seconds['compress']:.1f} | measured" in page
     assert f"| {seconds['first token after a restart']:.2f} | measured" in page
+
+
+def test_options_that_cannot_be_measured_are_refused():
+    def make(**changed):
+        given = {"parts": (2,), "restore": ("last",)} | changed
+        return Options("tiny", "tiny:count=2", "kvzip", "0.2", **given)
+
+    make()
+    with pytest.raises(RestoreKVError, match="parts"):
+        make(parts=(2, 0))
+    with pytest.raises(RestoreKVError, match="restore"):
+        make(restore=("last", "nosuch"))
+    with pytest.raises(RestoreKVError, match="together"):
+        make(together=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--parts", "0"], "--parts"),
+        (["--parts", "2", "--together", "2"], "together"),
+        (["--restore", "nosuch"], "restore"),
+        (["--together", "3"], "2 texts"),
+    ],
+)
+def test_the_command_refuses_them_in_a_sentence(words, reason, capsys):
+    given = ["growing", "--model", "tiny", "--benchmark", "tiny:count=2", *words]
+    assert execute(given) != 0
+    told = capsys.readouterr().err
+    assert reason in told and "Traceback" not in told
+
+
+def test_ways_that_a_text_refused_are_listed(monkeypatch):
+    """A way that has no figures for all texts is in the table and in the result, with the cause."""
+    line = {"sum": 1.0, "tokens": 10, "seconds": 1.0, "pairs": 5}
+
+    def compare(model, tokenizer, options, group):
+        yield ONCE, line
+        yield "2 parts, last", line if group[0].sample.id.endswith("0") else "too short"
+
+    monkeypatch.setattr(growing, "_compare_ways", compare)
+    options = Options("tiny", "tiny:count=2", "kvzip", "0.2", (2,), ("last",))
+    result = growing.run_growing(options, lambda _: None)
+    assert set(result["rows"]) == {ONCE}
+    (dropped,) = result["dropped"].items()
+    assert dropped[0] == "2 parts, last" and dropped[1]["reason"] == "too short"
+    assert 0 < dropped[1]["texts"] <= 2
+    table, *_ = growing.make_tables(result)
+    assert table.rows[-1][0] == "2 parts, last" and "too short" in table.rows[-1][1]
+
+
+def test_parts_that_are_too_short_are_refused_by_every_text():
+    result = growing.run_growing(
+        Options("tiny", "tiny:count=1,low=64,high=64", "kvzip", "0.2", (32,), ("last",)),
+        lambda _: None,
+    )
+    assert set(result["rows"]) == {ONCE, ALONE}
+    assert result["dropped"]["32 parts, last"]["texts"] == 1

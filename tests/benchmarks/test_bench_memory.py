@@ -250,3 +250,9 @@ def test_accuracy_is_measured_beside_the_plain_way(tmp_path):
         assert (0.25 < line["bytes"] / plain["bytes"] < 0.4) == (name in ("int8", "fp8"))
         assert (line["answers"] == plain["answers"]) or name != "model"
     assert accuracy.format_table(found).count("\n") == 2 + len(found)
+
+
+def test_a_mode_or_a_length_that_is_named_twice_is_measured_once():
+    """Growth is between neighboring lengths, so a length must not be its own neighbor."""
+    assert Options(modes=("plain", "offload", "plain")).modes == ("plain", "offload")
+    assert Options(tokens=(512, 1024, 512)).tokens == (512, 1024)

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import vllm
 from benchmarks.vllm import Options, make_tables
+from restorekv.errors import RestoreKVError
 from restorekv.model.load import load_model
 from restorekv.storage.cache_file import open_cache_file
 from restorekv.vllm.ragged_documents import identify
@@ -96,3 +97,16 @@ def test_random_weights_give_the_prompts_of_every_side(monkeypatch, tmp_path):
     assert compressed.resident * compressed.document_bytes <= pool
     list(vllm.iterate_sides(*arguments))
     assert len(told) == 2, "nothing is compressed twice"
+
+
+def test_more_questions_at_once_than_there_are_are_refused():
+    def make(documents, fitting, together):
+        return Options(vllm.RANDOM, 64, documents, fitting, ("0.5",), together, 4)
+
+    make(8, 4, (1, 124))
+    with pytest.raises(RestoreKVError, match="at most 124"):
+        make(8, 4, (1, 125))
+    with pytest.raises(RestoreKVError, match="at most 124, not 0"):
+        make(8, 4, (0,))
+    with pytest.raises(RestoreKVError, match="fitting"):
+        make(2, 4, (1,))

@@ -14,6 +14,7 @@ from paper.analysis import attention_mass, divergence, restore_attention, surviv
 from paper.analysis.case import Case, DocumentFigures, to_plain
 from restorekv.compression.eviction import Eviction
 from restorekv.evaluation.protocols import PROTOCOLS
+from restorekv.evaluation.stats import draw_resamples
 from restorekv.model import attention
 from restorekv.model.prompt import make_context
 from restorekv.model.shape import get_backbone
@@ -365,7 +366,9 @@ def test_pieces_join_to_the_text(tiny_model, tiny_tokenizer):
 
 
 def test_pooled_attention_by_hand():
-    """One layer pair: profiles (1/2, 1/2) and (3/4, 1/4); documents of 1 and of 3 questions."""
+    """One layer pair: profiles (1/2, 1/2) and (3/4, 1/4); three documents of 1 question, and
+    three of 3.
+    """
     full = {"masses": [[0.4, 0.2, 0.0, 0.4], [0.4, 0.2, 0.0, 0.4]]}
     base = [
         {
@@ -378,7 +381,7 @@ def test_pooled_attention_by_hand():
         },
     ]
     caches = attention_mass.pool_figures(
-        DocumentFigures([{"full": full, "base": each} for each in base], [1, 3])
+        DocumentFigures([{"full": full, "base": each} for each in base] * 3, [1, 3] * 3)
     )["caches"]
     assert caches["full"]["context"] == [0.4, 0.4] and caches["full"]["layers_below"] == 0
     assert caches["base"]["context"] == pytest.approx(
@@ -394,8 +397,10 @@ def test_pooled_attention_by_hand():
     # 1 / 4 of a sum of 1, over 2 heads.
     assert caches["base"]["kl_attention"] == pytest.approx(1 / 8)
     assert caches["base"]["kl_attention_per_layer"] == [pytest.approx(1 / 8), None]
-    low, high = caches["base"]["context_interval"]
-    assert (low, high) == (pytest.approx(0.0004), pytest.approx(0.4))
+    drawn = draw_resamples(6, 0) * ([1, 3] * 3)
+    means = drawn @ ([0.4, 0.0004] * 3) / drawn.sum(1)
+    expected = np.percentile(means, (2.5, 97.5))
+    assert caches["base"]["context_interval"] == pytest.approx(expected, rel=1e-4)
     # Both documents have one profile.
     assert caches["base"]["kl_profile_interval"] == pytest.approx([0.143841] * 2)
 

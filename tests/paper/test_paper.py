@@ -324,7 +324,7 @@ def test_what_is_not_measured_is_said(setting, tmp_path):
 
 
 def test_attention_claims_are_paired_by_document():
-    """Masses of 0.5, 0.1 and 0.3 in both layers, and a document where all are half as large."""
+    """Masses of 0.5, 0.1 and 0.3 in both layers, and documents where all are half as large."""
 
     def document(scale):
         masses = {"full": 0.5, "base": 0.1, "restored": 0.3}
@@ -336,9 +336,9 @@ def test_attention_claims_are_paired_by_document():
             for name, mass in masses.items()
         }
 
-    found = DocumentFigures([document(1), document(0.5)], [1, 3])
+    found = DocumentFigures([document(1), document(0.5)] * 3, [1, 3] * 3)
     predictions = DocumentFigures(
-        [{name: {"first": told["first"]} for name, told in document(1).items()}] * 2, [1, 3]
+        [{name: {"first": told["first"]} for name, told in document(1).items()}] * 6, [1, 3] * 3
     )
     taken, back, profile, closer = mechanism.list_claims(found, predictions)
     assert taken.value == pytest.approx(100 * 0.4 * (1 + 3 * 0.5) / 4) and taken.verdict == "holds"

@@ -25,16 +25,16 @@ def setting(tmp_path):
     """
     ruler = Bench(
         "RULER-4K",
-        "tiny:count=4",
+        "tiny:count=6",
         {"": ("single", "cwe")},
         "Something stands in.",
         name="The suite",
     )
     parts = {"S-QA": ("qa", "freeform"), "M-QA": ("vt",), "Synth": ("single", "cwe")}
     both = Bench(
-        "LongBench", "tiny:count=4", parts, "Something.", more=("tiny:count=4,split=long",)
+        "LongBench", "tiny:count=6", parts, "Something.", more=("tiny:count=6,split=long",)
     )
-    made = make_tiny_setting(tmp_path / "out", 4)
+    made = make_tiny_setting(tmp_path / "out", 6)
     return replace(made, benches={**made.benches, "ruler": ruler, "longbench": both})
 
 
@@ -53,7 +53,7 @@ def measure(setting, tmp_path):
     return made
 
 
-SUITE, LONG = "tiny:count=4", "tiny:count=4,split=long"
+SUITE, LONG = "tiny:count=6", "tiny:count=6,split=long"
 FAST, SINGLE_PROCESS, FULL, KVZIP = (
     ("fastkvzip", True),
     ("fastkvzip", False),
@@ -64,7 +64,7 @@ FAST, SINGLE_PROCESS, FULL, KVZIP = (
 
 def said(points, kl=0.5, tokens=2, same=True):
     """Every document alike."""
-    return {task: [(score, kl, tokens, same)] * 4 for task, score in points.items()}
+    return {task: [(score, kl, tokens, same)] * 6 for task, score in points.items()}
 
 
 def answers(full):
@@ -161,7 +161,7 @@ def test_parts_of_several_benchmarks(setting, measure):
     share = next(place for place in longbench.places if place.relative)
     assert scores.points("kvzip", mean) == pytest.approx((50 + 30) / 2)
     assert scores.points("kvzip", share) == pytest.approx(100 * 40 / 60)
-    assert len({answer.context for answer in scores.runs["kvzip", "longbench", 0.125][None]}) == 8
+    assert len({answer.context for answer in scores.runs["kvzip", "longbench", 0.125][None]}) == 12
     text = texts(comparison_tables.make_tables(longbench, setting, scores, "longbench"))
     assert "below 10: freeform." in text and "every task of M-QA, which averages leave out" in text
     assert "LongBench (stand-in), r = 0.125" in text
@@ -197,9 +197,9 @@ def test_fidelity_weighs_tokens_and_pairs_rows(setting, measure):
     """Also of the task that means leave out."""
     (fast,) = choose_experiments("fast-kvzip", setting)
     rng = np.random.default_rng(0)
-    tokens = rng.integers(1, 9, (4, 2))
+    tokens = rng.integers(1, 9, (6, 2))
     kls = {
-        row: rng.random((4, 2)) * scale
+        row: rng.random((6, 2)) * scale
         for row, scale in ((SINGLE_PROCESS, 1.0), (FAST, 0.2), (KVZIP, 0.5))
     }
     told = answers({"single": 0.8, "cwe": 0.0})
@@ -207,7 +207,7 @@ def test_fidelity_weighs_tokens_and_pairs_rows(setting, measure):
         told[(*row, SUITE)] = {
             task: [
                 (0.5, float(values[turn, at]), int(tokens[turn, at]), turn == 0)
-                for turn in range(4)
+                for turn in range(6)
             ]
             for at, task in enumerate(("single", "cwe"))
         }
@@ -224,7 +224,11 @@ def test_fidelity_weighs_tokens_and_pairs_rows(setting, measure):
     assert (own["kl_low"], own["kl_high"]) == pytest.approx(
         tuple(np.percentile(draws[SINGLE_PROCESS], (2.5, 97.5)))
     )
-    assert own["same"] == 25 and own["answer_tokens"] == tokens.sum() and "kl_change" not in own
+    assert (
+        own["same"] == pytest.approx(100 / 6)
+        and own["answer_tokens"] == tokens.sum()
+        and "kl_change" not in own
+    )
     assert (
         mine["kl_change"] == pytest.approx(mine["kl"] - own["kl"])
         and mine["against"] == "fastkvzip"
@@ -258,7 +262,7 @@ def test_seeds_are_alike_in_fidelity():
 def test_answers_from_before_have_no_fidelity(setting, measure):
     (fast,) = choose_experiments("fast-kvzip", setting)
     told = answers({"single": 0.8, "cwe": 0.5})
-    told[(*KVZIP, SUITE)] = {"single": [(0.5,)] * 4, "cwe": [(0.5,)] * 4}
+    told[(*KVZIP, SUITE)] = {"single": [(0.5,)] * 6, "cwe": [(0.5,)] * 6}
     known = fidelity.collect_fidelity(
         fast, setting, plan.find_measured(fast, setting, measure(fast, told))
     )
@@ -280,11 +284,11 @@ def test_the_full_cache_by_task_and_what_caches_held(setting, measure):
     (fast,) = choose_experiments("fast-kvzip", setting)
     results = measure(fast, answers({"single": 0.8, "cwe": 0.09}))
     text = texts(record.make_section(results).blocks)
-    assert "| Tiny suite | tiny:count=4 | single | 4 | 80.0 | counts |" in text
-    assert "| Tiny suite | tiny:count=4 | cwe | 4 | 9.0 | below 10 |" in text
+    assert "| Tiny suite | tiny:count=6 | single | 6 | 80.0 (80.0 to 80.0) | counts |" in text
+    assert "| Tiny suite | tiny:count=6 | cwe | 6 | 9.0 (9.0 to 9.0) | below 10 |" in text
     assert "| 0.0625 | KVzip, Fast KVzip, Fast KVzip + RestoreKV | 60 | 78 | 9 |" in text
     held = record.collect_sizes(list(results.values()))
     assert len(held) == 4 and all(
-        each["bytes"] == 9 and each["samples"] == 4 for each in held.values()
+        each["bytes"] == 9 and each["samples"] == 6 for each in held.values()
     )
     assert record.make_section({}) is None

@@ -120,7 +120,7 @@ def test_parts_means_and_shares():
         return {
             None: [
                 ScoredAnswer(str(n), task, task, "", score)
-                for n in range(4)
+                for n in range(6)
                 for task, score in (("a", first), ("b", second))
             ]
         }

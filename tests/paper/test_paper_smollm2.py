@@ -325,7 +325,8 @@ def test_an_adapter_is_measured_beside_its_base(tmp_path, small):
         mine["kl_change"] == pytest.approx(mine["kl"] - base["kl"])
         and "gain" in scores["kvzip restored", 0.2]
     )
-    assert "of 4 pairs; the interval" in (tmp_path / "out" / "report" / "paper.md").read_text()
+    page = (tmp_path / "out" / "report" / "paper.md").read_text()
+    assert "of 4 pairs; 4 of them have too few contexts for an interval." in page
 
 
 def test_beside_another_folder_figures_go_to_results(tmp_path, small):

@@ -10,6 +10,7 @@ from recipes.smollm2 import other_evictors
 @pytest.fixture
 def comparison(tmp_path, monkeypatch):
     monkeypatch.setattr(other_evictors, "Bench", lambda folder: None)
+    monkeypatch.setattr(other_evictors, "hash_shipped", lambda name: f"hash of {name}")
 
     def build(**divergences):
         """Divergences by evictor: alone, with its own adapter, with KVzip's; over six passages."""
@@ -22,6 +23,8 @@ def comparison(tmp_path, monkeypatch):
                     for passage in range(6):
                         kl = {f"{ratio:g}": mean + passage / 100 for ratio in (0.3, 0.1, 0.05)}
                         row = {"passage": str(passage), "evictor": evictor, "adapter": adapter}
+                        if adapter:
+                            row["hash"] = f"hash of {adapter}"
                         file.write(json.dumps({**row, "kl": kl}) + "\n")
         return other_evictors.Comparison(tmp_path)
 
@@ -54,3 +57,15 @@ def test_what_is_measured_is_not_measured_again(comparison, monkeypatch):
     found.bench = type("Bench", (), {"load_cases": lambda self, split: cases})()
     monkeypatch.setattr(found, "prepare", lambda *_: pytest.fail("measured again"))
     found.measure("snapkv", texts=6)
+
+
+def test_rows_of_an_adapter_that_shipped_before_do_not_count(comparison, monkeypatch):
+    found = comparison(snapkv=(0.4, 0.3, 0.2))
+    assert found.list_served(["snapkv"]) == ["snapkv"]
+    with found.file.open("a") as file:  # from before rows had a hash
+        row = {"passage": "7", "evictor": "snapkv", "adapter": "kvzip", "kl": {"0.3": 9.0}}
+        file.write(json.dumps(row) + "\n")
+    assert len(found.load_rows()) == 18
+    monkeypatch.setattr(other_evictors, "hash_shipped", lambda name: f"another {name}")
+    fresh = other_evictors.Comparison(found.file.parent)
+    assert {adapter for _, _, adapter in fresh.load_rows()} == {other_evictors.ALONE}

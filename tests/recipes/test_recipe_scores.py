@@ -123,3 +123,38 @@ def test_figures_of_another_adapter_do_not_stay(tmp_path, capsys):
     both = measure(tmp_path / "two", [FIRST], path)
     assert "other" not in {row["benchmark"] for row in both["rows"]}
     assert "other adapters" in capsys.readouterr().out
+
+
+def test_two_settings_of_a_benchmark_count_every_context_once(tmp_path):
+    """A folder may hold two counts of one benchmark; the smaller one's contexts are in both."""
+    path = tmp_path / "scores.json"
+    measure(tmp_path / "run", ["tiny:low=100,high=160,count=1"], path)
+    given = (tmp_path / "run", ["kvzip"], [FIRST], LocalPool(), ("0.3",), "tiny")
+    results = [
+        *scores.run_scores(*given),
+        *scores.load_results(tmp_path / "run"),
+    ]
+    results = list({result.cell.name: result for result in results}.values())
+    path.unlink()
+    scores.write_result(results, path)
+    first = json.loads(path.read_text())
+    contexts = {len(each) for each in first["kept_by_context"].values()}
+    assert max(contexts) <= 2
+    scores.write_result(results, path)
+    again = json.loads(path.read_text())
+    assert again["kept"] == first["kept"]
+    assert again["kept_by_context"] == first["kept_by_context"]
+
+
+def test_former_settings_do_not_stay_beside_new_ones(tmp_path):
+    """A result of before may name its kinds of text with settings, such as "Tiny (count=1)"."""
+    path = tmp_path / "scores.json"
+    first = measure(tmp_path / "run", [FIRST], path)
+    (title,) = {fact["benchmark"]["title"] for fact in first["facts"].values()}
+    for entries in first["kept_by_context"].values():
+        for entry in entries:
+            entry[0] = f"{title} (count=2)"
+        entries += [[f"{title} (count=1)", *entry[1:]] for entry in entries]
+    path.write_text(json.dumps(first))
+    again = measure(tmp_path / "run", [FIRST], path)
+    assert {len(each) for each in again["kept_by_context"].values()} <= {1, 2}

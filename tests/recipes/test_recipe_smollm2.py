@@ -160,3 +160,36 @@ def test_the_commands_know_every_flag_of_the_recipe(command, flags):
     known = {name for parameter in place.params for name in parameter.opts}
     given = [flag for flag in flags if flag.startswith("--")]
     assert given and set(given) <= known, set(given) - known
+
+
+def test_every_leg_has_a_folder_of_its_own_and_is_the_one_installed(tmp_path, monkeypatch):
+    """A leg after another one, or after the first training, is trained and not taken for done."""
+    trained = []
+    installed = []
+
+    def start(*words):
+        given = {word: words[place + 1] for place, word in enumerate(words[:-1])}
+        trained.append((given["--seed"], Path(given["--out"]).name))
+        (Path(given["--out"]) / "adapter").mkdir(parents=True)
+
+    def install(place, evictor):
+        installed.append((place.name, evictor))
+
+    monkeypatch.setattr(build, "start_command", start)
+    monkeypatch.setattr(build, "wait_for", lambda *running: None)
+    monkeypatch.setattr(build, "install_adapter", install)
+    (tmp_path / "restore-kvzip" / "adapter").mkdir(parents=True)
+    for words in (("--more", "1"), ("--more", "2"), ("--wide", "1"), ("--more", "2")):
+        build.main([str(tmp_path), *words])
+    more, other, wide = "restore-kvzip.more-1", "restore-kvzip.more-2", "restore-kvzip.wide-1"
+    assert trained == [("1", more), ("2", other), ("1", wide)]
+    assert installed == [(more, "kvzip"), (other, "kvzip"), (wide, "kvzip"), (other, "kvzip")]
+
+
+def test_what_the_first_training_made_is_installed(tmp_path, monkeypatch):
+    installed = []
+    monkeypatch.setattr(build, "install_adapter", lambda *given: installed.append(given))
+    (tmp_path / "restore-kvzip" / "adapter").mkdir(parents=True)
+    (tmp_path / "restore-kvzip.more-1" / "adapter").mkdir(parents=True)
+    build.main([str(tmp_path), "--install-only"])
+    assert installed == [(tmp_path / "restore-kvzip", "kvzip")]
