@@ -4,11 +4,16 @@ python examples/quickstart.py         # SmolLM2 and an article; about a minute o
 python examples/quickstart.py tiny    # the tiny model that ships, on its own kind of text; seconds
 """
 
+import os
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from restorekv import CompressedContext, compress, load_model
+# PyTorch's threads then sleep while they wait for each other, instead of taking the time of other
+# programs. It is read when PyTorch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+from restorekv import CompressedContext, compress, load_model  # noqa: E402
 
 HERE = Path(__file__).parent
 TEXTS = {
