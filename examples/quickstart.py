@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 # programs. It is read when PyTorch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from restorekv import CompressedContext, compress, load_model  # noqa: E402
+from restorekv import CompressedContext, compress, load_model
 
 HERE = Path(__file__).parent
 TEXTS = {
