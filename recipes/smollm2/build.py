@@ -1,5 +1,5 @@
-"""Make everything that ships for SmolLM2 in distributions/restorekv-smollm2: data, the gate,
-restore adapters. Resumable.
+"""Make the restore adapters that ship for SmolLM2 in distributions/restorekv-smollm2, and their
+data. Resumable.
 
     make smollm2
     python -m recipes.smollm2.build runs/smollm2 [--anew | --install-only | --per-head | --shared]
@@ -10,7 +10,7 @@ restore adapters. Resumable.
 The training data is next to this file; --anew makes the passages of stories and novels again,
 --corpus the shards of the corpus of many genres, whose folder it names, and nothing else. Two
 processes with one thread each take hours on two cores. What ships was trained in several goes;
-paper/log.md says how.
+paper/log.md says how. gate.py makes the gate.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import torch
 
 from restorekv.data.corpus import TRAIN_SPLIT
 from restorekv.data.files import iterate_rows
-from restorekv.evictors import gate_file
 from restorekv.model.identity import describe_weights
 from restorekv.model.load import load_model
 from restorekv.model.names import SMOLLM2, SMOLLM2_ID, shipped_path
@@ -104,18 +103,6 @@ OF_PEOPLE = (
     "64",
     "--seed",
     "1",
-)
-GATE = (
-    "--kind",
-    "fastkvzip",
-    "--count",
-    "68",
-    "--tokens",
-    "300",
-    "--steps",
-    "500",
-    "--batch",
-    "500",
 )
 SHAPE = ("--restore-tokens", "4", "--rank", "12", "--alpha", "24")
 RATIOS = ("--ratio-law", "log-uniform", "--ratio-min", "0.03", "--ratio-max", "0.3")
@@ -302,25 +289,6 @@ def list_data_flags(folder: Path) -> list[str]:
     return flags
 
 
-def train_gate(folder: Path) -> Path:
-    """Train Fast KVzip's gate on KVzip's scores."""
-    path = folder / "fastkvzip.safetensors"
-    if not path.exists():
-        wait_for(
-            start_command(
-                "train-gate",
-                *GATE,
-                "--model",
-                SMOLLM2,
-                *list_data_flags(folder),
-                "--out",
-                str(path),
-                "--resume",
-            )
-        )
-    return path
-
-
 def start_training(
     folder: Path, evictor: str, *more: str, kind: str = ""
 ) -> subprocess.Popen | None:
@@ -348,9 +316,8 @@ def start_training(
 
 
 def train_adapters(folder: Path) -> None:
-    """Train KVzip's adapter from scratch, next to the gate."""
+    """Train KVzip's adapter from scratch."""
     first = start_training(folder, FIRST, "--lr", "1e-3", "--warmup", "30", "--steps", STEPS)
-    install_gate(train_gate(folder))
     if first is not None:
         wait_for(first)
 
@@ -416,18 +383,6 @@ def name_start(settings: dict) -> dict:
     if not start or not Path(start).is_absolute():
         return settings
     return settings | {"init": f"{SMOLLM2}:{Path(start).name}"}
-
-
-def install_gate(path: Path) -> None:
-    """Copy the gate into the package, in bfloat16; its evictor's adapter is trained after that."""
-    gate = gate_file.read_gate(path)
-    layers = []
-    for layer in gate.layers:
-        layers.append({name: value.to(torch.bfloat16) for name, value in layer.items()})
-    target = shipped_path(SMOLLM2, "gates", path.name)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    card = replace(gate.card, model=SMOLLM2)
-    gate_file.write_gate(target, replace(gate, layers=layers, card=card))
 
 
 def install_adapters(folder: Path) -> None:

@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from recipes.smollm2.build import install_gate, start_command, wait_for, write_held_out
+from recipes.smollm2.build import start_command, wait_for, write_held_out
 from restorekv.data.build import index_excluded_texts
 from restorekv.data.config import BuildConfig
 from restorekv.data.corpus import read_corpus
 from restorekv.data.documents import DropRow
 from restorekv.data.files import iterate_rows
 from restorekv.evictors.fastkvzip import FastKVzip
-from restorekv.evictors.gate_file import Gate, read_gate
+from restorekv.evictors.gate_file import Gate, read_gate, write_gate
 from restorekv.model.gate_kinds import TARGETS
 from restorekv.model.load import load_model
 from restorekv.model.names import SMOLLM2, shipped_path
@@ -111,6 +112,22 @@ def stack_layers(gate: Gate) -> dict[str, torch.Tensor]:
     """Return a gate's parameters in float32 with a leading layer axis, as training has them."""
     names = gate.layers[0]
     return {name: torch.stack([layer[name].float() for layer in gate.layers]) for name in names}
+
+
+def install_gate(path: Path) -> None:
+    """Copy the gate into the distribution, in bfloat16.
+
+    The record of KVzip's adapter names the gate whose caches it serves: measure that again with
+    other_evictors.py.
+    """
+    gate = read_gate(path)
+    layers = []
+    for layer in gate.layers:
+        layers.append({name: value.to(torch.bfloat16) for name, value in layer.items()})
+    target = shipped_path(SMOLLM2, "gates", path.name)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    card = replace(gate.card, model=SMOLLM2)
+    write_gate(target, replace(gate, layers=layers, card=card))
 
 
 def main() -> None:

@@ -146,7 +146,6 @@ def test_the_adapter_for_one_length_begins_with_what_ships(tmp_path, monkeypatch
         ("train", build.OF_SHARED),
         ("train", build.OF_MORE),
         ("train", build.OF_WIDE),
-        ("train-gate", build.GATE),
         ("data build", build.CORPUS),
         ("data build", build.OF_PEOPLE),
         *(("data build", [*build.ANSWERS, *flags.split()]) for flags in build.DATA.values()),
