@@ -544,11 +544,11 @@ def check_fit(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -
 
 
 def format_bytes(count: float) -> str:
-    """Return a number of bytes for people: 1536 -> '1.5 KB'."""
+    """Return a number of bytes for people: 1536 -> '1.5 KiB'."""
     if count < 1024:
         return f"{count:.0f} B"
-    for unit in ("KB", "MB"):
+    for unit in ("KiB", "MiB"):
         count /= 1024
         if count < 1024:
             return f"{count:.1f} {unit}"
-    return f"{count / 1024:.1f} GB"
+    return f"{count / 1024:.1f} GiB"

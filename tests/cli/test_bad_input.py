@@ -159,7 +159,7 @@ def test_a_folder_that_holds_a_run_is_refused_before_the_model_is_loaded(
 
 
 def test_interrupted_while_training_names_the_way_on(world, tmp_path, monkeypatch):
-    monkeypatch.setattr(restorekv.train.loop, "_add_gradients", interrupt)
+    monkeypatch.setattr(restorekv.train.loop, "_run_forward_backward", interrupt)
     result = cli(*train()(world, tmp_path))
     assert "\nBefore training, loss" in result.err
     error = result.err[result.err.index("error: ") :]
