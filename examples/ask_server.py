@@ -13,6 +13,8 @@ if __name__ == "__main__" and len(sys.argv) < 3:
 
 import openai
 
+URL = "http://127.0.0.1:8080/v1"
+
 
 def ask(url: str, document: Path, questions: list[str]) -> list[str]:
     """Upload a document once and return the answers to questions about it."""
@@ -39,5 +41,8 @@ def ask(url: str, document: Path, questions: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    for answer in ask("http://127.0.0.1:8080/v1", Path(sys.argv[1]), sys.argv[2:]):
-        print(answer)
+    try:
+        answers = ask(URL, Path(sys.argv[1]), sys.argv[2:])
+    except openai.APIConnectionError:
+        raise SystemExit(f"No server answers at {URL}; start restorekv serve first.") from None
+    print("\n".join(answers))

@@ -13,7 +13,7 @@ from types import ModuleType
 
 # How a text that is too long is made to fit, in Python; cli/errors.py has the flags.
 CUT_END = "CompressionConfig(on_long_text='cut')"
-STRETCH_ROPE = "load_model(..., rope=2)"
+STRETCH_ROPE = "load_model(..., rope={})"  # with the factor
 
 
 class RestoreKVError(ValueError):

@@ -4,6 +4,7 @@ of it.
 
 import copy
 import json
+import re
 
 import pytest
 import torch
@@ -120,6 +121,13 @@ def test_yarn_from_the_command_line(model, tiny_tokenizer, tmp_path):
     ]
     refused = cli(*command)
     assert refused.code == 1 and "--yarn 2" in refused.err and not out.exists()
+    # The factor that the message names is enough, also where a smaller one was tried.
+    text.write_text(TEXT * 8)
+    refused = cli(*command, "--yarn", "2")
+    factor = re.search(r"--yarn (\d+)", refused.err)[1]
+    assert int(factor) > 2 and cli(*command, "--yarn", factor).code == 0
+    text.write_text(TEXT)
+    out.unlink()
     cut = cli(*command, "--on-long-text", "cut", "--json", tmp_path / "cut.json")
     assert cut.code == 0 and "tokens were cut" in cut.out, cut
     assert json.loads((tmp_path / "cut.json").read_text())["cut"] > 0

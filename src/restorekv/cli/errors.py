@@ -93,7 +93,8 @@ def report_error(error: BaseException) -> int:
 
 def name_flags(message: str) -> str:
     """Return an error's message with the flags of the command line in place of Python's fixes."""
-    return message.replace(CUT_END, "--on-long-text cut").replace(STRETCH_ROPE, "--yarn 2")
+    stretch = re.escape(STRETCH_ROPE).replace(re.escape("{}"), r"(\d+)")
+    return re.sub(stretch, r"--yarn \1", message.replace(CUT_END, "--on-long-text cut"))
 
 
 def _is_broken(text: str) -> bool:

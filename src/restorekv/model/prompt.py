@@ -9,6 +9,7 @@ separator, with the text, is the context that is compressed; what follows it clo
 after every question.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from restorekv.errors import (
     check_choice,
     warn,
 )
-from restorekv.model.rope import count_positions
+from restorekv.model.rope import count_positions, count_unstretched_positions
 from restorekv.model.shape import get_vocabulary_size
 from restorekv.model.support import get_support, refuse_beyond
 from restorekv.model.tokenize import (
@@ -177,7 +178,10 @@ def fit_context(
         )
     if on_long_text == "refuse":
         room = f"the model's {limit:,} positions have room for {most:,} and a question"
-        fix = f"stretch the model's RoPE ({STRETCH_ROPE})"
+        # Of the positions that the model had before it was stretched, if it is stretched already.
+        needed = context.positions + context.suffix.shape[-1] + offset + ROOM
+        factor = math.ceil(needed / count_unstretched_positions(model.config))
+        fix = f"stretch the model's RoPE ({STRETCH_ROPE.format(factor)})"
         if limit < count_positions(model.config):
             room = f"there is room for {most:,} and a question, because {get_support(model).beyond}"
             fix = "use another model"

@@ -50,6 +50,17 @@ def count_positions(config: PretrainedConfig) -> int:
     return _multiply_positions(rope, configured)
 
 
+def count_unstretched_positions(config: PretrainedConfig) -> int:
+    """Return the positions that the factor of a YaRN multiplies; NO_LIMIT if that is not known."""
+    settings = get_rope_settings(config)
+    settings = settings.get(FULL_ATTENTION, settings)
+    original = None
+    # Other kinds of RoPE, such as Llama 3's, have such a number for another purpose.
+    if settings.get("rope_type") == "yarn":
+        original = settings.get("original_max_position_embeddings")
+    return int(original or count_positions(config))
+
+
 def _multiply_positions(rope: Mapping[str, Any], configured: int) -> int:
     """Return the positions of a RoPE over `configured` ones."""
     original = rope.get("original_max_position_embeddings")

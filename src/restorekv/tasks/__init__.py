@@ -40,4 +40,8 @@ spec.register_entry_points("restorekv.benchmarks", BENCHMARKS)
 
 
 def make_benchmark(text: str) -> Benchmark:
+    """Make a benchmark from its spec: "ruler:length=1024,per_task=5".
+
+    One of a program's own has to be in BENCHMARKS, also where stored results of it are read.
+    """
     return spec.parse_spec(text, BENCHMARKS, "benchmark")
