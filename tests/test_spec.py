@@ -39,6 +39,17 @@ class Bare:
 KNOWN = {"thing": Thing, "bare": Bare}
 
 
+@pytest.mark.parametrize("wrong", [Bare, lambda: None, KVzip()])
+def test_what_is_no_class_of_the_kind_is_refused(wrong):
+    with pytest.raises(RestoreKVError, match="'mine' is not a class that is derived from"):
+        spec.parse_spec("mine", {"mine": wrong}, "evictor", bases=(KVzip,))
+
+
+def test_an_unknown_evictor_may_be_ones_own():
+    with pytest.raises(RestoreKVError, match="or register your own in the program that runs"):
+        spec.parse_spec("mine", KNOWN, "evictor")
+
+
 @pytest.mark.parametrize(
     ("text", "made"),
     [

@@ -23,7 +23,11 @@ _PLACEHOLDERS = {int: "NUMBER", float: "NUMBER", bool: "true|false", str: "TEXT"
 
 
 def parse_spec(
-    text: str, classes: Mapping[str, type[Named]], what: str, presets: Iterable[str] = ()
+    text: str,
+    classes: Mapping[str, type[Named]],
+    what: str,
+    presets: Iterable[str] = (),
+    bases: tuple[type, ...] = (),
 ) -> Named:
     """Return an object of the class that the spec names.
 
@@ -32,13 +36,21 @@ def parse_spec(
         classes: The classes by name.
         what: How sentences of errors call such an object.
         presets: Names that users may give too, and that stand for others before this is called.
+        bases: A class must be derived from one of these; () does not ask.
 
     Raises:
-        RestoreKVError: For an unknown name or setting, and for a value of another type.
+        RestoreKVError: For an unknown name or setting, for a value of another type, and for a class
+            that is not derived from any of `bases`.
     """
     name, _, rest = _SOURCE_DIGEST.sub("", text).partition(":")
     if name not in classes:
         raise RestoreKVError(explain_unknown(what, name, [*presets, *classes]))
+    kind = classes[name]
+    if bases and not (isinstance(kind, type) and issubclass(kind, bases)):
+        raise RestoreKVError(
+            f"The {what} {name!r} is not a class that is derived from "
+            f"{bases[0].__module__}.{bases[0].__name__}; derive it."
+        )
     types = _list_settings(classes[name])
     settings = {}
     for item in filter(None, map(str.strip, rest.split(","))):
@@ -61,8 +73,12 @@ def parse_spec(
 def explain_unknown(what: str, name: str, known: Iterable[str]) -> str:
     """Return the sentence about a name that is not known, with the one that is most like it."""
     names = list(known)
+    own = ""
+    if what in ("evictor", "benchmark"):
+        own = ", or register your own in the program that runs"
     return (
-        f"There is no {what} {name!r}{hint_near_name(name, names)}; use one of {', '.join(names)}."
+        f"There is no {what} {name!r}{hint_near_name(name, names)}; use one of "
+        f"{', '.join(names)}{own}."
     )
 
 

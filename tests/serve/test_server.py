@@ -652,6 +652,20 @@ def test_responses_go_on_from_the_one_before(client, file):
         client.responses.create(input="And then?", previous_response_id="resp-none", **options)
 
 
+def test_a_response_that_is_deleted_is_forgotten(client, file):
+    options = {"model": VARIANT, "temperature": 0, "max_output_tokens": 12}
+    first = client.responses.create(input=input_of(file), **options)
+    second = client.responses.create(input="And then?", previous_response_id=first.id, **options)
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match="no response"):
+        client.responses.create(input="And then?", previous_response_id=first.id, **options)
+    with pytest.raises(openai.NotFoundError, match="no response"):
+        client.responses.delete(first.id)
+    # What the second shares with it stays.
+    again = client.responses.create(input="Why?", previous_response_id=second.id, **options)
+    assert again.status in ("completed", "incomplete")
+
+
 def test_responses_go_on_with_documents_of_system_messages(client, file):
     options = {"model": VARIANT, "temperature": 0, "max_output_tokens": 12}
     asked = input_of(file)

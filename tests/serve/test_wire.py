@@ -53,6 +53,10 @@ class Scripted:
             raise RestoreKVError("The text cannot be compressed; give another one.")
         return ServedDocument(sha256, variant, 40, "fresh" in text)
 
+    def forget_document(self, sha256) -> None: ...
+
+    def write_held_cache(self, sha256, variant) -> None: ...
+
     def get_state(self, sha256, variant):
         return READY
 

@@ -185,7 +185,8 @@ def make_compressor(text: str, config: CompressionConfig = CompressionConfig()) 
     cache of its own.
     """
     classes = {**evictors.EVICTORS, **COMPRESSORS}
-    named = spec.parse_spec(text, classes, "evictor", PRESETS)
+    bases = (evictors.Evictor, Compressor)
+    named = spec.parse_spec(text, classes, "evictor", PRESETS, bases)
     if isinstance(named, Compressor):
         return named.with_config(config)
     return Eviction(named, None, config)

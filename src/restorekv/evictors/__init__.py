@@ -42,4 +42,4 @@ spec.register_entry_points("restorekv.evictors", EVICTORS)
 
 def make_evictor(text: str) -> Evictor:
     """Return the evictor of a spec."""
-    return spec.parse_spec(text, EVICTORS, "evictor")
+    return spec.parse_spec(text, EVICTORS, "evictor", bases=(Evictor,))

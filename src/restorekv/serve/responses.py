@@ -126,11 +126,11 @@ class ResponseMemory:
             if id(message) not in self.sizes:
                 self.sizes[id(message)] = len(message.model_dump_json())
         while len(self.turns) > REMEMBERED or sum(self.sizes.values()) > LARGEST:
-            self._forget_oldest()
+            self.forget(next(iter(self.turns)))  # the oldest
 
-    def _forget_oldest(self) -> None:
-        _, turns = self.turns.popitem(last=False)
-        for message in turns:
+    def forget(self, name: str) -> None:
+        """Forget an answer and the messages that no other one shares."""
+        for message in self.turns.pop(name):
             self.uses[id(message)] -= 1
             if not self.uses[id(message)]:
                 del self.uses[id(message)]
@@ -138,8 +138,14 @@ class ResponseMemory:
 
 
 def add_responses(app: FastAPI, questions: Questions) -> None:
-    """Add the path."""
+    """Add the paths."""
     memory = ResponseMemory()
+
+    @app.delete("/v1/responses/{name}")
+    async def forget(name: str) -> dict[str, str | bool]:
+        memory.find(name)  # which refuses a name that is not there
+        memory.forget(name)
+        return {"id": name, "object": "response", "deleted": True}
 
     @app.post("/v1/responses", responses=schemas.describe_stream(schemas.Response))
     async def respond(request: Request, asked: ResponsesRequest) -> Response:

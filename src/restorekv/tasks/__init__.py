@@ -44,4 +44,4 @@ def make_benchmark(text: str) -> Benchmark:
 
     One of a program's own has to be in BENCHMARKS, also where stored results of it are read.
     """
-    return spec.parse_spec(text, BENCHMARKS, "benchmark")
+    return spec.parse_spec(text, BENCHMARKS, "benchmark", bases=(Benchmark,))
