@@ -91,7 +91,10 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     needles = plots.plot_needles(grid)
     kept = make_kept_table(grid)
     gains = count_gains([row for rows in by_condition.values() for row in rows])
-    gains = gains or "No pair of a base and its restored cell is finished yet."
+    gains = gains or (
+        "No pair of a base and its restored cell is finished yet. Two evictors are compared, "
+        "context by context, with compare_results of restorekv.evaluation.compare."
+    )
     held = [make_held_table(rows) for rows in by_condition.values()]
     sections = [
         Section("Accuracy against ratio", plots.SCORES, [chart for chart in charts if chart]),
