@@ -4,6 +4,8 @@ whole class reads it.
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -147,6 +149,13 @@ def test_nothing_is_lost_at_ratio_1(model):
 
 @pytest.mark.parametrize("spec", ["kvzip:chunk=40", "snapkv:window=8", "expected-attention"])
 def test_a_question_sees_what_is_kept(model, spec):
+    has_sections = Version(transformers.__version__) < Version("5.3") and "Qwen2" in str(
+        type(model)
+    )
+    if spec == "expected-attention" and has_sections:
+        with pytest.raises(ModelError, match="does not know"):
+            prepare(model, spec)
+        return
     cache = prepare(model, spec).evict(0.4)
     keep = cache.mark_held(TEXT)
     asked = random_ids(QUESTION, 1)

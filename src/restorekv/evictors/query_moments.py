@@ -122,8 +122,9 @@ class QueryMoments:
         for name in self.layouts[view.layer]:
             found = query
             if LAYOUTS[name] is not _no_rotation:
-                if view.rotation is None:
-                    # Without cosines and sines nothing can be rotated.
+                # Without cosines and sines nothing can be rotated. Before transformers 5.3,
+                # Qwen2-VL has a rotation for each of time, height and width (3, 1, Q, R).
+                if view.rotation is None or view.rotation[0].dim() == 4:
                     continue
                 pairs = list_pair_rotations(view.rotation)
                 cos, sin = (x[0, -query.shape[2] :].float() for x in pairs)
