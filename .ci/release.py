@@ -19,8 +19,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-NAMES = ("restorekv", "restorekv-tiny", "restorekv-smollm2")
-PROJECTS = (".", "distributions/restorekv-tiny", "distributions/restorekv-smollm2")
+# The folder of each project, by the name that it is published under.
+PROJECTS = {
+    "restorekv": ".",
+    "restorekv-tiny": "distributions/restorekv-tiny",
+    "restorekv-smollm2": "distributions/restorekv-smollm2",
+}
 VERSION = re.compile(r"\d+\.\d+\.\d+((a|b|rc)\d+)?")
 WHEEL_BYTES = 2 << 20  # of the package itself, which is code and ships no weights
 UNRELEASED = "unreleased"
@@ -45,14 +49,13 @@ def write_version(root: Path, version: str, today: datetime.date) -> None:
     """Write a version into every file that names it, and a date beside it where there is one."""
     if not VERSION.fullmatch(version):
         raise ReleaseError(f"{version} is no version; write it like 0.2.0 or 0.2.0rc1.")
-    for project in PROJECTS:
-        settings = root / project / "pyproject.toml"
+    for name, folder in PROJECTS.items():
+        settings = root / folder / "pyproject.toml"
         replace_once(settings, r'^version = ".*"$', f'version = "{version}"')
-    source = root / "src" / "restorekv" / "__init__.py"
-    replace_once(source, r'^__version__ = ".*"$', f'__version__ = "{version}"')
-    for name in NAMES:
         locked = rf'^name = "{name}"\nversion = ".*"$'
         replace_once(root / "uv.lock", locked, f'name = "{name}"\nversion = "{version}"')
+    source = root / "src" / "restorekv" / "__init__.py"
+    replace_once(source, r'^__version__ = ".*"$', f'__version__ = "{version}"')
     citation = root / "CITATION.cff"
     replace_once(citation, r"^version: .*$", f"version: {version}")
     replace_once(citation, r"^date-released: .*$", f"date-released: {today.isoformat()}")
@@ -88,8 +91,8 @@ def check_tree(version: str) -> None:
 def build_wheels() -> None:
     """Build the wheels of all projects and the package's sdist into dist/, and check them."""
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
-    for project in PROJECTS:
-        run(sys.executable, "-m", "build", "--outdir", "dist", project)
+    for folder in PROJECTS.values():
+        run(sys.executable, "-m", "build", "--outdir", "dist", folder)
     run(
         sys.executable,
         "-m",

@@ -63,7 +63,7 @@ def test_a_release_writes_the_version_and_the_date(release, copy):
         after = (copy / name).read_text().splitlines()
         changed = [new for old, new in zip(before, after, strict=True) if old != new]
         dated = name in ("CITATION.cff", "CHANGELOG.md")
-        lines = len(release.NAMES) if name == "uv.lock" else 1 + dated
+        lines = len(release.PROJECTS) if name == "uv.lock" else 1 + dated
         assert "7.8.9" in " ".join(changed) and len(changed) <= lines, name
         assert ("2031-02-03" in " ".join(changed)) == dated, name
 

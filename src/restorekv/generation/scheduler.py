@@ -80,7 +80,7 @@ class Request:
     """A question with a row for each of its answers.
 
     Args:
-        cache: The context, of which the request takes forks.
+        cache: The context's cache; each answer is written on a fork of it.
         prompt: The ids (q,) that the model reads after it.
         limit: How many tokens an answer may have.
         samplers: One for each answer.

@@ -393,7 +393,7 @@ class CacheEngine(Engine, Generic[Active]):
         context = self._find_in_memory(sha256, key)
         if context:
             # What is asked from memory is in use on disk, too: files leave in the same order.
-            self.store.find_cache_file(key)
+            self.store.note_use(key)
             return context
         while True:
             with self.loading:

@@ -119,6 +119,7 @@ def build_engine_app(
     Its start-up runs `check`, and continues with uploads that were not processed.
     """
     default = Variant.parse(settings.default, settings.base)
+    # An engine over a store of its own does so itself; Ray's has none in this process.
     store.on_delete = engine.forget_document
     service = Service(engine, store, settings.base, default, settings.limits, settings.defaults)
     started = False

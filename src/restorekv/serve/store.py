@@ -332,11 +332,16 @@ class Store:
         with self.lock:
             return bool(self.index.select("select 1 from caches where key = ?", (key,)))
 
+    def note_use(self, key: str) -> bool:
+        """Note that a cache was used, so that the quota drops others first; return whether its
+        file is here.
+        """
+        with self.lock:
+            return self.index.touch(key, time.time())
+
     def find_cache_file(self, key: str) -> Path | None:
         """Return the file of a cache that is here, and note that it was used."""
-        with self.lock:
-            is_here = self.index.touch(key, time.time())
-        return self.cache_path(key) if is_here else None
+        return self.cache_path(key) if self.note_use(key) else None
 
     def find_or_fetch_file(self, key: str, sha256: str) -> Path | None:
         """Return the file of a cache, which may have to be fetched from the shared folder."""
