@@ -124,6 +124,18 @@ def test_only_questions_are_shown_that_the_full_cache_answers_right():
     assert "6/6" in costs and "5/6" in costs
 
 
+def test_the_note_says_that_nothing_is_restored_only_where_that_was_seen():
+    def show(caches):
+        answered = [CacheAnswers(name, 100, []) for name in caches]
+        return facts_demo.ShownText("one", 50, 8, 0, [], answered)
+
+    nothing = "nothing is restored"
+    assert nothing in facts_demo.make_note([show(["full cache", "KVzip"])], "0.3", 1.0)
+    assert nothing not in facts_demo.make_note([show(facts_demo.CACHES)], "0.3", 1.0)
+    # The full cache answered nothing right, so no small cache was made.
+    assert nothing not in facts_demo.make_note([], "0.3", 1.0)
+
+
 def test_the_truth_of_every_fact_is_in_its_text():
     for sample in load_facts():
         for question in sample.questions:

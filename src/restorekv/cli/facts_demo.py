@@ -95,21 +95,30 @@ def run_facts_demo(name: str, ratio: str, json: Path | None) -> None:
     else:
         output.print("The full cache answers none of the questions right.")
     seconds = time.perf_counter() - start
-    restored = "restored has as many, some of them written by RestoreKV."
-    if all(len(text.caches) < len(CACHES) for text in compared):
-        restored = f"at r = {ratio} nothing is restored, because it would do harm there."
-    output.print(
-        "KVzip keeps the most important pairs of keys and values; "
-        f"{restored} {seconds:.0f} seconds. Shown are the first {SHOWN} questions "
-        "of each text that the full cache answers right, so the others can only be worse: this is "
-        "a look at answers, too few to rank anything. docs/evaluation.md has hundreds of texts; "
-        "restorekv demo --full scores a benchmark, and --ratio 0.1 is what compress keeps by "
-        "default.",
-        highlight=False,
-    )
+    output.print(make_note(compared, ratio, seconds), highlight=False)
     if json:
         texts = [asdict(each) for each in shown]
         write_figures(json, {"model": name, "ratio": ratio, "seconds": seconds, "texts": texts})
+
+
+def make_note(compared: Sequence[ShownText], ratio: str, seconds: float) -> str:
+    """Return what a reader of the tables has to know.
+
+    Args:
+        compared: The texts with small caches.
+        ratio: Their ratio.
+        seconds: How long the demo took.
+    """
+    restored = "restored has as many, some of them written by RestoreKV."
+    if compared and all(len(text.caches) < len(CACHES) for text in compared):
+        restored = f"at r = {ratio} nothing is restored, because it would do harm there."
+    return (
+        "KVzip keeps the most important pairs of keys and values; "
+        f"{restored} {seconds:.0f} seconds. Shown are the first {SHOWN} questions of each text "
+        "that the full cache answers right, so the others can only be worse: this is a look at "
+        "answers, too few to rank anything. docs/evaluation.md has hundreds of texts; restorekv "
+        "demo --full scores a benchmark, and --ratio 0.1 is what compress keeps by default."
+    )
 
 
 @torch.no_grad()
