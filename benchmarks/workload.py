@@ -90,7 +90,13 @@ def load_novel() -> str:
 
 
 def check_novel(tokens: int, needed: int, what: str) -> None:
-    """Refuse a benchmark that needs more tokens than the novel has, `what` says for what."""
+    """Refuse a benchmark that needs more tokens than the novel has.
+
+    Args:
+        tokens: How many the novel has.
+        needed: How many the benchmark needs.
+        what: What it needs them for, as the message says it.
+    """
     if needed > tokens:
         raise RestoreKVError(f"The novel has {tokens:,} tokens, too few for {what}; ask for less.")
 
