@@ -123,7 +123,12 @@ class World:
         return prompt(self.documents[number], QUESTION, self.tokenizer)
 
     def request(self, ids, name="a", **params):
-        return SimpleNamespace(request_id=name, prompt_token_ids=ids, kv_transfer_params=params)
+        return SimpleNamespace(
+            request_id=name,
+            prompt_token_ids=ids,
+            kv_transfer_params=params,
+            skip_reading_prefix_cache=False,
+        )
 
 
 def schedule(scheduler, request, computed, blocks, beside=True):

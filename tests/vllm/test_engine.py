@@ -49,7 +49,17 @@ def test_an_unknown_document_ends_its_request_alone(world, llm):
     assert (outputs[0].finish_reason, outputs[2].finish_reason) == ("error", "error")
     other = ask(llm, [good], **named)[0]  # the prompt asks another document than the request names
     assert (other.text, other.finish_reason) == ("", "error")
+    short = ask(llm, [good[-1:]], **named)[0]  # one token, of which nothing can be promised
+    assert (short.text, short.finish_reason) == ("", "error")
     assert answers(llm, [world.tokenizer.encode("The sea is")])[0]
+
+
+def test_who_wants_the_prompts_likelihoods_is_refused(world, llm):
+    """vLLM would compute the placeholders itself, as if they were a text."""
+    plain = world.tokenizer.encode("The sea is")
+    found = ask(llm, [world.prompt(0, 1), plain], prompt_logprobs=1)
+    assert [each.finish_reason for each in found] == ["error", "length"]
+    assert answers(llm, [world.prompt(0, 1)]) == [world.expected[0][1]]
 
 
 def test_documents_survive_eviction_from_a_small_cache(world):

@@ -215,6 +215,11 @@ def test_requests_that_cannot_be_served_end_alone(world, tmp_path):
             (tmp_path / "green.rkv").rename(path)
         again = answers(llm, [world.prompts[place]])
         assert without_halves(again) == without_halves([world.expected[place]])
+        # A prompt of one token, of which nothing can be promised.
+        named = {"extra_args": {"kv_transfer_params": {"document": "green"}}}
+        assert ask(llm, [world.plain[-1:]], **named)[0].finish_reason == "error"
+        again = answers(llm, [world.prompts[place]])
+        assert without_halves(again) == without_halves([world.expected[place]])
 
 
 def test_a_document_larger_than_the_pool_ends_its_request(world):

@@ -27,7 +27,12 @@ from vllm.distributed.parallel_state import (
 )
 
 from restorekv.errors import RestoreKVError
-from restorekv.vllm.connector_base import DocumentConnector, get_options, require_store
+from restorekv.vllm.connector_base import (
+    NO_PROMPT_LOGPROBS,
+    DocumentConnector,
+    get_options,
+    require_store,
+)
 from restorekv.vllm.document_store import EngineModel, StoredDocument, find_heads
 from restorekv.vllm.portable_store import MEMORY, PortableStore
 from restorekv.vllm.worker_state import LAYER
@@ -130,11 +135,17 @@ class RestoreKVConnector(DocumentConnector):
             problem = str(error)
         if document is None and not problem:
             return 0, False
+        if request.skip_reading_prefix_cache:
+            problem = problem or NO_PROMPT_LOGPROBS
+            document = None
+            # vLLM must believe what is promised, even if the request wants nothing from caches.
+            request.skip_reading_prefix_cache = False
         self.matched[request.request_id] = (document, problem)
-        # A document that cannot be loaded is promised for all of the prompt but its last token.
-        length = len(document.ids) if document else len(ids) - 1
+        # A document that cannot be loaded is promised for all of the prompt but its last token. If
+        # there is no other, vLLM waits for that one, so that it can be reported as not loaded.
+        length = len(document.ids) if document else max(len(ids) - 1, 1)
         tokens = max(length - num_computed_tokens, 0)
-        return tokens, bool(tokens and self._is_unread(document))
+        return tokens, bool(tokens and (self._is_unread(document) or len(ids) == 1))
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -143,8 +154,9 @@ class RestoreKVConnector(DocumentConnector):
         document, problem = self.matched.pop(request.request_id, (None, ""))
         if num_external_tokens <= 0:
             return
-        end = len(document.ids) if document else len(request.prompt_token_ids or ()) - 1
-        beside = self._is_unread(document)
+        prompt = len(request.prompt_token_ids or ())
+        end = len(document.ids) if document else max(prompt - 1, 1)
+        beside = self._is_unread(document) or prompt == 1
         self.pending[request.request_id] = Load(
             request=request.request_id,
             document=document,

@@ -11,6 +11,13 @@ from restorekv.errors import RestoreKVError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+# With prompt_logprobs vLLM takes nothing from caches and computes the whole prompt, placeholders
+# included, as if they were a text.
+NO_PROMPT_LOGPROBS = (
+    "prompt_logprobs is not possible for a request about a document, because its prompt begins "
+    "with placeholders; leave it out."
+)
+
 
 class DocumentConnector(KVConnectorBase_V1):
     """A KV connector that brings documents to vLLM and takes nothing from it."""

@@ -30,7 +30,12 @@ from vllm.distributed.parallel_state import (
 from restorekv.errors import RestoreKVError
 from restorekv.model.rope import shift_keys
 from restorekv.vllm import composition, worker_state
-from restorekv.vllm.connector_base import DocumentConnector, get_options, require_store
+from restorekv.vllm.connector_base import (
+    NO_PROMPT_LOGPROBS,
+    DocumentConnector,
+    get_options,
+    require_store,
+)
 from restorekv.vllm.document_store import EngineModel, StoredDocument, find_heads
 from restorekv.vllm.page_pool import DocumentPairs, PoolLedger, Residency
 from restorekv.vllm.ragged_documents import (
@@ -77,12 +82,14 @@ class StepOrders(KVConnectorMetadata):
         drops: Documents that leave the pool.
         loads: Documents that enter it.
         bad_blocks: The blocks of requests whose document cannot be loaded.
+        refused: Those of them that vLLM lets wait for a load, although nothing is loaded.
     """
 
     documents: dict[int, str] = field(default_factory=dict)
     drops: list[str] = field(default_factory=list)
     loads: list[LoadOrder] = field(default_factory=list)
     bad_blocks: set[int] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -149,8 +156,9 @@ class RaggedConnector(DocumentConnector):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        # False: the tokens count as computed at once, nothing is loaded into vLLM's own pool.
-        return self.scheduler.count_computed_tokens(request, num_computed_tokens), False
+        tokens = self.scheduler.count_computed_tokens(request, num_computed_tokens)
+        # Elsewhere the tokens count as computed at once: nothing is loaded into vLLM's own pool.
+        return tokens, self.scheduler.must_wait_for_its_error(request.request_id)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -195,9 +203,9 @@ class RaggedConnector(DocumentConnector):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Do nothing: loads begin when the step's orders arrive."""
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:
-        """Report no request: none is loaded into vLLM's own pool."""
-        return None, None
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:
+        """Report the requests that wait for their error; none is loaded into vLLM's own pool."""
+        return None, self.worker.take_refused() or None
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -231,6 +239,7 @@ class SchedulerHalf:
         self.page_counts: dict[str, int] = {}  # by document
         self.load_number = 0
         self.bad_blocks: set[int] = set()
+        self.refused: set[str] = set()
 
     def count_computed_tokens(self, request: Request, computed: int) -> int | None:
         """Return how many more tokens of a request count as computed; None while it must wait.
@@ -264,9 +273,20 @@ class SchedulerHalf:
             # nothing from caches.
             request.skip_reading_prefix_cache = False
             self.prompt_lengths[name] = len(ids)
+            if self.must_wait_for_its_error(name):
+                return 1
             return max(len(ids) - 1 - computed, 0)
         # The placeholders count as computed: nothing ever attends to their blocks.
         return 0 if document is None else max(PLACEHOLDERS - computed, 0)
+
+    def must_wait_for_its_error(self, request: str) -> bool:
+        """Whether vLLM must be told that a request's tokens are still being loaded.
+
+        A prompt of one token has no tokens but the last, so nothing could be promised and lost, and
+        vLLM would answer without the document. While it waits for a load, its last token may be
+        promised too.
+        """
+        return request in self.problems and self.prompt_lengths[request] == 1
 
     def _assign_document(self, request: Request, ids: list[int]) -> None:
         """Record which document a new request is about, or why the request must fail."""
@@ -278,13 +298,8 @@ class SchedulerHalf:
             return
         if document is None:
             return
-        # vLLM then computes the whole prompt itself, placeholders included.
         if request.skip_reading_prefix_cache:
-            self._give_up(
-                request.request_id,
-                "prompt_logprobs is not possible for a request about a document, because its "
-                "prompt begins with placeholders; leave it out.",
-            )
+            self._give_up(request.request_id, NO_PROMPT_LOGPROBS)
             return
         self.documents[request.request_id] = document
 
@@ -314,6 +329,9 @@ class SchedulerHalf:
             # All tokens but the last were promised, so the lost blocks are those of the tokens from
             # end - external up to, but without, end.
             end = self.prompt_lengths[request] - 1
+            if self.must_wait_for_its_error(request):
+                end = 1
+                self.refused.add(request)
             last = (end - 1) // self.block_size
             first = min((end - external) // self.block_size, last)
             self.bad_blocks |= set(blocks[first : last + 1])
@@ -351,9 +369,10 @@ class SchedulerHalf:
             self.newest_load[name] = self.load_number
             self.finished_workers[name] = 0
             loads.append(LoadOrder(name, self.files[name], self.load_number))
-        bad_blocks = self.bad_blocks
+        orders = StepOrders(documents, drops, loads, self.bad_blocks, self.refused)
         self.bad_blocks = set()
-        return StepOrders(documents, drops, loads, bad_blocks)
+        self.refused = set()
+        return orders
 
     def forget_request(self, request: str) -> None:
         """Release what a finished request held."""
@@ -386,6 +405,7 @@ class WorkerHalf:
         # By document, with the number of the load.
         self.pending_loads: dict[str, tuple[int, Future[DocumentPairs]]] = {}
         self.bad_blocks: set[int] = set()
+        self.refused: set[str] = set()
 
     def begin_step(self, orders: StepOrders) -> None:
         """Follow the scheduler's orders, and tell the attention layers whose rows belong to which
@@ -408,6 +428,7 @@ class WorkerHalf:
                 "bug in restorekv; please report it."
             )
         self.bad_blocks |= orders.bad_blocks
+        self.refused |= orders.refused
         worker_state.begin_step(orders.documents)
 
     @torch.inference_mode()
@@ -445,6 +466,12 @@ class WorkerHalf:
         bad_blocks = self.bad_blocks
         self.bad_blocks = set()
         return bad_blocks
+
+    def take_refused(self) -> set[str]:
+        """Return the requests that need not wait any more: they end with an error."""
+        refused = self.refused
+        self.refused = set()
+        return refused
 
     def shutdown(self) -> None:
         """End the thread."""
