@@ -2,8 +2,11 @@
 
 restorekv serve --model smollm2 &
 python examples/ask_langchain.py examples/lighthouse.txt "What was the name of the keeper on duty?"
+
+The environment variable OPENAI_BASE_URL names another server than http://127.0.0.1:8080/v1.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -35,5 +38,9 @@ def ask(url: str, document: Path, questions: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    for answer in ask("http://127.0.0.1:8080/v1", Path(sys.argv[1]), sys.argv[2:]):
-        print(answer)
+    url = os.environ.get("OPENAI_BASE_URL") or "http://127.0.0.1:8080/v1"
+    try:
+        answers = ask(url, Path(sys.argv[1]), sys.argv[2:])
+    except openai.APIConnectionError:
+        raise SystemExit(f"No server answers at {url}; start restorekv serve first.") from None
+    print("\n".join(answers))

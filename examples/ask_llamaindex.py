@@ -8,6 +8,7 @@ LlamaIndex sends the document with every question. The server knows it by its co
 it once.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from pathlib import Path
 if __name__ == "__main__" and len(sys.argv) < 3:
     raise SystemExit(__doc__)
 
+import openai
 from llama_index.core.llms import ChatMessage, DocumentBlock, TextBlock
 from llama_index.llms.openai_like import OpenAILike
 
@@ -37,5 +39,9 @@ def ask(
 
 
 if __name__ == "__main__":
-    for answer in ask("http://127.0.0.1:8080/v1", Path(sys.argv[1]), sys.argv[2:]):
-        print(answer)
+    url = os.environ.get("OPENAI_BASE_URL") or "http://127.0.0.1:8080/v1"
+    try:
+        answers = ask(url, Path(sys.argv[1]), sys.argv[2:])
+    except openai.APIConnectionError:
+        raise SystemExit(f"No server answers at {url}; start restorekv serve first.") from None
+    print("\n".join(answers))

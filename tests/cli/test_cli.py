@@ -219,6 +219,7 @@ def test_questions_from_stdin(world, tmp_path):
         == cli("ask", world.cache, QUESTION, *told).out
     )
     assert "The input is empty" in cli("ask", world.cache, "-", *told).err
+    assert "A cache is read from a file, not from stdin" in cli("ask", "-", QUESTION, *told).err
     assert "not UTF-8" in cli("ask", world.cache, "-", *told, stdin=b"caf\xe9?").err
 
 

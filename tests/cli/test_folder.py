@@ -46,6 +46,9 @@ def run(world, given, *more, flags=FLAGS):
 def test_every_document_is_compressed(world, given, tmp_path):
     result = run(world, given, "--json", tmp_path / "made.json")
     assert result.code == 0 and ": 4 written" in result.out, result
+    # What the ending leaves out is named; hidden files are not.
+    assert "Left out, because of the ending: image.png. Endings" in result.err
+    assert "hidden" not in result.err
     assert set(written(tmp_path / "out")) == {f"{name}.rkv" for name in TEXTS}
     model, tokenizer = load_model(world.model)
     for name, text in {"c.html": TEXT.strip(), "a.txt": TEXT}.items():

@@ -430,24 +430,28 @@ def test_remembered_answers_are_bounded(monkeypatch):
     monkeypatch.setattr("restorekv.serve.responses.LARGEST", 10_000)
     remembered = ResponseMemory()
     for number in range(100):
-        remembered.add(str(number), [], "x" * 1000)
+        remembered.add(str(number), [], "x" * 1000, {})
     assert len(remembered.turns) == len(remembered.sizes) < 11
+    # What is sent counts too: it holds the text and the instructions.
+    for number in range(100):
+        remembered.add(str(number), [], "yes", {"instructions": "x" * 1000})
+    assert len(remembered.turns) == len(remembered.answers) < 11
 
 
 def test_a_message_counts_once_in_a_conversation(monkeypatch):
     monkeypatch.setattr("restorekv.serve.responses.LARGEST", 10_000)
     remembered = ResponseMemory()
     others = [Message(role="user", content="x" * 1000)]
-    remembered.add("another client's", others, "yes")
+    remembered.add("another client's", others, "yes", {})
     turns = [Message(role="user", content="y" * 3000)]
     for number in range(30):
         turns = [*turns, Message(role="user", content="And then?")]
-        remembered.add(str(number), turns, "yes")
+        remembered.add(str(number), turns, "yes", {})
         turns = remembered.find(str(number))
     assert remembered.find("another client's")[:1] == others
     # What is forgotten is counted no more, and the rest still is.
     large = Message(role="user", content="z" * 8000)
-    remembered.add("large", [large], "yes")
+    remembered.add("large", [large], "yes", {})
     assert "another client's" not in remembered.turns
     kept = {id(message) for turns in remembered.turns.values() for message in turns}
     assert kept == set(remembered.sizes) == set(remembered.uses)

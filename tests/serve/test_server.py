@@ -501,6 +501,7 @@ def test_keys_limits_and_quotas(model, tiny_tokenizer, tmp_path):
             client_of(url, "another-key-of-16-characters").models.list()
         client = client_of(url)
         assert [each.id for each in client.models.list()] == ["tiny", VARIANT]
+        assert abs(next(iter(client.models.list())).created - time.time()) < 3600
         with pytest.raises(openai.APIStatusError, match="larger than"):
             client.files.create(file=("big.txt", b"x" * 3000), purpose="user_data")
         files = [
@@ -634,6 +635,13 @@ def test_responses_go_on_from_the_one_before(client, file):
         "".join(each.delta for each in events if each.type == "response.output_text.delta")
         == first.output_text
     )
+    # Streamed or not, an answer can be fetched as it was sent.
+    assert client.responses.retrieve(second.id).to_dict() == second.to_dict()
+    streamed = events[-1].response
+    assert client.responses.retrieve(streamed.id).to_dict() == streamed.to_dict()
+    client.responses.delete(second.id)
+    with pytest.raises(openai.NotFoundError, match="ask again"):
+        client.responses.retrieve(second.id)
     status = events[-1].response.status
     assert (
         events[-1].type == f"response.{status}"

@@ -27,7 +27,7 @@ from restorekv.compression.budget import parse_ratio
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor
 from restorekv.context import format_bytes
-from restorekv.errors import RestoreKVError, summarize_error
+from restorekv.errors import RestoreKVError, make_printable, summarize_error
 from restorekv.files import check_target, read_bytes, read_record, write_json
 from restorekv.model.identity import identify_model
 from restorekv.pipeline import compress
@@ -37,6 +37,7 @@ from restorekv.size_limits import TEXT_BYTES
 from restorekv.storage.cache_file import open_cache_file
 
 ENDINGS = {".txt", ".text", ".md", ".markdown", ".html", ".htm", ".pdf", ".docx"}
+SHOWN_OTHERS = 5  # names of files that are left out
 # What one document may raise without ending the others.
 EXPECTED = (RestoreKVError, OSError, MemoryError, RuntimeError)
 
@@ -200,13 +201,31 @@ def _find_existing(target: Path, record: Path, digest: str) -> DocumentResult | 
 
 
 def _list_documents(folder: Path) -> list[Path]:
-    """Return the documents below a folder, relative to it, in order; hidden ones do not count."""
+    """Return the documents below a folder, relative to it, in order, and say what is left out.
+
+    Hidden files do not count and are not named.
+    """
     documents = []
+    others = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         is_hidden = any(part.startswith(".") for part in name.parts)
-        if path.is_file() and name.suffix.lower() in ENDINGS and not is_hidden:
+        if not path.is_file() or is_hidden:
+            continue
+        if name.suffix.lower() in ENDINGS:
             documents.append(name)
+        else:
+            others.append(name)
+    if others:
+        named = ", ".join(make_printable(str(name)) for name in others[:SHOWN_OTHERS])
+        rest = len(others) - SHOWN_OTHERS
+        notes.print(
+            f"Left out, because of the ending: {named}{f' and {rest} more' if rest > 0 else ''}. "
+            f"Endings that are read: {', '.join(sorted(ENDINGS))}.",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     if not documents:
         raise RestoreKVError(
             f"The folder {folder} has no document ({', '.join(sorted(ENDINGS))}); name another one."

@@ -37,6 +37,11 @@ def check_text_file(name: str) -> None:
 def check_cache_files(files: Iterable[Path]) -> None:
     """Refuse files that are missing or do not begin as safetensors files do."""
     for path in files:
+        if str(path) == "-" and not path.exists():
+            raise CacheFileError(
+                "A cache is read from a file, not from stdin; write it with restorekv compress "
+                "TEXT -o NAME.rkv and name that file."
+            )
         with (
             reraise_as(CacheFileError),
             open_with_size(path, str(path)) as (file, size),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -221,6 +222,7 @@ def add_routes(
 ) -> None:
     """Add every path but those of files, responses and the page."""
     service = questions.service
+    start = int(time.time())  # since when the models are here
     not_yet: Responses = {
         503: {"model": schemas.Ready, "description": "The server still starts or ends"}
     }
@@ -243,12 +245,13 @@ def add_routes(
 
     @app.get("/v1/models", response_model_exclude_unset=True)
     async def models() -> schemas.Models:
-        known = [replies.describe_model(name) for name in (service.base, service.default.name)]
+        names = (service.base, service.default.name)
+        known = [replies.describe_model(name, start) for name in names]
         return schemas.Models(object="list", data=known)
 
     @app.get("/v1/models/{name:path}", response_model_exclude_unset=True)
     async def one_model(name: str) -> Model:
-        return replies.describe_model(Variant.parse(name, service.base).name)
+        return replies.describe_model(Variant.parse(name, service.base).name, start)
 
     @app.post("/v1/chat/completions", responses=schemas.describe_stream(schemas.Completion))
     async def complete(request: Request, asked: ChatRequest) -> Response:

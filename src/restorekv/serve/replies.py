@@ -171,9 +171,9 @@ def describe_logprobs(
     return content
 
 
-def describe_model(name: str) -> schemas.Model:
-    """Return a model as the client sees it."""
-    return schemas.Model(id=name, object="model", created=0, owned_by="restorekv")
+def describe_model(name: str, created: int) -> schemas.Model:
+    """Return a model as the client sees it, with the second since which it is here."""
+    return schemas.Model(id=name, object="model", created=created, owned_by="restorekv")
 
 
 def describe_upload(upload: Upload) -> schemas.File:

@@ -22,7 +22,7 @@ from restorekv.serve.requests import ChatRequest, Message, Text, read_text
 from restorekv.serve.service import ApiError, explain_error
 
 REMEMBERED = 1000  # answers whose turns are known
-LARGEST = 256 << 20  # characters of all their messages
+LARGEST = 256 << 20  # characters of all their messages and of the answers themselves
 FORMAT = {"type": None, "schema": None}  # fields of a format that have an effect
 
 
@@ -95,10 +95,12 @@ class ResponsesRequest(BaseModel):
 
 
 class ResponseMemory:
-    """The messages up to the latest answers, by the answers' ids."""
+    """The latest answers, and the messages up to them, by the answers' ids."""
 
     def __init__(self) -> None:
         self.turns: OrderedDict[str, list[Message]] = OrderedDict()
+        self.answers: dict[str, dict[str, Any]] = {}  # as they were sent
+        self.answer_sizes: dict[str, int] = {}  # characters
         # The turns of a conversation share messages, each of which counts once. By the message's
         # identity: in how many turns it is, and its characters.
         self.uses: Counter[int] = Counter()
@@ -108,14 +110,30 @@ class ResponseMemory:
         """Return the messages up to and with an answer."""
         if name is None:
             return []
-        if name not in self.turns:
-            raise ApiError(
-                404, f"There is no response {name[:60]!r} here any more; send the turns again."
-            )
+        self._check(name, "send the turns again")
         return self.turns[name]
 
-    def add(self, name: str, messages: list[Message], text: str) -> None:
-        """Remember an answer to messages."""
+    def find_answer(self, name: str) -> dict[str, Any]:
+        """Return an answer as it was sent."""
+        self._check(name, "ask again")
+        return self.answers[name]
+
+    def _check(self, name: str, remedy: str) -> None:
+        """Raise ApiError for an answer that is not remembered."""
+        if name not in self.turns:
+            raise ApiError(404, f"There is no response {name[:60]!r} here any more; {remedy}.")
+
+    def add(self, name: str, messages: list[Message], text: str, answer: dict[str, Any]) -> None:
+        """Remember an answer to messages.
+
+        Args:
+            name: Its id.
+            messages: What was asked.
+            text: What it says.
+            answer: The whole answer, as it is sent.
+        """
+        self.answers[name] = answer
+        self.answer_sizes[name] = len(json.dumps(answer))
         turns = list(messages)
         if turns and turns[-1].role == "assistant":  # the answer went on from there
             text = read_text(turns.pop()) + text
@@ -125,11 +143,18 @@ class ResponseMemory:
             self.uses[id(message)] += 1
             if id(message) not in self.sizes:
                 self.sizes[id(message)] = len(message.model_dump_json())
-        while len(self.turns) > REMEMBERED or sum(self.sizes.values()) > LARGEST:
+        while len(self.turns) > REMEMBERED or self._count_characters() > LARGEST:
             self.forget(next(iter(self.turns)))  # the oldest
+
+    def _count_characters(self) -> int:
+        """Return the characters of all messages and answers."""
+        return sum(self.sizes.values()) + sum(self.answer_sizes.values())
 
     def forget(self, name: str) -> None:
         """Forget an answer and the messages that no other one shares."""
+        self._check(name, "it is forgotten already")
+        del self.answers[name]
+        del self.answer_sizes[name]
         for message in self.turns.pop(name):
             self.uses[id(message)] -= 1
             if not self.uses[id(message)]:
@@ -141,9 +166,12 @@ def add_responses(app: FastAPI, questions: Questions) -> None:
     """Add the paths."""
     memory = ResponseMemory()
 
+    @app.get("/v1/responses/{name}", response_model=schemas.Response)
+    async def retrieve(name: str) -> JSONResponse:
+        return JSONResponse(memory.find_answer(name))
+
     @app.delete("/v1/responses/{name}")
     async def forget(name: str) -> dict[str, str | bool]:
-        memory.find(name)  # which refuses a name that is not there
         memory.forget(name)
         return {"id": name, "object": "response", "deleted": True}
 
@@ -153,11 +181,13 @@ def add_responses(app: FastAPI, questions: Questions) -> None:
         pending = await questions.ask(chat, "resp", request.is_disconnected)
 
         def finish(reply: Reply) -> schemas.Response:
+            response = make_response(pending, asked, reply)
             if asked.store is not False:
                 # Every request gives its instructions anew; they come first.
                 messages = chat.messages[1:] if asked.instructions else chat.messages
-                memory.add(pending.header.id, messages, reply.answers[0].text)
-            return make_response(pending, asked, reply)
+                answer = schemas.to_json(response)
+                memory.add(response.id, messages, reply.answers[0].text, answer)
+            return response
 
         if asked.stream:
             return await pending.start_stream(stream_response(pending, asked, finish))
