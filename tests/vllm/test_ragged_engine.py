@@ -55,9 +55,11 @@ class RaggedWorld:
     expected: list[str]
 
 
-def save_model(place: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, RestoreAdapter]:
+def save_model(
+    place: Path, **overrides: object
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, RestoreAdapter]:
     """Make a small model and an adapter; save the model for vLLM, next to an empty store."""
-    model = build_model("llama", hidden_size=128, head_dim=32)
+    model = build_model("llama", **{"hidden_size": 128, "head_dim": 32, **overrides})
     tokenizer = build_tokenizer()
     for part in (model, tokenizer):
         part.save_pretrained(place / "model")
@@ -65,10 +67,9 @@ def save_model(place: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, R
     return model, tokenizer, RestoreAdapter.create(model, 4, rank=2)
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> RaggedWorld:
-    place = tmp_path_factory.mktemp("ragged")
-    model, tokenizer, adapter = save_model(place)
+def make_ragged_world(place: Path, **overrides: object) -> RaggedWorld:
+    """Compress the documents with a small model and ask them; overrides go into its config."""
+    model, tokenizer, adapter = save_model(place, **overrides)
     prompts, expected = [], []
     for name, (repetitions, ratio, config) in DOCUMENTS.items():
         text = f"The code of the {name} house is seven; nobody lives there. " * repetitions
@@ -84,6 +85,11 @@ def world(tmp_path_factory) -> RaggedWorld:
         prompts += [prompt(place / "store" / f"{name}.rkv", q, tokenizer) for q in QUESTIONS]
         expected += [small.ask(question, max_new_tokens=TOKENS) for question in QUESTIONS]
     return RaggedWorld(place / "model", place / "store", tokenizer.encode(PLAIN), prompts, expected)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> RaggedWorld:
+    return make_ragged_world(tmp_path_factory.mktemp("ragged"))
 
 
 @contextmanager
@@ -135,6 +141,25 @@ def test_answers_are_those_of_ask_in_one_batch_with_plain_requests(world, plain_
             assert found[-1] == plain_answer
         if mode == "preemption":
             assert preemptions(llm) > 0
+
+
+@pytest.mark.parametrize("heads, memory", [(4, None), (1, None), (4, 200_000)])
+def test_two_ranks_answer_as_one(tmp_path, heads, memory):
+    """Each rank has a pool: of two of four heads, or both of the same single head.
+
+    200,000 bytes have room for a part of the documents, so they come and go on both ranks.
+    """
+    world = make_ragged_world(tmp_path, num_attention_heads=8, num_key_value_heads=heads)
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with engine(world, memory, **ranks) as llm:
+        for _ in range(2):  # cold, then with whatever vLLM kept
+            found = answers(llm, [*world.prompts, world.plain])
+            assert without_halves(found[:-1]) == without_halves(world.expected)
+        unknown = list(world.prompts[1])
+        unknown[10] ^= 1
+        outputs = ask(llm, [unknown, world.prompts[0]])
+        assert [each.finish_reason for each in outputs] == ["error", "length"]
+    assert len(set(found)) > len(DOCUMENTS)
 
 
 def test_answers_are_the_same_head_by_head(world, monkeypatch):
