@@ -81,7 +81,11 @@ def engine(world: World, **options: Any) -> Iterator[Any]:
     """Start vLLM in this process."""
     os.environ.update(ENVIRONMENT)
     import vllm
+    from vllm.distributed.kv_transfer import kv_transfer_state
 
+    # vLLM keeps one connector for the workers of a process: that of the first engine that lives.
+    earlier = kv_transfer_state._KV_CONNECTOR_AGENT
+    kv_transfer_state._KV_CONNECTOR_AGENT = None
     own = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024}
     llm = vllm.LLM(
         world.folder, kv_transfer_config=transfer_config(world.store), **{**own, **options}
@@ -90,6 +94,7 @@ def engine(world: World, **options: Any) -> Iterator[Any]:
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
+        kv_transfer_state._KV_CONNECTOR_AGENT = earlier
 
 
 def ask(llm: Any, prompts: Sequence[list[int]], **options: Any) -> list[Any]:
@@ -103,6 +108,30 @@ def ask(llm: Any, prompts: Sequence[list[int]], **options: Any) -> list[Any]:
 
 def answers(llm: Any, prompts: Sequence[list[int]], **options: Any) -> list[str]:
     return [output.text for output in ask(llm, prompts, **options)]
+
+
+def ask_and_leave(llm: Any, ids: list[int]) -> None:
+    """Ask, and cancel while the first step of the request runs, as a client does that goes away."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    core = engine.engine_core.engine_core  # in this process
+    execute = core.model_executor.execute_model
+
+    def execute_and_cancel(*args: Any, **options: Any) -> Any:
+        result = execute(*args, **options)
+        core.abort_requests(list(core.scheduler.requests))
+        engine.abort_request(["leaves"])
+        return result
+
+    core.model_executor.execute_model = execute_and_cancel
+    try:
+        prompt_ids: Any = {"prompt_token_ids": ids}
+        engine.add_request("leaves", prompt_ids, SamplingParams(temperature=0, max_tokens=TOKENS))
+        for _ in range(3):
+            engine.step()
+    finally:
+        core.model_executor.execute_model = execute
 
 
 def without_halves(texts: Sequence[str]) -> list[str]:

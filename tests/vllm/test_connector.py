@@ -90,10 +90,13 @@ class World:
         for document, name in zip(self.documents, ("red", "blue"), strict=True):
             document.save(store / f"{name}.safetensors")
 
-    def config(self, **parallel):
+    def config(self, speculative=None, lora=None, failure_policy="fail", **parallel):
         text = self.model.config
+        transfer = {**transfer_config(self.store), "kv_load_failure_policy": failure_policy}
         return SimpleNamespace(
-            kv_transfer_config=SimpleNamespace(**transfer_config(self.store)),
+            kv_transfer_config=SimpleNamespace(**transfer),
+            speculative_config=speculative,
+            lora_config=lora,
             model_config=SimpleNamespace(
                 hf_text_config=text,
                 dtype=torch.float32,
@@ -126,8 +129,10 @@ class World:
         return SimpleNamespace(
             request_id=name,
             prompt_token_ids=ids,
+            num_tokens=len(ids),
             kv_transfer_params=params,
             skip_reading_prefix_cache=False,
+            sampling_params=None,
         )
 
 
@@ -186,22 +191,88 @@ def test_every_rank_takes_its_heads(connector):
         assert first.equal(document.keys[0, rank])
 
 
-def test_a_request_that_fails_names_its_own_blocks(connector):
+def test_a_request_that_fails_names_its_last_block(connector):
     scheduler, worker = connector.make(Role.SCHEDULER), connector.make(Role.WORKER)
     ids, layers = connector.prompt(0), connector.layers(2)
     strange = [*ids[:10], (ids[10] + 1) % VOCABULARY, *ids[11:]]
     blocks = [5, 6, 8, 10, 3, 0]
-    assert (
-        schedule(scheduler, connector.request(strange, "bad"), BLOCK, blocks, False)
-        == len(ids) - 1 - BLOCK
-    )
+    # It waits as if for a load, so that vLLM caches none of its blocks.
+    bad = connector.request(strange, "bad")
+    assert schedule(scheduler, bad, BLOCK, blocks) == len(ids) - BLOCK
     schedule(scheduler, connector.request(ids, "good"), 0, [7, 2, 9, 4, 11, 1])
-    load(worker, scheduler.build_connector_meta(None), layers)
-    last = -(-(len(ids) - 1) // BLOCK)
-    assert worker.get_block_ids_with_load_errors() == set([5, 6, 8, 10, 3, 0][1:last])
+    assert load(worker, scheduler.build_connector_meta(None), layers) == {"bad", "good"}
+    assert worker.get_block_ids_with_load_errors() == {blocks[(len(ids) - 1) // BLOCK]}
     assert worker.get_block_ids_with_load_errors() == set()
     written = next(iter(layers.values())).kv_cache[0]
     assert not written[[5, 6, 8, 10, 3, 0]].any() and written[7].any()
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({"failure_policy": "recompute"}, "set it to 'fail'"),
+        ({"lora": object()}, "leave out enable_lora"),
+        ({"speculative": SimpleNamespace(method="draft_model")}, "with a draft model"),
+        ({"decode_context_parallel_size": 2}, "context parallel ranks"),
+    ],
+)
+def test_engines_that_would_answer_wrongly_are_refused(connector, options, sentence):
+    with pytest.raises(RestoreKVError, match=sentence):
+        connector.make(Role.SCHEDULER, **options)
+    connector.make(Role.SCHEDULER, speculative=SimpleNamespace(method="ngram"))
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({"prompt_logprobs": 1}, "prompt_logprobs is not possible"),
+        ({"repetition_penalty": 1.5}, "leave it out, or use frequency_penalty"),
+        ({}, "cannot skip the prefix cache"),
+    ],
+)
+def test_requests_that_would_be_answered_wrongly_are_refused(connector, options, sentence):
+    scheduler = connector.make(Role.SCHEDULER)
+    request = connector.request(connector.prompt(0))
+    request.sampling_params = SimpleNamespace(
+        **{"prompt_logprobs": None, "repetition_penalty": 1.0, **options}
+    )
+    request.skip_reading_prefix_cache = not options
+    schedule(scheduler, request, 0, [5, 6, 8, 10, 3, 0])
+    [refused] = scheduler.build_connector_meta(None).loads
+    assert refused.document is None and sentence in refused.problem
+    assert not request.skip_reading_prefix_cache
+
+
+def test_two_layers_of_one_number_are_refused(connector):
+    """A draft model's layers are numbered as the model's own."""
+    layers = connector.layers(2)
+    name = next(iter(layers))
+    layers[f"draft_model.{name}"] = layers[name]
+    with pytest.raises(RestoreKVError, match="have the number 0"):
+        connector.module.find_attention_layers(SimpleNamespace(no_compile_layers=layers))
+
+
+def test_a_file_that_could_not_be_read_is_no_document_that_was(connector):
+    """The next request for it waits as well, so that vLLM caches nothing unwritten."""
+    scheduler, worker = connector.make(Role.SCHEDULER), connector.make(Role.WORKER)
+    path, ids, blocks = (
+        connector.store / "red.safetensors",
+        connector.prompt(0),
+        [5, 6, 8, 10, 3, 0],
+    )
+    layers = connector.layers(2)
+    for is_there in (False, True):
+        schedule(scheduler, connector.request(ids), 0, blocks)
+        if not is_there:
+            path.rename(path.with_suffix(".away"))
+        done = load(worker, scheduler.build_connector_meta(None), layers)
+        bad = worker.get_block_ids_with_load_errors()
+        assert done == {"a"} and bool(bad) is not is_there
+        output = SimpleNamespace(finished_recving=done, invalid_block_ids=bad)
+        scheduler.update_connector_output(output)
+        if not is_there:
+            path.with_suffix(".away").rename(path)
+    schedule(scheduler, connector.request(ids), 0, blocks, beside=False)
 
 
 def test_a_document_is_read_beside_other_steps_and_then_at_once(connector, monkeypatch):
@@ -225,7 +296,9 @@ def test_a_document_is_read_beside_other_steps_and_then_at_once(connector, monke
         None,
         set(),
     )
-    scheduler.update_connector_output(SimpleNamespace(finished_recving={"first"}))
+    scheduler.update_connector_output(
+        SimpleNamespace(finished_recving={"first"}, invalid_block_ids=set())
+    )
     schedule(
         scheduler,
         connector.request(connector.prompt(0), "second"),
@@ -267,7 +340,7 @@ def test_a_chat_request_carries_ids_and_the_name(connector):
     assert params.pop("prompt_token_ids") == connector.prompt(0)
     scheduler = connector.make(Role.SCHEDULER)
     text = connector.tokenizer.encode(body["messages"][0]["content"])
-    schedule(scheduler, connector.request(text, **params), 0, [1, 2], False)
+    schedule(scheduler, connector.request(text, **params), 0, [1, 2])
     [refused] = scheduler.build_connector_meta(None).loads
     assert refused.document is None and "does not begin with placeholders" in refused.problem
 

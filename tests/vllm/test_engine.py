@@ -9,6 +9,7 @@ from tests.helpers.engine import (
     TOKENS,
     answers,
     ask,
+    ask_and_leave,
     engine,
     make_world,
     post,
@@ -52,6 +53,24 @@ def test_an_unknown_document_ends_its_request_alone(world, llm):
     short = ask(llm, [good[-1:]], **named)[0]  # one token, of which nothing can be promised
     assert (short.text, short.finish_reason) == ("", "error")
     assert answers(llm, [world.tokenizer.encode("The sea is")])[0]
+
+
+def test_a_refusal_leaves_nothing_in_the_prefix_cache(world):
+    """vLLM takes a request's blocks into its prefix cache at once if nothing is loaded for it."""
+    plain = [(7 * place) % 200 + 5 for place in range(2 * BLOCK + 1)]
+    named = {"extra_args": {"kv_transfer_params": {"document": "Ada"}}}
+    path = world.store / "Ada.safetensors"
+    with engine(world, block_size=BLOCK) as llm:
+        path.rename(path.with_suffix(".away"))
+        try:
+            ask_and_leave(llm, world.prompt(0, 1))
+        finally:
+            path.with_suffix(".away").rename(path)
+        rows = [world.prompt(0, place) for place in range(len(world.questions))]
+        assert answers(llm, rows) == world.expected[0]
+        # Asked before without a document: vLLM has all blocks but that of the last token.
+        assert ask(llm, [plain])[0].finish_reason == "length"
+        assert ask(llm, [plain], **named)[0].finish_reason == "error"
 
 
 def test_who_wants_the_prompts_likelihoods_is_refused(world, llm):

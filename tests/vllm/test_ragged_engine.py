@@ -11,9 +11,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from restorekv import CompressionConfig, compose, compress
 from restorekv.context import CompressedContext
+from restorekv.errors import RestoreKVError
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.vllm import prompt, ragged_config
-from tests.helpers.engine import ENVIRONMENT, TOKENS, answers, ask, without_halves
+from tests.helpers.engine import ENVIRONMENT, TOKENS, answers, ask, ask_and_leave, without_halves
 from tests.helpers.grown import GROWN, make_grown_documents
 from tests.helpers.models import build_model, build_tokenizer
 
@@ -247,6 +248,27 @@ def test_requests_that_cannot_be_served_end_alone(world, tmp_path):
         assert without_halves(again) == without_halves([world.expected[place]])
 
 
+def test_who_leaves_before_the_error_spoils_nothing(world, tmp_path):
+    """vLLM takes a request's blocks into its prefix cache at once if nothing is loaded for it."""
+    places = range(len(QUESTIONS))
+    with engine(world) as llm:
+        path = world.store / "red.rkv"
+        path.rename(tmp_path / "red.rkv")
+        try:
+            for place in places:
+                ask_and_leave(llm, world.prompts[place])
+        finally:
+            (tmp_path / "red.rkv").rename(path)
+        found = answers(llm, [world.prompts[place] for place in places])
+        assert without_halves(found) == without_halves(world.expected[: len(QUESTIONS)])
+        # What was asked before without a document is refused with one, although vLLM has all blocks
+        # of the prompt but that of its last token.
+        ids = [(7 * place) % 200 + 5 for place in range(2 * 32 + 1)]
+        named = {"extra_args": {"kv_transfer_params": {"document": "red"}}}
+        assert ask(llm, [ids])[0].finish_reason == "length"
+        assert ask(llm, [ids], **named)[0].finish_reason == "error"
+
+
 def test_a_document_larger_than_the_pool_ends_its_request(world):
     with engine(world, documents_memory=60_000) as llm:
         outputs = ask(llm, [world.prompts[0], world.plain])
@@ -260,7 +282,19 @@ def test_who_wants_the_prompts_likelihoods_is_refused(world):
     with engine(world) as llm:
         found = ask(llm, [world.prompts[0], unknown, world.plain], prompt_logprobs=1)
         assert [each.finish_reason for each in found] == ["error", "error", "length"]
+        # As if nothing were skipped.
+        both = {"prompt_logprobs": 1, "skip_reading_prefix_cache": False}
+        assert ask(llm, [world.prompts[0]], **both)[0].finish_reason == "error"
+        # It would count the placeholders.
+        found = ask(llm, [world.prompts[0], world.plain], repetition_penalty=1.5)
+        assert [each.finish_reason for each in found] == ["error", "length"]
         assert without_halves(answers(llm, world.prompts[:1])) == without_halves(world.expected[:1])
+
+
+def test_float16_is_refused(world):
+    """What a sink takes from attention, which shows the weights' sum, is too small for it."""
+    with pytest.raises(RestoreKVError, match="in float16"), engine(world, dtype="float16"):
+        pass
 
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["first engine", "after an engine with it"])

@@ -44,8 +44,10 @@ def make_request(name):
     return SimpleNamespace(
         request_id=name,
         prompt_token_ids=[*IDS, 1, 2, 3],
+        num_tokens=len(IDS) + 3,
         kv_transfer_params=None,
         skip_reading_prefix_cache=False,
+        sampling_params=None,
     )
 
 
@@ -61,7 +63,7 @@ def test_a_document_is_there_when_every_worker_has_read_it():
         half.count_computed_tokens(request, 0) == PLACEHOLDERS
         and half.count_computed_tokens(request, 96) == 32
     )
-    half.note_blocks("one", (7, 8, 9), PLACEHOLDERS)
+    half.note_blocks("one", (7, 8, 9))
     assert half.make_orders({"one": 3}).documents == {7: "a"}
     assert half.make_orders({"other": 3}).documents == {}, (
         "a preempted request's blocks are others'"
@@ -77,13 +79,13 @@ def test_a_load_that_failed_on_one_worker_counts_nowhere():
     assert half.count_computed_tokens(first, 0) is None
     (load,) = half.make_orders({}).loads
     half.apply_report(LoadReport(failed={("a", load.number): "cannot be read"}))
-    assert half.count_computed_tokens(first, 0) == PLACEHOLDERS + 2, (
+    assert half.count_computed_tokens(first, 0) == PLACEHOLDERS + 3, (
         "promised, and reported as lost"
     )
     assert not first.skip_reading_prefix_cache
-    half.note_blocks("one", (0, 1, 2, 3, 4), PLACEHOLDERS + 2)
+    half.note_blocks("one", (0, 1, 2, 3, 4))
     orders = half.make_orders({"one": 3})
-    assert orders.drops == ["a"] and orders.bad_blocks == {0, 1, 2, 3, 4}
+    assert orders.drops == ["a"] and orders.bad_blocks == {4} and orders.refused == {"one"}
     half.forget_request("one")
     second = make_request("two")
     assert half.count_computed_tokens(second, 0) is None

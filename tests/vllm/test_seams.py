@@ -230,8 +230,17 @@ def test_orders_of_a_step_are_bound_before_it_and_cleared_after_it():
 
 
 def test_requests_have_what_the_connector_reads():
-    needed = {"request_id", "prompt_token_ids", "kv_transfer_params", "skip_reading_prefix_cache"}
+    needed = {
+        "request_id",
+        "prompt_token_ids",
+        "kv_transfer_params",
+        "skip_reading_prefix_cache",
+        "sampling_params",
+    }
     assert needed <= list_fields("v1/request.py", "Request")
+    find("v1/request.py", "Request", "num_tokens")
+    sampling = {"prompt_logprobs", "prompt_logprob_token_ids", "repetition_penalty"}
+    assert sampling <= list_fields("sampling_params.py", "SamplingParams")
 
 
 def test_the_config_has_what_is_refused_or_read():

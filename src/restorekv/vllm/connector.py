@@ -4,7 +4,8 @@ The scheduler's half finds the document that a prompt's placeholders stand for a
 tokens. The worker's half writes the document's keys and values into the blocks that the scheduler
 chose, through the attention backend's own method, so no cache layout is ours. A document that a
 process has not read yet is read and written in a thread, while steps of other requests continue.
-One that cannot be loaded is promised and reported as not loaded, which ends that request alone.
+One that cannot be loaded is promised and reported as not loaded, which ends that request alone
+(connector_base.py says how).
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from vllm.distributed.parallel_state import (
 
 from restorekv.errors import RestoreKVError
 from restorekv.vllm.connector_base import (
-    NO_PROMPT_LOGPROBS,
     DocumentConnector,
+    find_request_problem,
     get_options,
+    refuse_engine,
     require_store,
 )
 from restorekv.vllm.document_store import EngineModel, StoredDocument, find_heads
@@ -97,11 +99,12 @@ class RestoreKVConnector(DocumentConnector):
         options = get_options(vllm_config)
         folder = require_store(options, "portable documents")
         model = EngineModel.from_vllm(vllm_config, options.get("fingerprint"))
-        parallel = vllm_config.parallel_config
-        if parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1:
-            raise RestoreKVError(
-                "Documents cannot be spread over context parallel ranks; use tensor parallel ones."
-            )
+        speculation = vllm_config.speculative_config
+        drafts = "with a draft model, which has layers of its own; leave out the speculative config"
+        # Drafts from n-grams of the text have no layers.
+        refuse_engine(
+            vllm_config, [(speculation is not None and speculation.method != "ngram", drafts)]
+        )
         self.store = PortableStore(folder, model, int(options.get("memory", MEMORY)))
         if role == KVConnectorRole.SCHEDULER:
             self.store.scan()
@@ -112,7 +115,8 @@ class RestoreKVConnector(DocumentConnector):
         # The scheduler's, all by request but the last.
         self.matched: dict[str, tuple[StoredDocument | None, str]] = {}
         self.pending: dict[str, Load] = {}
-        self.awaited: dict[str, StoredDocument] = {}  # what workers read for the first time
+        # What workers read for the first time, and the request's blocks.
+        self.awaited: dict[str, tuple[StoredDocument, set[int]]] = {}
         self.loaded: set[str] = set()  # names of documents that workers have read
         # The worker's.
         self.failed: set[int] = set()  # blocks
@@ -135,17 +139,16 @@ class RestoreKVConnector(DocumentConnector):
             problem = str(error)
         if document is None and not problem:
             return 0, False
-        if request.skip_reading_prefix_cache:
-            problem = problem or NO_PROMPT_LOGPROBS
+        problem = problem or find_request_problem(request)
+        if problem:
             document = None
             # vLLM must believe what is promised, even if the request wants nothing from caches.
             request.skip_reading_prefix_cache = False
         self.matched[request.request_id] = (document, problem)
-        # A document that cannot be loaded is promised for all of the prompt but its last token. If
-        # there is no other, vLLM waits for that one, so that it can be reported as not loaded.
-        length = len(document.ids) if document else max(len(ids) - 1, 1)
-        tokens = max(length - num_computed_tokens, 0)
-        return tokens, bool(tokens and (self._is_unread(document) or len(ids) == 1))
+        if document is None:
+            return request.num_tokens - num_computed_tokens, True
+        tokens = max(len(document.ids) - num_computed_tokens, 0)
+        return tokens, bool(tokens and self._is_unread(document))
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -154,24 +157,26 @@ class RestoreKVConnector(DocumentConnector):
         document, problem = self.matched.pop(request.request_id, (None, ""))
         if num_external_tokens <= 0:
             return
-        prompt = len(request.prompt_token_ids or ())
-        end = len(document.ids) if document else max(prompt - 1, 1)
-        beside = self._is_unread(document) or prompt == 1
-        self.pending[request.request_id] = Load(
+        end = len(document.ids) if document else request.num_tokens
+        # Of a request that must end with an error, only the last token's block is reported.
+        first = end - num_external_tokens if document else end - 1
+        beside = document is None or self._is_unread(document)
+        load = Load(
             request=request.request_id,
             document=document,
             problem=problem,
-            first=end - num_external_tokens,
+            first=first,
             end=end,
             blocks=tuple(blocks.get_block_ids()[0]),
             beside=beside,
         )
+        self.pending[request.request_id] = load
         if document and beside:
-            self.awaited[request.request_id] = document
+            self.awaited[request.request_id] = document, load.list_blocks(self.block_size)
 
-    def _is_unread(self, document: StoredDocument | None) -> bool:
+    def _is_unread(self, document: StoredDocument) -> bool:
         """Return whether the workers have yet to read a document."""
-        return document is not None and document.name not in self.loaded
+        return document.name not in self.loaded
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Note which documents the workers have read.
@@ -179,8 +184,11 @@ class RestoreKVConnector(DocumentConnector):
         A later request gets them with its first step.
         """
         for request in connector_output.finished_recving or ():
-            if request in self.awaited:
-                self.loaded.add(self.awaited.pop(request).name)
+            if request not in self.awaited:
+                continue
+            document, blocks = self.awaited.pop(request)
+            if blocks.isdisjoint(connector_output.invalid_block_ids):
+                self.loaded.add(document.name)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Loads:
         """Return what the worker is to load."""
@@ -252,10 +260,15 @@ class RestoreKVConnector(DocumentConnector):
 
 def find_attention_layers(forward_context: ForwardContext) -> dict[int, Any]:
     """Return the layers that have a cache, by their number."""
-    layers = {}
+    layers: dict[int, Any] = {}
     for name, layer in forward_context.no_compile_layers.items():
         number = LAYER.search(name)
         if number and getattr(layer, "kv_cache", None) is not None:
+            if int(number[1]) in layers:
+                raise RestoreKVError(
+                    f"Two of the engine's layers have the number {number[1]}, so it is not known "
+                    "which one a document belongs to; serve the model alone."
+                )
             layers[int(number[1])] = layer
     return layers
 

@@ -1,7 +1,16 @@
-"""What both KV connectors leave undone: hooks of vLLM in which documents have no part."""
+"""What both KV connectors share: hooks of vLLM in which documents have no part, and how a request
+ends with an error.
+
+A connector cannot refuse a request. So one that must end is promised all its tokens, as if they
+were being loaded; the workers report that the load is over and that the block of its last token was
+not loaded, and vLLM (kv_load_failure_policy "fail") ends the request. vLLM puts no block of a
+request that waits for a load into its prefix cache, so nothing unwritten can be read later, even
+if the client leaves meanwhile; and the last token's block is never one that others share.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -10,13 +19,7 @@ from restorekv.errors import RestoreKVError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-# With prompt_logprobs vLLM takes nothing from caches and computes the whole prompt, placeholders
-# included, as if they were a text.
-NO_PROMPT_LOGPROBS = (
-    "prompt_logprobs is not possible for a request about a document, because its prompt begins "
-    "with placeholders; leave it out."
-)
+    from vllm.v1.request import Request
 
 
 class DocumentConnector(KVConnectorBase_V1):
@@ -30,6 +33,74 @@ class DocumentConnector(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         """Do nothing, as `save_kv_layer`."""
+
+
+def find_request_problem(request: Request) -> str:
+    """Return why a request about a document cannot be answered, "" if it can.
+
+    Its prompt begins with placeholders, which are no text.
+    """
+    sampling = request.sampling_params
+    if sampling is not None:
+        # vLLM 0.31 has no prompt_logprob_token_ids.
+        token_ids = getattr(sampling, "prompt_logprob_token_ids", None)
+        if sampling.prompt_logprobs is not None or token_ids is not None:
+            return (
+                "prompt_logprobs is not possible for a request about a document, because its "
+                "prompt begins with placeholders; leave it out."
+            )
+        if sampling.repetition_penalty != 1:
+            return (
+                "repetition_penalty is not possible for a request about a document, because vLLM "
+                "would count its placeholders instead of its text; leave it out, or use "
+                "frequency_penalty, which counts the answer. If the model's generation_config.json "
+                "sets it, start vLLM with --generation-config vllm."
+            )
+    if request.skip_reading_prefix_cache:
+        # vLLM would compute the whole prompt itself, placeholders included.
+        return (
+            "A request about a document cannot skip the prefix cache, from which vLLM takes the "
+            "document; leave skip_reading_prefix_cache out."
+        )
+    return ""
+
+
+def refuse_engine(config: VllmConfig, obstacles: Sequence[tuple[bool, str]]) -> None:
+    """Raise RestoreKVError for an engine whose answers about documents are not known to be right.
+
+    Args:
+        config: vLLM's.
+        obstacles: What else may stand in the way of a connector: whether it does, and what it is
+            and what to do about it, as the end of a sentence.
+    """
+    parallel = config.parallel_config
+    assert config.kv_transfer_config is not None
+    failure_policy = config.kv_transfer_config.kv_load_failure_policy
+    context_ranks = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
+    common = [
+        # vLLM would recompute the placeholders of a document that cannot be loaded.
+        (
+            failure_policy != "fail",
+            f"with the kv_load_failure_policy {failure_policy!r}; set it to 'fail'",
+        ),
+        (context_ranks > 1, "over context parallel ranks; use one, or tensor parallel ranks"),
+        # A document belongs to the base weights.
+        (config.lora_config is not None, "with LoRA adapters; leave out enable_lora"),
+    ]
+    for stands_in_the_way, obstacle in [*common, *obstacles]:
+        if stands_in_the_way:
+            raise RestoreKVError(f"vLLM does not serve compressed documents {obstacle}.")
+
+
+def find_last_block(blocks: Sequence[int], tokens: int, block_size: int) -> int:
+    """Return the block of a request's last token.
+
+    Args:
+        blocks: The request's, in order.
+        tokens: The request's length.
+        block_size: Tokens of a block.
+    """
+    return blocks[(tokens - 1) // block_size]
 
 
 def get_options(config: VllmConfig) -> dict[str, Any]:

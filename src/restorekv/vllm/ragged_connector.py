@@ -31,9 +31,11 @@ from restorekv.errors import RestoreKVError
 from restorekv.model.rope import shift_keys
 from restorekv.vllm import composition, worker_state
 from restorekv.vllm.connector_base import (
-    NO_PROMPT_LOGPROBS,
     DocumentConnector,
+    find_last_block,
+    find_request_problem,
     get_options,
+    refuse_engine,
     require_store,
 )
 from restorekv.vllm.document_store import EngineModel, StoredDocument, find_heads
@@ -81,8 +83,8 @@ class StepOrders(KVConnectorMetadata):
         documents: The document of every scheduled request about one, by the request's first block.
         drops: Documents that leave the pool.
         loads: Documents that enter it.
-        bad_blocks: The blocks of requests whose document cannot be loaded.
-        refused: Those of them that vLLM lets wait for a load, although nothing is loaded.
+        bad_blocks: A block of each request that ends with an error.
+        refused: These requests, which wait for a load, although nothing is loaded.
     """
 
     documents: dict[int, str] = field(default_factory=dict)
@@ -157,15 +159,14 @@ class RaggedConnector(DocumentConnector):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         tokens = self.scheduler.count_computed_tokens(request, num_computed_tokens)
-        # Elsewhere the tokens count as computed at once: nothing is loaded into vLLM's own pool.
-        return tokens, self.scheduler.must_wait_for_its_error(request.request_id)
+        # The tokens count as computed at once, because nothing is loaded into vLLM's own pool. Only
+        # a request that must end with an error waits for it; see connector_base.
+        return tokens, request.request_id in self.scheduler.problems
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self.scheduler.note_blocks(
-            request.request_id, blocks.get_block_ids()[0], num_external_tokens
-        )
+        self.scheduler.note_blocks(request.request_id, blocks.get_block_ids()[0])
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
@@ -231,7 +232,7 @@ class SchedulerHalf:
         self.ledger = PoolLedger(worker_state.count_pool_pages(config, store.model.head_dim))
         self.documents: dict[str, StoredDocument] = {}  # by request
         self.problems: dict[str, str] = {}  # by request: why it ends
-        self.prompt_lengths: dict[str, int] = {}  # of requests with a problem
+        self.lengths: dict[str, int] = {}  # in tokens, of requests with a problem
         self.first_blocks: dict[str, int] = {}  # by request
         self.newest_load: dict[str, int] = {}  # its number, by document
         self.finished_workers: dict[str, int] = {}  # how many have finished it, by document
@@ -267,26 +268,12 @@ class SchedulerHalf:
                 self._give_up(name, describe_excess(document.path, pages, self.ledger.pages))
                 document = None
         if name in self.problems:
-            # A connector cannot refuse a request. So all its tokens but the last are promised here,
-            # the worker reports their blocks as lost, and vLLM (kv_load_failure_policy "fail") ends
-            # the request with an error. vLLM must believe the promise, even if the request wants
-            # nothing from caches.
+            # vLLM must believe what is promised, even if the request wants nothing from caches.
             request.skip_reading_prefix_cache = False
-            self.prompt_lengths[name] = len(ids)
-            if self.must_wait_for_its_error(name):
-                return 1
-            return max(len(ids) - 1 - computed, 0)
+            self.lengths[name] = request.num_tokens
+            return request.num_tokens - computed
         # The placeholders count as computed: nothing ever attends to their blocks.
         return 0 if document is None else max(PLACEHOLDERS - computed, 0)
-
-    def must_wait_for_its_error(self, request: str) -> bool:
-        """Whether vLLM must be told that a request's tokens are still being loaded.
-
-        A prompt of one token has no tokens but the last, so nothing could be promised and lost, and
-        vLLM would answer without the document. While it waits for a load, its last token may be
-        promised too.
-        """
-        return request in self.problems and self.prompt_lengths[request] == 1
 
     def _assign_document(self, request: Request, ids: list[int]) -> None:
         """Record which document a new request is about, or why the request must fail."""
@@ -298,8 +285,9 @@ class SchedulerHalf:
             return
         if document is None:
             return
-        if request.skip_reading_prefix_cache:
-            self._give_up(request.request_id, NO_PROMPT_LOGPROBS)
+        problem = find_request_problem(request)
+        if problem:
+            self._give_up(request.request_id, problem)
             return
         self.documents[request.request_id] = document
 
@@ -321,20 +309,13 @@ class SchedulerHalf:
         self.documents.pop(request, None)
         self.problems[request] = problem
 
-    def note_blocks(self, request: str, blocks: Sequence[int], external: int) -> None:
-        """Note where a request's tokens lie; `external` of them were promised as computed."""
+    def note_blocks(self, request: str, blocks: Sequence[int]) -> None:
+        """Note where a request's tokens lie."""
         if request in self.documents:
             self.first_blocks[request] = blocks[0]
         elif request in self.problems:
-            # All tokens but the last were promised, so the lost blocks are those of the tokens from
-            # end - external up to, but without, end.
-            end = self.prompt_lengths[request] - 1
-            if self.must_wait_for_its_error(request):
-                end = 1
-                self.refused.add(request)
-            last = (end - 1) // self.block_size
-            first = min((end - external) // self.block_size, last)
-            self.bad_blocks |= set(blocks[first : last + 1])
+            self.bad_blocks.add(find_last_block(blocks, self.lengths[request], self.block_size))
+            self.refused.add(request)
 
     def apply_report(self, report: LoadReport) -> None:
         """Learn which loads workers have finished, and which have failed."""
@@ -377,7 +358,7 @@ class SchedulerHalf:
     def forget_request(self, request: str) -> None:
         """Release what a finished request held."""
         self.ledger.release(request)
-        for table in (self.documents, self.problems, self.prompt_lengths, self.first_blocks):
+        for table in (self.documents, self.problems, self.lengths, self.first_blocks):
             table.pop(request, None)
 
 
@@ -480,27 +461,17 @@ class WorkerHalf:
 
 def refuse_unsupported(config: VllmConfig, cache: KVCacheConfig) -> None:
     """Raise RestoreKVError for engines whose attention over documents is not known to be right."""
-    parallel = config.parallel_config
     block_size = config.cache_config.block_size
-    assert config.kv_transfer_config is not None
-    failure_policy = config.kv_transfer_config.kv_load_failure_policy
-    context_ranks = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
     # What stands in the way, and what to do about it.
     obstacles = [
         (
-            failure_policy != "fail",
-            f"with the kv_load_failure_policy {failure_policy!r}; set it to 'fail'",
-        ),
-        (context_ranks > 1, "over context parallel ranks; use one"),
-        (
-            parallel.pipeline_parallel_size > 1,
+            config.parallel_config.pipeline_parallel_size > 1,
             "over pipeline parallel ranks; use one, or tensor parallel ranks",
         ),
         (
             config.speculative_config is not None,
             "with speculative decoding; leave out the speculative config",
         ),
-        (config.lora_config is not None, "with LoRA adapters; leave out enable_lora"),
         (
             config.model_config.use_mla,
             "for a model with multi-head latent attention; use another model",
@@ -514,7 +485,11 @@ def refuse_unsupported(config: VllmConfig, cache: KVCacheConfig) -> None:
             f"with blocks of {block_size} tokens, which do not divide {PLACEHOLDERS}; set "
             "block_size to 16, 32, 64 or 128",
         ),
+        # The weights of a document and a question, which are found from what a sink takes away, are
+        # too small for it.
+        (
+            config.model_config.dtype == torch.float16,
+            "in float16; set dtype to bfloat16 or float32",
+        ),
     ]
-    for stands_in_the_way, obstacle in obstacles:
-        if stands_in_the_way:
-            raise RestoreKVError(f"vLLM does not serve compressed documents {obstacle}.")
+    refuse_engine(config, obstacles)
