@@ -74,7 +74,7 @@ def _measure_question(
     `full`.
     """
     model = case.prepared.model
-    layers = len(cache.layers)
+    layers = len(cache.full_attention)  # those with a window are not observed
     sinks = case.sinks
     masses = torch.zeros(layers, len(PARTS), dtype=torch.float64)
     kl = torch.zeros(2, layers, dtype=torch.float64)

@@ -59,7 +59,7 @@ def measure(case: Case) -> dict:
     cache = case.read_by_restore()
     prefix = case.prepared.context.prefix
     sinks = case.sinks
-    layers = len(cache.layers)
+    layers = len(cache.full_attention)  # those with a window are not observed
     n = adapter.restore_tokens
     keep = case.kept[RESTORED]  # (L, H, S + T)
     masses = torch.zeros(len(PARTS), layers, n).double()
