@@ -70,7 +70,7 @@ lint: types
 	$(RUN) ruff check $(SOURCE)
 	$(RUN) ruff format --check $(SOURCE)
 
-# The types of the package: a minute on two idle cores.
+# The types of the package and of what a checkout has around it: a minute on two idle cores.
 types: venv
 	$(RUN) basedpyright --pythonpath $(VENV)/bin/python
 

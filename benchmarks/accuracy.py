@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypedDict
 
 from restorekv.cache.quantized import STORAGES
 from restorekv.errors import RestoreKVError, RestoreKVWarning
@@ -26,25 +27,34 @@ from restorekv.model.names import TINY
 
 RATIOS = ("0.2", "0.05")
 PART = 512
-VARIANTS = {storage: {"storage": storage} for storage in STORAGES} | {
-    f"streaming {PART}": {"streaming": PART}
-}
+
+
+class Changes(TypedDict, total=False):
+    """Fields of a cell that a variant sets."""
+
+    storage: str
+    streaming: int
+
+
+VARIANTS: dict[str, Changes] = {storage: {"storage": storage} for storage in STORAGES}
+VARIANTS[f"streaming {PART}"] = {"streaming": PART}
 Key = tuple[str, str]  # variant, ratio
 
 
 def list_cells(documents: int) -> dict[Key, Cell]:
     """Return the cell of every variant at every ratio, the plain ones first."""
-    place = {
-        "model": TINY,
-        "benchmark": f"tiny:count={documents}",
-        "dtype": "float32",
-        "prefix_policy": "free",
-    }
     cells = {}
     for name, changed in VARIANTS.items():
         for ratio in RATIOS:
             cells[name, ratio] = Cell(
-                evictor="kvzip", ratio=ratio, adapter="auto", **place, **changed
+                model=TINY,
+                benchmark=f"tiny:count={documents}",
+                evictor="kvzip",
+                ratio=ratio,
+                adapter="auto",
+                dtype="float32",
+                prefix_policy="free",
+                **changed,
             )
     return cells
 

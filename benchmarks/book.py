@@ -23,7 +23,7 @@ from benchmarks.workload import check_novel, describe_machine, load_novel
 from restorekv.evaluation.tables import Table
 from restorekv.files import write_json
 from restorekv.model.load import load_model
-from restorekv.model.tokenize import tokenize_text
+from restorekv.model.tokenize import decode_ids, tokenize_text
 
 PLACES = (
     "mill harbor bakery chapel stable library orchard tannery forge brewery lighthouse dairy "
@@ -71,7 +71,7 @@ def make_book(tokenizer: Tokenizer, tokens: int, seed: int) -> Book:
     novel = load_novel().replace("\r\n", "\n")
     ids = tokenize_text(tokenizer, novel)
     check_novel(len(ids), budget, f"a book of {tokens:,}")
-    paragraphs = tokenizer.decode(ids[:budget]).split("\n\n")
+    paragraphs = decode_ids(tokenizer, ids[:budget]).split("\n\n")
     # In the middle of every twentieth of them, from the end, so that no place moves.
     count = len(paragraphs)
     for number, fact in reversed(list(enumerate(facts))):

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from benchmarks.book import ANSWER_PREFIX, AT_ONCE, IN_PARTS, TRANSFORMERS, Book
 from benchmarks.measure import Peak, serve_job
+from restorekv.cache.dense import list_dense_layers
 from restorekv.compression.config import CompressionConfig
 from restorekv.model.load import load_model
 from restorekv.pipeline import compress
@@ -37,7 +38,7 @@ def ask_transformers(model, tokenizer, book: Book, job: dict) -> dict:
     start = time.perf_counter()
     model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     read = time.perf_counter() - start
-    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in list_dense_layers(cache))
     texts = []
     start = time.perf_counter()
     for question in book.questions:

@@ -114,7 +114,9 @@ def _find_drawer(result: object) -> Callable[[Mapping], Chart] | None:
 
 def make_chart_with_note(file: Path, result: Mapping) -> Chart:
     """Return the chart, under the file's name, with a note that says on what it was measured."""
-    chart = _find_drawer(result)(result)
+    draw = _find_drawer(result)
+    assert draw is not None, "_read_result refuses what has no chart"
+    chart = draw(result)
     return replace(
         chart,
         name=make_slug(file.stem),

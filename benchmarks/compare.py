@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -55,7 +56,7 @@ class Options:
     threads: int = 0
     seed: int = 0
     kvpress_python: Path | None = None
-    shape: Mapping[str, object] = field(default_factory=dict)
+    shape: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         parse_ratio(self.ratio)

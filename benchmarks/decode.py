@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from benchmarks import compare as bench
 from benchmarks.compare import (
@@ -50,6 +50,7 @@ from benchmarks.compare import (
 from benchmarks.measure import read_memory
 from benchmarks.passes import Step, measure_bandwidth, pass_over, time_once
 from benchmarks.workload import SHAPE, describe_machine, save_model, save_tokenizer
+from restorekv.cache.dense import DenseLayer, list_dense_layers
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.compression import allocate
 from restorekv.compression.budget import parse_ratio
@@ -153,10 +154,9 @@ def make_random_cache(shape: CacheShape, tokens: int, seed: int) -> DynamicCache
     generator = torch.Generator().manual_seed(seed)
     size = 1, shape.heads, tokens, shape.head_dim
     for index in range(shape.layers):
-        pairs = (
-            torch.empty(size, dtype=torch.bfloat16).normal_(generator=generator) for _ in range(2)
-        )
-        full.update(*pairs, index)
+        keys = torch.empty(size, dtype=torch.bfloat16).normal_(generator=generator)
+        values = torch.empty(size, dtype=torch.bfloat16).normal_(generator=generator)
+        full.update(keys, values, index)
     return full
 
 
@@ -167,7 +167,7 @@ def compress_cache(
     ranking of random scores leaves them.
     """
     layers = len(full.layers)
-    _, heads, tokens, width = full.layers[0].keys.shape
+    _, heads, tokens, width = list_dense_layers(full)[0].keys.shape
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(layers, heads, tokens, generator=generator)
     scores += torch.randn(layers, heads, 1, generator=generator)
@@ -257,7 +257,7 @@ def measure_ratio(
 def copy_columns(full: DynamicCache, length: int) -> DynamicCache:
     """Return the first `length` columns, copied."""
     short = DynamicCache()
-    for index, layer in enumerate(full.layers):
+    for index, layer in enumerate(list_dense_layers(full)):
         short.update(layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone(), index)
     return short
 
@@ -273,12 +273,14 @@ def time_attention(
     query = torch.randn(1, shape.heads * shape.groups, 1, shape.head_dim).bfloat16()
     rows = query.view(1, shape.heads, shape.groups, shape.head_dim)
 
-    def attend(layer: CacheLayerMixin) -> None:
-        pair = (layer, layer) if isinstance(layer, RaggedLayer) else (layer.keys, layer.values)
-        attention.attend_layer(module, query, *pair, None)
+    def attend(layer: DenseLayer | RaggedLayer) -> None:
+        if isinstance(layer, RaggedLayer):
+            attention.attend_layer(module, query, layer, layer, None)
+        else:
+            attention.attend_layer(module, query, layer.keys, layer.values, None)
 
     passes = {name: pass_over(cache.layers, attend) for name, cache in caches.items()}
-    whole = caches["full"].layers
+    whole = list_dense_layers(caches["full"])
     passes["as rows"] = pass_over(
         whole, lambda layer: F.scaled_dot_product_attention(rows, layer.keys, layer.values)
     )

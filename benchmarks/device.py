@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -191,10 +192,12 @@ def measure_modes(
     }
     rows = []
     expected = None
+    small = None
+    row: dict = {}
     for mode, (config, times) in modes.items():
         tell(f"{options.tokens:,} tokens, {mode}")
         for _ in range(times):
-            row: dict = {"mode": mode, "warm-ups": times - 1}
+            row = {"mode": mode, "warm-ups": times - 1}
             with measure_peak(model.device, row):
                 start = time.perf_counter()
                 small = compress(
@@ -202,9 +205,11 @@ def measure_modes(
                 )
                 synchronize_device(model.device)
                 row["seconds"] = time.perf_counter() - start
+        assert small is not None, "every mode is measured"
         if mode == "plain":
             expected = small.kept
         elif mode == "offload":
+            assert expected is not None, "plain is the first mode"
             row["keeps what plain keeps"] = torch.equal(small.kept, expected)
         rows.append(row)
     return rows
@@ -220,6 +225,8 @@ def measure_steps(
     for batch in options.batches:
         prompts = [draw_ids(tokenizer, 12, seed) for seed in range(batch)]
         answers = {}
+        written: list[Tensor] = []
+        seconds = 0.0
         for graph in (False, True):
             tell(f"{batch} answers at a time, {'a graph' if graph else 'step by step'}")
             # The first answers are a warm-up.

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -222,7 +223,10 @@ def _prepare_context(
     with tempfile.TemporaryDirectory(prefix="restorekv-efficiency-") as name:
         spec, _ = _find_scorer(model, scorer, Path(name))
         eviction = Eviction(evictors.make_evictor(spec), adapter, conventions)
-        return eviction.prepare(model, tokenizer, make_context_of(tokenizer, options.tokens))
+        context = make_context_of(tokenizer, options.tokens)
+        prepared = eviction.prepare(model, tokenizer, context)
+        assert isinstance(prepared, ScoredContext), "the benchmark does not stream"
+        return prepared
 
 
 def make_random_context(
@@ -307,7 +311,8 @@ def _time_attention(model: PreTrainedModel, cache: RaggedCache) -> float:
     shape = CacheShape.from_model(model)
     size = (1, shape.heads * shape.groups, 1, shape.head_dim)
     query = torch.randn(size, dtype=model.dtype, device=model.device)
-    modules = [layer.self_attn for layer in get_backbone(model).layers]
+    layers: Any = get_backbone(model).layers
+    modules = [layer.self_attn for layer in layers]
     start = _read_clock(model)
     for module, layer in zip(modules, cache.layers, strict=True):
         attention.attend_layer(module, query, layer, layer, None)

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from benchmarks.workload import check_novel, describe_machine, load_novel
 from restorekv import tasks
 from restorekv.compression.config import CompressionConfig
-from restorekv.compression.growing import RESTORE_CHOICES
+from restorekv.compression.growing import RESTORE_CHOICES, RestoreParts
 from restorekv.context import CompressedContext
 from restorekv.errors import BudgetError, RestoreKVError, RestoreKVWarning
 from restorekv.evaluation.fidelity import FullAnswers
@@ -48,7 +48,7 @@ class Options:
     evictor: str
     ratio: str
     parts: tuple[int, ...]
-    restore: tuple[str, ...] = RESTORE_CHOICES
+    restore: tuple[RestoreParts, ...] = RESTORE_CHOICES
     together: int = 0
     turns: int = 0
 
@@ -185,7 +185,7 @@ def _list_ways(
             config=CompressionConfig(on_small_budget="fewer", between=""),
         )
 
-    def appended(count: int, restore: str) -> CompressedContext:
+    def appended(count: int, restore: RestoreParts) -> CompressedContext:
         edges = [len(ids) * number // count for number in range(count + 1)]
         first, *later = (ids[start:end] for start, end in pairwise(edges))
         small = once(first, None if restore == "none" else "auto")
@@ -236,7 +236,7 @@ def measure_conversation(
     return {**figures, "tokens of turn 2": float(len(chat.turns[1].prompt_ids))}
 
 
-def summarize_lines(lines: Sequence[dict], reference: Sequence[dict]) -> dict[str, float]:
+def summarize_lines(lines: Sequence[dict], reference: Sequence[dict]) -> dict[str, float | None]:
     """Return KL per token with its interval, and both as multiples of compressing at once."""
     sums = np.array([line["sum"] for line in lines], dtype=float)
     tokens = np.array([line["tokens"] for line in lines], dtype=float)

@@ -31,6 +31,7 @@ from pathlib import Path
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
 
 from benchmarks.compress_cost import make_text, measure_apart
 from benchmarks.measure import REFERENCES, read_memory, serve_job
@@ -239,16 +240,14 @@ def _compress_filled(model, tokenizer, text, job, mode, adapter, phases) -> tupl
     return prepared.evict(job["ratio"], consume=True).nbytes, context.positions
 
 
-def _fill_cache(model: PreTrainedModel, columns: int, offload: bool) -> DynamicCache:
+def _fill_cache(model: PreTrainedModel, columns: int, offload: bool) -> Cache:
     """Return a full cache of standard normal keys and values."""
     shape = CacheShape.from_model(model)
     full = make_offloaded_cache(model, columns) if offload else DynamicCache()
     for layer in range(shape.layers):
-        states = (
-            torch.randn(1, shape.heads, columns, shape.head_dim, dtype=model.dtype)
-            for _ in range(2)
-        )
-        full.update(*states, layer)
+        keys = torch.randn(1, shape.heads, columns, shape.head_dim, dtype=model.dtype)
+        values = torch.randn(1, shape.heads, columns, shape.head_dim, dtype=model.dtype)
+        full.update(keys, values, layer)
     return full
 
 

@@ -1,7 +1,7 @@
 """The result of `python -m benchmarks memory` as tables in Markdown."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from benchmarks import operations
@@ -65,7 +65,7 @@ def _format_memory(mode: str, rows: Sequence[dict]) -> Table:
     return Table(f"{mode}-memory", "Memory", [*head, "workspace", "whole process"], lines)
 
 
-def compute_bound(row: dict) -> int:
+def compute_bound(row: Mapping) -> int:
     """Return the bytes that a mode may hold besides its workspace."""
     each = {
         "plain": ("full", "layer"),
@@ -90,17 +90,19 @@ def format_seconds(
     if "restore" in exponents:
         lines.append(["restore pass, share of all", *map(_format_restore_share, rows), ""])
     lengths = [row["tokens"] for row in rows]
-    for name, count in (
-        (("prefill", operations.count_prefill), ("score", operations.count_kvzip)) if model else ()
-    ):
-        work = [count(model, tokens) for tokens in lengths]
-        steps = zip(pairwise(work), pairwise(lengths), strict=True)
-        growth = [
-            math.log(more / less) / math.log(late / early) for (less, more), (early, late) in steps
-        ]
-        lines.append(
-            [f"{name}, TFLOP", *(f"{each / 1e12:.2f}" for each in work), _format_exponents(growth)]
-        )
+    if model:
+        for name, count in (
+            ("prefill", operations.count_prefill),
+            ("score", operations.count_kvzip),
+        ):
+            work = [count(model, tokens) for tokens in lengths]
+            steps = zip(pairwise(work), pairwise(lengths), strict=True)
+            growth = [
+                math.log(more / less) / math.log(late / early)
+                for (less, more), (early, late) in steps
+            ]
+            work_cells = [f"{each / 1e12:.2f}" for each in work]
+            lines.append([f"{name}, TFLOP", *work_cells, _format_exponents(growth)])
     head = [f"{mode}: phase, s", *(f"T = {tokens:,}" for tokens in lengths), "exponents"]
     return Table(f"{mode}-seconds", "Seconds", head, lines)
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from benchmarks.measure import Peak, serve_job
 from benchmarks.timing import TokenTimer, time_block
 from restorekv import __version__
+from restorekv.cache.dense import list_dense_layers
 from restorekv.cache.multi_context import fork_caches
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.config import CompressionConfig
@@ -69,7 +70,7 @@ def measure(job: dict) -> dict:
 def _make_full_cache(model: PreTrainedModel, tokenizer: Tokenizer, context: Context) -> RaggedCache:
     """Make the cache at r = 1, which keeps every pair."""
     full = prefill(model, context.ids)
-    heads, columns = full.layers[0].keys.shape[1:3]
+    heads, columns = list_dense_layers(full)[0].keys.shape[1:3]
     return RaggedCache.from_kept_pairs(
         full, torch.ones(len(full.layers), heads, columns, dtype=torch.bool)
     )

@@ -182,9 +182,11 @@ def _ask_transformers(
     client: openai.OpenAI, options: Options, folder: Path, text: str, question: str
 ) -> object:
     """Ask transformers' server, with the document in the message."""
-    messages = [{"role": "user", "content": f"{text}\n\n{question}"}]
     return client.chat.completions.create(
-        model=str(folder / "model"), messages=messages, temperature=0, max_tokens=options.answer
+        model=str(folder / "model"),
+        messages=[{"role": "user", "content": f"{text}\n\n{question}"}],
+        temperature=0,
+        max_tokens=options.answer,
     )
 
 

@@ -111,11 +111,12 @@ class Phases:
         """seconds by phase; bytes above what was resident before the step: at most, by phase, and
         held by the graph.
         """
-        if any(peak.bytes is None for peak in self.peaks.values()):
+        above = {name: peak.bytes for name, peak in self.peaks.items() if peak.bytes is not None}
+        if len(above) < len(self.peaks):
             return {"seconds": self.seconds, "peak": None, "peaks": None, "graph": None}
         start = self.peaks["prefill"].before
         peaks = {
-            name: max(peak.before + peak.bytes - start, 0) for name, peak in self.peaks.items()
+            name: max(self.peaks[name].before + most - start, 0) for name, most in above.items()
         }
         graph = max(self.peaks["backward"].before - self.peaks["restore"].before, 0)
         return {
@@ -158,18 +159,23 @@ def _measure_variant(
     config = TrainConfig(questions=options.questions, warmup=0, seed=options.seed)
     short = replace(options, tokens=WARM_UP, answer=1)
     examples = [_make_example(model, short), _make_example(model, options)]
-    stored = (folder, variant.store_prefill) if variant.store else ()
+
+    def make_teacher_cache() -> TeacherCache:
+        store = folder if variant.store else None
+        return TeacherCache(model, tokenizer, examples, config, store, variant.store_prefill)
+
     for index in range(len(examples)) if variant.store else ():
-        TeacherCache(model, tokenizer, examples, config, *stored).get_context(index)
+        make_teacher_cache().get_context(index)
     bound, dispatch.MAX_COPY_BYTES = (
         dispatch.MAX_COPY_BYTES,
         sys.maxsize if variant.copied else dispatch.MAX_COPY_BYTES,
     )
+    figures: dict = {}
     try:
         adapter = make_initial_adapter(model, tokenizer, config)
         optimizer = torch.optim.AdamW(adapter.parameters(), lr=config.lr)
         for index, ratio in enumerate(("0.5", str(options.ratio))):
-            teachers = TeacherCache(model, tokenizer, examples, config, *stored)
+            teachers = make_teacher_cache()
             sample = StepSample(
                 index, tuple(range(options.questions)), ratio, config.restore_tokens
             )

@@ -7,6 +7,7 @@ Nothing is downloaded: time and memory depend on shapes, not on what the weights
 import contextlib
 import gzip
 import platform
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
@@ -20,6 +21,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.measure import name_processor
 from restorekv.errors import RestoreKVError
+from restorekv.model.tokenize import decode_ids
 
 PACKAGES = ("restorekv", "torch", "transformers", "peft", "triton")
 SHAPE = {  # of Qwen3-0.6B
@@ -40,10 +42,16 @@ TEMPLATE = (
 )
 
 
-def save_model(folder: Path, shape: dict[str, object], seed: int) -> int:
+def save_model(folder: Path, shape: Mapping[str, object], seed: int) -> int:
     """Save random bfloat16 weights (tied embeddings, no EOS); return the number of parameters."""
-    config = Qwen3Config(
-        **shape, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=None
+    config = Qwen3Config.from_dict(
+        {
+            **shape,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+        }
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -106,5 +114,6 @@ def cut_texts(tokenizer: Tokenizer, tokens: int, count: int = 1) -> list[str]:
     ids = tokenizer.encode(load_novel())
     check_novel(len(ids), count * tokens, f"{count} text{'s' * (count != 1)} of {tokens:,}")
     return [
-        tokenizer.decode(ids[start : start + tokens]) for start in range(0, count * tokens, tokens)
+        decode_ids(tokenizer, ids[start : start + tokens])
+        for start in range(0, count * tokens, tokens)
     ]

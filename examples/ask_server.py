@@ -15,6 +15,7 @@ if __name__ == "__main__" and len(sys.argv) < 3:
     raise SystemExit(__doc__)
 
 import openai
+from openai.types.chat import ChatCompletionUserMessageParam
 
 
 def ask(url: str, document: Path, questions: list[str]) -> list[str]:
@@ -29,13 +30,15 @@ def ask(url: str, document: Path, questions: list[str]) -> list[str]:
         raise SystemExit(upload.status_details)
     answers = []
     for question in questions:
-        parts = [
-            {"type": "file", "file": {"file_id": upload.id}},
-            {"type": "text", "text": question},
-        ]
-        messages = [{"role": "user", "content": parts}]
+        message: ChatCompletionUserMessageParam = {
+            "role": "user",
+            "content": [
+                {"type": "file", "file": {"file_id": upload.id}},
+                {"type": "text", "text": question},
+            ],
+        }
         reply = client.chat.completions.create(
-            model=model, messages=messages, temperature=0, max_tokens=64
+            model=model, messages=[message], temperature=0, max_tokens=64
         )
         answers.append(reply.choices[0].message.content)
     return answers

@@ -112,6 +112,7 @@ def carry_out(
     for turn, study in enumerate(studies, len(work)):
         clock.report_at(turn, 0.0)
         with done.unless_failed((study.name, ""), strict=setting.tiny):
+            assert study.measure is not None, "`studies` has those that measure"
             study.measure(
                 setting,
                 out,

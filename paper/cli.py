@@ -4,7 +4,7 @@ import shlex
 import shutil
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypedDict
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn
@@ -32,6 +32,15 @@ Only = Annotated[
 Markdown = Annotated[
     Path | None, typer.Option(help="The tables here too, and their figures in results/ beside it.")
 ]
+
+
+class CommonSettings(TypedDict):
+    """What every model's setting takes."""
+
+    count: int
+    seeds: tuple[int, ...]
+    device: str
+    dtype: str
 
 
 def run(
@@ -73,7 +82,12 @@ def run(
         int, typer.Option(min=1, help="Trainings at once; with --ray local, processes.")
     ] = 2,
 ) -> None:
-    common = {"count": count, "seeds": _parse_numbers(seeds), "device": device, "dtype": dtype}
+    common: CommonSettings = {
+        "count": count,
+        "seeds": _parse_numbers(seeds),
+        "device": device,
+        "dtype": dtype,
+    }
     asked = make_setting(out, to_canonical_name(model), adapters, benchmark or [], data, common)
     experiments = choose_experiments(only, asked)
     if listed:
@@ -117,7 +131,7 @@ def make_setting(
     adapters: str | None,
     benchmarks: list[str],
     data: Path | None,
-    common: dict[str, object],
+    common: CommonSettings,
 ) -> setting.Setting:
     """What the model is asked; refuses what is for another one."""
     if model == TINY and (adapters or data or benchmarks):
@@ -172,7 +186,8 @@ def _format_command(context: typer.Context) -> str:
     told = ["python", "-m", "paper"]
     for given in context.command.params:
         values = context.params[given.name]
-        if context.get_parameter_source(given.name).name == "COMMANDLINE":
+        source = context.get_parameter_source(given.name)
+        if source is not None and source.name == "COMMANDLINE":
             for value in values if isinstance(values, (list, tuple)) else [values]:
                 told += given.opts[:1] if given.param_type_name == "option" else []
                 told += [] if value is True else [str(value)]

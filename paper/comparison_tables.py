@@ -180,7 +180,7 @@ def _format_cells(experiment: Comparison, scores: Scores, name: str, place: Plac
         mine = row.points(backbone).get(place)
         other = experiment.rows[base].points(backbone).get(place) if base else None
         small = f"± {row.paper_std[place]:g}" if place in row.paper_std else ""
-        if not small and None not in (mine, other):
+        if not small and mine is not None and other is not None:
             small = format_number(mine - other, _count_decimals(mine), sign=True)
         text = UNKNOWN if mine is None else format_number(mine, _count_decimals(mine))
         values.append(f"*{text}* ({small})" if small else f"*{text}*")
@@ -220,7 +220,7 @@ def list_figures(
             part = place.part or (
                 "relative" if place.relative else "average" if place.parts else ""
             )
-            line = {
+            line: dict[str, object] = {
                 "row": name,
                 "label": row.label,
                 "benchmark": place.benchmark,

@@ -151,11 +151,15 @@ def make_full_row(paper: Points | None = None, also: Mapping[str, Points] | None
     return Row("full cache", FULL, paper=paper or {}, also=also or {})
 
 
-def make_base_row(evictor: str, paper: Points | None = None, **more: object) -> Row:
+def make_base_row(
+    evictor: str, paper: Points | None = None, also: Mapping[str, Points] | None = None
+) -> Row:
     """The base evictor without restoring."""
-    return Row(name_method(evictor, False), evictor, None, paper=paper or {}, **more)
+    return Row(name_method(evictor, False), evictor, None, paper=paper or {}, also=also or {})
 
 
-def make_restored_row(evictor: str, paper: Points | None = None, **more: object) -> Row:
+def make_restored_row(
+    evictor: str, paper: Points | None = None, also: Mapping[str, Points] | None = None
+) -> Row:
     """It with the adapter that belongs to it."""
-    return Row(name_method(evictor, True), evictor, OWN, paper=paper or {}, **more)
+    return Row(name_method(evictor, True), evictor, OWN, paper=paper or {}, also=also or {})

@@ -97,7 +97,7 @@ def list_unreachable(
         return [failed[experiment.name, ""]] if (experiment.name, "") in failed else []
     told = [
         f"{bench.title}: {failed[spec, row.evictor]}"
-        for bench in map(setting.benches.get, list_benchmarks(experiment))
+        for bench in [setting.benches[name] for name in list_benchmarks(experiment)]
         for spec in bench.specs
         for row in experiment.rows.values()
         if (spec, row.evictor) in failed

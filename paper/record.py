@@ -5,6 +5,7 @@ it was made.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -99,12 +100,12 @@ def _describe_benchmark(cell: Cell) -> tuple[str, str]:
     return tasks.make_benchmark(cell.benchmark).title, cell.benchmark
 
 
-def describe_run(command: str) -> dict[str, object]:
+def describe_run(command: str) -> dict[str, Any]:
     """Return date, versions, processor, threads, system and the command, as plain JSON values."""
     return {**describe_machine(torch.get_num_threads()), "command": command}
 
 
-def format_run(made: Mapping[str, object]) -> Iterator[str]:
+def format_run(made: Mapping[str, Any]) -> Iterator[str]:
     """Yield the same as a sentence, where there was a command."""
     if made["command"]:
         versions = ", ".join(

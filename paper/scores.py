@@ -199,6 +199,7 @@ def compute_spread(scores: Scores, spot: Spot) -> tuple[float, float, float]:
     """
     seeds = len(scores.seeds(*spot))
     std = scores.std(*spot)
+    assert std is not None, "one seed has no deviation"
     drawn = np.random.default_rng(0).chisquare(seeds - 1, 200_000) / (seeds - 1)
     least, most = np.percentile(drawn, (2.5, 97.5))
     return std, std / most**0.5, std / least**0.5
@@ -284,21 +285,30 @@ def get_paper_margin(
     """
 
     def summed(weights: Weights) -> float | None:
-        points = [experiment.rows[row].points(backbone).get(place) for row, place in weights]
-        return (
-            None
-            if None in points
-            else sum(w * p for w, p in zip(weights.values(), points, strict=True))
-        )
+        points = []
+        for row, place in weights:
+            point = experiment.rows[row].points(backbone).get(place)
+            if point is None:
+                return None
+            points.append(point)
+        return sum(w * p for w, p in zip(weights.values(), points, strict=True))
 
     if isinstance(claim, Most):
-        margins = [summed(weights) for weights in claim.margins]
-        return None if None in margins else float(sum(round(value, 6) > 0 for value in margins))
+        above = 0
+        for weights in claim.margins:
+            margin = summed(weights)
+            if margin is None:
+                return None
+            above += round(margin, 6) > 0
+        return float(above)
     value = summed(claim.weights)
     if value is None:
         return None
-    row, place = claim.spread or ("", None)
-    return value + claim.plus - (experiment.rows[row].paper_std[place] if row else 0)
+    value += claim.plus
+    if claim.spread is None:
+        return value
+    row, place = claim.spread
+    return value - experiment.rows[row].paper_std[place]
 
 
 def compare_orders(experiment: Comparison, scores: Scores, place: Place) -> dict:

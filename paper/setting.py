@@ -200,7 +200,7 @@ class Setting:
             for seed, place in self.locate_adapters(row).items()
             if seed is not None and place is None
         ]
-        if row.adapter == OWN and self.tiny:
+        if row.adapter is None or (row.adapter == OWN and self.tiny):
             return []
         changed = {"evictor": row.evictor} if row.adapter == OWN else row.adapter
         return [self.training(changed, seed) for seed in lacking]
@@ -217,7 +217,8 @@ def make_tiny_setting(
     count: int = 0,
     seeds: tuple[int, ...] = SEEDS,
     settings: TrainConfig = ABLATIONS,
-    **more: object,
+    device: str = "cpu",
+    dtype: str = "auto",
 ) -> Setting:
     """The tiny model with the suite's groups for the four benchmarks, and families of it for the
     rest.
@@ -266,7 +267,7 @@ def make_tiny_setting(
             "magnitude.",
         ),
     }
-    setup = Setup(out / "trained", settings, contexts=CONTEXTS, **more)
+    setup = Setup(out / "trained", settings, contexts=CONTEXTS, device=device, dtype=dtype)
     conventions = {"prefix_policy": "free", "on_small_budget": "fewer"}
     return Setting(
         setup,
@@ -287,7 +288,9 @@ def make_backbone_setting(
     count: int = 0,
     seeds: tuple[int, ...] = SEEDS,
     given: Sequence[str] = (),
-    **more: object,
+    data: Path | None = None,
+    device: str = "cpu",
+    dtype: str = "auto",
 ) -> Setting:
     """A real model with the paper's benchmarks, settings and protocols; `given` are specs of
     benchmarks to take.
@@ -299,11 +302,11 @@ def make_backbone_setting(
             f"The paper does not ask {', '.join(sorted(foreign))}; it asks {', '.join(ASKED)}."
         )
 
-    def asked(name: str, **settings: object) -> str:
-        made = chosen.get(name) or tasks.BENCHMARKS[name](**settings)
+    def asked(spec: str) -> str:
+        made = chosen.get(spec.partition(":")[0]) or tasks.make_benchmark(spec)
         return (replace(made, count=count) if count else made).spec
 
-    ruler = asked("ruler", source="hub")
+    ruler = asked("ruler:source=hub")
     benches = {
         "ruler": Bench("RULER-4K", ruler, standing=_describe_generated(ruler)),
         "qasper": Bench("QASPER", asked("qasper")),
@@ -315,7 +318,8 @@ def make_backbone_setting(
         "scbench": Bench("SCBench", asked("scbench"), protocol="kvzip"),
     }
     # As RULER is asked.
-    setup = Setup(out / "trained", TrainConfig(prefix_policy="counted"), model, **more)
+    settings = TrainConfig(prefix_policy="counted")
+    setup = Setup(out / "trained", settings, model, data, device=device, dtype=dtype)
     return Setting(setup, benches, {"on_small_budget": "fewer"}, adapters, seeds)
 
 
@@ -324,9 +328,10 @@ def _describe_generated(ruler: str) -> str:
     asked.
     """
     told = tasks.make_benchmark(ruler).to_json()
-    if "stand_ins" not in told:
+    stand_ins = told.get("stand_ins")
+    if not isinstance(stand_ins, Mapping):
         return ""
-    parts = "; ".join(f"{task}: {what}" for task, what in told["stand_ins"].items())
+    parts = "; ".join(f"{task}: {what}" for task, what in stand_ins.items())
     return f"RULER-4K is {told['data']}" + (f" ({parts})." if parts else ".")
 
 

@@ -50,7 +50,9 @@ def make_smollm2_setting(
     count: int = 0,
     seeds: tuple[int, ...] = SEEDS,
     adapters: str | None = None,
-    **more: object,
+    data: Path | None = None,
+    device: str = "cpu",
+    dtype: str = "auto",
 ) -> Setting:
     """`count` contexts of each benchmark (0: the number above); `adapters` a folder of them, before
     those that ship.
@@ -120,7 +122,8 @@ def make_smollm2_setting(
             "SCBench's order of magnitude.",
         ),
     }
-    setup = Setup(out / "trained", _make_settings(adapters), SMOLLM2, **more)
+    settings = _make_settings(adapters)
+    setup = Setup(out / "trained", settings, SMOLLM2, data, device=device, dtype=dtype)
     conventions = {"prefix_policy": "free", "on_small_budget": "fewer"}
     return Setting(
         setup,

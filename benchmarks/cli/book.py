@@ -12,16 +12,17 @@ from benchmarks.cli.session import run_benchmark, run_each
 from restorekv.cli import options as flags
 from restorekv.files import check_target
 
+# typer wants lists as defaults of options that are repeatable
+RATIOS = ["1", "0.2", "0.1"]
+
 
 def run(
     model: flags.Model = "gemma3-270m",
     tokens: Annotated[int, typer.Option(min=1000, help="Length of the book.")] = 30_000,
     evictor: Annotated[str, typer.Option(help=flags.EVICTOR_HELP)] = "kvzip",
-    ratio: Annotated[list[str], typer.Option(help="Share of the KV pairs to hold; repeatable.")] = (
-        "1",
-        "0.2",
-        "0.1",
-    ),
+    ratio: Annotated[
+        list[str], typer.Option(help="Share of the KV pairs to hold; repeatable.")
+    ] = RATIOS,
     part: Annotated[int, typer.Option(min=64, help="Tokens of a part.")] = 2048,
     answer: Annotated[int, typer.Option(min=1, help="Tokens of every answer.")] = 14,
     folder: Annotated[

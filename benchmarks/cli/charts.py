@@ -14,15 +14,15 @@ RESULTS = Path("benchmarks/results")
 
 def run(
     files: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(help=f"What a benchmark's --json wrote; {RESULTS}/*.json if none."),
-    ] = (),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the charts, an SVG for every file.")] = Path(
         "docs/charts"
     ),
     png: Annotated[bool, typer.Option("--png", help="A PNG of each too.")] = False,
 ) -> None:
-    given = list(files) or sorted(RESULTS.glob("*.json"))
+    given = files or sorted(RESULTS.glob("*.json"))
     if not given:
         raise RestoreKVError(
             f"There are no results in {RESULTS}; name files that a benchmark's --json wrote."

@@ -18,8 +18,8 @@ from restorekv.files import check_target
 def run(
     tokens: Annotated[int, typer.Option(help="Context length T of steps.")] = 32768,
     ratio: Annotated[
-        list[float], typer.Option(help="Repeatable; 1, 0.4, 0.2, 0.1 and 0.05 unless given.")
-    ] = (),
+        list[float] | None, typer.Option(help="Repeatable; 1, 0.4, 0.2, 0.1 and 0.05 unless given.")
+    ] = None,
     repeat: Annotated[int, typer.Option(help="Rounds, of which medians are told.")] = 5,
     questions: Annotated[
         int, typer.Option(help="Questions asked of one document; 0 leaves this out.")
@@ -39,7 +39,7 @@ def run(
 ) -> None:
     if json:
         check_target(json)
-    ratios = tuple(ratio) or Options.ratios
+    ratios = tuple(ratio or Options.ratios)
     if quick:
         tokens = 4096
         document = 512

@@ -3,7 +3,7 @@ cache saves.
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -18,7 +18,12 @@ from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
 from restorekv.evaluation.worker import open_model
 
+if TYPE_CHECKING:
+    from restorekv.compression.budget import OnSmallBudget, PrefixPolicy
+
 Scorers = Annotated[list[str], typer.Option(help="A base scorer; repeatable.")]
+# typer wants lists as defaults of options that are repeatable
+DEFAULT_SCORERS = [*SCORERS]
 
 
 def run(
@@ -29,7 +34,7 @@ def run(
         bool, typer.Option("--page", help="Measure nothing; make the page of the stored figures.")
     ] = False,
     model: options.Model = "tiny",
-    scorer: Scorers = SCORERS,
+    scorer: Scorers = DEFAULT_SCORERS,
     tokens: Annotated[int, typer.Option(help="The context's length T.")] = 2048,
     ratio: Annotated[
         str, typer.Option(help="The ratio that eviction is timed at, in (0, 1].")
@@ -58,7 +63,9 @@ def run(
             tuple(scorer), tokens, ratio, repeat=repeat, latency_context=latency_context
         )
         conventions = CompressionConfig(
-            prefix_policy or rules.prefix_policy, on_small_budget, allocation
+            cast("PrefixPolicy", prefix_policy or rules.prefix_policy),
+            cast("OnSmallBudget", on_small_budget),
+            allocation,
         )
         for name in scorer:
             if not make_compressor(name).restores:

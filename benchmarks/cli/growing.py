@@ -3,7 +3,7 @@ compressed at once.
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -13,6 +13,12 @@ from benchmarks.growing import run_growing as measure
 from restorekv.cli import options as flags
 from restorekv.compression.growing import RESTORE_CHOICES
 from restorekv.files import check_target
+
+if TYPE_CHECKING:
+    from restorekv.compression.growing import RestoreParts
+
+# typer wants lists as defaults of options that are repeatable
+RESTORE: list[str] = [*RESTORE_CHOICES]
 
 
 def run(
@@ -32,7 +38,7 @@ def run(
     ] = None,
     restore: Annotated[
         list[str], typer.Option(help="What becomes of restore tokens; repeatable.")
-    ] = RESTORE_CHOICES,
+    ] = RESTORE,
     together: Annotated[
         int, typer.Option(min=0, help="Compose this many texts; not with --parts.")
     ] = 0,
@@ -50,7 +56,7 @@ def run(
         evictor,
         ratio,
         tuple(parts) if parts else default_parts,
-        tuple(restore),
+        tuple(cast("RestoreParts", each) for each in restore),
         together,
         turns,
     )

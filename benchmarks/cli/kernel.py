@@ -17,8 +17,8 @@ from restorekv.files import check_target
 def run(
     tokens: Annotated[int, typer.Option(help="Context length T.")] = 32768,
     ratio: Annotated[
-        list[float], typer.Option(help="Repeatable; 1, 0.4, 0.2, 0.1 and 0.05 unless given.")
-    ] = (),
+        list[float] | None, typer.Option(help="Repeatable; 1, 0.4, 0.2, 0.1 and 0.05 unless given.")
+    ] = None,
     questions: Annotated[
         int, typer.Option(help="Questions that decode together over the context.")
     ] = 1,

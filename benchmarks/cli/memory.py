@@ -22,8 +22,8 @@ def run(
     ] = "2048,4096,8192,16384,32768",
     layers: Annotated[int, typer.Option(min=1, help="Qwen3-0.6B has 28.")] = 4,
     mode: Annotated[
-        list[str], typer.Option(help=f"{', '.join(MODES)}; repeatable; all unless given.")
-    ] = (),
+        list[str] | None, typer.Option(help=f"{', '.join(MODES)}; repeatable; all unless given.")
+    ] = None,
     evictor: Annotated[str, typer.Option(help="What scores.")] = "kvzip",
     ratio: Annotated[str, typer.Option(help="Share of the KV pairs to hold, in (0, 1].")] = "0.05",
     filled: Annotated[
@@ -51,7 +51,9 @@ def run(
     if on_paper:
         print_result(format_table())
         return
-    modes = tuple(mode) or tuple(each for each in MODES if not (filled and each == "streaming"))
+    modes = tuple(mode or ())
+    if not modes:
+        modes = tuple(each for each in MODES if not (filled and each == "streaming"))
     options = Options(
         tokens=[512, 1024, 2048] if quick else lengths(tokens),
         modes=modes,

@@ -19,8 +19,9 @@ def run(
         int, typer.Option(min=1, help="Fewer make a quick look; Qwen3-0.6B has 28.")
     ] = 28,
     method: Annotated[
-        list[str], typer.Option(help="An evictor's name or am-fast; repeatable; all unless given.")
-    ] = (),
+        list[str] | None,
+        typer.Option(help="An evictor's name or am-fast; repeatable; all unless given."),
+    ] = None,
     ratio: Annotated[float, typer.Option(help="The ratio that am-fast fits its cache for.")] = 0.05,
     threads: Annotated[
         int, typer.Option(min=0, help="CPU threads; 0 for PyTorch's own choice.")
@@ -31,7 +32,7 @@ def run(
         check_target(json)
     options = Options(
         tokens=tokens,
-        methods=tuple(method),
+        methods=tuple(method or ()),
         ratio=ratio,
         threads=threads,
         shape={"num_hidden_layers": layers},

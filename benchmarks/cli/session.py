@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.table import Table
 from transformers import logging
 
 from restorekv.cli.terminal import notes, output
+from restorekv.evaluation.tables import Table
 from restorekv.files import write_json
 
 

@@ -8,9 +8,13 @@ from typing import Annotated
 import typer
 
 from benchmarks.cli.session import run_benchmark, run_each
-from benchmarks.vllm import RANDOM, Options, make_tables
-from benchmarks.vllm import run_vllm as measure
+from benchmarks.vllm_memory import RANDOM, Options, make_tables
+from benchmarks.vllm_memory import run_vllm as measure
 from restorekv.files import check_target
+
+# typer wants lists as defaults of options that are repeatable
+RATIOS = ["0.2", "0.1"]
+TOGETHER = [1, 8, 32]
 
 
 def run(
@@ -27,12 +31,8 @@ def run(
     ] = 4,
     ratio: Annotated[
         list[str], typer.Option(help="A ratio of the compressed documents; repeatable.")
-    ] = ("0.2", "0.1"),
-    together: Annotated[list[int], typer.Option(help="Questions at once; repeatable.")] = (
-        1,
-        8,
-        32,
-    ),
+    ] = RATIOS,
+    together: Annotated[list[int], typer.Option(help="Questions at once; repeatable.")] = TOGETHER,
     answer: Annotated[int, typer.Option(help="Tokens of every answer.")] = 16,
     json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
 ) -> None:

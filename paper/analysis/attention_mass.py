@@ -20,7 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paper.analysis.case import FULL, Case, DocumentFigures, to_plain, watch_attention
+from paper.analysis.case import (
+    FULL,
+    Case,
+    DocumentFigures,
+    to_plain,
+    to_plain_list,
+    watch_attention,
+)
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.model.cache_argument import pass_cache
 from restorekv.model.shape import get_backbone
@@ -67,7 +74,7 @@ def _measure_question(
     `full`.
     """
     model = case.prepared.model
-    layers = len(cache.layers)
+    layers = len(cache.full_attention)  # those with a window are not observed
     sinks = case.sinks
     masses = torch.zeros(layers, len(PARTS), dtype=torch.float64)
     kl = torch.zeros(2, layers, dtype=torch.float64)
@@ -120,7 +127,7 @@ def pool_figures(figures: DocumentFigures) -> dict:
     for name, mean in masses.items():
         caches[name] = {
             **{part: to_plain(mean[:, index]) for index, part in enumerate(PARTS)},
-            "average": dict(zip(PARTS, to_plain(mean.mean(0)), strict=True)),
+            "average": dict(zip(PARTS, to_plain_list(mean.mean(0)), strict=True)),
             "context_interval": figures.interval(
                 lambda x: x[..., 0].mean(-1), name, "masses", by_question=True
             ),

@@ -23,6 +23,7 @@ from restorekv.model import attention
 from restorekv.model.attention import autograd
 from restorekv.model.attention.reference import make_causal_mask
 from restorekv.model.observer import LayerView, observe_layers
+from restorekv.model.tokenize import decode_ids
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks import Sample
 
@@ -92,7 +93,7 @@ class Case:
         """The text of every context token, with the space that begins a word."""
         ids = self.prepared.context.ids[0, self.prepared.context.prefix :].tolist()
         names = self.tokenizer.convert_ids_to_tokens(ids)
-        texts = [self.tokenizer.decode([token]) for token in ids]
+        texts = [decode_ids(self.tokenizer, [token]) for token in ids]
         # SentencePiece writes that space as U+2581 and drops it when it decodes a token alone.
         starts = (name.startswith("\u2581") for name in names)
         return [
@@ -145,7 +146,9 @@ class DocumentFigures:
         means = drawn @ values.reshape(len(values), -1) / drawn.sum(1, keepdims=True)
         drawn_values = statistic(means.reshape(-1, *values.shape[1:]))
         finite = np.isfinite(drawn_values).all()
-        return to_plain(np.percentile(drawn_values, (2.5, 97.5)) if finite else np.full(2, np.nan))
+        if not finite:
+            return [None, None]
+        return to_plain_list(np.percentile(drawn_values, (2.5, 97.5)))
 
     def weights(self, by_question: bool) -> np.ndarray:
         return np.array(self.questions if by_question else [1] * len(self.questions))
@@ -154,8 +157,13 @@ class DocumentFigures:
 def to_plain(values: np.ndarray | float) -> list | float | None:
     """Return JSON values of six significant digits; None for what is not finite."""
     if isinstance(values, np.ndarray) and values.ndim:
-        return [to_plain(value) for value in values]
+        return to_plain_list(values)
     return float(f"{float(values):.6g}") if np.isfinite(values) else None
+
+
+def to_plain_list(values: np.ndarray) -> list:
+    """Return JSON values of an array of at least one dimension."""
+    return [to_plain(value) for value in values]
 
 
 @contextmanager
@@ -173,6 +181,7 @@ def watch_attention(model: PreTrainedModel, see: See, last: int | None = None) -
     def on_layer(view: LayerView) -> None:
         query = view.query[None]
         layer = view.ragged
+        assert layer is not None, "only passes over ragged caches are watched"
         mask = view.mask
         if mask is None:
             mask = make_causal_mask(query.shape[-2], layer.columns, query.device)[None, None]

@@ -4,7 +4,7 @@ attend to.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -17,13 +17,19 @@ from restorekv.cli.terminal import notes, print_written, show_progress_bar
 from restorekv.compression.adapters import load_adapter
 from restorekv.compression.budget import parse_ratio
 from restorekv.compression.config import CompressionConfig
-from restorekv.compression.eviction import make_compressor
+from restorekv.compression.eviction import Eviction, make_compressor
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
 from restorekv.evaluation.grid import SHIPPED, parse_method
 from restorekv.evaluation.worker import open_model
 
+if TYPE_CHECKING:
+    from restorekv.compression.budget import OnSmallBudget, PrefixPolicy
+    from restorekv.restore.choices import RestoreFrom
+
 ALL = ",".join(ANALYSES)
+# typer wants lists as defaults of options that are repeatable
+RATIOS = ["0.05"]
 
 
 def run(
@@ -31,7 +37,7 @@ def run(
     evictor: Annotated[
         str, typer.Option(help="SPEC or SPEC@ADAPTER (a folder, a hub id, published, auto, none).")
     ] = "kvzip",
-    ratio: Annotated[list[str], typer.Option(help="A ratio in (0, 1]; repeatable.")] = ("0.05",),
+    ratio: Annotated[list[str], typer.Option(help="A ratio in (0, 1]; repeatable.")] = RATIOS,
     benchmark: Annotated[
         str, typer.Option(help="Documents and questions to analyze.")
     ] = "tiny:count=26",
@@ -55,9 +61,16 @@ def run(
     documents = tasks.make_benchmark(benchmark)
     ratios = sorted(map(str, ratio), key=parse_ratio, reverse=True)
     policy = rules.prefix_policy if prefix_policy == "protocol" else prefix_policy
-    conventions = CompressionConfig(policy, on_small_budget, allocation, restore_from, offset)
+    conventions = CompressionConfig(
+        cast("PrefixPolicy", policy),
+        cast("OnSmallBudget", on_small_budget),
+        allocation,
+        cast("RestoreFrom", restore_from),
+        offset,
+    )
     name, source = parse_method(evictor)
-    if not make_compressor(name).restores:
+    method = make_compressor(name)
+    if not isinstance(method, Eviction):
         raise RestoreKVError(
             f"{name} is not an evictor, so no pair of the context survives in it; name one."
         )
@@ -66,7 +79,7 @@ def run(
     silence_transformers()
     with notes.status(f"loading {model}"):
         loaded, tokenizer = open_model(model, dtype, device, rules.name)
-    eviction = make_compressor(name, conventions)
+    eviction = method.with_config(conventions)
     adapter = load_adapter(
         loaded, "auto" if source == SHIPPED else source, eviction, restore_tokens
     )

@@ -74,8 +74,8 @@ def make_sections(folder: Path) -> list[Section]:
 def shade_gain(
     axes: Axes,
     x: Sequence[float],
-    low: Sequence[float],
-    high: Sequence[float],
+    low: Sequence[float] | np.ndarray,
+    high: Sequence[float] | np.ndarray,
     label: str,
     color: str,
 ) -> None:
@@ -150,7 +150,7 @@ def _show_attention(
     )
 
 
-def _flatten_numbers(figures: Analysis) -> dict[str, object]:
+def _flatten_numbers(figures: Mapping) -> dict[str, object]:
     """Return the figures of one number or interval, by the names of their columns in the
     CSV file.
     """

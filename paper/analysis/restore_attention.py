@@ -11,7 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paper.analysis.case import BINS, RESTORED, Case, DocumentFigures, to_plain, watch_attention
+from paper.analysis.case import (
+    BINS,
+    RESTORED,
+    Case,
+    DocumentFigures,
+    to_plain,
+    to_plain_list,
+    watch_attention,
+)
 from restorekv.cache.ragged import RaggedLayer
 
 PARTS = ("kept", "evicted", "sinks", "restore", "itself")
@@ -47,10 +55,11 @@ def measure(case: Case) -> dict:
     all], tokens.
     """
     adapter = case.adapter
+    assert adapter is not None, "`analyze` leaves this out without an adapter"
     cache = case.read_by_restore()
     prefix = case.prepared.context.prefix
     sinks = case.sinks
-    layers = len(cache.layers)
+    layers = len(cache.full_attention)  # those with a window are not observed
     n = adapter.restore_tokens
     keep = case.kept[RESTORED]  # (L, H, S + T)
     masses = torch.zeros(len(PARTS), layers, n).double()
@@ -122,8 +131,8 @@ def pool_figures(figures: DocumentFigures) -> dict:
     kept = masses[0].mean()
     evicted = masses[1].mean()
     return {
-        "average": dict(zip(PARTS, to_plain(masses.mean((1, 2))), strict=True)),
-        **dict(zip(PARTS, to_plain(masses), strict=True)),
+        "average": dict(zip(PARTS, to_plain_list(masses.mean((1, 2))), strict=True)),
+        **dict(zip(PARTS, to_plain_list(masses), strict=True)),
         "kept_share": {
             "seen": to_plain(kept / (kept + evicted)),
             "blind": to_plain(pairs[0] / pairs[1]),

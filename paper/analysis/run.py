@@ -18,6 +18,7 @@ from paper.analysis import attention_mass, divergence, restore_attention, surviv
 from paper.analysis.case import Case, DocumentFigures
 from restorekv.compression.budget import parse_ratio
 from restorekv.compression.eviction import Eviction
+from restorekv.compression.full_cache import ScoredContext
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.protocols import AskingProtocol
 from restorekv.evaluation.results import (
@@ -143,6 +144,7 @@ def analyze(
         if not missing:
             continue
         prepared = eviction.prepare(model, tokenizer, context)
+        assert isinstance(prepared, ScoredContext), "an analysis does not stream"
         figures: dict[str, dict] = {journal.what: {} for journal in missing}
         for key, ratio in keys.items():
             case = Case(prepared, tokenizer, protocol, sample, ratio, eviction.adapter, index)

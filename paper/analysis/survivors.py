@@ -120,7 +120,7 @@ def _pool_cache(figures: DocumentFigures, name: str) -> dict:
             strict=True,
         )
     keys = ("share_per_layer", "kept_per_head", "kept_per_position", "forgotten")
-    columns = {key: to_plain(figures.mean(name, key)) for key in keys}
+    columns: dict[str, object] = {key: to_plain(figures.mean(name, key)) for key in keys}
     columns["classes"] = {
         kind: dict(zip(("tokens", "kept", "held"), map(to_plain, row), strict=True))
         for kind, row in zip(CLASSES, table, strict=True)

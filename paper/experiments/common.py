@@ -17,14 +17,16 @@ def make_base(setting: Setting, paper: Points) -> Row:
     return make_base_row(setting.settings.evictor, paper)
 
 
-def make_restored(setting: Setting, paper: Points, label: str = "RestoreKV", **more: object) -> Row:
+def make_restored(
+    setting: Setting, paper: Points, label: str = "RestoreKV", paper_std: Points | None = None
+) -> Row:
     """The method as the ablations' settings have it."""
     return Row(
         f"{label} (n = {setting.settings.restore_tokens})",
         setting.settings.evictor,
         {},
         paper=paper,
-        **more,
+        paper_std=paper_std or {},
     )
 
 

@@ -127,8 +127,9 @@ def make_experiment(setting: Setting) -> Comparison:
     also = {row: {second: points} for row, points in other.items()}
     tight = _average(0.0625)
     mild = _average(0.125)
-    more = claim_gain("kvzip", tight) | {
-        spot: -weight for spot, weight in claim_gain("kvzip", mild).items()
+    more = {
+        **claim_gain("kvzip", tight),
+        **{spot: -weight for spot, weight in claim_gain("kvzip", mild).items()},
     }
     return Comparison(
         name="longbench",

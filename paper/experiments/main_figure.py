@@ -28,7 +28,7 @@ def make_experiment(setting: Setting) -> Comparison:
     for evictor, name in (("kvzip", "RestoreKV"), ("kvzip+", "RestoreKV+")):
         tight = claim_gain(evictor, Place("ruler", 0.05))
         wide = claim_gain(evictor, Place("ruler", 0.2))
-        weights = tight | {spot: -weight for spot, weight in wide.items()}
+        weights = {**tight, **{spot: -weight for spot, weight in wide.items()}}
         claims.append(Claim(f"RULER-4K: {name} gains more at r = 0.05 than at r = 0.2", weights))
     return Comparison(
         name="main",

@@ -15,10 +15,10 @@ from paper.analysis.run import FOLDER, analyze
 from paper.scores import MISSING, TOO_FEW, JudgedClaim, decide_verdict
 from paper.setting import Setting
 from paper.study import Study, Tell, load_figures
-from restorekv import tasks
+from restorekv import evictors, tasks
 from restorekv.compression.adapters import load_adapter
 from restorekv.compression.config import CompressionConfig
-from restorekv.compression.eviction import make_compressor
+from restorekv.compression.eviction import Eviction
 from restorekv.evaluation import protocols
 from restorekv.evaluation.charts import (
     BLUE,
@@ -87,7 +87,7 @@ def _measure(setting: Setting, out: Path, tell: Tell) -> None:
     conventions = CompressionConfig(
         **{"prefix_policy": protocol.prefix_policy, **setting.conventions}
     )
-    eviction = make_compressor(EVICTOR, conventions)
+    eviction = Eviction(evictors.make_evictor(EVICTOR), config=conventions)
     adapter = load_adapter(model, setting.find_adapter(EVICTOR, EVICTOR), eviction)
     restoring = replace(eviction, adapter=adapter)
     few = _choose_documents(setting)

@@ -17,6 +17,7 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from recipes.pages import fill_page
 from restorekv.compression.budget import parse_ratio
@@ -32,7 +33,7 @@ BEGIN = "<!-- made by recipes/smollm2/border.py -->"
 END = "<!-- end of the border -->"
 
 
-def compare_cells(alone: Result, restored: Result) -> dict[str, object]:
+def compare_cells(alone: Result, restored: Result) -> dict[str, Any]:
     """Return the divergences of two cells that were asked the same contexts, and their paired
     difference.
 
@@ -56,7 +57,7 @@ def compare_cells(alone: Result, restored: Result) -> dict[str, object]:
     }
 
 
-def compare_all(results: Sequence[Result]) -> list[dict[str, object]]:
+def compare_all(results: Sequence[Result]) -> list[dict[str, Any]]:
     """Return a row for every pair of cells that differ in restoring alone."""
     cells: dict[tuple[str, str, str], dict[bool, Result]] = {}
     for result in results:

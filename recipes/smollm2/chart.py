@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib import rc_context
@@ -23,6 +23,9 @@ from recipes.pages import fill_page
 from restorekv.evaluation.answers_kept import EVERY
 from restorekv.evaluation.stats import bootstrap_ratio
 from restorekv.files import read_json, replace_file
+
+if TYPE_CHECKING:
+    from matplotlib.typing import RcKeyType
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "docs" / "charts" / "smollm2.svg"
@@ -46,7 +49,7 @@ EVICTOR_NAMES = {
     "snapkv": "SnapKV",
     "h2o": "H2O",
 }
-CHART_STYLE = {
+CHART_STYLE: "dict[RcKeyType, Any]" = {
     "svg.fonttype": "none",
     "svg.hashsalt": "smollm2",
     "font.size": 11,

@@ -16,6 +16,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,7 +94,7 @@ class Comparison:
                 if name != ALONE:
                     restored = prepared.with_restore_cache(self.load_adapter(name))
                 kl = dict(self.measure_ratios(restored, targets))
-                row = {"passage": case.name, "evictor": evictor, "adapter": name}
+                row: dict[str, Any] = {"passage": case.name, "evictor": evictor, "adapter": name}
                 if name != ALONE:
                     row["hash"] = self.find_hash(name)
                 row["kl"] = kl
@@ -107,6 +108,7 @@ class Comparison:
         context = make_context(tokenizer, case.text)
         eviction = Eviction.make(evictor, on_small_budget="fewer")
         prepared = eviction.prepare(model, tokenizer, context)
+        assert isinstance(prepared, ScoredContext), "the recipe does not stream"
         unknown = (None,) * len(case.questions)
         example = TrainingContext(case.text, case.questions, unknown, case.answer_ids)
         return prepared, Teacher(model, tokenizer, ANSWER_TOKENS).make_targets(prepared, example)

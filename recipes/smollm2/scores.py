@@ -15,6 +15,7 @@ import argparse
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -201,8 +202,8 @@ def list_makers(facts: Mapping[str, Mapping]) -> set[str]:
 
 
 def add_uncounted(
-    rows: list[dict], former: Sequence[Mapping[str, Any]], names: Collection[str]
-) -> list[dict]:
+    rows: list[dict[str, Any]], former: Sequence[Mapping[str, Any]], names: AbstractSet[str]
+) -> list[dict[str, Any]]:
     """Return the rows of answers kept with those kinds of text whose contexts were not stored.
 
     The rows of all texts get their numbers too, and lose their intervals, which cannot be known.

@@ -34,6 +34,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.cache.dense import list_dense_layers
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.data.config import BuildConfig
@@ -167,12 +168,13 @@ class Bench:
             return
         context = make_context(self.tokenizer, case.text)
         prepared = Eviction.make("kvzip").prepare(self.model, self.tokenizer, context)
+        assert isinstance(prepared, ScoredContext), "the recipe does not stream"
         example = TrainingContext(
             case.text, case.questions, (None,) * len(case.questions), case.answer_ids
         )
         targets = Teacher(self.model, self.tokenizer, ANSWER_TOKENS).make_targets(prepared, example)
         tensors = {"scores": prepared.scores}
-        for index, layer in enumerate(prepared.full.layers):
+        for index, layer in enumerate(list_dense_layers(prepared.full)):
             tensors[f"keys.{index}"] = layer.keys.half()
             tensors[f"values.{index}"] = layer.values.half()
         for index, target in enumerate(targets):
@@ -281,11 +283,11 @@ class Restorer:
         # The adapter reads its own attribute; the sum is in its place for one pass, with gradients
         # to both parts.
         parameter = self.adapter._parameters.pop("embeddings")
-        self.adapter.embeddings = inputs
+        vars(self.adapter)["embeddings"] = inputs
         try:
             return prepared.with_restore_cache(self.adapter)
         finally:
-            del self.adapter.embeddings
+            del vars(self.adapter)["embeddings"]
             self.adapter._parameters["embeddings"] = parameter
 
 

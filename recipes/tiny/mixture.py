@@ -18,6 +18,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypedDict
 
 import pyarrow
 import pyarrow.parquet
@@ -43,7 +44,30 @@ RESULTS = Path(__file__).parents[2] / "paper" / "results"
 # Test documents of the tiny suite that some table here is measured on; `data build` knows the first
 # 52.
 TEST = 156
-BOUNDS = {
+
+
+class Bounds(TypedDict):
+    """Settings of `BuildConfig`, in tokens but for `chunks`."""
+
+    shortest: int
+    longest: int
+    chunk: int
+    chunks: int
+    flan_shortest: int
+    question_tokens: int
+    answer_tokens: int
+    flan_answer_tokens: int
+
+
+class Counts(TypedDict):
+    """Settings of `BuildConfig`: how much of each source."""
+
+    documents: int
+    books: int
+    examples: int
+
+
+BOUNDS: Bounds = {
     "shortest": 512,
     "longest": 1800,
     "chunk": 768,
@@ -53,7 +77,7 @@ BOUNDS = {
     "answer_tokens": 64,
     "flan_answer_tokens": 64,
 }
-COUNTS = {"documents": 30, "books": 10, "examples": 90}
+COUNTS: Counts = {"documents": 30, "books": 10, "examples": 90}
 FRAMES = {
     "paper": (
         "Below is a paper. Memorize the paper and answer my question after the paper.\n "
@@ -239,8 +263,15 @@ def write_sources(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
 def build_and_read(folder: Path, mixture: str, files: dict[str, str]) -> tuple[list[dict], dict]:
     """Build or resume a mixture and read it back: the figures of its table, and its manifest."""
     model, tokenizer = load_model("tiny")
-    given = {name: where for name, where in files.items() if name != "exclude"}
-    config = BuildConfig(mixture=mixture, **given, **BOUNDS, **COUNTS)
+    config = BuildConfig(
+        mixture=mixture,
+        longalpaca=files["longalpaca"],
+        pg19=files["pg19"],
+        flan=files["flan"],
+        papers=files["papers"],
+        **BOUNDS,
+        **COUNTS,
+    )
 
     def show(done: int, total: int, title: str) -> None:
         if done % 10 == 0 or done == total:
@@ -396,7 +427,7 @@ def write_page(
 
 def main() -> None:
     """Write the sources, both mixtures and the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     files = write_sources(folder / "sources", load_model("tiny")[1])

@@ -74,21 +74,23 @@ class Recipe:
 def build_model(recipe: Recipe, vocabulary: int, stop: int) -> Qwen3ForCausalLM:
     """A Qwen3 model of about two million parameters, freshly drawn from the seed."""
     torch.manual_seed(recipe.seed)
-    config = Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=recipe.hidden,
-        num_hidden_layers=recipe.layers,
-        head_dim=32,
-        num_attention_heads=recipe.heads,
-        num_key_value_heads=recipe.kv_heads,
-        intermediate_size=recipe.ffn,
-        tie_word_embeddings=True,
-        max_position_embeddings=8192,
-        rope_theta=1e5,
-        eos_token_id=stop,
-        pad_token_id=0,
-        bos_token_id=None,
-        attn_implementation="sdpa",
+    config = Qwen3Config.from_dict(
+        {
+            "vocab_size": vocabulary,
+            "hidden_size": recipe.hidden,
+            "num_hidden_layers": recipe.layers,
+            "head_dim": 32,
+            "num_attention_heads": recipe.heads,
+            "num_key_value_heads": recipe.kv_heads,
+            "intermediate_size": recipe.ffn,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 8192,
+            "rope_theta": 1e5,
+            "eos_token_id": stop,
+            "pad_token_id": 0,
+            "bos_token_id": None,
+            "attn_implementation": "sdpa",
+        }
     )
     return Qwen3ForCausalLM(config)
 
@@ -115,7 +117,7 @@ def scale_rate(recipe: Recipe, step: int) -> float:
 
 def compute_losses(
     model: Qwen3ForCausalLM, batch: Batch, stage: Stage
-) -> tuple[Tensor, dict[str, float], dict]:
+) -> tuple[Tensor, dict[str, float], dict[str, list[bool]]]:
     """Return a batch's weighted loss, its parts, and by family whether every answer id of a
     question was right.
     """
@@ -140,10 +142,12 @@ def compute_losses(
         if (part == number).any()
     }
     weight = {"answer": 1.0, "repeat": stage.repeat, "context": stage.context}
-    total = sum(weight[name] * mean for name, mean in means.items())
+    total = torch.zeros(())
+    for name, mean in means.items():
+        total = total + weight[name] * mean
     right = torch.ones_like(batch.ids, dtype=torch.bool)
     right[counted] = logits.argmax(-1) == target
-    seen = defaultdict(list)
+    seen: defaultdict[str, list[bool]] = defaultdict(list)
     for row, families in enumerate(batch.families):
         for number, family in enumerate(families):
             answered = (batch.question[row] == number) & (batch.part[row] == ANSWER)

@@ -6,8 +6,8 @@ from statistics import median
 
 import pytest
 
-from benchmarks import vllm
-from benchmarks.vllm import Options, make_tables
+from benchmarks import vllm_memory
+from benchmarks.vllm_memory import Options, make_tables
 from restorekv.errors import RestoreKVError
 from restorekv.model.load import load_model
 from restorekv.storage.cache_file import open_cache_file
@@ -69,20 +69,20 @@ def test_random_weights_give_the_prompts_of_every_side(monkeypatch, tmp_path):
         "num_key_value_heads": 2,
     }
     monkeypatch.setattr(
-        vllm,
+        vllm_memory,
         "SHAPE",
-        vllm.SHAPE | small | {"head_dim": 8, "intermediate_size": 48, "vocab_size": 512},
+        vllm_memory.SHAPE | small | {"head_dim": 8, "intermediate_size": 48, "vocab_size": 512},
     )
-    facts = vllm.save_side_model(tmp_path / "model", vllm.RANDOM)
+    facts = vllm_memory.save_side_model(tmp_path / "model", vllm_memory.RANDOM)
     assert facts["model"]["num_hidden_layers"] == 2 and facts["model"]["parameters"] > 0
     model, tokenizer = load_model(str(tmp_path / "model"))
-    options = Options(vllm.RANDOM, 64, 2, 1, ("0.5",), (1,), 4)
-    documents = vllm.cut_texts(tokenizer, options.tokens, options.documents)
+    options = Options(vllm_memory.RANDOM, 64, 2, 1, ("0.5",), (1,), 4)
+    documents = vllm_memory.cut_texts(tokenizer, options.tokens, options.documents)
     told = []
     arguments = (model, tokenizer, documents, tmp_path, options, told.append)
-    whole, compressed = vllm.iterate_sides(*arguments)
+    whole, compressed = vllm_memory.iterate_sides(*arguments)
     assert whole.transfer is None and whole.resident == 1
-    assert whole.blocks == (64 + 2 * vllm.SPARE) // vllm.BLOCK
+    assert whole.blocks == (64 + 2 * vllm_memory.SPARE) // vllm_memory.BLOCK
     # A token has a pair of keys and values, bfloat16, in two heads of eight of two layers.
     assert whole.document_bytes == 64 * 2 * 2 * 2 * 8 * 2
     assert len(whole.prompts) == len(compressed.prompts) == 2
@@ -92,16 +92,16 @@ def test_random_weights_give_the_prompts_of_every_side(monkeypatch, tmp_path):
     assert len(told) == 2
     # The pool and the blocks share what the whole documents had.
     pool = compressed.transfer["kv_connector_extra_config"]["documents_memory"]
-    block_bytes = vllm.BLOCK * whole.document_bytes // 64
+    block_bytes = vllm_memory.BLOCK * whole.document_bytes // 64
     assert pool + compressed.blocks * block_bytes <= whole.blocks * block_bytes
     assert compressed.resident * compressed.document_bytes <= pool
-    list(vllm.iterate_sides(*arguments))
+    list(vllm_memory.iterate_sides(*arguments))
     assert len(told) == 2, "nothing is compressed twice"
 
 
 def test_more_questions_at_once_than_there_are_are_refused():
     def make(documents, fitting, together):
-        return Options(vllm.RANDOM, 64, documents, fitting, ("0.5",), together, 4)
+        return Options(vllm_memory.RANDOM, 64, documents, fitting, ("0.5",), together, 4)
 
     make(8, 4, (1, 124))
     with pytest.raises(RestoreKVError, match="at most 124"):

@@ -2,8 +2,7 @@
 
 import pytest
 
-from benchmarks import vllm as vllm_memory
-from benchmarks import vllm_answers, vllm_scores, vllm_steps
+from benchmarks import vllm_answers, vllm_memory, vllm_scores, vllm_steps
 from benchmarks.folder_options import claim_folder
 from restorekv.errors import RestoreKVError
 

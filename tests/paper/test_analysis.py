@@ -20,6 +20,7 @@ from restorekv.model.prompt import make_context
 from restorekv.model.shape import get_backbone
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks import Question, Sample
+from tests.helpers.hybrids import build_hybrid
 from tests.helpers.models import build_model
 
 TEXT = (
@@ -155,6 +156,18 @@ def test_masses_and_divergences_are_those_of_eager_attention(tiny_model, tiny_to
         if name != "full":
             sums, counts = np.array(per_cache["kl_attention"])
             np.testing.assert_allclose(sums / counts, np.mean(kl[name], 0), rtol=1e-4, atol=1e-7)
+
+
+def test_layers_with_a_window_have_no_masses(tiny_tokenizer):
+    # Nothing of them is evicted and they are not observed: as zeros they would halve every mean.
+    case = make_case(build_hybrid("qwen2"), tiny_tokenizer)
+    layers = case.prepared.scores.shape[0]
+    assert layers < len(case.prepared.full.layers)
+    for figures in attention_mass.measure(case).values():
+        np.testing.assert_allclose(np.sum(figures["masses"], axis=1), np.ones(layers))
+    found = restore_attention.measure(case)
+    np.testing.assert_allclose(np.sum(found["masses"], axis=0), np.ones((layers, N)))
+    assert np.shape(found["entropy"]) == (layers, N)
 
 
 def by_hand(full, cache, keep, heads, sinks, columns):

@@ -1,7 +1,7 @@
 """`restorekv append`, `compose` and `export`: cache files that are made of other cache files."""
 
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -11,7 +11,8 @@ from restorekv.cli.inputs import check_cache_files, check_outputs_apart, check_t
 from restorekv.cli.terminal import notes, print_figures
 from restorekv.errors import check_choice
 
-RestoreParts = Literal["last", "every", "none"]
+if TYPE_CHECKING:
+    from restorekv.compression.growing import RestoreParts
 
 
 def append(

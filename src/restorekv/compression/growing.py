@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -41,7 +42,8 @@ from restorekv.model.prompt import Context, warn_if_beyond_positions
 from restorekv.model.rope import shift_keys
 from restorekv.model.shape import CacheShape
 
-RESTORE_CHOICES = ("last", "every", "none")
+RestoreParts = Literal["last", "every", "none"]
+RESTORE_CHOICES: tuple[RestoreParts, ...] = get_args(RestoreParts)
 
 
 @dataclass

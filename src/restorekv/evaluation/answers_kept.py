@@ -113,7 +113,7 @@ def count_kept(contexts: Sequence[ContextAnswers]) -> dict[str, Any]:
     return figures
 
 
-def list_kept_rows(answers: AnswersByMethod) -> Iterator[Row]:
+def list_kept_rows(answers: AnswersByMethod) -> Iterator[dict[str, Any]]:
     """Yield a row for every method and ratio: over all texts, by kind of text, and by length.
 
     Where the methods were not asked the same texts, there are rows by kind of text alone: over all

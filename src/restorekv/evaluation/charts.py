@@ -150,7 +150,7 @@ def plot_line(
     axes: Axes,
     mark: Mark,
     x: Sequence[float] | np.ndarray,
-    y: Sequence[float],
+    y: Sequence[float] | np.ndarray,
     interval: tuple[Sequence[float], Sequence[float]] | None = None,
 ) -> None:
     """Plot a line and bars for its interval (lows, highs)."""

@@ -14,7 +14,7 @@ kvzip      the project's own templates with a task line, kept and not counted; p
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from restorekv.model.prompt import (
 )
 from restorekv.tasks import Question
 
+Method = TypeVar("Method", bound=Compressor)
 NO_LIMIT = 10**9  # tokenizers that know no limit name one far above this
 TASK_LINE = (
     "Given the context, answer to the following question or request without explanation.\n\n"
@@ -53,7 +54,7 @@ class AskingProtocol(ABC):
         """Return what to change in the model's RoPE on loading, by the model's name."""
         return None
 
-    def adapt_method(self, method: Compressor, prefix: int) -> Compressor:
+    def adapt_method(self, method: Method, prefix: int) -> Method:
         """Return the method with this protocol's settings where its spec leaves the defaults;
         `prefix` is S.
         """
@@ -142,7 +143,7 @@ class KvzipProtocol(AskingProtocol):
     def get_rope_changes(self, model_name: str) -> Mapping[str, object] | None:
         return YARN if _find_family(model_name) == "qwen3" else None
 
-    def adapt_method(self, method: Compressor, prefix: int) -> Compressor:
+    def adapt_method(self, method: Method, prefix: int) -> Method:
         """Return KVzip and its variants as their authors run them."""
         return method.as_published(prefix)
 
