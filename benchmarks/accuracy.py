@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from restorekv.cache.quantized import STORAGES
+from restorekv.cache.quantized import KV_DTYPES
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.results import Result
@@ -26,7 +26,7 @@ from restorekv.model.names import TINY
 
 RATIOS = ("0.2", "0.05")
 PART = 512
-VARIANTS = {storage: {"storage": storage} for storage in STORAGES} | {
+VARIANTS = {kv_dtype: {"kv_dtype": kv_dtype} for kv_dtype in KV_DTYPES} | {
     f"streaming {PART}": {"streaming": PART}
 }
 Key = tuple[str, str]  # variant, ratio
@@ -68,7 +68,7 @@ def format_table(results: dict[Key, Result]) -> str:
     """Return a table with a row for every variant and ratio."""
     text = "| variant | r | score | difference | bytes held of plain |\n|---|---|---|---|---|\n"
     for (name, ratio), result in results.items():
-        plain = results[STORAGES[0], ratio]
+        plain = results[KV_DTYPES[0], ratio]
         found = score_answers(result.answers, plain.answers)
         share = result.summary["bytes"] / plain.summary["bytes"]
         gain = "" if result is plain else f"{found['gain']:+.1f}"

@@ -29,7 +29,7 @@ VARIANTS = {
     "counted": ("--prefix-policy", "counted"),
     "streamed": ("--streaming", "256"),
     "offset": ("--offset", "100"),
-    "int8": ("--storage", "int8"),
+    "int8": ("--kv-dtype", "int8"),
     "from evicted": ("--restore-from", "evicted"),
     "attention matching": ("--evictor", "am-fast", "--adapter", "none"),
 }

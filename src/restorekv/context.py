@@ -328,7 +328,7 @@ class CompressedContext:
         if between is not None:
             context = replace(context, between=between)
         # The grown cache is held as the old one was, in 8 bits too.
-        attention.store_context(cache, old.storage, CacheShape.from_model(self.model).groups)
+        attention.quantize_context(cache, old.kv_dtype, CacheShape.from_model(self.model).groups)
         manifest = old.for_derived_cache(
             context,
             cache,

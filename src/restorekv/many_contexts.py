@@ -30,7 +30,7 @@ ALIKE = (
     "allocation",
     "restore_from",
     "offset",
-    "storage",
+    "kv_dtype",
     "between",
 )
 
@@ -169,7 +169,7 @@ def compose(contexts: Sequence[CompressedContext], *more: object) -> CompressedC
     refuse_unlike(manifests)
     context, cache = compose_caches(first.model, [(each.context, each.cache) for each in contexts])
     shape = CacheShape.from_model(first.model)
-    attention.store_context(cache, manifests[0].storage, shape.groups)
+    attention.quantize_context(cache, manifests[0].kv_dtype, shape.groups)
     # The ratio of the whole is the mean of the ratios, each weighted by its text's length.
     parts: list[int] = []
     held = Fraction(0)

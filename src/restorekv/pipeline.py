@@ -150,7 +150,7 @@ def compress(
         cache, seconds = prepared.evict_timed(budget, consume=not keeps_full)
         # Quantizing the retained pairs is counted as a part of the eviction.
         with time_phase(seconds, "evict"):
-            attention.store_context(cache, config.storage, shape.groups)
+            attention.quantize_context(cache, config.kv_dtype, shape.groups)
         seconds = prepared.seconds | seconds
         manifest = make_manifest(
             tokenizer, identity, compressor, prepared, budget, cache, seconds, cut, system
@@ -334,7 +334,7 @@ def make_manifest(
         **count_pairs_and_bytes(cache, context.prefix, context.positions, config.prefix_policy),
         seconds={phase: round(value, 4) for phase, value in seconds.items()},
         versions={"restorekv": __version__, **versions, "python": platform.python_version()},
-        storage=config.storage,
+        kv_dtype=config.kv_dtype,
         streaming=prepared.streaming,
         between=context.between,
         cut=cut,

@@ -99,7 +99,7 @@ def test_new_pairs_come_from_a_model_that_reads_what_was_kept(model, tiny_tokeni
         {},
         {"prefix_policy": "counted"},
         {"allocation": "per-head"},
-        {"storage": "int8"},
+        {"kv_dtype": "int8"},
         {"restore_from": "evicted"},
     ],
 )
@@ -130,7 +130,7 @@ def test_the_budget_of_the_whole_is_exact(model, tiny_tokenizer, tmp_path, resto
     grown.save(tmp_path / "grown.rkv")
     again = CompressedContext.load(tmp_path / "grown.rkv", model, tiny_tokenizer)
     assert again.manifest == m and again.ask(QUESTIONS, 6) == grown.ask(QUESTIONS, 6)
-    if "allocation" in options and "storage" not in options:
+    if "allocation" in options and "kv_dtype" not in options:
         assert grown.portable().tokens * heads == m.pairs_held
 
 
@@ -260,13 +260,13 @@ def test_what_cannot_be_composed_says_so(model, tiny_tokenizer):
             adapter=None,
             config=CompressionConfig(system="Be brief."),
         ),
-        "differ in storage": compress(
+        "differ in kv_dtype": compress(
             model,
             tiny_tokenizer,
             first,
             ratio=0.5,
             adapter=None,
-            config=CompressionConfig(storage="int8"),
+            config=CompressionConfig(kv_dtype="int8"),
         ),
         "differ in evictor": compress(
             model, tiny_tokenizer, first, ratio=0.5, adapter=None, evictor="knorm"

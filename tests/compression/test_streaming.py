@@ -343,7 +343,7 @@ def test_compress_records_it_and_answers(tiny_model, tiny_tokenizer, tmp_path):
             TEXT,
             ratio=0.3,
             adapter=make_adapter(tiny_model),
-            config=CompressionConfig(streaming=40, storage="int8"),
+            config=CompressionConfig(streaming=40, kv_dtype="int8"),
         )
     plain = compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.3, adapter=make_adapter(tiny_model))
     assert made.manifest.streaming == 40 and made.manifest.pairs == plain.manifest.pairs
@@ -390,12 +390,12 @@ def test_the_command_line_streams_and_stores(tiny_tokenizer, tmp_path):
         "none",
         "--streaming",
         64,
-        "--storage",
+        "--kv-dtype",
         "fp8",
     )
     told = cli("compress", world.text, *options, "--json", world.figures)
     assert told.code == 0 and "streamed 64" in told.out and "fp8" in told.out  # lines may be broken
     figures = json.loads((tmp_path / "figures").read_text())
-    assert figures["streaming"] == 64 and figures["storage"] == "fp8"
+    assert figures["streaming"] == 64 and figures["kv_dtype"] == "fp8"
     assert cli("ask", world.doc, "who?", "--model", world.model, "--max-new-tokens", 3).code == 0
     assert "not 'int4'" in cli("compress", world.text, *options[:-1], "int4").err

@@ -144,8 +144,8 @@ def test_answers_are_those_of_compress(world, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:The adapter learned to read full caches")
-def test_storage_and_streaming_are_fields_of_a_cell(world, counted, tmp_path, monkeypatch):
-    """One preparation serves every storage; a streamed cell reads the context for itself, as
+def test_kv_dtype_and_streaming_are_fields_of_a_cell(world, counted, tmp_path, monkeypatch):
+    """One preparation serves every `kv_dtype`; a streamed cell reads the context for itself, as
     `compress` does.
     """
     model, tokenizer = load_model(model_of(world))
@@ -156,11 +156,11 @@ def test_storage_and_streaming_are_fields_of_a_cell(world, counted, tmp_path, mo
         adapters=(None, str(world / "adapter")),
     )
     plain = cells[1:]
-    run_grid([*cells, *(replace(cell, storage="int8") for cell in plain)], tmp_path)
+    run_grid([*cells, *(replace(cell, kv_dtype="int8") for cell in plain)], tmp_path)
     assert counted == {"prefill": 1, "score": 1, "restore": 1}
     streamed = [
-        replace(cell, streaming=20, storage=storage)
-        for storage in ("model", "fp8")
+        replace(cell, streaming=20, kv_dtype=kv_dtype)
+        for kv_dtype in ("model", "fp8")
         for cell in plain
     ]
     passes, real = [], Stream.run
@@ -168,13 +168,13 @@ def test_storage_and_streaming_are_fields_of_a_cell(world, counted, tmp_path, mo
         Stream, "run", lambda self: passes.append(self.source.streaming) or real(self)
     )
     done = run_grid(streamed, tmp_path)
-    assert passes == [20, 20], "one alone and one restored, which serve both storages"
+    assert passes == [20, 20], "one alone and one restored, which serve both dtypes"
     (sample,) = Plain(contexts=1).load_samples(tokenizer, "kvpress")
     for result in done:
         cell, (line,) = result.cell, result.lines
         how = {
             key: getattr(cell, key)
-            for key in ("evictor", "adapter", "ratio", "storage", "streaming", "on_small_budget")
+            for key in ("evictor", "adapter", "ratio", "kv_dtype", "streaming", "on_small_budget")
         }
         compressed = compress_with(
             model, tokenizer, sample.context, prefix_policy="counted", between="", **how
@@ -434,7 +434,7 @@ def test_answers_to_contexts_that_are_not_asked_are_refused(world, tmp_path):
         ({"adapter": "no/such/adapter"}, "no/such/adapter"),
         ({"max_context": 3}, "no room"),
         ({"dtype": "float7"}, "dtype is one of"),
-        ({"storage": "int4"}, "storage is one of"),
+        ({"kv_dtype": "int4"}, "kv_dtype is one of"),
         ({"streaming": 16, "evictor": "streaming"}, "leave out streaming"),
         ({"streaming": 16, "evictor": "am-fast", "prefix_policy": "free"}, "leave out streaming"),
     ],
@@ -478,7 +478,7 @@ def test_cells_are_told_apart_by_everything_in_them():
         "offset": 8,
         "max_context": 50,
         "dtype": "bfloat16",
-        "storage": "int8",
+        "kv_dtype": "int8",
         "streaming": 512,
     }
     assert others.keys() == vars(cell).keys()

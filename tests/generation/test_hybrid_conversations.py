@@ -144,7 +144,7 @@ def test_several_texts_answer_in_one_batch_as_alone(model, tiny_tokenizer):
     assert one_by_one == alone
 
 
-@pytest.mark.parametrize("options", [{}, {"storage": "int8"}, {"offset": 5, "adapter": None}])
+@pytest.mark.parametrize("options", [{}, {"kv_dtype": "int8"}, {"offset": 5, "adapter": None}])
 def test_a_file_holds_both_kinds_of_layers(model, tiny_tokenizer, tmp_path, options, capsys):
     settings = {"ratio": 0.4, "adapter": make_adapter(model), **options}
     small = compress_with(model, tiny_tokenizer, LONG, **settings)

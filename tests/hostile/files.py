@@ -47,7 +47,7 @@ def made(folder: Path) -> list[bytes]:
     kinds = (
         {},
         {"adapter": None, "evictor": "snapkv"},
-        {"storage": "int8"},
+        {"kv_dtype": "int8"},
         {"allocation": "per-head"},
         {"adapter": None, "evictor": "am-fast"},
         {"prefix_policy": "counted", "evictor": "h2o"},

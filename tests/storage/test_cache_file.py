@@ -48,7 +48,7 @@ def manifest_of(model, cache, context):
         bytes_held=cache.nbytes,
         seconds={"prefill": 0.5},
         versions={"python": "3"},
-        storage="model",
+        kv_dtype="model",
         streaming=None,
         between=context.between,
         cut=0,
@@ -164,10 +164,10 @@ def test_a_file_that_is_mostly_hole_is_not_read(tmp_path):
 
 def test_another_format_version(written):
     path, _, _ = written
-    path.write_bytes(path.read_bytes().replace(b'"version":"5"', b'"version":"3"'))
+    path.write_bytes(path.read_bytes().replace(b'"version":"6"', b'"version":"3"'))
     with pytest.raises(
         CacheFileError,
-        match="format version '3', this restorekv reads 5; compress the context again",
+        match="format version '3', this restorekv reads 6; compress the context again",
     ):
         open_cache_file(path)
 

@@ -41,7 +41,7 @@ def run(
     allocation: options.Allocation = "global",
     restore_from: options.RestoreFrom = "full",
     offset: options.Offset = 0,
-    storage: options.Storage = "model",
+    kv_dtype: options.KvDtype = "model",
     streaming: options.Streaming = None,
     offload: options.Offload = False,
     device: options.Device = "cpu",
@@ -92,7 +92,7 @@ def run(
         streaming=streaming,
         offload=offload,
         restore_tokens=restore_tokens,
-        storage=storage,
+        kv_dtype=kv_dtype,
         system=system,
         on_long_text=on_long_text,
     )

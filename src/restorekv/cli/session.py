@@ -121,8 +121,8 @@ def describe_method(m: Manifest) -> str:
         settings.append(f"streamed {m.streaming} tokens at a time")
     if m.parts:
         settings.append(f"{len(m.parts)} texts")
-    if m.storage != "model":
-        settings.append(f"held in {m.storage}")
+    if m.kv_dtype != "model":
+        settings.append(f"held in {m.kv_dtype}")
     return ", ".join(settings)
 
 

@@ -66,7 +66,7 @@ class CompressionConfig:
         offload: Keep all but one layer of the full cache in a temporary file, on a GPU in the
             host's memory.
         restore_tokens: Use the first n of the adapter's restore tokens only. None uses all.
-        storage: "model" holds the kept pairs in the model's dtype; "int8" and "fp8" hold them in 8
+        kv_dtype: "model" holds the kept pairs in the model's dtype; "int8" and "fp8" hold them in 8
             bits a number.
         system: The system message before the text; "" leaves it to the chat template.
         between: What separates the text from every question. None takes what the tokenizer's config
@@ -85,7 +85,7 @@ class CompressionConfig:
     streaming: int | None = None
     offload: bool = False
     restore_tokens: int | None = None
-    storage: str = "model"
+    kv_dtype: str = "model"
     system: str | None = ""
     between: str | None = None
     on_long_text: str = "refuse"
@@ -97,7 +97,7 @@ class CompressionConfig:
         check_choice("on_small_budget", self.on_small_budget, ON_SMALL_BUDGET)
         check_choice("restore_from", self.restore_from, RESTORE_FROM)
         check_choice("on_long_text", self.on_long_text, ON_LONG_TEXT)
-        quantized.check_storage(self.storage)
+        quantized.check_kv_dtype(self.kv_dtype)
         if self.offset < 0:
             raise RestoreKVError(f"offset is a number of positions, at least 0, not {self.offset}.")
         if self.streaming is not None and self.streaming < 1:

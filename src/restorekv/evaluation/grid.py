@@ -64,7 +64,7 @@ class Cell:
     offset: int = 0
     max_context: int = 0
     dtype: str = "auto"
-    storage: str = "model"
+    kv_dtype: str = "model"
     streaming: int = 0
 
     def __post_init__(self) -> None:
@@ -147,7 +147,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """Expands to a cell for every model, protocol, benchmark, seed, storage, method and ratio.
+    """Expands to a cell for every model, protocol, benchmark, seed, `kv_dtype`, method and ratio.
 
     `methods` are pairs of an evictor's spec and an adapter: every evictor is evaluated without
     restoring, and restored where an adapter is named. SHIPPED names the adapter that ships for the
@@ -162,7 +162,7 @@ class Grid:
     ratios: Sequence[str] = ("0.4", "0.2", "0.1", "0.05")
     seeds: Sequence[int] = ()
     count: int | None = None
-    storages: Sequence[str] = ("model",)
+    kv_dtypes: Sequence[str] = ("model",)
     common: Mapping[str, Any] = field(default_factory=dict)
 
     def list_cells(self) -> list[Cell]:
@@ -181,14 +181,14 @@ class Grid:
             where = {"model": model, "protocol": protocol, "benchmark": benchmark}
             yield Cell.full_cache(**where, **of_full)
             # The innermost loop is the ratio: cells of one method stand together in the files.
-            for storage, (spec, source), ratio in product(self.storages, self.methods, ratios):
+            for kv_dtype, (spec, source), ratio in product(self.kv_dtypes, self.methods, ratios):
                 evictor = make_compressor(spec).spec
                 fields = {
                     **where,
                     **self.common,
                     "evictor": evictor,
                     "ratio": ratio,
-                    "storage": storage,
+                    "kv_dtype": kv_dtype,
                 }
                 # Without restoring first, so that every method has its base next to it.
                 yield Cell(**fields).base

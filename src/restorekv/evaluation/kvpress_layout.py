@@ -220,8 +220,8 @@ def _name_press(cell: Cell, facts: Mapping) -> str:
         "offset": 0,
     }
     changed = [f"{key}={facts[key]}" for key, value in kvpress_own.items() if facts[key] != value]
-    if cell.storage != "model":
-        changed.append(cell.storage)
+    if cell.kv_dtype != "model":
+        changed.append(cell.kv_dtype)
     if cell.streaming:
         changed.append(f"streaming={cell.streaming}")
     if not changed and (cell.evictor, cell.restored) in PRESSES:
@@ -239,7 +239,7 @@ def _describe_cell(cell: Cell, facts: Mapping) -> str:
         return "None"
     keys = ("method", "prefix_policy", "allocation", "restore_from", "offset", "on_small_budget")
     made_with = {key: facts[key] for key in keys} | {
-        "storage": cell.storage,
+        "kv_dtype": cell.kv_dtype,
         "streaming": cell.streaming,
     }
     made_with |= {"ratio": cell.ratio, "adapter": cell.adapter, **(facts["adapter"] or {})}

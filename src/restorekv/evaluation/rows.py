@@ -294,7 +294,7 @@ def _make_row(result: Result, base: Result | None, full: Result | None) -> dict:
         "adapter": identity["adapter"] and identity["adapter"]["hash"],
         "label": describe_controls(cell),
         "ratio": cell.value,
-        "storage": cell.storage,
+        "kv_dtype": cell.kv_dtype,
         "streaming": cell.streaming,
         **{key: identity[key] for key in IDENTITY_COLUMNS},
         **{key: figures[key] for key in SUMMARY_COLUMNS},
@@ -327,8 +327,8 @@ def describe_controls(cell: Cell) -> str:
         parts.append("from the evicted cache")
     if cell.streaming:
         parts.append(f"streamed {cell.streaming} tokens at a time")
-    if cell.storage != "model":
-        parts.append(cell.storage)
+    if cell.kv_dtype != "model":
+        parts.append(cell.kv_dtype)
     if cell.offset:
         parts.append(f"offset {cell.offset}")
     return ", ".join(parts)

@@ -276,7 +276,7 @@ def check_cells(cells: Sequence[Cell]) -> None:
     for cell in cells:
         tasks.make_benchmark(cell.benchmark)
         parse_ratio(cell.ratio)
-        quantized.check_storage(cell.storage)
+        quantized.check_kv_dtype(cell.kv_dtype)
         check_dtype(cell.dtype)
         if cell.evictor != FULL:
             config = cell.config(protocols.make_protocol(cell.protocol).prefix_policy)

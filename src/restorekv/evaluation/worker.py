@@ -155,7 +155,7 @@ class Worker:
         of both.
 
         One restore pass serves an adapter and config, one eviction serves a ratio, and every
-        storage is a copy of its cache. What several cells share is charged to the first.
+        `kv_dtype` is a copy of its cache. What several cells share is charged to the first.
         """
         prepared = self._prepare(context, only_full=all(cell.evictor == FULL for cell in cells))
         seconds = dict(prepared.seconds)
@@ -167,21 +167,22 @@ class Worker:
                 phase: took for phase, took in view.seconds.items() if phase not in prepared.seconds
             }
             for ratio, group in group_by(members, lambda cell: cell.ratio).items():
-                # Eviction of a group's first cell; other storages are copies of it.
+                # Eviction of a group's first cell; the others, of other dtypes, are copies of it.
                 plain, took = view.evict_timed(ratio, None if group[0].restored else 0)
                 seconds |= took
                 for cell in group:
                     cache = plain
-                    if cell.storage != "model":
+                    if cell.kv_dtype != "model":
                         with time_phase(seconds, "evict"):
                             cache = plain.fork()
-                            attention.store_context(cache, cell.storage, self.identity.shape.groups)
+                            groups = self.identity.shape.groups
+                            attention.quantize_context(cache, cell.kv_dtype, groups)
                     yield cell, view, cache, seconds
                     # What was shared has been charged.
                     seconds = {}
 
     def _get_restore_key(self, cell: Cell) -> tuple:
-        """Return what cells share that differ in ratio and storage only: one restore pass serves
+        """Return what cells share that differ in ratio and `kv_dtype` only: one restore pass serves
         them.
         """
         return (cell.evictor == FULL, cell.adapter, cell.restore_tokens, self.config(cell))

@@ -36,7 +36,7 @@ from restorekv.storage.cache_checks import (
 )
 
 FIX = "compress the context again"
-KIND = FileKind("restorekv-cache", "5", "a restorekv cache", FIX)
+KIND = FileKind("restorekv-cache", "6", "a restorekv cache", FIX)
 
 
 # To add a field: set it in `pipeline.make_manifest`, check it in cache_checks.py, and raise the
@@ -71,7 +71,7 @@ class Manifest:
     bytes_held: int  # of every tensor of the compressed cache
     seconds: dict[str, float]  # per phase
     versions: dict[str, str]  # of the libraries
-    storage: str  # of the retained pairs: "model" for the model's dtype, or "int8", "fp8"
+    kv_dtype: str  # of the retained pairs: "model" for the model's dtype, or "int8", "fp8"
     streaming: int | None  # tokens of a chunk, if the context was evicted during its prefill
     between: str  # what stands before every question
     # Tokens of the text's end that were left out because the model has no positions for them.
@@ -322,12 +322,12 @@ def unpack_context(
     keys_name = f"layers.{index}.keys"
     values_name = f"layers.{index}.values"
     rows = tensors[keys_name], tensors[values_name]
-    if manifest.storage == "model":
+    if manifest.kv_dtype == "model":
         return rows
     return quantized.from_codes(
         rows,
         (tensors[f"{keys_name}.scales"], tensors[f"{values_name}.scales"]),
         offsets.tolist(),
-        manifest.storage,
+        manifest.kv_dtype,
         getattr(torch, manifest.dtype),
     )

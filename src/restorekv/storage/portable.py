@@ -38,7 +38,7 @@ from restorekv.storage.cache_checks import check_around, check_model, check_tens
 from restorekv.storage.cache_file import Manifest, read_with_manifest, refuse_contradictions
 
 FIX = "make it with restorekv export"
-KIND = FileKind("restorekv-portable", "3", "a portable cache of restorekv", FIX)
+KIND = FileKind("restorekv-portable", "4", "a portable cache of restorekv", FIX)
 # Fewer columns have too few placeholders to tell one document from another.
 LEAST_COLUMNS = 12
 MARK = 4  # ids at the start that tell placeholders from a text
