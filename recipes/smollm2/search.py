@@ -48,7 +48,7 @@ from restorekv.evaluation.stats import bootstrap_ratio
 from restorekv.generation.decoding import generate_ids
 from restorekv.model.load import load_model
 from restorekv.model.names import shipped_path
-from restorekv.model.prompt import BETWEEN, encode_question, make_context
+from restorekv.model.prompt import DEFAULT_SEPARATOR, encode_question, make_context
 from restorekv.restore import adapter_file
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks.splits import DEVELOPMENT, split_corpus
@@ -434,7 +434,7 @@ def answer_document(bench: Bench, document: SourceDocument) -> dict:
     """Return a development case with the teacher's answers."""
     context = make_context(bench.tokenizer, document.text)
     cache = Eviction.make("snapkv").prepare(bench.model, bench.tokenizer, context).evict(1)
-    questions = [BETWEEN + question for _, question in document.asked]
+    questions = [DEFAULT_SEPARATOR + question for _, question in document.asked]
     prompts = [
         encode_question(bench.tokenizer, context, question, empty=True)[0] for question in questions
     ]
@@ -617,7 +617,7 @@ def ship_variant(options: argparse.Namespace) -> None:
         ratio_range=(variant.ratio_min, variant.ratio_max),
         settings=settings,
         data=own + inherit_data(adapter.card.data or [], own),
-        between=BETWEEN,
+        separator=DEFAULT_SEPARATOR,
     )
     adapter.record_results(adapter.card.results or [], options.helps_up_to)
     target = shipped_path("smollm2", "adapters", options.name)

@@ -295,7 +295,7 @@ class CompressedContext:
         restore: str = "last",
         adapter: RestoreAdapter | str | Path | None = "auto",
         evictor: str | None = None,
-        between: str | None = None,
+        separator: str | None = None,
     ) -> CompressedContext:
         """Return a context with the tokens `ids` (1, t) at its end, whoever wrote them.
 
@@ -304,7 +304,7 @@ class CompressedContext:
             restore: As in `append`.
             adapter: As in `append`.
             evictor: As in `append`.
-            between: What separates the text from questions afterwards; None leaves it as it is.
+            separator: What separates the text from questions afterwards; None leaves it as it is.
         """
         old = self.manifest
         if restore == "none":
@@ -321,12 +321,12 @@ class CompressedContext:
             restore=restore,
             ids=ids,
             ratio=Fraction(old.ratio),
-            fix="append more at once" if between is None else "fold when more was said",
+            fix="append more at once" if separator is None else "fold when more was said",
         )
         cache = growth.run()
         context = growth.grown_context
-        if between is not None:
-            context = replace(context, between=between)
+        if separator is not None:
+            context = replace(context, separator=separator)
         # The grown cache is held as the old one was, in 8 bits too.
         attention.quantize_context(cache, old.kv_dtype, CacheShape.from_model(self.model).groups)
         manifest = old.for_derived_cache(
@@ -335,7 +335,7 @@ class CompressedContext:
             seconds={name: round(value, 4) for name, value in growth.seconds.items()},
             parts=[*(old.parts or [old.tokens]), ids.shape[-1]],
             earlier=growth.carried_restore_pairs,
-            between=context.between,
+            separator=context.separator,
             tokens_hash=hash_token_names(self.tokenizer, context.ids),
             streaming=None,
             adapter=eviction.adapter and eviction.adapter.identity(),
@@ -372,7 +372,7 @@ class CompressedContext:
         recorded = manifest.adapter
         if adapter is None or (adapter == "auto" and recorded is None):
             return eviction
-        loaded = load_adapter(self.model, adapter, eviction, None, manifest.between)
+        loaded = load_adapter(self.model, adapter, eviction, None, manifest.separator)
         if recorded is None:
             return replace(eviction, adapter=loaded)
         if loaded is None:

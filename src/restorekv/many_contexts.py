@@ -31,7 +31,7 @@ ALIKE = (
     "restore_from",
     "offset",
     "kv_dtype",
-    "between",
+    "separator",
 )
 
 

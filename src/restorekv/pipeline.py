@@ -126,7 +126,7 @@ def compress(
         )
     compressor = make_compressor(resolve_preset(evictor), config)
     text, system = separate_text_and_system(context, check_system_message(config.system))
-    tokenized = make_context(tokenizer, text, config.choose_between(tokenizer), system)
+    tokenized = make_context(tokenizer, text, config.choose_separator(tokenizer), system)
     tokenized, cut = fit_context(model, tokenized, config.on_long_text, config.offset)
 
     # The budget is computed once; the restore tokens take their part of it when n is known.
@@ -188,7 +188,7 @@ def add_adapter(
         adapter = None
         restore_tokens = None
     restore_adapter = load_adapter(
-        model, adapter, compressor, restore_tokens, context.between, budget.ratio, identity
+        model, adapter, compressor, restore_tokens, context.separator, budget.ratio, identity
     )
     if restore_adapter is None:
         return compressor, budget
@@ -336,7 +336,7 @@ def make_manifest(
         versions={"restorekv": __version__, **versions, "python": platform.python_version()},
         kv_dtype=config.kv_dtype,
         streaming=prepared.streaming,
-        between=context.between,
+        separator=context.separator,
         cut=cut,
         system=system,
         parts=[],

@@ -112,7 +112,7 @@ def test_caches_of_smollm2_lie_far_below_the_bound():
 
 
 FIELDS = {
-    "between": ("x" * 300_000, "300,000 characters as its between"),
+    "separator": ("x" * 300_000, "300,000 characters as its separator"),
     "model": ("m" * 5000, "5,000 characters as its model"),
     "system": ("s" * (2 << 20), "characters as its system"),
     "suffix_text": ("x " * 5000, "after every question"),
@@ -157,7 +157,7 @@ def test_a_manifest_of_many_elements_is_refused_before_it_is_parsed(
 
 def test_a_template_that_no_file_could_hold_is_refused_at_once(tiny_tokenizer):
     with pytest.raises(RestoreKVError, match="use a shorter template"):
-        make_context(tiny_tokenizer, "A text.", between="x" * 3000)
+        make_context(tiny_tokenizer, "A text.", separator="x" * 3000)
 
 
 @pytest.mark.parametrize(

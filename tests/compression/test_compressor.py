@@ -26,7 +26,7 @@ from restorekv.errors import (
     RestoreKVWarning,
 )
 from restorekv.generation.answers import answer_greedily
-from restorekv.model.prompt import BETWEEN, make_context
+from restorekv.model.prompt import DEFAULT_SEPARATOR, make_context
 from restorekv.model.shape import CacheShape
 from restorekv.pipeline import compress
 from restorekv.restore.adapter import RestoreAdapter
@@ -503,7 +503,7 @@ def test_adapters_of_another_model_object_or_evictor(case):
     adapter.record_training(evictor="kvzip+")
     with pytest.warns(RestoreKVWarning, match="kvzip\\+, not kvzip"):
         compress(model, tokenizer, text, adapter=adapter, ratio=0.2)
-    adapter.record_training(evictor="kvzip", between="\n\n")
+    adapter.record_training(evictor="kvzip", separator="\n\n")
     with pytest.warns(RestoreKVWarning, match="text between document and question"):
         compress(
             model,
@@ -511,7 +511,7 @@ def test_adapters_of_another_model_object_or_evictor(case):
             text,
             adapter=adapter,
             ratio=0.2,
-            config=CompressionConfig(between="\n"),
+            config=CompressionConfig(separator="\n"),
         )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -521,7 +521,7 @@ def test_adapters_of_another_model_object_or_evictor(case):
             text,
             adapter=adapter,
             ratio=0.2,
-            config=CompressionConfig(between="\n\n"),
+            config=CompressionConfig(separator="\n\n"),
         )
 
 
@@ -541,7 +541,7 @@ def test_budgets_of_another_context_are_refused(case):
 
 def test_contexts_may_come_ready_made(case):
     model, tokenizer, text = case
-    context = make_context(tokenizer, text, BETWEEN)
+    context = make_context(tokenizer, text, DEFAULT_SEPARATOR)
     prepared = Eviction.make("kvzip").prepare(model, tokenizer, context)
     answers = answer_greedily(model, tokenizer, context, prepared.evict(0.2), QUESTIONS, 8)
     assert answers == compress(*case, ratio=0.2).ask(QUESTIONS, 8)

@@ -83,7 +83,7 @@ def test_divergences_are_those_of_a_masked_pass(world, tmp_path):
             evictor="knorm",
             adapter=None,
             ratio=1,
-            config=CompressionConfig(between=""),
+            config=CompressionConfig(separator=""),
         )
         for each in samples
     ]
@@ -91,7 +91,7 @@ def test_divergences_are_those_of_a_masked_pass(world, tmp_path):
         how = {"evictor": result.cell.evictor, "ratio": result.cell.ratio, "adapter": None}
         for sample, full, line in zip(samples, whole, result.lines, strict=True):
             small = compress_with(
-                model, tokenizer, sample.context, prefix_policy="counted", between="", **how
+                model, tokenizer, sample.context, prefix_policy="counted", separator="", **how
             )
             prompts = [
                 encode_question(tokenizer, small.context, asked.text)[0]
@@ -128,7 +128,7 @@ def test_a_restored_cache_is_given_the_same_ids_behind_its_restore_tokens(world,
             sample.context,
             ratio=ratio,
             adapter=adapter,
-            config=CompressionConfig(on_small_budget="fewer", between=""),
+            config=CompressionConfig(on_small_budget="fewer", separator=""),
         )
         for ratio, adapter in ((1, None), ("0.4", str(world / "adapter")))
     )

@@ -121,7 +121,7 @@ def test_answers_are_those_of_compress(world, tmp_path):
         }
         for sample, line in zip(samples, result.lines, strict=True):
             compressed = compress_with(
-                model, tokenizer, sample.context, ratio=cell.ratio, between="", **how
+                model, tokenizer, sample.context, ratio=cell.ratio, separator="", **how
             )
             prompts = [
                 encode_question(tokenizer, compressed.context, asked.text)
@@ -177,7 +177,7 @@ def test_kv_dtype_and_streaming_are_fields_of_a_cell(world, counted, tmp_path, m
             for key in ("evictor", "adapter", "ratio", "kv_dtype", "streaming", "on_small_budget")
         }
         compressed = compress_with(
-            model, tokenizer, sample.context, prefix_policy="counted", between="", **how
+            model, tokenizer, sample.context, prefix_policy="counted", separator="", **how
         )
         assert compressed.manifest.streaming == 20 and compressed.cache.nbytes == line["bytes"]
         texts = compressed.ask([question.text for question in sample.questions], max_new_tokens=4)

@@ -28,7 +28,7 @@ def test_the_whole_conversation_is_what_the_template_makes_of_it(tiny_tokenizer,
     """Ids and greedy answers are those of the whole conversation, read at once over the
     same cache.
     """
-    small = make_small(tiny_tokenizer, family, system=system, between="\n\n")
+    small = make_small(tiny_tokenizer, family, system=system, separator="\n\n")
     chat = small.chat()
     for number, question in enumerate(QUESTIONS):
         answer = chat.ask(question, 8)

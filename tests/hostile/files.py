@@ -113,7 +113,7 @@ def contents(loaded) -> str:
     import hashlib
 
     digest = hashlib.sha256(
-        json.dumps([loaded.context.suffix_text, loaded.context.between]).encode()
+        json.dumps([loaded.context.suffix_text, loaded.context.separator]).encode()
     )
     for tensor in (
         loaded.context.ids,

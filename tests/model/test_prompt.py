@@ -6,9 +6,9 @@ import torch
 from restorekv.errors import RestoreKVError
 from restorekv.model.load import load_tokenizer
 from restorekv.model.prompt import (
-    BETWEEN,
+    DEFAULT_SEPARATOR,
     encode_question,
-    get_default_between,
+    get_default_separator,
     hash_template,
     make_context,
     split_template,
@@ -41,8 +41,8 @@ def test_contexts_can_be_compared(tiny_tokenizer):
     assert len({context, make_context(tiny_tokenizer, TEXT)}) == 2
 
 
-def test_the_separator_may_stand_in_the_text(tiny_tokenizer):
-    text = "<restorekv-separator> is a word"
+def test_the_mark_of_a_message_may_stand_in_the_text(tiny_tokenizer):
+    text = "<restorekv-message> is a word"
     context = make_context(tiny_tokenizer, text)
     assert tiny_tokenizer.decode(context.ids[0, context.prefix :]) == text
 
@@ -117,11 +117,11 @@ def test_what_parts_text_and_question_is_part_of_the_prompt(tiny_tokenizer):
     """The tiny model was trained without anything between; others get a blank line unless their
     files name it.
     """
-    apart = make_context(tiny_tokenizer, TEXT, get_default_between(tiny_tokenizer))
+    apart = make_context(tiny_tokenizer, TEXT, get_default_separator(tiny_tokenizer))
     plain = make_context(tiny_tokenizer, TEXT)
-    assert (apart.between, plain.between) == (BETWEEN, "")
+    assert (apart.separator, plain.separator) == (DEFAULT_SEPARATOR, "")
     assert torch.equal(
         encode_question(tiny_tokenizer, apart, "Who?"),
-        encode_question(tiny_tokenizer, plain, f"{BETWEEN}Who?"),
+        encode_question(tiny_tokenizer, plain, f"{DEFAULT_SEPARATOR}Who?"),
     )
-    assert get_default_between(load_tokenizer("tiny")) == ""
+    assert get_default_separator(load_tokenizer("tiny")) == ""

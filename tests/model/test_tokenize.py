@@ -128,7 +128,7 @@ def test_other_texts_have_the_ids_that_they_had(tokenizer):
             before, tokenizer.encode(before, add_special_tokens=False)[:1]
         )
         assert copy.backend.encode(named + text, add_special_tokens=False).ids == old
-        context = make_context(tokenizer, "a", between="\n")
+        context = make_context(tokenizer, "a", separator="\n")
         old = tokenizer.encode("\n" + text + after + "It", add_special_tokens=False)
         assert torch.equal(
             encode_question(tokenizer, context, text, "It", empty=True)[0], torch.tensor(old)

@@ -50,7 +50,7 @@ def manifest_of(model, cache, context):
         versions={"python": "3"},
         kv_dtype="model",
         streaming=None,
-        between=context.between,
+        separator=context.separator,
         cut=0,
         system="",
         parts=[],

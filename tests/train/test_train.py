@@ -16,7 +16,7 @@ from restorekv.compression.full_cache import ScoredContext
 from restorekv.errors import AdapterError, RestoreKVError, RestoreKVWarning
 from restorekv.model import attention
 from restorekv.model.attention import cascade
-from restorekv.model.prompt import get_default_between, make_context
+from restorekv.model.prompt import get_default_separator, make_context
 from restorekv.model.rope import count_positions
 from restorekv.model.shape import compute_logits
 from restorekv.train import checkpoint
@@ -514,7 +514,7 @@ def test_the_adapter_records_settings_data_and_license(tiny_tokenizer, tmp_path)
     )
     assert adapter.card.settings["lr"] == CONFIG.lr and adapter.card.settings["processes"] == 1
     assert [row["contexts"] for row in adapter.card.data] == [1, 4]
-    assert adapter.card.license == "unknown" and adapter.card.between == get_default_between(
+    assert adapter.card.license == "unknown" and adapter.card.separator == get_default_separator(
         tiny_tokenizer
     )
 

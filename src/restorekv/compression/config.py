@@ -22,7 +22,7 @@ from restorekv.compression.budget import (
 )
 from restorekv.errors import BudgetError, RestoreKVError, check_choice
 from restorekv.files import check_option
-from restorekv.model.prompt import ON_LONG_TEXT, Context, get_default_between
+from restorekv.model.prompt import ON_LONG_TEXT, Context, get_default_separator
 from restorekv.restore.choices import RESTORE_FROM, RestoreFrom
 
 RatioOrBudget = float | str | Fraction | Budget
@@ -37,7 +37,7 @@ TYPES: dict[str, tuple[object, str]] = {
     "streaming": (int | None, "a whole number of tokens, or None"),
     "offload": (bool, "True or False"),
     "restore_tokens": (int | None, "a whole number of tokens, or None"),
-    "between": (str | None, "a text, or None"),
+    "separator": (str | None, "a text, or None"),
 }
 
 
@@ -69,8 +69,8 @@ class CompressionConfig:
         kv_dtype: "model" holds the kept pairs in the model's dtype; "int8" and "fp8" hold them in 8
             bits a number.
         system: The system message before the text; "" leaves it to the chat template.
-        between: What separates the text from every question. None takes what the tokenizer's config
-            names, or a blank line.
+        separator: The text between the document and every question. None takes what the tokenizer's
+            config names, or a blank line.
         on_long_text: "refuse" a text that is too long for the model's positions, or "cut" its end.
 
     Raises:
@@ -87,7 +87,7 @@ class CompressionConfig:
     restore_tokens: int | None = None
     kv_dtype: str = "model"
     system: str | None = ""
-    between: str | None = None
+    separator: str | None = None
     on_long_text: str = "refuse"
 
     def __post_init__(self) -> None:
@@ -132,11 +132,11 @@ class CompressionConfig:
         assert isinstance(self.allocation, Allocation), "__post_init__ parses a spec"
         return self.allocation
 
-    def choose_between(self, tokenizer: Tokenizer) -> str:
-        """Return what separates the text from a question: `between`, or the template's own."""
-        if self.between is None:
-            return get_default_between(tokenizer)
-        return self.between
+    def choose_separator(self, tokenizer: Tokenizer) -> str:
+        """Return what separates the text from a question: `separator`, or the template's own."""
+        if self.separator is None:
+            return get_default_separator(tokenizer)
+        return self.separator
 
     def competing_columns(self, context: Context) -> int:
         """Return T_b: the columns that compete for the budget."""

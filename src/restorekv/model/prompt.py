@@ -4,9 +4,9 @@ Templates are rendered here alone, and tokenize.py alone encodes texts. Two othe
 text: tokenize.py looks for the control tokens that one writes, and gguf_tokenizer.py takes one out
 of a file.
 
-The template is rendered around a separator and split there, as kvpress does. What precedes the
-separator, with the text, is the context that is compressed; what follows it closes the user's turn
-after every question.
+The template is rendered around a mark and split there, as kvpress does. What precedes the mark,
+with the text, is the context that is compressed; what follows it closes the user's turn after every
+question.
 """
 
 import math
@@ -43,7 +43,7 @@ from restorekv.model.tokenize import (
 from restorekv.seal import short_hash
 from restorekv.size_limits import AROUND_LETTERS, AROUND_TOKENS
 
-SEPARATOR = "<restorekv-separator>"
+MESSAGE_MARK = "<restorekv-message>"  # where a message's words would be
 SYSTEM_MARK = "<restorekv-system>"  # shows whether a template has a place for a system text
 ROOM = 256  # positions for restore tokens, a question and its answer after the longest context
 ON_LONG_TEXT = ("refuse", "cut")  # what happens to a longer one
@@ -51,8 +51,8 @@ TODAY = date(2026, 1, 1)  # for templates that print it: a cache made today is a
 # A template argument cannot replace strftime_now: transformers 5.23 hands templates data alone, and
 # no functions.
 NOW = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
-# Separates a question from the document, unless the tokenizer's config has another `between`.
-BETWEEN = "\n\n"
+# Separates a question from the document, unless the tokenizer's config has another `separator`.
+DEFAULT_SEPARATOR = "\n\n"
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,14 +66,14 @@ class Context:
         prefix: S.
         suffix: (1, P): the ids that follow every question.
         suffix_text: The text of `suffix`.
-        between: What precedes every question.
+        separator: What precedes every question.
     """
 
     ids: Tensor
     prefix: int  # S, a number of tokens
     suffix: Tensor  # the ids themselves, (1, P)
     suffix_text: str = ""
-    between: str = ""
+    separator: str = ""
 
     @property
     def tokens(self) -> int:
@@ -86,23 +86,23 @@ class Context:
         return self.ids.shape[-1]
 
 
-def get_default_between(tokenizer: Tokenizer) -> str:
+def get_default_separator(tokenizer: Tokenizer) -> str:
     """Return what separates document and question.
 
-    It is `between` of the tokenizer's config, or a blank line.
+    It is `separator` of the tokenizer's config, or a blank line.
     """
-    return str(tokenizer.init_kwargs.get("between", BETWEEN))
+    return str(tokenizer.init_kwargs.get("separator", DEFAULT_SEPARATOR))
 
 
 def make_context(
-    tokenizer: Tokenizer, text: str | Sequence[int] | Tensor, between: str = "", system: str = ""
+    tokenizer: Tokenizer, text: str | Sequence[int] | Tensor, separator: str = "", system: str = ""
 ) -> Context:
     """Tokenize prefix and text together, so that a boundary at the template merges as in training.
 
     Args:
         tokenizer: The model's.
         text: The context as text, or its token ids (T,), which follow the prefix's.
-        between: What precedes every question: nothing unless given, since the questions of
+        separator: What precedes every question: nothing unless given, since the questions of
             benchmarks and training data are complete.
         system: The system message before the text; without one, the template may have its own.
 
@@ -130,13 +130,13 @@ def make_context(
         )
     # What stands after every question; files record its length, so it is bounded here.
     suffix = encode_text(tokenizer, after=after)
-    if max(len(after), len(between)) > AROUND_LETTERS or suffix.shape[-1] > AROUND_TOKENS:
+    if max(len(after), len(separator)) > AROUND_LETTERS or suffix.shape[-1] > AROUND_TOKENS:
         raise RestoreKVError(
-            f"The chat template puts {len(between):,} and {len(after):,} characters around every "
+            f"The chat template puts {len(separator):,} and {len(after):,} characters around every "
             f"question, and files hold {AROUND_LETTERS:,} characters and {AROUND_TOKENS:,} tokens; "
             "use a shorter template."
         )
-    return Context(ids, prefix.shape[-1], suffix, after, between)
+    return Context(ids, prefix.shape[-1], suffix, after, separator)
 
 
 def check_system_message(system: object) -> str:
@@ -256,7 +256,7 @@ def encode_question(
 
     Args:
         tokenizer: The model's.
-        context: Its `between` precedes the question, and its suffix, the template's, follows.
+        context: Its `separator` precedes the question, and its suffix, the template's, follows.
         question: What is asked.
         answer_prefix: The answer's first words, which the model continues.
         empty: Allow an empty question, for a context that ends with what is asked.
@@ -267,7 +267,7 @@ def encode_question(
             f"answer_prefix is text, not {type(answer_prefix).__name__}; leave it out for none."
         )
     return encode_text(
-        tokenizer, context.between + question, after=context.suffix_text, more=answer_prefix
+        tokenizer, context.separator + question, after=context.suffix_text, more=answer_prefix
     )
 
 
@@ -370,11 +370,11 @@ def _render_parts(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") 
 
     A system message, if given, precedes them and is part of the first text.
     """
-    # Every message is the separator, so a template that drops or repeats one shows below.
-    messages = [{"role": role, "content": SEPARATOR} for role in roles]
+    # Every message is the mark, so a template that drops or repeats one shows below.
+    messages = [{"role": role, "content": MESSAGE_MARK} for role in roles]
     introduction = [{"role": "system", "content": system}] if system else []
     # As many parts as messages, plus what precedes the first.
-    parts = _render_messages(tokenizer, [*introduction, *messages]).split(SEPARATOR)
+    parts = _render_messages(tokenizer, [*introduction, *messages]).split(MESSAGE_MARK)
     if len(parts) <= len(roles):
         raise RestoreKVError(
             "The tokenizer's chat template drops the user's words; use another tokenizer."
@@ -384,7 +384,7 @@ def _render_parts(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") 
         # A word of the template itself, such as "user", would be found there in any case.
         marked = [{"role": "system", "content": SYSTEM_MARK}, *messages]
         has_place = (
-            SYSTEM_MARK in _render_messages(tokenizer, marked).split(SEPARATOR)[0]
+            SYSTEM_MARK in _render_messages(tokenizer, marked).split(MESSAGE_MARK)[0]
             and system.strip() in parts[0]
         )
     if len(parts) > len(roles) + 1 or not has_place:

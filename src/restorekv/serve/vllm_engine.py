@@ -31,7 +31,7 @@ from restorekv.generation.sampling import SamplingConfig, TokenSampler
 from restorekv.many_contexts import compose
 from restorekv.model import gguf
 from restorekv.model.identity import fingerprint_model
-from restorekv.model.prompt import Context, fit_context, get_default_between, make_context
+from restorekv.model.prompt import Context, fit_context, get_default_separator, make_context
 from restorekv.model.shape import CacheShape, get_dtype_name
 from restorekv.serve.caches import NO_CACHE, ActiveQuestion, CacheCost, CacheEngine
 from restorekv.serve.document_checks import explain_length
@@ -194,7 +194,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
             if isinstance(text, Path):
                 return None
             with explain_length():
-                context = make_context(self.tokenizer, text, get_default_between(self.tokenizer))
+                context = make_context(self.tokenizer, text, get_default_separator(self.tokenizer))
                 known, _ = fit_context(self.model, context)
             # Tokenizing a long text takes longer than many an answer.
             self.texts[sha256] = known

@@ -64,7 +64,7 @@ FIELD_CHOICES = {
 PAIR_PARTS = ("keys", "values")
 LARGEST_COUNT = 2**62  # of pairs or bytes
 # Texts of several lines, with their most characters.
-TEXT_LIMITS = {"between": AROUND_LETTERS, "system": SYSTEM_LETTERS}
+TEXT_LIMITS = {"separator": AROUND_LETTERS, "system": SYSTEM_LETTERS}
 COUNTED_SIZES = ("layers", "heads", "groups")
 SHAPE_LIMITS = dict.fromkeys(SHAPE_NAMES, WIDTH) | dict.fromkeys(COUNTED_SIZES, LAYERS)
 # What a record of the adapter holds; the first two are in every one.

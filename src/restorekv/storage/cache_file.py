@@ -73,7 +73,7 @@ class Manifest:
     versions: dict[str, str]  # of the libraries
     kv_dtype: str  # of the retained pairs: "model" for the model's dtype, or "int8", "fp8"
     streaming: int | None  # tokens of a chunk, if the context was evicted during its prefill
-    between: str  # what stands before every question
+    separator: str  # what stands before every question
     # Tokens of the text's end that were left out because the model has no positions for them.
     cut: int
     system: str  # the system message before the text, where one was given
@@ -128,7 +128,7 @@ class Manifest:
 
 def hash_cache(cache: RaggedCache, context: Context) -> str:
     """Hash the cache, its context and where questions begin: the first 16 hex digits of SHA-256."""
-    around = (context.suffix_text, context.between, context.prefix, cache.get_seq_length())
+    around = (context.suffix_text, context.separator, context.prefix, cache.get_seq_length())
     sha256 = hashlib.sha256(repr(around).encode())
     # Tensor by tensor in the order of their names, so that the hash does not depend on the order of
     # packing.
@@ -178,7 +178,7 @@ def open_cache_file(path: str | Path) -> CacheFile:
             prefix=manifest.prefix,
             suffix=tensors["suffix_ids"].long(),
             suffix_text=extra_values["suffix_text"],
-            between=manifest.between,
+            separator=manifest.separator,
         )
         stored = CacheFile(Path(path), manifest, context, tensors)
         check_counts(manifest, stored.make_cache())

@@ -195,7 +195,7 @@ def load_portable(path: str | Path, model: PreTrainedModel | None = None) -> Por
         check_contents(tensors, manifest, others["vocabulary"], others["suffix_text"])
         # A file holds no ids of the text, only the placeholders.
         none = torch.zeros(1, 0, dtype=torch.long)
-        context = Context(none, 0, tensors["suffix_ids"], others["suffix_text"], manifest.between)
+        context = Context(none, 0, tensors["suffix_ids"], others["suffix_text"], manifest.separator)
         stored = Portable(
             tensors["keys"], tensors["values"], context, manifest, others["vocabulary"]
         )

@@ -18,7 +18,7 @@ from restorekv.errors import RestoreKVError, warn
 from restorekv.model.prompt import (
     count_usable_positions,
     encode_text,
-    get_default_between,
+    get_default_separator,
     make_context,
 )
 from restorekv.model.shape import get_backbone
@@ -124,10 +124,10 @@ def read_examples(
     if path.is_dir():
         return _read_mixture_examples(path, model, tokenizer)
     # As `ask` puts it between document and question.
-    between = get_default_between(tokenizer)
+    separator = get_default_separator(tokenizer)
     examples = []
     for example in _read_line_examples(path):
-        questions = tuple(between + text for text in example.questions)
+        questions = tuple(separator + text for text in example.questions)
         examples.append(replace(example, questions=questions))
     return examples
 
