@@ -27,7 +27,7 @@ from restorekv.model.names import TINY
 RATIOS = ("0.2", "0.05")
 PART = 512
 VARIANTS = {kv_dtype: {"kv_dtype": kv_dtype} for kv_dtype in KV_DTYPES} | {
-    f"streaming {PART}": {"streaming": PART}
+    f"streaming {PART}": {"streaming_chunk": PART}
 }
 Key = tuple[str, str]  # variant, ratio
 

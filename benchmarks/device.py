@@ -187,7 +187,7 @@ def measure_modes(
     modes = {
         "plain": (CompressionConfig(), 2),
         "offload": (CompressionConfig(offload=True), 2),
-        "streaming": (CompressionConfig(streaming=part), 1),
+        "streaming": (CompressionConfig(streaming_chunk=part), 1),
     }
     rows = []
     expected = None

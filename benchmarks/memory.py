@@ -176,7 +176,7 @@ def measure(job: dict) -> dict:
     text = make_text(job["tokens"], job["seed"])
     mode = {
         "offload": job["mode"] == "offload",
-        "streaming": job["part"] if job["mode"] == "streaming" else None,
+        "streaming_chunk": job["part"] if job["mode"] == "streaming" else None,
     }
     make = _compress_filled if job["filled"] else _compress_text
 

@@ -27,7 +27,7 @@ RESTORED = ("kvzip", "kvzip+", "fastkvzip", "snapkv", "h2o", "contrastkv")
 VARIANTS = {
     "per-head": ("--allocation", "per-head"),
     "counted": ("--prefix-policy", "counted"),
-    "streamed": ("--streaming", "256"),
+    "streamed": ("--streaming-chunk", "256"),
     "offset": ("--offset", "100"),
     "int8": ("--kv-dtype", "int8"),
     "from evicted": ("--restore-from", "evicted"),

@@ -337,7 +337,7 @@ class CompressedContext:
             earlier=growth.carried_restore_pairs,
             separator=context.separator,
             tokens_hash=hash_token_names(self.tokenizer, context.ids),
-            streaming=None,
+            streaming_chunk=None,
             adapter=eviction.adapter and eviction.adapter.identity(),
             evictor=eviction.identity(self.model),
         )
@@ -353,7 +353,7 @@ class CompressedContext:
             # even where the first part kept everything.
             return replace(
                 made,
-                config=replace(made.config, streaming=None),
+                config=replace(made.config, streaming_chunk=None),
                 scoring=True,
                 adapter=made.adapter if adapter == "auto" else None,
             )

@@ -122,7 +122,7 @@ def compress(
     if not isinstance(config, CompressionConfig):
         raise RestoreKVError(
             f"config is a CompressionConfig, not {type(config).__name__}; write "
-            "CompressionConfig(streaming=512), for example."
+            "CompressionConfig(streaming_chunk=512), for example."
         )
     compressor = make_compressor(resolve_preset(evictor), config)
     text, system = separate_text_and_system(context, check_system_message(config.system))
@@ -335,7 +335,7 @@ def make_manifest(
         seconds={phase: round(value, 4) for phase, value in seconds.items()},
         versions={"restorekv": __version__, **versions, "python": platform.python_version()},
         kv_dtype=config.kv_dtype,
-        streaming=prepared.streaming,
+        streaming_chunk=prepared.streaming_chunk,
         separator=context.separator,
         cut=cut,
         system=system,

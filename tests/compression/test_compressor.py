@@ -412,14 +412,14 @@ def test_python_refuses_an_unknown_argument(case):
 def test_a_warning_points_at_the_call(case):
     model, tokenizer, text = case
     adapter = make_adapter(model)
-    with pytest.warns(RestoreKVWarning, match="with streaming it reads") as caught:
+    with pytest.warns(RestoreKVWarning, match="with streaming_chunk it reads") as caught:
         compress(
             model,
             tokenizer,
             text,
             adapter=adapter,
             ratio=0.3,
-            config=CompressionConfig(streaming=40),
+            config=CompressionConfig(streaming_chunk=40),
         )
     assert caught[0].filename == __file__
 
@@ -441,12 +441,12 @@ def test_methods_tell_what_they_can():
 def test_every_preparation_evicts_alike(case):
     """At once, in parts and by Attention Matching: one call, the same count."""
     model, tokenizer, text = case
-    for spec, streaming in (("knorm", None), ("knorm", 50), ("am-fast", None)):
-        prepared = make_compressor(spec, CompressionConfig(streaming=streaming)).prepare(
+    for spec, chunk in (("knorm", None), ("knorm", 50), ("am-fast", None)):
+        prepared = make_compressor(spec, CompressionConfig(streaming_chunk=chunk)).prepare(
             model, tokenizer, text
         )
         assert (
-            (prepared.full is None) == (prepared.streaming is not None) == (streaming is not None)
+            (prepared.full is None) == (prepared.streaming_chunk is not None) == (chunk is not None)
         )
         cache, seconds = prepared.evict_timed(0.3)
         assert prepared.evict(0.3, 0).pairs_held == cache.pairs_held and "evict" in seconds

@@ -71,7 +71,7 @@ def stream(model, evictor, ratio, chunk, adapter=None, context=None, tokenizer=N
             tokenizer=tokenizer,
             evictor=evictors.make_evictor(evictor),
             config=rules,
-            streaming=chunk,
+            streaming_chunk=chunk,
             adapter=adapter,
         ),
         budget,
@@ -100,10 +100,10 @@ def test_one_part_is_the_ordinary_way(tiny_tokenizer, evictor):
         TEXT,
         evictor=evictor,
         ratio=0.3,
-        config=CompressionConfig(streaming=plain.context.tokens),
+        config=CompressionConfig(streaming_chunk=plain.context.tokens),
     )
     assert {**vars(whole.manifest), "seconds": 0} == {**vars(plain.manifest), "seconds": 0}
-    assert whole.manifest.streaming is None
+    assert whole.manifest.streaming_chunk is None
     for ours, theirs in zip(whole.cache.layers, plain.cache.layers, strict=True):
         assert all(
             a.equal(b) for a, b in zip(ours.list_tensors(), theirs.list_tensors(), strict=True)
@@ -308,7 +308,7 @@ def test_restore_tokens_without_an_adapter_are_refused():
         tokenizer=None,
         evictor=evictors.make_evictor("knorm"),
         config=CompressionConfig(),
-        streaming=20,
+        streaming_chunk=20,
     )
     with pytest.raises(BudgetError, match="reserves 2 restore tokens, and there are 0"):
         prepared.evict(0.5, restore_tokens=2)
@@ -336,17 +336,17 @@ def test_parts_are_alike_and_overlap_by_what_always_stays():
 
 
 def test_compress_records_it_and_answers(tiny_model, tiny_tokenizer, tmp_path):
-    with pytest.warns(RestoreKVWarning, match="with streaming it reads what is held"):
+    with pytest.warns(RestoreKVWarning, match="with streaming_chunk it reads what is held"):
         made = compress(
             tiny_model,
             tiny_tokenizer,
             TEXT,
             ratio=0.3,
             adapter=make_adapter(tiny_model),
-            config=CompressionConfig(streaming=40, kv_dtype="int8"),
+            config=CompressionConfig(streaming_chunk=40, kv_dtype="int8"),
         )
     plain = compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.3, adapter=make_adapter(tiny_model))
-    assert made.manifest.streaming == 40 and made.manifest.pairs == plain.manifest.pairs
+    assert made.manifest.streaming_chunk == 40 and made.manifest.pairs == plain.manifest.pairs
     assert made.manifest.restore_tokens == 4 and set(made.manifest.seconds) == set(
         plain.manifest.seconds
     )
@@ -362,7 +362,7 @@ def test_compress_records_it_and_answers(tiny_model, tiny_tokenizer, tmp_path):
         ("streaming", 20, "scores a context as a whole"),
         ("snapkv", 32, "always keeps the latest 32 tokens"),
         ("knorm", 0, "at least 1 token"),
-        ("am-fast", 20, "leave out streaming"),
+        ("am-fast", 20, "leave out streaming_chunk"),
     ],
 )
 def test_what_cannot_stream_is_refused_at_once(tiny_tokenizer, monkeypatch, evictor, chunk, reason):
@@ -374,7 +374,7 @@ def test_what_cannot_stream_is_refused_at_once(tiny_tokenizer, monkeypatch, evic
             tiny_tokenizer,
             TEXT,
             evictor=evictor,
-            config=CompressionConfig(streaming=chunk),
+            config=CompressionConfig(streaming_chunk=chunk),
             adapter=None,
         )
 
@@ -388,7 +388,7 @@ def test_the_command_line_streams_and_stores(tiny_tokenizer, tmp_path):
         world.doc,
         "--adapter",
         "none",
-        "--streaming",
+        "--streaming-chunk",
         64,
         "--kv-dtype",
         "fp8",
@@ -396,6 +396,6 @@ def test_the_command_line_streams_and_stores(tiny_tokenizer, tmp_path):
     told = cli("compress", world.text, *options, "--json", world.figures)
     assert told.code == 0 and "streamed 64" in told.out and "fp8" in told.out  # lines may be broken
     figures = json.loads((tmp_path / "figures").read_text())
-    assert figures["streaming"] == 64 and figures["kv_dtype"] == "fp8"
+    assert figures["streaming_chunk"] == 64 and figures["kv_dtype"] == "fp8"
     assert cli("ask", world.doc, "who?", "--model", world.model, "--max-new-tokens", 3).code == 0
     assert "not 'int4'" in cli("compress", world.text, *options[:-1], "int4").err

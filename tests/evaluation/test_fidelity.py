@@ -172,7 +172,7 @@ def test_the_full_cache_is_faithful_to_itself(world, tmp_path, protocol):
 
 def test_streamed_cells_are_compared_with_the_full_cache_too(world, tmp_path):
     cells = grid(str(world / "model"), "plain", ratios=("0.5",))
-    full, plain, streamed = run_grid([*cells, replace(cells[1], streaming=200)], tmp_path)
+    full, plain, streamed = run_grid([*cells, replace(cells[1], streaming_chunk=200)], tmp_path)
     assert streamed.summary["answer_tokens"] == full.summary["answer_tokens"]
     assert streamed.summary["kl"] == pytest.approx(plain.summary["kl"], rel=1e-3), (
         "one part is no streaming"

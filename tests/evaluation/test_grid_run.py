@@ -144,7 +144,7 @@ def test_answers_are_those_of_compress(world, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:The adapter learned to read full caches")
-def test_kv_dtype_and_streaming_are_fields_of_a_cell(world, counted, tmp_path, monkeypatch):
+def test_kv_dtype_and_streaming_chunk_are_fields_of_a_cell(world, counted, tmp_path, monkeypatch):
     """One preparation serves every `kv_dtype`; a streamed cell reads the context for itself, as
     `compress` does.
     """
@@ -159,13 +159,13 @@ def test_kv_dtype_and_streaming_are_fields_of_a_cell(world, counted, tmp_path, m
     run_grid([*cells, *(replace(cell, kv_dtype="int8") for cell in plain)], tmp_path)
     assert counted == {"prefill": 1, "score": 1, "restore": 1}
     streamed = [
-        replace(cell, streaming=20, kv_dtype=kv_dtype)
+        replace(cell, streaming_chunk=20, kv_dtype=kv_dtype)
         for kv_dtype in ("model", "fp8")
         for cell in plain
     ]
     passes, real = [], Stream.run
     monkeypatch.setattr(
-        Stream, "run", lambda self: passes.append(self.source.streaming) or real(self)
+        Stream, "run", lambda self: passes.append(self.source.streaming_chunk) or real(self)
     )
     done = run_grid(streamed, tmp_path)
     assert passes == [20, 20], "one alone and one restored, which serve both dtypes"
@@ -174,12 +174,21 @@ def test_kv_dtype_and_streaming_are_fields_of_a_cell(world, counted, tmp_path, m
         cell, (line,) = result.cell, result.lines
         how = {
             key: getattr(cell, key)
-            for key in ("evictor", "adapter", "ratio", "kv_dtype", "streaming", "on_small_budget")
+            for key in (
+                "evictor",
+                "adapter",
+                "ratio",
+                "kv_dtype",
+                "streaming_chunk",
+                "on_small_budget",
+            )
         }
         compressed = compress_with(
             model, tokenizer, sample.context, prefix_policy="counted", separator="", **how
         )
-        assert compressed.manifest.streaming == 20 and compressed.cache.nbytes == line["bytes"]
+        assert (
+            compressed.manifest.streaming_chunk == 20 and compressed.cache.nbytes == line["bytes"]
+        )
         texts = compressed.ask([question.text for question in sample.questions], max_new_tokens=4)
         assert [answer["prediction"].strip() for answer in line["answers"]] == [
             text.strip() for text in texts
@@ -435,8 +444,11 @@ def test_answers_to_contexts_that_are_not_asked_are_refused(world, tmp_path):
         ({"max_context": 3}, "no room"),
         ({"dtype": "float7"}, "dtype is one of"),
         ({"kv_dtype": "int4"}, "kv_dtype is one of"),
-        ({"streaming": 16, "evictor": "streaming"}, "leave out streaming"),
-        ({"streaming": 16, "evictor": "am-fast", "prefix_policy": "free"}, "leave out streaming"),
+        ({"streaming_chunk": 16, "evictor": "streaming"}, "leave out streaming_chunk"),
+        (
+            {"streaming_chunk": 16, "evictor": "am-fast", "prefix_policy": "free"},
+            "leave out streaming_chunk",
+        ),
     ],
 )
 def test_what_cannot_be_carried_out_is_refused_in_one_sentence(world, tmp_path, changed, said):
@@ -450,7 +462,7 @@ def test_what_cannot_be_carried_out_is_refused_in_one_sentence(world, tmp_path, 
 def test_what_cannot_stream_is_refused_before_anything_is_asked(world, tmp_path):
     cells = grid(model_of(world), "plain", ("streaming",))
     with pytest.raises(RestoreKVError, match="scores a context as a whole"):
-        run_grid([cells[0], *(replace(cell, streaming=16) for cell in cells[1:])], tmp_path)
+        run_grid([cells[0], *(replace(cell, streaming_chunk=16) for cell in cells[1:])], tmp_path)
     assert not list(tmp_path.rglob(results.ANSWERS))
 
 
@@ -479,7 +491,7 @@ def test_cells_are_told_apart_by_everything_in_them():
         "max_context": 50,
         "dtype": "bfloat16",
         "kv_dtype": "int8",
-        "streaming": 512,
+        "streaming_chunk": 512,
     }
     assert others.keys() == vars(cell).keys()
     names = {replace(cell, **{field: value}).name for field, value in others.items()} | {cell.name}

@@ -102,10 +102,12 @@ def test_a_part_of_a_stream_reads_what_is_held_and_its_window(
 
     monkeypatch.setattr(Stream, "choose_kept", remember)
     small = compress_with(
-        model, tiny_tokenizer, text, streaming=64, ratio=0.3, adapter=None, evictor=evictor
+        model, tiny_tokenizer, text, streaming_chunk=64, ratio=0.3, adapter=None, evictor=evictor
     )
     prefix, total = small.context.prefix, small.context.positions
-    parts = split_context(evictors.make_evictor(evictor), small.context, small.manifest.streaming)
+    parts = split_context(
+        evictors.make_evictor(evictor), small.context, small.manifest.streaming_chunk
+    )
     assert len(parts) == len(held) == 3
     asked = encode_question(tiny_tokenizer, small.context, QUESTIONS[1])
     ids = torch.cat([small.context.ids, asked], -1)
@@ -135,7 +137,7 @@ def test_several_texts_answer_in_one_batch_as_alone(model, tiny_tokenizer):
     documents = [
         compress_with(model, tiny_tokenizer, LONG, ratio=0.4, adapter=adapter),
         compress_with(model, tiny_tokenizer, TEXT[:60], ratio=0.6, adapter=None),
-        compress_with(model, tiny_tokenizer, LONG, ratio=0.3, adapter=None, streaming=60),
+        compress_with(model, tiny_tokenizer, LONG, ratio=0.3, adapter=None, streaming_chunk=60),
     ]
     pairs = [(document, QUESTIONS) for document in documents]
     alone = [document.ask(QUESTIONS, 2 * WINDOW) for document in documents]

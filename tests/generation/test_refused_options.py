@@ -108,8 +108,8 @@ def test_an_option_of_ask_alone_is_not_suggested_again(small):
     "settings",
     [
         {"offset": 1.5},
-        {"streaming": "30"},
-        {"streaming": True},
+        {"streaming_chunk": "30"},
+        {"streaming_chunk": True},
         {"restore_tokens": 2.0},
         {"allocation": None},
         {"separator": 3},

@@ -243,7 +243,7 @@ def missing_field(rng: random.Random, file: File) -> bytes:
         [
             name
             for name in sorted(file.manifest)
-            if name not in ("kv_dtype", "streaming", "separator")
+            if name not in ("kv_dtype", "streaming_chunk", "separator")
         ]
     )
     del file.manifest[name]
@@ -419,8 +419,8 @@ def long_ids(rng: random.Random, file: File) -> bytes:
 
 def large_count(rng: random.Random, file: File) -> bytes:
     """A number of positions that a reader would make room for."""
-    name = rng.choice(("offset", "earlier", "streaming", "prefix", "tokens", "cut"))
-    if name in ("streaming", "cut"):  # which only inform people
+    name = rng.choice(("offset", "earlier", "streaming_chunk", "prefix", "tokens", "cut"))
+    if name in ("streaming_chunk", "cut"):  # which only inform people
         name = "offset"
     file.manifest[name] = rng.choice((2**31 - 2_000, 2**31 - 1, 2**30, 2**25))
     return file.sealed()

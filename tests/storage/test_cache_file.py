@@ -49,7 +49,7 @@ def manifest_of(model, cache, context):
         seconds={"prefill": 0.5},
         versions={"python": "3"},
         kv_dtype="model",
-        streaming=None,
+        streaming_chunk=None,
         separator=context.separator,
         cut=0,
         system="",

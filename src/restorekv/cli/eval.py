@@ -77,7 +77,7 @@ def run(
     restore_from: options.RestoreFrom = "full",
     offset: options.Offset = 0,
     kv_dtype: options.KvDtypes = DEFAULT_KV_DTYPES,
-    streaming: options.Streaming = None,
+    streaming_chunk: options.StreamingChunk = None,
     max_context: Annotated[
         int, typer.Option(min=0, help="Cut longer contexts; 0: at the tokenizer's limit.")
     ] = 0,
@@ -133,7 +133,7 @@ def run(
         "max_context": max_context,
         "dtype": dtype,
         "restore_tokens": restore_tokens,
-        "streaming": streaming or 0,
+        "streaming_chunk": streaming_chunk or 0,
     }
     methods = [parse_method(each) for each in evictor]
     cells = Grid(

@@ -112,7 +112,7 @@ Offset = Annotated[
 KV_DTYPE_HELP = f"Dtype of the kept pairs: {', '.join(KV_DTYPES)}; the ratio does not count it."
 KvDtype = Annotated[str, typer.Option(help=KV_DTYPE_HELP)]
 KvDtypes = Annotated[list[str], typer.Option(help=f"{KV_DTYPE_HELP} Repeatable.")]
-Streaming = Annotated[
+StreamingChunk = Annotated[
     int | None,
     typer.Option(
         min=1, help="Compress while the prefill reads so many tokens at a time; an approximation."

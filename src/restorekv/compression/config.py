@@ -34,7 +34,7 @@ RECORDED = ("prefix_policy", "on_small_budget", "allocation", "restore_from", "o
 TYPES: dict[str, tuple[object, str]] = {
     "allocation": (Allocation | str, "an Allocation or its spec, such as 'global'"),
     "offset": (int, "a whole number of positions"),
-    "streaming": (int | None, "a whole number of tokens, or None"),
+    "streaming_chunk": (int | None, "a whole number of tokens, or None"),
     "offload": (bool, "True or False"),
     "restore_tokens": (int | None, "a whole number of tokens, or None"),
     "separator": (str | None, "a text, or None"),
@@ -61,8 +61,8 @@ class CompressionConfig:
             latter is a control of the paper, for adapters that were trained so.
         offset: Let questions start this many positions later, with no restore tokens. A control of
             the paper.
-        streaming: Compress during the prefill, which reads this many tokens at a time, and never
-            hold the full cache. An approximation (streaming.py). None holds the full cache.
+        streaming_chunk: Compress during the prefill, which reads this many tokens at a time, and
+            never hold the full cache. An approximation (streaming.py). None holds the full cache.
         offload: Keep all but one layer of the full cache in a temporary file, on a GPU in the
             host's memory.
         restore_tokens: Use the first n of the adapter's restore tokens only. None uses all.
@@ -82,7 +82,7 @@ class CompressionConfig:
     allocation: Allocation | str = GLOBAL
     restore_from: RestoreFrom = "full"
     offset: int = 0
-    streaming: int | None = None
+    streaming_chunk: int | None = None
     offload: bool = False
     restore_tokens: int | None = None
     kv_dtype: str = "model"
@@ -100,13 +100,14 @@ class CompressionConfig:
         quantized.check_kv_dtype(self.kv_dtype)
         if self.offset < 0:
             raise RestoreKVError(f"offset is a number of positions, at least 0, not {self.offset}.")
-        if self.streaming is not None and self.streaming < 1:
+        if self.streaming_chunk is not None and self.streaming_chunk < 1:
             raise RestoreKVError(
-                f"Streaming reads at least 1 token at a time, not {self.streaming}."
+                f"streaming_chunk is at least 1 token, not {self.streaming_chunk}."
             )
-        if self.streaming is not None and self.offload:
+        if self.streaming_chunk is not None and self.offload:
             raise RestoreKVError(
-                "streaming never holds the full cache that offload moves; leave out one of them."
+                "With streaming_chunk there is no full cache for offload to move; leave out one of "
+                "them."
             )
         # The dataclass is frozen, and later code needs the object.
         if isinstance(self.allocation, str):

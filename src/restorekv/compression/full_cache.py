@@ -160,7 +160,7 @@ class ScoredContext(PreparedContext):
     """
 
     full: Cache
-    streaming: None = field(default=None, init=False)
+    streaming_chunk: None = field(default=None, init=False)
     scores: Tensor
     restore_tokens: int = 0
     # Its restore pass is run anew for every ratio: it reads the evicted cache, or depends on r.

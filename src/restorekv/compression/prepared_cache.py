@@ -127,4 +127,4 @@ class PreparedContextCache:
         # Keys and values of every pair. Layers with a window hold little, and are left out.
         numbers = 2 * context.positions * shape.layers * shape.heads * shape.head_dim
         fits = numbers * model.dtype.itemsize <= self.max_bytes
-        return fits and config.streaming is None and not config.offload
+        return fits and config.streaming_chunk is None and not config.offload

@@ -87,8 +87,8 @@ def _select_part(context: Context, part: Part) -> Context:
 
 @dataclass(frozen=True)
 class StreamedContext(PreparedContext):
-    """A context of which nothing is prepared: `evict` reads it again for every budget, `streaming`
-    tokens at a time.
+    """A context of which nothing is prepared: `evict` reads it again for every budget,
+    `streaming_chunk` tokens at a time.
     """
 
     # There never is a full cache: the field of the base class is no argument here.
@@ -96,7 +96,7 @@ class StreamedContext(PreparedContext):
     _: KW_ONLY
     tokenizer: Tokenizer
     evictor: Evictor
-    streaming: int
+    streaming_chunk: int
     adapter: RestoreAdapter | None = None
     begin_phase: BeginPhase = lambda phase: None
 
@@ -154,7 +154,7 @@ class Stream:
         """Read and evict all parts; return the cache at the budget."""
         support.prepare_model(self.model)
         shape = CacheShape.from_model(self.model)
-        parts = split_context(self.source.evictor, self.context, self.source.streaming)
+        parts = split_context(self.source.evictor, self.context, self.source.streaming_chunk)
         self.scores = torch.full(
             (shape.layers, shape.heads, self.context.positions),
             GONE,
@@ -167,8 +167,8 @@ class Stream:
         reads_before_eviction = tokens > 0 and self.config.restore_from == "full"
         if reads_before_eviction and len(parts) > 1:
             warn(
-                "The adapter learned to read full caches; with streaming it reads what is held at "
-                "the end; expect worse answers."
+                "The adapter learned to read full caches; with streaming_chunk it reads what is "
+                "held at the end; expect worse answers."
             )
         # Each part is read over what is held and scored, then all that is held competes anew. The
         # restore pass comes before the last eviction, or after it where it reads evicted caches.

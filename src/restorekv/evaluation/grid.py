@@ -35,7 +35,7 @@ IGNORED_BY_FULL = (
     "offset",
     "prefix_policy",
     "restore_tokens",
-    "streaming",
+    "streaming_chunk",
 )
 
 
@@ -46,8 +46,8 @@ class Cell:
 
     `evictor` is a spec, or "full" for the full cache; `adapter` is what `load_adapter` takes, None
     for the base without restoring; `prefix_policy` None is the protocol's. `max_context` cuts
-    longer contexts at their end (0: at what the model takes). `streaming` is the number of tokens
-    compressed at a time (0: all at once); see streaming.py.
+    longer contexts at their end (0: at what the model takes). `streaming_chunk` is the number of
+    tokens compressed at a time (0: all at once); see streaming.py.
     """
 
     model: str
@@ -65,7 +65,7 @@ class Cell:
     max_context: int = 0
     dtype: str = "auto"
     kv_dtype: str = "model"
-    streaming: int = 0
+    streaming_chunk: int = 0
 
     def __post_init__(self) -> None:
         if self.on_small_budget == "whole":
@@ -95,7 +95,7 @@ class Cell:
     @property
     def preparation(self) -> tuple[str, ...]:
         """Cells with an equal preparation share the prefill and the scores of a context."""
-        return (*self.question_set, str(self.streaming), self.evictor)
+        return (*self.question_set, str(self.streaming_chunk), self.evictor)
 
     @property
     def question_set(self) -> tuple[str, ...]:
@@ -141,7 +141,7 @@ class Cell:
             allocation=self.allocation,
             restore_from=cast("RestoreFrom", self.restore_from),
             offset=self.offset,
-            streaming=self.streaming or None,
+            streaming_chunk=self.streaming_chunk or None,
         )
 
 

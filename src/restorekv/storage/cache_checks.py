@@ -131,9 +131,10 @@ def check_manifest(manifest: Manifest) -> None:
             in_parts == manifest.tokens,
             f"records {manifest.tokens} tokens, but {in_parts} in its parts",
         )
-    if manifest.streaming is not None:
+    if manifest.streaming_chunk is not None:
         require(
-            manifest.streaming > 0, f"records streaming in parts of {manifest.streaming} tokens"
+            manifest.streaming_chunk > 0,
+            f"records a streaming_chunk of {manifest.streaming_chunk} tokens",
         )
     require(
         all(seconds >= 0 for seconds in manifest.seconds.values()), "records a negative duration"

@@ -72,7 +72,7 @@ class Manifest:
     seconds: dict[str, float]  # per phase
     versions: dict[str, str]  # of the libraries
     kv_dtype: str  # of the retained pairs: "model" for the model's dtype, or "int8", "fp8"
-    streaming: int | None  # tokens of a chunk, if the context was evicted during its prefill
+    streaming_chunk: int | None  # tokens of a chunk, if the context was evicted during its prefill
     separator: str  # what stands before every question
     # Tokens of the text's end that were left out because the model has no positions for them.
     cut: int

@@ -93,7 +93,7 @@ class AttentionMatching(Compressor):
             )
         if self.config.restore_from != "full":
             raise RestoreKVError("am-fast has no restore pass; leave out restore_from.")
-        for name in ("streaming", "offload"):
+        for name in ("streaming_chunk", "offload"):
             if getattr(self.config, name):
                 raise RestoreKVError(
                     f"am-fast fits a cache to a full one in memory; leave out {name}."
