@@ -217,7 +217,7 @@ def _compress_text(model, tokenizer, text, job, mode, adapter, phases) -> tuple[
         progress=note_phase,
         config=CompressionConfig(on_small_budget="fewer", **mode),
     )
-    return made.manifest.bytes_held, made.context.positions
+    return made.manifest.bytes_held, made.context.num_tokens
 
 
 def _compress_filled(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, int]:
@@ -227,7 +227,7 @@ def _compress_filled(model, tokenizer, text, job, mode, adapter, phases) -> tupl
     if evictor.make_observer(model, context) is not None:
         raise RestoreKVError(f"{evictor.name} observes the prefill; measure it without filled.")
     phases("fill")
-    full = _fill_cache(model, context.positions, mode["offload"])
+    full = _fill_cache(model, context.num_tokens, mode["offload"])
     phases("score")
     scores = evictor.score(model, tokenizer, context, full)
     prepared = ScoredContext(
@@ -236,7 +236,7 @@ def _compress_filled(model, tokenizer, text, job, mode, adapter, phases) -> tupl
     phases("restore")
     prepared = prepared.with_restore_cache(adapter)
     phases("evict")
-    return prepared.evict(job["ratio"], consume=True).nbytes, context.positions
+    return prepared.evict(job["ratio"], consume=True).nbytes, context.num_tokens
 
 
 def _fill_cache(model: PreTrainedModel, columns: int, offload: bool) -> DynamicCache:

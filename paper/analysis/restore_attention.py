@@ -48,7 +48,7 @@ def measure(case: Case) -> dict:
     """
     adapter = case.adapter
     cache = case.read_by_restore()
-    prefix = case.prepared.context.prefix
+    prefix = case.prepared.context.prefix_length
     sinks = case.sinks
     layers = len(cache.layers)
     n = adapter.restore_tokens

@@ -274,7 +274,7 @@ class Restorer:
             return prepared.with_restore_cache(self.adapter)
         table = self.bench.model.get_input_embeddings()
         context = prepared.context
-        states = table(context.ids[0, context.prefix :])
+        states = table(context.ids[0, context.prefix_length :])
         inputs = self.adapter.embeddings
         means = [chunk.mean(0) for chunk in states.tensor_split(len(inputs))]
         inputs = inputs + torch.stack(means)
@@ -417,7 +417,7 @@ def prepare_cases(options: argparse.Namespace) -> None:
     if not training.exists():
         lines = []
         for case in read_answered_cases(options.corpus, options.data, bench.tokenizer):
-            tokens = make_context(bench.tokenizer, case.text).tokens
+            tokens = make_context(bench.tokenizer, case.text).text_tokens
             if case.questions and tokens <= LONGEST and len(lines) < TRAINED:
                 ids = [each[:ANSWER_TOKENS] for each in case.answer_ids]
                 lines.append({**asdict(case), "answer_ids": ids})

@@ -390,7 +390,7 @@ class CompressedContext:
     @property
     def kept(self) -> Tensor:
         """Which pairs of the full cache are held: (L, H, S + T) bool."""
-        return self.cache.mark_held(self.context.positions)
+        return self.cache.mark_held(self.context.num_tokens)
 
     def inputs(
         self, question: str, answer_prefix: str = "", plain: bool = False
@@ -520,7 +520,7 @@ def check_fit(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -
     manifest = stored.manifest
     check_model(path, manifest, model)
     vocabulary = get_vocabulary_size(model)
-    for ids in (stored.context.ids, stored.context.suffix):
+    for ids in (stored.context.ids, stored.context.suffix_ids):
         if ids.numel() and int(ids.max()) >= vocabulary:
             raise CacheFileError(
                 f"{path} has token ids that the model's vocabulary lacks; compress the context "
@@ -532,7 +532,7 @@ def check_fit(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -
             "model."
         )
     # `compress` makes no cache that reaches beyond the positions, but a file can say anything.
-    reach = stored.context.positions + manifest.offset
+    reach = stored.context.num_tokens + manifest.offset
     limit = count_positions(model.config)
     if manifest.offset and reach > limit:
         raise CacheFileError(

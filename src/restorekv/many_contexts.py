@@ -181,7 +181,7 @@ def compose(contexts: Sequence[CompressedContext], *more: object) -> CompressedC
     manifest = manifests[0].for_derived_cache(
         context,
         cache,
-        ratio=str(held / context.tokens),
+        ratio=str(held / context.text_tokens),
         seconds={"compose": round(time.perf_counter() - start, 4)},
         cut=sum(each.cut for each in manifests),
         tokens_hash=hash_token_names(first.tokenizer, context.ids),

@@ -140,7 +140,7 @@ def compress(
     )
     compressor = compressor.specialize(tokenized, budget)
 
-    tokens_to_read = tokenized.positions * compressor.count_passes()
+    tokens_to_read = tokenized.num_tokens * compressor.count_passes()
     with torch.no_grad(), measure_progress(model, tokens_to_read, progress) as begin_phase:
         prepared_cache = prepared_cache or PreparedContextCache(max_bytes=0)
         prepared = prepared_cache.prepare(model, tokenizer, tokenized, compressor, begin_phase)
@@ -324,14 +324,16 @@ def make_manifest(
         tokens_hash=hash_token_names(tokenizer, context.ids),
         dtype=get_dtype_name(model.dtype),
         shape=vars(identity.shape),
-        prefix=context.prefix,
-        tokens=context.tokens,
+        prefix=context.prefix_length,
+        tokens=context.text_tokens,
         restore_tokens=budget.restore_tokens,
         ratio=str(budget.ratio),
         **config.to_json(),
         evictor=compressor.identity(model),
         adapter=adapter and adapter.identity(),
-        **count_pairs_and_bytes(cache, context.prefix, context.positions, config.prefix_policy),
+        **count_pairs_and_bytes(
+            cache, context.prefix_length, context.num_tokens, config.prefix_policy
+        ),
         seconds={phase: round(value, 4) for phase, value in seconds.items()},
         versions={"restorekv": __version__, **versions, "python": platform.python_version()},
         kv_dtype=config.kv_dtype,

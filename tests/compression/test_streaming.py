@@ -100,7 +100,7 @@ def test_one_part_is_the_ordinary_way(tiny_tokenizer, evictor):
         TEXT,
         evictor=evictor,
         ratio=0.3,
-        config=CompressionConfig(streaming_chunk=plain.context.tokens),
+        config=CompressionConfig(streaming_chunk=plain.context.text_tokens),
     )
     assert {**vars(whole.manifest), "seconds": 0} == {**vars(plain.manifest), "seconds": 0}
     assert whole.manifest.streaming_chunk is None
@@ -147,10 +147,10 @@ def test_counts_are_exact_and_what_is_held_is_bounded(chunk, policy, allocation)
         )
         outside = PREFIX * each if policy == "free" else 0
         assert cache.pairs_held - outside == made.budget.total
-        assert cache.get_seq_length() == context.positions and cache.restore_length == 0
+        assert cache.get_seq_length() == context.num_tokens and cache.restore_length == 0
         assert made.peak_pairs <= made.budget.retained + (PREFIX + chunk) * each
         # Every pair once, in the order of the columns.
-        assert marks(cache, context.positions).sum() == cache.pairs_held
+        assert marks(cache, context.num_tokens).sum() == cache.pairs_held
         assert all(
             layer.positions[a:b].diff().gt(0).all()
             for layer in cache.layers
@@ -176,7 +176,7 @@ def test_what_stays_is_the_best_of_all_scores(tiny_tokenizer, monkeypatch, evict
     )
     assert len(scores) > 2
     expected = made.config.allocation(torch.cat(scores, -1), made.budget.retained)
-    assert marks(cache, context.positions)[..., context.prefix :].equal(expected)
+    assert marks(cache, context.num_tokens)[..., context.prefix_length :].equal(expected)
 
 
 @pytest.mark.parametrize("prefix", [0, 3])
@@ -202,7 +202,7 @@ def test_first_columns_are_pinned_in_the_first_part_alone(tmp_path, monkeypatch,
     monkeypatch.setattr(Stream, "_read_part", reading)
     cache = stream(model, evictor, 0.2, 40, context=context)[1]
     assert above == [True] + [False] * (len(above) - 1) and len(above) >= 10
-    always = marks(cache, context.positions)[..., prefix:].flatten(0, 1).all(0)
+    always = marks(cache, context.num_tokens)[..., prefix:].flatten(0, 1).all(0)
     assert always[:pinned].all() and not any(
         always[start : start + pinned].all() for start in starts[1:]
     )
@@ -246,12 +246,12 @@ def test_later_parts_read_what_is_kept_at_their_own_positions(
 
     def settling(self, cache, part, restored, last):
         settle(self, cache, part, restored, last)
-        steps.append((part, marks(cache, context.positions)))
+        steps.append((part, marks(cache, context.num_tokens)))
 
     monkeypatch.setattr(Stream, "_evict_part", settling)
     cache = stream(model, evictor, 0.4, 25, prefix_policy=policy)[1]
     assert len(steps) > 3
-    shape, columns = CacheShape.from_model(model), context.positions
+    shape, columns = CacheShape.from_model(model), context.num_tokens
     for layer in range(shape.layers):
         hidden = torch.zeros(shape.heads, columns, columns, dtype=torch.bool)
         for part, kept in steps[:-1]:
@@ -288,7 +288,7 @@ def test_all_kept_is_all_the_same(tiny_model, tiny_tokenizer, restore_from):
             .evict(1)
         )
     _, cache = stream(model, "keydiff", 1, 31, adapter, context, tiny_tokenizer, **rules)
-    assert cache.get_seq_length() == plain.get_seq_length() == context.positions + 4
+    assert cache.get_seq_length() == plain.get_seq_length() == context.num_tokens + 4
     if restore_from == "full":
         for ours, theirs in zip(cache.layers, plain.layers, strict=True):
             torch.testing.assert_close(ours.restore_keys, theirs.restore_keys, rtol=1e-6, atol=1e-6)
@@ -326,7 +326,7 @@ def test_parts_are_alike_and_overlap_by_what_always_stays():
         pieces = split_context(evictor, context, chunk)
         assert (
             pieces[0].start == PREFIX
-            and pieces[-1].scored_end == pieces[-1].end == context.positions
+            and pieces[-1].scored_end == pieces[-1].end == context.num_tokens
         )
         for one, two in pairwise(pieces):
             assert one.scored_end == two.start == one.end - again

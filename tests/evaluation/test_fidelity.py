@@ -101,7 +101,7 @@ def test_divergences_are_those_of_a_masked_pass(world, tmp_path):
             for prompt, answer, recorded in zip(prompts, answers, line["answers"], strict=True):
                 ids = torch.cat([small.context.ids[0], prompt, answer])
                 pair = [
-                    masked_logits(path, ids, len(answer), small.context.positions, c)
+                    masked_logits(path, ids, len(answer), small.context.num_tokens, c)
                     for c in (None, small.cache)
                 ]
                 assert recorded["kl"] == pytest.approx(kl(*pair), rel=1e-3, abs=1e-5)
@@ -138,7 +138,7 @@ def test_a_restored_cache_is_given_the_same_ids_behind_its_restore_tokens(world,
         (answer,) = generate_ids(model, tokenizer, full.cache, [prompt], 4, first_may_stop=False)
         logits_of_both = []
         for cache, first in ((full.cache.fork(), 0), (small.cache.fork(), 3)):
-            logits, position = [], full.context.positions + first
+            logits, position = [], full.context.num_tokens + first
             for index, token in enumerate([*prompt.tolist(), *answer.tolist()][:-1]):
                 output = model(
                     input_ids=torch.tensor([[token]]),

@@ -267,7 +267,7 @@ def test_without_a_chat_template(small, tiny_tokenizer):
     bare = copy.deepcopy(tiny_tokenizer)
     bare.chat_template = None
     plain = compress(small.model, bare, TEXT, ratio=0.4, adapter=None)
-    assert plain.context.prefix == 0
+    assert plain.context.prefix_length == 0
     chat = plain.chat()
     chat.ask(QUESTIONS[0], 6)
     chat.fold()

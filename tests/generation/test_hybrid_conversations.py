@@ -78,7 +78,7 @@ def test_what_is_appended_reads_what_was_kept_and_its_window(model, tiny_tokeniz
     options = {"ratio": 0.4, "adapter": None, "evictor": evictor}
     small = compress_with(model, tiny_tokenizer, first, **options)
     grown = small.append(second)
-    old, total = small.context.positions, grown.context.positions
+    old, total = small.context.num_tokens, grown.context.num_tokens
     asked = encode_question(tiny_tokenizer, grown.context, QUESTIONS[1])
     ids = torch.cat([grown.context.ids, asked], -1)
     rows = [(old, total, small.kept), (total, ids.shape[1], grown.kept)]
@@ -104,7 +104,7 @@ def test_a_part_of_a_stream_reads_what_is_held_and_its_window(
     small = compress_with(
         model, tiny_tokenizer, text, streaming_chunk=64, ratio=0.3, adapter=None, evictor=evictor
     )
-    prefix, total = small.context.prefix, small.context.positions
+    prefix, total = small.context.prefix_length, small.context.num_tokens
     parts = split_context(
         evictors.make_evictor(evictor), small.context, small.manifest.streaming_chunk
     )

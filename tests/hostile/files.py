@@ -117,7 +117,7 @@ def contents(loaded) -> str:
     )
     for tensor in (
         loaded.context.ids,
-        loaded.context.suffix,
+        loaded.context.suffix_ids,
         *(x for y in loaded.cache.layers for x in y.list_tensors()),
     ):
         digest.update(

@@ -25,14 +25,14 @@ def test_pieces_join_to_the_rendered_conversation(tiny_tokenizer):
         [{"role": "user", "content": TEXT + question}], tokenize=False, add_generation_prompt=True
     )
     assert tiny_tokenizer.decode(torch.cat([context.ids, asked], 1)[0]) == whole + "It is"
-    assert tiny_tokenizer.decode(context.ids[0, : context.prefix]) == "<|im_start|>user\n"
-    assert tiny_tokenizer.decode(context.ids[0, context.prefix :]) == TEXT
+    assert tiny_tokenizer.decode(context.ids[0, : context.prefix_length]) == "<|im_start|>user\n"
+    assert tiny_tokenizer.decode(context.ids[0, context.prefix_length :]) == TEXT
     assert (
-        tiny_tokenizer.decode(context.suffix[0])
+        tiny_tokenizer.decode(context.suffix_ids[0])
         == context.suffix_text
         == "<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert context.tokens + context.prefix == context.positions == context.ids.shape[1]
+    assert context.text_tokens + context.prefix_length == context.num_tokens == context.ids.shape[1]
 
 
 def test_contexts_can_be_compared(tiny_tokenizer):
@@ -44,13 +44,13 @@ def test_contexts_can_be_compared(tiny_tokenizer):
 def test_the_mark_of_a_message_may_stand_in_the_text(tiny_tokenizer):
     text = "<restorekv-message> is a word"
     context = make_context(tiny_tokenizer, text)
-    assert tiny_tokenizer.decode(context.ids[0, context.prefix :]) == text
+    assert tiny_tokenizer.decode(context.ids[0, context.prefix_length :]) == text
 
 
 def test_without_a_template(tiny_tokenizer):
     tokenizer = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer)
     context = make_context(tokenizer, TEXT)
-    assert context.prefix == 0 and context.suffix_text == "\n"
+    assert context.prefix_length == 0 and context.suffix_text == "\n"
     assert hash_template(tokenizer) != hash_template(tiny_tokenizer)
 
 
@@ -89,7 +89,7 @@ def test_a_template_that_drops_the_system_message(tiny_tokenizer):
     tokenizer = type(tiny_tokenizer)(
         tokenizer_object=tiny_tokenizer.backend_tokenizer, chat_template=f"{template}{{% endfor %}}"
     )
-    assert make_context(tokenizer, TEXT).tokens
+    assert make_context(tokenizer, TEXT).text_tokens
     for system in ("Be brief.", "user"):
         with pytest.raises(RestoreKVError, match="no place for these messages"):
             make_context(tokenizer, TEXT, system=system)

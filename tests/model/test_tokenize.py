@@ -113,7 +113,7 @@ def test_control_tokens_of_users_are_characters(tokenizer):
         ] == template
         asked = encode_question(tokenizer, context, text, text)[0].tolist()
         written = [each for each in asked if each in control and each not in unknown]
-        assert written == [each for each in context.suffix[0].tolist() if each in control]
+        assert written == [each for each in context.suffix_ids[0].tolist() if each in control]
         if tokenizer.unk_token is None:
             assert tokenizer.decode(context.ids[0]) == before + text
 

@@ -20,8 +20,8 @@ from tests.helpers.decoding import TEXT, make_cache
 
 def manifest_of(model, cache, context):
     """A manifest that says of the cache what is so."""
-    shape, of_prefix = CacheShape.from_model(model), cache.count_prefix_pairs(context.prefix)
-    full = shape.layers * shape.heads * context.positions * 2 * shape.head_dim * 4
+    shape, of_prefix = CacheShape.from_model(model), cache.count_prefix_pairs(context.prefix_length)
+    full = shape.layers * shape.heads * context.num_tokens * 2 * shape.head_dim * 4
     return Manifest(
         model="tiny",
         fingerprint="0",
@@ -30,8 +30,8 @@ def manifest_of(model, cache, context):
         tokens_hash="0",
         dtype="float32",
         shape=vars(shape),
-        prefix=context.prefix,
-        tokens=context.tokens,
+        prefix=context.prefix_length,
+        tokens=context.text_tokens,
         restore_tokens=cache.restore_length,
         ratio="1/10",
         prefix_policy="free",
@@ -74,7 +74,7 @@ def test_round_trip_is_bit_equal(tiny_model, written):
     assert stored.manifest == manifest_of(tiny_model, cache, context)
     assert (
         text.ids.equal(context.ids)
-        and text.suffix.equal(context.suffix)
+        and text.suffix_ids.equal(context.suffix_ids)
         and text.suffix_text == context.suffix_text
     )
     assert (again.pairs_held, again.nbytes, again.seen) == (

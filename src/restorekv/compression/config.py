@@ -142,8 +142,8 @@ class CompressionConfig:
     def competing_columns(self, context: Context) -> int:
         """Return T_b: the columns that compete for the budget."""
         if self.prefix_policy == "free":
-            return context.tokens
-        return context.positions
+            return context.text_tokens
+        return context.num_tokens
 
     def make_budget(
         self,
@@ -195,4 +195,4 @@ class CompressionConfig:
         """
         if self.prefix_policy == "counted":
             return cache.pairs_held
-        return cache.pairs_held - cache.count_prefix_pairs(context.prefix)
+        return cache.pairs_held - cache.count_prefix_pairs(context.prefix_length)

@@ -146,7 +146,7 @@ class Eviction(Compressor):
         begin_phase = begin_phase or (lambda phase: None)
         if isinstance(context, str):
             context = make_context(tokenizer, context)
-        warn_if_beyond_positions(model, context.positions, "The context")
+        warn_if_beyond_positions(model, context.num_tokens, "The context")
         if self.config.streaming_chunk is not None:
             return StreamedContext(
                 model,
@@ -162,7 +162,7 @@ class Eviction(Compressor):
         seconds: dict[str, float] = {}
         pinned = self.evictor.count_pinned_tail(context)  # columns that it may read again
         if self.config.offload:
-            into = make_offloaded_cache(model, context.positions, pinned)
+            into = make_offloaded_cache(model, context.num_tokens, pinned)
         else:
             into = make_full_cache(model, pinned)
         with torch.no_grad():

@@ -114,7 +114,7 @@ def identify_cell(worker: Worker, cell: Cell) -> dict:
     if cell.evictor != FULL:
         context, _ = worker.protocol.make_context(cell.model, worker.tokenizer, "any text")
         compressor = worker.protocol.adapt_method(
-            make_compressor(cell.evictor, worker.config(cell)), context.prefix
+            make_compressor(cell.evictor, worker.config(cell)), context.prefix_length
         )
         name = compressor.identity(worker.model)
         code = compressor.digest_code()

@@ -138,8 +138,8 @@ class Worker:
                 "sample": sample.id,
                 "context": digest_text(sample.context),
                 "cut": cut,
-                "tokens": context.tokens,
-                "prefix": context.prefix,
+                "tokens": context.text_tokens,
+                "prefix": context.prefix_length,
                 "restore_tokens": cache.restore_length,
                 "pairs": view.config.count_pairs(cache, context),
                 "pairs_with_prefix": cache.pairs_held,
@@ -191,7 +191,7 @@ class Worker:
         """Return the context with its prefill and, unless only the full cache is asked, scores."""
         if not only_full:
             method = self.protocol.adapt_method(
-                self._make_compressor(self.job.representative), context.prefix
+                self._make_compressor(self.job.representative), context.prefix_length
             )
             return method.prepare(self.model, self.tokenizer, context)
         seconds: Seconds = {}
@@ -202,7 +202,9 @@ class Worker:
     def _make_unscored(self, context: Context, full: Cache, seconds: Seconds) -> ScoredContext:
         """Return a context for a cache that keeps every pair."""
         shape = self.identity.shape
-        scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=self.model.device)
+        scores = torch.zeros(
+            shape.layers, shape.heads, context.text_tokens, device=self.model.device
+        )
         return ScoredContext(self.model, context, full, scores, seconds=seconds)
 
     def _answer_from_full_cache(

@@ -45,7 +45,8 @@ from restorekv.size_limits import AROUND_LETTERS, AROUND_TOKENS
 
 MESSAGE_MARK = "<restorekv-message>"  # where a message's words would be
 SYSTEM_MARK = "<restorekv-system>"  # shows whether a template has a place for a system text
-ROOM = 256  # positions for restore tokens, a question and its answer after the longest context
+# For restore tokens, a question and its answer after the longest context.
+RESERVED_POSITIONS = 256
 ON_LONG_TEXT = ("refuse", "cut")  # what happens to a longer one
 TODAY = date(2026, 1, 1)  # for templates that print it: a cache made today is as good tomorrow
 # A template argument cannot replace strftime_now: transformers 5.23 hands templates data alone, and
@@ -63,26 +64,26 @@ class Context:
 
     Args:
         ids: (1, S + T): the template's prefix of S tokens, then the text.
-        prefix: S.
-        suffix: (1, P): the ids that follow every question.
-        suffix_text: The text of `suffix`.
+        prefix_length: S.
+        suffix_ids: (1, P): the ids that follow every question.
+        suffix_text: The text of `suffix_ids`.
         separator: What precedes every question.
     """
 
     ids: Tensor
-    prefix: int  # S, a number of tokens
-    suffix: Tensor  # the ids themselves, (1, P)
+    prefix_length: int
+    suffix_ids: Tensor
     suffix_text: str = ""
     separator: str = ""
 
     @property
-    def tokens(self) -> int:
+    def text_tokens(self) -> int:
         """T, the tokens of the text itself."""
-        return self.ids.shape[-1] - self.prefix
+        return self.ids.shape[-1] - self.prefix_length
 
     @property
-    def positions(self) -> int:
-        """S + T."""
+    def num_tokens(self) -> int:
+        """S + T, the tokens of prefix and text."""
         return self.ids.shape[-1]
 
 
@@ -153,7 +154,7 @@ def fit_context(
 ) -> tuple[Context, int]:
     """Return the context and how many tokens of its end were cut.
 
-    ROOM of the model's positions stays free after it.
+    RESERVED_POSITIONS of the model's positions stay free after it.
 
     Args:
         model: The model that will answer, whose vocabulary has to hold the context's ids.
@@ -163,12 +164,14 @@ def fit_context(
     """
     check_choice("on_long_text", on_long_text, ON_LONG_TEXT)
     check_vocabulary(model, context.ids)
-    check_vocabulary(model, context.suffix)
+    check_vocabulary(model, context.suffix_ids)
     limit = count_usable_positions(model)
     # Room for restore tokens and a question, but of a short model no more than a quarter of its
     # positions.
-    most = limit - min(ROOM, limit // 4) - offset - context.prefix - context.suffix.shape[-1]
-    over = context.tokens - most
+    reserved = min(RESERVED_POSITIONS, limit // 4)
+    suffix_length = context.suffix_ids.shape[-1]
+    most = limit - reserved - offset - context.prefix_length - suffix_length
+    over = context.text_tokens - most
     if over <= 0:
         return context, 0
     if most < 1:
@@ -179,7 +182,7 @@ def fit_context(
     if on_long_text == "refuse":
         room = f"the model's {limit:,} positions have room for {most:,} and a question"
         # Of the positions that the model had before it was stretched, if it is stretched already.
-        needed = context.positions + context.suffix.shape[-1] + offset + ROOM
+        needed = context.num_tokens + suffix_length + offset + RESERVED_POSITIONS
         factor = math.ceil(needed / count_unstretched_positions(model.config))
         fix = f"stretch the model's RoPE ({STRETCH_ROPE.format(factor)})"
         if limit < count_positions(model.config):
@@ -187,12 +190,12 @@ def fit_context(
             fix = "use another model"
         # The exception holds the numbers too, for callers that shorten the text themselves.
         error = TextTooLongError(
-            f"The context has {context.tokens:,} tokens, and {room}; shorten it, "
+            f"The context has {context.text_tokens:,} tokens, and {room}; shorten it, "
             f"cut its end ({CUT_END}) or {fix}."
         )
-        error.tokens, error.positions, error.room = context.tokens, limit, most
+        error.tokens, error.positions, error.room = context.text_tokens, limit, most
         raise error
-    return replace(context, ids=context.ids[:, : context.prefix + most]), over
+    return replace(context, ids=context.ids[:, : context.prefix_length + most]), over
 
 
 def check_vocabulary(model: PreTrainedModel, ids: Tensor) -> None:

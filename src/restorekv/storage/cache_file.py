@@ -114,12 +114,12 @@ class Manifest:
         The cache gives all counts; pass every other field that differs as `changed`.
         """
         counted = count_pairs_and_bytes(
-            cache, context.prefix, context.positions, self.prefix_policy
+            cache, context.prefix_length, context.num_tokens, self.prefix_policy
         )
         return replace(
             self,
-            prefix=context.prefix,
-            tokens=context.tokens,
+            prefix=context.prefix_length,
+            tokens=context.text_tokens,
             restore_tokens=cache.restore_length,
             **counted,
             **changed,
@@ -128,7 +128,7 @@ class Manifest:
 
 def hash_cache(cache: RaggedCache, context: Context) -> str:
     """Hash the cache, its context and where questions begin: the first 16 hex digits of SHA-256."""
-    around = (context.suffix_text, context.separator, context.prefix, cache.get_seq_length())
+    around = (context.suffix_text, context.separator, context.prefix_length, cache.get_seq_length())
     sha256 = hashlib.sha256(repr(around).encode())
     # Tensor by tensor in the order of their names, so that the hash does not depend on the order of
     # packing.
@@ -151,7 +151,7 @@ class CacheFile:
         """Make a new cache from the tensors, on a device."""
         # Everything was checked on the CPU; only then does it move to a device.
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
-        return unpack_cache(tensors, self.context.positions + self.manifest.offset, self.manifest)
+        return unpack_cache(tensors, self.context.num_tokens + self.manifest.offset, self.manifest)
 
 
 def write_cache_file(
@@ -175,8 +175,8 @@ def open_cache_file(path: str | Path) -> CacheFile:
         check_around(extra_values["suffix_text"], tensors["suffix_ids"])
         context = Context(
             ids=tensors["context_ids"].long(),
-            prefix=manifest.prefix,
-            suffix=tensors["suffix_ids"].long(),
+            prefix_length=manifest.prefix,
+            suffix_ids=tensors["suffix_ids"].long(),
             suffix_text=extra_values["suffix_text"],
             separator=manifest.separator,
         )
@@ -238,7 +238,7 @@ def pack_cache(cache: RaggedCache, context: Context) -> dict[str, Tensor]:
     layers = cache.full_attention
     tensors = {
         "context_ids": context.ids.to(torch.int32),
-        "suffix_ids": context.suffix.to(torch.int32),
+        "suffix_ids": context.suffix_ids.to(torch.int32),
         # (L, H + 1): offsets of all layers in one tensor.
         "offsets": torch.stack([layer.offsets for layer in layers]),
         "restore_keys": torch.stack([layer.restore_keys[0] for layer in layers]),

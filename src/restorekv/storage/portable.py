@@ -139,7 +139,7 @@ class Portable:
             "keys": self.keys,
             "values": self.values,
             "ids": self.ids,
-            "suffix_ids": self.context.suffix,
+            "suffix_ids": self.context.suffix_ids,
         }
         with reraise_as(CacheFileError):
             seal.write_sealed(parse_path(path), KIND, tensors, {"manifest": json.dumps(described)})
@@ -166,9 +166,8 @@ def make_portable(
     # m columns stand at 0 to m - 1; the cache's own positions end at S + T + n - 1.
     shifted = shift_keys(model, keys, columns - cache.get_seq_length())
     vocabulary = get_vocabulary_size(model)
-    return Portable(
-        shifted, values, replace(context, ids=context.ids[:, :0], prefix=0), manifest, vocabulary
-    )
+    around = replace(context, ids=context.ids[:, :0], prefix_length=0)
+    return Portable(shifted, values, around, manifest, vocabulary)
 
 
 def make_mark(vocabulary: int) -> list[int]:

@@ -45,7 +45,7 @@ class PartFacts:
 
 def describe_part(file: CacheFile) -> PartFacts:
     """Return what a composition must know of a cache file."""
-    prefix = file.context.prefix
+    prefix = file.context.prefix_length
     lengths = []
     for layer in file.make_cache().full_attention:
         # Eviction may have dropped pairs of the prefix too, so they are counted head by head.
