@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypedDict
 
-from restorekv.cache.quantized import STORAGES
+from restorekv.cache.quantized import KV_DTYPES
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.results import Result
@@ -32,12 +32,12 @@ PART = 512
 class Changes(TypedDict, total=False):
     """Fields of a cell that a variant sets."""
 
-    storage: str
-    streaming: int
+    kv_dtype: str
+    streaming_chunk: int
 
 
-VARIANTS: dict[str, Changes] = {storage: {"storage": storage} for storage in STORAGES}
-VARIANTS[f"streaming {PART}"] = {"streaming": PART}
+VARIANTS: dict[str, Changes] = {kv_dtype: {"kv_dtype": kv_dtype} for kv_dtype in KV_DTYPES}
+VARIANTS[f"streaming {PART}"] = {"streaming_chunk": PART}
 Key = tuple[str, str]  # variant, ratio
 
 
@@ -78,7 +78,7 @@ def format_table(results: dict[Key, Result]) -> str:
     """Return a table with a row for every variant and ratio."""
     text = "| variant | r | score | difference | bytes held of plain |\n|---|---|---|---|---|\n"
     for (name, ratio), result in results.items():
-        plain = results[STORAGES[0], ratio]
+        plain = results[KV_DTYPES[0], ratio]
         found = score_answers(result.answers, plain.answers)
         share = result.summary["bytes"] / plain.summary["bytes"]
         gain = "" if result is plain else f"{found['gain']:+.1f}"

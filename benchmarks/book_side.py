@@ -60,7 +60,7 @@ def ask_transformers(model, tokenizer, book: Book, job: dict) -> dict:
 def ask_small_cache(model, tokenizer, book: Book, job: dict) -> dict:
     """Compress the book, at once or in parts, and ask all questions in one batch."""
     assert job["way"] in (AT_ONCE, IN_PARTS)
-    streaming = job["part"] if job["way"] == IN_PARTS else None
+    chunk = job["part"] if job["way"] == IN_PARTS else None
     start = time.perf_counter()
     small = compress(
         model,
@@ -68,7 +68,7 @@ def ask_small_cache(model, tokenizer, book: Book, job: dict) -> dict:
         book.text,
         ratio=job["ratio"],
         evictor=job["evictor"],
-        config=CompressionConfig(streaming=streaming),
+        config=CompressionConfig(streaming_chunk=chunk),
     )
     read = time.perf_counter() - start
     start = time.perf_counter()

@@ -120,7 +120,7 @@ def make_job(options: Options, tokenizer: Tokenizer, tokens: int) -> dict:
     """The text with its ids, so that both sides read the same, and how to compress and decode."""
     text = make_text(tokens, options.seed)
     context = make_context(tokenizer, text)
-    assert context.tokens == tokens
+    assert context.text_tokens == tokens
     return {
         "text": text,
         "context_ids": context.ids[0].tolist(),

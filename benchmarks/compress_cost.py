@@ -152,11 +152,12 @@ def _find_adapter(model: PreTrainedModel, evictor: str) -> tuple[RestoreAdapter,
 def make_context_of(tokenizer: Tokenizer, tokens: int) -> Context:
     """Return words of random letters, cut to exactly `tokens` tokens."""
     context = make_context(tokenizer, make_text(8 * tokens, seed=0))
-    if context.tokens < tokens:
+    if context.text_tokens < tokens:
         raise RestoreKVError(
-            f"The tokenizer makes {context.tokens} tokens of the text to measure, not {tokens}."
+            f"The tokenizer makes {context.text_tokens} tokens of the text to measure, not "
+            f"{tokens}."
         )
-    return replace(context, ids=context.ids[:, : context.prefix + tokens])
+    return replace(context, ids=context.ids[:, : context.prefix_length + tokens])
 
 
 def make_text(tokens: int, seed: int) -> str:

@@ -1,7 +1,7 @@
 """`python -m benchmarks device`: a GPU beside the CPU, and what its own paths save.
 
-agreement   The tiny model in float32 on both: the same texts compressed by every method, in every
-            kind of storage and allocation, offloaded and appended to. Counted are pairs that both
+agreement   The tiny model in float32 on both: the same texts compressed by every method, with every
+            `kv_dtype` and allocation, offloaded and appended to. Counted are pairs that both
             keep or both evict, and answers that are the same.
 modes       A model of random bfloat16 weights in the shape of Qwen3-0.6B, with the tiny model's
             vocabulary, compresses T tokens with KVzip: seconds, and the most memory that the device
@@ -47,8 +47,8 @@ from restorekv.train.loop import train_adapter
 # All but the one that needs another package.
 METHODS = tuple(name for name in {**EVICTORS, **COMPRESSORS} if name != FromKVPress.name)
 SETTINGS = {
-    "int8 storage": CompressionConfig(storage="int8"),
-    "fp8 storage": CompressionConfig(storage="fp8"),
+    "int8 numbers": CompressionConfig(kv_dtype="int8"),
+    "fp8 numbers": CompressionConfig(kv_dtype="fp8"),
     "per-layer budgets": CompressionConfig(allocation="per-layer"),
     "per-head budgets": CompressionConfig(allocation="per-head"),
     "adakv budgets": CompressionConfig(allocation="adakv"),
@@ -188,7 +188,7 @@ def measure_modes(
     modes = {
         "plain": (CompressionConfig(), 2),
         "offload": (CompressionConfig(offload=True), 2),
-        "streaming": (CompressionConfig(streaming=part), 1),
+        "streaming": (CompressionConfig(streaming_chunk=part), 1),
     }
     rows = []
     expected = None

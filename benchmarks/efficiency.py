@@ -248,8 +248,8 @@ def make_random_context(
 
     full = DynamicCache()
     for index in range(shape.layers):
-        keys = draw_states(context.positions)
-        values = draw_states(context.positions)
+        keys = draw_states(context.num_tokens)
+        values = draw_states(context.num_tokens)
         full.update(keys, values, index)
     scores = torch.rand(shape.layers, shape.heads, tokens, device=model.device)
     restore_cache = []

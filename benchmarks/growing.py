@@ -132,7 +132,7 @@ def _compare_ways(
     """
     ids = [each for text in group for each in text.ids]
     full = compress(
-        model, tokenizer, ids, ratio=1, adapter=None, config=CompressionConfig(between="")
+        model, tokenizer, ids, ratio=1, adapter=None, config=CompressionConfig(separator="")
     )
     asked = [question for text in group for question in text.sample.questions]
     prompts = [
@@ -182,7 +182,7 @@ def _list_ways(
             evictor=options.evictor,
             ratio=options.ratio,
             adapter=adapter,
-            config=CompressionConfig(on_small_budget="fewer", between=""),
+            config=CompressionConfig(on_small_budget="fewer", separator=""),
         )
 
     def appended(count: int, restore: RestoreParts) -> CompressedContext:

@@ -177,7 +177,7 @@ def measure(job: dict) -> dict:
     text = make_text(job["tokens"], job["seed"])
     mode = {
         "offload": job["mode"] == "offload",
-        "streaming": job["part"] if job["mode"] == "streaming" else None,
+        "streaming_chunk": job["part"] if job["mode"] == "streaming" else None,
     }
     make = _compress_filled if job["filled"] else _compress_text
 
@@ -218,7 +218,7 @@ def _compress_text(model, tokenizer, text, job, mode, adapter, phases) -> tuple[
         progress=note_phase,
         config=CompressionConfig(on_small_budget="fewer", **mode),
     )
-    return made.manifest.bytes_held, made.context.positions
+    return made.manifest.bytes_held, made.context.num_tokens
 
 
 def _compress_filled(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, int]:
@@ -228,7 +228,7 @@ def _compress_filled(model, tokenizer, text, job, mode, adapter, phases) -> tupl
     if evictor.make_observer(model, context) is not None:
         raise RestoreKVError(f"{evictor.name} observes the prefill; measure it without filled.")
     phases("fill")
-    full = _fill_cache(model, context.positions, mode["offload"])
+    full = _fill_cache(model, context.num_tokens, mode["offload"])
     phases("score")
     scores = evictor.score(model, tokenizer, context, full)
     prepared = ScoredContext(
@@ -237,7 +237,7 @@ def _compress_filled(model, tokenizer, text, job, mode, adapter, phases) -> tupl
     phases("restore")
     prepared = prepared.with_restore_cache(adapter)
     phases("evict")
-    return prepared.evict(job["ratio"], consume=True).nbytes, context.positions
+    return prepared.evict(job["ratio"], consume=True).nbytes, context.num_tokens
 
 
 def _fill_cache(model: PreTrainedModel, columns: int, offload: bool) -> Cache:

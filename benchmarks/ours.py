@@ -45,7 +45,7 @@ def measure(job: dict) -> dict:
     with Peak() as peak, time_block(total, "total"):
         made = squeeze(job["text"])
     m = made.manifest
-    everything = made.context.positions * m.shape["layers"] * m.shape["heads"]
+    everything = made.context.num_tokens * m.shape["layers"] * m.shape["heads"]
     return {
         "versions": {
             "restorekv": __version__,

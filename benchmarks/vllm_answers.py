@@ -1,6 +1,6 @@
 """Answers from cache files in an unpatched vLLM beside those of `ask`, mode by mode.
 
-Thirty documents of 300 to 6,000 tokens, of several evictors, ratios, allocations and storages, are
+Thirty documents of 300 to 6,000 tokens, of several evictors, ratios, allocations and dtypes, are
 asked ten questions each. In every mode of the engine all questions are asked at once, twice: cold,
 then with whatever vLLM kept. Everything is kept in a folder, so that a run that was interrupted
 goes on where it stopped.
@@ -72,7 +72,7 @@ class DocumentPlan:
     evictor: str
     ratio: str
     allocation: str
-    storage: str
+    kv_dtype: str
     restored: bool
 
 
@@ -166,7 +166,7 @@ def _make_documents(
             if place.exists():
                 continue
             tell(f"document {number + 1} of {len(plans)}: {plan.tokens:,} tokens")
-            config = CompressionConfig(allocation=plan.allocation, storage=plan.storage)
+            config = CompressionConfig(allocation=plan.allocation, kv_dtype=plan.kv_dtype)
             small: CompressedContext = compress(
                 model,
                 tokenizer,

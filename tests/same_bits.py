@@ -27,9 +27,9 @@ RESTORED = ("kvzip", "kvzip+", "fastkvzip", "snapkv", "h2o", "contrastkv")
 VARIANTS = {
     "per-head": ("--allocation", "per-head"),
     "counted": ("--prefix-policy", "counted"),
-    "streamed": ("--streaming", "256"),
+    "streamed": ("--streaming-chunk", "256"),
     "offset": ("--offset", "100"),
-    "int8": ("--storage", "int8"),
+    "int8": ("--kv-dtype", "int8"),
     "from evicted": ("--restore-from", "evicted"),
     "attention matching": ("--evictor", "am-fast", "--adapter", "none"),
 }

@@ -108,7 +108,7 @@ class First(Evictor):
 
     def score(self, model, tokenizer, context, full, observer=None):
         layers, heads = len(full.layers), full.layers[0].keys.shape[1]
-        scores = {sign}torch.arange(context.tokens, dtype=torch.float32)
+        scores = {sign}torch.arange(context.text_tokens, dtype=torch.float32)
         return scores.expand(layers, heads, -1).clone()
 """
 

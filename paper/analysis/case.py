@@ -72,12 +72,12 @@ class Case:
     @property
     def sinks(self) -> int:
         """Number of columns that count as attention sinks: the chat prefix, at least SINKS."""
-        return max(self.prepared.context.prefix, SINKS)
+        return max(self.prepared.context.prefix_length, SINKS)
 
     @cached_property
     def kept(self) -> dict[str, Tensor]:
         """(L, H, S + T) bool for every compressed cache: the columns that each head holds."""
-        columns = self.prepared.context.positions
+        columns = self.prepared.context.num_tokens
         return {
             name: cache.mark_held(columns) for name, cache in self.caches.items() if name != FULL
         }
@@ -85,13 +85,13 @@ class Case:
     @cached_property
     def bins(self) -> Tensor:
         """(T,) long: the bin of each context token's position."""
-        tokens = self.prepared.context.tokens
+        tokens = self.prepared.context.text_tokens
         return torch.arange(tokens) * BINS // tokens
 
     @cached_property
     def pieces(self) -> list[str]:
         """The text of every context token, with the space that begins a word."""
-        ids = self.prepared.context.ids[0, self.prepared.context.prefix :].tolist()
+        ids = self.prepared.context.ids[0, self.prepared.context.prefix_length :].tolist()
         names = self.tokenizer.convert_ids_to_tokens(ids)
         texts = [decode_ids(self.tokenizer, [token]) for token in ids]
         # SentencePiece writes that space as U+2581 and drops it when it decodes a token alone.

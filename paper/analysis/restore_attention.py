@@ -57,7 +57,7 @@ def measure(case: Case) -> dict:
     adapter = case.adapter
     assert adapter is not None, "`analyze` leaves this out without an adapter"
     cache = case.read_by_restore()
-    prefix = case.prepared.context.prefix
+    prefix = case.prepared.context.prefix_length
     sinks = case.sinks
     layers = len(cache.full_attention)  # those with a window are not observed
     n = adapter.restore_tokens

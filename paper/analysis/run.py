@@ -129,7 +129,7 @@ def analyze(
     label = label or make_label(name, eviction.evictor.spec)
     samples = benchmark.choose_samples(tokenizer, protocol.name)
     contexts = [protocol.make_context(name, tokenizer, sample.context)[0] for sample in samples]
-    eviction = protocol.adapt_method(eviction, contexts[0].prefix)
+    eviction = protocol.adapt_method(eviction, contexts[0].prefix_length)
     settings = _describe_settings(eviction, model, protocol, benchmark, samples) | {
         "ratios": [float(parse_ratio(ratio)) for ratio in ratios],
         "interval": "95 %, bootstrap over documents",

@@ -34,7 +34,7 @@ def measure(case: Case) -> dict:
     """Return {cache: shares and, by class, [tokens, pairs held]}, and under "overlap" [both,
     either] per layer.
     """
-    prefix = case.prepared.context.prefix
+    prefix = case.prepared.context.prefix_length
     kinds = torch.tensor([CLASSES.index(name) for name in classify_tokens(case.pieces)])
     kept = {name: keep[..., prefix:] for name, keep in case.kept.items()}
     figures: dict = {name: _compute_shares(keep, case.bins, kinds) for name, keep in kept.items()}

@@ -49,7 +49,7 @@ from restorekv.evaluation.stats import bootstrap_ratio
 from restorekv.generation.decoding import generate_ids
 from restorekv.model.load import load_model
 from restorekv.model.names import shipped_path
-from restorekv.model.prompt import BETWEEN, encode_question, make_context
+from restorekv.model.prompt import DEFAULT_SEPARATOR, encode_question, make_context
 from restorekv.restore import adapter_file
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks.splits import DEVELOPMENT, split_corpus
@@ -276,7 +276,7 @@ class Restorer:
             return prepared.with_restore_cache(self.adapter)
         table = self.bench.model.get_input_embeddings()
         context = prepared.context
-        states = table(context.ids[0, context.prefix :])
+        states = table(context.ids[0, context.prefix_length :])
         inputs = self.adapter.embeddings
         means = [chunk.mean(0) for chunk in states.tensor_split(len(inputs))]
         inputs = inputs + torch.stack(means)
@@ -419,7 +419,7 @@ def prepare_cases(options: argparse.Namespace) -> None:
     if not training.exists():
         lines = []
         for case in read_answered_cases(options.corpus, options.data, bench.tokenizer):
-            tokens = make_context(bench.tokenizer, case.text).tokens
+            tokens = make_context(bench.tokenizer, case.text).text_tokens
             if case.questions and tokens <= LONGEST and len(lines) < TRAINED:
                 ids = [each[:ANSWER_TOKENS] for each in case.answer_ids]
                 lines.append({**asdict(case), "answer_ids": ids})
@@ -436,7 +436,7 @@ def answer_document(bench: Bench, document: SourceDocument) -> dict:
     """Return a development case with the teacher's answers."""
     context = make_context(bench.tokenizer, document.text)
     cache = Eviction.make("snapkv").prepare(bench.model, bench.tokenizer, context).evict(1)
-    questions = [BETWEEN + question for _, question in document.asked]
+    questions = [DEFAULT_SEPARATOR + question for _, question in document.asked]
     prompts = [
         encode_question(bench.tokenizer, context, question, empty=True)[0] for question in questions
     ]
@@ -619,7 +619,7 @@ def ship_variant(options: argparse.Namespace) -> None:
         ratio_range=(variant.ratio_min, variant.ratio_max),
         settings=settings,
         data=own + inherit_data(adapter.card.data or [], own),
-        between=BETWEEN,
+        separator=DEFAULT_SEPARATOR,
     )
     adapter.record_results(adapter.card.results or [], options.helps_up_to)
     target = shipped_path("smollm2", "adapters", options.name)

@@ -100,7 +100,7 @@ def score_wordings(model, tokenizer, passage: Passage) -> list[float]:
     text, questions = passage
     context = make_context(tokenizer, text)
     shape = CacheShape.from_model(model)
-    unscored = torch.zeros(shape.layers, shape.heads, context.tokens)
+    unscored = torch.zeros(shape.layers, shape.heads, context.text_tokens)
     cache = ScoredContext(model, context, prefill(model, context.ids), unscored).evict(1)
     asked = pick_evenly(questions, QUESTIONS)
     prompts = [

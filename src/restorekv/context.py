@@ -295,7 +295,7 @@ class CompressedContext:
         restore: str = "last",
         adapter: RestoreAdapter | str | Path | None = "auto",
         evictor: str | None = None,
-        between: str | None = None,
+        separator: str | None = None,
     ) -> CompressedContext:
         """Return a context with the tokens `ids` (1, t) at its end, whoever wrote them.
 
@@ -304,7 +304,7 @@ class CompressedContext:
             restore: As in `append`.
             adapter: As in `append`.
             evictor: As in `append`.
-            between: What separates the text from questions afterwards; None leaves it as it is.
+            separator: What separates the text from questions afterwards; None leaves it as it is.
         """
         old = self.manifest
         if restore == "none":
@@ -321,23 +321,23 @@ class CompressedContext:
             restore=restore,
             ids=ids,
             ratio=Fraction(old.ratio),
-            fix="append more at once" if between is None else "fold when more was said",
+            fix="append more at once" if separator is None else "fold when more was said",
         )
         cache = growth.run()
         context = growth.grown_context
-        if between is not None:
-            context = replace(context, between=between)
+        if separator is not None:
+            context = replace(context, separator=separator)
         # The grown cache is held as the old one was, in 8 bits too.
-        attention.store_context(cache, old.storage, CacheShape.from_model(self.model).groups)
+        attention.quantize_context(cache, old.kv_dtype, CacheShape.from_model(self.model).groups)
         manifest = old.for_derived_cache(
             context,
             cache,
             seconds={name: round(value, 4) for name, value in growth.seconds.items()},
             parts=[*(old.parts or [old.tokens]), ids.shape[-1]],
             earlier=growth.carried_restore_pairs,
-            between=context.between,
+            separator=context.separator,
             tokens_hash=hash_token_names(self.tokenizer, context.ids),
-            streaming=None,
+            streaming_chunk=None,
             adapter=eviction.adapter and eviction.adapter.identity(),
             evictor=eviction.identity(self.model),
         )
@@ -353,7 +353,7 @@ class CompressedContext:
             # even where the first part kept everything.
             return replace(
                 made,
-                config=replace(made.config, streaming=None),
+                config=replace(made.config, streaming_chunk=None),
                 scoring=True,
                 adapter=made.adapter if adapter == "auto" else None,
             )
@@ -372,7 +372,7 @@ class CompressedContext:
         recorded = manifest.adapter
         if adapter is None or (adapter == "auto" and recorded is None):
             return eviction
-        loaded = load_adapter(self.model, adapter, eviction, None, manifest.between)
+        loaded = load_adapter(self.model, adapter, eviction, None, manifest.separator)
         if recorded is None:
             return replace(eviction, adapter=loaded)
         if loaded is None:
@@ -390,7 +390,7 @@ class CompressedContext:
     @property
     def kept(self) -> Tensor:
         """Which pairs of the full cache are held: (L, H, S + T) bool."""
-        return self.cache.mark_held(self.context.positions)
+        return self.cache.mark_held(self.context.num_tokens)
 
     def inputs(
         self, question: str, answer_prefix: str = "", plain: bool = False
@@ -520,7 +520,7 @@ def check_fit(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -
     manifest = stored.manifest
     check_model(path, manifest, model)
     vocabulary = get_vocabulary_size(model)
-    for ids in (stored.context.ids, stored.context.suffix):
+    for ids in (stored.context.ids, stored.context.suffix_ids):
         if ids.numel() and int(ids.max()) >= vocabulary:
             raise CacheFileError(
                 f"{path} has token ids that the model's vocabulary lacks; compress the context "
@@ -532,7 +532,7 @@ def check_fit(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -
             "model."
         )
     # `compress` makes no cache that reaches beyond the positions, but a file can say anything.
-    reach = stored.context.positions + manifest.offset
+    reach = stored.context.num_tokens + manifest.offset
     limit = count_positions(model.config)
     if manifest.offset and reach > limit:
         raise CacheFileError(

@@ -30,8 +30,8 @@ ALIKE = (
     "allocation",
     "restore_from",
     "offset",
-    "storage",
-    "between",
+    "kv_dtype",
+    "separator",
 )
 
 
@@ -169,7 +169,7 @@ def compose(contexts: Sequence[CompressedContext], *more: object) -> CompressedC
     refuse_unlike(manifests)
     context, cache = compose_caches(first.model, [(each.context, each.cache) for each in contexts])
     shape = CacheShape.from_model(first.model)
-    attention.store_context(cache, manifests[0].storage, shape.groups)
+    attention.quantize_context(cache, manifests[0].kv_dtype, shape.groups)
     # The ratio of the whole is the mean of the ratios, each weighted by its text's length.
     parts: list[int] = []
     held = Fraction(0)
@@ -181,7 +181,7 @@ def compose(contexts: Sequence[CompressedContext], *more: object) -> CompressedC
     manifest = manifests[0].for_derived_cache(
         context,
         cache,
-        ratio=str(held / context.tokens),
+        ratio=str(held / context.text_tokens),
         seconds={"compose": round(time.perf_counter() - start, 4)},
         cut=sum(each.cut for each in manifests),
         tokens_hash=hash_token_names(first.tokenizer, context.ids),

@@ -122,11 +122,11 @@ def compress(
     if not isinstance(config, CompressionConfig):
         raise RestoreKVError(
             f"config is a CompressionConfig, not {type(config).__name__}; write "
-            "CompressionConfig(streaming=512), for example."
+            "CompressionConfig(streaming_chunk=512), for example."
         )
     compressor = make_compressor(resolve_preset(evictor), config)
     text, system = separate_text_and_system(context, check_system_message(config.system))
-    tokenized = make_context(tokenizer, text, config.choose_between(tokenizer), system)
+    tokenized = make_context(tokenizer, text, config.choose_separator(tokenizer), system)
     tokenized, cut = fit_context(model, tokenized, config.on_long_text, config.offset)
 
     # The budget is computed once; the restore tokens take their part of it when n is known.
@@ -140,7 +140,7 @@ def compress(
     )
     compressor = compressor.specialize(tokenized, budget)
 
-    tokens_to_read = tokenized.positions * compressor.count_passes()
+    tokens_to_read = tokenized.num_tokens * compressor.count_passes()
     with torch.no_grad(), measure_progress(model, tokens_to_read, progress) as begin_phase:
         prepared_cache = prepared_cache or PreparedContextCache(max_bytes=0)
         prepared = prepared_cache.prepare(model, tokenizer, tokenized, compressor, begin_phase)
@@ -150,7 +150,7 @@ def compress(
         cache, seconds = prepared.evict_timed(budget, consume=not keeps_full)
         # Quantizing the retained pairs is counted as a part of the eviction.
         with time_phase(seconds, "evict"):
-            attention.store_context(cache, config.storage, shape.groups)
+            attention.quantize_context(cache, config.kv_dtype, shape.groups)
         seconds = prepared.seconds | seconds
         manifest = make_manifest(
             tokenizer, identity, compressor, prepared, budget, cache, seconds, cut, system
@@ -188,7 +188,7 @@ def add_adapter(
         adapter = None
         restore_tokens = None
     restore_adapter = load_adapter(
-        model, adapter, compressor, restore_tokens, context.between, budget.ratio, identity
+        model, adapter, compressor, restore_tokens, context.separator, budget.ratio, identity
     )
     if restore_adapter is None:
         return compressor, budget
@@ -324,19 +324,21 @@ def make_manifest(
         tokens_hash=hash_token_names(tokenizer, context.ids),
         dtype=get_dtype_name(model.dtype),
         shape=vars(identity.shape),
-        prefix=context.prefix,
-        tokens=context.tokens,
+        prefix=context.prefix_length,
+        tokens=context.text_tokens,
         restore_tokens=budget.restore_tokens,
         ratio=str(budget.ratio),
         **config.to_json(),
         evictor=compressor.identity(model),
         adapter=adapter and adapter.identity(),
-        **count_pairs_and_bytes(cache, context.prefix, context.positions, config.prefix_policy),
+        **count_pairs_and_bytes(
+            cache, context.prefix_length, context.num_tokens, config.prefix_policy
+        ),
         seconds={phase: round(value, 4) for phase, value in seconds.items()},
         versions={"restorekv": __version__, **versions, "python": platform.python_version()},
-        storage=config.storage,
-        streaming=prepared.streaming,
-        between=context.between,
+        kv_dtype=config.kv_dtype,
+        streaming_chunk=prepared.streaming_chunk,
+        separator=context.separator,
         cut=cut,
         system=system,
         parts=[],

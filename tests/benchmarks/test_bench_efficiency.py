@@ -87,7 +87,7 @@ def test_base_and_restored_caches_hold_the_same(tiny_model, tiny_tokenizer):
         assert (
             base["pairs"]
             == restored["pairs"]
-            == round(ratio * tokens + prepared.context.prefix) * layers * heads
+            == round(ratio * tokens + prepared.context.prefix_length) * layers * heads
         )
         assert base["restore_tokens"] == 0 and restored["restore_tokens"] == 3
         assert 0 < base["least"] <= base["milliseconds"] <= base["most"] and restored["to_base"] > 0

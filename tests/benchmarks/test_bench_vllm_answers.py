@@ -18,7 +18,7 @@ def test_documents_differ_in_everything():
     assert {plan.evictor for plan in plans} == set(vllm_answers.EVICTORS)
     assert {plan.ratio for plan in plans} == set(vllm_answers.RATIOS)
     assert {plan.allocation for plan in plans} == set(vllm_answers.ALLOCATIONS)
-    assert {plan.storage for plan in plans} == {"model", "int8"}
+    assert {plan.kv_dtype for plan in plans} == {"model", "int8"}
     assert {plan.restored for plan in plans} == {True, False}
 
 

@@ -38,7 +38,7 @@ def made(tiny_model, tiny_tokenizer):
     with torch.no_grad():
         adapter.embeddings.mul_(30)  # so that a wrong mask over restore tokens shows
     ways = [{"ratio": 0.5, "adapter": adapter}, {"ratio": 0.2, "adapter": None, "evictor": "knorm"}]
-    ways.append({"ratio": 0.9, "adapter": adapter, "restore_tokens": 1, "storage": "int8"})
+    ways.append({"ratio": 0.9, "adapter": adapter, "restore_tokens": 1, "kv_dtype": "int8"})
     with warnings.catch_warnings():
         # The first restore token was not trained to work alone.
         warnings.simplefilter("ignore", RestoreKVWarning)

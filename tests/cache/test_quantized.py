@@ -24,8 +24,7 @@ TEXT = (
     "The code of the red house is seven. The blue house has a green door, and nobody lives there. "
     * 2
 )
-EIGHT_BITS = [how for how in quantized.STORAGES if how != "model"]
-NEW = {"storage", "streaming"}  # fields of the manifest that format 2 lacks
+EIGHT_BITS = [how for how in quantized.KV_DTYPES if how != "model"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -223,9 +222,9 @@ def test_no_layer_is_widened_whole(monkeypatch):
 def test_compress_save_load_ask(tiny_model, tiny_tokenizer, tmp_path, how):
     plain = compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.5)
     made = compress(
-        tiny_model, tiny_tokenizer, TEXT, ratio=0.5, config=CompressionConfig(storage=how)
+        tiny_model, tiny_tokenizer, TEXT, ratio=0.5, config=CompressionConfig(kv_dtype=how)
     )
-    assert made.manifest.storage == how and plain.manifest.storage == "model"
+    assert made.manifest.kv_dtype == how and plain.manifest.kv_dtype == "model"
     for field in ("pairs", "pairs_held", "ratio", "bytes_full"):
         assert getattr(made.manifest, field) == getattr(plain.manifest, field)
     assert made.manifest.bytes_held == made.cache.nbytes < 0.5 * plain.cache.nbytes  # float32
@@ -252,7 +251,7 @@ def test_a_rectangle_of_8_bits_becomes_a_plain_cache(tiny_model, tiny_tokenizer)
         tiny_tokenizer,
         TEXT,
         ratio=0.5,
-        config=CompressionConfig(storage="int8", allocation="per-head"),
+        config=CompressionConfig(kv_dtype="int8", allocation="per-head"),
     )
     plain = made.cache.to_dynamic_cache()
     layer = made.cache.layers[0]
@@ -260,15 +259,17 @@ def test_a_rectangle_of_8_bits_becomes_a_plain_cache(tiny_model, tiny_tokenizer)
     assert plain.layers[0].keys[0].flatten(0, 1).equal(layer.context_keys[:])
 
 
-def test_unknown_storage_is_refused(tiny_model, tiny_tokenizer):
-    with pytest.raises(RestoreKVError, match="storage is one of model, int8, fp8, not 'int4'"):
-        compress(tiny_model, tiny_tokenizer, TEXT, config=CompressionConfig(storage="int4"))
+def test_unknown_kv_dtype_is_refused(tiny_model, tiny_tokenizer):
+    with pytest.raises(RestoreKVError, match="kv_dtype is one of model, int8, fp8, not 'int4'"):
+        compress(tiny_model, tiny_tokenizer, TEXT, config=CompressionConfig(kv_dtype="int4"))
 
 
-def test_documents_of_either_storage_are_asked_in_one_batch(tiny_model, tiny_tokenizer):
+def test_documents_of_either_kv_dtype_are_asked_in_one_batch(tiny_model, tiny_tokenizer):
     texts = [TEXT, "Nobody lives in the green house, whose door is red. " * 3]
     made = [
-        compress(tiny_model, tiny_tokenizer, text, ratio=0.5, config=CompressionConfig(storage=how))
+        compress(
+            tiny_model, tiny_tokenizer, text, ratio=0.5, config=CompressionConfig(kv_dtype=how)
+        )
         for text, how in zip(texts, ("int8", "model"), strict=True)
     ]
     questions = ["Which code?", "Who?"]

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from restorekv.cache.quantized import STORAGES
+from restorekv.cache.quantized import KV_DTYPES
 from restorekv.cli import choices
 from restorekv.cli.inputs import PLOTS, check_cache_files
 from restorekv.compression.allocate import ALLOCATIONS
@@ -220,7 +220,7 @@ def test_the_names_for_the_command_line_are_those_of_the_library():
     assert set(choices.EVICTORS) == set(EVICTORS)
     assert tuple(COMPRESSORS) == choices.COMPRESSORS
     assert tuple(ALLOCATIONS) == choices.ALLOCATIONS
-    assert choices.STORAGES == STORAGES
+    assert choices.KV_DTYPES == KV_DTYPES
     assert choices.DTYPES == DTYPES
     assert tuple(PROTOCOLS) == choices.PROTOCOLS
     assert choices.GROWING == RESTORE_CHOICES

@@ -148,7 +148,7 @@ def test_a_conversation_is_folded_before_it_exceeds_the_full_cache(world, docume
         answers.append(chat.ask(line, 6))
     assert result.out == "".join(f"{make_visible(answer)}\n" for answer in answers)
     first = int(folds[0][2])
-    assert document.context.positions == first == fulls[0]
+    assert document.context.num_tokens == first == fulls[0]
 
     alone = cli("chat", made, *options, "--no-fold", stdin="\n".join(lines).encode())
     assert "Folded" not in alone.err and f"(full cache {first})" in alone.err.splitlines()[-1]

@@ -29,7 +29,7 @@ def call(model, tokenizer, **options):
         ({"press": "x"}, "kvpress:press=NAME"),
         ({"window_size": 64}, "snapkv:window=64"),
         ({"max_new_tokens": 5}, "it belongs to ask"),
-        ({"storage": "int8"}, r"config=CompressionConfig\(storage="),
+        ({"kv_dtype": "int8"}, r"config=CompressionConfig\(kv_dtype="),
         ({"evictr": "kvzip"}, "did you mean evictor"),
         ({"something_else": 1}, "use some of model, tokenizer, context, ratio"),
         ({"ratio": 20}, "write 0.2 for 20 %"),

@@ -52,12 +52,14 @@ def reference(model, tokenizer, context):
     repetition.
     """
     asked = encode_text(tokenizer, "\n\nRepeat the previous context verbatim.")
-    ids = torch.cat([context.ids, asked, context.suffix, context.ids[:, context.prefix :]], -1)
+    ids = torch.cat(
+        [context.ids, asked, context.suffix_ids, context.ids[:, context.prefix_length :]], -1
+    )
     found = []
 
     def on_layer(view):
-        queries = view.query[:, :, context.positions :].transpose(1, 2).flatten(1, 2)
-        own = (x[:, context.prefix : context.positions] for x in (view.key, view.value))
+        queries = view.query[:, :, context.num_tokens :].transpose(1, 2).flatten(1, 2)
+        own = (x[:, context.prefix_length : context.num_tokens] for x in (view.key, view.value))
         found.append([x.numpy().copy() for x in (queries, *own)])
 
     with observe_layers(model.double(), on_layer):
@@ -97,7 +99,7 @@ def compact(model, tokenizer, ratio, spec="am-fast"):
 def test_columns_bias_and_values_are_those_of_double_precision(tiny_model, tiny_tokenizer):
     prepared, made = compact(tiny_model, tiny_tokenizer, 0.2)
     queries, keys, values = reference(tiny_model, tiny_tokenizer, prepared.context)
-    prefix = prepared.context.prefix
+    prefix = prepared.context.prefix_length
     for index, layer in enumerate(made.layers):
         for head in range(layer.heads):
             rows = slice(layer.bounds[head] + prefix, layer.bounds[head + 1])
@@ -137,7 +139,7 @@ def test_targets_are_those_of_the_whole_matrix(tiny_tokenizer, block):
 
 def test_the_prefix_stays_as_it_is(tiny_tokenizer):
     prepared, made = compact(build_model("qwen3"), tiny_tokenizer, 0.2)
-    prefix = prepared.context.prefix
+    prefix = prepared.context.prefix_length
     for layer, full in zip(made.layers, prepared.full.layers, strict=True):
         for head in range(layer.heads):
             rows = slice(layer.bounds[head], layer.bounds[head] + prefix)
@@ -146,7 +148,7 @@ def test_the_prefix_stays_as_it_is(tiny_tokenizer):
             )
             assert layer.context_keys[rows].equal(full.keys[0, head, :prefix])
             assert layer.context_values[rows].equal(full.values[0, head, :prefix])
-    assert made.seen == prepared.context.positions and made.restore_length == 0
+    assert made.seen == prepared.context.num_tokens and made.restore_length == 0
 
 
 def test_everything_kept_is_the_full_cache(tiny_tokenizer):
@@ -157,7 +159,7 @@ def test_everything_kept_is_the_full_cache(tiny_tokenizer):
         assert layer.context_keys.equal(full.keys[0].flatten(0, 1))
         assert layer.context_values.equal(full.values[0].flatten(0, 1))
     for layer, targets in zip(made.layers, prepared.targets, strict=True):  # and so do the fits
-        keys = layer.context_keys[prepared.context.prefix : layer.bounds[1]]
+        keys = layer.context_keys[prepared.context.prefix_length : layer.bounds[1]]
         bias, values = fit_head(targets, 0, keys, 2, 3.0)
         logits = targets.query[0] @ keys.T * targets.scale + bias
         output = logits.softmax(-1) @ values
@@ -239,7 +241,7 @@ def test_head_budgets_from_a_file(tiny_tokenizer, tmp_path):
     path = tmp_path / "budgets.json"
     path.write_text(json.dumps(dict(reversed(shares.items()))))
     prepared, made = compact(build_model("qwen3"), tiny_tokenizer, 0.1, f"am-fast:heads={path}")
-    tokens, prefix = prepared.context.tokens, prepared.context.prefix
+    tokens, prefix = prepared.context.text_tokens, prepared.context.prefix_length
     total = floor(Fraction("0.1") * tokens * 6)
     counts = (made.lengths - prefix).flatten()
     assert int(counts.sum()) == total and counts[1] <= 1
@@ -303,7 +305,7 @@ def test_reading_in_pieces_or_from_a_subset(tiny_tokenizer, monkeypatch):
         torch.testing.assert_close(one.query, two.query, rtol=1e-3, atol=1e-4)
         assert three.query.equal(one.query[:, chosen])
         torch.testing.assert_close(four.query, three.query, rtol=1e-3, atol=1e-4)
-    assert [layer.keys.shape[-2] for layer in whole.full.layers] == [whole.context.positions] * 3
+    assert [layer.keys.shape[-2] for layer in whole.full.layers] == [whole.context.num_tokens] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -450,7 +452,7 @@ def test_every_head_matches_better_than_as_many_evicted_pairs(ratio):
     """
     whole, kvzip = tiny()
     made = whole.evict(ratio)
-    for prefix in (0, whole.context.prefix):
+    for prefix in (0, whole.context.prefix_length):
         error = output_errors(made, prefix)
         assert error.shape == (4 * 3,)
         for evicted in (ScoredContext.evict(whole, ratio), kvzip.evict(ratio)):
@@ -460,14 +462,14 @@ def test_every_head_matches_better_than_as_many_evicted_pairs(ratio):
 
 def test_the_bias_is_what_matches_the_mass():
     whole, _ = tiny()
-    prefix = whole.context.prefix
+    prefix = whole.context.prefix_length
     made, evicted = whole.evict(0.1), ScoredContext.evict(whole, 0.1)
     assert (mass_errors(made, prefix) < 0.9 * mass_errors(evicted, prefix)).all()
 
 
 def test_the_values_are_what_matches_the_outputs():
     whole, _ = tiny()
-    prefix = whole.context.prefix
+    prefix = whole.context.prefix_length
     made, plain = whole.evict(0.1), whole.evict(0.1)
     for layer, evicted in zip(plain.layers, ScoredContext.evict(whole, 0.1).layers, strict=True):
         layer.context_values = evicted.context_values

@@ -34,8 +34,8 @@ def good(opened, tmp_path_factory) -> dict[str, bytes]:
     kinds = {
         "plain": {"evictor": "snapkv", "adapter": None},
         "restored": {"evictor": "kvzip"},
-        "int8": {"evictor": "snapkv", "adapter": None, "storage": "int8"},
-        "fp8": {"evictor": "snapkv", "adapter": None, "storage": "fp8"},
+        "int8": {"evictor": "snapkv", "adapter": None, "kv_dtype": "int8"},
+        "fp8": {"evictor": "snapkv", "adapter": None, "kv_dtype": "fp8"},
         "bias": {"evictor": "am-fast", "adapter": None},
     }
     found = {}
@@ -84,13 +84,13 @@ def test_finite_numbers_that_no_model_computes_are_refused(
     refused(opened, tmp_path, file.sealed(), "no model computes|no cache has")
 
 
-@pytest.mark.parametrize("storage", ["int8", "fp8"])
-def test_a_scale_may_stand_for_the_largest_number_and_no_more(storage):
-    largest = LARGEST_NUMBER / {"int8": 127, "fp8": 448}[storage]
-    check_scales(torch.tensor([[1e-30], [largest]]), storage)
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_a_scale_may_stand_for_the_largest_number_and_no_more(kv_dtype):
+    largest = LARGEST_NUMBER / {"int8": 127, "fp8": 448}[kv_dtype]
+    check_scales(torch.tensor([[1e-30], [largest]]), kv_dtype)
     for wrong in (0.0, -1.0, largest * 1.001):
         with pytest.raises(ContradictionError):
-            check_scales(torch.tensor([[1.0], [wrong]]), storage)
+            check_scales(torch.tensor([[1.0], [wrong]]), kv_dtype)
 
 
 def largest_number(model, tokenizer, text: str) -> float:
@@ -112,7 +112,7 @@ def test_caches_of_smollm2_lie_far_below_the_bound():
 
 
 FIELDS = {
-    "between": ("x" * 300_000, "300,000 characters as its between"),
+    "separator": ("x" * 300_000, "300,000 characters as its separator"),
     "model": ("m" * 5000, "5,000 characters as its model"),
     "system": ("s" * (2 << 20), "characters as its system"),
     "suffix_text": ("x " * 5000, "after every question"),
@@ -157,7 +157,7 @@ def test_a_manifest_of_many_elements_is_refused_before_it_is_parsed(
 
 def test_a_template_that_no_file_could_hold_is_refused_at_once(tiny_tokenizer):
     with pytest.raises(RestoreKVError, match="use a shorter template"):
-        make_context(tiny_tokenizer, "A text.", between="x" * 3000)
+        make_context(tiny_tokenizer, "A text.", separator="x" * 3000)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from restorekv.errors import (
     RestoreKVWarning,
 )
 from restorekv.generation.answers import answer_greedily
-from restorekv.model.prompt import BETWEEN, make_context
+from restorekv.model.prompt import DEFAULT_SEPARATOR, make_context
 from restorekv.model.shape import CacheShape
 from restorekv.pipeline import compress
 from restorekv.restore.adapter import RestoreAdapter
@@ -48,14 +48,14 @@ def test_pairs_are_the_budget(case, evictor, policy, restored):
     adapter = make_adapter(model) if restored else None
     prepared = Eviction.make(evictor, adapter, prefix_policy=policy).prepare(model, tokenizer, text)
     context, shape = prepared.context, CacheShape.from_model(model)
-    columns = context.tokens if policy == "free" else context.positions
+    columns = context.text_tokens if policy == "free" else context.num_tokens
     for ratio in ["1", "0.5", "0.3", "0.1", "0.071"]:
         cache = prepared.evict(ratio)
         total = Fraction(ratio) * columns * shape.layers * shape.heads // 1
-        outside = context.prefix * shape.layers * shape.heads if policy == "free" else 0
+        outside = context.prefix_length * shape.layers * shape.heads if policy == "free" else 0
         assert cache.pairs_held == total + outside
         assert cache.restore_length == (TOKENS if restored else 0)
-        assert cache.get_seq_length() == context.positions + cache.restore_length
+        assert cache.get_seq_length() == context.num_tokens + cache.restore_length
         base = prepared.evict(ratio, 0)
         assert (base.pairs_held, base.restore_length) == (cache.pairs_held, 0)
 
@@ -63,8 +63,8 @@ def test_pairs_are_the_budget(case, evictor, policy, restored):
 def test_evictors_keep_the_best_scores(case):
     model, tokenizer, text = case
     prepared = Eviction.make("kvzip", prefix_policy="counted").prepare(model, tokenizer, text)
-    scores, prefix = prepared.competing_scores(), prepared.context.prefix
-    assert scores.shape[-1] == prepared.context.positions
+    scores, prefix = prepared.competing_scores(), prepared.context.prefix_length
+    assert scores.shape[-1] == prepared.context.num_tokens
     first = max(prefix, 4)
     assert scores[..., first:].equal(prepared.scores[..., first - prefix :])
     assert (
@@ -86,7 +86,7 @@ def test_one_preparation_serves_every_budget(case):
     eviction = Eviction.make("kvzip")
     prepared = eviction.prepare(model, tokenizer, text)
     restored = prepared.with_restore_cache(adapter)
-    assert prepared.full.get_seq_length() == prepared.context.positions
+    assert prepared.full.get_seq_length() == prepared.context.num_tokens
     assert all(keys.shape[-2] == TOKENS for keys, _ in restored.restore_cache)
     for ratio in (0.4, 0.1):
         for adapter_used, cache in [
@@ -329,7 +329,7 @@ def test_tight_policies(case):
 
 def test_a_text_too_short_for_its_ratio_is_kept_whole_with_a_warning(case):
     model, tokenizer, text = case
-    tokens = make_context(tokenizer, text).tokens
+    tokens = make_context(tokenizer, text).text_tokens
     sentence = (
         f"^A text of {tokens} tokens is too short for ratio 0.01, which has no room for {TOKENS} "
         "restore tokens: everything is kept, at ratio 1, and nothing is restored. What is appended "
@@ -381,9 +381,15 @@ def test_token_ids_are_a_context_too(case, form):
     model, tokenizer, text = case
     plain = compress(model, tokenizer, text, ratio=0.3)
     made = compress(
-        model, tokenizer, form(plain.context.ids[0, plain.context.prefix :].tolist()), ratio=0.3
+        model,
+        tokenizer,
+        form(plain.context.ids[0, plain.context.prefix_length :].tolist()),
+        ratio=0.3,
     )
-    assert made.context.ids.equal(plain.context.ids) and made.context.prefix == plain.context.prefix
+    assert (
+        made.context.ids.equal(plain.context.ids)
+        and made.context.prefix_length == plain.context.prefix_length
+    )
     assert made.ask(QUESTIONS, 8) == plain.ask(QUESTIONS, 8)
 
 
@@ -412,14 +418,14 @@ def test_python_refuses_an_unknown_argument(case):
 def test_a_warning_points_at_the_call(case):
     model, tokenizer, text = case
     adapter = make_adapter(model)
-    with pytest.warns(RestoreKVWarning, match="with streaming it reads") as caught:
+    with pytest.warns(RestoreKVWarning, match="with streaming_chunk it reads") as caught:
         compress(
             model,
             tokenizer,
             text,
             adapter=adapter,
             ratio=0.3,
-            config=CompressionConfig(streaming=40),
+            config=CompressionConfig(streaming_chunk=40),
         )
     assert caught[0].filename == __file__
 
@@ -441,17 +447,17 @@ def test_methods_tell_what_they_can():
 def test_every_preparation_evicts_alike(case):
     """At once, in parts and by Attention Matching: one call, the same count."""
     model, tokenizer, text = case
-    for spec, streaming in (("knorm", None), ("knorm", 50), ("am-fast", None)):
-        prepared = make_compressor(spec, CompressionConfig(streaming=streaming)).prepare(
+    for spec, chunk in (("knorm", None), ("knorm", 50), ("am-fast", None)):
+        prepared = make_compressor(spec, CompressionConfig(streaming_chunk=chunk)).prepare(
             model, tokenizer, text
         )
         assert (
-            (prepared.full is None) == (prepared.streaming is not None) == (streaming is not None)
+            (prepared.full is None) == (prepared.streaming_chunk is not None) == (chunk is not None)
         )
         cache, seconds = prepared.evict_timed(0.3)
         assert prepared.evict(0.3, 0).pairs_held == cache.pairs_held and "evict" in seconds
         shape, context = CacheShape.from_model(model), prepared.context
-        total = int(Fraction("0.3") * context.tokens * shape.layers * shape.heads)
+        total = int(Fraction("0.3") * context.text_tokens * shape.layers * shape.heads)
         assert prepared.config.count_pairs(cache, context) == total
 
 
@@ -503,7 +509,7 @@ def test_adapters_of_another_model_object_or_evictor(case):
     adapter.record_training(evictor="kvzip+")
     with pytest.warns(RestoreKVWarning, match="kvzip\\+, not kvzip"):
         compress(model, tokenizer, text, adapter=adapter, ratio=0.2)
-    adapter.record_training(evictor="kvzip", between="\n\n")
+    adapter.record_training(evictor="kvzip", separator="\n\n")
     with pytest.warns(RestoreKVWarning, match="text between document and question"):
         compress(
             model,
@@ -511,7 +517,7 @@ def test_adapters_of_another_model_object_or_evictor(case):
             text,
             adapter=adapter,
             ratio=0.2,
-            config=CompressionConfig(between="\n"),
+            config=CompressionConfig(separator="\n"),
         )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -521,7 +527,7 @@ def test_adapters_of_another_model_object_or_evictor(case):
             text,
             adapter=adapter,
             ratio=0.2,
-            config=CompressionConfig(between="\n\n"),
+            config=CompressionConfig(separator="\n\n"),
         )
 
 
@@ -536,12 +542,14 @@ def test_budgets_of_another_context_are_refused(case):
         prepared.evict(Budget.of_ratio(0.1, 7, 3, 2))
     shape = CacheShape.from_model(model)
     with pytest.raises(BudgetError, match="prepare the context with an adapter"):
-        prepared.evict(Budget.of_ratio(0.5, prepared.context.tokens, shape.layers, shape.heads, 2))
+        prepared.evict(
+            Budget.of_ratio(0.5, prepared.context.text_tokens, shape.layers, shape.heads, 2)
+        )
 
 
 def test_contexts_may_come_ready_made(case):
     model, tokenizer, text = case
-    context = make_context(tokenizer, text, BETWEEN)
+    context = make_context(tokenizer, text, DEFAULT_SEPARATOR)
     prepared = Eviction.make("kvzip").prepare(model, tokenizer, context)
     answers = answer_greedily(model, tokenizer, context, prepared.evict(0.2), QUESTIONS, 8)
     assert answers == compress(*case, ratio=0.2).ask(QUESTIONS, 8)
@@ -608,7 +616,7 @@ def test_a_context_comes_in_many_forms(case, tmp_path):
     path = tmp_path / "text.txt"
     path.write_text(text)
     plain = compress(model, tokenizer, text, ratio=0.4, adapter=None)
-    ids = plain.context.ids[0, plain.context.prefix :]
+    ids = plain.context.ids[0, plain.context.prefix_length :]
     told = [{"role": "user", "content": text}]
     for same in (path, ids, ids.tolist(), told):
         assert compress(model, tokenizer, same, ratio=0.4, adapter=None).context.ids.equal(
@@ -665,4 +673,4 @@ def test_nothing_is_scored_where_all_stays(case):
 def test_kept_marks_the_pairs_that_are_held(case):
     made = compress(*case, ratio=0.3, adapter=make_adapter(case[0]))
     assert made.kept.sum(-1).equal(made.cache.lengths)
-    assert made.kept[..., : made.context.prefix].all()
+    assert made.kept[..., : made.context.prefix_length].all()

@@ -29,7 +29,7 @@ def model():
 def halves(tokenizer):
     """Token ids of a text in two parts."""
     context = make_context(tokenizer, LONG)
-    ids = context.ids[0, context.prefix :].tolist()
+    ids = context.ids[0, context.prefix_length :].tolist()
     return ids[:90], ids[90:]
 
 
@@ -63,8 +63,8 @@ def test_new_pairs_come_from_a_model_that_reads_what_was_kept(model, tiny_tokeni
     small = compress(
         model, tiny_tokenizer, first, ratio=0.3, adapter=None, evictor="snapkv:window=8"
     )
-    grown, old = small.append(second), small.context.positions
-    total, kept = grown.context.positions, small.kept
+    grown, old = small.append(second), small.context.num_tokens
+    total, kept = grown.context.num_tokens, small.kept
     order = torch.arange(total)
     new = order >= old
 
@@ -99,7 +99,7 @@ def test_new_pairs_come_from_a_model_that_reads_what_was_kept(model, tiny_tokeni
         {},
         {"prefix_policy": "counted"},
         {"allocation": "per-head"},
-        {"storage": "int8"},
+        {"kv_dtype": "int8"},
         {"restore_from": "evicted"},
     ],
 )
@@ -125,12 +125,12 @@ def test_the_budget_of_the_whole_is_exact(model, tiny_tokenizer, tmp_path, resto
     assert (m.restore_tokens, m.earlier) == {"last": (N, 0), "every": (N, 2 * N), "none": (0, 0)}[
         restore
     ]
-    assert grown.cache.get_seq_length() == grown.context.positions + m.restore_tokens
+    assert grown.cache.get_seq_length() == grown.context.num_tokens + m.restore_tokens
     assert int(grown.kept.sum()) == grown.cache.pairs_held - (m.earlier + m.restore_tokens) * heads
     grown.save(tmp_path / "grown.rkv")
     again = CompressedContext.load(tmp_path / "grown.rkv", model, tiny_tokenizer)
     assert again.manifest == m and again.ask(QUESTIONS, 6) == grown.ask(QUESTIONS, 6)
-    if "allocation" in options and "storage" not in options:
+    if "allocation" in options and "kv_dtype" not in options:
         assert grown.portable().tokens * heads == m.pairs_held
 
 
@@ -184,7 +184,7 @@ def test_composed_keys_are_those_of_texts_read_where_they_stand(family, tiny_tok
         compress(model, tiny_tokenizer, ids, ratio=1, adapter=None)
         for ids in (first, second, first)
     ]
-    whole, prefix = compose(parts), parts[0].context.prefix
+    whole, prefix = compose(parts), parts[0].context.prefix_length
     assert whole.kept.all() and whole.manifest.parts == [len(first), len(second), len(first)]
     start = 0
     for part in parts:
@@ -206,7 +206,7 @@ def test_composed_keys_are_those_of_texts_read_where_they_stand(family, tiny_tok
                 values[:, place], dense.values[0, :, prefix:], atol=1e-4, rtol=1e-4
             )
         start += part.manifest.tokens
-    assert whole.cache.get_seq_length() == whole.context.positions == prefix + start
+    assert whole.cache.get_seq_length() == whole.context.num_tokens == prefix + start
 
 
 def test_composed_caches_keep_every_restore_cache(model, tiny_tokenizer, tmp_path):
@@ -239,8 +239,8 @@ def test_a_file_whose_heads_hold_other_restore_pairs_is_refused(model, tiny_toke
     end = layer.bounds[1]
     head = layer.positions[:end]
     # A restore pair of the first head becomes one of the text, at a column that was dropped.
-    first = int((head >= whole.context.positions).nonzero()[0])
-    dropped = next(x for x in range(whole.context.positions) if x not in head.tolist())
+    first = int((head >= whole.context.num_tokens).nonzero()[0])
+    dropped = next(x for x in range(whole.context.num_tokens) if x not in head.tolist())
     head[first] = dropped
     layer.positions[:end] = head.sort().values
     whole.save(tmp_path / "whole.rkv")
@@ -260,13 +260,13 @@ def test_what_cannot_be_composed_says_so(model, tiny_tokenizer):
             adapter=None,
             config=CompressionConfig(system="Be brief."),
         ),
-        "differ in storage": compress(
+        "differ in kv_dtype": compress(
             model,
             tiny_tokenizer,
             first,
             ratio=0.5,
             adapter=None,
-            config=CompressionConfig(storage="int8"),
+            config=CompressionConfig(kv_dtype="int8"),
         ),
         "differ in evictor": compress(
             model, tiny_tokenizer, first, ratio=0.5, adapter=None, evictor="knorm"

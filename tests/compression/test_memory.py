@@ -110,7 +110,7 @@ def test_bytes_of_a_score(monkeypatch, policy, plain, last):
                 tokenizer=None,
                 evictor=None,
                 config=prepared.config,
-                streaming=1,
+                streaming_chunk=1,
             ),
             budget,
         )

@@ -179,7 +179,7 @@ def test_options_that_would_be_ignored_are_refused(tiny):
     for options, message in (
         ({"evictor": "knorm", "restore_tokens": 2}, "restore_tokens needs an adapter"),
         ({"adapter": None, "restore_tokens": 2}, "restore_tokens needs an adapter"),
-        ({"streaming": 64, "offload": True}, "leave out one of them"),
+        ({"streaming_chunk": 64, "offload": True}, "leave out one of them"),
         ({"system": "half \udcff"}, "not Unicode"),
         ({"evictor": "am-fast:instruction=a\nb"}, "one line without commas"),
     ):

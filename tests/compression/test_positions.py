@@ -14,7 +14,7 @@ from restorekv.compression.eviction import Eviction
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.model.load import load_model
-from restorekv.model.prompt import ROOM, fit_context, make_context
+from restorekv.model.prompt import RESERVED_POSITIONS, fit_context, make_context
 from restorekv.model.rope import NO_LIMIT, count_positions
 from tests.helpers.cli_world import cli
 from tests.helpers.compressing import compress_with
@@ -42,10 +42,12 @@ def test_a_long_context_is_refused(model, tiny_tokenizer):
 def test_a_cut_is_recorded_and_leaves_room_for_a_question(model, tiny_tokenizer, tmp_path, recwarn):
     whole = make_context(tiny_tokenizer, TEXT)
     small = compress_with(model, tiny_tokenizer, TEXT, on_long_text="cut", **SMALL)
-    assert small.manifest.cut == whole.tokens - small.manifest.tokens > 0
-    assert torch.equal(small.context.ids, whole.ids[:, : small.context.positions])
+    assert small.manifest.cut == whole.text_tokens - small.manifest.tokens > 0
+    assert torch.equal(small.context.ids, whole.ids[:, : small.context.num_tokens])
     assert (
-        small.context.positions + min(ROOM, POSITIONS // 4) + small.context.suffix.shape[-1]
+        small.context.num_tokens
+        + min(RESERVED_POSITIONS, POSITIONS // 4)
+        + small.context.suffix_ids.shape[-1]
         == POSITIONS
     )
     small.ask("Who lives in the red house?", max_new_tokens=2)
@@ -64,13 +66,13 @@ def test_a_cut_is_recorded_and_leaves_room_for_a_question(model, tiny_tokenizer,
 
 def test_what_just_fits_is_whole(model, tiny_tokenizer):
     context = make_context(tiny_tokenizer, TEXT)
-    most = POSITIONS - POSITIONS // 4 - context.prefix - context.suffix.shape[-1]
+    most = POSITIONS - POSITIONS // 4 - context.prefix_length - context.suffix_ids.shape[-1]
     for tokens, cut in ((most, 0), (most + 1, 1)):
         part = make_context(
-            tiny_tokenizer, context.ids[0, context.prefix : context.prefix + tokens]
+            tiny_tokenizer, context.ids[0, context.prefix_length : context.prefix_length + tokens]
         )
         fitted, left = fit_context(model, part, "cut")
-        assert (fitted.tokens, left) == (min(tokens, most), cut)
+        assert (fitted.text_tokens, left) == (min(tokens, most), cut)
     assert fit_context(model, part, "cut", offset=10)[1] == 11
     with pytest.raises(RestoreKVError, match="no room for a text"):
         fit_context(model, part, "cut", offset=2**62)

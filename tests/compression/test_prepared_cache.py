@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_not_kept(tiny_tokenizer):
     assert prepared_cache.bytes_held == 0
 
 
-@pytest.mark.parametrize("config", [{"streaming": 16}, {"offload": True}])
+@pytest.mark.parametrize("config", [{"streaming_chunk": 16}, {"offload": True}])
 def test_what_is_never_whole_in_memory_is_not_kept(config, tiny_tokenizer):
     prepared_cache = PreparedContextCache(PLENTY)
     compress(

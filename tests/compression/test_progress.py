@@ -50,7 +50,7 @@ def test_parts_of_a_stream_are_told(tiny_tokenizer):
         ratio=0.4,
         evictor="kvzip",
         adapter=None,
-        streaming=128,
+        streaming_chunk=128,
         progress=lambda phase, share: told.append((phase, share)),
     )
     phases = list(dict.fromkeys(phase for phase, _ in told))

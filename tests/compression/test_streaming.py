@@ -71,7 +71,7 @@ def stream(model, evictor, ratio, chunk, adapter=None, context=None, tokenizer=N
             tokenizer=tokenizer,
             evictor=evictors.make_evictor(evictor),
             config=rules,
-            streaming=chunk,
+            streaming_chunk=chunk,
             adapter=adapter,
         ),
         budget,
@@ -100,10 +100,10 @@ def test_one_part_is_the_ordinary_way(tiny_tokenizer, evictor):
         TEXT,
         evictor=evictor,
         ratio=0.3,
-        config=CompressionConfig(streaming=plain.context.tokens),
+        config=CompressionConfig(streaming_chunk=plain.context.text_tokens),
     )
     assert {**vars(whole.manifest), "seconds": 0} == {**vars(plain.manifest), "seconds": 0}
-    assert whole.manifest.streaming is None
+    assert whole.manifest.streaming_chunk is None
     for ours, theirs in zip(whole.cache.layers, plain.cache.layers, strict=True):
         assert all(
             a.equal(b) for a, b in zip(ours.list_tensors(), theirs.list_tensors(), strict=True)
@@ -147,10 +147,10 @@ def test_counts_are_exact_and_what_is_held_is_bounded(chunk, policy, allocation)
         )
         outside = PREFIX * each if policy == "free" else 0
         assert cache.pairs_held - outside == made.budget.total
-        assert cache.get_seq_length() == context.positions and cache.restore_length == 0
+        assert cache.get_seq_length() == context.num_tokens and cache.restore_length == 0
         assert made.peak_pairs <= made.budget.retained + (PREFIX + chunk) * each
         # Every pair once, in the order of the columns.
-        assert marks(cache, context.positions).sum() == cache.pairs_held
+        assert marks(cache, context.num_tokens).sum() == cache.pairs_held
         assert all(
             layer.positions[a:b].diff().gt(0).all()
             for layer in cache.layers
@@ -176,7 +176,7 @@ def test_what_stays_is_the_best_of_all_scores(tiny_tokenizer, monkeypatch, evict
     )
     assert len(scores) > 2
     expected = made.config.allocation(torch.cat(scores, -1), made.budget.retained)
-    assert marks(cache, context.positions)[..., context.prefix :].equal(expected)
+    assert marks(cache, context.num_tokens)[..., context.prefix_length :].equal(expected)
 
 
 @pytest.mark.parametrize("prefix", [0, 3])
@@ -202,7 +202,7 @@ def test_first_columns_are_pinned_in_the_first_part_alone(tmp_path, monkeypatch,
     monkeypatch.setattr(Stream, "_read_part", reading)
     cache = stream(model, evictor, 0.2, 40, context=context)[1]
     assert above == [True] + [False] * (len(above) - 1) and len(above) >= 10
-    always = marks(cache, context.positions)[..., prefix:].flatten(0, 1).all(0)
+    always = marks(cache, context.num_tokens)[..., prefix:].flatten(0, 1).all(0)
     assert always[:pinned].all() and not any(
         always[start : start + pinned].all() for start in starts[1:]
     )
@@ -246,12 +246,12 @@ def test_later_parts_read_what_is_kept_at_their_own_positions(
 
     def settling(self, cache, part, restored, last):
         settle(self, cache, part, restored, last)
-        steps.append((part, marks(cache, context.positions)))
+        steps.append((part, marks(cache, context.num_tokens)))
 
     monkeypatch.setattr(Stream, "_evict_part", settling)
     cache = stream(model, evictor, 0.4, 25, prefix_policy=policy)[1]
     assert len(steps) > 3
-    shape, columns = CacheShape.from_model(model), context.positions
+    shape, columns = CacheShape.from_model(model), context.num_tokens
     for layer in range(shape.layers):
         hidden = torch.zeros(shape.heads, columns, columns, dtype=torch.bool)
         for part, kept in steps[:-1]:
@@ -288,7 +288,7 @@ def test_all_kept_is_all_the_same(tiny_model, tiny_tokenizer, restore_from):
             .evict(1)
         )
     _, cache = stream(model, "keydiff", 1, 31, adapter, context, tiny_tokenizer, **rules)
-    assert cache.get_seq_length() == plain.get_seq_length() == context.positions + 4
+    assert cache.get_seq_length() == plain.get_seq_length() == context.num_tokens + 4
     if restore_from == "full":
         for ours, theirs in zip(cache.layers, plain.layers, strict=True):
             torch.testing.assert_close(ours.restore_keys, theirs.restore_keys, rtol=1e-6, atol=1e-6)
@@ -308,7 +308,7 @@ def test_restore_tokens_without_an_adapter_are_refused():
         tokenizer=None,
         evictor=evictors.make_evictor("knorm"),
         config=CompressionConfig(),
-        streaming=20,
+        streaming_chunk=20,
     )
     with pytest.raises(BudgetError, match="reserves 2 restore tokens, and there are 0"):
         prepared.evict(0.5, restore_tokens=2)
@@ -326,7 +326,7 @@ def test_parts_are_alike_and_overlap_by_what_always_stays():
         pieces = split_context(evictor, context, chunk)
         assert (
             pieces[0].start == PREFIX
-            and pieces[-1].scored_end == pieces[-1].end == context.positions
+            and pieces[-1].scored_end == pieces[-1].end == context.num_tokens
         )
         for one, two in pairwise(pieces):
             assert one.scored_end == two.start == one.end - again
@@ -336,17 +336,17 @@ def test_parts_are_alike_and_overlap_by_what_always_stays():
 
 
 def test_compress_records_it_and_answers(tiny_model, tiny_tokenizer, tmp_path):
-    with pytest.warns(RestoreKVWarning, match="with streaming it reads what is held"):
+    with pytest.warns(RestoreKVWarning, match="with streaming_chunk it reads what is held"):
         made = compress(
             tiny_model,
             tiny_tokenizer,
             TEXT,
             ratio=0.3,
             adapter=make_adapter(tiny_model),
-            config=CompressionConfig(streaming=40, storage="int8"),
+            config=CompressionConfig(streaming_chunk=40, kv_dtype="int8"),
         )
     plain = compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.3, adapter=make_adapter(tiny_model))
-    assert made.manifest.streaming == 40 and made.manifest.pairs == plain.manifest.pairs
+    assert made.manifest.streaming_chunk == 40 and made.manifest.pairs == plain.manifest.pairs
     assert made.manifest.restore_tokens == 4 and set(made.manifest.seconds) == set(
         plain.manifest.seconds
     )
@@ -362,7 +362,7 @@ def test_compress_records_it_and_answers(tiny_model, tiny_tokenizer, tmp_path):
         ("streaming", 20, "scores a context as a whole"),
         ("snapkv", 32, "always keeps the latest 32 tokens"),
         ("knorm", 0, "at least 1 token"),
-        ("am-fast", 20, "leave out streaming"),
+        ("am-fast", 20, "leave out streaming_chunk"),
     ],
 )
 def test_what_cannot_stream_is_refused_at_once(tiny_tokenizer, monkeypatch, evictor, chunk, reason):
@@ -374,7 +374,7 @@ def test_what_cannot_stream_is_refused_at_once(tiny_tokenizer, monkeypatch, evic
             tiny_tokenizer,
             TEXT,
             evictor=evictor,
-            config=CompressionConfig(streaming=chunk),
+            config=CompressionConfig(streaming_chunk=chunk),
             adapter=None,
         )
 
@@ -388,14 +388,14 @@ def test_the_command_line_streams_and_stores(tiny_tokenizer, tmp_path):
         world.doc,
         "--adapter",
         "none",
-        "--streaming",
+        "--streaming-chunk",
         64,
-        "--storage",
+        "--kv-dtype",
         "fp8",
     )
     told = cli("compress", world.text, *options, "--json", world.figures)
     assert told.code == 0 and "streamed 64" in told.out and "fp8" in told.out  # lines may be broken
     figures = json.loads((tmp_path / "figures").read_text())
-    assert figures["streaming"] == 64 and figures["storage"] == "fp8"
+    assert figures["streaming_chunk"] == 64 and figures["kv_dtype"] == "fp8"
     assert cli("ask", world.doc, "who?", "--model", world.model, "--max-new-tokens", 3).code == 0
     assert "not 'int4'" in cli("compress", world.text, *options[:-1], "int4").err

@@ -57,7 +57,7 @@ def test_ids_are_those_of_the_pipeline(both, answer_prefix):
         assert context.ids.equal(wanted["context_ids"])
         assert (
             cut
-            == KVPRESS.make_context("any", tokenizer, TEXT)[0].positions
+            == KVPRESS.make_context("any", tokenizer, TEXT)[0].num_tokens
             - wanted["context_ids"].shape[1]
         )
         for text, ids in zip(QUESTIONS, wanted["questions_ids"], strict=True):

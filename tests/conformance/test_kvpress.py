@@ -150,15 +150,15 @@ def test_scores_and_kept_pairs(folder, template, chunk, plus, worst):
     for compression in (0.3, 0.6, 0.8, 0.95):
         press = KVzip(compression, kvzip_plus_normalization=plus, chunk_size=chunk)
         press_once(press, theirs, context)
-        exact = press.seen[..., context.prefix :]
+        exact = press.seen[..., context.prefix_length :]
         error = float(((prepared.scores - exact).abs() / exact.abs()).max())
         note(worst, f"{theirs.config.model_type} kvzip{'+' * plus} scores, relative", error)
         assert error < 1e-4
-        pairs = layers * heads * context.positions
+        pairs = layers * heads * context.num_tokens
         count = pairs - int(pairs * compression)
-        budget = Budget.of_ratio(1 - Fraction(str(compression)), context.positions, layers, heads)
+        budget = Budget.of_ratio(1 - Fraction(str(compression)), context.num_tokens, layers, heads)
         assert count - budget.total in (0, 1)
-        assert kept_by(theirs, (layers, heads, context.positions)).equal(
+        assert kept_by(theirs, (layers, heads, context.num_tokens)).equal(
             mark_highest(prepared.competing_scores(), count)
         )
 
@@ -204,18 +204,18 @@ def test_one_adapter_in_both(folder, template, save, plus, worst):
     for compression in (0.5, 0.8, 0.9):
         press = RestoreKV(compression, kvzip_plus_normalization=plus)
         theirs_cache = press_once(press, theirs, context)
-        pairs = layers * heads * context.positions
-        count = pairs - int(pairs * min(1.0, compression + TOKENS / context.positions))
+        pairs = layers * heads * context.num_tokens
+        count = pairs - int(pairs * min(1.0, compression + TOKENS / context.num_tokens))
         keep = mark_highest(prepared.competing_scores(), count)
         assert kept_by(theirs, keep.shape).equal(keep)
         ours_cache = RaggedCache.from_kept_pairs(prepared.full, keep, prepared.restore_cache)
         assert (
             theirs_cache.get_seq_length()
             == ours_cache.get_seq_length()
-            == context.positions + TOKENS
+            == context.num_tokens + TOKENS
         )
         budget = Budget.of_ratio(
-            1 - Fraction(str(compression)), context.positions, layers, heads, TOKENS
+            1 - Fraction(str(compression)), context.num_tokens, layers, heads, TOKENS
         )
         assert ours_cache.pairs_held - budget.total in (0, 1)
         asked = encode_question(tokenizer, context, QUESTIONS[0])
@@ -255,12 +255,12 @@ def test_the_kvpress_lines_of_a_model_card(folder, plus, monkeypatch):
         model, tokenizer, context
     )
     layers, heads, _ = prepared.scores.shape
-    pairs = layers * heads * context.positions
+    pairs = layers * heads * context.num_tokens
     keep = mark_highest(
-        prepared.competing_scores(), pairs - int(pairs * (0.9 + TOKENS / context.positions))
+        prepared.competing_scores(), pairs - int(pairs * (0.9 + TOKENS / context.num_tokens))
     )
     assert kept_by(theirs, keep.shape).equal(keep)
     for (keys, values), exact in zip(prepared.restore_cache, cache.layers, strict=True):
-        assert exact.keys.shape[-2] == context.positions + TOKENS
+        assert exact.keys.shape[-2] == context.num_tokens + TOKENS
         torch.testing.assert_close(keys, exact.keys[:, :, -TOKENS:], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(values, exact.values[:, :, -TOKENS:], atol=1e-4, rtol=1e-4)

@@ -120,7 +120,7 @@ def test_a_prefix_changes_nothing(tiny_model, spec, worst):
     context = make_context(prefix=6)
     found = Eviction.make(spec).prepare(tiny_model, None, context).scores
     exact = press_scores(make(), tiny_model, context)[..., 6:]
-    free = slice(edge, context.tokens - last)
+    free = slice(edge, context.text_tokens - last)
     note(worst, tiny_model, spec, found[..., free], exact[..., free])
 
 
@@ -158,9 +158,9 @@ def test_gemma3_keeps_the_same_pairs(spec, worst):
         assert "None_inv_freq" in str(error) and spec.startswith("expected-attention")
         pytest.skip("kvpress cannot score Gemma 3 with this press")
     assert found.scores.shape == exact.shape and len(exact) == 2
-    ours = found.evict(0.5).mark_held(context.tokens)
+    ours = found.evict(0.5).mark_held(context.text_tokens)
     theirs = torch.zeros_like(ours)
-    theirs.scatter_(-1, exact.topk(context.tokens // 2, dim=-1).indices, True)
+    theirs.scatter_(-1, exact.topk(context.text_tokens // 2, dim=-1).indices, True)
     worst[f"gemma3 {spec}, pairs kept otherwise"] = int((ours != theirs).sum())
     assert ours.equal(theirs)
 

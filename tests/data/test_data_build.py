@@ -25,7 +25,7 @@ from restorekv.data.sources import MIXTURES
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.files import HOST
 from restorekv.model.identity import fingerprint_model
-from restorekv.model.prompt import BETWEEN, encode_question, encode_text, make_context
+from restorekv.model.prompt import DEFAULT_SEPARATOR, encode_question, encode_text, make_context
 from restorekv.tasks.reading import TEXTS
 from restorekv.tiny.suite import draw_documents as suite
 from tests.helpers.data_world import flags, settings, text, two_papers, write_jsonl, write_sources
@@ -108,11 +108,15 @@ def test_answers_are_the_teachers_greedy_words(whole, model, tiny_tokenizer):
     checked = 0
     for context in made[::2] + made[-1:]:
         framed = make_context(tiny_tokenizer, context.context)
-        assert framed.tokens == context.tokens
+        assert framed.text_tokens == context.text_tokens
         for question, answer, ids in zip(
             context.questions, context.answers, context.answer_ids, strict=True
         ):
-            assert question == "" if context.source == "flan" else question.startswith(BETWEEN)
+            assert (
+                question == ""
+                if context.source == "flan"
+                else question.startswith(DEFAULT_SEPARATOR)
+            )
             asked = encode_question(tiny_tokenizer, framed, question, empty=True)
             limit = manifest["settings"][
                 "flan_answer_tokens" if context.source == "flan" else "answer_tokens"
@@ -132,11 +136,11 @@ def test_questions_are_the_teachers_too(model, tiny_tokenizer, monkeypatch, pads
     attempts = SelfStudy(model, tiny_tokenizer, config).study_contexts([(context, document)])[0]
     assert [attempt["kind"] for attempt in attempts] == list(QUESTION_PROMPTS)
     for attempt, prompt in zip(attempts, QUESTION_PROMPTS.values(), strict=True):
-        asked = encode_question(tiny_tokenizer, context, BETWEEN + prompt)
+        asked = encode_question(tiny_tokenizer, context, DEFAULT_SEPARATOR + prompt)
         ids = greedy(model, torch.cat([context.ids, asked], -1), 12)
         raw = tiny_tokenizer.decode(ids, skip_special_tokens=True)
         line = next((line.strip() for line in raw.splitlines() if line.strip()), "")
-        assert attempt.get("question", BETWEEN) == BETWEEN + (
+        assert attempt.get("question", DEFAULT_SEPARATOR) == DEFAULT_SEPARATOR + (
             line if "fault" not in attempt else ""
         )
     strict = SelfStudy(

@@ -19,7 +19,7 @@ from restorekv.data.passages import (
 from restorekv.data.self_study import QUESTION_PROMPTS
 from restorekv.data.table import compute_figures, make_data_table
 from restorekv.errors import RestoreKVError
-from restorekv.model.prompt import BETWEEN, encode_text
+from restorekv.model.prompt import DEFAULT_SEPARATOR, encode_text
 from restorekv.tasks.ruler.needles import NEEDLES
 from tests.helpers.data_world import settings, text, write_jsonl
 
@@ -124,7 +124,7 @@ def test_the_mixture_is_built_and_read(files, tiny_model, tiny_tokenizer, tmp_pa
     }
     assert manifest["licenses"].keys() == {"apache-2.0", "public-domain", "cc0-1.0"}
     questions = [question for each in contexts for question in each.questions]
-    assert all(question.startswith(BETWEEN) for question in questions)
+    assert all(question.startswith(DEFAULT_SEPARATOR) for question in questions)
     assert any(question.endswith("?\nAnswer:") for question in questions)
     rows = compute_figures(contexts, manifest)
     assert [row["paper"] for row in rows] == [None] * 4 and make_data_table(

@@ -83,7 +83,7 @@ def test_divergences_are_those_of_a_masked_pass(world, tmp_path):
             evictor="knorm",
             adapter=None,
             ratio=1,
-            config=CompressionConfig(between=""),
+            config=CompressionConfig(separator=""),
         )
         for each in samples
     ]
@@ -91,7 +91,7 @@ def test_divergences_are_those_of_a_masked_pass(world, tmp_path):
         how = {"evictor": result.cell.evictor, "ratio": result.cell.ratio, "adapter": None}
         for sample, full, line in zip(samples, whole, result.lines, strict=True):
             small = compress_with(
-                model, tokenizer, sample.context, prefix_policy="counted", between="", **how
+                model, tokenizer, sample.context, prefix_policy="counted", separator="", **how
             )
             prompts = [
                 encode_question(tokenizer, small.context, asked.text)[0]
@@ -101,7 +101,7 @@ def test_divergences_are_those_of_a_masked_pass(world, tmp_path):
             for prompt, answer, recorded in zip(prompts, answers, line["answers"], strict=True):
                 ids = torch.cat([small.context.ids[0], prompt, answer])
                 pair = [
-                    masked_logits(path, ids, len(answer), small.context.positions, c)
+                    masked_logits(path, ids, len(answer), small.context.num_tokens, c)
                     for c in (None, small.cache)
                 ]
                 assert recorded["kl"] == pytest.approx(kl(*pair), rel=1e-3, abs=1e-5)
@@ -128,7 +128,7 @@ def test_a_restored_cache_is_given_the_same_ids_behind_its_restore_tokens(world,
             sample.context,
             ratio=ratio,
             adapter=adapter,
-            config=CompressionConfig(on_small_budget="fewer", between=""),
+            config=CompressionConfig(on_small_budget="fewer", separator=""),
         )
         for ratio, adapter in ((1, None), ("0.4", str(world / "adapter")))
     )
@@ -138,7 +138,7 @@ def test_a_restored_cache_is_given_the_same_ids_behind_its_restore_tokens(world,
         (answer,) = generate_ids(model, tokenizer, full.cache, [prompt], 4, first_may_stop=False)
         logits_of_both = []
         for cache, first in ((full.cache.fork(), 0), (small.cache.fork(), 3)):
-            logits, position = [], full.context.positions + first
+            logits, position = [], full.context.num_tokens + first
             for index, token in enumerate([*prompt.tolist(), *answer.tolist()][:-1]):
                 output = model(
                     input_ids=torch.tensor([[token]]),
@@ -172,7 +172,7 @@ def test_the_full_cache_is_faithful_to_itself(world, tmp_path, protocol):
 
 def test_streamed_cells_are_compared_with_the_full_cache_too(world, tmp_path):
     cells = grid(str(world / "model"), "plain", ratios=("0.5",))
-    full, plain, streamed = run_grid([*cells, replace(cells[1], streaming=200)], tmp_path)
+    full, plain, streamed = run_grid([*cells, replace(cells[1], streaming_chunk=200)], tmp_path)
     assert streamed.summary["answer_tokens"] == full.summary["answer_tokens"]
     assert streamed.summary["kl"] == pytest.approx(plain.summary["kl"], rel=1e-3), (
         "one part is no streaming"

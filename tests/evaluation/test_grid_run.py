@@ -121,7 +121,7 @@ def test_answers_are_those_of_compress(world, tmp_path):
         }
         for sample, line in zip(samples, result.lines, strict=True):
             compressed = compress_with(
-                model, tokenizer, sample.context, ratio=cell.ratio, between="", **how
+                model, tokenizer, sample.context, ratio=cell.ratio, separator="", **how
             )
             prompts = [
                 encode_question(tokenizer, compressed.context, asked.text)
@@ -144,8 +144,8 @@ def test_answers_are_those_of_compress(world, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:The adapter learned to read full caches")
-def test_storage_and_streaming_are_fields_of_a_cell(world, counted, tmp_path, monkeypatch):
-    """One preparation serves every storage; a streamed cell reads the context for itself, as
+def test_kv_dtype_and_streaming_chunk_are_fields_of_a_cell(world, counted, tmp_path, monkeypatch):
+    """One preparation serves every `kv_dtype`; a streamed cell reads the context for itself, as
     `compress` does.
     """
     model, tokenizer = load_model(model_of(world))
@@ -156,30 +156,39 @@ def test_storage_and_streaming_are_fields_of_a_cell(world, counted, tmp_path, mo
         adapters=(None, str(world / "adapter")),
     )
     plain = cells[1:]
-    run_grid([*cells, *(replace(cell, storage="int8") for cell in plain)], tmp_path)
+    run_grid([*cells, *(replace(cell, kv_dtype="int8") for cell in plain)], tmp_path)
     assert counted == {"prefill": 1, "score": 1, "restore": 1}
     streamed = [
-        replace(cell, streaming=20, storage=storage)
-        for storage in ("model", "fp8")
+        replace(cell, streaming_chunk=20, kv_dtype=kv_dtype)
+        for kv_dtype in ("model", "fp8")
         for cell in plain
     ]
     passes, real = [], Stream.run
     monkeypatch.setattr(
-        Stream, "run", lambda self: passes.append(self.source.streaming) or real(self)
+        Stream, "run", lambda self: passes.append(self.source.streaming_chunk) or real(self)
     )
     done = run_grid(streamed, tmp_path)
-    assert passes == [20, 20], "one alone and one restored, which serve both storages"
+    assert passes == [20, 20], "one alone and one restored, which serve both dtypes"
     (sample,) = Plain(contexts=1).load_samples(tokenizer, "kvpress")
     for result in done:
         cell, (line,) = result.cell, result.lines
         how = {
             key: getattr(cell, key)
-            for key in ("evictor", "adapter", "ratio", "storage", "streaming", "on_small_budget")
+            for key in (
+                "evictor",
+                "adapter",
+                "ratio",
+                "kv_dtype",
+                "streaming_chunk",
+                "on_small_budget",
+            )
         }
         compressed = compress_with(
-            model, tokenizer, sample.context, prefix_policy="counted", between="", **how
+            model, tokenizer, sample.context, prefix_policy="counted", separator="", **how
         )
-        assert compressed.manifest.streaming == 20 and compressed.cache.nbytes == line["bytes"]
+        assert (
+            compressed.manifest.streaming_chunk == 20 and compressed.cache.nbytes == line["bytes"]
+        )
         texts = compressed.ask([question.text for question in sample.questions], max_new_tokens=4)
         assert [answer["prediction"].strip() for answer in line["answers"]] == [
             text.strip() for text in texts
@@ -434,9 +443,12 @@ def test_answers_to_contexts_that_are_not_asked_are_refused(world, tmp_path):
         ({"adapter": "no/such/adapter"}, "no/such/adapter"),
         ({"max_context": 3}, "no room"),
         ({"dtype": "float7"}, "dtype is one of"),
-        ({"storage": "int4"}, "storage is one of"),
-        ({"streaming": 16, "evictor": "streaming"}, "leave out streaming"),
-        ({"streaming": 16, "evictor": "am-fast", "prefix_policy": "free"}, "leave out streaming"),
+        ({"kv_dtype": "int4"}, "kv_dtype is one of"),
+        ({"streaming_chunk": 16, "evictor": "streaming"}, "leave out streaming_chunk"),
+        (
+            {"streaming_chunk": 16, "evictor": "am-fast", "prefix_policy": "free"},
+            "leave out streaming_chunk",
+        ),
     ],
 )
 def test_what_cannot_be_carried_out_is_refused_in_one_sentence(world, tmp_path, changed, said):
@@ -450,7 +462,7 @@ def test_what_cannot_be_carried_out_is_refused_in_one_sentence(world, tmp_path, 
 def test_what_cannot_stream_is_refused_before_anything_is_asked(world, tmp_path):
     cells = grid(model_of(world), "plain", ("streaming",))
     with pytest.raises(RestoreKVError, match="scores a context as a whole"):
-        run_grid([cells[0], *(replace(cell, streaming=16) for cell in cells[1:])], tmp_path)
+        run_grid([cells[0], *(replace(cell, streaming_chunk=16) for cell in cells[1:])], tmp_path)
     assert not list(tmp_path.rglob(results.ANSWERS))
 
 
@@ -478,8 +490,8 @@ def test_cells_are_told_apart_by_everything_in_them():
         "offset": 8,
         "max_context": 50,
         "dtype": "bfloat16",
-        "storage": "int8",
-        "streaming": 512,
+        "kv_dtype": "int8",
+        "streaming_chunk": 512,
     }
     assert others.keys() == vars(cell).keys()
     names = {replace(cell, **{field: value}).name for field, value in others.items()} | {cell.name}

@@ -108,7 +108,8 @@ def test_kvzip_tokenises_piece_by_piece():
     text = "odd"
     context, cut = KVZIP.make_context("Qwen/Qwen3-4B", Pairs(), text)
     assert context.ids[0].tolist() == ids(QWEN3[0]) + ids(text) and cut == 0
-    assert context.prefix == len(ids(QWEN3[0])) and context.suffix[0].tolist() == ids(QWEN3[1])
+    assert context.prefix_length == len(ids(QWEN3[0]))
+    assert context.suffix_ids[0].tolist() == ids(QWEN3[1])
     prompt = KVZIP.make_prompt(Pairs(), context, ASKED)[0].tolist()
     assert prompt == ids("\n\nQ:  who lives in the red house?") + ids(QWEN3[1])
     prefixed = Question("0-0", "task", "who?", ("a",), 4, answer_prefix="The answer")
@@ -119,7 +120,7 @@ def test_kvzip_tokenises_piece_by_piece():
 
 def test_kvpress_tokenises_question_suffix_and_answer_prefix_as_one():
     context, _ = KVPRESS.make_context("Qwen/Qwen3-4B", Pairs(), "odd")
-    assert context.ids[0].tolist() == ids("<s>odd") and context.prefix == len(ids("<s>"))
+    assert context.ids[0].tolist() == ids("<s>odd") and context.prefix_length == len(ids("<s>"))
     prefixed = Question("0-0", "task", "who?", ("a",), 4, answer_prefix="It")
     assert KVPRESS.make_prompt(Pairs(), context, prefixed)[0].tolist() == ids("who?\nIt")
     empty = Question("0-0", "task", "", ("a",), 4)
@@ -138,22 +139,24 @@ def test_an_empty_context_is_refused(protocol, text, tiny_tokenizer):
 def test_long_contexts_lose_their_end_and_keep_their_prefix(protocol, tiny_tokenizer):
     text = "the code of the red house is seven; " * 9
     whole, none = protocol.make_context("Qwen/Qwen3-4B", tiny_tokenizer, text)
-    shorter, cut = protocol.make_context("Qwen/Qwen3-4B", tiny_tokenizer, text, whole.prefix + 7)
-    assert none == 0 and cut == whole.positions - whole.prefix - 7
-    assert shorter.prefix == whole.prefix and shorter.tokens == 7
-    assert shorter.ids.equal(whole.ids[:, : whole.prefix + 7]) and shorter.suffix.equal(
-        whole.suffix
+    shorter, cut = protocol.make_context(
+        "Qwen/Qwen3-4B", tiny_tokenizer, text, whole.prefix_length + 7
     )
-    assert protocol.make_context("Qwen/Qwen3-4B", tiny_tokenizer, text, whole.positions)[1] == 0
+    assert none == 0 and cut == whole.num_tokens - whole.prefix_length - 7
+    assert shorter.prefix_length == whole.prefix_length and shorter.text_tokens == 7
+    assert shorter.ids.equal(whole.ids[:, : whole.prefix_length + 7]) and shorter.suffix_ids.equal(
+        whole.suffix_ids
+    )
+    assert protocol.make_context("Qwen/Qwen3-4B", tiny_tokenizer, text, whole.num_tokens)[1] == 0
     with pytest.raises(RestoreKVError, match="no room for a text"):
-        protocol.make_context("Qwen/Qwen3-4B", tiny_tokenizer, text, whole.prefix)
+        protocol.make_context("Qwen/Qwen3-4B", tiny_tokenizer, text, whole.prefix_length)
 
 
 def test_the_tokenizers_own_limit_cuts_too(tiny_tokenizer):
     tokenizer = Pairs()
     tokenizer.model_max_length = 5
     context, cut = KVPRESS.make_context("m", tokenizer, "twelve chars")
-    assert (context.positions, cut) == (5, len(ids("<s>twelve chars")) - 5)
+    assert (context.num_tokens, cut) == (5, len(ids("<s>twelve chars")) - 5)
 
 
 def test_what_is_cut_is_told(saved, tmp_path):
@@ -164,8 +167,8 @@ def test_what_is_cut_is_told(saved, tmp_path):
     )
     result = run_grid(grid(model, "plain:contexts=1", max_context=20), tmp_path / "run")[1]
     line = result.lines[0]
-    assert (line["tokens"], line["prefix"]) == (20 - whole.prefix, whole.prefix)
-    assert line["cut"] == whole.positions - 20 > 0
+    assert (line["tokens"], line["prefix"]) == (20 - whole.prefix_length, whole.prefix_length)
+    assert line["cut"] == whole.num_tokens - 20 > 0
 
 
 @pytest.mark.parametrize(
@@ -195,7 +198,7 @@ def test_the_settings_reach_the_evictor(saved, tmp_path, monkeypatch):
     seen, score = [], KVzip.score
 
     def scoring(self, model, tokenizer, context, full, observer=None):
-        seen.append((self.chunk, self.sinks, self.space, context.prefix))
+        seen.append((self.chunk, self.sinks, self.space, context.prefix_length))
         return score(self, model, tokenizer, context, full, observer)
 
     monkeypatch.setattr(KVzip, "score", scoring)

@@ -428,12 +428,12 @@ def test_adapters_in_folders_of_one_name_are_told_apart(tmp_path):
     assert labels == ["KVzip", *restored]
 
 
-def test_storage_and_streaming_stand_behind_the_plain_method(tmp_path):
+def test_kv_dtype_and_streaming_chunk_stand_behind_the_plain_method(tmp_path):
     """The plain one keeps the evictor's look and title; a restored cell is paired with a base that
     is held as it is.
     """
     base = Cell("tiny", "tiny:count=6", "kvzip", "0.05")
-    for changed in ({"storage": "fp8"}, {"storage": "int8"}, {"streaming": 512}, {}):
+    for changed in ({"kv_dtype": "fp8"}, {"kv_dtype": "int8"}, {"streaming_chunk": 512}, {}):
         for adapter in (None, "auto"):
             report_world.write_cell(tmp_path, replace(base, adapter=adapter, **changed), answered=2)
     run = load_grid(tmp_path)
@@ -444,7 +444,7 @@ def test_storage_and_streaming_stand_behind_the_plain_method(tmp_path):
     for method in methods[4:]:
         base = get_base(method)
         assert base in methods[:4]
-        assert (base.storage, base.streaming) == (method.storage, method.streaming)
+        assert (base.kv_dtype, base.streaming_chunk) == (method.kv_dtype, method.streaming_chunk)
 
 
 def test_a_task_below_ten_on_the_full_cache_is_left_out_of_means_and_shown(tmp_path, monkeypatch):

@@ -32,9 +32,11 @@ def looked_at(model, context, chunk, passes):
     """
     model = copy.deepcopy(model).double()
     heads = model.config.num_key_value_heads
-    groups, positions = model.config.num_attention_heads // heads, context.positions
-    signal = torch.zeros(model.config.num_hidden_layers, heads, context.tokens, dtype=torch.float64)
-    for ids, start in zip(passes, range(context.prefix, positions, chunk), strict=True):
+    groups, positions = model.config.num_attention_heads // heads, context.num_tokens
+    signal = torch.zeros(
+        model.config.num_hidden_layers, heads, context.text_tokens, dtype=torch.float64
+    )
+    for ids, start in zip(passes, range(context.prefix_length, positions, chunk), strict=True):
         end, sinks = min(start + chunk, positions), min(4, start)
         columns = [*range(sinks), *range(start, end), *range(positions, positions + ids.shape[1])]
         for layer, (_, query, key, _) in enumerate(
@@ -53,7 +55,9 @@ def looked_at(model, context, chunk, passes):
                     :, sinks : sinks + end - start
                 ]
                 part = signal[
-                    layer, number // groups, start - context.prefix : end - context.prefix
+                    layer,
+                    number // groups,
+                    start - context.prefix_length : end - context.prefix_length,
                 ]
                 part.copy_(torch.maximum(part, weights.amax(0)))
     return signal
@@ -114,14 +118,15 @@ def test_signals_equal_the_definition(tiny_model, tiny_tokenizer, context, name,
     )
     assert positive.dtype == negative.dtype == torch.float32
     generator, first = torch.Generator().manual_seed(5), 5 if name == "contrastkv-simple" else 0
-    starts = range(context.prefix, context.positions, chunk)
+    starts = range(context.prefix_length, context.num_tokens, chunk)
     noise = [
         torch.randint(first, len(tiny_tokenizer), (1, 20), generator=generator) for _ in starts
     ]
-    spans = [(start, min(start + chunk, context.positions)) for start in starts]
+    spans = [(start, min(start + chunk, context.num_tokens)) for start in starts]
     if name == "contrastkv":
         passes = [
-            repeat_ids(tiny_tokenizer, context, *span, span[0] == context.prefix) for span in spans
+            repeat_ids(tiny_tokenizer, context, *span, span[0] == context.prefix_length)
+            for span in spans
         ]
     else:
         passes = [context.ids[:, start:end] for start, end in spans]
@@ -285,7 +290,7 @@ def test_noise_is_fresh_in_every_chunk_and_of_the_vocabulary(monkeypatch, tiny_t
             (part.start, part.end) for part in positive
         ]
         ids = torch.cat([part.ids for part in noise])
-        assert ids.shape == (context.tokens, 128) and len(ids.unique(dim=0)) == len(ids)
+        assert ids.shape == (context.text_tokens, 128) and len(ids.unique(dim=0)) == len(ids)
         assert ids.unique().tolist() == list(range(lowest, len(tiny_tokenizer)))
 
 
@@ -306,9 +311,9 @@ def test_end_to_end_with_exact_pairs(tiny_model, tiny_tokenizer, context, name, 
     eviction = Eviction.make(f"{name}:chunk=40", prefix_policy=policy)
     prepared = eviction.prepare(tiny_model, tiny_tokenizer, context)
     cache = prepared.evict(0.2)
-    columns = context.tokens if policy == "free" else context.positions
+    columns = context.text_tokens if policy == "free" else context.num_tokens
     counted = cache.pairs_held - (
-        cache.count_prefix_pairs(context.prefix) if policy == "free" else 0
+        cache.count_prefix_pairs(context.prefix_length) if policy == "free" else 0
     )
     assert counted == columns * 3 * 2 // 5
 

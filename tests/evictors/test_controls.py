@@ -56,9 +56,9 @@ def test_an_offset_moves_the_question_and_nothing_else(tiny_model, tiny_tokenize
     prepared = Eviction.make("kvzip", offset=8).prepare(tiny_model, tiny_tokenizer, TEXT)
     asked = encode_question(tiny_tokenizer, prepared.context, QUESTION)
     cache, context = prepared.evict(1), prepared.context
-    assert cache.restore_length == 0 and cache.get_seq_length() == context.positions + 8
+    assert cache.restore_length == 0 and cache.get_seq_length() == context.num_tokens + 8
     full = prefill(tiny_model, context.ids)
-    later = torch.arange(context.positions + 8, context.positions + 8 + asked.shape[1])[None]
+    later = torch.arange(context.num_tokens + 8, context.num_tokens + 8 + asked.shape[1])[None]
     with torch.no_grad():
         exact = tiny_model(asked, past_key_values=full, position_ids=later).logits
     torch.testing.assert_close(logits(tiny_model, cache, asked), exact, rtol=1e-3, atol=1e-4)
@@ -103,7 +103,7 @@ def test_restored_from_the_evicted_cache(tiny_model, tiny_tokenizer):
         tiny_model, tiny_tokenizer, TEXT
     )
     context = before.context
-    assert after.full.get_seq_length() == context.positions
+    assert after.full.get_seq_length() == context.num_tokens
     for ratio in (1, 0.5, 0.2):
         one, other = before.evict(ratio), after.evict(ratio)
         assert (
@@ -115,7 +115,7 @@ def test_restored_from_the_evicted_cache(tiny_model, tiny_tokenizer):
     # The definition: the n tokens read what eviction left, as any question would.
     kept = after.evict(0.2)
     keep = after.config.allocation(after.competing_scores(), after.make_budget(0.2).retained)
-    mask = torch.cat([keep.new_ones(*keep.shape[:2], context.prefix), keep], -1)
+    mask = torch.cat([keep.new_ones(*keep.shape[:2], context.prefix_length), keep], -1)
     states = masked_restore(tiny_model, adapter, prefill(tiny_model, context.ids), mask)
     for layer, (keys, values) in zip(kept.layers, states, strict=True):
         torch.testing.assert_close(layer.restore_keys, keys, rtol=1e-3, atol=1e-4)
@@ -152,7 +152,7 @@ def test_fewer_restore_tokens_from_the_evicted_cache(tiny_model, tiny_tokenizer)
         "kvzip", make_adapter(tiny_model, 16), restore_from="evicted", on_small_budget="fewer"
     )
     prepared = eviction.prepare(tiny_model, tiny_tokenizer, TEXT)
-    cache = prepared.evict(5 / prepared.context.tokens)
+    cache = prepared.evict(5 / prepared.context.text_tokens)
     assert 0 < cache.restore_length <= 5 and cache.pairs_held > 0
     assert prepared.evict(0.05, 0).restore_length == 0
 
@@ -300,7 +300,7 @@ def test_every_allocation_fills_the_budget(tiny_model, tiny_tokenizer, allocatio
     shape, context = prepared.scores.shape, prepared.context
     for ratio in ("1", "0.333", "0.1"):
         budget, cache = prepared.make_budget(ratio), prepared.evict(ratio)
-        assert cache.pairs_held - context.prefix * shape[0] * shape[1] == budget.total
+        assert cache.pairs_held - context.prefix_length * shape[0] * shape[1] == budget.total
         if allocation == "per-head":
             assert len(cache.lengths.unique()) == 1 and budget.whole_tokens
         if allocation != "global":

@@ -55,7 +55,7 @@ def test_scores_budget_restore_file_and_answer(
         model, tiny_tokenizer, TEXT
     )
     shape, context = CacheShape.from_model(model), prepared.context
-    assert prepared.scores.shape == (shape.layers, shape.heads, context.tokens)
+    assert prepared.scores.shape == (shape.layers, shape.heads, context.text_tokens)
     assert prepared.scores.dtype == torch.float32 and not prepared.scores.isnan().any()
     for ratio in ("0.5", "0.07"):
         budget = prepared.make_budget(ratio)
@@ -86,7 +86,7 @@ def test_the_same_input_gives_the_same_bits(tiny_tokenizer, tmp_path, name):
     assert first.scores.equal(second.scores)
     assert torch.random.get_rng_state().equal(state)
     for one, other in zip(first.full.layers, second.full.layers, strict=True):
-        assert one.keys.equal(other.keys) and one.keys.shape[-2] == first.context.positions
+        assert one.keys.equal(other.keys) and one.keys.shape[-2] == first.context.num_tokens
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -126,7 +126,7 @@ def test_specs_come_back(name):
 def test_a_counted_prefix_is_given_up_first(tiny_model, tiny_tokenizer, tmp_path, name):
     spec = spec_of(name, tiny_model, tmp_path)
     prefix, context = 9, make_context(tiny_tokenizer, TEXT)
-    context = replace(context, prefix=prefix)  # more than the four columns that always stay
+    context = replace(context, prefix_length=prefix)  # more than the four columns that always stay
     prepared = Eviction.make(spec, prefix_policy="counted").prepare(
         tiny_model, tiny_tokenizer, context
     )

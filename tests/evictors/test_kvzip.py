@@ -23,14 +23,17 @@ from tests.helpers.scoring import TEXT, assert_relative, projected, repeat_ids
 def naive_scores(model, tokenizer, context, chunk, plus):
     """(L, H, T) float64."""
     model = copy.deepcopy(model).double()
-    config, positions = model.config, context.positions
+    config, positions = model.config, context.num_tokens
     groups = config.num_attention_heads // config.num_key_value_heads
     scores = torch.zeros(
-        config.num_hidden_layers, config.num_key_value_heads, context.tokens, dtype=torch.float64
+        config.num_hidden_layers,
+        config.num_key_value_heads,
+        context.text_tokens,
+        dtype=torch.float64,
     )
-    for start in range(context.prefix, positions, chunk):
+    for start in range(context.prefix_length, positions, chunk):
         end = min(start + chunk, positions)
-        ids = repeat_ids(tokenizer, context, start, end, start == context.prefix)
+        ids = repeat_ids(tokenizer, context, start, end, start == context.prefix_length)
         layers = projected(model, torch.cat([context.ids, ids], 1))
         columns = [
             *range(min(4, start)),
@@ -54,9 +57,9 @@ def naive_scores(model, tokenizer, context, chunk, plus):
                         matrix = matrix * (value[head, columns] @ weight[:, slots].T).norm(dim=-1)
                     sinks = min(4, start)
                     best.append(matrix[:, sinks : sinks + end - start].amax(0))
-                scores[index, head, start - context.prefix : end - context.prefix] = torch.stack(
-                    best
-                ).amax(0)
+                scores[index, head, start - context.prefix_length : end - context.prefix_length] = (
+                    torch.stack(best).amax(0)
+                )
     return scores
 
 
@@ -80,7 +83,7 @@ def test_scores_equal_the_definition(tiny_model, tiny_tokenizer, context, name, 
 @pytest.mark.parametrize("prefix", [0, 2, 3, 4, 9])
 def test_any_length_of_prefix(tiny_tokenizer, context, prefix):
     model = build_model("qwen3")
-    context = dataclasses.replace(context, prefix=prefix)
+    context = dataclasses.replace(context, prefix_length=prefix)
     scores = evictors.make_evictor("kvzip:chunk=20").score(
         model, tiny_tokenizer, context, prefill(model, context.ids)
     )
@@ -91,7 +94,7 @@ def test_a_tokenizer_without_template(tiny_tokenizer):
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.chat_template = None
     model, context = build_model("llama"), make_context(tokenizer, TEXT)
-    assert context.prefix == 0
+    assert context.prefix_length == 0
     scores = evictors.make_evictor("kvzip+").score(
         model, tokenizer, context, prefill(model, context.ids)
     )
@@ -103,7 +106,7 @@ def test_scoring_leaves_the_cache_alone(tiny_model, tiny_tokenizer, context):
     held = [(layer.keys, layer.values) for layer in full.layers]
     copies = [(keys.clone(), values.clone()) for keys, values in held]
     evictors.make_evictor("kvzip:chunk=16").score(tiny_model, tiny_tokenizer, context, full)
-    assert full.get_seq_length() == context.positions
+    assert full.get_seq_length() == context.num_tokens
     for layer, kept, copied in zip(full.layers, held, copies, strict=True):
         assert layer.keys is kept[0] and layer.values is kept[1]
         assert layer.keys.equal(copied[0]) and layer.values.equal(copied[1])
@@ -117,7 +120,7 @@ def test_a_pass_that_fails_leaves_the_cache_and_no_hooks(tiny_model, context):
 
     with pytest.raises(KeyboardInterrupt), observe_layers(tiny_model, fail):
         tiny_model.model(input_ids=context.ids, past_key_values=read_only_view(full))
-    assert full.get_seq_length() == context.positions
+    assert full.get_seq_length() == context.num_tokens
     assert not any(layer.self_attn._forward_pre_hooks for layer in tiny_model.model.layers)
     tiny_model.model(input_ids=context.ids)
 

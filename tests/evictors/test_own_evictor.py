@@ -29,17 +29,19 @@ class Own(Evictor):
 
 
 def right(layers, heads, context):
-    return torch.rand(layers, heads, context.tokens)
+    return torch.rand(layers, heads, context.text_tokens)
 
 
 WRONG = {
-    "with the prefix": lambda layers, heads, c: torch.rand(layers, heads, c.prefix + c.tokens),
-    "too short": lambda layers, heads, c: torch.rand(layers, heads, c.tokens - 3),
-    "transposed": lambda layers, heads, c: torch.rand(heads + 1, layers, c.tokens),
-    "with a batch": lambda layers, heads, c: torch.rand(layers, 1, heads, c.tokens),
-    "whole numbers": lambda layers, heads, c: torch.arange(c.tokens).expand(layers, heads, -1),
+    "with the prefix": lambda layers, heads, c: torch.rand(
+        layers, heads, c.prefix_length + c.text_tokens
+    ),
+    "too short": lambda layers, heads, c: torch.rand(layers, heads, c.text_tokens - 3),
+    "transposed": lambda layers, heads, c: torch.rand(heads + 1, layers, c.text_tokens),
+    "with a batch": lambda layers, heads, c: torch.rand(layers, 1, heads, c.text_tokens),
+    "whole numbers": lambda layers, heads, c: torch.arange(c.text_tokens).expand(layers, heads, -1),
     "nothing": lambda layers, heads, c: None,
-    "a list": lambda layers, heads, c: torch.rand(layers, heads, c.tokens).tolist(),
+    "a list": lambda layers, heads, c: torch.rand(layers, heads, c.text_tokens).tolist(),
 }
 
 

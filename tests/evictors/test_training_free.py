@@ -55,7 +55,7 @@ class Dense:
 
         def keep(module, args, output):
             self.queries.append(
-                output.view(context.positions, -1, model.config.head_dim).transpose(0, 1)
+                output.view(context.num_tokens, -1, model.config.head_dim).transpose(0, 1)
             )
 
         for layer in model.model.layers:
@@ -86,7 +86,7 @@ def expected(
     dense, context, sinks=4, future=512, covariance=True, values=True, epsilon=0.0, scale=None
 ):
     """(L, H, S + T), zero in the first `sinks` columns."""
-    ahead, result = range(context.positions, context.positions + future), []
+    ahead, result = range(context.num_tokens, context.num_tokens + future), []
     for keys, value, queries in zip(dense.keys, dense.values, dense.queries, strict=True):
         heads, _, dim = keys.shape
         rotation, scores = (
@@ -206,7 +206,7 @@ def test_keydiff_knorm_and_tova(tiny_model, prefix, chunk):
             torch.stack(layers)[..., prefix:],
         )
         if name == "tova":
-            assert pinned(found, [context.tokens - 1])[0]
+            assert pinned(found, [context.text_tokens - 1])[0]
             found, wanted = found[..., :-1], wanted[..., :-1]
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
@@ -302,7 +302,7 @@ def test_from_the_model_to_a_cache(tiny_model, spec):
     for ratio in ("0.2", "1"):
         assert (
             prepared.evict(ratio).pairs_held
-            == prepared.make_budget(ratio).pairs + 3 * 2 * context.prefix
+            == prepared.make_budget(ratio).pairs + 3 * 2 * context.prefix_length
         )
     rough = eviction.prepare(tiny_model.bfloat16(), None, context).scores
     assert rough.dtype == torch.float32 and rough.isfinite().all()
@@ -364,5 +364,5 @@ def test_the_bridge_scores_with_a_press(monkeypatch, family):
     scores = FromKVPress(KeyLengthPress()).score(model, None, context, DynamicCache())
     full = DynamicCache()
     model(context.ids, past_key_values=full)
-    expected = [-layer.keys[0, :, context.prefix :].norm(dim=-1) for layer in full.layers]
+    expected = [-layer.keys[0, :, context.prefix_length :].norm(dim=-1) for layer in full.layers]
     assert torch.allclose(scores, torch.stack(expected), atol=1e-5)

@@ -28,7 +28,7 @@ def test_the_whole_conversation_is_what_the_template_makes_of_it(tiny_tokenizer,
     """Ids and greedy answers are those of the whole conversation, read at once over the
     same cache.
     """
-    small = make_small(tiny_tokenizer, family, system=system, between="\n\n")
+    small = make_small(tiny_tokenizer, family, system=system, separator="\n\n")
     chat = small.chat()
     for number, question in enumerate(QUESTIONS):
         answer = chat.ask(question, 8)
@@ -267,7 +267,7 @@ def test_without_a_chat_template(small, tiny_tokenizer):
     bare = copy.deepcopy(tiny_tokenizer)
     bare.chat_template = None
     plain = compress(small.model, bare, TEXT, ratio=0.4, adapter=None)
-    assert plain.context.prefix == 0
+    assert plain.context.prefix_length == 0
     chat = plain.chat()
     chat.ask(QUESTIONS[0], 6)
     chat.fold()

@@ -43,7 +43,7 @@ def test_order_and_batches_do_not_matter(case):
     assert answer_greedily(*case, many, 3) == [
         answer_greedily(*case, [question], 3)[0] for question in many
     ]
-    assert case[3].get_seq_length() == case[2].positions + 4  # the cache itself never grew
+    assert case[3].get_seq_length() == case[2].num_tokens + 4  # the cache itself never grew
 
 
 def test_first_token_can_end_the_answer(case):

@@ -78,7 +78,7 @@ def test_what_is_appended_reads_what_was_kept_and_its_window(model, tiny_tokeniz
     options = {"ratio": 0.4, "adapter": None, "evictor": evictor}
     small = compress_with(model, tiny_tokenizer, first, **options)
     grown = small.append(second)
-    old, total = small.context.positions, grown.context.positions
+    old, total = small.context.num_tokens, grown.context.num_tokens
     asked = encode_question(tiny_tokenizer, grown.context, QUESTIONS[1])
     ids = torch.cat([grown.context.ids, asked], -1)
     rows = [(old, total, small.kept), (total, ids.shape[1], grown.kept)]
@@ -102,10 +102,12 @@ def test_a_part_of_a_stream_reads_what_is_held_and_its_window(
 
     monkeypatch.setattr(Stream, "choose_kept", remember)
     small = compress_with(
-        model, tiny_tokenizer, text, streaming=64, ratio=0.3, adapter=None, evictor=evictor
+        model, tiny_tokenizer, text, streaming_chunk=64, ratio=0.3, adapter=None, evictor=evictor
     )
-    prefix, total = small.context.prefix, small.context.positions
-    parts = split_context(evictors.make_evictor(evictor), small.context, small.manifest.streaming)
+    prefix, total = small.context.prefix_length, small.context.num_tokens
+    parts = split_context(
+        evictors.make_evictor(evictor), small.context, small.manifest.streaming_chunk
+    )
     assert len(parts) == len(held) == 3
     asked = encode_question(tiny_tokenizer, small.context, QUESTIONS[1])
     ids = torch.cat([small.context.ids, asked], -1)
@@ -135,7 +137,7 @@ def test_several_texts_answer_in_one_batch_as_alone(model, tiny_tokenizer):
     documents = [
         compress_with(model, tiny_tokenizer, LONG, ratio=0.4, adapter=adapter),
         compress_with(model, tiny_tokenizer, TEXT[:60], ratio=0.6, adapter=None),
-        compress_with(model, tiny_tokenizer, LONG, ratio=0.3, adapter=None, streaming=60),
+        compress_with(model, tiny_tokenizer, LONG, ratio=0.3, adapter=None, streaming_chunk=60),
     ]
     pairs = [(document, QUESTIONS) for document in documents]
     alone = [document.ask(QUESTIONS, 2 * WINDOW) for document in documents]
@@ -144,7 +146,7 @@ def test_several_texts_answer_in_one_batch_as_alone(model, tiny_tokenizer):
     assert one_by_one == alone
 
 
-@pytest.mark.parametrize("options", [{}, {"storage": "int8"}, {"offset": 5, "adapter": None}])
+@pytest.mark.parametrize("options", [{}, {"kv_dtype": "int8"}, {"offset": 5, "adapter": None}])
 def test_a_file_holds_both_kinds_of_layers(model, tiny_tokenizer, tmp_path, options, capsys):
     settings = {"ratio": 0.4, "adapter": make_adapter(model), **options}
     small = compress_with(model, tiny_tokenizer, LONG, **settings)

@@ -108,11 +108,11 @@ def test_an_option_of_ask_alone_is_not_suggested_again(small):
     "settings",
     [
         {"offset": 1.5},
-        {"streaming": "30"},
-        {"streaming": True},
+        {"streaming_chunk": "30"},
+        {"streaming_chunk": True},
         {"restore_tokens": 2.0},
         {"allocation": None},
-        {"between": 3},
+        {"separator": 3},
         {"offload": "no"},
     ],
 )
@@ -128,7 +128,7 @@ def test_a_config_is_one(small):
 
 
 def test_where_questions_begin_is_part_of_the_digest(small):
-    for config in (CompressionConfig(offset=7), CompressionConfig(between=" ## ")):
+    for config in (CompressionConfig(offset=7), CompressionConfig(separator=" ## ")):
         other = compress(small.model, small.tokenizer, TEXT, ratio=0.5, adapter=None, config=config)
         assert other.digest != small.digest
 

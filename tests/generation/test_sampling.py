@@ -136,7 +136,7 @@ def test_criteria_end_an_answer(small):
         def __call__(self, ids, scores, **_):
             return torch.full((len(ids),), ids.shape[1] >= length + 3)
 
-    length = small.context.positions + small.ask(QUESTIONS[0], 1, details=True).prompt_tokens
+    length = small.context.num_tokens + small.ask(QUESTIONS[0], 1, details=True).prompt_tokens
     assert len(small.ask(QUESTIONS[0], 20, criteria=[Third()], details=True).ids) == 3
 
 

@@ -40,7 +40,7 @@ def world(request, tiny_tokenizer):
     documents = [
         compress_with(model, tiny_tokenizer, text, ratio=ratio, adapter=None, **more)
         for text, ratio, more in zip(
-            texts, ratios, ({}, {"evictor": "snapkv"}, {}, {"storage": "int8"}), strict=True
+            texts, ratios, ({}, {"evictor": "snapkv"}, {}, {"kv_dtype": "int8"}), strict=True
         )
     ]
     return model, tiny_tokenizer, documents

@@ -24,5 +24,5 @@ def make_cache(model, context, restore=4, share=0.4):
     shape = CacheShape.from_model(model)
     generator = torch.Generator().manual_seed(3)
     return RaggedCache.from_kept_pairs(
-        full, torch.rand(shape.layers, shape.heads, context.positions, generator=generator) < share
+        full, torch.rand(shape.layers, shape.heads, context.num_tokens, generator=generator) < share
     )

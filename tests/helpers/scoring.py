@@ -54,7 +54,7 @@ def repeat_ids(tokenizer, context, start, end, first):
             )
         ]
         asked.append(context.ids[:, start - 8 : start])
-    return torch.cat([*asked, context.suffix, context.ids[:, start:end]], 1)
+    return torch.cat([*asked, context.suffix_ids, context.ids[:, start:end]], 1)
 
 
 def assert_relative(ours, exact, tolerance):

@@ -240,7 +240,11 @@ def odd_inner_field(rng: random.Random, file: File) -> bytes:
 
 def missing_field(rng: random.Random, file: File) -> bytes:
     name = rng.choice(
-        [name for name in sorted(file.manifest) if name not in ("storage", "streaming", "between")]
+        [
+            name
+            for name in sorted(file.manifest)
+            if name not in ("kv_dtype", "streaming_chunk", "separator")
+        ]
     )
     del file.manifest[name]
     return file.sealed()
@@ -325,7 +329,7 @@ def odd_header(rng: random.Random, file: File) -> bytes:
 
 def other_text(rng: random.Random, file: File) -> bytes:
     """A plausible lie that the tensors do not contradict."""
-    name = rng.choice(("model", "evictor", "between", "suffix_text"))
+    name = rng.choice(("model", "evictor", "separator", "suffix_text"))
     file.manifest[name] = str(file.manifest[name]) + rng.choice((" ", "x", "\n"))
     return file.sealed()
 
@@ -389,7 +393,7 @@ def long_text(rng: random.Random, file: File) -> bytes:
     """More text around a question, or in a name, than any template or model has."""
     name = rng.choice(
         (
-            "between",
+            "separator",
             "suffix_text",
             "model",
             "evictor",
@@ -415,8 +419,8 @@ def long_ids(rng: random.Random, file: File) -> bytes:
 
 def large_count(rng: random.Random, file: File) -> bytes:
     """A number of positions that a reader would make room for."""
-    name = rng.choice(("offset", "earlier", "streaming", "prefix", "tokens", "cut"))
-    if name in ("streaming", "cut"):  # which only inform people
+    name = rng.choice(("offset", "earlier", "streaming_chunk", "prefix", "tokens", "cut"))
+    if name in ("streaming_chunk", "cut"):  # which only inform people
         name = "offset"
     file.manifest[name] = rng.choice((2**31 - 2_000, 2**31 - 1, 2**30, 2**25))
     return file.sealed()

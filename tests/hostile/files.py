@@ -47,7 +47,7 @@ def made(folder: Path) -> list[bytes]:
     kinds = (
         {},
         {"adapter": None, "evictor": "snapkv"},
-        {"storage": "int8"},
+        {"kv_dtype": "int8"},
         {"allocation": "per-head"},
         {"adapter": None, "evictor": "am-fast"},
         {"prefix_policy": "counted", "evictor": "h2o"},
@@ -113,11 +113,11 @@ def contents(loaded) -> str:
     import hashlib
 
     digest = hashlib.sha256(
-        json.dumps([loaded.context.suffix_text, loaded.context.between]).encode()
+        json.dumps([loaded.context.suffix_text, loaded.context.separator]).encode()
     )
     for tensor in (
         loaded.context.ids,
-        loaded.context.suffix,
+        loaded.context.suffix_ids,
         *(x for y in loaded.cache.layers for x in y.list_tensors()),
     ):
         digest.update(

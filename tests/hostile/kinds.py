@@ -318,7 +318,7 @@ def read_portable(folder: Path) -> str:
             stored.manifest,
             stored.name,
             stored.context.suffix_text,
-            stored.context.suffix.tolist(),
+            stored.context.suffix_ids.tolist(),
             said,
         )
     )

@@ -73,7 +73,7 @@ FREE = {  # what only informs people, or chooses layers, which are those that ha
     "inference_mode",
     "license",
     "source",
-    "between",
+    "separator",
     "local",
 }
 CASE, VICTIM = "case", "victim"  # the folder of a case, and a file next to it

@@ -365,7 +365,7 @@ def test_8_bits_hold_what_is_evicted_and_not_the_windows():
     cache = prepare(model).evict(0.5)
     with torch.no_grad():
         before = read_question(model, cache, asked)
-        attention.store_context(cache, "int8", CacheShape.from_model(model).groups)
+        attention.quantize_context(cache, "int8", CacheShape.from_model(model).groups)
         after = read_question(model, cache, asked)
     assert all(layer.context_keys.dtype == torch.float32 for layer in cache.sliding)
     assert 0 < measure_error(after, before.double()) < 0.2

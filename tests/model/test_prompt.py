@@ -6,9 +6,9 @@ import torch
 from restorekv.errors import RestoreKVError
 from restorekv.model.load import load_tokenizer
 from restorekv.model.prompt import (
-    BETWEEN,
+    DEFAULT_SEPARATOR,
     encode_question,
-    get_default_between,
+    get_default_separator,
     hash_template,
     make_context,
     split_template,
@@ -25,14 +25,14 @@ def test_pieces_join_to_the_rendered_conversation(tiny_tokenizer):
         [{"role": "user", "content": TEXT + question}], tokenize=False, add_generation_prompt=True
     )
     assert tiny_tokenizer.decode(torch.cat([context.ids, asked], 1)[0]) == whole + "It is"
-    assert tiny_tokenizer.decode(context.ids[0, : context.prefix]) == "<|im_start|>user\n"
-    assert tiny_tokenizer.decode(context.ids[0, context.prefix :]) == TEXT
+    assert tiny_tokenizer.decode(context.ids[0, : context.prefix_length]) == "<|im_start|>user\n"
+    assert tiny_tokenizer.decode(context.ids[0, context.prefix_length :]) == TEXT
     assert (
-        tiny_tokenizer.decode(context.suffix[0])
+        tiny_tokenizer.decode(context.suffix_ids[0])
         == context.suffix_text
         == "<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert context.tokens + context.prefix == context.positions == context.ids.shape[1]
+    assert context.text_tokens + context.prefix_length == context.num_tokens == context.ids.shape[1]
 
 
 def test_contexts_can_be_compared(tiny_tokenizer):
@@ -41,16 +41,16 @@ def test_contexts_can_be_compared(tiny_tokenizer):
     assert len({context, make_context(tiny_tokenizer, TEXT)}) == 2
 
 
-def test_the_separator_may_stand_in_the_text(tiny_tokenizer):
-    text = "<restorekv-separator> is a word"
+def test_the_mark_of_a_message_may_stand_in_the_text(tiny_tokenizer):
+    text = "<restorekv-message> is a word"
     context = make_context(tiny_tokenizer, text)
-    assert tiny_tokenizer.decode(context.ids[0, context.prefix :]) == text
+    assert tiny_tokenizer.decode(context.ids[0, context.prefix_length :]) == text
 
 
 def test_without_a_template(tiny_tokenizer):
     tokenizer = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer)
     context = make_context(tokenizer, TEXT)
-    assert context.prefix == 0 and context.suffix_text == "\n"
+    assert context.prefix_length == 0 and context.suffix_text == "\n"
     assert hash_template(tokenizer) != hash_template(tiny_tokenizer)
 
 
@@ -89,7 +89,7 @@ def test_a_template_that_drops_the_system_message(tiny_tokenizer):
     tokenizer = type(tiny_tokenizer)(
         tokenizer_object=tiny_tokenizer.backend_tokenizer, chat_template=f"{template}{{% endfor %}}"
     )
-    assert make_context(tokenizer, TEXT).tokens
+    assert make_context(tokenizer, TEXT).text_tokens
     for system in ("Be brief.", "user"):
         with pytest.raises(RestoreKVError, match="no place for these messages"):
             make_context(tokenizer, TEXT, system=system)
@@ -117,11 +117,11 @@ def test_what_parts_text_and_question_is_part_of_the_prompt(tiny_tokenizer):
     """The tiny model was trained without anything between; others get a blank line unless their
     files name it.
     """
-    apart = make_context(tiny_tokenizer, TEXT, get_default_between(tiny_tokenizer))
+    apart = make_context(tiny_tokenizer, TEXT, get_default_separator(tiny_tokenizer))
     plain = make_context(tiny_tokenizer, TEXT)
-    assert (apart.between, plain.between) == (BETWEEN, "")
+    assert (apart.separator, plain.separator) == (DEFAULT_SEPARATOR, "")
     assert torch.equal(
         encode_question(tiny_tokenizer, apart, "Who?"),
-        encode_question(tiny_tokenizer, plain, f"{BETWEEN}Who?"),
+        encode_question(tiny_tokenizer, plain, f"{DEFAULT_SEPARATOR}Who?"),
     )
-    assert get_default_between(load_tokenizer("tiny")) == ""
+    assert get_default_separator(load_tokenizer("tiny")) == ""

@@ -113,7 +113,7 @@ def test_control_tokens_of_users_are_characters(tokenizer):
         ] == template
         asked = encode_question(tokenizer, context, text, text)[0].tolist()
         written = [each for each in asked if each in control and each not in unknown]
-        assert written == [each for each in context.suffix[0].tolist() if each in control]
+        assert written == [each for each in context.suffix_ids[0].tolist() if each in control]
         if tokenizer.unk_token is None:
             assert tokenizer.decode(context.ids[0]) == before + text
 
@@ -128,7 +128,7 @@ def test_other_texts_have_the_ids_that_they_had(tokenizer):
             before, tokenizer.encode(before, add_special_tokens=False)[:1]
         )
         assert copy.backend.encode(named + text, add_special_tokens=False).ids == old
-        context = make_context(tokenizer, "a", between="\n")
+        context = make_context(tokenizer, "a", separator="\n")
         old = tokenizer.encode("\n" + text + after + "It", add_special_tokens=False)
         assert torch.equal(
             encode_question(tokenizer, context, text, "It", empty=True)[0], torch.tensor(old)

@@ -59,7 +59,7 @@ def keeps(prepared, restored):
     keep = torch.zeros(layers * heads * tokens, dtype=torch.bool)
     keep[prepared.scores.flatten().argsort(descending=True)[:count]] = True
     return torch.nn.functional.pad(
-        keep.view(layers, heads, tokens), (prepared.context.prefix, 0), value=True
+        keep.view(layers, heads, tokens), (prepared.context.prefix_length, 0), value=True
     )
 
 
@@ -80,7 +80,7 @@ class Eager:
     @torch.no_grad()
     def __call__(self, prepared, keep, restored, ids):
         """logits (q, V) and a list over layers of attention (H * G, q, S + T + n + q)."""
-        cache, before = DynamicCache(), prepared.context.positions
+        cache, before = DynamicCache(), prepared.context.num_tokens
         for index, layer in enumerate(prepared.full.layers):
             pairs = zip((layer.keys, layer.values), prepared.restore_cache[index], strict=True)
             cache.update(
@@ -126,8 +126,8 @@ def views(case):
 
 def test_masses_and_divergences_are_those_of_eager_attention(tiny_model, tiny_tokenizer):
     case, eager = make_case(tiny_model, tiny_tokenizer), Eager(tiny_model)
-    figures, columns = attention_mass.measure(case), case.prepared.context.positions
-    heads, sinks = case.prepared.scores.shape[1], max(case.prepared.context.prefix, 4)
+    figures, columns = attention_mass.measure(case), case.prepared.context.num_tokens
+    heads, sinks = case.prepared.scores.shape[1], max(case.prepared.context.prefix_length, 4)
     expected = {name: [] for name in figures}
     kl = {name: [] for name in figures}
     for prompt in case.prompts:
@@ -217,9 +217,9 @@ def test_restore_attention_is_eager_attention_of_the_restore_pass(
     seen = later if restore_from == "evicted" else torch.ones_like(later)
     rows = eager_restore(case, seen)
     prefix, columns, sinks = (
-        prepared.context.prefix,
-        prepared.context.positions,
-        max(prepared.context.prefix, 4),
+        prepared.context.prefix_length,
+        prepared.context.num_tokens,
+        max(prepared.context.prefix_length, 4),
     )
     masses, entropy, total = np.zeros((5, layers, N)), np.zeros((layers, N)), np.zeros((N, columns))
     for layer, head, token in np.ndindex(layers, rows[0].shape[0], N):
@@ -265,7 +265,7 @@ def eager_restore(case, seen):
     in the model.
     """
     model, prepared = case.prepared.model, case.prepared
-    cache, past = DynamicCache(), prepared.context.positions
+    cache, past = DynamicCache(), prepared.context.num_tokens
     for index, layer in enumerate(prepared.full.layers):
         cache.update(layer.keys, layer.values, index)
     model.set_attn_implementation("eager")
@@ -299,7 +299,7 @@ def eager_restore(case, seen):
 @pytest.mark.parametrize("policy", ["free", "counted"])
 def test_survivors_are_the_pairs_that_the_caches_hold(tiny_tokenizer, policy):
     case = make_case(build_model("qwen3"), tiny_tokenizer, policy=policy)
-    figures, prefix = survivors.measure(case), case.prepared.context.prefix
+    figures, prefix = survivors.measure(case), case.prepared.context.prefix_length
     layers, heads, tokens = case.prepared.scores.shape
     for name, cache in (("base", case.caches["base"]), ("restored", case.caches["restored"])):
         columns = [

@@ -65,7 +65,7 @@ def test_an_interrupted_run_goes_on(world, tmp_path, monkeypatch):
     prepared, prepare = [], Eviction.prepare
 
     def counted(self, *args):
-        prepared.append(args[2].tokens)
+        prepared.append(args[2].text_tokens)
         return prepare(self, *args)
 
     def stop(done, total):

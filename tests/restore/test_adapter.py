@@ -297,13 +297,13 @@ def test_another_text_between_document_and_question_warns(tiny_model, tmp_path):
         ("\n\n", "\n\n", False),
         (None, "\n", False),
     ):
-        adapter.record_training(evictor="kvzip", between=recorded)
+        adapter.record_training(evictor="kvzip", separator=recorded)
         adapter.save_pretrained(tmp_path)
         loaded = RestoreAdapter.from_pretrained(tiny_model, tmp_path)
-        assert loaded.card.between == recorded
+        assert loaded.card.separator == recorded
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            loaded.warn_of_other_use("kvzip", between=used)
+            loaded.warn_of_other_use("kvzip", separator=used)
             loaded.warn_of_other_use("kvzip")
         messages = [str(each.message) for each in caught]
         assert len(messages) == warned and all(

@@ -39,7 +39,7 @@ def world(tmp_path_factory, tiny_tokenizer) -> World:
 
 def test_everything_recorded_is_shown():
     adapter = adapter_of(
-        settings=SETTINGS, data=DATA, allocation="adakv", restore_from="evicted", between="\n\n"
+        settings=SETTINGS, data=DATA, allocation="adakv", restore_from="evicted", separator="\n\n"
     )
     adapter.record_results(RESULTS)
     text = card_of(adapter)
@@ -240,7 +240,7 @@ def test_shipped_cards_load_unchanged(tmp_path):
         ("results", 3),
         ("license", 4),
         ("source", []),
-        ("between", 1),
+        ("separator", 1),
     ],
 )
 def test_a_record_of_another_kind_is_refused(tmp_path, field, nonsense):

@@ -261,12 +261,12 @@ def test_results_beside_caches_that_were_held_otherwise(measured, own):
     """Every row has the base that was held as it was, and says how."""
     payload = json.loads((measured / "eval.json").read_text())
     few = [
-        {**row, "storage": "int8", "score": row["score"] / 2}
+        {**row, "kv_dtype": "int8", "score": row["score"] / 2}
         for row in payload["rows"]
         if row["evictor"] != "full"
     ]
     parts = [
-        {**row, "streaming": 64, "score": row["score"] / 4}
+        {**row, "streaming_chunk": 64, "score": row["score"] / 4}
         for row in payload["rows"]
         if row["evictor"] != "full"
     ]
@@ -279,7 +279,7 @@ def test_results_beside_caches_that_were_held_otherwise(measured, own):
     found = publish.read_results(changed, read_adapter(own))
     assert len(found) == 3 * len(plain)
     for row in found:
-        part = 4 if row.get("streaming") == 64 else 2 if row.get("storage") == "int8" else 1
+        part = 4 if row.get("streaming_chunk") == 64 else 2 if row.get("kv_dtype") == "int8" else 1
         assert row["base"] == pytest.approx(plain[row["ratio"]]["base"] / part, abs=0.051)
     assert (
         publish.merge_results(replace(read_adapter(own).card, results=found), found).results

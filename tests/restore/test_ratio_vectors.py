@@ -79,7 +79,7 @@ def test_the_time_of_the_restore_pass_is_its_own(tiny_model, tiny_tokenizer):
         assert restored.evict_timed("0.5", 0)[1].keys() == {"evict"}
 
 
-@pytest.mark.parametrize("config", (CompressionConfig(), CompressionConfig(streaming=60)))
+@pytest.mark.parametrize("config", (CompressionConfig(), CompressionConfig(streaming_chunk=60)))
 def test_compress_and_append_run_the_pass_of_their_ratio(tiny_model, tiny_tokenizer, config):
     adapter = make_adapter(tiny_model)
     text = TEXT * 3

@@ -84,7 +84,7 @@ def test_a_document_is_shown_and_asked(page, model, tiny_tokenizer):
     assert text.text_content() == TEXT
     cells = page.get_by_role("row", name="KV pairs").get_by_role("cell").all_text_contents()
     assert cells[:2] == [f"{small.kept.numel():,}", f"{small.manifest.pairs_held:,}"]
-    kept = small.kept[2, 1, small.context.prefix :]
+    kept = small.kept[2, 1, small.context.prefix_length :]
     page.get_by_label("Layer").select_option("2")
     page.get_by_label("KV head").select_option("1")
     expect(page.get_by_text(f"{int(kept.sum())} of {len(kept)} tokens")).to_be_visible()

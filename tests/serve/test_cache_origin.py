@@ -79,7 +79,7 @@ def test_changed_code_renames_caches(loaded, monkeypatch):
 
 def test_settings_and_document_are_part_of_the_name(loaded):
     before = make_keys(*loaded)
-    assert list_changed(before, make_keys(*loaded, storage="int8")) == list(MODEL_IDS)
+    assert list_changed(before, make_keys(*loaded, kv_dtype="int8")) == list(MODEL_IDS)
     origin = CacheOrigin.describe(*loaded, {})
     assert origin.make_key("1" * 64, Variant.parse("tiny", "tiny")) != before["tiny"]
 

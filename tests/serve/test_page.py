@@ -94,7 +94,7 @@ def ids_of(tokenizer) -> tuple[int, ...]:
     context = compress(
         build_model("qwen3"), tokenizer, TEXT, evictor="snapkv", adapter=None, ratio=1
     ).context
-    return tuple(context.ids[0, context.prefix :].tolist())
+    return tuple(context.ids[0, context.prefix_length :].tolist())
 
 
 def test_the_files_are_served_with_a_strict_policy(url):
@@ -141,7 +141,7 @@ def test_what_survives_is_what_the_cache_keeps(url, file, model, tiny_tokenizer,
     small = compress(
         model, tiny_tokenizer, TEXT, evictor="snapkv", ratio=0.4, adapter=adapter_folder
     )
-    mask = small.kept[..., small.context.prefix :].float()
+    mask = small.kept[..., small.context.prefix_length :].float()
     whole = kept(url, file)
     assert "".join(text for text, _ in whole["pieces"]) == TEXT
     assert (whole["layers"], whole["heads"]) == tuple(mask.shape[:2])
@@ -196,7 +196,7 @@ def test_base_variants_have_no_restore_tokens(url, file, model, tiny_tokenizer):
     alone, restored = kept(url, file, model=f"{VARIANT}-base"), kept(url, file)
     assert alone["restore_tokens"] == 0 < restored["restore_tokens"]
     assert alone["pairs"]["after"] == small.manifest.pairs_held
-    per_token = small.kept[..., small.context.prefix :].float().mean((0, 1))
+    per_token = small.kept[..., small.context.prefix_length :].float().mean((0, 1))
     assert alone["surviving"] == int((per_token > 0).sum())
     parts = [{"type": "file", "file": {"file_id": file}}, {"type": "text", "text": "Which code?"}]
     answer = client_of(url).chat.completions.create(

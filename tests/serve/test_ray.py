@@ -438,7 +438,7 @@ def test_answers_are_the_librarys(client, file, tiny_tokenizer):
     assert "".join(
         each.choices[0].delta.content or "" for each in chunks if each.choices
     ) == small.ask(QUESTION, 12)
-    assert chunks[-1].usage.prompt_tokens_details.cached_tokens == small.context.positions
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens == small.context.num_tokens
 
 
 @pytest.mark.slow
@@ -499,7 +499,7 @@ def test_many_at_once_about_several_documents(client, file, tiny_tokenizer):
         small[number % 2].ask(question, 12) for number, question in enumerate(questions)
     ]
     both = ask(client, about(file, other))
-    assert both.usage.prompt_tokens > max(each.context.positions for each in small)
+    assert both.usage.prompt_tokens > max(each.context.num_tokens for each in small)
 
 
 @pytest.mark.slow

@@ -91,9 +91,9 @@ def test_answers_are_the_librarys(client, file, model, tiny_tokenizer):
 def test_usage_is_true(client, file, model, tiny_tokenizer):
     small, answer = expected(model, tiny_tokenizer), ask(client, about(file))
     usage, written = answer.usage, small.ask(QUESTION, 12, details=True)
-    assert usage.prompt_tokens == small.context.positions + written.prompt_tokens
+    assert usage.prompt_tokens == small.context.num_tokens + written.prompt_tokens
     assert usage.completion_tokens == len(written.ids)
-    assert usage.prompt_tokens_details.cached_tokens == small.context.positions
+    assert usage.prompt_tokens_details.cached_tokens == small.context.num_tokens
     assert answer.restorekv["pairs"] == small.manifest.pairs_held
     text = [{"type": "text", "text": OTHER, "prompt_cache_breakpoint": {"mode": "explicit"}}]
     fresh = [{"role": "user", "content": [*text, {"type": "text", "text": "Who?"}]}]
@@ -106,7 +106,7 @@ def test_the_chat_prefix_counts_once(client, model, tiny_tokenizer):
     """One of three documents is known already; then all are."""
     one, *new = [f"{name} {OTHER}" for name in ("one", "two", "three")]
     known, *fresh = [expected(model, tiny_tokenizer, text).context for text in (one, *new)]
-    tokens = [known.prefix, *(each.tokens for each in (known, *fresh))]
+    tokens = [known.prefix_length, *(each.text_tokens for each in (known, *fresh))]
 
     def usage(*texts: str) -> tuple[int, int]:
         parts = [

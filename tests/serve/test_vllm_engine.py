@@ -138,7 +138,7 @@ def test_a_completion_is_vllms_own(client, fake, model, tiny_tokenizer, prompt):
 def test_usage_is_true(client, file, fake, model, tiny_tokenizer):
     small, answer = small_of(model, tiny_tokenizer, fake.form), ask(client, about(file))
     (written,) = small.ask([QUESTION], 12, details=True)
-    usage, positions = answer.usage, small.context.positions
+    usage, positions = answer.usage, small.context.num_tokens
     assert (usage.prompt_tokens, usage.completion_tokens) == (
         positions + written.prompt_tokens,
         len(written.ids),
@@ -226,7 +226,7 @@ def test_several_documents(client, file, fake, model, tiny_tokenizer):
     assert answer.choices[0].message.content == wanted
     assert (
         answer.usage.prompt_tokens
-        == both.context.positions + both.ask(QUESTION, 1, details=True).prompt_tokens
+        == both.context.num_tokens + both.ask(QUESTION, 1, details=True).prompt_tokens
     )
     whole = ask(client, about(file, other), "tiny")
     assert whole.usage.prompt_tokens == answer.usage.prompt_tokens

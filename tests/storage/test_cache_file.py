@@ -20,8 +20,8 @@ from tests.helpers.decoding import TEXT, make_cache
 
 def manifest_of(model, cache, context):
     """A manifest that says of the cache what is so."""
-    shape, of_prefix = CacheShape.from_model(model), cache.count_prefix_pairs(context.prefix)
-    full = shape.layers * shape.heads * context.positions * 2 * shape.head_dim * 4
+    shape, of_prefix = CacheShape.from_model(model), cache.count_prefix_pairs(context.prefix_length)
+    full = shape.layers * shape.heads * context.num_tokens * 2 * shape.head_dim * 4
     return Manifest(
         model="tiny",
         fingerprint="0",
@@ -30,8 +30,8 @@ def manifest_of(model, cache, context):
         tokens_hash="0",
         dtype="float32",
         shape=vars(shape),
-        prefix=context.prefix,
-        tokens=context.tokens,
+        prefix=context.prefix_length,
+        tokens=context.text_tokens,
         restore_tokens=cache.restore_length,
         ratio="1/10",
         prefix_policy="free",
@@ -48,9 +48,9 @@ def manifest_of(model, cache, context):
         bytes_held=cache.nbytes,
         seconds={"prefill": 0.5},
         versions={"python": "3"},
-        storage="model",
-        streaming=None,
-        between=context.between,
+        kv_dtype="model",
+        streaming_chunk=None,
+        separator=context.separator,
         cut=0,
         system="",
         parts=[],
@@ -74,7 +74,7 @@ def test_round_trip_is_bit_equal(tiny_model, written):
     assert stored.manifest == manifest_of(tiny_model, cache, context)
     assert (
         text.ids.equal(context.ids)
-        and text.suffix.equal(context.suffix)
+        and text.suffix_ids.equal(context.suffix_ids)
         and text.suffix_text == context.suffix_text
     )
     assert (again.pairs_held, again.nbytes, again.seen) == (
@@ -164,10 +164,10 @@ def test_a_file_that_is_mostly_hole_is_not_read(tmp_path):
 
 def test_another_format_version(written):
     path, _, _ = written
-    path.write_bytes(path.read_bytes().replace(b'"version":"5"', b'"version":"3"'))
+    path.write_bytes(path.read_bytes().replace(b'"version":"6"', b'"version":"3"'))
     with pytest.raises(
         CacheFileError,
-        match="format version '3', this restorekv reads 5; compress the context again",
+        match="format version '3', this restorekv reads 6; compress the context again",
     ):
         open_cache_file(path)
 

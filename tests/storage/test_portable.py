@@ -113,8 +113,8 @@ def test_placeholders_follow_from_the_document(tiny_model, tiny_tokenizer):
     assert int(first.ids.min()) > 0 and int(first.ids.max()) < tiny_model.config.vocab_size
 
 
-def test_storage_of_8_bits_and_no_adapter_are_portable(tiny_model, tiny_tokenizer):
-    small = small_of(tiny_model, tiny_tokenizer, adapter=None, storage="int8")
+def test_8_bits_and_no_adapter_are_portable(tiny_model, tiny_tokenizer):
+    small = small_of(tiny_model, tiny_tokenizer, adapter=None, kv_dtype="int8")
     assert small.portable().ask(tiny_model, tiny_tokenizer, QUESTIONS, 8) == small.ask(QUESTIONS, 8)
 
 

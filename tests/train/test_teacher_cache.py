@@ -66,7 +66,7 @@ class Pinning(Evictor):
 
     def score(self, model, tokenizer, context, full, observer=None):
         shape = CacheShape.from_model(model)
-        scores = torch.arange(float(context.tokens), dtype=torch.float64)
+        scores = torch.arange(float(context.text_tokens), dtype=torch.float64)
         scores = scores.repeat(shape.layers, shape.heads, 1)
         scores[..., 3] = torch.inf
         scores[..., 5] = -torch.inf

@@ -16,7 +16,7 @@ from restorekv.compression.full_cache import ScoredContext
 from restorekv.errors import AdapterError, RestoreKVError, RestoreKVWarning
 from restorekv.model import attention
 from restorekv.model.attention import cascade
-from restorekv.model.prompt import get_default_between, make_context
+from restorekv.model.prompt import get_default_separator, make_context
 from restorekv.model.rope import count_positions
 from restorekv.model.shape import compute_logits
 from restorekv.train import checkpoint
@@ -325,7 +325,7 @@ def test_a_plain_text_is_no_training_data(tiny_model, tiny_tokenizer, tmp_path):
 
 def test_long_contexts_are_left_out_in_order(tiny_tokenizer):
     examples = [TrainingContext(TEXT * count, ("What?",), (None,)) for count in (2, 1, 3)]
-    lengths = [make_context(tiny_tokenizer, example.context).tokens for example in examples]
+    lengths = [make_context(tiny_tokenizer, example.context).text_tokens for example in examples]
     assert keep_short_examples(tiny_tokenizer, examples, max(lengths)) == examples
     assert keep_short_examples(tiny_tokenizer, examples, lengths[0]) == examples[:2]
     shortest = min(lengths)
@@ -340,7 +340,7 @@ def test_contexts_must_fit_the_model_and_hold_a_token(tiny_model, tiny_tokenizer
         check_example_lengths(tiny_model, tiny_tokenizer, [EXAMPLES[0], long], CONFIG)
     fits = replace(EXAMPLES[0], context="house " * 2000, where="line 7")
     check_example_lengths(tiny_model, tiny_tokenizer, [fits], CONFIG)
-    tokens = make_context(tiny_tokenizer, fits.context).positions
+    tokens = make_context(tiny_tokenizer, fits.context).num_tokens
     with pytest.raises(RestoreKVError, match="line 7 needs"):
         check_example_lengths(
             tiny_model, tiny_tokenizer, [fits], replace(CONFIG, max_new_tokens=4096 - tokens)
@@ -514,7 +514,7 @@ def test_the_adapter_records_settings_data_and_license(tiny_tokenizer, tmp_path)
     )
     assert adapter.card.settings["lr"] == CONFIG.lr and adapter.card.settings["processes"] == 1
     assert [row["contexts"] for row in adapter.card.data] == [1, 4]
-    assert adapter.card.license == "unknown" and adapter.card.between == get_default_between(
+    assert adapter.card.license == "unknown" and adapter.card.separator == get_default_separator(
         tiny_tokenizer
     )
 
@@ -605,7 +605,7 @@ def test_draws_read_a_context_once(tiny_tokenizer, tmp_path, monkeypatch):
     plain = TeacherCache.prepare_context
 
     def counted(self, context, eviction):
-        reads.append(context.tokens)
+        reads.append(context.text_tokens)
         return plain(self, context, eviction)
 
     monkeypatch.setattr(TeacherCache, "prepare_context", counted)

@@ -178,7 +178,7 @@ def test_features_are_inputs_and_scores_of_the_same_tokens(tiny_model, tiny_toke
     context, inputs = make_context(tiny_tokenizer, TEXTS[1]), {}
     with observe_layers(tiny_model, lambda view: inputs.update({view.layer: view.hidden})):
         full = prefill(tiny_model, context.ids)
-    inputs = torch.stack([inputs[layer] for layer in range(3)])[:, context.prefix :]
+    inputs = torch.stack([inputs[layer] for layer in range(3)])[:, context.prefix_length :]
     # Features hold the inputs in half of the bits.
     inputs = inputs.to(torch.bfloat16).float()
     scores = evictors.make_evictor("kvzip+").score(tiny_model, tiny_tokenizer, context, full)

@@ -68,7 +68,7 @@ def kept_for_backward(model, tokenizer, words):
     assert adapter.embeddings.grad.any()
     return sum(
         storage.nbytes() for place, storage in kept.items() if place not in fixed
-    ), prepared.context.tokens
+    ), prepared.context.text_tokens
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])

@@ -82,7 +82,7 @@ def test_damaged_placeholders_are_refused(place):
     assert read_names([1, 2, 3, 4, 5]) is None
 
 
-@pytest.mark.parametrize("options", [{}, {"storage": "int8"}, {"allocation": "per-head"}])
+@pytest.mark.parametrize("options", [{}, {"kv_dtype": "int8"}, {"allocation": "per-head"}])
 def test_several_documents_are_what_compose_makes(tiny_model, tiny_tokenizer, tmp_path, options):
     config = CompressionConfig(**options)
     made = make_documents(tmp_path, tiny_model, tiny_tokenizer, config=config)

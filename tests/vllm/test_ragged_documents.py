@@ -155,7 +155,7 @@ def test_the_position_of_the_question_belongs_to_a_document(tiny_model, tiny_tok
     assert len(names) == 2
 
 
-@pytest.mark.parametrize("options", [{}, {"storage": "int8"}, {"allocation": "per-head"}])
+@pytest.mark.parametrize("options", [{}, {"kv_dtype": "int8"}, {"allocation": "per-head"}])
 def test_pairs_are_those_of_the_cache_at_other_positions(tiny_model, tiny_tokenizer, options):
     config = CompressionConfig(**options)
     small = compress(

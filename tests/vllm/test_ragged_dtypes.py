@@ -21,7 +21,7 @@ QUESTIONS = ["Which code?", "Who lives there?", "Tell me more about the color of
 DOCUMENTS = {
     "red": (10, 0.2, CompressionConfig()),
     "blue": (60, 0.05, CompressionConfig()),
-    "white": (20, 0.1, CompressionConfig(storage="int8")),
+    "white": (20, 0.1, CompressionConfig(kv_dtype="int8")),
 }
 TOKENS = 12
 

@@ -27,7 +27,7 @@ DOCUMENTS = {
     "red": (10, 0.2, CompressionConfig()),
     "blue": (60, 0.05, CompressionConfig()),
     "green": (4, 0.5, CompressionConfig(allocation="per-head")),
-    "white": (20, 0.1, CompressionConfig(storage="int8")),
+    "white": (20, 0.1, CompressionConfig(kv_dtype="int8")),
     "black": (20, 0.1, CompressionConfig(prefix_policy="counted")),
 }
 # Asked as one text: some begin alike, and one comes twice.

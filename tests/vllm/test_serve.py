@@ -143,7 +143,7 @@ def test_vllm_in_the_server(world, tmp_path, monkeypatch, form):
         assert answer.choices[0].finish_reason == written.finish
         counts = answer.usage
         assert (counts.prompt_tokens, counts.completion_tokens) == (
-            small[0].context.positions + written.prompt_tokens,
+            small[0].context.num_tokens + written.prompt_tokens,
             len(written.ids),
         )
         whole = [

@@ -1,3 +1,3 @@
 """The compressed KV cache: a context with its own length in every head, a tail that grows, and
-8-bit storage.
+8-bit numbers.
 """

@@ -24,8 +24,8 @@ from restorekv.errors import check_choice
 
 GROUP = 128  # rows of a head that share the scales of their keys
 FP8 = torch.float8_e4m3fn
-STORAGE_DTYPES = {"int8": torch.int8, "fp8": FP8}
-STORAGES = ("model", *STORAGE_DTYPES)  # "model" is the model's own dtype
+QUANTIZED_DTYPES = {"int8": torch.int8, "fp8": FP8}
+KV_DTYPES = ("model", *QUANTIZED_DTYPES)  # "model" is the model's own dtype
 LARGEST_CODE = {torch.int8: 127.0, FP8: float(torch.finfo(FP8).max)}
 Bounds = Sequence[int]
 
@@ -88,13 +88,13 @@ def list_tensors(rows: Tensor | QuantizedRows) -> list[Tensor]:
     return [rows.codes, rows.scales, rows.starts]
 
 
-def check_storage(storage: str) -> None:
-    """Refuse a name that is not in STORAGES."""
-    check_choice("storage", storage, STORAGES)
+def check_kv_dtype(kv_dtype: str) -> None:
+    """Refuse a name that is not in KV_DTYPES."""
+    check_choice("kv_dtype", kv_dtype, KV_DTYPES)
 
 
 def quantize(
-    keys: Tensor, values: Tensor, bounds: Bounds, storage: str
+    keys: Tensor, values: Tensor, bounds: Bounds, kv_dtype: str
 ) -> tuple[QuantizedRows, QuantizedRows]:
     """Encode keys and values (N, D) of one layer.
 
@@ -102,13 +102,13 @@ def quantize(
         keys: (N, D).
         values: (N, D).
         bounds: Head h has the rows bounds[h]:bounds[h + 1].
-        storage: "int8" or "fp8".
+        kv_dtype: "int8" or "fp8".
     """
     # A key channel with large numbers keeps them in every row, so its scale is shared along the
     # rows. Values have no such channels, and a scale per row costs D times less.
-    key_size, value_size = _choose_group_sizes(bounds, storage)
-    dtype = STORAGE_DTYPES[storage]
-    per_channel = storage == "int8"
+    key_size, value_size = _choose_group_sizes(bounds, kv_dtype)
+    dtype = QUANTIZED_DTYPES[kv_dtype]
+    per_channel = kv_dtype == "int8"
     return (
         _quantize_rows(keys, bounds, key_size, dtype, per_channel=per_channel),
         _quantize_rows(values, bounds, value_size, dtype, per_channel=False),
@@ -119,7 +119,7 @@ def from_codes(
     codes: tuple[Tensor, Tensor],
     scales: tuple[Tensor, Tensor],
     bounds: Bounds,
-    storage: str,
+    kv_dtype: str,
     dtype: torch.dtype,
 ) -> tuple[QuantizedRows, QuantizedRows]:
     """Return keys and values from the codes and scales that a file holds.
@@ -128,10 +128,10 @@ def from_codes(
         codes: The codes of keys and of values, each (N, D).
         scales: The scales of keys and of values, in the shapes of `compute_scale_shapes`.
         bounds: Head h has the rows bounds[h]:bounds[h + 1].
-        storage: "int8" or "fp8".
+        kv_dtype: "int8" or "fp8".
         dtype: The model's dtype, in which the rows are read.
     """
-    key_size, value_size = _choose_group_sizes(bounds, storage)
+    key_size, value_size = _choose_group_sizes(bounds, kv_dtype)
     # A file does not hold the starts of the groups: they follow from the bounds.
     key_starts = _find_group_starts(bounds, key_size, codes[0].device)
     value_starts = _find_group_starts(bounds, value_size, codes[0].device)
@@ -141,21 +141,21 @@ def from_codes(
     )
 
 
-def compute_scale_shapes(bounds: Bounds, storage: str, dim: int) -> tuple[tuple[int, int], ...]:
+def compute_scale_shapes(bounds: Bounds, kv_dtype: str, dim: int) -> tuple[tuple[int, int], ...]:
     """Return the shapes of the scales of keys and of values that a file holds for heads of D =
     `dim`.
     """
     counts = []
-    for size in _choose_group_sizes(bounds, storage):
+    for size in _choose_group_sizes(bounds, kv_dtype):
         starts = _find_group_starts(bounds, size, torch.device("cpu"))
         counts.append(bounds[-1] if starts is None else len(starts))
-    key_width = dim if storage == "int8" else 1
+    key_width = dim if kv_dtype == "int8" else 1
     return (counts[0], key_width), (counts[1], 1)
 
 
-def _choose_group_sizes(bounds: Bounds, storage: str) -> tuple[int, int]:
+def _choose_group_sizes(bounds: Bounds, kv_dtype: str) -> tuple[int, int]:
     """Return how many rows of a head share a scale at most, for keys and for values."""
-    if storage == "int8":
+    if kv_dtype == "int8":
         return GROUP, 1
     whole_head = max(bounds[-1], 1)
     return whole_head, whole_head

@@ -283,16 +283,16 @@ class RaggedCache(Cache):
                 layers.append(RaggedLayer.from_full_layer(layer))
         return cls(layers)
 
-    def quantize(self, storage: str) -> None:
+    def quantize(self, kv_dtype: str) -> None:
         """Convert the context to "int8" or "fp8", layer by layer; see quantized.py. "model" leaves
         it as it is.
         """
-        if storage == "model":
+        if kv_dtype == "model":
             return
         for layer in self.full_attention:
-            # `[:]` reads rows of any storage in the model's dtype.
+            # `[:]` reads rows of any `kv_dtype` in the model's dtype.
             layer.context_keys, layer.context_values = quantized.quantize(
-                layer.context_keys[:], layer.context_values[:], layer.bounds, storage
+                layer.context_keys[:], layer.context_values[:], layer.bounds, kv_dtype
             )
 
     def fork(self, batch: int = 1) -> RaggedCache:

@@ -31,7 +31,7 @@ EVICTORS = (
 )
 COMPRESSORS = ("am-fast",)
 ALLOCATIONS = ("global", "per-layer", "per-head", "adakv")
-STORAGES = ("model", "int8", "fp8")
+KV_DTYPES = ("model", "int8", "fp8")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PROTOCOLS = ("kvpress", "kvzip")
 GROWING = ("last", "every", "none")  # restore tokens of earlier parts

@@ -114,7 +114,7 @@ class HeldPairs:
     def count(cls, chat: Chat) -> "HeldPairs":
         cache = chat.document.cache
         heads = cache.lengths.numel()
-        return cls(cache.pairs_held / heads, len(chat.ids()), chat.document.context.positions)
+        return cls(cache.pairs_held / heads, len(chat.ids()), chat.document.context.num_tokens)
 
     def should_fold(self, coming: int) -> bool:
         """Return whether the cache and the turns, with `coming` further pairs, exceed the full

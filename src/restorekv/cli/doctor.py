@@ -39,7 +39,7 @@ from restorekv.model.shape import CacheShape, get_dtype_name
 SMOLLM2_SHAPE = (3, 3, 64)  # KV heads, query heads for each, head dimension
 PLAIN = "reference"  # the component that everything else is replaced by
 CAPTION = (
-    "Error: of the case closest to what rounding explains (allowed). For 8-bit storage, 1 is what "
+    "Error: of the case closest to what rounding explains (allowed). For 8-bit numbers, 1 is what "
     "8 bits explain: "
     "half a step between two codes."
 )

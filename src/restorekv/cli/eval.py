@@ -30,7 +30,7 @@ BENCHMARK_HELP = (
 DEFAULT_EVICTORS = ["kvzip", "kvzip+"]
 DEFAULT_RATIOS = ["0.4", "0.2", "0.1", "0.05"]
 DEFAULT_PROTOCOLS = ["kvpress"]
-DEFAULT_STORAGES = ["model"]
+DEFAULT_KV_DTYPES = ["model"]
 DEFAULT_MODELS = [options.DEFAULT_MODEL]
 DEFAULT_WORKERS = 2
 
@@ -76,8 +76,8 @@ def run(
     allocation: options.Allocation = "global",
     restore_from: options.RestoreFrom = "full",
     offset: options.Offset = 0,
-    storage: options.Storages = DEFAULT_STORAGES,
-    streaming: options.Streaming = None,
+    kv_dtype: options.KvDtypes = DEFAULT_KV_DTYPES,
+    streaming_chunk: options.StreamingChunk = None,
     max_context: Annotated[
         int, typer.Option(min=0, help="Cut longer contexts; 0: at the tokenizer's limit.")
     ] = 0,
@@ -133,11 +133,11 @@ def run(
         "max_context": max_context,
         "dtype": dtype,
         "restore_tokens": restore_tokens,
-        "streaming": streaming or 0,
+        "streaming_chunk": streaming_chunk or 0,
     }
     methods = [parse_method(each) for each in evictor]
     cells = Grid(
-        model, methods, benchmark, protocol, ratio, seed or (), count, storage, common
+        model, methods, benchmark, protocol, ratio, seed or (), count, kv_dtype, common
     ).list_cells()
     check_cells(cells)
     silence_transformers()

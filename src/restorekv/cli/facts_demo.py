@@ -142,7 +142,7 @@ def ask_text(model: PreTrainedModel, tokenizer: Tokenizer, sample: Sample, ratio
         answered += [ask_cache(prepared, tokenizer, each, questions) for each in caches]
     return ShownText(
         sample.id,
-        prepared.context.tokens,
+        prepared.context.text_tokens,
         len(sample.questions),
         len(right),
         compare_answers(sample, shown, answered),

@@ -106,26 +106,26 @@ class DocumentCompressor:
         config = recipe.config
         compressor = make_compressor(recipe.evictor, config)
         identity = identify_model(model, tokenizer)
-        between = config.choose_between(tokenizer)
+        separator = config.choose_separator(tokenizer)
         adapter = load_adapter(
             model,
             recipe.adapter,
             compressor,
             config.restore_tokens,
-            between,
+            separator,
             parse_ratio(recipe.ratio) if recipe.ratio else None,
             identity,
         )
         settings = {**recipe.get_options(), **vars(config), **config.to_json()}
         # The text that is used is listed below.
-        del settings["between"]
+        del settings["separator"]
         deciding = [
             __version__,
             identity.fingerprint,
             identity.rope,
             identity.template,
             str(model.dtype),
-            between,
+            separator,
             compressor.identity(model),
             compressor.digest_code(),
             adapter and adapter.identity(),

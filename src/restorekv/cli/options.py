@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 import typer
 
-from restorekv.cli.choices import ALLOCATIONS, STORAGES, check_device, list_evictors
+from restorekv.cli.choices import ALLOCATIONS, KV_DTYPES, check_device, list_evictors
 from restorekv.cli.terminal import STDOUT, output
 from restorekv.compression.presets import DEFAULT_EVICTOR
 from restorekv.files import check_target
@@ -109,10 +109,10 @@ Offset = Annotated[
         min=0, max=2**31, help="Positions between context and question (a control, no adapter)."
     ),
 ]
-STORAGE_HELP = f"How to store the kept pairs: {', '.join(STORAGES)}; the ratio does not count it."
-Storage = Annotated[str, typer.Option(help=STORAGE_HELP)]
-Storages = Annotated[list[str], typer.Option(help=f"{STORAGE_HELP} Repeatable.")]
-Streaming = Annotated[
+KV_DTYPE_HELP = f"Dtype of the kept pairs: {', '.join(KV_DTYPES)}; the ratio does not count it."
+KvDtype = Annotated[str, typer.Option(help=KV_DTYPE_HELP)]
+KvDtypes = Annotated[list[str], typer.Option(help=f"{KV_DTYPE_HELP} Repeatable.")]
+StreamingChunk = Annotated[
     int | None,
     typer.Option(
         min=1, help="Compress while the prefill reads so many tokens at a time; an approximation."

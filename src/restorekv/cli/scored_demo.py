@@ -185,7 +185,7 @@ def answer_side_by_side(
         adapter = load_adapter(model, source, eviction)
         prepared = replace(eviction, adapter=adapter).prepare(model, tokenizer, sample.context)
         assert isinstance(prepared, ScoredContext), "the demo does not stream"
-        tokens = prepared.context.tokens
+        tokens = prepared.context.text_tokens
         for named in evict_caches(prepared, evictor, ratios, with_full=not answers):
             answers.append(ask_cache(prepared, tokenizer, named, sample.questions))
     return tokens, answers

@@ -117,12 +117,12 @@ def describe_method(m: Manifest) -> str:
         settings.append(f"restored from the {m.restore_from} cache")
     if m.offset:
         settings.append(f"offset {m.offset}")
-    if m.streaming:
-        settings.append(f"streamed {m.streaming} tokens at a time")
+    if m.streaming_chunk:
+        settings.append(f"streamed {m.streaming_chunk} tokens at a time")
     if m.parts:
         settings.append(f"{len(m.parts)} texts")
-    if m.storage != "model":
-        settings.append(f"held in {m.storage}")
+    if m.kv_dtype != "model":
+        settings.append(f"held in {m.kv_dtype}")
     return ", ".join(settings)
 
 

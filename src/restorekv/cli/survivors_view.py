@@ -136,7 +136,7 @@ def tabulate_heads(survivors: Survivors) -> Table:
 
 def draw_positions(survivors: Survivors) -> Text:
     """Show the share of heads that keep each stretch of the context, as one line of bars."""
-    share = survivors.per_position[survivors.context.prefix :]
+    share = survivors.per_position[survivors.context.prefix_length :]
     width = min(64, len(share))
     parts = [float(part.mean()) for part in share.tensor_split(width)]
     line = "".join(STEPS[math.ceil(8 * part / max(*parts, 1e-9))] for part in parts)
@@ -151,7 +151,7 @@ def show_text(survivors: Survivors, tokenizer: Tokenizer, limit: int) -> Text:
     """Show the text as the cache has it: the brighter a token, the more heads keep it; a dot where
     none does.
     """
-    start = survivors.context.prefix
+    start = survivors.context.prefix_length
     share = survivors.per_position[start:]
     most = max(float(share.max()), 1e-9)
     text = Text(

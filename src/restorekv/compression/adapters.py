@@ -26,7 +26,7 @@ def load_adapter(
     adapter: RestoreAdapter | str | Path | None,
     compressor: Compressor,
     restore_tokens: int | None = None,
-    between: str | None = None,
+    separator: str | None = None,
     ratio: Fraction | None = None,
     identity: ModelIdentity | None = None,
 ) -> RestoreAdapter | None:
@@ -40,7 +40,7 @@ def load_adapter(
             the evictor NAME, for use with another evictor.
         compressor: The method that makes the caches, with its config.
         restore_tokens: Return the first n tokens of the adapter as an adapter; None returns all.
-        between: What separates text and question, which is part of an adapter's use.
+        separator: What separates text and question, which is part of an adapter's use.
         ratio: The share of the pairs to hold. "auto" restores nothing above the ratio up to which
             the adapter helps, by its record or else by the ratios of its training, unless the
             config or `restore_tokens` asks for restoring.
@@ -91,7 +91,7 @@ def load_adapter(
         config.allocation_spec,
         config.restore_from,
         config.prefix_policy,
-        between,
+        separator,
     )
     if restore_tokens is None:
         return adapter

@@ -25,7 +25,7 @@ PREFIX_POLICIES: tuple[str, ...] = ("free", "counted")
 class Budget:
     """B for one context and model, and the part of it that restore tokens take.
 
-    `tokens` is T_b, the columns that compete, and not always the T of `Context.tokens`.
+    `tokens` is T_b, the columns that compete, and not always the T of `Context.text_tokens`.
     `restore_tokens` is the n in use; under on_small_budget="fewer" it may be lower than what was
     asked for.
 

@@ -110,10 +110,10 @@ class PreparedContext(ABC):
 
     model: PreTrainedModel
     context: Context
-    full: Cache | None  # S + T columns; None if streaming, which never holds the full cache
+    full: Cache | None  # S + T columns; None while streaming, which never holds the full cache
     _: KW_ONLY
     config: CompressionConfig = CompressionConfig()
-    streaming: int | None  # tokens of a part, where the context is read part by part
+    streaming_chunk: int | None  # tokens of a part, where the context is read part by part
     seconds: dict[str, float] = field(default_factory=dict)
 
     def with_config(self, config: CompressionConfig) -> Self:

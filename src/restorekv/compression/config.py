@@ -22,7 +22,7 @@ from restorekv.compression.budget import (
 )
 from restorekv.errors import BudgetError, RestoreKVError, check_choice
 from restorekv.files import check_option
-from restorekv.model.prompt import ON_LONG_TEXT, Context, get_default_between
+from restorekv.model.prompt import ON_LONG_TEXT, Context, get_default_separator
 from restorekv.restore.choices import RESTORE_FROM, RestoreFrom
 
 RatioOrBudget = float | str | Fraction | Budget
@@ -34,10 +34,10 @@ RECORDED = ("prefix_policy", "on_small_budget", "allocation", "restore_from", "o
 TYPES: dict[str, tuple[object, str]] = {
     "allocation": (Allocation | str, "an Allocation or its spec, such as 'global'"),
     "offset": (int, "a whole number of positions"),
-    "streaming": (int | None, "a whole number of tokens, or None"),
+    "streaming_chunk": (int | None, "a whole number of tokens, or None"),
     "offload": (bool, "True or False"),
     "restore_tokens": (int | None, "a whole number of tokens, or None"),
-    "between": (str | None, "a text, or None"),
+    "separator": (str | None, "a text, or None"),
 }
 
 
@@ -61,16 +61,16 @@ class CompressionConfig:
             latter is a control of the paper, for adapters that were trained so.
         offset: Let questions start this many positions later, with no restore tokens. A control of
             the paper.
-        streaming: Compress during the prefill, which reads this many tokens at a time, and never
-            hold the full cache. An approximation (streaming.py). None holds the full cache.
+        streaming_chunk: Compress during the prefill, which reads this many tokens at a time, and
+            never hold the full cache. An approximation (streaming.py). None holds the full cache.
         offload: Keep all but one layer of the full cache in a temporary file, on a GPU in the
             host's memory.
         restore_tokens: Use the first n of the adapter's restore tokens only. None uses all.
-        storage: "model" holds the kept pairs in the model's dtype; "int8" and "fp8" hold them in 8
+        kv_dtype: "model" holds the kept pairs in the model's dtype; "int8" and "fp8" hold them in 8
             bits a number.
         system: The system message before the text; "" leaves it to the chat template.
-        between: What separates the text from every question. None takes what the tokenizer's config
-            names, or a blank line.
+        separator: The text between the document and every question. None takes what the tokenizer's
+            config names, or a blank line.
         on_long_text: "refuse" a text that is too long for the model's positions, or "cut" its end.
 
     Raises:
@@ -82,12 +82,12 @@ class CompressionConfig:
     allocation: Allocation | str = GLOBAL
     restore_from: RestoreFrom = "full"
     offset: int = 0
-    streaming: int | None = None
+    streaming_chunk: int | None = None
     offload: bool = False
     restore_tokens: int | None = None
-    storage: str = "model"
+    kv_dtype: str = "model"
     system: str | None = ""
-    between: str | None = None
+    separator: str | None = None
     on_long_text: str = "refuse"
 
     def __post_init__(self) -> None:
@@ -97,16 +97,17 @@ class CompressionConfig:
         check_choice("on_small_budget", self.on_small_budget, ON_SMALL_BUDGET)
         check_choice("restore_from", self.restore_from, RESTORE_FROM)
         check_choice("on_long_text", self.on_long_text, ON_LONG_TEXT)
-        quantized.check_storage(self.storage)
+        quantized.check_kv_dtype(self.kv_dtype)
         if self.offset < 0:
             raise RestoreKVError(f"offset is a number of positions, at least 0, not {self.offset}.")
-        if self.streaming is not None and self.streaming < 1:
+        if self.streaming_chunk is not None and self.streaming_chunk < 1:
             raise RestoreKVError(
-                f"Streaming reads at least 1 token at a time, not {self.streaming}."
+                f"streaming_chunk is at least 1 token, not {self.streaming_chunk}."
             )
-        if self.streaming is not None and self.offload:
+        if self.streaming_chunk is not None and self.offload:
             raise RestoreKVError(
-                "streaming never holds the full cache that offload moves; leave out one of them."
+                "With streaming_chunk there is no full cache for offload to move; leave out one of "
+                "them."
             )
         # The dataclass is frozen, and later code needs the object.
         if isinstance(self.allocation, str):
@@ -132,17 +133,17 @@ class CompressionConfig:
         assert isinstance(self.allocation, Allocation), "__post_init__ parses a spec"
         return self.allocation
 
-    def choose_between(self, tokenizer: Tokenizer) -> str:
-        """Return what separates the text from a question: `between`, or the template's own."""
-        if self.between is None:
-            return get_default_between(tokenizer)
-        return self.between
+    def choose_separator(self, tokenizer: Tokenizer) -> str:
+        """Return what separates the text from a question: `separator`, or the template's own."""
+        if self.separator is None:
+            return get_default_separator(tokenizer)
+        return self.separator
 
     def competing_columns(self, context: Context) -> int:
         """Return T_b: the columns that compete for the budget."""
         if self.prefix_policy == "free":
-            return context.tokens
-        return context.positions
+            return context.text_tokens
+        return context.num_tokens
 
     def make_budget(
         self,
@@ -194,4 +195,4 @@ class CompressionConfig:
         """
         if self.prefix_policy == "counted":
             return cache.pairs_held
-        return cache.pairs_held - cache.count_prefix_pairs(context.prefix)
+        return cache.pairs_held - cache.count_prefix_pairs(context.prefix_length)

@@ -52,10 +52,10 @@ class Eviction(Compressor):
                 "An offset is a control without restore states; leave out the adapter or the "
                 "offset."
             )
-        if self.config.streaming is not None and not self.evictor.streams:
+        if self.config.streaming_chunk is not None and not self.evictor.streams:
             raise RestoreKVError(
-                f"{self.evictor.name} scores a context as a whole; leave out streaming or use "
-                "another evictor."
+                f"{self.evictor.name} scores a context as a whole; leave out streaming_chunk or "
+                "use another evictor."
             )
         if self.config.offload and not self.evictor.offloads:
             raise RestoreKVError(
@@ -124,11 +124,11 @@ class Eviction(Compressor):
         everything stays.
         """
         config = self.config
-        if config.streaming is not None:
+        if config.streaming_chunk is not None:
             # A text of one part needs no streaming: the standard path scores it exactly.
-            parts = split_context(self.evictor, context, config.streaming)
+            parts = split_context(self.evictor, context, config.streaming_chunk)
             if len(parts) == 1:
-                config = replace(config, streaming=None)
+                config = replace(config, streaming_chunk=None)
         # With ratio=1 nothing competes, unless restore tokens displace pairs.
         scoring = budget.ratio < 1 or budget.restore_tokens > 0
         return replace(self, config=config, scoring=scoring)
@@ -146,15 +146,15 @@ class Eviction(Compressor):
         begin_phase = begin_phase or (lambda phase: None)
         if isinstance(context, str):
             context = make_context(tokenizer, context)
-        warn_if_beyond_positions(model, context.positions, "The context")
-        if self.config.streaming is not None:
+        warn_if_beyond_positions(model, context.num_tokens, "The context")
+        if self.config.streaming_chunk is not None:
             return StreamedContext(
                 model,
                 context,
                 tokenizer=tokenizer,
                 evictor=self.evictor,
                 config=self.config,
-                streaming=self.config.streaming,
+                streaming_chunk=self.config.streaming_chunk,
                 adapter=self.adapter,
                 begin_phase=begin_phase,
             )
@@ -162,7 +162,7 @@ class Eviction(Compressor):
         seconds: dict[str, float] = {}
         pinned = self.evictor.count_pinned_tail(context)  # columns that it may read again
         if self.config.offload:
-            into = make_offloaded_cache(model, context.positions, pinned)
+            into = make_offloaded_cache(model, context.num_tokens, pinned)
         else:
             into = make_full_cache(model, pinned)
         with torch.no_grad():

@@ -70,7 +70,7 @@ def prefill_and_score(
     ids = context.ids
     # The prefix is in the cache's tail already.
     if isinstance(cache, RaggedCache):
-        ids = ids[:, context.prefix :]
+        ids = ids[:, context.prefix_length :]
     begin_phase("prefill")
     with time_phase(seconds, "prefill"), observing:
         full = prefill(model, ids, into=cache)
@@ -106,7 +106,7 @@ def _check_scores(
 ) -> None:
     """Refuse what is no score of every pair; an evictor may be somebody's first."""
     shape = CacheShape.from_model(model)
-    wanted = (shape.layers, shape.heads, context.tokens)
+    wanted = (shape.layers, shape.heads, context.text_tokens)
     if isinstance(scores, Tensor) and tuple(scores.shape) == wanted:
         if scores.dtype.is_floating_point:
             _check_numbers(scores, evictor)
@@ -148,7 +148,7 @@ def prefill_unscored(
         full = prefill(model, context.ids, into=cache)
     shape = CacheShape.from_model(model)
     return full, torch.zeros(
-        shape.layers, shape.heads, context.tokens, dtype=torch.float32, device=model.device
+        shape.layers, shape.heads, context.text_tokens, dtype=torch.float32, device=model.device
     )
 
 
@@ -160,7 +160,7 @@ class ScoredContext(PreparedContext):
     """
 
     full: Cache
-    streaming: None = field(default=None, init=False)
+    streaming_chunk: None = field(default=None, init=False)
     scores: Tensor
     restore_tokens: int = 0
     # Its restore pass is run anew for every ratio: it reads the evicted cache, or depends on r.
@@ -253,7 +253,7 @@ class ScoredContext(PreparedContext):
         # cache.
         keep = self.config.mark_kept(self.competing_scores(), budget.retained)
         if self.config.prefix_policy == "free":
-            keep = torch.nn.functional.pad(keep, (self.context.prefix, 0), value=True)
+            keep = torch.nn.functional.pad(keep, (self.context.prefix_length, 0), value=True)
         # The restore pass is causal: its first columns are those of a shorter one.
         first = budget.restore_tokens
         tail = [(keys[:, :, :first], values[:, :, :first]) for keys, values in restored]
@@ -288,8 +288,8 @@ class ScoredContext(PreparedContext):
         if self.config.prefix_policy == "free":
             return self.scores
         # `pin_prefix` writes the scores of the prefix's columns.
-        padded = torch.nn.functional.pad(self.scores, (self.context.prefix, 0))
-        return pin_prefix(padded, self.context.prefix)
+        padded = torch.nn.functional.pad(self.scores, (self.context.prefix_length, 0))
+        return pin_prefix(padded, self.context.prefix_length)
 
 
 def pin_prefix(scores: Tensor, prefix: int) -> Tensor:

@@ -112,16 +112,16 @@ class Growth:
         """Return the cache of the grown context, evicted to its budget."""
         config = self.eviction.config
         adapter = self.eviction.adapter
-        warn_if_beyond_positions(self.model, self.grown_context.positions, "The grown context")
-        prefix = self.context.ids[:, : self.context.prefix]
+        warn_if_beyond_positions(self.model, self.grown_context.num_tokens, "The grown context")
+        prefix = self.context.ids[:, : self.context.prefix_length]
         # As in streaming, the evictor takes the prefix and the new part for the whole text.
         part = replace(self.context, ids=torch.cat([prefix, self.ids], -1))
         evictor = self.eviction.evictor.for_later_part(part)
         pinned = evictor.count_pinned_tail(part)
-        if pinned >= part.tokens:
+        if pinned >= part.text_tokens:
             raise RestoreKVError(
                 f"{evictor.spec} always keeps the latest {pinned} tokens, and the new text has "
-                f"{part.tokens}; {self.fix}."
+                f"{part.text_tokens}; {self.fix}."
             )
         support.prepare_model(self.model)
         room = self._count_room()
@@ -148,7 +148,7 @@ class Growth:
         """How many context pairs of each head are restore pairs of earlier parts."""
         # They have the positions from S + T on, as many in every head.
         layer = self.cache.full_attention[0]
-        return int((layer.positions >= self.context.positions).sum()) // layer.heads
+        return int((layer.positions >= self.context.num_tokens).sum()) // layer.heads
 
     @property
     def carried_restore_pairs(self) -> int:
@@ -173,11 +173,11 @@ class Growth:
         budget = self.budget
         first = 0
         if self.eviction.config.prefix_policy == "free":
-            first = self.context.prefix
+            first = self.context.prefix_length
         # What was kept before stays, so the new part gets what it leaves of the budget.
         held = 0
         for layer in self.cache.full_attention:
-            of_text = (layer.positions >= first) & (layer.positions < self.context.positions)
+            of_text = (layer.positions >= first) & (layer.positions < self.context.num_tokens)
             held += int(of_text.sum())
         room = budget.retained - held - self.carried_restore_pairs * budget.layers * budget.heads
         if room < 0:
@@ -196,7 +196,7 @@ class Growth:
 
         Layers with a window hold the end of the text alone, and the new part follows it there.
         """
-        prefix = self.context.prefix
+        prefix = self.context.prefix_length
         layers: list[RaggedLayer | SlidingLayer] = []
         with time_phase(self.seconds, "prefill"):
             # The tail gets all pairs of the prefix again, since some may have been evicted.
@@ -212,11 +212,11 @@ class Growth:
                     keys = dense[index].keys
                     values = dense[index].values
                 restored = ContextPairs.from_restore_cache(
-                    layer, self.context.positions + self.earlier_restore_pairs
+                    layer, self.context.num_tokens + self.earlier_restore_pairs
                 )
                 pairs = ContextPairs.concatenate([ContextPairs.from_layer(layer), restored])
                 pairs = pairs.select(pairs.positions >= prefix)
-                layers.append(pairs.to_layer(layer.heads, self.context.tokens, keys, values))
+                layers.append(pairs.to_layer(layer.heads, self.context.text_tokens, keys, values))
         return RaggedCache(layers)
 
     def _build_grown_cache(
@@ -226,8 +226,8 @@ class Growth:
         marks, and the restore cache.
         """
         layers: list[RaggedLayer | SlidingLayer] = []
-        prefix = self.context.prefix
-        seen = self.grown_context.positions
+        prefix = self.context.prefix_length
+        seen = self.grown_context.num_tokens
         masks = iter(keep)
         for index, (old, new) in enumerate(zip(self.cache.layers, read.layers, strict=True)):
             if isinstance(new, SlidingLayer):
@@ -241,11 +241,11 @@ class Growth:
             # Evictors score layers without a window alone, so `keep` has one entry for each.
             keep_layer = next(masks)
             pairs = ContextPairs.from_layer(old)
-            parts = [pairs.select(pairs.positions < self.context.positions)]
+            parts = [pairs.select(pairs.positions < self.context.num_tokens)]
             if self.keeps_restore_pairs:
                 # Restore pairs have the positions after the text, wherever that ends.
-                moved_by = seen - self.context.positions
-                earlier = pairs.select(pairs.positions >= self.context.positions)
+                moved_by = seen - self.context.num_tokens
+                earlier = pairs.select(pairs.positions >= self.context.num_tokens)
                 parts.append(replace(earlier, positions=earlier.positions + moved_by))
                 parts.append(
                     ContextPairs.from_restore_cache(old, seen + self.earlier_restore_pairs)
@@ -254,7 +254,7 @@ class Growth:
             # prefix + slot of the tail (1, H, S + t, D). Rows come out sorted by head.
             heads, slots = keep_layer.to(new.device).nonzero(as_tuple=True)
             keys, values = (tail[0, heads, prefix + slots] for tail in new.keys_and_values)
-            parts.append(ContextPairs(keys, values, heads, self.context.positions + slots))
+            parts.append(ContextPairs(keys, values, heads, self.context.num_tokens + slots))
             tail_keys, tail_values = _make_empty_pairs(old)
             if restored:
                 tail_keys, tail_values = restored[index]
@@ -274,10 +274,10 @@ def compose_caches(
 ) -> tuple[Context, RaggedCache]:
     """Join contexts that share a chat prefix, and their caches. Only the first keeps its prefix."""
     first, first_cache = parts[0]
-    prefix = first.ids[:, : first.prefix]
+    prefix = first.ids[:, : first.prefix_length]
     ids = [prefix]
     for context, cache in parts:
-        if not context.ids[:, : context.prefix].equal(prefix):
+        if not context.ids[:, : context.prefix_length].equal(prefix):
             raise RestoreKVError(
                 "Only contexts with the same chat prefix can be composed; compress them with one "
                 "system text."
@@ -288,14 +288,14 @@ def compose_caches(
                 "hold the end of each text alone; compress the texts as one, or append them."
             )
         has_bias = any(layer.bias is not None for layer in cache.full_attention)
-        if has_bias or cache.seen != context.positions:
+        if has_bias or cache.seen != context.num_tokens:
             raise RestoreKVError(
                 "Caches with an offset, or with a bias on their logits (am-fast), cannot be "
                 "composed; compress the texts without them."
             )
-        ids.append(context.ids[:, context.prefix :])
+        ids.append(context.ids[:, context.prefix_length :])
     whole = replace(first, ids=torch.cat(ids, -1))
-    warn_if_beyond_positions(model, whole.positions, "The composed context")
+    warn_if_beyond_positions(model, whole.num_tokens, "The composed context")
     support.prepare_model(model)
     layers = []
     for index in range(len(first_cache.full_attention)):
@@ -321,17 +321,17 @@ def _compose_layer(
     # How far a text moves: the tokens of the texts before it.
     moved_by = 0
     # Restore pairs get the positions after the whole text.
-    next_restore_position = whole.positions
+    next_restore_position = whole.num_tokens
     for number, (context, cache) in enumerate(parts):
         layer = cache.full_attention[index]
         own = ContextPairs.from_layer(layer)
         # All texts were compressed after the same chat prefix; the first cache's stays.
         first = 0
         if number:
-            first = context.prefix
-        text = own.select((own.positions < context.positions) & (own.positions >= first))
+            first = context.prefix_length
+        text = own.select((own.positions < context.num_tokens) & (own.positions >= first))
         pairs.append(_move_pairs(model, text, moved_by))
-        restored = [own.select(own.positions >= context.positions)]
+        restored = [own.select(own.positions >= context.num_tokens)]
         if number < len(parts) - 1:
             restored.append(ContextPairs.from_restore_cache(layer, 0))
         # Each head holds the same number of restore pairs.
@@ -341,12 +341,12 @@ def _compose_layer(
             numbers = torch.arange(count, device=rotated.heads.device).repeat(layer.heads)
             pairs.append(replace(rotated, positions=next_restore_position + numbers))
             next_restore_position += count
-        moved_by += context.tokens
+        moved_by += context.text_tokens
     last_context, last_cache = parts[-1]
     last = last_cache.layers[index]
-    last_start = moved_by - last_context.tokens
+    last_start = moved_by - last_context.text_tokens
     keys = last.restore_keys
     if last_start:
         keys = shift_keys(model, keys, last_start)
     composed = ContextPairs.concatenate(pairs)
-    return composed.to_layer(last.heads, whole.positions, keys, last.restore_values)
+    return composed.to_layer(last.heads, whole.num_tokens, keys, last.restore_values)

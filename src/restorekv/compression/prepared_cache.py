@@ -40,7 +40,7 @@ class PreparedKey:
             weights=fingerprint_model(model),
             dtype=str(model.dtype),
             ids=ids,
-            prefix=context.prefix,
+            prefix=context.prefix_length,
             evictor=compressor.identity(model),
         )
 
@@ -125,6 +125,6 @@ class PreparedContextCache:
         config = compressor.config
         shape = CacheShape.from_model(model)
         # Keys and values of every pair. Layers with a window hold little, and are left out.
-        numbers = 2 * context.positions * shape.layers * shape.heads * shape.head_dim
+        numbers = 2 * context.num_tokens * shape.layers * shape.heads * shape.head_dim
         fits = numbers * model.dtype.itemsize <= self.max_bytes
-        return fits and config.streaming is None and not config.offload
+        return fits and config.streaming_chunk is None and not config.offload

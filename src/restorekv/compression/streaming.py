@@ -62,10 +62,10 @@ def split_context(evictor: Evictor, context: Context, chunk: int) -> list[Part]:
     """Return parts of up to `chunk` tokens, all of one size; each but the first repeats the columns
     that the evictor always keeps at the end of the part before it.
     """
-    tokens = context.tokens
-    first = context.prefix
+    tokens = context.text_tokens
+    first = context.prefix_length
     if tokens <= chunk:
-        return [Part(first, context.positions, context.positions)]
+        return [Part(first, context.num_tokens, context.num_tokens)]
     pinned = evictor.count_pinned_tail(_select_part(context, Part(first, first, first + chunk)))
     if pinned >= chunk:
         raise RestoreKVError(
@@ -75,20 +75,20 @@ def split_context(evictor: Evictor, context: Context, chunk: int) -> list[Part]:
     count = ceil(Fraction(tokens - pinned, chunk - pinned))
     edges = [first + (tokens - pinned) * number // count for number in range(count + 1)]
     parts = [Part(start, end, end + pinned) for start, end in pairwise(edges)]
-    parts[-1] = replace(parts[-1], scored_end=context.positions)
+    parts[-1] = replace(parts[-1], scored_end=context.num_tokens)
     return parts
 
 
 def _select_part(context: Context, part: Part) -> Context:
     """Return what the evictor takes for the whole text: the chat prefix and the part."""
-    prefix = context.ids[:, : context.prefix]
+    prefix = context.ids[:, : context.prefix_length]
     return replace(context, ids=torch.cat([prefix, context.ids[:, part.start : part.end]], -1))
 
 
 @dataclass(frozen=True)
 class StreamedContext(PreparedContext):
-    """A context of which nothing is prepared: `evict` reads it again for every budget, `streaming`
-    tokens at a time.
+    """A context of which nothing is prepared: `evict` reads it again for every budget,
+    `streaming_chunk` tokens at a time.
     """
 
     # There never is a full cache: the field of the base class is no argument here.
@@ -96,7 +96,7 @@ class StreamedContext(PreparedContext):
     _: KW_ONLY
     tokenizer: Tokenizer
     evictor: Evictor
-    streaming: int
+    streaming_chunk: int
     adapter: RestoreAdapter | None = None
     begin_phase: BeginPhase = lambda phase: None
 
@@ -154,9 +154,9 @@ class Stream:
         """Read and evict all parts; return the cache at the budget."""
         support.prepare_model(self.model)
         shape = CacheShape.from_model(self.model)
-        parts = split_context(self.source.evictor, self.context, self.source.streaming)
+        parts = split_context(self.source.evictor, self.context, self.source.streaming_chunk)
         self.scores = torch.full(
-            (shape.layers, shape.heads, self.context.positions),
+            (shape.layers, shape.heads, self.context.num_tokens),
             GONE,
             dtype=torch.float32,
             device=self.model.device,
@@ -167,8 +167,8 @@ class Stream:
         reads_before_eviction = tokens > 0 and self.config.restore_from == "full"
         if reads_before_eviction and len(parts) > 1:
             warn(
-                "The adapter learned to read full caches; with streaming it reads what is held at "
-                "the end; expect worse answers."
+                "The adapter learned to read full caches; with streaming_chunk it reads what is "
+                "held at the end; expect worse answers."
             )
         # Each part is read over what is held and scored, then all that is held competes anew. The
         # restore pass comes before the last eviction, or after it where it reads evicted caches.
@@ -221,7 +221,7 @@ class Stream:
         # A score of -inf would read as GONE.
         columns.copy_(scores[..., : columns.shape[-1]].clamp_min(torch.finfo(scores.dtype).min))
         if self.config.prefix_policy == "counted":
-            pin_prefix(self.scores, self.context.prefix)
+            pin_prefix(self.scores, self.context.prefix_length)
         if isinstance(read, RaggedCache):
             return read
         return RaggedCache([_to_compressed_layer(layer) for layer in list_dense_layers(read)])
@@ -233,13 +233,13 @@ class Stream:
 
         A layer with a window keeps the last columns of what has been read and scored.
         """
-        prefix = self.context.prefix
+        prefix = self.context.prefix_length
         # All that has a score competes: what earlier parts kept, and this part.
         keep = self.choose_kept(last)
         # Until the last part the prefix is in the tail, so positions before it do not count.
         seen = part.scored_end - prefix
         if last:
-            seen = self.context.positions + self.config.offset
+            seen = self.context.num_tokens + self.config.offset
         device = self.scores.device
         columns = torch.cat(
             [torch.arange(prefix, device=device), torch.arange(part.start, part.end, device=device)]
@@ -284,7 +284,7 @@ class Stream:
 
         Before the last part the prefix is left out: it is in the tail.
         """
-        prefix = self.context.prefix
+        prefix = self.context.prefix_length
         if last and self.config.prefix_policy == "counted":
             return self.config.mark_kept(self.scores, self.budget.retained)
         competing = self.scores[..., prefix:]

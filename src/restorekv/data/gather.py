@@ -108,9 +108,9 @@ class LengthFilter:
     def check_text(self, text: str) -> Context | str:
         """Return the tokenized context, or why it is dropped."""
         context = make_context(self.tokenizer, text)
-        if context.tokens < self.shortest:
+        if context.text_tokens < self.shortest:
             return "too short"
-        if context.tokens > self.longest:
+        if context.text_tokens > self.longest:
             return "too long"
         # Case and punctuation do not make another text.
         digest = hashlib.sha256(" ".join(split_words(text)).encode()).hexdigest()
@@ -130,8 +130,8 @@ def compute_longest_context(
     # What surrounds a context whatever its text is.
     frame = make_context(tokenizer, "a")
     longest_answer = max(config.answer_tokens, config.flan_answer_tokens)
-    tail = frame.suffix.shape[-1] + config.question_tokens + longest_answer
-    most = min(config.longest, positions - frame.prefix - tail - _WORDING_MARGIN)
+    tail = frame.suffix_ids.shape[-1] + config.question_tokens + longest_answer
+    most = min(config.longest, positions - frame.prefix_length - tail - _WORDING_MARGIN)
     if most < 1:
         raise RestoreKVError(
             f"The model's {positions} positions are too few for such answers; ask for shorter ones."
@@ -309,7 +309,7 @@ class SourceBuilder:
                 "context": document.text,
                 "license": document.license,
                 **attempt,
-                "context_tokens": context.tokens,
+                "context_tokens": context.text_tokens,
                 "question_tokens": encode_text(self.tokenizer, attempt["question"]).shape[-1],
                 "answer_tokens": len(attempt["answer_ids"]),
             }

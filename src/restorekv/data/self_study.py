@@ -25,7 +25,7 @@ from restorekv.generation.decoding import decode_answer, generate_ids, get_stop_
 from restorekv.generation.padded import generate_padded
 from restorekv.generation.sampling import refuse_not_finite
 from restorekv.model.prefill import prefill
-from restorekv.model.prompt import Context, encode_question, get_default_between
+from restorekv.model.prompt import Context, encode_question, get_default_separator
 from restorekv.model.shape import list_windows
 
 ALONE = "Reply with the question alone, in one sentence."
@@ -75,7 +75,7 @@ class SelfStudy:
         attempts: list[list[dict]] = []
         asked: list[StudyQuestion] = []
         owners: list[int] = []
-        between = get_default_between(self.tokenizer)
+        separator = get_default_separator(self.tokenizer)
         for number, (context, document) in enumerate(studied):
             # One cache per context, which the questions of a batch share.
             cache = self._make_full_cache(context)
@@ -87,7 +87,7 @@ class SelfStudy:
             questions += document.asked
             attempts.append([{"kind": kind, "fault": fault} for kind, fault in faults.items()])
             for kind, question in questions:
-                asked.append(StudyQuestion(context, cache, kind, between + question))
+                asked.append(StudyQuestion(context, cache, kind, separator + question))
                 owners.append(number)
         # Questions of different kinds may end at different limits.
         limits = [self._limit_answer(each.kind) for each in asked]
@@ -141,9 +141,9 @@ class SelfStudy:
         self, context: Context, cache: RaggedCache | None
     ) -> tuple[dict[str, str], dict[str, str]]:
         """Return the teacher's questions by kind, and for the kinds that are dropped why."""
-        between = get_default_between(self.tokenizer)
+        separator = get_default_separator(self.tokenizer)
         prompts = [
-            encode_question(self.tokenizer, context, between + words)[0]
+            encode_question(self.tokenizer, context, separator + words)[0]
             for words in QUESTION_PROMPTS.values()
         ]
         stops = get_stop_ids(self.model, self.tokenizer)

@@ -35,7 +35,7 @@ IGNORED_BY_FULL = (
     "offset",
     "prefix_policy",
     "restore_tokens",
-    "streaming",
+    "streaming_chunk",
 )
 
 
@@ -46,8 +46,8 @@ class Cell:
 
     `evictor` is a spec, or "full" for the full cache; `adapter` is what `load_adapter` takes, None
     for the base without restoring; `prefix_policy` None is the protocol's. `max_context` cuts
-    longer contexts at their end (0: at what the model takes). `streaming` is the number of tokens
-    compressed at a time (0: all at once); see streaming.py.
+    longer contexts at their end (0: at what the model takes). `streaming_chunk` is the number of
+    tokens compressed at a time (0: all at once); see streaming.py.
     """
 
     model: str
@@ -64,8 +64,8 @@ class Cell:
     offset: int = 0
     max_context: int = 0
     dtype: str = "auto"
-    storage: str = "model"
-    streaming: int = 0
+    kv_dtype: str = "model"
+    streaming_chunk: int = 0
 
     def __post_init__(self) -> None:
         if self.on_small_budget == "whole":
@@ -95,7 +95,7 @@ class Cell:
     @property
     def preparation(self) -> tuple[str, ...]:
         """Cells with an equal preparation share the prefill and the scores of a context."""
-        return (*self.question_set, str(self.streaming), self.evictor)
+        return (*self.question_set, str(self.streaming_chunk), self.evictor)
 
     @property
     def question_set(self) -> tuple[str, ...]:
@@ -141,13 +141,13 @@ class Cell:
             allocation=self.allocation,
             restore_from=cast("RestoreFrom", self.restore_from),
             offset=self.offset,
-            streaming=self.streaming or None,
+            streaming_chunk=self.streaming_chunk or None,
         )
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Expands to a cell for every model, protocol, benchmark, seed, storage, method and ratio.
+    """Expands to a cell for every model, protocol, benchmark, seed, `kv_dtype`, method and ratio.
 
     `methods` are pairs of an evictor's spec and an adapter: every evictor is evaluated without
     restoring, and restored where an adapter is named. SHIPPED names the adapter that ships for the
@@ -162,7 +162,7 @@ class Grid:
     ratios: Sequence[str] = ("0.4", "0.2", "0.1", "0.05")
     seeds: Sequence[int] = ()
     count: int | None = None
-    storages: Sequence[str] = ("model",)
+    kv_dtypes: Sequence[str] = ("model",)
     common: Mapping[str, Any] = field(default_factory=dict)
 
     def list_cells(self) -> list[Cell]:
@@ -181,14 +181,14 @@ class Grid:
             where = {"model": model, "protocol": protocol, "benchmark": benchmark}
             yield Cell.full_cache(**where, **of_full)
             # The innermost loop is the ratio: cells of one method stand together in the files.
-            for storage, (spec, source), ratio in product(self.storages, self.methods, ratios):
+            for kv_dtype, (spec, source), ratio in product(self.kv_dtypes, self.methods, ratios):
                 evictor = make_compressor(spec).spec
                 fields = {
                     **where,
                     **self.common,
                     "evictor": evictor,
                     "ratio": ratio,
-                    "storage": storage,
+                    "kv_dtype": kv_dtype,
                 }
                 # Without restoring first, so that every method has its base next to it.
                 yield Cell(**fields).base

@@ -220,10 +220,10 @@ def _name_press(cell: Cell, facts: Mapping) -> str:
         "offset": 0,
     }
     changed = [f"{key}={facts[key]}" for key, value in kvpress_own.items() if facts[key] != value]
-    if cell.storage != "model":
-        changed.append(cell.storage)
-    if cell.streaming:
-        changed.append(f"streaming={cell.streaming}")
+    if cell.kv_dtype != "model":
+        changed.append(cell.kv_dtype)
+    if cell.streaming_chunk:
+        changed.append(f"streaming_chunk={cell.streaming_chunk}")
     if not changed and (cell.evictor, cell.restored) in PRESSES:
         return PRESSES[cell.evictor, cell.restored]
     # A name of our own for what kvpress does not have, with what is unusual about it.
@@ -239,8 +239,8 @@ def _describe_cell(cell: Cell, facts: Mapping) -> str:
         return "None"
     keys = ("method", "prefix_policy", "allocation", "restore_from", "offset", "on_small_budget")
     made_with = {key: facts[key] for key in keys} | {
-        "storage": cell.storage,
-        "streaming": cell.streaming,
+        "kv_dtype": cell.kv_dtype,
+        "streaming_chunk": cell.streaming_chunk,
     }
     made_with |= {"ratio": cell.ratio, "adapter": cell.adapter, **(facts["adapter"] or {})}
     words = ", ".join(f"{key}={value}" for key, value in made_with.items())

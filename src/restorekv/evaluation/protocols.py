@@ -87,14 +87,14 @@ class AskingProtocol(ABC):
         # How much of the text fits is decided after the template is around it.
         whole = self._make_whole_context(model_name, tokenizer, text)
         limit = most or tokenizer.model_max_length
-        if limit >= min(whole.positions, NO_LIMIT):
+        if limit >= min(whole.num_tokens, NO_LIMIT):
             return whole, 0
-        if limit <= whole.prefix:
+        if limit <= whole.prefix_length:
             raise RestoreKVError(
                 f"A context of {limit} ids has no room for a text after the template's "
-                f"{whole.prefix}; allow more."
+                f"{whole.prefix_length}; allow more."
             )
-        return replace(whole, ids=whole.ids[:, :limit]), whole.positions - limit
+        return replace(whole, ids=whole.ids[:, :limit]), whole.num_tokens - limit
 
     def to_json(self, model_name: str, tokenizer: Tokenizer) -> dict[str, object]:
         """Return what results record."""
@@ -185,7 +185,7 @@ class KvzipProtocol(AskingProtocol):
         # Each piece is tokenized alone, as KVzip does, so no token spans two of them.
         words = encode_text(tokenizer, "\n\n" + text.strip())
         return torch.cat(
-            [words, context.suffix, encode_text(tokenizer, question.answer_prefix)], -1
+            [words, context.suffix_ids, encode_text(tokenizer, question.answer_prefix)], -1
         )
 
     def trim_answer(self, ids: list[int]) -> list[int]:

@@ -294,8 +294,8 @@ def _make_row(result: Result, base: Result | None, full: Result | None) -> dict:
         "adapter": identity["adapter"] and identity["adapter"]["hash"],
         "label": describe_controls(cell),
         "ratio": cell.value,
-        "storage": cell.storage,
-        "streaming": cell.streaming,
+        "kv_dtype": cell.kv_dtype,
+        "streaming_chunk": cell.streaming_chunk,
         **{key: identity[key] for key in IDENTITY_COLUMNS},
         **{key: figures[key] for key in SUMMARY_COLUMNS},
         **{key: value for key, value in score.items() if key != "recovered"},
@@ -325,10 +325,10 @@ def describe_controls(cell: Cell) -> str:
         parts.append(cell.allocation)
     if cell.restore_from != "full":
         parts.append("from the evicted cache")
-    if cell.streaming:
-        parts.append(f"streamed {cell.streaming} tokens at a time")
-    if cell.storage != "model":
-        parts.append(cell.storage)
+    if cell.streaming_chunk:
+        parts.append(f"streamed {cell.streaming_chunk} tokens at a time")
+    if cell.kv_dtype != "model":
+        parts.append(cell.kv_dtype)
     if cell.offset:
         parts.append(f"offset {cell.offset}")
     return ", ".join(parts)

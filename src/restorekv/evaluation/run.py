@@ -114,7 +114,7 @@ def identify_cell(worker: Worker, cell: Cell) -> dict:
     if cell.evictor != FULL:
         context, _ = worker.protocol.make_context(cell.model, worker.tokenizer, "any text")
         compressor = worker.protocol.adapt_method(
-            make_compressor(cell.evictor, worker.config(cell)), context.prefix
+            make_compressor(cell.evictor, worker.config(cell)), context.prefix_length
         )
         name = compressor.identity(worker.model)
         code = compressor.digest_code()
@@ -276,7 +276,7 @@ def check_cells(cells: Sequence[Cell]) -> None:
     for cell in cells:
         tasks.make_benchmark(cell.benchmark)
         parse_ratio(cell.ratio)
-        quantized.check_storage(cell.storage)
+        quantized.check_kv_dtype(cell.kv_dtype)
         check_dtype(cell.dtype)
         if cell.evictor != FULL:
             config = cell.config(protocols.make_protocol(cell.protocol).prefix_policy)

@@ -31,7 +31,7 @@ POSITIONS = 256  # that a line along the context shows at most
 def plot_survivors(survivors: Survivors, title: str) -> Chart:
     """Return what each head, each layer and each stretch of the context keeps."""
     manifest = survivors.manifest
-    share = survivors.per_position[survivors.context.prefix :]
+    share = survivors.per_position[survivors.context.prefix_length :]
     stretches = [float(part.mean()) for part in share.tensor_split(min(POSITIONS, len(share)))]
     kept = np.array(survivors.per_head.tolist()) / max(manifest.tokens, 1)
     figure, (heads, layers, positions) = make_figure(

@@ -27,13 +27,15 @@ class Survivors:
         """Read a cache file; needs no model."""
         stored = open_cache_file(path)
         return cls(
-            stored.make_cache().mark_held(stored.context.positions), stored.context, stored.manifest
+            stored.make_cache().mark_held(stored.context.num_tokens),
+            stored.context,
+            stored.manifest,
         )
 
     @property
     def per_head(self) -> Tensor:
         """(L, H) int64: context tokens held, the chat prefix left out."""
-        return self.keep[..., self.context.prefix :].sum(-1)
+        return self.keep[..., self.context.prefix_length :].sum(-1)
 
     @property
     def per_layer(self) -> Tensor:
@@ -49,7 +51,7 @@ class Survivors:
     @property
     def forgotten(self) -> int:
         """The number of context tokens that no head holds."""
-        return int((self.per_position[self.context.prefix :] == 0).sum())
+        return int((self.per_position[self.context.prefix_length :] == 0).sum())
 
     def to_json(self) -> dict:
         """Return all of the above as plain JSON values, shares with six digits."""

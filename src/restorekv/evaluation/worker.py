@@ -138,8 +138,8 @@ class Worker:
                 "sample": sample.id,
                 "context": digest_text(sample.context),
                 "cut": cut,
-                "tokens": context.tokens,
-                "prefix": context.prefix,
+                "tokens": context.text_tokens,
+                "prefix": context.prefix_length,
                 "restore_tokens": cache.restore_length,
                 "pairs": view.config.count_pairs(cache, context),
                 "pairs_with_prefix": cache.pairs_held,
@@ -155,7 +155,7 @@ class Worker:
         of both.
 
         One restore pass serves an adapter and config, one eviction serves a ratio, and every
-        storage is a copy of its cache. What several cells share is charged to the first.
+        `kv_dtype` is a copy of its cache. What several cells share is charged to the first.
         """
         prepared = self._prepare(context, only_full=all(cell.evictor == FULL for cell in cells))
         seconds = dict(prepared.seconds)
@@ -167,21 +167,22 @@ class Worker:
                 phase: took for phase, took in view.seconds.items() if phase not in prepared.seconds
             }
             for ratio, group in group_by(members, lambda cell: cell.ratio).items():
-                # Eviction of a group's first cell; other storages are copies of it.
+                # Eviction of a group's first cell; the others, of other dtypes, are copies of it.
                 plain, took = view.evict_timed(ratio, None if group[0].restored else 0)
                 seconds |= took
                 for cell in group:
                     cache = plain
-                    if cell.storage != "model":
+                    if cell.kv_dtype != "model":
                         with time_phase(seconds, "evict"):
                             cache = plain.fork()
-                            attention.store_context(cache, cell.storage, self.identity.shape.groups)
+                            groups = self.identity.shape.groups
+                            attention.quantize_context(cache, cell.kv_dtype, groups)
                     yield cell, view, cache, seconds
                     # What was shared has been charged.
                     seconds = {}
 
     def _get_restore_key(self, cell: Cell) -> tuple:
-        """Return what cells share that differ in ratio and storage only: one restore pass serves
+        """Return what cells share that differ in ratio and `kv_dtype` only: one restore pass serves
         them.
         """
         return (cell.evictor == FULL, cell.adapter, cell.restore_tokens, self.config(cell))
@@ -190,7 +191,7 @@ class Worker:
         """Return the context with its prefill and, unless only the full cache is asked, scores."""
         if not only_full:
             method = self.protocol.adapt_method(
-                self._make_compressor(self.job.representative), context.prefix
+                self._make_compressor(self.job.representative), context.prefix_length
             )
             return method.prepare(self.model, self.tokenizer, context)
         seconds: Seconds = {}
@@ -201,7 +202,9 @@ class Worker:
     def _make_unscored(self, context: Context, full: Cache, seconds: Seconds) -> ScoredContext:
         """Return a context for a cache that keeps every pair."""
         shape = self.identity.shape
-        scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=self.model.device)
+        scores = torch.zeros(
+            shape.layers, shape.heads, context.text_tokens, device=self.model.device
+        )
         return ScoredContext(self.model, context, full, scores, seconds=seconds)
 
     def _answer_from_full_cache(

@@ -150,8 +150,8 @@ class ContrastKVSimple(ContrastKV):
     def make_passes(self, tokenizer: Tokenizer, context: Context) -> list[Repetition]:
         """Return every chunk unchanged."""
         passes = []
-        for start in range(context.prefix, context.positions, self.chunk):
-            end = min(start + self.chunk, context.positions)
+        for start in range(context.prefix_length, context.num_tokens, self.chunk):
+            end = min(start + self.chunk, context.num_tokens)
             passes.append(Repetition(context.ids[:, start:end], start, end))
         return passes
 

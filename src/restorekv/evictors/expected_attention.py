@@ -56,7 +56,7 @@ class ExpectedAttention(Evictor):
 
     def for_later_part(self, context: Context) -> Self:
         # Sinks are outside every part's softmax.
-        return replace(self, sinks=min(self.sinks, context.prefix))
+        return replace(self, sinks=min(self.sinks, context.prefix_length))
 
     def make_observer(self, model: Model, context: Context) -> QueryMoments:
         return QueryMoments(model, self.sinks)
@@ -72,7 +72,7 @@ class ExpectedAttention(Evictor):
     ) -> Tensor:
         """Return (L, H, T), at least 0."""
         scores = torch.zeros(
-            *observer.mean.shape[:2], context.positions, dtype=torch.float32, device=model.device
+            *observer.mean.shape[:2], context.num_tokens, dtype=torch.float32, device=model.device
         )
         for index, layer in enumerate(list_full_attention(full)):
             # (H, S + T - sinks, D): the sinks get no score here, they are pinned below.
@@ -93,4 +93,6 @@ class ExpectedAttention(Evictor):
                 values = layer.values[0, :, self.sinks :].float()
                 weights = (weights + self.epsilon) * values.norm(dim=-1)
             scores[index, :, self.sinks :] = weights
-        return pin_columns(scores[..., context.prefix :], list_sink_columns(self.sinks, context))
+        return pin_columns(
+            scores[..., context.prefix_length :], list_sink_columns(self.sinks, context)
+        )

@@ -77,14 +77,14 @@ class FastKVzip(Gated):
 
     def list_pinned_columns(self, context: Context) -> list[int]:
         """Return the sinks, then the window, the most recent last."""
-        columns = context.positions
+        columns = context.num_tokens
         # A share of short contexts, a fixed number of tokens for long ones.
         length = self.cap
         if columns < self.long:
             length = int(columns * self.window)
         window = list_recent_columns(context, length)
         # Sinks count from the start of the prefix.
-        sinks = min(max(self.sinks - context.prefix, 0), window.start)
+        sinks = min(max(self.sinks - context.prefix_length, 0), window.start)
         return [*range(sinks), *window]
 
 

@@ -28,7 +28,7 @@ class GateScores:
     def __init__(self, model: Model, context: Context, gate: Gate, predict: Predict) -> None:
         shape = CacheShape.from_model(model)
         self.scores = torch.zeros(
-            shape.layers, shape.heads, context.positions, dtype=torch.float32, device=model.device
+            shape.layers, shape.heads, context.num_tokens, dtype=torch.float32, device=model.device
         )
         self.gate = gate
         self.predict = predict
@@ -81,7 +81,7 @@ class Gated(Evictor):
         pinned = set(self.list_pinned_columns(context))
         count = 0
         # From the last column back, as far as columns are pinned without a gap.
-        while count < context.tokens and context.tokens - 1 - count in pinned:
+        while count < context.text_tokens and context.text_tokens - 1 - count in pinned:
             count += 1
         return count
 
@@ -97,7 +97,7 @@ class Gated(Evictor):
         observer: Any = None,
     ) -> Tensor:
         """Return (L, H, T): the predictions, with the pinned columns above all others."""
-        scores = observer.scores[..., context.prefix :]
+        scores = observer.scores[..., context.prefix_length :]
         return pin_columns(scores, self.list_pinned_columns(context))
 
 
@@ -121,4 +121,4 @@ def apply_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 def list_recent_columns(context: Context, window: int) -> range:
     """Return the last `window` columns of the context."""
-    return range(max(context.tokens - window, 0), context.tokens)
+    return range(max(context.text_tokens - window, 0), context.text_tokens)

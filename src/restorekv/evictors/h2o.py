@@ -39,7 +39,7 @@ class ColumnMaxima:
     def __init__(self, model: Model, context: Context, diagonal: bool) -> None:
         shape = CacheShape.from_model(model)
         self.best = torch.zeros(
-            (shape.layers, shape.heads, shape.groups, context.positions),
+            (shape.layers, shape.heads, shape.groups, context.num_tokens),
             dtype=torch.float32,
             device=model.device,
         )
@@ -113,5 +113,5 @@ class H2O(Evictor):
         observer: Any = None,
     ) -> Tensor:
         """Return (L, H, T) in [0, 1]."""
-        best = observer.best[..., context.prefix :]
+        best = observer.best[..., context.prefix_length :]
         return torch.stack([reduce_groups(layer, self.groups) for layer in best])

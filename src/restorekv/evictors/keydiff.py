@@ -37,7 +37,7 @@ class KeyDiff(Evictor):
         scores = []
         for layer in list_full_attention(full):
             differences = _measure_difference(layer.keys[0].float())
-            scores.append(differences[:, context.prefix :])
+            scores.append(differences[:, context.prefix_length :])
         return torch.stack(scores)
 
 

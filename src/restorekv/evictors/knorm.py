@@ -32,7 +32,7 @@ class Knorm(Evictor):
         """Return (L, H, T), at most 0."""
         scores = []
         for layer in list_full_attention(full):
-            keys = layer.keys[0, :, context.prefix :]
+            keys = layer.keys[0, :, context.prefix_length :]
             # Norms in float32: bfloat16 has 8 bits, and neighbors would tie.
             scores.append(-torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32))
         return torch.stack(scores)

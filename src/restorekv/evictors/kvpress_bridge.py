@@ -110,7 +110,7 @@ class FromKVPress(Evictor):
                 f"{self.press} cannot score this context; use another press ({reason})."
             ) from error
         stacked = torch.stack([scores[layer] for layer in sorted(scores)])
-        return stacked[..., context.prefix :]
+        return stacked[..., context.prefix_length :]
 
 
 @contextmanager

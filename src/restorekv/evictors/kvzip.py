@@ -99,14 +99,16 @@ class KVzip(Evictor):
         backbone = get_backbone(model)
         layers = list_full_attention(full)
         scores = torch.zeros(
-            shape.layers, shape.heads, context.tokens, dtype=torch.float32, device=model.device
+            shape.layers, shape.heads, context.text_tokens, dtype=torch.float32, device=model.device
         )
         for each in passes:
             # The pass's positions lie after the text, and some models change their RoPE frequencies
             # beyond a limit.
             refuse_scoring_beyond(model, full.get_seq_length() + each.ids.shape[-1])
             # This chunk's columns of the scores (L, H, T), as a view that the observer writes.
-            columns = scores[..., each.start - context.prefix : each.end - context.prefix]
+            start = each.start - context.prefix_length
+            end = each.end - context.prefix_length
+            columns = scores[..., start:end]
 
             # As defaults, since the loop variables of a closure would be those of the last pass.
             def on_layer(
@@ -148,9 +150,9 @@ def make_repetitions(
         chunk: Tokens per pass.
         space: Whether a space ends the prompt of later chunks.
     """
-    for start in range(context.prefix, context.positions, chunk):
-        end = min(start + chunk, context.positions)
-        if start == context.prefix:
+    for start in range(context.prefix_length, context.num_tokens, chunk):
+        end = min(start + chunk, context.num_tokens)
+        if start == context.prefix_length:
             prompt = [encode_text(tokenizer, FIRST_PROMPT)]
         else:
             # A later chunk is announced by the last ids before it, or by fewer where a chunk is
@@ -159,7 +161,7 @@ def make_repetitions(
             prompt_text = f"{LATER_PROMPT} " if space else LATER_PROMPT
             prompt = [encode_text(tokenizer, prompt_text), hint]
         # The turn is closed and the assistant opens with the chunk's own tokens, which it repeats.
-        ids = torch.cat([*prompt, context.suffix, context.ids[:, start:end]], -1)
+        ids = torch.cat([*prompt, context.suffix_ids, context.ids[:, start:end]], -1)
         yield Repetition(ids, start, end)
 
 

@@ -44,5 +44,5 @@ class Random(Evictor):
         seed = zlib.crc32(context.ids.cpu().numpy().tobytes(), self.seed)
         generator = torch.Generator().manual_seed(seed)
         # Drawn on the CPU, so that a device gives the same scores.
-        scores = torch.rand(shape.layers, shape.heads, context.tokens, generator=generator)
+        scores = torch.rand(shape.layers, shape.heads, context.text_tokens, generator=generator)
         return scores.to(model.device)

@@ -66,7 +66,7 @@ class SnapKV(Evictor):
             )
 
     def count_pinned_tail(self, context: Context) -> int:
-        return min(self.window, context.tokens)
+        return min(self.window, context.text_tokens)
 
     def for_later_part(self, context: Context) -> Self:
         return replace(self, sinks=0)
@@ -85,15 +85,17 @@ class SnapKV(Evictor):
         """
         shape = CacheShape.from_model(model)
         # A text shorter than the window is all window, and every column is pinned.
-        window = min(self.window, context.tokens)
-        before_window = context.tokens - window  # columns
-        start = context.positions - window
+        window = min(self.window, context.text_tokens)
+        before_window = context.text_tokens - window  # columns
+        start = context.num_tokens - window
         scores = torch.zeros(
-            shape.layers, shape.heads, context.tokens, dtype=torch.float32, device=model.device
+            shape.layers, shape.heads, context.text_tokens, dtype=torch.float32, device=model.device
         )
 
         def on_layer(view: LayerView) -> None:
-            scores[view.layer, :, :before_window] = self._attend_window(view, context.prefix, start)
+            scores[view.layer, :, :before_window] = self._attend_window(
+                view, context.prefix_length, start
+            )
 
         if before_window:
             with observe_layers(model, on_layer):
@@ -107,7 +109,7 @@ class SnapKV(Evictor):
                 )
         sinks = range(min(self.sinks, before_window))
         # Pinned columns are raised in order, so that the latest column of the window ranks highest.
-        return pin_columns(scores, [*sinks, *range(before_window, context.tokens)])
+        return pin_columns(scores, [*sinks, *range(before_window, context.text_tokens)])
 
     def _attend_window(self, view: LayerView, start: int, end: int) -> Tensor:
         """Return (H, end - start): the queries' attention to the columns [start, end), averaged,

@@ -50,7 +50,7 @@ class Streaming(Evictor):
         shape = CacheShape.from_model(model)
         # The column itself is the score: later tokens rank higher.
         recency = torch.arange(
-            context.prefix, context.positions, dtype=torch.float32, device=model.device
+            context.prefix_length, context.num_tokens, dtype=torch.float32, device=model.device
         )
         scores = recency.repeat(shape.layers, shape.heads, 1)
         return pin_columns(scores, list_sink_columns(self.sinks, context))
@@ -61,5 +61,5 @@ def list_sink_columns(sinks: int, context: Context) -> range:
 
     That is the order of `pin_columns`, which then ranks the first column highest.
     """
-    count = min(sinks - context.prefix, context.tokens)
+    count = min(sinks - context.prefix_length, context.text_tokens)
     return range(count - 1, -1, -1)

@@ -412,7 +412,7 @@ def make_generate_inputs(
         positions = torch.cat([torch.arange(held), question_positions])[None]
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions}
     # Restore tokens and positions that config.offset skips have no token of the text.
-    placeholder_count = cache.seen - context.positions + cache.restore_length
+    placeholder_count = cache.seen - context.num_tokens + cache.restore_length
     placeholders = prompt_ids.new_full((1, placeholder_count), placeholder)
     ids = torch.cat([context.ids, placeholders, prompt_ids], -1)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

@@ -100,7 +100,7 @@ class ChatContext(Protocol):
         restore: str = ...,
         adapter: Any = ...,
         evictor: str | None = ...,
-        between: str | None = ...,
+        separator: str | None = ...,
     ) -> ChatContext:
         """Return this context with the tokens `ids` (1, t) appended."""
         ...
@@ -468,7 +468,7 @@ class Chat:
                 self.document.tokenizer, before=render_between_turns(self.document.tokenizer)
             )
             ids = torch.tensor([[*self.ids(), *self._follow_answer(opening)]])
-            document = self.document.append_ids(ids, between="", **options)
+            document = self.document.append_ids(ids, separator="", **options)
             cache = document.cache.fork()  # before anything changes, since Ctrl-C may come
             self.document, self.cache, self.folded = document, cache, len(self.turns)
 
@@ -556,9 +556,9 @@ def encode_conversation(
     for number, (asked, answered) in enumerate([*turns, (question, answer_prefix)]):
         check_question(asked, empty=number < len(turns))  # an earlier turn may be a file alone
         if number == 0 and system:
-            asked = f"{context.between}{system}{context.between or PARAGRAPH}{asked}"
+            asked = f"{context.separator}{system}{context.separator or PARAGRAPH}{asked}"
         elif number == 0:
-            asked = f"{context.between}{asked}"
+            asked = f"{context.separator}{asked}"
         ids.append(encode_text(tokenizer, asked, before, context.suffix_text, answered))
         before = render_between_turns(tokenizer)
     return torch.cat(ids, -1)[0]

@@ -4,9 +4,9 @@ Templates are rendered here alone, and tokenize.py alone encodes texts. Two othe
 text: tokenize.py looks for the control tokens that one writes, and gguf_tokenizer.py takes one out
 of a file.
 
-The template is rendered around a separator and split there, as kvpress does. What precedes the
-separator, with the text, is the context that is compressed; what follows it closes the user's turn
-after every question.
+The template is rendered around a mark and split there, as kvpress does. What precedes the mark,
+with the text, is the context that is compressed; what follows it closes the user's turn after every
+question.
 """
 
 import math
@@ -43,16 +43,17 @@ from restorekv.model.tokenize import (
 from restorekv.seal import short_hash
 from restorekv.size_limits import AROUND_LETTERS, AROUND_TOKENS
 
-SEPARATOR = "<restorekv-separator>"
+MESSAGE_MARK = "<restorekv-message>"  # where a message's words would be
 SYSTEM_MARK = "<restorekv-system>"  # shows whether a template has a place for a system text
-ROOM = 256  # positions for restore tokens, a question and its answer after the longest context
+# For restore tokens, a question and its answer after the longest context.
+RESERVED_POSITIONS = 256
 ON_LONG_TEXT = ("refuse", "cut")  # what happens to a longer one
 TODAY = date(2026, 1, 1)  # for templates that print it: a cache made today is as good tomorrow
 # A template argument cannot replace strftime_now: transformers 5.23 hands templates data alone, and
 # no functions.
 NOW = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
-# Separates a question from the document, unless the tokenizer's config has another `between`.
-BETWEEN = "\n\n"
+# Separates a question from the document, unless the tokenizer's config has another `separator`.
+DEFAULT_SEPARATOR = "\n\n"
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,46 +64,46 @@ class Context:
 
     Args:
         ids: (1, S + T): the template's prefix of S tokens, then the text.
-        prefix: S.
-        suffix: (1, P): the ids that follow every question.
-        suffix_text: The text of `suffix`.
-        between: What precedes every question.
+        prefix_length: S.
+        suffix_ids: (1, P): the ids that follow every question.
+        suffix_text: The text of `suffix_ids`.
+        separator: What precedes every question.
     """
 
     ids: Tensor
-    prefix: int  # S, a number of tokens
-    suffix: Tensor  # the ids themselves, (1, P)
+    prefix_length: int
+    suffix_ids: Tensor
     suffix_text: str = ""
-    between: str = ""
+    separator: str = ""
 
     @property
-    def tokens(self) -> int:
+    def text_tokens(self) -> int:
         """T, the tokens of the text itself."""
-        return self.ids.shape[-1] - self.prefix
+        return self.ids.shape[-1] - self.prefix_length
 
     @property
-    def positions(self) -> int:
-        """S + T."""
+    def num_tokens(self) -> int:
+        """S + T, the tokens of prefix and text."""
         return self.ids.shape[-1]
 
 
-def get_default_between(tokenizer: Tokenizer) -> str:
+def get_default_separator(tokenizer: Tokenizer) -> str:
     """Return what separates document and question.
 
-    It is `between` of the tokenizer's config, or a blank line.
+    It is `separator` of the tokenizer's config, or a blank line.
     """
-    return str(tokenizer.init_kwargs.get("between", BETWEEN))
+    return str(tokenizer.init_kwargs.get("separator", DEFAULT_SEPARATOR))
 
 
 def make_context(
-    tokenizer: Tokenizer, text: str | Sequence[int] | Tensor, between: str = "", system: str = ""
+    tokenizer: Tokenizer, text: str | Sequence[int] | Tensor, separator: str = "", system: str = ""
 ) -> Context:
     """Tokenize prefix and text together, so that a boundary at the template merges as in training.
 
     Args:
         tokenizer: The model's.
         text: The context as text, or its token ids (T,), which follow the prefix's.
-        between: What precedes every question: nothing unless given, since the questions of
+        separator: What precedes every question: nothing unless given, since the questions of
             benchmarks and training data are complete.
         system: The system message before the text; without one, the template may have its own.
 
@@ -130,13 +131,13 @@ def make_context(
         )
     # What stands after every question; files record its length, so it is bounded here.
     suffix = encode_text(tokenizer, after=after)
-    if max(len(after), len(between)) > AROUND_LETTERS or suffix.shape[-1] > AROUND_TOKENS:
+    if max(len(after), len(separator)) > AROUND_LETTERS or suffix.shape[-1] > AROUND_TOKENS:
         raise RestoreKVError(
-            f"The chat template puts {len(between):,} and {len(after):,} characters around every "
+            f"The chat template puts {len(separator):,} and {len(after):,} characters around every "
             f"question, and files hold {AROUND_LETTERS:,} characters and {AROUND_TOKENS:,} tokens; "
             "use a shorter template."
         )
-    return Context(ids, prefix.shape[-1], suffix, after, between)
+    return Context(ids, prefix.shape[-1], suffix, after, separator)
 
 
 def check_system_message(system: object) -> str:
@@ -153,7 +154,7 @@ def fit_context(
 ) -> tuple[Context, int]:
     """Return the context and how many tokens of its end were cut.
 
-    ROOM of the model's positions stays free after it.
+    RESERVED_POSITIONS of the model's positions stay free after it.
 
     Args:
         model: The model that will answer, whose vocabulary has to hold the context's ids.
@@ -163,12 +164,14 @@ def fit_context(
     """
     check_choice("on_long_text", on_long_text, ON_LONG_TEXT)
     check_vocabulary(model, context.ids)
-    check_vocabulary(model, context.suffix)
+    check_vocabulary(model, context.suffix_ids)
     limit = count_usable_positions(model)
     # Room for restore tokens and a question, but of a short model no more than a quarter of its
     # positions.
-    most = limit - min(ROOM, limit // 4) - offset - context.prefix - context.suffix.shape[-1]
-    over = context.tokens - most
+    reserved = min(RESERVED_POSITIONS, limit // 4)
+    suffix_length = context.suffix_ids.shape[-1]
+    most = limit - reserved - offset - context.prefix_length - suffix_length
+    over = context.text_tokens - most
     if over <= 0:
         return context, 0
     if most < 1:
@@ -179,7 +182,7 @@ def fit_context(
     if on_long_text == "refuse":
         room = f"the model's {limit:,} positions have room for {most:,} and a question"
         # Of the positions that the model had before it was stretched, if it is stretched already.
-        needed = context.positions + context.suffix.shape[-1] + offset + ROOM
+        needed = context.num_tokens + suffix_length + offset + RESERVED_POSITIONS
         factor = math.ceil(needed / count_unstretched_positions(model.config))
         fix = f"stretch the model's RoPE ({STRETCH_ROPE.format(factor)})"
         if limit < count_positions(model.config):
@@ -187,12 +190,12 @@ def fit_context(
             fix = "use another model"
         # The exception holds the numbers too, for callers that shorten the text themselves.
         error = TextTooLongError(
-            f"The context has {context.tokens:,} tokens, and {room}; shorten it, "
+            f"The context has {context.text_tokens:,} tokens, and {room}; shorten it, "
             f"cut its end ({CUT_END}) or {fix}."
         )
-        error.tokens, error.positions, error.room = context.tokens, limit, most
+        error.tokens, error.positions, error.room = context.text_tokens, limit, most
         raise error
-    return replace(context, ids=context.ids[:, : context.prefix + most]), over
+    return replace(context, ids=context.ids[:, : context.prefix_length + most]), over
 
 
 def check_vocabulary(model: PreTrainedModel, ids: Tensor) -> None:
@@ -256,7 +259,7 @@ def encode_question(
 
     Args:
         tokenizer: The model's.
-        context: Its `between` precedes the question, and its suffix, the template's, follows.
+        context: Its `separator` precedes the question, and its suffix, the template's, follows.
         question: What is asked.
         answer_prefix: The answer's first words, which the model continues.
         empty: Allow an empty question, for a context that ends with what is asked.
@@ -267,7 +270,7 @@ def encode_question(
             f"answer_prefix is text, not {type(answer_prefix).__name__}; leave it out for none."
         )
     return encode_text(
-        tokenizer, context.between + question, after=context.suffix_text, more=answer_prefix
+        tokenizer, context.separator + question, after=context.suffix_text, more=answer_prefix
     )
 
 
@@ -370,11 +373,11 @@ def _render_parts(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") 
 
     A system message, if given, precedes them and is part of the first text.
     """
-    # Every message is the separator, so a template that drops or repeats one shows below.
-    messages = [{"role": role, "content": SEPARATOR} for role in roles]
+    # Every message is the mark, so a template that drops or repeats one shows below.
+    messages = [{"role": role, "content": MESSAGE_MARK} for role in roles]
     introduction = [{"role": "system", "content": system}] if system else []
     # As many parts as messages, plus what precedes the first.
-    parts = _render_messages(tokenizer, [*introduction, *messages]).split(SEPARATOR)
+    parts = _render_messages(tokenizer, [*introduction, *messages]).split(MESSAGE_MARK)
     if len(parts) <= len(roles):
         raise RestoreKVError(
             "The tokenizer's chat template drops the user's words; use another tokenizer."
@@ -384,7 +387,7 @@ def _render_parts(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") 
         # A word of the template itself, such as "user", would be found there in any case.
         marked = [{"role": "system", "content": SYSTEM_MARK}, *messages]
         has_place = (
-            SYSTEM_MARK in _render_messages(tokenizer, marked).split(SEPARATOR)[0]
+            SYSTEM_MARK in _render_messages(tokenizer, marked).split(MESSAGE_MARK)[0]
             and system.strip() in parts[0]
         )
     if len(parts) > len(roles) + 1 or not has_place:

@@ -315,7 +315,7 @@ class RestoreAdapter(nn.Module):
         settings: dict | None = None,
         data: list[dict] | None = None,
         license: str | None = None,
-        between: str | None = None,
+        separator: str | None = None,
     ) -> None:
         """Record what the adapter is being trained with, and the weights of its model.
 
@@ -331,7 +331,7 @@ class RestoreAdapter(nn.Module):
             data: One row for each source.
             license: By the hub's name; unless given, it is inherited from the data and from an
                 adapter that was non-commercial before.
-            between: The text between document and question.
+            separator: The text between document and question.
         """
         self._look_up_license()
         trained_on = make_card(self.model, self.restore_tokens, identify_model(self.model))
@@ -353,7 +353,7 @@ class RestoreAdapter(nn.Module):
             restore_from=restore_from,
             settings=to_plain_json(settings),
             data=data,
-            between=between,
+            separator=separator,
             license=license,
             # The old values belonged to the adapter that training started from.
             source=None,
@@ -390,7 +390,7 @@ class RestoreAdapter(nn.Module):
         allocation: str | None = None,
         restore_from: str | None = None,
         prefix_policy: str | None = None,
-        between: str | None = None,
+        separator: str | None = None,
     ) -> None:
         """Warn of a use other than the training's: an adapter restores what its own eviction loses.
 
@@ -399,7 +399,7 @@ class RestoreAdapter(nn.Module):
             allocation: Which pairs compete. None skips the comparison, as for all that follow.
             restore_from: What the restore pass reads.
             prefix_policy: Whether the chat prefix counts.
-            between: The text between document and question.
+            separator: The text between document and question.
         """
         card = self.card
         if card.source is not None and "Qwen3" in card.source:
@@ -423,7 +423,7 @@ class RestoreAdapter(nn.Module):
             ("allocation", card.allocation, allocation),
             ("restore pass over the cache", card.restore_from, restore_from),
             ("prefix policy", card.prefix_policy, prefix_policy),
-            ("text between document and question", card.between, between),
+            ("text between document and question", card.separator, separator),
         ):
             if trained is not None and used is not None and trained != used:
                 _warn_of_change(what, trained, used)

@@ -41,7 +41,7 @@ SUMMED = (CONFIG, WEIGHTS, EMBEDDINGS)  # their checksums are in the card
 PENDING = ".replacing"  # new files on the way to their places
 READS = 10  # attempts to read an adapter that others are replacing
 PREFIX = "base_model.model."  # what PEFT puts before the names of the model's own modules
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class AdapterCard:
         source: The published adapter that this one is a copy of.
         local: Whether `model` was a folder or file where the adapter was created.
         weights: See base_weights.py.
-        between: The text between document and question in training.
+        separator: The text between document and question in training.
         helps_up_to: The highest ratio at which a cache restored by it was no further from the full
             one than without, on texts kept out of training.
         also_for: Specs of evictors that it was not trained for, whose caches it restores about as
@@ -81,7 +81,7 @@ class AdapterCard:
     source: str | None = None
     local: bool | None = None
     weights: dict[str, Any] | None = None
-    between: str | None = None
+    separator: str | None = None
     helps_up_to: float | None = None
     also_for: list[str] | None = None
     knows_ratio: bool = False

@@ -32,7 +32,7 @@ README_LIMIT = 1 << 20  # bytes
 # What a row of results says only where it is not the usual: how the adapter was used ...
 CONVENTIONS = ("prefix_policy", "allocation", "restore_from")
 # ... and how a cell held its cache.
-HELD = {"storage": "model", "streaming": 0}
+HELD = {"kv_dtype": "model", "streaming_chunk": 0}
 
 
 # The license

@@ -218,7 +218,7 @@ class CacheEngine(Engine, Generic[Active]):
                 self.tokenizer, question.turns, question.text, question.system, question.opening
             )
         nothing = torch.empty(1, 0, dtype=torch.long)
-        context = Context(ids[None, :first], prefix=0, suffix=nothing)
+        context = Context(ids[None, :first], prefix_length=0, suffix_ids=nothing)
         return context, ids[first:]
 
     def encode_question(self, question: ServedQuestion, context: Context) -> Tensor:
@@ -290,7 +290,7 @@ class CacheEngine(Engine, Generic[Active]):
         return Reply(
             answers=answers,
             read=read,
-            document_tokens=active.context.positions,
+            document_tokens=active.context.num_tokens,
             pairs=active.cost.pairs,
             bytes=active.cost.bytes,
             seconds=seconds,
@@ -321,7 +321,7 @@ class CacheEngine(Engine, Generic[Active]):
             context = await asyncio.to_thread(self.load_cache, key, sha256)
         if context is None:
             return None
-        return ServedDocument(sha256, variant, context.context.positions, fresh=False)
+        return ServedDocument(sha256, variant, context.context.num_tokens, fresh=False)
 
     def make_document(self, sha256: str, variant: Variant, content: Content) -> ServedDocument:
         """Return a document, which is compressed unless its cache has come meanwhile.
@@ -344,7 +344,7 @@ class CacheEngine(Engine, Generic[Active]):
             with self.store.write_cache_file(key, sha256) as path:
                 context.save(path)
             self._hold(sha256, key, context)
-        return ServedDocument(sha256, variant, context.context.positions, fresh)
+        return ServedDocument(sha256, variant, context.context.num_tokens, fresh)
 
     def make_cache(self, content: str | Path, variant: Variant, key: str) -> CompressedContext:
         """Compress a text; of a path, load the cache file."""

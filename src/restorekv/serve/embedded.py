@@ -170,9 +170,9 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
             cache = self._get_empty_cache()
             cost = NO_CACHE
             # Without a document the model reads the whole conversation.
-            computed = context.positions
+            computed = context.num_tokens
             too_long = "The conversation is longer than {}; shorten it."
-        room = most - context.positions - len(prompt)
+        room = most - context.num_tokens - len(prompt)
         if room < 1:
             raise TextTooLongError(too_long.format(f"the model's {most:,} positions"))
         question.limit = min(question.limit, room)

@@ -25,7 +25,7 @@ def describe_survivors(
     """
     keep_mask = context.kept
     manifest = context.manifest
-    start = context.context.prefix
+    start = context.context.prefix_length
     layers, heads, columns = keep_mask.shape
     chosen_layers = _choose("layer", layer, layers)
     chosen_heads = _choose("head", head, heads)

@@ -31,7 +31,7 @@ from restorekv.generation.sampling import SamplingConfig, TokenSampler
 from restorekv.many_contexts import compose
 from restorekv.model import gguf
 from restorekv.model.identity import fingerprint_model
-from restorekv.model.prompt import Context, fit_context, get_default_between, make_context
+from restorekv.model.prompt import Context, fit_context, get_default_separator, make_context
 from restorekv.model.shape import CacheShape, get_dtype_name
 from restorekv.serve.caches import NO_CACHE, ActiveQuestion, CacheCost, CacheEngine
 from restorekv.serve.document_checks import explain_length
@@ -70,7 +70,7 @@ class VllmQuestion(ActiveQuestion):
     def note_cached(self, cached: int | None) -> None:
         """Note how many tokens vLLM had in its prefix cache, where it says so."""
         if cached is not None and not self.files:
-            self.computed = max(self.context.positions - cached, 0)
+            self.computed = max(self.context.num_tokens - cached, 0)
 
 
 class VllmEngine(CacheEngine[VllmQuestion]):
@@ -158,7 +158,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
             context = await asyncio.to_thread(self._read_text, sha256, content)
             if context:
                 return ServedDocument(
-                    sha256, variant, context.positions, fresh=False, context=context
+                    sha256, variant, context.num_tokens, fresh=False, context=context
                 )
         return await super().get_document(sha256, variant, content)
 
@@ -194,7 +194,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
             if isinstance(text, Path):
                 return None
             with explain_length():
-                context = make_context(self.tokenizer, text, get_default_between(self.tokenizer))
+                context = make_context(self.tokenizer, text, get_default_separator(self.tokenizer))
                 known, _ = fit_context(self.model, context)
             # Tokenizing a long text takes longer than many an answer.
             self.texts[sha256] = known
@@ -222,7 +222,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
                 cost=NO_CACHE,
                 started=started,
                 document_ids=context.ids[0].tolist(),
-                computed=context.positions,
+                computed=context.num_tokens,
             )
         contexts: list[Context] = []  # of the texts that vLLM reads itself
         caches: list[CompressedContext] = []
@@ -244,10 +244,10 @@ class VllmEngine(CacheEngine[VllmQuestion]):
                 context=context,
                 prompt=prompt,
                 samplers=self._make_samplers(question),
-                cost=full_cache_cost(self.model, context.positions),
+                cost=full_cache_cost(self.model, context.num_tokens),
                 started=started,
                 document_ids=context.ids[0].tolist(),
-                computed=context.positions,
+                computed=context.num_tokens,
             )
         cache = compose(caches) if len(caches) > 1 else caches[0]
         prompt = self.encode_question(question, cache.context)
@@ -380,7 +380,7 @@ def join_contexts(contexts: Sequence[Context]) -> Context:
     first = contexts[0]
     ids = [first.ids]
     for context in contexts[1:]:
-        ids.append(context.ids[:, context.prefix :])
+        ids.append(context.ids[:, context.prefix_length :])
     return replace(first, ids=torch.cat(ids, -1))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from restorekv.cache import quantized
-from restorekv.cache.quantized import STORAGE_DTYPES, STORAGES, compute_scale_shapes
+from restorekv.cache.quantized import KV_DTYPES, QUANTIZED_DTYPES, compute_scale_shapes
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.budget import ON_SMALL_BUDGET, PREFIX_POLICIES, parse_ratio
 from restorekv.errors import CacheFileError, RestoreKVError, make_printable
@@ -56,7 +56,7 @@ COUNT_FIELDS = (
 )
 FIELD_CHOICES = {
     "dtype": ("float32", "bfloat16", "float16", "float64"),
-    "storage": STORAGES,
+    "kv_dtype": KV_DTYPES,
     "prefix_policy": PREFIX_POLICIES,
     "on_small_budget": ON_SMALL_BUDGET,
     "restore_from": RESTORE_FROM,
@@ -64,7 +64,7 @@ FIELD_CHOICES = {
 PAIR_PARTS = ("keys", "values")
 LARGEST_COUNT = 2**62  # of pairs or bytes
 # Texts of several lines, with their most characters.
-TEXT_LIMITS = {"between": AROUND_LETTERS, "system": SYSTEM_LETTERS}
+TEXT_LIMITS = {"separator": AROUND_LETTERS, "system": SYSTEM_LETTERS}
 COUNTED_SIZES = ("layers", "heads", "groups")
 SHAPE_LIMITS = dict.fromkeys(SHAPE_NAMES, WIDTH) | dict.fromkeys(COUNTED_SIZES, LAYERS)
 # What a record of the adapter holds; the first two are in every one.
@@ -131,9 +131,10 @@ def check_manifest(manifest: Manifest) -> None:
             in_parts == manifest.tokens,
             f"records {manifest.tokens} tokens, but {in_parts} in its parts",
         )
-    if manifest.streaming is not None:
+    if manifest.streaming_chunk is not None:
         require(
-            manifest.streaming > 0, f"records streaming in parts of {manifest.streaming} tokens"
+            manifest.streaming_chunk > 0,
+            f"records a streaming_chunk of {manifest.streaming_chunk} tokens",
         )
     require(
         all(seconds >= 0 for seconds in manifest.seconds.values()), "records a negative duration"
@@ -256,13 +257,13 @@ def check_layer(
     )
     rows = offsets[-1]
     dim = manifest.shape["head_dim"]
-    storage = manifest.storage
+    kv_dtype = manifest.kv_dtype
     names = {f"{layer}.positions", *(f"{layer}.{part}" for part in PAIR_PARTS)}
     for part in PAIR_PARTS:
         check_tensor(
             tensors,
             f"{layer}.{part}",
-            STORAGE_DTYPES.get(storage) or getattr(torch, manifest.dtype),
+            QUANTIZED_DTYPES.get(kv_dtype) or getattr(torch, manifest.dtype),
             (rows, dim),
         )
     check_tensor(tensors, f"{layer}.positions", torch.int32, (rows,))
@@ -275,11 +276,11 @@ def check_layer(
         bool((counts == manifest.earlier).all()),
         "has other restore pairs of earlier texts than its manifest names",
     )
-    if storage != "model":
-        scale_shapes = compute_scale_shapes(offsets, storage, dim)
+    if kv_dtype != "model":
+        scale_shapes = compute_scale_shapes(offsets, kv_dtype, dim)
         for part, shape in zip(PAIR_PARTS, scale_shapes, strict=True):
             check_tensor(tensors, f"{layer}.{part}.scales", torch.float32, shape)
-            check_scales(tensors[f"{layer}.{part}.scales"], storage)
+            check_scales(tensors[f"{layer}.{part}.scales"], kv_dtype)
             names.add(f"{layer}.{part}.scales")
     if f"{layer}.bias" in tensors:
         # A bias has the model's dtype or float32; anything else is compared with float32, and so
@@ -317,7 +318,7 @@ def check_tensor(
     )
 
 
-def check_scales(scales: Tensor, storage: str) -> None:
+def check_scales(scales: Tensor, kv_dtype: str) -> None:
     """Check that no code of 8 bits stands for a number beyond LARGEST_NUMBER, and that none has
     the scale 0.
     """
@@ -325,9 +326,9 @@ def check_scales(scales: Tensor, storage: str) -> None:
         return
     # A scale is rounded to float32.
     # Codes go up to 127 or 448; the scale limits the number that they stand for.
-    most = LARGEST_NUMBER / quantized.LARGEST_CODE[STORAGE_DTYPES[storage]] * (1 + 1e-6)
+    most = LARGEST_NUMBER / quantized.LARGEST_CODE[QUANTIZED_DTYPES[kv_dtype]] * (1 + 1e-6)
     fits = float(scales.min()) > 0 and float(scales.max()) <= most
-    require(fits, f"has scales of {storage} numbers that no cache has")
+    require(fits, f"has scales of {kv_dtype} numbers that no cache has")
 
 
 def check_positions(positions: Tensor, offsets: list[int], columns: int) -> None:

@@ -36,7 +36,7 @@ from restorekv.storage.cache_checks import (
 )
 
 FIX = "compress the context again"
-KIND = FileKind("restorekv-cache", "5", "a restorekv cache", FIX)
+KIND = FileKind("restorekv-cache", "6", "a restorekv cache", FIX)
 
 
 # To add a field: set it in `pipeline.make_manifest`, check it in cache_checks.py, and raise the
@@ -71,9 +71,9 @@ class Manifest:
     bytes_held: int  # of every tensor of the compressed cache
     seconds: dict[str, float]  # per phase
     versions: dict[str, str]  # of the libraries
-    storage: str  # of the retained pairs: "model" for the model's dtype, or "int8", "fp8"
-    streaming: int | None  # tokens of a chunk, if the context was evicted during its prefill
-    between: str  # what stands before every question
+    kv_dtype: str  # of the retained pairs: "model" for the model's dtype, or "int8", "fp8"
+    streaming_chunk: int | None  # tokens of a chunk, if the context was evicted during its prefill
+    separator: str  # what stands before every question
     # Tokens of the text's end that were left out because the model has no positions for them.
     cut: int
     system: str  # the system message before the text, where one was given
@@ -114,12 +114,12 @@ class Manifest:
         The cache gives all counts; pass every other field that differs as `changed`.
         """
         counted = count_pairs_and_bytes(
-            cache, context.prefix, context.positions, self.prefix_policy
+            cache, context.prefix_length, context.num_tokens, self.prefix_policy
         )
         return replace(
             self,
-            prefix=context.prefix,
-            tokens=context.tokens,
+            prefix=context.prefix_length,
+            tokens=context.text_tokens,
             restore_tokens=cache.restore_length,
             **counted,
             **changed,
@@ -128,7 +128,7 @@ class Manifest:
 
 def hash_cache(cache: RaggedCache, context: Context) -> str:
     """Hash the cache, its context and where questions begin: the first 16 hex digits of SHA-256."""
-    around = (context.suffix_text, context.between, context.prefix, cache.get_seq_length())
+    around = (context.suffix_text, context.separator, context.prefix_length, cache.get_seq_length())
     sha256 = hashlib.sha256(repr(around).encode())
     # Tensor by tensor in the order of their names, so that the hash does not depend on the order of
     # packing.
@@ -151,7 +151,7 @@ class CacheFile:
         """Make a new cache from the tensors, on a device."""
         # Everything was checked on the CPU; only then does it move to a device.
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
-        return unpack_cache(tensors, self.context.positions + self.manifest.offset, self.manifest)
+        return unpack_cache(tensors, self.context.num_tokens + self.manifest.offset, self.manifest)
 
 
 def write_cache_file(
@@ -175,10 +175,10 @@ def open_cache_file(path: str | Path) -> CacheFile:
         check_around(extra_values["suffix_text"], tensors["suffix_ids"])
         context = Context(
             ids=tensors["context_ids"].long(),
-            prefix=manifest.prefix,
-            suffix=tensors["suffix_ids"].long(),
+            prefix_length=manifest.prefix,
+            suffix_ids=tensors["suffix_ids"].long(),
             suffix_text=extra_values["suffix_text"],
-            between=manifest.between,
+            separator=manifest.separator,
         )
         stored = CacheFile(Path(path), manifest, context, tensors)
         check_counts(manifest, stored.make_cache())
@@ -238,7 +238,7 @@ def pack_cache(cache: RaggedCache, context: Context) -> dict[str, Tensor]:
     layers = cache.full_attention
     tensors = {
         "context_ids": context.ids.to(torch.int32),
-        "suffix_ids": context.suffix.to(torch.int32),
+        "suffix_ids": context.suffix_ids.to(torch.int32),
         # (L, H + 1): offsets of all layers in one tensor.
         "offsets": torch.stack([layer.offsets for layer in layers]),
         "restore_keys": torch.stack([layer.restore_keys[0] for layer in layers]),
@@ -322,12 +322,12 @@ def unpack_context(
     keys_name = f"layers.{index}.keys"
     values_name = f"layers.{index}.values"
     rows = tensors[keys_name], tensors[values_name]
-    if manifest.storage == "model":
+    if manifest.kv_dtype == "model":
         return rows
     return quantized.from_codes(
         rows,
         (tensors[f"{keys_name}.scales"], tensors[f"{values_name}.scales"]),
         offsets.tolist(),
-        manifest.storage,
+        manifest.kv_dtype,
         getattr(torch, manifest.dtype),
     )

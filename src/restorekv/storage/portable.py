@@ -38,7 +38,7 @@ from restorekv.storage.cache_checks import check_around, check_model, check_tens
 from restorekv.storage.cache_file import Manifest, read_with_manifest, refuse_contradictions
 
 FIX = "make it with restorekv export"
-KIND = FileKind("restorekv-portable", "3", "a portable cache of restorekv", FIX)
+KIND = FileKind("restorekv-portable", "4", "a portable cache of restorekv", FIX)
 # Fewer columns have too few placeholders to tell one document from another.
 LEAST_COLUMNS = 12
 MARK = 4  # ids at the start that tell placeholders from a text
@@ -139,7 +139,7 @@ class Portable:
             "keys": self.keys,
             "values": self.values,
             "ids": self.ids,
-            "suffix_ids": self.context.suffix,
+            "suffix_ids": self.context.suffix_ids,
         }
         with reraise_as(CacheFileError):
             seal.write_sealed(parse_path(path), KIND, tensors, {"manifest": json.dumps(described)})
@@ -166,9 +166,8 @@ def make_portable(
     # m columns stand at 0 to m - 1; the cache's own positions end at S + T + n - 1.
     shifted = shift_keys(model, keys, columns - cache.get_seq_length())
     vocabulary = get_vocabulary_size(model)
-    return Portable(
-        shifted, values, replace(context, ids=context.ids[:, :0], prefix=0), manifest, vocabulary
-    )
+    around = replace(context, ids=context.ids[:, :0], prefix_length=0)
+    return Portable(shifted, values, around, manifest, vocabulary)
 
 
 def make_mark(vocabulary: int) -> list[int]:
@@ -195,7 +194,7 @@ def load_portable(path: str | Path, model: PreTrainedModel | None = None) -> Por
         check_contents(tensors, manifest, others["vocabulary"], others["suffix_text"])
         # A file holds no ids of the text, only the placeholders.
         none = torch.zeros(1, 0, dtype=torch.long)
-        context = Context(none, 0, tensors["suffix_ids"], others["suffix_text"], manifest.between)
+        context = Context(none, 0, tensors["suffix_ids"], others["suffix_text"], manifest.separator)
         stored = Portable(
             tensors["keys"], tensors["values"], context, manifest, others["vocabulary"]
         )

@@ -18,7 +18,7 @@ from restorekv.errors import RestoreKVError, warn
 from restorekv.model.prompt import (
     count_usable_positions,
     encode_text,
-    get_default_between,
+    get_default_separator,
     make_context,
 )
 from restorekv.model.shape import get_backbone
@@ -124,10 +124,10 @@ def read_examples(
     if path.is_dir():
         return _read_mixture_examples(path, model, tokenizer)
     # As `ask` puts it between document and question.
-    between = get_default_between(tokenizer)
+    separator = get_default_separator(tokenizer)
     examples = []
     for example in _read_line_examples(path):
-        questions = tuple(between + text for text in example.questions)
+        questions = tuple(separator + text for text in example.questions)
         examples.append(replace(example, questions=questions))
     return examples
 
@@ -259,7 +259,7 @@ def keep_short_examples(
     Raises:
         RestoreKVError: All of them are longer.
     """
-    lengths = [make_context(tokenizer, example.context).tokens for example in examples]
+    lengths = [make_context(tokenizer, example.context).text_tokens for example in examples]
     short = [
         example for example, length in zip(examples, lengths, strict=True) if length <= longest
     ]
@@ -297,11 +297,11 @@ def check_example_lengths(
         answer = config.max_new_tokens
         if example.answer_ids:
             answer = max(map(len, example.answer_ids), default=0)
-        tail = config.restore_tokens + asked + context.suffix.shape[-1] + answer
-        needed = context.positions + tail
+        tail = config.restore_tokens + asked + context.suffix_ids.shape[-1] + answer
+        needed = context.num_tokens + tail
         if needed > limit:
             raise RestoreKVError(
-                f"{example.where} needs {needed} positions for a context of {context.tokens} "
+                f"{example.where} needs {needed} positions for a context of {context.text_tokens} "
                 "tokens, the longest question and answer, and the model was made for "
                 f"{limit}; shorten it."
             )
@@ -309,7 +309,7 @@ def check_example_lengths(
         budget = eviction_config.make_budget(ratio, context, 1, 1, config.restore_tokens)
         if not budget.restore_tokens:
             raise RestoreKVError(
-                f"{example.where} has {context.tokens} tokens: no restore token fits into "
+                f"{example.where} has {context.text_tokens} tokens: no restore token fits into "
                 f"r = {ratio:g} of them; leave it out."
             )
         tightest = eviction_config.make_budget(

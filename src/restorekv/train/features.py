@@ -101,7 +101,7 @@ def collect_features(
     # What decides the features of any text; with the text's ids it names the origin of a file.
     facts = [fingerprint_model(model), str(model.dtype), target, tokens, seed]
     contexts = [fit_context(model, make_context(tokenizer, text))[0] for text in texts]
-    rows = [min(tokens, context.tokens) for context in contexts]
+    rows = [min(tokens, context.text_tokens) for context in contexts]
     # Filled context by context, since a list of them beside the whole would take twice the memory.
     hidden = torch.empty(sum(rows), shape.layers, shape.hidden, dtype=HIDDEN_DTYPE)
     scores = torch.empty(sum(rows), shape.layers, shape.heads, dtype=torch.float32)
@@ -133,7 +133,7 @@ def _draw_columns(context: Context, tokens: int, seed: str) -> Tensor:
     # A hash of the text that names the draw, since Python's own hash differs between processes.
     number = int(hashlib.sha256(seed.encode()).hexdigest()[:8], 16)
     generator = torch.Generator().manual_seed(number)
-    return torch.randperm(context.tokens, generator=generator)[:tokens].sort().values
+    return torch.randperm(context.text_tokens, generator=generator)[:tokens].sort().values
 
 
 @torch.no_grad()
@@ -146,7 +146,7 @@ def observe_context(
     shape = CacheShape.from_model(model)
     columns = columns.to(model.device)
     hidden = torch.empty(
-        shape.layers, context.positions, shape.hidden, dtype=model.dtype, device=model.device
+        shape.layers, context.num_tokens, shape.hidden, dtype=model.dtype, device=model.device
     )
 
     # A long context is read piece by piece: `view` has the states of the last tokens alone.
@@ -160,7 +160,7 @@ def observe_context(
     # The evictor as it is run, over the cache that was just filled.
     scores = evictors.make_evictor(target).score(model, tokenizer, context, full)
     return {
-        "hidden": hidden[:, context.prefix + columns].transpose(0, 1).to(HIDDEN_DTYPE).cpu(),
+        "hidden": hidden[:, context.prefix_length + columns].transpose(0, 1).to(HIDDEN_DTYPE).cpu(),
         "target": scores[..., columns].permute(2, 0, 1).contiguous().cpu(),
     }
 

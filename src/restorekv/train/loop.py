@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.errors import AdapterError, RestoreKVError, import_extra
 from restorekv.files import folder_lock, open_without_links
-from restorekv.model.prompt import encode_text, get_default_between
+from restorekv.model.prompt import encode_text, get_default_separator
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train import checkpoint
 from restorekv.train.checkpoint import TrainingRun
@@ -366,7 +366,7 @@ def _save_adapter(
         restore_from=config.restore_from,
         settings=json.loads(config.to_json()) | {"processes": group.size},
         data=data,
-        between=get_default_between(teachers.tokenizer),
+        separator=get_default_separator(teachers.tokenizer),
     )
     if group.rank == 0:
         adapter.save_pretrained(folder / "adapter")

@@ -209,7 +209,7 @@ class TeacherCache:
             limits = torch.finfo(torch.float32)
             return {"scores": prepared.scores.float().clamp(limits.min, limits.max)}
 
-        scores_spec = (torch.float32, (shape.layers, shape.heads, context.tokens))
+        scores_spec = (torch.float32, (shape.layers, shape.heads, context.text_tokens))
         are_scores = partial(seal.has_sizes, sizes={"scores": scores_spec})
         stored = self.store.load_or_compute("scores", scores_key, are_scores, compute_scores)
         if self.store_prefill:
@@ -219,10 +219,10 @@ class TeacherCache:
                     return _pack_cache(full)
                 return _pack_cache(prefill(self.model, context.ids))
 
-            specs = self._list_prefill_specs(context.positions)
+            specs = self._list_prefill_specs(context.num_tokens)
             is_prefill = partial(seal.has_sizes, sizes=specs)
             entry = self.store.load_or_compute("prefill", prefill_key, is_prefill, compute_prefill)
-            full = _unpack_cache(self.model, entry, context.positions)
+            full = _unpack_cache(self.model, entry, context.num_tokens)
         if full is None:
             full = prefill(self.model, context.ids)
         scores = stored["scores"].to(self.model.device)

@@ -45,7 +45,7 @@ class PartFacts:
 
 def describe_part(file: CacheFile) -> PartFacts:
     """Return what a composition must know of a cache file."""
-    prefix = file.context.prefix
+    prefix = file.context.prefix_length
     lengths = []
     for layer in file.make_cache().full_attention:
         # Eviction may have dropped pairs of the prefix too, so they are counted head by head.
@@ -182,5 +182,5 @@ def compose_files(files: Sequence[CacheFile], rope_model: PreTrainedModel) -> Ra
     refuse_unlike_parts([describe_part(file) for file in files])
     parts = [(file.context, file.make_cache()) for file in files]
     _, cache = compose_caches(rope_model, parts)
-    cache.quantize(files[0].manifest.storage)
+    cache.quantize(files[0].manifest.kv_dtype)
     return cache

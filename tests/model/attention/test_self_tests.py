@@ -355,17 +355,17 @@ def test_a_backend_that_is_asked_for_by_name_is_refused(fake):
         answer(sample())
 
 
-# 8-bit storage
+# 8-bit numbers
 
 
-@pytest.mark.parametrize("storage", list(quantized.STORAGE_DTYPES))
+@pytest.mark.parametrize("kv_dtype", list(quantized.QUANTIZED_DTYPES))
 @pytest.mark.parametrize(
     "fault", [wrong_scale, dropped_tail, forgotten_bias, not_a_number, no_compiler]
 )
-def test_eight_bits_that_are_read_wrongly_are_unpacked_on_the_cpu(fake, storage, fault):
+def test_eight_bits_that_are_read_wrongly_are_unpacked_on_the_cpu(fake, kv_dtype, fault):
     given = sample()
     rows = quantized.quantize(
-        given.layer.context_keys, given.layer.context_values, given.layer.bounds, storage
+        given.layer.context_keys, given.layer.context_values, given.layer.bounds, kv_dtype
     )
     layer = backend_self_test.make_layer(
         *rows, list(given.layer.bounds), *given.layer.keys_and_values, given.layer.bias
@@ -373,7 +373,7 @@ def test_eight_bits_that_are_read_wrongly_are_unpacked_on_the_cpu(fake, storage,
     given = backend_self_test.CaseInputs(given.query, layer, given.mask, given.scale, given.largest)
     break_backend(fake, packed, fault)
     with pytest.warns(
-        RestoreKVWarning, match=f"8-bit storage as {storage}.*unpacked on the CPU"
+        RestoreKVWarning, match=f"8-bit numbers as {kv_dtype}.*unpacked on the CPU"
     ) as told:
         found = answer(given)
     assert len(told) == 1
@@ -384,10 +384,10 @@ def test_eight_bits_that_are_packed_wrongly_are_packed_on_the_cpu(fake):
     """A scale that is too small by 3 % clips the largest numbers."""
     pack, given = quantized.quantize, sample()
 
-    def wrong(keys, values, bounds, storage):
+    def wrong(keys, values, bounds, kv_dtype):
         return tuple(
             quantized.QuantizedRows(each.codes, each.scales * 0.97, each.starts, each.dtype)
-            for each in pack(keys, values, bounds, storage)
+            for each in pack(keys, values, bounds, kv_dtype)
         )
 
     cache = type(
@@ -395,7 +395,7 @@ def test_eight_bits_that_are_packed_wrongly_are_packed_on_the_cpu(fake):
         (),
         {
             "full_attention": [given.layer],
-            "quantize": lambda self, storage: pytest.fail("not tested"),
+            "quantize": lambda self, kv_dtype: pytest.fail("not tested"),
         },
     )()
     right = pack(given.layer.context_keys, given.layer.context_values, given.layer.bounds, "int8")
@@ -404,7 +404,7 @@ def test_eight_bits_that_are_packed_wrongly_are_packed_on_the_cpu(fake):
         assert not self_tests.run_cases(self_tests.COMPONENTS["int8"], target()).passed
         with pytest.warns(RestoreKVWarning, match="packed and unpacked on the CPU"):
             self_tests.passed_self_test("int8", *self_tests.get_self_test_key(given.query))
-    attention.store_context(cache, "int8", given.query.shape[2])
+    attention.quantize_context(cache, "int8", given.query.shape[2])
     assert given.layer.context_keys.codes.equal(right[0].codes)
 
 
@@ -680,7 +680,7 @@ def test_the_compiler_takes_an_outcome_for_a_constant(fake):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 8), (2, 7, 80), (9, 1, 33)])
-@pytest.mark.parametrize("name", ["reference", "cascade", "autograd", *quantized.STORAGE_DTYPES])
+@pytest.mark.parametrize("name", ["reference", "cascade", "autograd", *quantized.QUANTIZED_DTYPES])
 def test_what_is_right_passes_its_self_test_in_every_shape(name, shape, dtype):
     found = self_tests.run_cases(self_tests.COMPONENTS[name], target(dtype, shape))
     assert found.passed, found

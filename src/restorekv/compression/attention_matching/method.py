@@ -93,7 +93,7 @@ class AttentionMatching(Compressor):
             )
         if self.config.restore_from != "full":
             raise RestoreKVError("am-fast has no restore pass; leave out restore_from.")
-        for name in ("streaming", "offload"):
+        for name in ("streaming_chunk", "offload"):
             if getattr(self.config, name):
                 raise RestoreKVError(
                     f"am-fast fits a cache to a full one in memory; leave out {name}."
@@ -143,13 +143,13 @@ class AttentionMatching(Compressor):
         with time_phase(seconds, "score"):
             # The article as the model's answer to the instruction, in the turn that stays open:
             # article, blank line, instruction, end of turn, assistant's opener, article.
-            article = context.ids[:, context.prefix :]
+            article = context.ids[:, context.prefix_length :]
             ids = torch.cat(
-                [encode_text(tokenizer, "\n\n" + self.instruction), context.suffix, article], -1
+                [encode_text(tokenizer, "\n\n" + self.instruction), context.suffix_ids, article], -1
             )
             # Reference queries are numbered row by row with the G query heads of a row together.
             chosen = sample_numbers(ids.shape[-1] * shape.groups, self.queries, self.seed)
-            columns = slice(context.prefix, context.positions)
+            columns = slice(context.prefix_length, context.num_tokens)
             # Targets depend on the article's keys and values alone, since only the article is
             # compressed.
             observed = [
@@ -214,9 +214,9 @@ class MatchedContext(ScoredContext):
         bias = keys.new_zeros(len(keys))
         for head in range(layer.heads):
             # The prefix of a head is kept as it is; the fit is about the article's rows.
-            rows = slice(layer.bounds[head] + self.context.prefix, layer.bounds[head + 1])
+            rows = slice(layer.bounds[head] + self.context.prefix_length, layer.bounds[head + 1])
             # Nothing to fit where a head kept no pair of the article or all of them.
-            if 0 < rows.stop - rows.start < self.context.tokens:
+            if 0 < rows.stop - rows.start < self.context.text_tokens:
                 fitted = fit_head(targets, head, keys[rows], self.method.steps, self.method.box)
                 bias[rows], values[rows] = fitted
         if not values.isfinite().all():

@@ -16,7 +16,7 @@ from restorekv.model.attention.dispatch import (
     install_attention,
     observe_attention,
     plan_kernels,
-    store_context,
+    quantize_context,
     suspend_overrides,
 )
 
@@ -31,6 +31,6 @@ __all__ = [
     "install_attention",
     "observe_attention",
     "plan_kernels",
-    "store_context",
+    "quantize_context",
     "suspend_overrides",
 ]

@@ -457,7 +457,7 @@ def _compute_gradients(
         return torch.autograd.grad((result * pattern).sum(), leaves)
 
 
-def _measure_storage(storage: str, target: Target) -> Iterator[Measurement]:
+def _measure_quantization(kv_dtype: str, target: Target) -> Iterator[Measurement]:
     """Check what packing, unpacking and attention over a packed context compute on the device."""
     allowed = compute_tolerance(target.dtype, 0.0)
     for number, case in enumerate(CASES):
@@ -466,17 +466,17 @@ def _measure_storage(storage: str, target: Target) -> Iterator[Measurement]:
         bounds = sample.layer.bounds
         plain_keys = plain.context_keys[:]
         plain_values = plain.context_values[:]
-        packed_keys, packed_values = quantized.quantize(plain_keys, plain_values, bounds, storage)
+        packed_keys, packed_values = quantized.quantize(plain_keys, plain_values, bounds, kv_dtype)
         if number < _PACKED_CASES:
             keys_on_device, values_on_device = quantized.quantize(
-                plain_keys.to(target.device), plain_values.to(target.device), bounds, storage
+                plain_keys.to(target.device), plain_values.to(target.device), bounds, kv_dtype
             )
             for name, plain_rows, on_device, on_cpu in (
                 ("keys", plain_keys, keys_on_device, packed_keys),
                 ("values", plain_values, values_on_device, packed_values),
             ):
                 error = _measure_packing_error(
-                    plain_rows, on_device.to(torch.device("cpu")), storage
+                    plain_rows, on_device.to(torch.device("cpu")), kv_dtype
                 )
                 yield Measurement(f"packing {name}, {case.name}", error, 1.0)
                 error = _measure_unpacking_error(on_cpu, target.device)
@@ -514,7 +514,7 @@ def _measure_unpacking_error(rows: QuantizedRows, device: torch.device) -> float
     return float(error) / float(rows[:].double().abs().max())
 
 
-def _measure_packing_error(exact: Tensor, rows: QuantizedRows, storage: str) -> float:
+def _measure_packing_error(exact: Tensor, rows: QuantizedRows, kv_dtype: str) -> float:
     """Return how far packed numbers (on the CPU) are from the exact ones.
 
     The unit is what 8 bits allow: half a step of int8; for fp8 a sixteenth of the number, or a
@@ -525,7 +525,7 @@ def _measure_packing_error(exact: Tensor, rows: QuantizedRows, storage: str) -> 
     read = rows.dequantize(slice(None), torch.float64)
     ones = QuantizedRows(torch.ones_like(rows.codes), rows.scales, rows.starts, rows.dtype)
     scales = ones.dequantize(slice(None), torch.float64)
-    if storage == "int8":
+    if kv_dtype == "int8":
         allowed = scales / 2
     else:
         allowed = torch.maximum(exact.double().abs() / 16, scales / 1024)
@@ -596,13 +596,13 @@ register_component(
         _measure_autograd,
     )
 )
-for storage in quantized.STORAGE_DTYPES:
+for kv_dtype in quantized.QUANTIZED_DTYPES:
     register_component(
         Component(
-            storage,
-            f"8-bit storage as {storage}",
+            kv_dtype,
+            f"8-bit numbers as {kv_dtype}",
             "Numbers are packed and unpacked on the CPU, which takes longer",
             explain_no_obstacle,
-            lambda target, storage=storage: _measure_storage(storage, target),
+            lambda target, kv_dtype=kv_dtype: _measure_quantization(kv_dtype, target),
         )
     )

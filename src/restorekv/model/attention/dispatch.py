@@ -204,8 +204,8 @@ def _choose_tested(query: Tensor, layer: RaggedLayer) -> Backend:
     )
 
 
-def store_context(cache: RaggedCache, storage: str, groups: int) -> None:
-    """Store the context of a cache as `storage` says: "model" leaves it, "int8" and "fp8" pack it.
+def quantize_context(cache: RaggedCache, kv_dtype: str, groups: int) -> None:
+    """Quantize the context of a cache to "int8" or "fp8"; "model" leaves it in the model's dtype.
 
     What layers with a window hold of it stays in the model's dtype. A device that fails the
     self-test of packing gets rows that the CPU has packed.
@@ -213,17 +213,17 @@ def store_context(cache: RaggedCache, storage: str, groups: int) -> None:
     first = cache.full_attention[0]
     head_dim = first.restore_keys.shape[-1]
     if (
-        storage == "model"
+        kv_dtype == "model"
         or not self_tests.needs_self_test(first.device)
         or self_tests.passed_self_test(
-            storage, first.device, first.heads, groups, head_dim, first.dtype
+            kv_dtype, first.device, first.heads, groups, head_dim, first.dtype
         )
     ):
-        cache.quantize(storage)
+        cache.quantize(kv_dtype)
         return
     for layer in cache.full_attention:
         keys, values = quantized.quantize(
-            layer.context_keys[:].cpu(), layer.context_values[:].cpu(), layer.bounds, storage
+            layer.context_keys[:].cpu(), layer.context_values[:].cpu(), layer.bounds, kv_dtype
         )
         layer.context_keys = keys.to(first.device)
         layer.context_values = values.to(first.device)
@@ -236,9 +236,9 @@ def _unpack_for_call(query: Tensor, layer: RaggedLayer) -> RaggedLayer:
     """
     if not packed.is_packed(layer):
         return layer
-    storage = _get_storage(layer)
+    kv_dtype = _get_kv_dtype(layer)
     if self_tests.needs_self_test(query.device) and not self_tests.passed_self_test(
-        storage, *self_tests.get_self_test_key(query)
+        kv_dtype, *self_tests.get_self_test_key(query)
     ):
         return packed.unpack_layer(layer, torch.device("cpu"))
     if _should_unpack_at_once(layer):
@@ -246,13 +246,13 @@ def _unpack_for_call(query: Tensor, layer: RaggedLayer) -> RaggedLayer:
     return layer
 
 
-def _get_storage(layer: RaggedLayer) -> str:
-    """Return the name of a packed layer's storage."""
+def _get_kv_dtype(layer: RaggedLayer) -> str:
+    """Return the `kv_dtype` of a packed layer."""
     keys, _ = packed.get_packed_rows(layer)
-    for name, dtype in quantized.STORAGE_DTYPES.items():
+    for name, dtype in quantized.QUANTIZED_DTYPES.items():
         if dtype == keys.codes.dtype:
             return name
-    raise ValueError(f"no storage has codes of {keys.codes.dtype}")
+    raise ValueError(f"no kv_dtype has codes of {keys.codes.dtype}")
 
 
 def plan_kernels(layers: Sequence[RaggedLayer]) -> None:
