@@ -98,7 +98,9 @@ def test_late_imports_are_known():
     """An import inside a function, or for annotations only, may close a circle: none is new."""
     late = set(list_late_imports())
     waiting = {each for each in late if each[0] == "lazy" and each[1] in COMMAND_MODULES}
-    assert late - waiting <= set(LATE), "import it at the top, or give a reason in LATE"
+    # A command may name the types of its options without importing PyTorch.
+    annotated = {each for each in late if each[0] == "typing" and ".cli" in each[1]}
+    assert late - waiting - annotated <= set(LATE), "import it at the top, or say why in LATE"
 
 
 def test_circles_are_found():

@@ -1,5 +1,7 @@
 """A context that is kept whole gives the same caches as one that is read anew, and is read once."""
 
+import copy
+
 import pytest
 import torch
 
@@ -78,6 +80,21 @@ def test_another_text_or_evictor_is_read(tiny_tokenizer, preparations):
     other = build_model("qwen3")
     compress(other, tiny_tokenizer, text, ratio=0.4, evictor=evictor, prepared_cache=prepared_cache)
     assert len(preparations) == 2
+
+
+def test_a_template_that_ends_otherwise_is_read(tiny_tokenizer, preparations):
+    """KVzip reads what the template puts after a question, so scores depend on it."""
+    model = build_model("qwen3")
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    prepared_cache = PreparedContextCache(PLENTY)
+    options = {"ratio": 0.4, "evictor": "kvzip", "adapter": None}
+    compress(model, tokenizer, TEXT, prepared_cache=prepared_cache, **options)
+    tokenizer.chat_template += "{% if add_generation_prompt %} The code is 12. {% endif %}"
+    preparations.clear()
+    kept = compress(model, tokenizer, TEXT, prepared_cache=prepared_cache, **options)
+    assert len(preparations) == 1
+    anew = compress(model, tokenizer, TEXT, **options)
+    assert all(a.equal(b) for a, b in zip(list_bits(kept), list_bits(anew), strict=True))
 
 
 def test_what_does_not_fit_is_not_kept(tiny_tokenizer):

@@ -3,12 +3,13 @@
 import asyncio
 import copy
 import json
+import warnings
 
 import pytest
 import torch
 
 from restorekv import Chat, CompressedContext, compress
-from restorekv.errors import CacheFileError, RestoreKVError
+from restorekv.errors import CacheFileError, RestoreKVError, RestoreKVWarning
 from restorekv.generation.decoding import get_stop_ids
 from tests.helpers.compressing import QUESTIONS, TEXT, make_small
 
@@ -93,6 +94,20 @@ def test_an_eos_is_read_once(small):
     ids = chat.question_ids("And?")
     # <|im_end|>, of the template.
     assert first in get_stop_ids(small.model, small.tokenizer) and ids[0] == 2
+
+
+def test_a_turn_whose_warning_is_raised_is_not_remembered(small):
+    chat = small.chat()
+    chat.ask(QUESTIONS[0], 6)
+    columns, ids = chat.columns, chat.ids()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RestoreKVWarning, match="cannot be parsed"):
+            chat.ask(QUESTIONS[1], 2, regex="[a-z ]{5,40}")
+    assert len(chat.turns) == 1 and chat.columns == columns and chat.ids() == ids
+    expected = small.chat()
+    expected.ask(QUESTIONS[0], 6)
+    assert chat.ask(QUESTIONS[2], 6) == expected.ask(QUESTIONS[2], 6)
 
 
 def test_undo_and_fork(small):

@@ -2,11 +2,14 @@
 
 import pytest
 
+from restorekv.errors import TextTooLongError
+from restorekv.generation.sampling import SamplingConfig
 from restorekv.serve import embedded
 from restorekv.serve.caches import NOTHING_MADE
 from restorekv.serve.embedded import SHARE, SLICE, EmbeddedEngine
-from restorekv.serve.engine import CacheState
+from restorekv.serve.engine import CacheState, ServedQuestion
 from restorekv.serve.store import Store
+from tests.helpers.compressing import TEXT, compress_with, make_adapter
 
 
 @pytest.fixture
@@ -14,6 +17,28 @@ def engine(model, tiny_tokenizer, tmp_path):
     store = Store(tmp_path / "store", 1 << 20)
     yield EmbeddedEngine(model, tiny_tokenizer, store, memory=1 << 20, waiting=None)
     store.close()
+
+
+def test_restore_tokens_take_positions_from_the_answer(engine, model, tiny_tokenizer, monkeypatch):
+    """They lie between document and question, so an answer must end that many positions earlier."""
+    small = compress_with(
+        model, tiny_tokenizer, TEXT, evictor="knorm", ratio=0.5, adapter=make_adapter(model)
+    )
+    assert small.manifest.restore_tokens > 2
+    monkeypatch.setattr(engine, "load_document", lambda document: small)
+    limits = []
+    for room in (0, small.manifest.restore_tokens):
+        question = ServedQuestion([object()], (), "Which code?", "", 8, SamplingConfig())
+        prompt = engine.encode_question(question, small.context)
+        positions = small.context.num_tokens + len(prompt) + room + 2
+        monkeypatch.setattr(embedded, "count_usable_positions", lambda model, most=positions: most)
+        if room:
+            engine.prepare(question)
+            limits.append(question.limit)
+            continue
+        with pytest.raises(TextTooLongError, match="shorten them"):
+            engine.prepare(question)
+    assert limits == [2]
 
 
 def test_answers_wait_for_a_compression_and_for_nothing_else(engine, monkeypatch):

@@ -93,6 +93,34 @@ def test_an_interruption_keeps_every_finished_step(
     assert one == other
 
 
+def test_a_log_that_cannot_be_written_leaves_a_checkpoint_that_resumes(
+    tiny_tokenizer, tmp_path, monkeypatch
+):
+    """The step was taken before its line: a checkpoint that counts it not is of two steps."""
+    config = replace(CONFIG, steps=4, checkpoint_every=50)
+    train_adapter(build_model("llama"), tiny_tokenizer, EXAMPLES, config, tmp_path / "whole")
+    write = SummaryWriter.add_scalar
+    lines = []
+
+    def fail_at_the_third(*arguments):
+        lines.append(arguments)
+        if len(lines) == 3:
+            raise OSError("No space left on device")
+        return write(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(SummaryWriter, "add_scalar", fail_at_the_third)
+        train_adapter(build_model("llama"), tiny_tokenizer, EXAMPLES, config, tmp_path / "cut")
+    train_adapter(
+        build_model("llama"), tiny_tokenizer, EXAMPLES, config, tmp_path / "cut", resume=True
+    )
+    one, other = (
+        (tmp_path / run / "adapter" / "adapter_model.safetensors").read_bytes()
+        for run in ("whole", "cut")
+    )
+    assert one == other
+
+
 def test_a_run_is_not_continued_with_another_version_of_its_evictor(
     tiny_tokenizer, tmp_path, monkeypatch
 ):

@@ -2,6 +2,7 @@
 mistakes plainly.
 """
 
+import copy
 import json
 import math
 import re
@@ -221,7 +222,7 @@ def test_an_interruption_loses_nothing(tiny_tokenizer, tmp_path, monkeypatch):
     assert sums[0] == sums[1], "bit for bit"
 
 
-def test_features_of_other_settings_are_refused(tiny_tokenizer, tmp_path):
+def test_features_of_other_settings_are_refused(tiny_tokenizer, tmp_path, monkeypatch):
     model, folder = build_model("qwen3"), tmp_path / "f"
     collect_features(model, tiny_tokenizer, TEXTS, "kvzip", 5, 0, folder)
     cases = [
@@ -236,6 +237,15 @@ def test_features_of_other_settings_are_refused(tiny_tokenizer, tmp_path):
             collect_features(
                 other, tiny_tokenizer, texts, target, tokens, seed, folder, resume=True
             )
+    # The evictor reads what the template puts after a question.
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template += "{% if add_generation_prompt %} The code is 12. {% endif %}"
+    with pytest.raises(RestoreKVError, match="other data, settings or another model"):
+        collect_features(model, tokenizer, TEXTS, "kvzip", 5, 0, folder, resume=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("restorekv.spec.digest_code", lambda kind: "other code")
+        with pytest.raises(RestoreKVError, match="other data, settings or another model"):
+            collect_features(model, tiny_tokenizer, TEXTS, "kvzip", 5, 0, folder, resume=True)
     (folder / "00001.safetensors").write_bytes(b"x")
     with pytest.raises(RestoreKVError, match=r"cut short.*; delete that file"):
         collect_features(model, tiny_tokenizer, TEXTS, "kvzip", 5, 0, folder, resume=True)

@@ -18,6 +18,7 @@ from restorekv.compression.full_cache import ScoredContext
 from restorekv.model.identity import fingerprint_model
 from restorekv.model.prompt import Context
 from restorekv.model.shape import CacheShape
+from restorekv.model.tokenize import hash_token_names
 
 
 @dataclass(frozen=True)
@@ -29,18 +30,27 @@ class PreparedKey:
     dtype: str
     ids: bytes
     prefix: int
+    suffix: bytes  # the ids that the template puts after a question, which KVzip reads
+    tokens: str  # a hash of the names of the ids: those of another tokenizer differ
     evictor: str  # with its settings
 
     @classmethod
-    def of(cls, model: PreTrainedModel, context: Context, compressor: Eviction) -> PreparedKey:
+    def of(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        context: Context,
+        compressor: Eviction,
+    ) -> PreparedKey:
         """Return the key of what `compressor` prepares."""
-        ids = context.ids.cpu().contiguous().numpy().tobytes()
         return cls(
             model=id(model),
             weights=fingerprint_model(model),
             dtype=str(model.dtype),
-            ids=ids,
+            ids=context.ids.cpu().contiguous().numpy().tobytes(),
             prefix=context.prefix_length,
+            suffix=context.suffix_ids.cpu().contiguous().numpy().tobytes(),
+            tokens=hash_token_names(tokenizer, context.ids),
             evictor=compressor.identity(model),
         )
 
@@ -88,7 +98,7 @@ class PreparedContextCache:
         """
         if not isinstance(compressor, Eviction) or not self._can_keep(model, context, compressor):
             return compressor.prepare(model, tokenizer, context, begin_phase)
-        asked = PreparedKey.of(model, context, compressor)
+        asked = PreparedKey.of(model, tokenizer, context, compressor)
         prepared = self._find(asked, context, compressor)
         if prepared is None:
             # Before a new one is made, so that never two are in memory.

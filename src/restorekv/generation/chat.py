@@ -330,8 +330,9 @@ class Chat:
         # What the text lacks must not be read by the next turn, so its columns go too.
         if len(answer.ids) < len(written):
             self._cut_to(self.columns - len(written) + len(answer.ids))
-        self.turns.append(Turn(question, answer, tuple(ids), (times[0], times[-1])))
+        # Before the turn is remembered: a warning may be raised as an error.
         warn_of_cut_forms([answer], sampling)
+        self.turns.append(Turn(question, answer, tuple(ids), (times[0], times[-1])))
 
     def _drop_cut_tokens(
         self, answer: Answer, sampling: SamplingConfig, sampler: TokenSampler | None

@@ -172,7 +172,9 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
             # Without a document the model reads the whole conversation.
             computed = context.num_tokens
             too_long = "The conversation is longer than {}; shorten it."
-        room = most - context.num_tokens - len(prompt)
+        # Restore tokens have positions too; the empty cache has none of a plain conversation.
+        positions = max(context.num_tokens, cache.get_seq_length())
+        room = most - positions - len(prompt)
         if room < 1:
             raise TextTooLongError(too_long.format(f"the model's {most:,} positions"))
         question.limit = min(question.limit, room)

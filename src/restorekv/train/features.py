@@ -18,15 +18,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv import evictors, seal
+from restorekv import evictors, seal, spec
 from restorekv.errors import RestoreKVError
 from restorekv.model import support
-from restorekv.model.identity import fingerprint_model
 from restorekv.model.observer import LayerView, observe_layers
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, fit_context, make_context
 from restorekv.model.shape import CacheShape
 from restorekv.seal import FileKind, Sizes, short_hash
+from restorekv.train.teacher_cache import describe_teacher
 
 FIX = "delete that file, then use --resume"
 KIND = FileKind("restorekv-features", "2", "a file of features", FIX)
@@ -99,7 +99,10 @@ def collect_features(
     support.prepare_model(model)
     shape = CacheShape.from_model(model)
     # What decides the features of any text; with the text's ids it names the origin of a file.
-    facts = [fingerprint_model(model), str(model.dtype), target, tokens, seed]
+    # Evictors read what the template puts after a question, and their code decides their scores.
+    evictor = evictors.make_evictor(target)
+    code = spec.digest_code(type(evictor))
+    facts = [describe_teacher(model, tokenizer), evictor.identity(model), code, tokens, seed]
     contexts = [fit_context(model, make_context(tokenizer, text))[0] for text in texts]
     rows = [min(tokens, context.text_tokens) for context in contexts]
     # Filled context by context, since a list of them beside the whole would take twice the memory.

@@ -181,10 +181,11 @@ def _take_steps(
                 # A step changes adapter and optimizer together, or not at all.
                 with checkpoint.hold_signals():
                     _take_optimizer_step(run, step)
+                    # Before its line, which a full disk may refuse: the step is taken.
+                    done = step + 1
                     log(
                         step, loss, compute_learning_rate(config, step), time.perf_counter() - begun
                     )
-                    done = step + 1
                 progress(done, config.steps, loss)
                 due = done % config.checkpoint_every == 0 or done == config.steps
                 if due and group.rank == 0:
