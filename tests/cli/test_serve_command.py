@@ -131,6 +131,14 @@ def test_a_free_port_is_named_and_the_same_at_all_addresses():
     assert [each.fileno() for each in listeners] == [-1] * len(listeners)
 
 
+def test_a_server_without_the_gate_of_its_preset_does_not_start(tmp_path, monkeypatch):
+    """It would refuse every document."""
+    monkeypatch.setattr("restorekv.evictors.gate_file.SHIPPING", ())
+    result = cli("serve", "--model", "tiny", "--store", tmp_path / "store", "--port", 0)
+    assert result.code == 1 and "Serving" not in result.err
+    assert "with gate=FILE. Or serve with --preset best, which needs no gate." in result.err
+
+
 @pytest.mark.parametrize(
     "problem, message",
     [

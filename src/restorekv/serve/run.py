@@ -24,8 +24,10 @@ from fastapi import FastAPI
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.compression.config import CompressionConfig
+from restorekv.compression.eviction import make_compressor
 from restorekv.context import CompressedContext
-from restorekv.errors import RestoreKVError
+from restorekv.errors import GateError, RestoreKVError
 from restorekv.generation.answers import Answer
 from restorekv.pipeline import compress
 from restorekv.serve.app import make_app
@@ -98,6 +100,7 @@ def find_engine_class(name: str) -> type[CacheEngine]:
 
 def build_app(model: PreTrainedModel, tokenizer: Tokenizer, settings: Settings) -> FastAPI:
     """Return the application with the engine that the settings name."""
+    check_default_method(model, Variant.parse(settings.default, settings.base))
     store = open_store(settings)
     engine = find_engine_class(settings.engine)(
         model, tokenizer, store, settings.memory, settings.limits.waiting, **settings.options
@@ -151,6 +154,17 @@ def build_engine_app(
     app.state.problem = None  # why it could not start
     app.state.exit_code = None  # once a signal has come
     return app
+
+
+def check_default_method(model: PreTrainedModel, default: Variant) -> None:
+    """Refuse a model that lacks the gate with which uploads would be compressed."""
+    if not default.method:
+        return
+    try:
+        # The identity of an evictor with a gate has the gate's hash, so it loads the gate.
+        make_compressor(default.options["evictor"], CompressionConfig()).identity(model)
+    except GateError as error:
+        raise GateError(f"{error} Or serve with --preset best, which needs no gate.") from error
 
 
 def check_loading(model: PreTrainedModel, tokenizer: Tokenizer) -> None:

