@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from recipes.pages import fill_page
 from restorekv.evaluation.answers_kept import EVERY
-from restorekv.evaluation.stats import bootstrap_ratio
+from restorekv.evaluation.stats import ENOUGH, bootstrap_ratio
 from restorekv.files import read_json, replace_file
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ END_GENRES = "<!-- end of genres -->"
 PANELS = ("RULER", "Factbook", "FairytaleQA", "Genres")
 PANELS_BESIDE = 2
 FEW_LOST = 10  # answers: of fewer, no share is shown that comes back
-ENOUGH_TEXTS = 65  # of a comparison of scores; fewer are a glimpse
+
 EVICTOR_NAMES = {
     "kvzip": "KVzip",
     "kvzip+": "KVzip+",
@@ -322,7 +322,7 @@ def format_cut(cut: float, genre: str) -> str:
 def describe_texts(title: str, full: Row) -> str:
     """Return how many texts a benchmark has, and of how many of its tasks the score is the mean."""
     texts = f"{title}, {full['samples']} texts"
-    if full["samples"] < ENOUGH_TEXTS:
+    if full["samples"] < ENOUGH:
         texts = f"{texts} (a glimpse)"
     if not full["left_out"]:
         return texts

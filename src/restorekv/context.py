@@ -384,7 +384,11 @@ class CompressedContext:
         if recorded["restore_tokens"] < loaded.restore_tokens:
             loaded = loaded.truncate(recorded["restore_tokens"])
         if loaded.identity()["hash"] != recorded["hash"]:
-            warn("The cache was made with another adapter than the one that continues it.")
+            warn(
+                f"The cache was made with the adapter {recorded['hash']}, and "
+                f"{loaded.identity()['hash']} continues it; pass the folder of the one of before "
+                "(adapter=FOLDER), or adapter=None to restore nothing."
+            )
         return replace(eviction, adapter=loaded)
 
     @property

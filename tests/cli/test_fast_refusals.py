@@ -57,6 +57,7 @@ WRONG = {
     "no cache to ask": ["ask", "missing.rkv", "who?"],
     "a text as a cache": ["ask", "text.txt", "who?"],
     "no question": ["ask", "doc.rkv"],
+    "a temperature below 0": ["ask", "doc.rkv", "who?", "--temperature", "-1"],
     "a wrong flag of ask": ["ask", "doc.rkv", "who?", "--do-sample"],
     "no cache to chat with": ["chat", "missing.rkv"],
     "no cache to append to": ["append", "missing.rkv", "text.txt", *OUT],

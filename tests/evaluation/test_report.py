@@ -157,7 +157,7 @@ def test_paired_table_has_the_gains_of_stats(folder, page):
     )
     for key, value in expected.items():
         assert float(told[key]) == pytest.approx(value), key
-    assert f"{expected['score']:.1f}" in page.text and f"▲ +{expected['gain']:.1f}" in page.text
+    assert f"{expected['score']:.1f}" in page.text and f" +{expected['gain']:.1f} (" in page.text
     frame = make_frame(load_results(folder))
     same = frame[
         (frame.kind == "all")

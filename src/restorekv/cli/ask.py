@@ -73,8 +73,8 @@ def run(
                 print(make_visible(piece), end="", flush=True)
         finally:
             print()  # after a Ctrl-C too, so that what is said next begins a line
-        if stream.answer and stream.answer.finish == "length":
-            _say_cut(1, max_new_tokens)
+        if stream.answer:
+            _say_how_answers_ended([stream.answer.finish], max_new_tokens)
         return
     with notes.status(f"answering {len(files) * len(asked)} questions"):
         by_file = ask_many(
@@ -101,20 +101,21 @@ def run(
             title = f"{row['file']}: {row['question']}" if len(files) > 1 else row["question"]
             output.print(Text(make_visible(title), style="bold"), soft_wrap=True)
             output.print(Text("  " + make_visible(row["answer"])), soft_wrap=True)
-    cut = sum(row["finish"] == "length" for row in rows)
-    if cut:
-        _say_cut(cut, max_new_tokens)
+    _say_how_answers_ended([row["finish"] for row in rows], max_new_tokens)
 
 
-def _say_cut(answers: int, max_new_tokens: int) -> None:
-    """Tell on stderr how many answers ended at the limit and not by themselves."""
-    which = "the answer was" if answers == 1 else f"{answers} answers were"
-    notes.print(
-        f"({which} cut after {max_new_tokens} tokens; --max-new-tokens sets the limit)",
-        style="dim",
-        highlight=False,
-        soft_wrap=True,
-    )
+def _say_how_answers_ended(finishes: list[str], max_new_tokens: int) -> None:
+    """Tell on stderr how many answers ended at a limit and not by themselves."""
+    ways = {
+        "length": f"cut after {max_new_tokens} tokens; --max-new-tokens sets the limit",
+        "repetition": "ended where it repeats itself; --stop-repeats 0 lets it go on",
+    }
+    for finish, what in ways.items():
+        count = finishes.count(finish)
+        if not count:
+            continue
+        which = "the answer was" if count == 1 else f"{count} answers were"
+        notes.print(f"({which} {what})", style="dim", highlight=False, soft_wrap=True)
 
 
 def _split_words(words: list[str]) -> tuple[list[Path], list[str]]:

@@ -56,8 +56,8 @@ Preset = Annotated[
 Adapter = Annotated[
     str,
     typer.Option(
-        help="auto (ships for the model, at ratios it was trained for), none, published (by the "
-        "paper's authors), a folder or a hub id."
+        help="auto (one that ships for the model, up to the ratio at which it helps), none, "
+        "published (by the paper's authors), a folder or a hub id."
     ),
 ]
 DEFAULT_MODEL = "smollm2"  # everywhere; the toy is used where it is named
@@ -146,21 +146,39 @@ class SamplingFlags:
     """How `ask` and `chat` write answers: the options of `SamplingConfig`."""
 
     temperature: float = field(
-        default=0.0, metadata={"help": "How much chance decides; 0 takes the likeliest token."}
+        default=0.0,
+        metadata={
+            "help": "How much chance decides; 0 takes the likeliest token.",
+            "min": 0,
+            "max": 100,
+        },
     )
     top_p: float = field(
-        default=1.0, metadata={"help": "Sample from the likeliest tokens of this probability."}
+        default=1.0,
+        metadata={
+            "help": "Sample from the likeliest tokens of this probability.",
+            "min": 0,
+            "max": 1,
+        },
     )
     top_k: int = field(
-        default=0, metadata={"help": "Sample from so many likeliest tokens; 0 for all."}
+        default=0, metadata={"help": "Sample from so many likeliest tokens; 0 for all.", "min": 0}
     )
     min_p: float = field(
-        default=0.0, metadata={"help": "Leave out tokens below this share of the likeliest one's."}
+        default=0.0,
+        metadata={
+            "help": "Leave out tokens below this share of the likeliest one's.",
+            "min": 0,
+            "max": 1,
+        },
     )
     repetition_penalty: float = field(
-        default=1.0, metadata={"help": "Above 1, makes what was read or said rarer."}
+        default=1.0,
+        metadata={"help": "Above 1, makes what was read or said rarer.", "min": 0, "max": 100},
     )
-    seed: int = field(default=0, metadata={"help": "The same seed gives the same answer."})
+    seed: int = field(
+        default=0, metadata={"help": "The same seed gives the same answer.", "min": 0}
+    )
     stop: list[str] | None = field(
         default=None, metadata={"help": "End an answer before this text; repeatable."}
     )
@@ -168,7 +186,9 @@ class SamplingFlags:
         default=STOP_REPEATS,
         metadata={
             "help": "End an answer that says the same so many times in a row, and keep it once; 0 "
-            "lets it go on."
+            "lets it go on.",
+            "min": 0,
+            "max": 1000,
         },
     )
     json_schema: Path | None = field(
@@ -182,7 +202,8 @@ class SamplingFlags:
 def add_options_of(config: type) -> Callable[[Callable], Callable]:
     """Decorate a command that takes `**settings`: every field of the dataclass becomes an option.
 
-    The metadata of a field holds its help. A tuple is typed with commas, a literal as text.
+    The metadata of a field holds its help, and what numbers it may have, so that others are refused
+    before PyTorch is imported. A tuple is typed with commas, a literal as text.
     """
 
     def decorate(run: Callable) -> Callable:
@@ -212,5 +233,5 @@ def _make_parameter(field: Field, kind: Any) -> inspect.Parameter:
         field.name,
         inspect.Parameter.KEYWORD_ONLY,
         default=default,
-        annotation=Annotated[kind, typer.Option(help=field.metadata["help"])],
+        annotation=Annotated[kind, typer.Option(**field.metadata)],
     )

@@ -170,8 +170,9 @@ def _explain_kept_whole(ratio: Fraction, tokens: int, restore_tokens: int) -> st
     wanted = "one token for each head"
     if restore_tokens:
         wanted = f"{restore_tokens} restore tokens"
+    length = "1 token" if tokens == 1 else f"{tokens} tokens"
     return (
-        f"A text of {tokens} tokens is too short for ratio {float(ratio):g}, which has no room for "
+        f"A text of {length} is too short for ratio {float(ratio):g}, which has no room for "
         f"{wanted}: everything is kept, at ratio 1, and nothing is restored. What is appended "
         "later is kept whole, too."
     )

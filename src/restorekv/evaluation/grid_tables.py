@@ -6,7 +6,7 @@ from restorekv.evaluation.answers_kept import make_kept_table
 from restorekv.evaluation.frame import ALL, FULL_CACHE, TASK, GridResults, Row
 from restorekv.evaluation.grid import group_by
 from restorekv.evaluation.results import Result
-from restorekv.evaluation.stats import FEW, get_interval
+from restorekv.evaluation.stats import ENOUGH, FEW, get_interval
 from restorekv.evaluation.tables import (
     Table,
     format_gain,
@@ -18,11 +18,10 @@ from restorekv.evaluation.tables import (
 
 SCORES = (
     "Score and further metrics: points, 0 to 100. Gain: over the base at the same ratio, paired "
-    "(▲ restored scores higher, ▼ lower), and the share of the base's loss that came back, "
-    "where it is a point or more. KL: "
-    "mean KL(full || cache) in nats over the tokens of the full cache's own answers; same: answers "
-    "with the very text of the full cache's. In parentheses: 95 % bootstrap intervals over "
-    f"contexts; fewer than {FEW} contexts have none."
+    "(▲ restored scores higher, ▼ lower, ≈ either is possible), and the share of the base's loss "
+    "that came back, where it is a point or more. KL: mean KL(full || cache) in nats over the "
+    "tokens of the full cache's own answers; same: answers with the very text of the full cache's. "
+    f"In parentheses: 95 % bootstrap intervals over contexts; fewer than {FEW} contexts have none."
 )
 HELD = (
     "Means over contexts, and what that is of the full cache's: of the pairs that compete for the "
@@ -92,6 +91,8 @@ def make_scores_table(rows: Sequence[Row], kind: str = ALL) -> Table:
         title = key.removeprefix("metric ").replace("_", " ")
         columns[title] = lambda row, key=key: format_number(row.get(key))
     notes = [SCORES]
+    if max(row.get("contexts", 0) for row in own) < ENOUGH:
+        notes.append(f"Fewer than {ENOUGH} contexts are a glimpse, which ranks nothing.")
     # A reader compares gains only where both rows hold the same number of pairs.
     paired = [row["as_many_pairs"] for row in own if "as_many_pairs" in row]
     if paired and all(paired):

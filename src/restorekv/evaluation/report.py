@@ -37,7 +37,7 @@ INDEX = "index.html"
 SVG = "svg"
 FOLDERS = ("csv", SVG, "png")
 GENERATOR = "restorekv "
-COLORS = {"▲": "up", "▼": "down", "✓": "up", "✗": "down", "○": "even", "=": "even"}
+COLORS = {"▲": "up", "▼": "down", "✓": "up", "✗": "down", "○": "even", "≈": "even", "=": "even"}
 DETAIL = re.compile(r"\(([^()]*)\)$")  # what a cell says in addition, in smaller letters
 EMPHASIS = re.compile(r"^\*([^*]+)\*")  # Markdown's, which the paper's own figures have
 SURE = re.compile(r"\(([+−])\S+ to \1")  # an interval that excludes zero

@@ -18,6 +18,7 @@ from restorekv.errors import RestoreKVError
 LEAST = 10.0  # points: a task on which the full cache scores less has nothing to lose
 LEAST_LOSS = 1.0  # points: of a smaller loss the share that comes back says nothing
 FEW = 6  # contexts: a bootstrap over fewer is too narrow, over one it has no width
+ENOUGH = 65  # contexts of a comparison of scores; fewer are a glimpse, which ranks nothing
 RESAMPLES = 2000
 BLOCK = 500  # resamples drawn at a time: their counts are (BLOCK, contexts)
 

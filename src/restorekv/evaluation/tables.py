@@ -1,6 +1,6 @@
 """Tables of texts for terminals, Markdown and pages, with their figures as a pandas DataFrame.
 
-Whatever a reader must notice is in the text itself: ▲ and ▼ before a gain, ✓, ✗ and ○ before a
+Whatever a reader must notice is in the text itself: ▲, ▼ and ≈ before a gain, ✓, ✗ and ○ before a
 verdict. A page only adds colors to these signs. pandas is part of the extra `eval` and is imported
 when a DataFrame is asked for.
 """
@@ -45,7 +45,7 @@ METHOD_NAMES = {
 }
 RESTORED_NAMES = {"kvzip": "RestoreKV", "kvzip+": "RestoreKV+"}
 # Where a terminal continues a cell on the next line: before a gain, and before an interval.
-LINE_BREAK = re.compile(r" (?=[▲▼] |= \d|\([+−\d])")
+LINE_BREAK = re.compile(r" (?=[▲▼≈] |= \d|\([+−\d])")
 BREAKABLE = 12  # letters of a word without digits, after which it may go on in the next line
 
 
@@ -116,12 +116,17 @@ def format_gain(
     high: float | None = None,
     more: str = "",
 ) -> str:
-    """Write a difference as "▲ +1.0 (+0.5 to +1.5; 9 % back)"; `more` ends the parentheses."""
+    """Write a difference as "▲ +1.0 (+0.5 to +1.5; 9 % back)"; `more` ends the parentheses.
+
+    With ≈ in place of an arrow where the interval includes zero.
+    """
     text = format_number(value, sign=True)
     arrow = {"+": "▲", MINUS: "▼"}.get(text[0], "=")
     interval = ""
     if low is not None and high is not None:
         interval = format_range(low, high, sign=True)
+        if low <= 0 <= high and arrow != "=":
+            arrow = "≈"
     details = "; ".join(part for part in (interval, more) if part)
     if details:
         return f"{arrow} {text} ({details})"

@@ -29,7 +29,7 @@ export const count = (number) => number.toLocaleString("en-US");
 export const percent = (share) => `${Number((100 * share).toPrecision(share < 0.1 ? 2 : 3))}%`;
 
 export function size(bytes) {
-  const units = ["bytes", "KB", "MB", "GB"];
+  const units = ["bytes", "KiB", "MiB", "GiB"];
   const unit = Math.min(Math.floor(Math.log2(Math.max(bytes, 1)) / 10), 3);
   return `${Number((bytes / 1024 ** unit).toPrecision(3))} ${units[unit]}`;
 }
