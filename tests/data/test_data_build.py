@@ -108,7 +108,7 @@ def test_answers_are_the_teachers_greedy_words(whole, model, tiny_tokenizer):
     checked = 0
     for context in made[::2] + made[-1:]:
         framed = make_context(tiny_tokenizer, context.context)
-        assert framed.text_tokens == context.text_tokens
+        assert framed.text_tokens == context.tokens
         for question, answer, ids in zip(
             context.questions, context.answers, context.answer_ids, strict=True
         ):
