@@ -151,6 +151,13 @@ def test_rows_with_one_context_are_one_sample(tmp_path, kind):
     assert (asked.answers, asked.max_new_tokens) == (("she", "her"), 32)
 
 
+def test_a_length_that_a_folder_lacks_is_refused(tmp_path):
+    """All files below the folder would be those of other lengths."""
+    source = stored(tmp_path, "parquet", ROWS)
+    with pytest.raises(RestoreKVError, match="has RULER of 4096 tokens, not of 8192"):
+        make_benchmark(f"ruler:source={source},length=8192").load_samples(None, "kvpress")
+
+
 def test_only_the_tasks_wanted_are_read_and_none_is_missed(tmp_path):
     source = stored(tmp_path, "jsonl", ROWS)
     assert (

@@ -131,8 +131,7 @@ class Ruler(Benchmark):
         if self.source == "hub":
             rows = load_hub_rows(HUB, str(self.length), "test", HUB_FIX)
         else:
-            folder = check_exists(self.source) / str(self.length)
-            rows = load_rows(folder if folder.is_dir() else self.source)
+            rows = load_rows(self._find_stored_folder(check_exists(self.source)))
         questions = []
         # Rows of a task are numbered by task, so that a question keeps its name in a subset.
         counts = Counter()
@@ -150,6 +149,22 @@ class Ruler(Benchmark):
                 f"The data has no rows of the task {missing[0]}; leave it out of tasks=."
             )
         return group_by_context(questions)
+
+    def _find_stored_folder(self, source: Path) -> Path:
+        """Return the subfolder of the length, or the source itself if it has none of any length."""
+        folder = source / str(self.length)
+        if folder.is_dir():
+            return folder
+        lengths = []
+        if source.is_dir():
+            lengths = [int(path.name) for path in source.iterdir() if path.name.isdecimal()]
+        if lengths:
+            there = ", ".join(str(length) for length in sorted(lengths))
+            raise RestoreKVError(
+                f"{source} has RULER of {there} tokens, not of {self.length}; give length= one of "
+                "those."
+            )
+        return source
 
     def _generate_samples(self, count_tokens: Callable[[str], int]) -> Iterator[Sample]:
         """Yield samples, each of which depends only on seed, task, index and the tokenizer."""
