@@ -18,6 +18,7 @@ FOREIGN = {  # flags of other programs, in the sentences that say how to call th
     "--kv-transfer-config": "vllm serve",
     "--kv-cache-dtype": "vllm serve",
     "--attention-config": "vllm serve",
+    "--generation-config": "vllm serve",
     "--page": "benchmarks",
 }
 # Sentences of the library that the server's own ones replace, or that it never reaches.

@@ -333,7 +333,7 @@ def test_filters_of_questions_answers_and_contexts(tiny_tokenizer):
     assert LengthFilter(tiny_tokenizer, 1, count - 1).check_text(body) == "too long"
     twice = LengthFilter(tiny_tokenizer, 1, 9999)
     assert (
-        twice.check_text(body).tokens == count
+        twice.check_text(body).text_tokens == count
         and twice.check_text(body.upper() + "\n") == "repeated"
     )
 
