@@ -114,7 +114,7 @@ def make_table(rows: Sequence[Mapping]) -> str:
 
 
 def write_comparison(results: Sequence[Result], path: Path) -> None:
-    """Write the comparison; rows of other benchmarks stay in `path` if the adapter is the same."""
+    """Write the comparison; rows of other benchmarks stay in `path` if all else is the same."""
     made_with = next(result.identity for result in results if result.cell.adapter is not None)
     conventions = {
         name: made_with[name]
@@ -124,7 +124,9 @@ def write_comparison(results: Sequence[Result], path: Path) -> None:
     rows = compare_all(results)
     if path.exists():
         former = read_json(path, str(path))
-        if (former["fingerprint"], former["adapter"]) == (made_with["fingerprint"], adapter):
+        # Versions of libraries may differ: rows of several days are put together.
+        same = ("fingerprint", "prefix_policy", "dtype")
+        if former["adapter"] == adapter and all(former[each] == made_with[each] for each in same):
             # A benchmark with other settings takes the place of the former one.
             here = {row["title"] for row in rows}
             rows += [row for row in former["rows"] if row["title"] not in here]

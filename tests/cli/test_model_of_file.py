@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from restorekv.cli import execute
+from restorekv.cli import execute, session
 from restorekv.model import load
 from restorekv.model.names import tiny_path
 from restorekv.storage import cache_file
@@ -139,6 +139,15 @@ def test_what_a_file_calls_its_model_is_shown_as_text(place, capsys):
     assert f"{name} (float32" in said and said.startswith("n[bold]\\[x.rkv")
     assert execute(["ask", "n[bold]\\[x.rkv", QUESTION]) == 1
     assert f"'{name}'" in capsys.readouterr().err
+
+
+def test_the_yarn_of_a_hybrid_model_is_found():
+    """There it stretches the layers that see the whole text; those with a window have another."""
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    window = {"rope_type": "default", "rope_theta": 10_000.0}
+    hybrid = {"full_attention": {**yarn, "rope_theta": 1e6}, "sliding_attention": window}
+    assert session._extract_yarn(hybrid) == session._extract_yarn(yarn) == yarn
+    assert session._extract_yarn(window) is None
 
 
 def test_a_long_name_is_cut(place, capsys):

@@ -6,7 +6,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
+from transformers import GraniteConfig, GraniteForCausalLM
 
 from restorekv import CompressedContext, compress
 from restorekv.errors import AdapterError, CacheFileError, RestoreKVWarning
@@ -101,6 +103,34 @@ def test_a_changed_model_is_noticed_by_caches_and_adapters(change, tiny_tokenize
         (AdapterError, RestoreKVWarning), match=r"another model|other weights|RoPE|PEFT"
     ):
         compress(model, tiny_tokenizer, TEXT, ratio=0.5, adapter=tmp_path / "adapter")
+
+
+def test_settings_that_change_every_pass_are_noticed():
+    """The weights and their shapes are the same."""
+    made = {}
+    for multiplier in (1.0, 12.0):
+        torch.manual_seed(0)
+        config = GraniteConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=320,
+            embedding_multiplier=multiplier,
+        )
+        made[multiplier] = fingerprint_model(GraniteForCausalLM(config).eval())
+    assert made[1.0] != made[12.0]
+
+
+def test_the_scaling_of_an_active_lora_is_noticed():
+    model = build_model("qwen3")
+    add_active_lora(model)
+    before = fingerprint_model(model)
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer.scale_layer(0.1)
+    assert layers and fingerprint_model(model) != before
 
 
 def test_a_changed_template_is_noticed(tiny_tokenizer):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import LlamaConfig, MistralConfig
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
 
 from restorekv import CompressionConfig, compress, load_model
 from restorekv.cli import execute
@@ -213,6 +213,36 @@ def test_a_lack_of_memory_is_not_the_model_s_fault(monkeypatch, lack):
     monkeypatch.setattr(module.LlamaAttention, "forward", forward)
     with pytest.raises(lack):
         support.get_support(decoders.build("llama"))
+
+
+def test_a_model_in_training_mode_is_refused_if_that_changes_its_passes(tiny_tokenizer):
+    """Trainers leave models in that mode."""
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=320,
+        attention_dropout=0.2,
+    )
+    model = LlamaForCausalLM(config).train()
+    options = {"ratio": 0.5, "evictor": "knorm"}
+    for _ in range(2):  # refused first, then after it was known
+        with pytest.raises(ModelError, match=r"training mode.*call model\.eval\(\) first"):
+            compress(model, tiny_tokenizer, "The house is red. " * 9, adapter=None, **options)
+        model.eval()
+        compress(model, tiny_tokenizer, "The house is red. " * 9, adapter=None, **options)
+        model.train()
+    # An adapter that is made meanwhile reads the text in evaluation mode all the same.
+    adapter = RestoreAdapter.create(model, 2)
+    model.eval()
+    small = [
+        compress(model, tiny_tokenizer, "The house is red. " * 9, adapter=adapter, **options)
+        for _ in range(2)
+    ]
+    keys = [each.cache.full_attention[1].restore_keys for each in small]
+    assert keys[0].equal(keys[1])
 
 
 def test_a_model_is_asked_once(monkeypatch):

@@ -93,9 +93,10 @@ def test_rows_of_other_benchmarks_stay_with_the_same_adapter(tmp_path):
         "A",
         stored["rows"][0]["title"],
     ]
-    path.write_text(json.dumps({**stored, "adapter": "another", "rows": [other]}))
-    border.write_comparison(pair, path)
-    assert json.loads(path.read_text())["rows"] == stored["rows"]
+    for changed in ({"adapter": "another"}, {"prefix_policy": "counted"}, {"dtype": "bfloat16"}):
+        path.write_text(json.dumps({**stored, **changed, "rows": [other]}))
+        border.write_comparison(pair, path)
+        assert json.loads(path.read_text())["rows"] == stored["rows"]
 
 
 def test_the_page_says_what_the_stored_result_holds(tmp_path):

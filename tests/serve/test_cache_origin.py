@@ -84,6 +84,13 @@ def test_settings_and_document_are_part_of_the_name(loaded):
     assert origin.make_key("1" * 64, Variant.parse("tiny", "tiny")) != before["tiny"]
 
 
+def test_the_separator_is_part_of_the_name(loaded):
+    model, tokenizer = loaded
+    before = make_keys(model, tokenizer)
+    tokenizer.init_kwargs["separator"] = "\n\nQ: "
+    assert list_changed(before, make_keys(model, tokenizer)) == list(MODEL_IDS)
+
+
 def test_models_without_shipped_files_have_names_too(model, tiny_tokenizer):
     """A name of a model that is a path, as transformers leaves it, leads to no adapter."""
     model.config.name_or_path = "/tmp/some.folder/model"

@@ -96,6 +96,8 @@ def _find_model_of_file(file: Path, name: str) -> str:
 
 def _extract_yarn(rope: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the YaRN that a cache was made with, for `load_model`, or None."""
+    # In a hybrid model YaRN stretches the layers that see the whole text.
+    rope = rope.get("full_attention", rope)
     # Other types of RoPE belong to the model itself and need no setting.
     if rope.get("rope_type") != "yarn":
         return None

@@ -27,6 +27,23 @@ from restorekv.model.rope import get_rope_settings
 from restorekv.model.shape import CacheShape, describe_windows
 
 RESTORE_ADAPTER = "restorekv"  # the name of a restore adapter in PEFT's layers
+# Settings that change what a model computes without changing its weights or shape. They count where
+# they differ from the default of the architecture.
+DECISIVE_SETTINGS = (
+    "attention_multiplier",
+    "attn_logit_softcapping",
+    "embedding_multiplier",
+    "final_logit_softcapping",
+    "hidden_act",
+    "hidden_activation",
+    "logit_scale",
+    "logits_scaling",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "query_pre_attn_scalar",
+    "residual_multiplier",
+    "routed_scaling_factor",
+)
 SAMPLES = 64  # values of every weight in a fingerprint
 SKETCH_VALUES = 1024  # values of all matrices together in a sketch
 
@@ -86,6 +103,16 @@ def fingerprint_model(model: PreTrainedModel) -> str:
     windows = describe_windows(model.config)
     if windows:
         facts.append(str(windows))
+    # Of the architecture, not of all configs: `to_diff_dict` would name what each Llama has.
+    has_defaults = not getattr(config, "has_no_defaults_at_init", False)
+    defaults = type(config)() if has_defaults else None
+    decisive = {}
+    for name in DECISIVE_SETTINGS:
+        value = getattr(config, name, None)
+        if value != getattr(defaults, name, None):
+            decisive[name] = value
+    if decisive:
+        facts.append(json.dumps(decisive, sort_keys=True, default=str))
     # Names and values in sorted order, so that the fingerprint does not depend on the order in
     # which a checkpoint lists its weights.
     digest = hashlib.sha256("\n".join(map(str, facts)).encode())
@@ -147,8 +174,12 @@ def _list_active_lora(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
             continue
         active = {name for name in module.active_adapters if name != RESTORE_ADAPTER}
         for name, weight in own:
-            if "lora_" in name and active & set(name.split(".")):
-                found.append((f"{place}.{name}", weight))
+            used = active & set(name.split("."))
+            if "lora_" in name and used:
+                # The scaling has a part in every product with the weights.
+                factors = getattr(module, "scaling", {})
+                scaling = [factors.get(each) for each in sorted(used)]
+                found.append((f"{place}.{name} {scaling}", weight))
     return sorted(found, key=lambda item: item[0])
 
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from restorekv.errors import ModelError, RestoreKVError
@@ -56,6 +56,12 @@ def get_support(model: PreTrainedModel) -> Support:
             "torch.autocast is on, which would mix dtypes in a cache; call restorekv outside of "
             "it, with the model in the dtype that you want."
         )
+    # The mode of every module, not the model's own: a part may have been switched alone.
+    if any(module.training and _drops_values(module) for module in model.modules()):
+        raise ModelError(
+            "The model is in training mode, in which dropout changes every pass at random; call "
+            "model.eval() first."
+        )
     key = _get_key(model)
     with _probing:
         if key not in _known:
@@ -68,6 +74,12 @@ def get_support(model: PreTrainedModel) -> Support:
         # A new one each time, since a raised exception collects the tracebacks of its raises.
         raise type(found)(str(found))
     return found
+
+
+def _drops_values(module: nn.Module) -> bool:
+    """Whether a module drops values at random in training mode."""
+    share = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0)
+    return isinstance(share, int | float) and share > 0
 
 
 def _get_key(model: PreTrainedModel) -> _Key:

@@ -151,8 +151,9 @@ def attach_lora(
     }
     _drop_other_parts(adapted, layers)
     _check_targets(model, config, layers)
+    # Its modules have modes of their own, which do not follow the model's.
+    adapted.eval()
     for layer in layers.values():
-        layer.eval()
         for part in (layer.lora_A[NAME], layer.lora_B[NAME]):
             part.float().requires_grad_(True)
     return adapted, layers

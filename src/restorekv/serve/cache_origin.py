@@ -24,6 +24,7 @@ from restorekv.evictors import EVICTORS
 from restorekv.files import read_bytes
 from restorekv.model.identity import identify_model
 from restorekv.model.names import SHIPPING, get_model_name, is_shipping_installed
+from restorekv.model.prompt import get_default_separator
 from restorekv.restore.adapter_file import CARD
 from restorekv.restore.shipped import find_shipped_adapter
 from restorekv.seal import short_hash
@@ -35,8 +36,8 @@ class CacheOrigin:
     """What decides every cache of a server beside the document and the variant.
 
     Args:
-        common: The version of this package, the model, its dtype and template, and settings of
-            `compress` that are not the defaults.
+        common: The version of this package, the model, its dtype, template and separator, and
+            settings of `compress` that are not the defaults.
         evictors: For each evictor, digests of its files and gate, and of the adapter that ships.
     """
 
@@ -55,6 +56,7 @@ class CacheOrigin:
             identity.fingerprint,
             str(model.dtype),
             identity.template,
+            get_default_separator(tokenizer),
             *(f"{name}={value}" for name, value in settings.items()),
         )
         return cls(common, {name: _describe_evictor(name, model) for name in EVICTORS})
