@@ -15,6 +15,7 @@ takes it for these.
 import argparse
 import json
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -126,12 +127,14 @@ class Comparison:
             losses = compute_hidden_divergence(model, expected, output.hidden)
             yield f"{ratio:g}", float(losses.mean())
 
-    def list_served(self, evictors: list[str]) -> list[str]:
-        """Print a table, and return the evictors that KVzip's adapter serves."""
+    def list_served(self, evictors: list[str]) -> dict[str, float]:
+        """Print a table, and return the evictors that KVzip's adapter serves, each with the lowest
+        ratio from which on it does no harm.
+        """
         rows = self.load_rows()
         print("| evictor | r | passages | alone | its own | KVzip's | gain over its own or alone |")
         print("|---|---|---|---|---|---|---|")
-        served = []
+        served = {}
         for evictor in evictors:
             others = [ALONE] + [evictor] * any(key[1:] == (evictor, evictor) for key in rows)
             names = [
@@ -157,16 +160,20 @@ class Comparison:
                 own = f"{kl[evictor].mean():.4f}" if evictor in kl else ""
                 cells = [evictor, ratio, str(len(names)), f"{kl[ALONE].mean():.4f}", own]
                 print(f"| {' | '.join([*cells, f'{kl[ADAPTER].mean():.4f}', shown])} |")
-            if serves and np.mean(left) < 1:
-                served.append(evictor)
+            # From the highest ratio down to the first at which restoring does harm.
+            helpful = list(takewhile(lambda pair: pair[1] <= 1, zip(RATIOS, left, strict=True)))
+            if serves and np.mean(left) < 1 and helpful:
+                served[evictor] = helpful[-1][0]
         return served
 
-    def record(self, served: list[str]) -> None:
+    def record(self, served: dict[str, float]) -> None:
         """Write the evictors into the record of KVzip's adapter."""
         folder = shipped_path("smollm2", "adapters", ADAPTER)
         adapter = self.load_adapter(ADAPTER)
         specs = [Eviction.make(evictor).identity(self.bench.model) for evictor in served]
-        adapter.record_results(adapter.card.results or [], also_for=specs)
+        # At the lowest ratio that was measured it helps the others, so they need no limit.
+        limits = {evictor: ratio for evictor, ratio in served.items() if ratio > RATIOS[-1]}
+        adapter.record_results(adapter.card.results or [], also_for=specs, helps_from=limits)
         (folder / "README.md").unlink(missing_ok=True)  # it would be taken for a person's
         adapter.save_pretrained(folder, dtype=torch.bfloat16)
 

@@ -330,6 +330,30 @@ def test_auto_takes_the_adapter_that_was_measured_with_other_evictors(tiny, ship
     assert loaded.card.also_for is None
 
 
+def test_auto_restores_nothing_below_the_lowest_ratio_that_helps_an_evictor(tiny, shipped):
+    adapter = RestoreAdapter.create(tiny[0], 2, rank=1)
+    adapter.record_training(evictor="kvzip", settings={"evictor": "kvzip"})
+    adapter.record_results([], 0.5, ["knorm", "keydiff"], {"knorm": 0.3})
+    adapter.save_pretrained(shipped / "adapters" / "kvzip")
+    options = {"adapter": "auto"}
+    restored = {
+        (evictor, ratio): small(
+            tiny, evictor=evictor, ratio=ratio, **options
+        ).manifest.restore_tokens
+        for evictor in ("knorm", "keydiff")
+        for ratio in ("0.29", "0.3")
+    }
+    assert restored == {
+        ("knorm", "0.29"): 0,
+        ("knorm", "0.3"): 2,
+        ("keydiff", "0.29"): 2,
+        ("keydiff", "0.3"): 2,
+    }
+    # Whoever names the adapter wants it.
+    named = small(tiny, evictor="knorm", ratio="0.2", adapter=shipped / "adapters" / "kvzip")
+    assert named.manifest.restore_tokens == 2
+
+
 def test_an_adapter_of_another_allocation_is_not_taken_for_the_global_ranking(tiny, shipped):
     folder = shipped / "adapters" / "kvzip.per-head"
     adapter = RestoreAdapter.create(tiny[0], 2, rank=1)

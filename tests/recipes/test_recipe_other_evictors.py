@@ -40,15 +40,28 @@ def test_an_adapter_serves_where_it_is_nearly_the_best(comparison, capsys):
         without=(0.4, None, 0.2),
     )
     evictors = ["better", "alike", "worse", "harmed", "without"]
-    assert found.list_served(evictors) == ["better", "alike", "without"]
+    lowest = {"better": 0.05, "alike": 0.05, "without": 0.05}
+    assert found.list_served(evictors) == lowest
     with found.file.open("a") as file:  # an interrupted run
         row = {"passage": "7", "evictor": "better", "adapter": "", "kl": {"0.3": 9.0}}
         file.write(json.dumps(row) + "\n")
-    assert found.list_served(evictors) == ["better", "alike", "without"]
+    assert found.list_served(evictors) == lowest
     table = capsys.readouterr().out
     assert "| better | 0.3 | 6 | 0.4250 | 0.3250 | 0.2250 | 0.1000 (0.1000 to 0.1000) |" in table
     assert "| without | 0.05 | 6 | 0.4250 |  | 0.2250 | 0.2000 (0.2000 to 0.2000) |" in table
     assert len({line.count("|") for line in table.splitlines()}) == 1
+
+
+def test_an_adapter_serves_from_the_lowest_ratio_at_which_it_helps(comparison):
+    found = comparison(contrast=(0.4, 0.3, 0.2))
+    rows = [json.loads(line) for line in found.file.read_text().splitlines()]
+    for row in rows:
+        if row["adapter"] == other_evictors.ADAPTER:
+            row["kl"]["0.05"] = 0.9
+        else:
+            row["kl"]["0.05"] = 0.88 if row["adapter"] else 0.85
+    found.file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert found.list_served(["contrast"]) == {"contrast": 0.1}
 
 
 def test_what_is_measured_is_not_measured_again(comparison, monkeypatch):
@@ -61,7 +74,7 @@ def test_what_is_measured_is_not_measured_again(comparison, monkeypatch):
 
 def test_rows_of_an_adapter_that_shipped_before_do_not_count(comparison, monkeypatch):
     found = comparison(snapkv=(0.4, 0.3, 0.2))
-    assert found.list_served(["snapkv"]) == ["snapkv"]
+    assert found.list_served(["snapkv"]) == {"snapkv": 0.05}
     with found.file.open("a") as file:  # from before rows had a hash
         row = {"passage": "7", "evictor": "snapkv", "adapter": "kvzip", "kl": {"0.3": 9.0}}
         file.write(json.dumps(row) + "\n")

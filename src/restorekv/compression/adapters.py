@@ -15,6 +15,7 @@ from restorekv.model.names import get_model_name
 from restorekv.restore import hub
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.restore.shipped import find_named_adapter, find_shipped_adapter
+from restorekv.spec import drop_gate
 
 # How many adapters a model keeps loaded, and its attribute for them.
 LOADED = 4
@@ -42,8 +43,9 @@ def load_adapter(
         restore_tokens: Return the first n tokens of the adapter as an adapter; None returns all.
         separator: What separates text and question, which is part of an adapter's use.
         ratio: The share of the pairs to hold. "auto" restores nothing above the ratio up to which
-            the adapter helps, by its record or else by the ratios of its training, unless the
-            config or `restore_tokens` asks for restoring.
+            the adapter helps, by its record or else by the ratios of its training, nor below the
+            lowest one at which it helps this evictor, unless the config or `restore_tokens` asks
+            for restoring.
         identity: The identity of `model`, if the caller has computed it.
 
     Raises:
@@ -81,7 +83,8 @@ def load_adapter(
             return None
     if auto and not wanted and ratio is not None:
         highest = parse_ratio(adapter.card.highest_helpful_ratio)
-        if ratio > highest:
+        lowest = adapter.card.find_lowest_helpful_ratio(drop_gate(compressor.spec))
+        if ratio > highest or (lowest and ratio < parse_ratio(lowest)):
             return None  # docs/evaluation.md has the figures
     # LoRA's layers are in a twin of one model object, so weights of another would be read.
     if adapter.model is not model:

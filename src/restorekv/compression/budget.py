@@ -161,7 +161,8 @@ def parse_ratio(ratio: float | str | Fraction) -> Fraction:
             text = percent[1]
         if percent or 1 < exact <= 100:
             hint = f"; it is the share that stays, so write {float(exact / 100):g} for {text} %"
-        raise BudgetError(f"The ratio is a number above 0 and at most 1, not {text}{hint}.")
+        given = str(ratio)[:60].strip()
+        raise BudgetError(f"The ratio is a number above 0 and at most 1, not {given}{hint}.")
     return exact
 
 

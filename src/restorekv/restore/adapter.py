@@ -13,7 +13,7 @@ also set requires_grad, and a backward pass after switching off would find no Lo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -360,6 +360,7 @@ class RestoreAdapter(nn.Module):
             results=None,
             helps_up_to=None,
             also_for=None,
+            helps_from=None,
         )
         publish.warn_if_noncommercial(self.card)
 
@@ -368,6 +369,7 @@ class RestoreAdapter(nn.Module):
         results: list[dict],
         helps_up_to: float | None = None,
         also_for: Sequence[str] | None = None,
+        helps_from: Mapping[str, float] | None = None,
     ) -> None:
         """Record measurements for the model card, all of them on texts kept out of training.
 
@@ -377,12 +379,21 @@ class RestoreAdapter(nn.Module):
                 above it. None leaves what the card says.
             also_for: Specs of other evictors whose caches the adapter restores about as well as one
                 of their own; they use it without a warning. None leaves what the card says.
+            helps_from: The lowest ratios at which restoring does no harm, for those of these
+                evictors that it harms below; "auto" restores nothing there. None leaves what the
+                card says.
         """
         if helps_up_to is None:
             helps_up_to = self.card.helps_up_to
         also = self.card.also_for if also_for is None else list(also_for)
-        results = to_plain_json(results)
-        self.card = replace(self.card, results=results, helps_up_to=helps_up_to, also_for=also)
+        lowest = self.card.helps_from if helps_from is None else dict(helps_from) or None
+        self.card = replace(
+            self.card,
+            results=to_plain_json(results),
+            helps_up_to=helps_up_to,
+            also_for=also,
+            helps_from=lowest,
+        )
 
     def warn_of_other_use(
         self,

@@ -60,6 +60,8 @@ class AdapterCard:
             one than without, on texts kept out of training.
         also_for: Specs of evictors that it was not trained for, whose caches it restores about as
             well as an adapter of their own, or better, on texts kept out of training.
+        helps_from: By evictor of `also_for`, the lowest ratio at which it was no further from the
+            full cache than without.
         knows_ratio: Whether the restore pass depends on the ratio, by ratio vectors.
     """
 
@@ -84,6 +86,7 @@ class AdapterCard:
     separator: str | None = None
     helps_up_to: float | None = None
     also_for: list[str] | None = None
+    helps_from: dict[str, float] | None = None
     knows_ratio: bool = False
 
     def __post_init__(self) -> None:
@@ -98,6 +101,8 @@ class AdapterCard:
             wrong.append("ratio_range")
         if self.helps_up_to is not None and not 0 < self.helps_up_to <= 1:
             wrong.append("helps_up_to")
+        if not all(0 < ratio <= 1 for ratio in (self.helps_from or {}).values()):
+            wrong.append("helps_from")
         if wrong:
             raise TypeError(f"the field {wrong[0]} of the record has another type or value")
 
@@ -107,6 +112,10 @@ class AdapterCard:
         if self.helps_up_to is not None:
             return self.helps_up_to
         return self.ratio_range[1] if self.ratio_range else 1.0
+
+    def find_lowest_helpful_ratio(self, evictor: str) -> float:
+        """Return from which ratio on "auto" restores an evictor's caches, by its spec."""
+        return (self.helps_from or {}).get(evictor, 0.0)
 
 
 @dataclass(frozen=True)
