@@ -14,6 +14,7 @@ from restorekv.files import (
     HOST,
     file_lock,
     folder_lock,
+    list_files,
     make_unique_name,
     open_without_links,
     replace_file,
@@ -200,3 +201,34 @@ def test_the_index_of_a_store_is_not_opened_through_a_link(tmp_path):
     with pytest.raises(RestoreKVError, match="symbolic link"):
         Store(tmp_path / "store", 1 << 20)
     assert victim.read_text() == "precious"
+
+
+def test_linked_folders_are_followed_and_counted_once(tmp_path):
+    given = tmp_path / "given"
+    outside = tmp_path / "outside"
+    (given / "sub").mkdir(parents=True)
+    outside.mkdir()
+    for path in (given / "a.txt", given / "sub" / "b.txt", outside / "c.txt"):
+        path.write_text("text")
+    links = {
+        given / "linked": outside,
+        given / "again": outside,
+        given / "alias": given / "sub",
+        given / "sub" / "up": given,
+        given / "sub" / "above": tmp_path,
+        outside / "back": given,
+        given / "gone": tmp_path / "nowhere",
+    }
+    for link, target in links.items():
+        link.symlink_to(target)
+    names = [str(path.relative_to(given)) for path in list_files(given)]
+    assert names == ["a.txt", "again/c.txt", "sub/b.txt"]
+
+
+def test_a_folder_that_is_hidden_counts_where_it_is_linked(tmp_path):
+    (tmp_path / ".store").mkdir()
+    for name in (".store/a.txt", ".b.txt"):
+        (tmp_path / name).write_text("text")
+    (tmp_path / "shown").symlink_to(tmp_path / ".store")
+    assert list_files(tmp_path, hidden=False) == [tmp_path / "shown" / "a.txt"]
+    assert list_files(tmp_path) == [tmp_path / ".b.txt", tmp_path / ".store" / "a.txt"]

@@ -49,6 +49,40 @@ def parse_path(path: str | Path) -> Path:
     return Path(path)
 
 
+def list_files(folder: Path, hidden: bool = True) -> list[Path]:
+    """Return the files below a folder, sorted, also those in linked folders.
+
+    Every folder counts once, under its own name if it is below `folder`, so links may lead in a
+    circle. A link to what `folder` is in is not followed.
+
+    Args:
+        folder: Where to look.
+        hidden: Whether files and folders count whose names begin with a period.
+    """
+    root = Path(os.path.realpath(folder))
+    seen: set[Path] = set()
+    files = []
+    tops = [folder]
+    while tops:
+        links = []
+        for top in sorted(tops):
+            for place, folders, names in os.walk(top):
+                real = Path(os.path.realpath(place))
+                if real in seen or (real != root and root.is_relative_to(real)):
+                    folders.clear()
+                    continue
+                seen.add(real)
+                if not hidden:
+                    folders[:] = [name for name in folders if not name.startswith(".")]
+                    names = [name for name in names if not name.startswith(".")]
+                # os.walk names links to folders, but does not follow them.
+                links += [Path(place, name) for name in folders if Path(place, name).is_symlink()]
+                files += [Path(place, name) for name in names]
+        # After all real folders, so that a link takes none of their names.
+        tops = links
+    return sorted(path for path in files if path.is_file())
+
+
 def check_target(path: Path) -> None:
     """Refuse a path that cannot be written, before hours of work go into the contents."""
     if "\0" in str(path):

@@ -65,6 +65,15 @@ def test_every_document_is_compressed(world, given, tmp_path):
     assert "4 of 4" in result.err and "100%" in result.err, "how far it is"
 
 
+def test_documents_in_a_linked_folder_count(given, tmp_path):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "e.txt").write_text(TEXT)
+    (given / "linked").symlink_to(tmp_path / "outside")
+    (tmp_path / "outside" / "back").symlink_to(given)
+    names = {str(name) for name in module._list_documents(given)}
+    assert names == {*TEXTS, "linked/e.txt"}
+
+
 def test_what_is_there_is_kept(world, given, tmp_path):
     """Unless the text, the settings, the model or the file itself changed."""
     run(world, given)

@@ -35,6 +35,35 @@ def test_other_licenses_are_not():
         identify_license({"license": "CC-BY-NC-4.0"})
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        "Public domain in the US only; CC BY-NC-SA elsewhere",
+        "public domain, for non-commercial use",
+        "Public domain (text); notes CC BY-SA 4.0",
+        "Public domain; notes share-alike",
+        "public-domain or GPLv3",
+        "Public domain in the US; all rights reserved elsewhere",
+    ],
+)
+def test_public_domain_with_another_license_is_not(written):
+    with pytest.raises(DropRow, match=r"license public.domain"):
+        identify_license({"license": written})
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "public domain",
+        "Public-Domain",
+        "public domain (US government), CC0 1.0",
+        "public domain in the United States (Project Gutenberg); header and licence text removed",
+    ],
+)
+def test_public_domain_is_known_by_its_first_words(written):
+    assert identify_license({"license": written}) == "public-domain"
+
+
 def test_rows_without_ids_are_drawn_each_on_its_own():
     rows = [
         {"genre": "history", "license": "CC0-1.0", "text": f"{number}. {TEXT}"}

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from restorekv.data.build import build_mixture
+from restorekv.data.build import TEXTS, build_mixture
+from restorekv.data.files import iterate_rows
 from restorekv.data.mixture import read_mixture
 from restorekv.data.passages import (
     FACT,
@@ -17,6 +18,7 @@ from restorekv.data.passages import (
     make_passage_reader,
 )
 from restorekv.data.self_study import QUESTION_PROMPTS
+from restorekv.data.sources import SECTIONS
 from restorekv.data.table import compute_figures, make_data_table
 from restorekv.errors import RestoreKVError
 from restorekv.model.prompt import DEFAULT_SEPARATOR, encode_text
@@ -72,6 +74,19 @@ def test_a_passage_begins_its_text_and_keeps_the_first_questions(tiny_tokenizer)
     share = tokens / encode_text(tiny_tokenizer, row["context"]).shape[-1]
     numbers = [int(question.split("number ")[1].split("?")[0]) for _, question in found.asked[:2]]
     assert max(numbers) <= max(share * 40, 2)
+
+
+def test_no_evaluation_country_enters_through_sections(tiny_tokenizer):
+    evaluation = list(iterate_rows(str(TEXTS / "factbook" / "evaluation.jsonl.gz"), {}))[:4]
+    unnamed = [{"text": row["context"]} for row in evaluation]
+    # Another section of an evaluation country, and some of the same country in a larger text.
+    further = {"id": "bc/Energy", "context": "Energy of Botswana\n" + text("energy", 60)}
+    within = {"id": "all", "context": f"Chad. Energy\n{evaluation[0]['context']}"}
+    free = {"id": "ag/Geography", "context": "Algeria. Geography\n" + text("algeria", 60)}
+    rows = [*evaluation, *unnamed, further, within, free]
+    found = list(SECTIONS.read(iter(rows), CONFIG, tiny_tokenizer))
+    assert [str(each) for each in found[:-1]] == ["evaluation country"] * 10
+    assert found[-1].name == "ag/Geography passage 0"
 
 
 def test_a_text_without_questions_gives_separate_passages(tiny_tokenizer):

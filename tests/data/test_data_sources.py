@@ -437,3 +437,15 @@ def test_useless_evaluation_files_are_refused(name, content, message, tmp_path):
         list(read_evaluation_texts([str(tmp_path / name)]))
     with pytest.raises(RestoreKVError, match="no evaluation file"):
         list(read_evaluation_texts([str(Path(tmp_path) / "none.jsonl")]))
+
+
+def test_texts_in_a_linked_folder_are_excluded(tmp_path):
+    (tmp_path / "given").mkdir()
+    (tmp_path / "outside").mkdir()
+    write_jsonl(tmp_path / "given" / "a.jsonl", [{"text": text("one", 60)}])
+    write_jsonl(tmp_path / "outside" / "b.jsonl", [{"text": text("two", 60)}])
+    (tmp_path / "given" / "linked").symlink_to(tmp_path / "outside")
+    (tmp_path / "outside" / "back").symlink_to(tmp_path / "given")
+    index = EvaluationIndex(read_evaluation_texts([str(tmp_path / "given")]), 0.1)
+    assert index.names == ["a.jsonl, row 1", "b.jsonl, row 1"]
+    assert index.find_match(text("two", 60))

@@ -69,6 +69,26 @@ def test_the_license_of_the_data_is_passed_on(of, expected):
     )
 
 
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        ("cc-by-sa-4.0", "cc-by-sa-4.0"),
+        ("gpl-3.0", "gpl-3.0"),
+        ("llama3.1", "llama3.1"),
+        ("cc-by-nd-4.0", "cc-by-nd-4.0"),
+        ("cc-by-nc-4.0", "cc-by-nc-4.0"),
+        ("my own", UNKNOWN),
+        (UNKNOWN, UNKNOWN),
+        ("MIT", "apache-2.0"),
+        (None, "apache-2.0"),
+    ],
+)
+def test_the_license_of_the_first_adapter_is_passed_on(before, expected):
+    card = replace(adapter_of().card, license=before)
+    assert inherit_license(card, [{"license": "cc0-1.0"}]) == expected
+    assert inherit_license(card, [{"license": "cc-by-nc-2.0"}]).startswith("cc-by-nc")
+
+
 def test_googles_terms_are_passed_on_to_adapters_of_gemma():
     card = adapter_of("gemma3-270m").card
     permissive = [{"license": "apache-2.0"}]

@@ -571,6 +571,12 @@ def test_uploads_of_many_kinds(tmp_path):
         ),
         ("<template>one", "one"),
         ("<script src=x /><style/>one<script>no", "one"),
+        (
+            "a  b<pre>\ndef f(x):\r\n    if <b>x</b>:\n\n\treturn  1\n</pre>c  d",
+            "a b\ndef f(x):\n    if x:\n\n\treturn  1\nc d",
+        ),
+        ("<pre>  a\n</pre><pre> b</pre></pre> c<pre> \n </pre>", "  a\n b\nc"),
+        ("<template><pre></template>a  b<pre>  c", "a b\n  c"),
     ],
 )
 def test_pages_lose_and_glue_no_text(page, text):
@@ -618,6 +624,42 @@ def test_controls_and_tracked_changes_of_word_files_are_read(tmp_path):
     document.save(tmp_path / "a.docx")
     text = extract_text("a.docx", (tmp_path / "a.docx").read_bytes())
     assert text == "It burned in 1902\n\nIn a control.\n\nOwner: Mary\t\n-\n\ncell"
+
+
+def test_other_texts_of_word_files_are_read(tmp_path):
+    """Text of a given direction, the base of furigana, equations, and text boxes once."""
+    docx = pytest.importorskip("docx")
+    namespaces = {
+        "w": "http://schemas.openxmlformats.org/wordprocessingml/2006/main",
+        "m": "http://schemas.openxmlformats.org/officeDocument/2006/math",
+        "mc": "http://schemas.openxmlformats.org/markup-compatibility/2006",
+    }
+    named = " ".join(f'xmlns:{name}="{uri}"' for name, uri in namespaces.items())
+    run = "<w:r><w:t>{}</w:t></w:r>"
+    ruby = f"<w:rt>{run.format('kan')}</w:rt><w:rubyBase>{run.format('漢')}</w:rubyBase>"
+    box = f"<w:txbxContent><w:p>{run.format('In a box.')}</w:p></w:txbxContent>"
+    equation = (
+        "<m:oMath><m:sSup><m:e><m:r><m:t>x</m:t></m:r></m:e>"
+        "<m:sup><m:r><m:t>2</m:t></m:r></m:sup></m:sSup><m:r><m:t>=</m:t></m:r>"
+        "<m:f><m:num><m:r><m:t>1</m:t></m:r></m:num><m:den><m:r><m:t>4</m:t></m:r></m:den></m:f>"
+        "</m:oMath>"
+    )
+    paragraphs = [
+        f'<w:bdo w:val="rtl">{run.format("one")}</w:bdo><w:dir>{run.format(" two")}</w:dir>',
+        f"<w:r><w:ruby>{ruby}</w:ruby></w:r>{run.format('字')}",
+        run.format("So ") + equation,
+        f"{run.format('Before')}<w:r><mc:AlternateContent>"
+        f"<mc:Choice><w:drawing>{box}</w:drawing></mc:Choice>"
+        f"<mc:Fallback><w:pict>{box}</w:pict></mc:Fallback></mc:AlternateContent></w:r>"
+        f"{run.format(' and after.')}<w:del><w:r><w:pict>{box}</w:pict></w:r></w:del>",
+    ]
+    document = docx.Document()
+    end = document.element.body[-1]
+    for xml in paragraphs:
+        end.addprevious(docx.oxml.parse_xml(f"<w:p {named}>{xml}</w:p>"))
+    document.save(tmp_path / "a.docx")
+    text = extract_text("a.docx", (tmp_path / "a.docx").read_bytes())
+    assert text == "one two\n\n漢字\n\nSo x^2=1/4\n\nBefore and after.\n\nIn a box."
 
 
 def test_responses_go_on_from_the_one_before(client, file):

@@ -296,6 +296,25 @@ def test_training_documents_are_asked_only_by_name(tmp_path):
         tasks.make_benchmark("xquad:length=10")
 
 
+def test_every_file_of_stories_has_its_own_split(tmp_path):
+    """Validation stories are for evaluation in a folder with training stories too."""
+    content = gzip.decompress((TEXTS / "fairytaleqa/val.jsonl.gz").read_bytes())
+    stories = [row["id"] for row in rows_of(TEXTS / "fairytaleqa/val.jsonl.gz")]
+    for name in ("train", "val"):
+        renamed = content.replace(b'"id": "', f'"id": "{name} '.encode())
+        (tmp_path / f"{name}.jsonl").write_bytes(renamed)
+
+    def list_ids(split):
+        benchmark = tasks.make_benchmark(f"fairytaleqa:path={tmp_path},split={split},length=0")
+        return [row["id"] for _, row in benchmark.load_rows()]
+
+    assert list_ids("evaluation") == [f"val {name}" for name in stories]
+    assert list_ids("development") == [f"train {stories[place]}" for place in (5, 17)]
+    (tmp_path / "val.jsonl").rename(tmp_path / "validation.jsonl")
+    with pytest.raises(RestoreKVError, match=r"validation\.jsonl is neither train nor val"):
+        list_ids("development")
+
+
 @pytest.mark.slow
 def test_a_cell_records_both_metrics(tmp_path, tiny_tokenizer):
     build_model("qwen3").save_pretrained(tmp_path / "model")

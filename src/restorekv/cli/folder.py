@@ -28,7 +28,7 @@ from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor
 from restorekv.context import format_bytes
 from restorekv.errors import RestoreKVError, make_printable, summarize_error
-from restorekv.files import check_target, read_bytes, read_record, write_json
+from restorekv.files import check_target, list_files, read_bytes, read_record, write_json
 from restorekv.model.identity import identify_model
 from restorekv.pipeline import compress
 from restorekv.readers.extract import extract_text
@@ -203,15 +203,12 @@ def _find_existing(target: Path, record: Path, digest: str) -> DocumentResult | 
 def _list_documents(folder: Path) -> list[Path]:
     """Return the documents below a folder, relative to it, in order, and say what is left out.
 
-    Hidden files do not count and are not named.
+    Hidden files do not count and are not named. Folders that are linked there count.
     """
     documents = []
     others = []
-    for path in sorted(folder.rglob("*")):
+    for path in list_files(folder, hidden=False):
         name = path.relative_to(folder)
-        is_hidden = any(part.startswith(".") for part in name.parts)
-        if not path.is_file() or is_hidden:
-            continue
         if name.suffix.lower() in ENDINGS:
             documents.append(name)
         else:

@@ -30,8 +30,8 @@ from restorekv.tiny.suite import draw_documents as suite
 # Documents of the tiny suite that paper/results/table1.md is measured on; the demo asks the first
 # 52.
 SUITE_DOCUMENTS = 156
-# What other benchmarks ask and ships. Factbook countries share lists of treaties: tasks/splits.py
-# parts those by name.
+# What other benchmarks ask and ships. Factbook countries share lists of treaties: data/factbook.py
+# keeps those out by name.
 TEXTS = Path(__file__).parents[1] / "tasks" / "texts"
 SHIPPED_TEXTS = [
     *(str(path) for path in sorted(TEXTS.glob("facts/*.txt"))),

@@ -10,6 +10,7 @@ than "train" are left out. Every passage is cut to a length drawn between `passa
 import hashlib
 import math
 import random
+import re
 from collections.abc import Iterator
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -27,6 +28,7 @@ from restorekv.data.passages import (
     word_question,
 )
 from restorekv.model.tokenize import locate_tokens
+from restorekv.restore.licenses import forbids_commercial_use
 
 TRAIN_SPLIT = "train"
 STUDIED = 0.1  # share of the passages about which the teacher asks questions of its own
@@ -50,6 +52,23 @@ CORPUS_LICENSES = {  # what the corpus' rows say, and the identifier of the hub
     "public domain or cc0 1.0": "cc0-1.0",
 }
 PUBLIC_DOMAIN = "public domain"  # what the other ones begin with that may be used
+# Words that name another license, for a part of the text or for other countries, and beginnings of
+# such words.
+LICENSE_WORDS = frozenset(("cc", "nd", "sa"))
+LICENSE_BEGINNINGS = (
+    "agpl",
+    "alike",
+    "attribution",
+    "gfdl",
+    "gnu",
+    "gpl",
+    "lgpl",
+    "mpl",
+    "noderiv",
+    "odbl",
+    "reserved",
+    "sharealike",
+)
 
 
 def read_corpus(
@@ -124,9 +143,19 @@ def identify_license(row: dict) -> str:
         return CORPUS_LICENSES[words]
     if words in CORPUS_LICENSES.values():
         return words
-    if words.replace("-", " ").startswith(PUBLIC_DOMAIN):
+    if words.replace("-", " ").startswith(PUBLIC_DOMAIN) and not _names_other_license(words):
         return "public-domain"
     raise DropRow(f"license {words[:60] or 'missing'}")
+
+
+def _names_other_license(words: str) -> bool:
+    """Return whether words about the public domain, in lower case, name another license too."""
+    if forbids_commercial_use(words):
+        return True
+    return any(
+        word in LICENSE_WORDS or word.startswith(LICENSE_BEGINNINGS)
+        for word in re.findall(r"\w+", words)
+    )
 
 
 def _make_passage(row: dict, config: BuildConfig, tokenizer: Tokenizer) -> SourceDocument:

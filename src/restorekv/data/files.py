@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from restorekv.errors import RestoreKVError, import_extra, summarize_error
-from restorekv.files import check_elements, check_levels, open_regular_file
+from restorekv.files import check_elements, check_levels, list_files, open_regular_file
 from restorekv.model.tokenize import decode_text
 from restorekv.seal import digest_file
 from restorekv.size_limits import ROW_ELEMENTS, TEXT_BYTES
@@ -32,7 +32,9 @@ def format_suffix(path: Path) -> str:
 
 
 def list_source_files(path: Path) -> list[Path]:
-    """Return the file itself, or the files of a known format below a folder, sorted."""
+    """Return the file itself, or the files of a known format below a folder and in the folders that
+    are linked there, sorted.
+    """
     if path.is_file():
         # A single file is what the user named; another ending would be read as something else.
         if format_suffix(path) not in ENDINGS:
@@ -40,10 +42,10 @@ def list_source_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise RestoreKVError(f"There is no file or folder {path}; check the path.")
-    files = [file for file in path.rglob("*") if file.is_file() and format_suffix(file) in ENDINGS]
+    files = [file for file in list_files(path) if format_suffix(file) in ENDINGS]
     if not files:
         raise RestoreKVError(f"The folder {path} has no file that ends in {FORMATS}; give another.")
-    return sorted(files)
+    return files
 
 
 def identify_source(where: str) -> dict:

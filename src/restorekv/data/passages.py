@@ -40,8 +40,18 @@ Draw = Callable[[random.Random], str]
 Item = TypeVar("Item")
 
 
-def make_passage_reader(license: str, per_text: Callable[[BuildConfig], int]) -> Reader:
-    """Return a source's reader; `per_text` is how many passages one text may give."""
+def make_passage_reader(
+    license: str,
+    per_text: Callable[[BuildConfig], int],
+    check_row: Callable[[dict, str], None] | None = None,
+) -> Reader:
+    """Return a source's reader.
+
+    Args:
+        license: That of all texts of the source.
+        per_text: How many passages one text may give.
+        check_row: Raises DropRow for a row, given with its text, that must not be trained on.
+    """
 
     @read_each_row
     def read(
@@ -50,6 +60,8 @@ def make_passage_reader(license: str, per_text: Callable[[BuildConfig], int]) ->
         text = read_text_field(row, "context") or read_text_field(row, "text")
         if not text.strip():
             raise DropRow("no text")
+        if check_row is not None:
+            check_row(row, text)
         name = str(row.get("id") or f"row {index}")
         asked = read_questions(row)
         # A text with questions gives one passage, since they were asked about its beginning.

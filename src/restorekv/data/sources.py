@@ -38,6 +38,7 @@ from restorekv.data.documents import (
     read_each_row,
     read_text_field,
 )
+from restorekv.data.factbook import refuse_evaluation_country
 from restorekv.data.passages import (
     NOVELS_LICENSE,
     SECTIONS_LICENSE,
@@ -185,12 +186,15 @@ def _make_passage_source(
     license: str,
     wanted: Callable[[BuildConfig], int],
     per_text: Callable[[BuildConfig], int] = lambda config: 1,
+    check_row: Callable[[dict, str], None] | None = None,
 ) -> Source:
-    """Return a source of passages; `per_text` is how many of them one text may give."""
+    """Return a source of passages; `per_text` is how many of them one text may give, and
+    `check_row` drops what must not be trained on.
+    """
     return Source(
         name=name,
         title=title,
-        read=make_passage_reader(license, per_text),
+        read=make_passage_reader(license, per_text, check_row),
         wanted=wanted,
         shortest=lambda config: config.passage_shortest,
     )
@@ -238,7 +242,11 @@ NOVELS = _make_passage_source(
     lambda config: config.per_novel,
 )
 SECTIONS = _make_passage_source(
-    "sections", "The World Factbook", SECTIONS_LICENSE, lambda config: config.section_passages
+    "sections",
+    "The World Factbook",
+    SECTIONS_LICENSE,
+    lambda config: config.section_passages,
+    check_row=refuse_evaluation_country,
 )
 CORPUS = Source(
     name="corpus",

@@ -9,6 +9,8 @@ import io
 import sys
 from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
+from itertools import groupby, takewhile
+from operator import itemgetter
 from typing import Any
 
 # Their content is not text of the page. It runs to their own end tag, whatever is in between.
@@ -25,8 +27,13 @@ SEPARATORS = {"td": " ", "th": " ", **dict.fromkeys(BLOCKS.split(), "\n")}
 # a paragraph, and is no text itself; what holds the text of a paragraph; and signs.
 WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 AROUND = ("sdt", "sdtContent", "customXml", "ins", "moveTo")
-INSIDE = ("r", "hyperlink", "smartTag", "fldSimple")
+INSIDE = ("r", "hyperlink", "smartTag", "fldSimple", "bdo", "dir", "ruby", "rubyBase")
 SIGNS = {"tab": "\t", "ptab": "\t", "cr": "\n", "noBreakHyphen": "-"}
+# An equation's own namespace, and what is put before some of its parts.
+MATH = "{http://schemas.openxmlformats.org/officeDocument/2006/math}"
+MATH_SIGNS = {"den": "/", "sub": "_", "sup": "^"}
+# What repeats a text box for older programs.
+FALLBACK = "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"
 MAX_PAGES = 20_000  # of a PDF
 MAX_TEXT_BYTES = 64 << 20  # no model reads as much
 EXIT_MISSING_LIBRARY = 3  # the exit status if a library is not installed
@@ -41,7 +48,7 @@ def extract_pdf(content: bytes) -> str:
 
 
 def extract_docx(content: bytes) -> str:
-    """Return the text of the paragraphs and tables."""
+    """Return the text of the paragraphs, tables and text boxes."""
     from docx import Document
 
     return "\n\n".join(iter_blocks(Document(io.BytesIO(content)).element.body))
@@ -50,12 +57,15 @@ def extract_docx(content: bytes) -> str:
 def iter_blocks(container: Any) -> Iterator[str]:
     """Yield the paragraphs and tables in the XML of a document or a cell.
 
-    A table has a line for each row, with tabs between the cells. Read from the XML, since
-    python-docx leaves out what stands in content controls and in tracked insertions.
+    A table has a line for each row, with tabs between the cells. Text boxes follow the paragraph
+    that they belong to. Read from the XML, since python-docx leaves out what is in content controls
+    and in tracked insertions.
     """
     for block in _iter_parts(container, ("p", "tbl")):
         if block.tag == WORD + "p":
             yield _read_paragraph(block)
+            for box in _iter_boxes(block):
+                yield from iter_blocks(box)
             continue
         lines = []
         for row in _iter_parts(block, ("tr",)):
@@ -78,6 +88,15 @@ def _iter_parts(container: Any, names: Sequence[str]) -> Iterator[Any]:
             yield from _iter_parts(element, names)
 
 
+def _iter_boxes(paragraph: Any) -> Iterator[Any]:
+    """Yield the contents of a paragraph's text boxes, but not of boxes in them or deleted ones."""
+    box_tag = WORD + "txbxContent"
+    for box in paragraph.iter(box_tag):
+        parents = takewhile(lambda parent: parent is not paragraph, box.iterancestors())
+        if not {parent.tag for parent in parents} & {box_tag, WORD + "del", FALLBACK}:
+            yield box
+
+
 def _read_paragraph(element: Any) -> str:
     """Return the text of a paragraph, or of a part of one, without what was deleted from it."""
     parts = []
@@ -93,7 +112,17 @@ def _read_paragraph(element: Any) -> str:
                 parts.append("\n")
         elif name in INSIDE or name in AROUND:
             parts.append(_read_paragraph(child))
+        elif name.startswith(MATH):
+            parts.append(_read_equation(child, name.removeprefix(MATH)))
     return "".join(parts)
+
+
+def _read_equation(element: Any, name: str) -> str:
+    """Return the text of an equation or of a part of one, x^2 for a raised 2."""
+    if name == "t":
+        return element.text or ""
+    text = _read_paragraph(element)
+    return MATH_SIGNS.get(name, "") + text if text else ""
 
 
 def extract_html(content: bytes) -> str:
@@ -102,10 +131,19 @@ def extract_html(content: bytes) -> str:
     collector.feed(content.decode())
     collector.close()
     lines = []
-    for line in "".join(collector.parts).splitlines():
-        words = line.split()
-        if words:
-            lines.append(" ".join(words))
+    # A <pre> begins and ends a line, so that no line is in both kinds of groups.
+    for preformatted, group in groupby(collector.parts, key=itemgetter(1)):
+        text = "".join(part for part, _ in group)
+        if preformatted:
+            # A browser shows no line break at either end.
+            kept = "\n".join(text.splitlines()).strip("\n")
+            if kept.strip():
+                lines.append(kept)
+            continue
+        for line in text.splitlines():
+            words = line.split()
+            if words:
+                lines.append(" ".join(words))
     return "\n".join(lines)
 
 
@@ -117,29 +155,40 @@ class TextCollector(HTMLParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts: list[str] = []
-        # The number of parts at the start of each open <template>.
-        self.template_starts: list[int] = []
+        # Texts, and whether their white space is shown.
+        self.parts: list[tuple[str, bool]] = []
+        # The numbers of parts and of open <pre> at the start of each open <template>.
+        self.template_starts: list[tuple[int, int]] = []
+        self.open_pre = 0
         self.hidden = False
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
         """Note what begins, which may be hidden, and break the line where a browser does."""
         self.hidden = tag in HIDDEN_TAGS
         if tag == "template":
-            self.template_starts.append(len(self.parts))
-        self.parts.append(SEPARATORS.get(tag, ""))
+            self.template_starts.append((len(self.parts), self.open_pre))
+        self._add_separator(tag)
+        if tag == "pre":
+            self.open_pre += 1
 
     def handle_endtag(self, tag: str) -> None:
         """Note what ends; of a template, drop all that was in it."""
         self.hidden = False
         if tag == "template" and self.template_starts:
-            del self.parts[self.template_starts.pop() :]
-        self.parts.append(SEPARATORS.get(tag, ""))
+            start, self.open_pre = self.template_starts.pop()
+            del self.parts[start:]
+        if tag == "pre":
+            self.open_pre = max(self.open_pre - 1, 0)
+        self._add_separator(tag)
 
     def handle_data(self, data: str) -> None:
         """Take text that is shown."""
         if not self.hidden:
-            self.parts.append(data)
+            self.parts.append((data, self.open_pre > 0))
+
+    def _add_separator(self, tag: str) -> None:
+        """Add what a tag puts into the text."""
+        self.parts.append((SEPARATORS.get(tag, ""), self.open_pre > 0))
 
 
 # A new kind also needs a row in FILE_TYPES and in CPU_SECONDS of extract.py.

@@ -329,8 +329,8 @@ class RestoreAdapter(nn.Module):
             restore_from: What the restore pass read, "full" or "evicted".
             settings: The settings of the training.
             data: One row for each source.
-            license: By the hub's name; unless given, it is inherited from the data and from an
-                adapter that was non-commercial before.
+            license: By the hub's name; unless given, it is inherited from the data and from the
+                adapter that training began with.
             separator: The text between document and question.
         """
         self._look_up_license()

@@ -128,13 +128,17 @@ def find_base_license(card: AdapterCard) -> str | None:
 
 
 def inherit_license(card: AdapterCard, data: list[dict] | None) -> str | None:
-    """Return the license after training on `data`: what was non-commercial before stays so."""
+    """Return the license after training on `data`: it keeps to what the license of the adapter that
+    training began with, recorded in `card`, does not allow.
+    """
     licenses = list_licenses(data)
     base = find_base_license(card)
     if base:
         licenses.append(base)
-    if card.license and (card.source or forbids_commercial_use(card.license)):
-        licenses.append(card.license)
+    # A permissive license asks for nothing, and says nothing about data that are not recorded.
+    before = normalize_license(card.license or "")
+    if before and before not in PERMISSIVE:
+        licenses.append(before)
     return combine_licenses(licenses) if licenses else None
 
 

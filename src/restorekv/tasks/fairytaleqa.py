@@ -14,12 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from restorekv.data.files import list_source_files
+from restorekv.errors import RestoreKVError
 from restorekv.tasks.base import Question, Sample
 from restorekv.tasks.metrics import longest_common_f1, normalize
 from restorekv.tasks.reading import Reading, choose_spread, split_text
-from restorekv.tasks.rows import get_texts
+from restorekv.tasks.rows import check_exists, get_texts, load_file_rows
 from restorekv.tasks.splits import EVALUATION, split_fairytale
 
+FILES = ("train", "val")  # names, without their endings
 POSITION = 3  # cost of a distance of the whole story, in shares of the words found
 COMMON = frozenset(
     "what why how who where when which did does do is was were be been to of in on at for and or "
@@ -36,7 +39,7 @@ class FairytaleQA(Reading):
     the stories whole.
 
     Only the stories of one `split` are asked: val.jsonl is for evaluation, train.jsonl for the
-    others.
+    others, whether `path` is one of them or a folder of both.
     """
 
     name = "fairytaleqa"
@@ -50,9 +53,16 @@ class FairytaleQA(Reading):
     split: str = EVALUATION
 
     def load_rows(self) -> Iterator[tuple[str, dict]]:
-        file = self.locate_file().name.partition(".")[0]
-        stories = enumerate(super().load_rows())
-        return (story for index, story in stories if split_fairytale(file, index) == self.split)
+        for path in list_source_files(check_exists(self.locate_file())):
+            file = path.name.partition(".")[0]
+            if file not in FILES:
+                raise RestoreKVError(
+                    f"{path} is neither train nor val, which says whether its stories are for "
+                    "evaluation; name it train.jsonl or val.jsonl."
+                )
+            for index, story in enumerate(load_file_rows(path)):
+                if split_fairytale(file, index) == self.split:
+                    yield story
 
     def parse_row(self, row: dict, size: Callable[[str], int]) -> Iterator[Sample]:
         """Yield the passages that have questions."""
