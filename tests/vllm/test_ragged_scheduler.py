@@ -63,7 +63,7 @@ def test_a_document_is_there_when_every_worker_has_read_it():
         half.count_computed_tokens(request, 0) == PLACEHOLDERS
         and half.count_computed_tokens(request, 96) == 32
     )
-    half.note_blocks("one", (7, 8, 9))
+    half.note_blocks(request, (7, 8, 9))
     assert half.make_orders({"one": 3}).documents == {7: "a"}
     assert half.make_orders({"other": 3}).documents == {}, (
         "a preempted request's blocks are others'"
@@ -83,9 +83,9 @@ def test_a_load_that_failed_on_one_worker_counts_nowhere():
         "promised, and reported as lost"
     )
     assert not first.skip_reading_prefix_cache
-    half.note_blocks("one", (0, 1, 2, 3, 4))
+    half.note_blocks(first, (0, 1, 2, 3, 4))
     orders = half.make_orders({"one": 3})
-    assert orders.drops == ["a"] and orders.bad_blocks == {4} and orders.refused == {"one"}
+    assert orders.drops == ["a"] and orders.refused == {"one": 4}
     half.forget_request("one")
     second = make_request("two")
     assert half.count_computed_tokens(second, 0) is None

@@ -215,9 +215,10 @@ def _list_documents(folder: Path) -> list[Path]:
             others.append(name)
     if others:
         named = ", ".join(make_printable(str(name)) for name in others[:SHOWN_OTHERS])
-        rest = len(others) - SHOWN_OTHERS
+        if len(others) > SHOWN_OTHERS:
+            named += f" and {len(others) - SHOWN_OTHERS} more"
         notes.print(
-            f"Left out, because of the ending: {named}{f' and {rest} more' if rest > 0 else ''}. "
+            f"Left out, because of the ending: {named}. "
             f"Endings that are read: {', '.join(sorted(ENDINGS))}.",
             markup=False,
             highlight=False,

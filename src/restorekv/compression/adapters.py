@@ -7,7 +7,6 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from restorekv.compression.budget import parse_ratio
 from restorekv.compression.compressor import Compressor
 from restorekv.errors import AdapterError, RestoreKVError, warn
 from restorekv.model.identity import ModelIdentity, identify_model
@@ -82,9 +81,9 @@ def load_adapter(
             warn(f"{error} Nothing is restored.")
             return None
     if auto and not wanted and ratio is not None:
-        highest = parse_ratio(adapter.card.highest_helpful_ratio)
-        lowest = adapter.card.find_lowest_helpful_ratio(drop_gate(compressor.spec))
-        if ratio > highest or (lowest and ratio < parse_ratio(lowest)):
+        lowest, highest = adapter.card.find_helpful_ratios(drop_gate(compressor.spec))
+        # As decimals, not as the nearest doubles: 0.1 is the ratio 1/10.
+        if not Fraction(str(lowest)) <= ratio <= Fraction(str(highest)):
             return None  # docs/evaluation.md has the figures
     # LoRA's layers are in a twin of one model object, so weights of another would be read.
     if adapter.model is not model:

@@ -158,11 +158,10 @@ def parse_ratio(ratio: float | str | Fraction) -> Fraction:
         percent = re.fullmatch(r"\s*(\d{1,2}(?:\.\d+)?)\s*%\s*", text)
         if percent:
             exact = Fraction(percent[1])
-            text = percent[1]
         if percent or 1 < exact <= 100:
-            hint = f"; it is the share that stays, so write {float(exact / 100):g} for {text} %"
-        given = str(ratio)[:60].strip()
-        raise BudgetError(f"The ratio is a number above 0 and at most 1, not {given}{hint}.")
+            number = percent[1] if percent else text
+            hint = f"; it is the share that stays, so write {float(exact / 100):g} for {number} %"
+        raise BudgetError(f"The ratio is a number above 0 and at most 1, not {text.strip()}{hint}.")
     return exact
 
 

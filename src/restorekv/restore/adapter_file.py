@@ -106,16 +106,16 @@ class AdapterCard:
         if wrong:
             raise TypeError(f"the field {wrong[0]} of the record has another type or value")
 
-    @property
-    def highest_helpful_ratio(self) -> float:
-        """Up to which ratio "auto" restores: what was measured, else the training's highest."""
-        if self.helps_up_to is not None:
-            return self.helps_up_to
-        return self.ratio_range[1] if self.ratio_range else 1.0
+    def find_helpful_ratios(self, evictor: str) -> tuple[float, float]:
+        """Return the lowest and the highest ratio at which "auto" restores an evictor's caches.
 
-    def find_lowest_helpful_ratio(self, evictor: str) -> float:
-        """Return from which ratio on "auto" restores an evictor's caches, by its spec."""
-        return (self.helps_from or {}).get(evictor, 0.0)
+        The highest is what was measured, else the training's highest.
+        """
+        lowest = (self.helps_from or {}).get(evictor, 0.0)
+        highest = self.helps_up_to
+        if highest is None:
+            highest = self.ratio_range[1] if self.ratio_range else 1.0
+        return lowest, highest
 
 
 @dataclass(frozen=True)

@@ -92,17 +92,6 @@ def refuse_engine(config: VllmConfig, obstacles: Sequence[tuple[bool, str]]) -> 
             raise RestoreKVError(f"vLLM does not serve compressed documents {obstacle}.")
 
 
-def find_last_block(blocks: Sequence[int], tokens: int, block_size: int) -> int:
-    """Return the block of a request's last token.
-
-    Args:
-        blocks: The request's, in order.
-        tokens: The request's length.
-        block_size: Tokens of a block.
-    """
-    return blocks[(tokens - 1) // block_size]
-
-
 def get_options(config: VllmConfig) -> dict[str, Any]:
     """Return the kv_connector_extra_config of a vLLM that has a connector."""
     assert config.kv_transfer_config is not None

@@ -32,7 +32,6 @@ from restorekv.model.rope import shift_keys
 from restorekv.vllm import composition, worker_state
 from restorekv.vllm.connector_base import (
     DocumentConnector,
-    find_last_block,
     find_request_problem,
     get_options,
     refuse_engine,
@@ -83,15 +82,14 @@ class StepOrders(KVConnectorMetadata):
         documents: The document of every scheduled request about one, by the request's first block.
         drops: Documents that leave the pool.
         loads: Documents that enter it.
-        bad_blocks: A block of each request that ends with an error.
-        refused: These requests, which wait for a load, although nothing is loaded.
+        refused: The block of the last token of every request that ends with an error. It waits for
+            a load, although nothing is loaded; see connector_base.
     """
 
     documents: dict[int, str] = field(default_factory=dict)
     drops: list[str] = field(default_factory=list)
     loads: list[LoadOrder] = field(default_factory=list)
-    bad_blocks: set[int] = field(default_factory=set)
-    refused: set[str] = field(default_factory=set)
+    refused: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -166,7 +164,7 @@ class RaggedConnector(DocumentConnector):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self.scheduler.note_blocks(request.request_id, blocks.get_block_ids()[0])
+        self.scheduler.note_blocks(request, blocks.get_block_ids()[0])
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
@@ -194,8 +192,19 @@ class RaggedConnector(DocumentConnector):
     def build_connector_worker_meta(self) -> LoadReport | None:
         return self.worker.report_loads()
 
+    # vLLM asks both once a step, before it clears the step's orders.
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:
+        """Report the requests that wait for their error; none is loaded into vLLM's own pool."""
+        return None, set(self._get_orders().refused) or None
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self.worker.take_bad_blocks()
+        return set(self._get_orders().refused.values())
+
+    def _get_orders(self) -> StepOrders:
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, StepOrders)
+        return orders
 
     def shutdown(self) -> None:
         if self._worker is not None:
@@ -203,10 +212,6 @@ class RaggedConnector(DocumentConnector):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Do nothing: loads begin when the step's orders arrive."""
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:
-        """Report the requests that wait for their error; none is loaded into vLLM's own pool."""
-        return None, self.worker.take_refused() or None
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -232,15 +237,13 @@ class SchedulerHalf:
         self.ledger = PoolLedger(worker_state.count_pool_pages(config, store.model.head_dim))
         self.documents: dict[str, StoredDocument] = {}  # by request
         self.problems: dict[str, str] = {}  # by request: why it ends
-        self.lengths: dict[str, int] = {}  # in tokens, of requests with a problem
         self.first_blocks: dict[str, int] = {}  # by request
         self.newest_load: dict[str, int] = {}  # its number, by document
         self.finished_workers: dict[str, int] = {}  # how many have finished it, by document
         self.files: dict[str, tuple[tuple[str, Path], ...]] = {}  # by document
         self.page_counts: dict[str, int] = {}  # by document
         self.load_number = 0
-        self.bad_blocks: set[int] = set()
-        self.refused: set[str] = set()
+        self.refused: dict[str, int] = {}  # of the next step's orders
 
     def count_computed_tokens(self, request: Request, computed: int) -> int | None:
         """Return how many more tokens of a request count as computed; None while it must wait.
@@ -270,7 +273,6 @@ class SchedulerHalf:
         if name in self.problems:
             # vLLM must believe what is promised, even if the request wants nothing from caches.
             request.skip_reading_prefix_cache = False
-            self.lengths[name] = request.num_tokens
             return request.num_tokens - computed
         # The placeholders count as computed: nothing ever attends to their blocks.
         return 0 if document is None else max(PLACEHOLDERS - computed, 0)
@@ -309,13 +311,13 @@ class SchedulerHalf:
         self.documents.pop(request, None)
         self.problems[request] = problem
 
-    def note_blocks(self, request: str, blocks: Sequence[int]) -> None:
+    def note_blocks(self, request: Request, blocks: Sequence[int]) -> None:
         """Note where a request's tokens lie."""
-        if request in self.documents:
-            self.first_blocks[request] = blocks[0]
-        elif request in self.problems:
-            self.bad_blocks.add(find_last_block(blocks, self.lengths[request], self.block_size))
-            self.refused.add(request)
+        name = request.request_id
+        if name in self.documents:
+            self.first_blocks[name] = blocks[0]
+        elif name in self.problems:
+            self.refused[name] = blocks[(request.num_tokens - 1) // self.block_size]
 
     def apply_report(self, report: LoadReport) -> None:
         """Learn which loads workers have finished, and which have failed."""
@@ -350,15 +352,14 @@ class SchedulerHalf:
             self.newest_load[name] = self.load_number
             self.finished_workers[name] = 0
             loads.append(LoadOrder(name, self.files[name], self.load_number))
-        orders = StepOrders(documents, drops, loads, self.bad_blocks, self.refused)
-        self.bad_blocks = set()
-        self.refused = set()
-        return orders
+        refused = self.refused
+        self.refused = {}
+        return StepOrders(documents, drops, loads, refused)
 
     def forget_request(self, request: str) -> None:
         """Release what a finished request held."""
         self.ledger.release(request)
-        for table in (self.documents, self.problems, self.lengths, self.first_blocks):
+        for table in (self.documents, self.problems, self.first_blocks):
             table.pop(request, None)
 
 
@@ -385,8 +386,6 @@ class WorkerHalf:
         self.loader = ThreadPoolExecutor(1, "restorekv-reader")
         # By document, with the number of the load.
         self.pending_loads: dict[str, tuple[int, Future[DocumentPairs]]] = {}
-        self.bad_blocks: set[int] = set()
-        self.refused: set[str] = set()
 
     def begin_step(self, orders: StepOrders) -> None:
         """Follow the scheduler's orders, and tell the attention layers whose rows belong to which
@@ -408,8 +407,6 @@ class WorkerHalf:
                 f"Not in this worker's pool of documents: {', '.join(sorted(missing))}. This is a "
                 "bug in restorekv; please report it."
             )
-        self.bad_blocks |= orders.bad_blocks
-        self.refused |= orders.refused
         worker_state.begin_step(orders.documents)
 
     @torch.inference_mode()
@@ -441,18 +438,6 @@ class WorkerHalf:
                     log.exception("The document %s cannot be read.", name)
                 report.failed[name, number] = str(error)
         return report if done else None
-
-    def take_bad_blocks(self) -> set[int]:
-        """Return the blocks of requests that end with an error."""
-        bad_blocks = self.bad_blocks
-        self.bad_blocks = set()
-        return bad_blocks
-
-    def take_refused(self) -> set[str]:
-        """Return the requests that need not wait any more: they end with an error."""
-        refused = self.refused
-        self.refused = set()
-        return refused
 
     def shutdown(self) -> None:
         """End the thread."""
