@@ -10,6 +10,8 @@ modes       A model of random bfloat16 weights in the shape of Qwen3-0.6B, with 
             since it takes the longest.
 steps       Milliseconds of a decode step over that model's small cache, answers of 128 tokens:
             steps launched one by one, and a CUDA graph, its capture included.
+families    Models of random weights with windows, sinks, two kinds of RoPE or layers without RoPE,
+            on both, restored by an untrained adapter; answers are longer than the windows.
 training    Ten steps of training on the tiny model: losses on the CPU and the device in float32,
             and on the device in bfloat16.
 """
@@ -26,7 +28,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from benchmarks.agreement import count_agreement
 from benchmarks.compress_cost import measure_peak
+from benchmarks.device_families import compare_families
 from benchmarks.workload import SHAPE, describe_machine, save_model
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import COMPRESSORS
@@ -88,6 +92,7 @@ def run_device(options: Options, tell: Tell = lambda what: None) -> dict:
         "options": asdict(options),
     }
     result["agreement"] = compare_with_cpu(options, tell)
+    result["families"] = compare_families(options.device, options.texts, SEED, tell)
     tell("a model in the shape of Qwen3-0.6B")
     _, tokenizer = load_model("tiny")
     # A small vocabulary: what is measured does not depend on it.
@@ -124,7 +129,7 @@ def compare_with_cpu(options: Options, tell: Tell) -> list[dict]:
                 model, tokenizer, document.text, ratio=0.1, evictor=method, config=config
             )
 
-        rows.append({"what": name, **_compare_sides(on_cpu, on_device, documents, make_small)})
+        rows.append({"what": name, **count_agreement(on_cpu, on_device, documents, make_small)})
     tell("append")
 
     def make_longer(model: PreTrainedModel, document: WorldDocument) -> CompressedContext:
@@ -132,7 +137,7 @@ def compare_with_cpu(options: Options, tell: Tell) -> list[dict]:
         return small.append("\nThe code of the harbor is 12.")
 
     rows.append(
-        {"what": "kvzip, appended to", **_compare_sides(on_cpu, on_device, documents, make_longer)}
+        {"what": "kvzip, appended to", **count_agreement(on_cpu, on_device, documents, make_longer)}
     )
     tell("the same bits")
     digests = {
@@ -140,28 +145,6 @@ def compare_with_cpu(options: Options, tell: Tell) -> list[dict]:
     }
     rows.append({"what": "different caches of one text in three runs", "caches": len(digests)})
     return rows
-
-
-def _compare_sides(
-    on_cpu: PreTrainedModel,
-    on_device: PreTrainedModel,
-    documents: Sequence[WorldDocument],
-    make_small: Callable[[PreTrainedModel, WorldDocument], CompressedContext],
-) -> dict[str, int]:
-    """Return equal and all pairs, equal and all answers, over the documents."""
-    counts = {"pairs equal": 0, "pairs": 0, "answers equal": 0, "answers": 0}
-    for document in documents:
-        expected = make_small(on_cpu, document)
-        found = make_small(on_device, document)
-        kept = expected.kept.cpu()
-        counts["pairs"] += kept.numel()
-        if found.kept.shape == kept.shape:
-            counts["pairs equal"] += int((found.kept.cpu() == kept).sum())
-        questions = [question.text for question in document.questions]
-        answers = zip(expected.ask(questions), found.ask(questions), strict=True)
-        counts["answers"] += len(questions)
-        counts["answers equal"] += sum(one == other for one, other in answers)
-    return counts
 
 
 def hash_cache(small: CompressedContext) -> str:
@@ -274,6 +257,13 @@ def compare_training(options: Options, tell: Tell) -> list[dict]:
     return rows
 
 
+def format_agreement(row: dict) -> str:
+    """Return a row of a table of what is the same on both devices."""
+    pairs = f"{row['pairs equal']:,} of {row['pairs']:,}"
+    answers = f"{row['answers equal']} of {row['answers']}"
+    return f"| {row['what']} | {pairs} | {answers} |"
+
+
 def format_tables(result: dict) -> str:
     """Return everything as Markdown."""
     machine = result["machine"]
@@ -292,9 +282,16 @@ def format_tables(result: dict) -> str:
         if "caches" in row:
             lines.append(f"| {row['what']} | {row['caches']} | |")
             continue
-        pairs = f"{row['pairs equal']:,} of {row['pairs']:,}"
-        answers = f"{row['answers equal']} of {row['answers']}"
-        lines.append(f"| {row['what']} | {pairs} | {answers} |")
+        lines.append(format_agreement(row))
+    if "families" in result:  # a result of before it had them
+        lines += [
+            "",
+            "Models of random weights in float32, KVzip, r = 0.2, beside the CPU.",
+            "",
+            "| family | pairs kept or evicted alike | answers alike |",
+            "|---|---|---|",
+        ]
+        lines += [format_agreement(row) for row in result["families"]]
     lines += [
         "",
         f"Random bfloat16 weights in the shape of Qwen3-0.6B, {options['layers']} layers, "

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import device
+from benchmarks import device, device_families
 from benchmarks.device import Options, format_tables, run_device
 from restorekv.errors import RestoreKVError
 
-ROOT = Path(__file__).parents[2]
+STORED = Path(__file__).parents[2] / "benchmarks/results/device/2026-11-26-h200.json"
 SMALL = Options(
     device="cpu", texts=1, tokens=64, layers=1, answer=4, batches=(1, 2), training_steps=1
 )
@@ -17,11 +17,18 @@ SMALL = Options(
 
 def test_the_cpu_agrees_with_itself_in_everything(monkeypatch):
     monkeypatch.setattr(device, "METHODS", ("kvzip", "random"))
+    families = {"gemma3_text", "gpt_oss"}
+    monkeypatch.setattr(
+        device_families,
+        "FAMILIES",
+        {kind: device_families.FAMILIES[kind] for kind in families},
+    )
     told = []
     result = json.loads(json.dumps(run_device(SMALL, told.append)))
     *compared, runs = result["agreement"]
     assert len(compared) == 2 + len(device.SETTINGS) + 1 and runs["caches"] == 1
-    for row in compared:
+    assert len(result["families"]) == len(families) * len(device_families.SETTINGS)
+    for row in [*compared, *result["families"]]:
         assert row["pairs equal"] == row["pairs"] > 0
         assert row["answers equal"] == row["answers"] > 0
     assert [row["mode"] for row in result["modes"]] == ["plain", "offload", "streaming"]
@@ -49,11 +56,15 @@ def test_what_differs_is_counted(monkeypatch):
     assert runs["caches"] == 3
 
 
+def test_models_with_windows_have_a_table_of_their_own():
+    result = json.loads(STORED.read_text("utf-8"))
+    row = {"what": "gpt_oss", "pairs equal": 9, "pairs": 10, "answers equal": 3, "answers": 4}
+    table = format_tables({**result, "families": [row]})
+    assert "| gpt_oss | 9 of 10 | 3 of 4 |" in table
+
+
 def test_the_table_of_the_stored_result():
-    stored = json.loads(
-        (ROOT / "benchmarks/results/device/2026-11-26-h200.json").read_text("utf-8")
-    )
-    table = format_tables(stored)
+    table = format_tables(json.loads(STORED.read_text("utf-8")))
     assert "NVIDIA H200" in table and "| offload | 4.4 | 733 MiB |" in table
     assert "| 1 | 50.0 ms | 4.6 ms | yes |" in table
 

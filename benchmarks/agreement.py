@@ -1,0 +1,30 @@
+"""How many pairs and answers are the same where a model runs on two devices."""
+
+from collections.abc import Callable, Sequence
+
+from transformers import PreTrainedModel
+
+from restorekv.context import CompressedContext
+from restorekv.tiny.world import WorldDocument
+
+
+def count_agreement(
+    on_cpu: PreTrainedModel,
+    on_device: PreTrainedModel,
+    documents: Sequence[WorldDocument],
+    make_small: Callable[[PreTrainedModel, WorldDocument], CompressedContext],
+) -> dict[str, int]:
+    """Return equal and all pairs, equal and all answers, over the documents."""
+    counts = {"pairs equal": 0, "pairs": 0, "answers equal": 0, "answers": 0}
+    for document in documents:
+        expected = make_small(on_cpu, document)
+        found = make_small(on_device, document)
+        kept = expected.kept.cpu()
+        counts["pairs"] += kept.numel()
+        if found.kept.shape == kept.shape:
+            counts["pairs equal"] += int((found.kept.cpu() == kept).sum())
+        questions = [question.text for question in document.questions]
+        answers = zip(expected.ask(questions), found.ask(questions), strict=True)
+        counts["answers"] += len(questions)
+        counts["answers equal"] += sum(one == other for one, other in answers)
+    return counts
