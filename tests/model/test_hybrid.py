@@ -12,6 +12,7 @@ from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.cache.sliding import RecentLayer, SlidingLayer
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor
+from restorekv.compression.streaming import Stream
 from restorekv.errors import ModelError, RestoreKVError
 from restorekv.evictors.kvzip import make_repetitions
 from restorekv.generation import decoding
@@ -25,6 +26,7 @@ from restorekv.train.gate import train_gate
 from restorekv.train.gate_config import GateConfig
 from tests.helpers import decoders, exactness
 from tests.helpers.exactness import TOKENIZER, measure_error, random_ids, read_question
+from tests.helpers.gates import save_gate
 from tests.helpers.hybrids import (
     HYBRIDS,
     WINDOW,
@@ -257,6 +259,24 @@ def test_gates_are_trained_for_the_layers_that_see_everything(kind, tmp_path):
     assert len(gate.layers) == 2
     scores = prepare(model, f"{kind.partition('-')[0]}:gate={path}").scores
     assert scores.shape == (2, decoders.KV_HEADS, TEXT - S)
+
+
+@pytest.mark.parametrize("chunk", [60, 80])
+def test_windows_stay_whole_between_parts_of_a_stream(chunk, tmp_path, monkeypatch):
+    """Fast KVzip reads a share of a part twice, so less of a part that is shorter than `chunk`."""
+    model = build_hybrid("gemma3_text")
+    gate = save_gate(tmp_path / "gate", "fastkvzip", model)
+    held = []
+    evict_part = Stream._evict_part
+
+    def watch(self, cache, part, restored, last):
+        evict_part(self, cache, part, restored, last)
+        held.append({layer.context_columns for layer in cache.sliding})
+
+    monkeypatch.setattr(Stream, "_evict_part", watch)
+    spec = f"fastkvzip:gate={gate},window=0.3"
+    prepare(model, spec, make_context(180), streaming_chunk=chunk).evict(0.3)
+    assert len(held) > 2 and held == [{WINDOW - 1}] * len(held)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])

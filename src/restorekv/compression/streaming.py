@@ -207,8 +207,8 @@ class Stream:
         evictor = self.source.evictor
         if cache is None:
             # The first part goes into an ordinary cache, with room for the columns that are read
-            # twice.
-            into = make_full_cache(self.model, evictor.count_pinned_tail(part_context))
+            # twice. Of a part as it is the evictor may pin fewer.
+            into = make_full_cache(self.model, part.end - part.scored_end)
         else:
             evictor = evictor.for_later_part(part_context)
             into = cache
