@@ -15,6 +15,7 @@ from restorekv import CompressionConfig, compress, load_model
 from restorekv.cli import execute
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import ModelError, RestoreKVError
+from restorekv.generation.decoding import generate_ids
 from restorekv.model import support
 from restorekv.model.cache_argument import find_cache
 from restorekv.model.prompt import Context, count_usable_positions
@@ -304,6 +305,17 @@ def test_the_window_bounds_whatever_a_query_would_see(mistral):
     chat.ask("what?", max_new_tokens=8)
     with pytest.raises(RestoreKVError, match="sees 300 positions, and the cache has"):
         small.generate("what?", max_new_tokens=200, eos_token_id=-1)
+    # transformers makes a mask for these: one question is longer than the window, and a short one
+    # with many restore tokens comes beyond it.
+    refusal = "sees 300 positions, and the cache has"
+    with pytest.raises(RestoreKVError, match=refusal):
+        small.generate("what? " * 80, max_new_tokens=4, eos_token_id=-1)
+    with pytest.raises(RestoreKVError, match=refusal):
+        model.generate(
+            exactness.random_ids(small.context.num_tokens + 310),
+            past_key_values=small.cache.fork(),
+            max_new_tokens=2,
+        )
     adapter = RestoreAdapter.create(model, 140, rank=1, targets=("q_proj",))
     with pytest.raises(RestoreKVError, match=f"with its restore tokens {beyond}"):
         compress(model, tokenizer, ids[:190], adapter=adapter, evictor="random", ratio=1)
@@ -392,3 +404,15 @@ def test_attention_without_a_mask_is_refused(monkeypatch):
     monkeypatch.setattr(module, "create_causal_mask", lambda *args, **options: None)
     with pytest.raises(ModelError, match="calls attention without a mask"):
         support.get_support(decoders.build("llama"))
+
+
+def test_a_padded_batch_may_come_to_the_windows_end(mistral):
+    """Rows are padded to the longest question, so the tail has more columns than any row sees."""
+    model, tokenizer = mistral
+    ids = exactness.random_ids(150)[0].tolist()
+    small = compress(model, tokenizer, ids, adapter=None, evictor="random", ratio=1)
+    short, long = exactness.random_ids(3), exactness.random_ids(100, seed=1)
+    room = WINDOW - small.context.num_tokens - 3
+    both = generate_ids(model, tokenizer, small.cache, [long, short], [2, room])
+    alone = generate_ids(model, tokenizer, small.cache, [short], [room])
+    assert both[1].tolist() == alone[0].tolist()

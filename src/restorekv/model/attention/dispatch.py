@@ -355,6 +355,30 @@ def _attend_multi_context(
     return torch.cat(results)
 
 
+def _refuse_beyond_window(layer: RaggedLayer, attention_mask: Tensor | None, window: int) -> None:
+    """Refuse a pass whose last token would not see the beginning of the context.
+
+    model.generate over a fork comes here; the package's own loops refuse before. transformers' mask
+    is about the tail alone, so it hides none of the context.
+    """
+    positions = layer.get_seq_length()
+    # The buffer of a static tail, of our own loops, has columns that are not written yet.
+    if positions <= window or layer.static is not None:
+        return
+    if attention_mask is not None:
+        # In a batch, shorter questions are padded with columns that they do not see.
+        visible = attention_mask[:, :, -1]
+        if visible.dtype != torch.bool:
+            visible = visible == 0
+        positions = layer.seen + int(visible.sum(-1).max())
+    if positions > window:
+        raise ModelError(
+            f"Every layer of the model sees {window:,} positions, and the cache has "
+            f"{layer.get_seq_length():,} with the question; ask a shorter question, or compress "
+            "less of the text (on_long_text='cut')."
+        )
+
+
 def _attend_ragged(
     query: Tensor,
     layer: RaggedLayer,
@@ -364,13 +388,8 @@ def _attend_ragged(
 ) -> Tensor:
     """Return the attention (B, Q, H*G, D) of a ragged layer, which a backend computes."""
     window = options.get("sliding_window")
-    if window is not None and attention_mask is None and layer.get_seq_length() > window:
-        # model.generate over a fork comes here; the package's own loops refuse before.
-        raise ModelError(
-            f"Every layer of the model sees {window:,} positions, and the cache has "
-            f"{layer.get_seq_length():,} with the question; ask a shorter question, or compress "
-            "less of the text (on_long_text='cut')."
-        )
+    if window is not None:
+        _refuse_beyond_window(layer, attention_mask, window)
     sinks = options.get("s_aux")
     grouped = query.unflatten(1, (layer.heads, -1))
     unpacked = _unpack_for_call(grouped, layer)
