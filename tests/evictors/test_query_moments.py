@@ -3,13 +3,16 @@
 import pytest
 import torch
 
+from restorekv.compression.eviction import make_compressor
 from restorekv.errors import ModelError
 from restorekv.evictors.query_moments import QueryMoments
 from restorekv.model import support
 from restorekv.model.observer import observe_layers
+from restorekv.model.prompt import Context
 from restorekv.model.rope import compute_rotation
 from restorekv.model.shape import get_backbone, list_full_layers
 from tests.helpers import decoders
+from tests.helpers.models import build_tokenizer
 
 # Halves, neighbors, a part of the numbers, none in some layers; norms of a head and of all heads;
 # biases; scales of their own.
@@ -112,3 +115,35 @@ def test_a_family_whose_queries_cannot_be_made_is_refused():
     attention.q_norm.forward = lambda query: query * 2
     with pytest.raises(ModelError, match="expected-attention"):
         observe_moments(model, ids)
+
+
+def build_dynamic(limit):
+    """The same weights at every call; beyond `limit` positions the frequencies change."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+    return decoders.build("llama", rope_parameters=rope, max_position_embeddings=limit)
+
+
+def test_only_positions_that_a_model_rotates_alike_are_expected():
+    """Questions stand before the limit, beyond which queries would have other frequencies."""
+    ids = torch.randint(3, 60, (1, 103), generator=torch.Generator().manual_seed(1))
+    context = Context(ids, 3, ids[:, :0])
+
+    def score(limit, spec):
+        model = build_dynamic(limit)
+        scores = make_compressor(spec).prepare(model, None, context).scores
+        frequencies = get_backbone(model).rotary_emb.inv_freq
+        assert frequencies.equal(get_backbone(build_dynamic(limit)).rotary_emb.inv_freq)
+        return scores
+
+    assert score(128, "expected-attention").equal(score(2048, "expected-attention:future=24"))
+    with pytest.raises(ModelError, match="reads it again up to position 104"):
+        score(104, "expected-attention")
+
+
+def test_attention_matching_does_not_read_beyond_the_limit():
+    ids = torch.randint(3, 60, (1, 83), generator=torch.Generator().manual_seed(1))
+    context = Context(ids, 3, ids[:, :0])
+    tokenizer = build_tokenizer()
+    make_compressor("am-fast").prepare(build_dynamic(2048), tokenizer, context).evict(0.5)
+    with pytest.raises(ModelError, match="Scoring this text reads it again"):
+        make_compressor("am-fast").prepare(build_dynamic(128), tokenizer, context).evict(0.5)

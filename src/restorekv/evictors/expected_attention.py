@@ -1,8 +1,9 @@
 """Expected attention (arXiv:2510.00636): what later queries will attend to, if they are Gaussian.
 
 Before RoPE a head's queries have mean m and covariance C, over all columns but the first `sinks`.
-With R the average rotation over the next `future` positions S+T ..., and softmax_i over the same
-columns (prefix included),
+With R the average rotation over the next `future` positions S+T ... (of a model that rotates
+differently beyond its limit, those up to there: no question can stand behind it), and softmax_i
+over the same columns (prefix included),
 
     a_i = softmax_i(scale k_i R m + scale^2 k_i R C R^T k_i / 2)
     score_i = (mean over G of a_i + epsilon) ||v_i||
@@ -30,6 +31,7 @@ from restorekv.evictors.base import (
 )
 from restorekv.evictors.query_moments import QueryMoments, compute_expected_weights
 from restorekv.evictors.streaming import list_sink_columns
+from restorekv.model.support import get_support, refuse_scoring_beyond
 
 
 @dataclass(frozen=True)
@@ -71,15 +73,19 @@ class ExpectedAttention(Evictor):
         observer: Any = None,
     ) -> Tensor:
         """Return (L, H, T), at least 0."""
+        start = full.get_seq_length()
+        refuse_scoring_beyond(model, start + 1)
+        limits = get_support(model)
+        future = self.future
+        if limits.changes_keys:
+            future = min(future, limits.positions - start)
         scores = torch.zeros(
             *observer.mean.shape[:2], context.num_tokens, dtype=torch.float32, device=model.device
         )
         for index, layer in enumerate(list_full_attention(full)):
             # (H, S + T - sinks, D): the sinks get no score here, they are pinned below.
             keys = layer.keys[0, :, self.sinks :].float()
-            mean, covariance = observer.predict_moments(
-                model, index, full.get_seq_length(), self.future
-            )
+            mean, covariance = observer.predict_moments(model, index, start, future)
             # covariance=false makes the second term zero instead of skipping it.
             weights = compute_expected_weights(
                 keys,
