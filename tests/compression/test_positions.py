@@ -90,7 +90,12 @@ def test_preparing_a_long_context_is_told(model, tiny_tokenizer):
     [
         ({"rope_type": "linear", "factor": 4.0}, 512, 2048),
         ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}, 512, 1024),
-        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}, 512, 512),
+        # Llama 3.2's factor is 32, over four times fewer positions than it has.
+        (
+            {"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 128},
+            512,
+            512,
+        ),
         ({"rope_type": "default"}, 512, 512),
         ({"rope_type": "default"}, None, NO_LIMIT),
         ({}, 0, NO_LIMIT),

@@ -63,6 +63,10 @@ def count_unstretched_positions(config: PretrainedConfig) -> int:
 
 def _multiply_positions(rope: Mapping[str, Any], configured: int) -> int:
     """Return the positions of a RoPE over `configured` ones."""
+    # Llama 3's kind has factor and number, too, to say which frequencies it changes by how much.
+    # Its configs give the positions as they are.
+    if rope.get("rope_type") == "llama3":
+        return configured or NO_LIMIT
     original = rope.get("original_max_position_embeddings")
     # These two name no original number: they stretch the configured one.
     if rope.get("rope_type") in ("linear", "dynamic"):
