@@ -43,7 +43,8 @@ def name_of(parameter: str, architecture: str = "llama") -> str:
         return NAMES[parameter]
     _, _, layer, part = parameter.split(".", 3)
     parts = GEMMA3_PARTS if architecture == "gemma3" else PARTS
-    return f"blk.{layer}.{parts[part.removesuffix('.weight')]}.weight"
+    module, _, kind = part.rpartition(".")  # weight or bias
+    return f"blk.{layer}.{parts[module]}.{kind}"
 
 
 def places(parameter: str, rows: int, model: PreTrainedModel) -> np.ndarray:

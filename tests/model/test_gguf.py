@@ -352,3 +352,13 @@ def test_files_that_cannot_be_read_rightly(changes, said, original, tiny_tokeniz
         load_model(str(odd))
     assert "\n" not in str(caught.value)
     assert [path for path in root.iterdir() if path.is_dir()] == []
+
+
+def test_biases_that_transformers_does_not_read_are_refused(tiny_tokenizer, tmp_path):
+    """Headers do not say that a Llama has them, as IBM's Granite Code models do."""
+    model = build_model(
+        "llama", intermediate_size=64, max_position_embeddings=512, attention_bias=True
+    )
+    biased = gguf_world.write(tmp_path / "biased.gguf", model, tiny_tokenizer)
+    with pytest.raises(ModelError, match=r"of its [\d,]+ weights and leaves out the others, such as"):
+        load_model(str(biased))

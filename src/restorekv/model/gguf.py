@@ -26,7 +26,13 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, logging
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    logging,
+)
 
 from restorekv.errors import ModelError, describe_missing_extra, reraise_as, summarize_error, warn
 from restorekv.files import (
@@ -60,10 +66,12 @@ _REMEDY = "give the model's own folder or hub id"
 
 @dataclass(frozen=True)
 class Header:
-    """The metadata of a GGUF file as Python values, and the names of its tensors."""
+    """The metadata of a GGUF file as Python values, and how many numbers each tensor has, by
+    name.
+    """
 
     fields: Mapping[str, Any]
-    tensors: frozenset[str]
+    tensors: Mapping[str, int]
 
     def of_model(self, key: str) -> Any:
         """Return a field whose name starts with the architecture, such as llama.context_length."""
@@ -332,7 +340,8 @@ def load_header(file: Path) -> Header:
             f"The GGUF file {file} is damaged or cut short; fetch it again "
             f"({summarize_error(error)})."
         ) from error
-    header = Header(fields, frozenset(tensor.name for tensor in reader.tensors))
+    sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
+    header = Header(fields, sizes)
     if (fields.get("split.count") or 1) > 1:
         raise _conversion_error(
             file,
@@ -342,7 +351,7 @@ def load_header(file: Path) -> Header:
     scaling = header.of_model("rope.scaling.type")
     # transformers reads frequencies from the config alone, so a file with tensors of them would
     # rotate wrongly.
-    scaling_tensors = header.tensors & {"rope_freqs.weight", "rope_factors_long.weight"}
+    scaling_tensors = header.tensors.keys() & {"rope_freqs.weight", "rope_factors_long.weight"}
     if scaling not in (None, "none") or scaling_tensors:
         raise _conversion_error(file, "transformers does not read its RoPE scaling from GGUF files")
     return header
@@ -377,6 +386,7 @@ def convert_file(file: Path, header: Header, folder: Path) -> None:
         raise _conversion_error(
             file, f"it lacks {min(wrong)} or has it in a shape that its header does not give"
         )
+    _refuse_unread(file, header, model)
     # Newer versions would not save a model marked as quantized.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -396,6 +406,23 @@ def convert_file(file: Path, header: Header, folder: Path) -> None:
     }
     # Last: a folder without it was not finished.
     (folder / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
+
+
+def _refuse_unread(file: Path, header: Header, model: PreTrainedModel) -> None:
+    """Refuse a file with tensors that are not in the model.
+
+    transformers takes those that the config asks for, and GGUF headers do not say whether layers
+    have biases: without a word it would make another model.
+    """
+    # Tied weights are one tensor under two names.
+    read = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}
+    stored = sum(header.tensors.values())
+    if sum(read.values()) != stored:
+        raise _conversion_error(
+            file,
+            f"transformers reads {sum(read.values()):,} of its {stored:,} weights and leaves out "
+            "the others, such as biases",
+        )
 
 
 def _correct_config(config: PretrainedConfig, header: Header) -> None:
