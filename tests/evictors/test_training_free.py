@@ -277,6 +277,27 @@ def test_random_is_drawn_from_the_seed_and_the_context():
 
 
 @pytest.mark.parametrize("spec", SPECS)
+def test_the_default_dtype_of_pytorch_changes_nothing(spec):
+    """Code that loads models often sets it."""
+    model, context = build_model("llama"), make_context()
+    expected = score(spec, model, context)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert score(spec, model, context).equal(expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_model_in_float64(spec):
+    model, context = build_model("llama"), make_context()
+    expected = score(spec, model, context)
+    found = score(spec, model.double(), context)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("prefix", [0, 3, 6])
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_small_contexts(spec, length, prefix):

@@ -33,6 +33,7 @@ class Knorm(Evictor):
         scores = []
         for layer in list_full_attention(full):
             keys = layer.keys[0, :, context.prefix_length :]
-            # Norms in float32: bfloat16 has 8 bits, and neighbors would tie.
-            scores.append(-torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32))
+            # At least float32: bfloat16 has 8 bits, and neighbors would tie.
+            precise = torch.promote_types(keys.dtype, torch.float32)
+            scores.append(-torch.linalg.vector_norm(keys, dim=-1, dtype=precise).float())
         return torch.stack(scores)

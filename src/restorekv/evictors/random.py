@@ -43,6 +43,8 @@ class Random(Evictor):
         # The text itself is part of the seed: two texts get independent draws.
         seed = zlib.crc32(context.ids.cpu().numpy().tobytes(), self.seed)
         generator = torch.Generator().manual_seed(seed)
-        # Drawn on the CPU, so that a device gives the same scores.
-        scores = torch.rand(shape.layers, shape.heads, context.text_tokens, generator=generator)
+        # Drawn on the CPU, so that a device gives the same scores, and in one dtype, whatever
+        # PyTorch's default is.
+        size = shape.layers, shape.heads, context.text_tokens
+        scores = torch.rand(size, generator=generator, dtype=torch.float32)
         return scores.to(model.device)
