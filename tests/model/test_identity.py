@@ -24,6 +24,7 @@ from restorekv.model.names import get_model_name
 from restorekv.model.prompt import hash_template
 from restorekv.model.rope import get_rope_settings
 from restorekv.restore.adapter import RestoreAdapter
+from tests.helpers import decoders
 from tests.helpers.models import build_model
 
 TEXT = "The house is red. " * 40
@@ -121,6 +122,18 @@ def test_settings_that_change_every_pass_are_noticed():
         )
         made[multiplier] = fingerprint_model(GraniteForCausalLM(config).eval())
     assert made[1.0] != made[12.0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "one", "other"),
+    [
+        ("olmo", {"clip_qkv": 1.0}, {"clip_qkv": None}),
+        ("smollm3", {"no_rope_layers": [1, 1, 1, 0]}, {"no_rope_layers": [1, 0, 1, 0]}),
+    ],
+)
+def test_settings_of_single_classes_are_noticed(kind, one, other):
+    made = {fingerprint_model(decoders.build(kind, **settings)) for settings in (one, other)}
+    assert len(made) == 2
 
 
 def test_the_scaling_of_an_active_lora_is_noticed():

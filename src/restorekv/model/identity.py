@@ -32,17 +32,21 @@ RESTORE_ADAPTER = "restorekv"  # the name of a restore adapter in PEFT's layers
 DECISIVE_SETTINGS = (
     "attention_multiplier",
     "attn_logit_softcapping",
+    "attn_temperature_tuning",
+    "clip_qkv",
     "embedding_multiplier",
     "final_logit_softcapping",
     "hidden_act",
     "hidden_activation",
     "logit_scale",
     "logits_scaling",
-    "num_experts_per_tok",
+    "no_rope_layers",
     "norm_topk_prob",
+    "num_experts_per_tok",
     "query_pre_attn_scalar",
     "residual_multiplier",
     "routed_scaling_factor",
+    "use_qk_norm",
 )
 SAMPLES = 64  # values of every weight in a fingerprint
 SKETCH_VALUES = 1024  # values of all matrices together in a sketch
