@@ -7,6 +7,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.generation.answers import answer_greedily, make_generate_inputs, stream_answer
 from restorekv.generation.decoding import generate_ids, get_stop_ids
 from restorekv.model.prompt import encode_question, make_context
+from restorekv.pipeline import compress
 from tests.helpers.decoding import QUESTIONS, TEXT, make_cache
 from tests.helpers.models import build_model
 
@@ -33,6 +34,22 @@ def test_ask_is_generate(tiny_model, tiny_tokenizer, restore):
         theirs = result[0, inputs["input_ids"].shape[1] :].tolist()
         asked = encode_question(tiny_tokenizer, context, question)
         assert generate_ids(tiny_model, tiny_tokenizer, cache, [asked], 20)[0].tolist() == theirs
+
+
+@pytest.mark.parametrize("function", ["eager", "sdpa"])
+def test_another_attention_function_may_be_set_meanwhile(function, tiny_tokenizer):
+    """As one does to look at attention weights."""
+    model = build_model("llama")
+    small = compress(model, tiny_tokenizer, TEXT, ratio=0.5, adapter=None, evictor="knorm")
+    expected = small.ask(QUESTIONS[0], max_new_tokens=8)
+    asking = {
+        "ask": lambda: small.ask(QUESTIONS[0], max_new_tokens=8),
+        "chat": lambda: small.chat().ask(QUESTIONS[0], max_new_tokens=8),
+        "generate": lambda: small.generate(QUESTIONS[0], max_new_tokens=8),
+    }
+    for name, ask in asking.items():
+        model.set_attn_implementation(function)
+        assert ask() == expected, name
 
 
 def test_order_and_batches_do_not_matter(case):

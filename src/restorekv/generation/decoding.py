@@ -30,6 +30,7 @@ from restorekv.generation.fixed_steps import (
     find_likeliest,
 )
 from restorekv.generation.sampling import refuse_not_finite
+from restorekv.model.attention import install_attention
 from restorekv.model.attention.reference import make_causal_mask
 from restorekv.model.cache_argument import pass_cache
 from restorekv.model.prompt import check_vocabulary, warn_if_beyond_positions
@@ -238,6 +239,8 @@ def decode_batch(
     Raises:
         RestoreKVError: The logits are not finite, or the task was cancelled.
     """
+    # The user may have set another attention function since, to look at weights.
+    install_attention(model)
     groups = make_groups(cache, prompts, limits, samplers)
     active = [row for group in groups for row in group.rows]
     cancelled = CANCELLED.get()
