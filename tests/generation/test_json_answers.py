@@ -143,7 +143,9 @@ def test_objects_have_no_other_properties():
     refused = {"not": {"properties": {"a": {}}}}
     beside = {"$ref": "#/$defs/d", "properties": {"a": {}}}
     one_of = {"properties": {"a": {}}, "oneOf": [{"properties": {"b": {}}, "required": ["b"]}]}
-    for other in (joined, {"anyOf": [joined]}, {"type": "object"}, refused, beside, one_of):
+    undescribed = {"properties": {"a": {}}, "required": ["a", "b"]}
+    others = (joined, {"anyOf": [joined]}, {"type": "object"}, refused, beside, one_of, undescribed)
+    for other in others:
         assert json.loads(close_objects(other)) == other
     assert close_objects("{no JSON") == "{no JSON"
 

@@ -154,9 +154,13 @@ def _close(schema: Any) -> Any:
             closed[name] = {each: _close(own) for each, own in value.items()}
         else:
             closed[name] = _close(value)
+    properties = schema.get("properties")
     open_to = {"additionalProperties", "patternProperties"} & schema.keys()
-    if isinstance(schema.get("properties"), dict) and not open_to:
-        closed["additionalProperties"] = False
+    if isinstance(properties, dict) and not open_to:
+        required = schema.get("required")
+        # What must be there without being described may be anything.
+        if not isinstance(required, list) or all(each in properties for each in required):
+            closed["additionalProperties"] = False
     return closed
 
 
