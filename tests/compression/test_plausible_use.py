@@ -10,6 +10,7 @@ import weakref
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from restorekv import CompressedContext, compress, load_model, pipeline
@@ -328,6 +329,19 @@ def test_auto_takes_the_adapter_that_was_measured_with_other_evictors(tiny, ship
     loaded.warn_of_other_use("fastkvzip:gate=0123456789abcdef")
     loaded.record_training(evictor="kvzip")
     assert loaded.card.also_for is None
+
+
+def test_auto_recognizes_a_copy_of_a_model_by_its_weights(tiny, shipped, tmp_path):
+    """As one has it that saves a model, or that takes its files from elsewhere."""
+    model, tokenizer = tiny
+    ship_adapter(tiny, shipped / "adapters" / "knorm", "knorm")
+    model.save_pretrained(tmp_path / "copy")
+    copied = AutoModelForCausalLM.from_pretrained(tmp_path / "copy")
+    options = {"ratio": 0.3, "evictor": "knorm"}
+    assert compress(copied, tokenizer, TEXT, **options).manifest.restore_tokens == 2
+    with torch.no_grad():
+        copied.model.norm.weight.mul_(1.1)
+    assert compress(copied, tokenizer, TEXT, **options).manifest.adapter is None
 
 
 def test_auto_restores_nothing_below_the_lowest_ratio_that_helps_an_evictor(tiny, shipped):

@@ -10,10 +10,14 @@ from transformers import PreTrainedModel
 from restorekv.compression.compressor import Compressor
 from restorekv.errors import AdapterError, RestoreKVError, warn
 from restorekv.model.identity import ModelIdentity, identify_model
-from restorekv.model.names import get_model_name
+from restorekv.model.names import SHIPPING, get_model_name
 from restorekv.restore import hub
 from restorekv.restore.adapter import RestoreAdapter
-from restorekv.restore.shipped import find_named_adapter, find_shipped_adapter
+from restorekv.restore.shipped import (
+    find_named_adapter,
+    find_shipped_adapter,
+    recognize_weights,
+)
 from restorekv.spec import drop_gate
 
 # How many adapters a model keeps loaded, and its attribute for them.
@@ -68,7 +72,10 @@ def load_adapter(
     wanted = restore_tokens is not None or config.restore_from != "full"
     # A name becomes a folder or a hub id, or None where "auto" finds nothing.
     if isinstance(adapter, str):
-        adapter = locate_adapter(adapter, get_model_name(model), compressor)
+        model_name = get_model_name(model)
+        if auto:
+            model_name = name_model_with_adapters(model, identity)
+        adapter = locate_adapter(adapter, model_name, compressor)
     if adapter is None:
         _refuse_restoring_without_adapter(config.restore_from, restore_tokens)
         return None
@@ -144,6 +151,18 @@ def _load_shared(
         for old in list(known)[:-LOADED]:
             known.pop(old, None)  # another thread may have been first
     return adapter
+
+
+def name_model_with_adapters(model: PreTrainedModel, identity: ModelIdentity | None = None) -> str:
+    """Return the name under which adapters ship for a model, or its own name where none do.
+
+    A model that was loaded from elsewhere, such as a folder, counts by its weights.
+    """
+    name = get_model_name(model)
+    if name in SHIPPING:
+        return name
+    identity = identity or identify_model(model)
+    return recognize_weights(identity.fingerprint) or name
 
 
 def locate_adapter(name: str, model_name: str, compressor: Compressor) -> str | Path | None:

@@ -44,6 +44,19 @@ def find_shipped_adapter(model: str, evictor: str, allocation: str = "global") -
     return None
 
 
+def recognize_weights(fingerprint: str) -> str | None:
+    """Return the name of the model with this fingerprint, of those that adapters ship for.
+
+    So a copy of such a model is recognized wherever it was loaded from.
+    """
+    for model in SHIPPING:
+        for each in _list_names(model):
+            path = shipped_path(model, "adapters", each) / CARD
+            if read_record(path, str(path)).get("fingerprint") == fingerprint:
+                return model
+    return None
+
+
 def find_named_adapter(name: str) -> Path | None:
     """Return the folder of the adapter that ships as MODEL:NAME; None for all other names.
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import __version__
+from restorekv.compression.adapters import name_model_with_adapters
 from restorekv.compression.compressor import Compressor
 from restorekv.compression.eviction import make_compressor
 from restorekv.compression.presets import resolve_preset
@@ -23,7 +24,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.evictors import EVICTORS
 from restorekv.files import read_bytes
 from restorekv.model.identity import identify_model
-from restorekv.model.names import SHIPPING, get_model_name, is_shipping_installed
+from restorekv.model.names import SHIPPING, is_shipping_installed
 from restorekv.model.prompt import get_default_separator
 from restorekv.restore.adapter_file import CARD
 from restorekv.restore.shipped import find_shipped_adapter
@@ -85,7 +86,7 @@ def _describe_evictor(name: str, model: PreTrainedModel) -> tuple[str, str]:
 
 def _digest_adapter(compressor: Compressor, model: PreTrainedModel) -> str:
     """Return the digest of the adapter that ships for model and compressor; "" if none does."""
-    model_name = get_model_name(model)
+    model_name = name_model_with_adapters(model)
     # Asked here, since the search for an adapter warns of what is not installed, for each evictor.
     if model_name not in SHIPPING or not is_shipping_installed(model_name):
         return ""
