@@ -16,6 +16,7 @@ from restorekv import Chat, CompressedContext, compose, compress
 from restorekv.cli.errors import make_visible
 from restorekv.errors import RestoreKVError
 from restorekv.model.load import load_model
+from restorekv.storage.cache_file import open_cache_file
 from tests.helpers.cli_world import QUESTION, TEXT, World, build_world, cli
 
 
@@ -182,6 +183,22 @@ def test_what_was_folded_is_saved_with_the_document(world, tmp_path):
     lines = [QUESTION, "/fold", f"/save {tmp_path / 'c.json'}", f"/save {saved}"]
     told = cli("chat", made, *model, "--max-new-tokens", 30, stdin="\n".join(lines).encode())
     assert "save that, as in /save doc.rkv." in told.err and {*tmp_path.iterdir()} == {made, saved}
+
+
+def test_a_saved_document_has_all_turns_in_it(world, tmp_path):
+    """Those before a fold, after it, and without one; the conversation itself goes on unfolded."""
+    made, model = tmp_path / "a.rkv", ("--model", world.model)
+    assert (
+        cli("compress", world.text, *model, "--ratio", 0.4, "--adapter", "none", "-o", made).code
+        == 0
+    )
+    saved = [tmp_path / f"{number}.rkv" for number in range(3)]
+    lines = [QUESTION, f"/save {saved[0]}", QUESTION, "/undo", "/fold", f"/save {saved[1]}"]
+    lines += [QUESTION, f"/save {saved[2]}"]
+    told = cli("chat", made, *model, "--max-new-tokens", 9, stdin="\n".join(lines).encode())
+    assert told.code == 0 and "Turns taken back: 1" in told.err
+    sizes = [open_cache_file(path).context.text_tokens for path in (made, *saved)]
+    assert sizes[0] < sizes[1] == sizes[2] < sizes[3]
 
 
 SLOW = """

@@ -26,8 +26,8 @@ HELP = {
     "/undo [N]": "take the latest question and its answer back, or the latest N",
     "/history": "show the conversation",
     "/fold": "compress the conversation into the document, to go on with less memory",
-    "/save FILE": "write the conversation for --continue; as FILE.rkv, the document with what was "
-    "folded",
+    "/save FILE": "write the conversation for --continue; as FILE.rkv, the document with all "
+    "that was said",
     "/help": "show this list",
     "/quit": "leave; Ctrl-D does so, too",
 }
@@ -214,7 +214,9 @@ def _run_command(chat: Chat, line: str) -> None:
             check_target(path)
             if path.suffix == ".rkv":
                 assert isinstance(chat.document, CompressedContext), "a conversation over a file"
-                chat.document.save(path)
+                said = chat.fork()  # the conversation itself goes on as it is
+                said.fold()
+                said.document.save(path)
             elif chat.folded:
                 raise RestoreKVError(
                     "Folded turns are part of the document; save that, as in /save doc.rkv."

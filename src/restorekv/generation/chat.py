@@ -479,7 +479,8 @@ class Chat:
         """
         if self.folded:
             raise RestoreKVError(
-                "Folded turns are part of the document; save that: chat.document.save('doc.rkv')."
+                "Folded turns are part of the document; fold the others, too, and save that: "
+                "chat.fold(); chat.document.save('doc.rkv')."
             )
         check_length(path, self)
         for turn in self.turns:
