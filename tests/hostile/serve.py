@@ -84,7 +84,8 @@ class Server:
             "--ratio",
             "0.2",
         ]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        # Else vLLM takes half of the memory, beside whatever runs here.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
             [*command, "--store", str(folder), "--port", str(self.port), *flags],

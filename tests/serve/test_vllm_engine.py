@@ -7,6 +7,7 @@ import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.request import urlopen
 
 import pytest
@@ -20,7 +21,7 @@ from restorekv import compose, compress, load_model  # noqa: E402
 from restorekv.errors import RestoreKVError  # noqa: E402
 from restorekv.generation.decoding import get_stop_ids  # noqa: E402
 from restorekv.model.identity import fingerprint_model  # noqa: E402
-from restorekv.serve import vllm_engine  # noqa: E402
+from restorekv.serve import vllm_client, vllm_engine  # noqa: E402
 from restorekv.serve.run import find_engine_class  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from restorekv.serve.store import Store  # noqa: E402
@@ -490,3 +491,22 @@ def test_a_killed_copy_of_one_dtype_is_no_part_of_another(tmp_path, monkeypatch,
         vllm_engine.find_model_folder(model.bfloat16(), tiny_tokenizer, tmp_path, "weights")
     )
     assert "model-00002-of-00002.safetensors" not in {each.name for each in other.iterdir()}
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_vllm_leaves_memory_to_the_server(on_cpu, monkeypatch):
+    """Its own default is nine tenths of a CPU's."""
+    platform = SimpleNamespace(is_cpu=lambda: on_cpu)
+    free = SimpleNamespace(available=10 * 2**30)
+    modules = {
+        "vllm.platforms": SimpleNamespace(current_platform=platform),
+        "psutil": SimpleNamespace(virtual_memory=lambda: free),
+    }
+    monkeypatch.setattr(vllm_client, "import_module", modules.__getitem__)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    taken = {"kv_cache_memory_bytes": 5 * 2**30} if on_cpu else {}
+    assert vllm_client.leave_memory({"model": "a"}) == {"model": "a", **taken}
+    for told in ({"kv_cache_memory_bytes": 7}, {"gpu_memory_utilization": 0.2}):
+        assert vllm_client.leave_memory(told) == told
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    assert vllm_client.leave_memory({"model": "a"}) == {"model": "a"}
