@@ -41,6 +41,7 @@ from restorekv.model.prompt import (
 )
 from restorekv.model.rope import count_positions
 from restorekv.model.shape import CacheShape, get_vocabulary_size
+from restorekv.model.support import refuse_beyond
 from restorekv.model.tokenize import check_model_and_tokenizer, get_padding_id, hash_token_names
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.spec import drop_gate
@@ -441,6 +442,7 @@ class CompressedContext:
             )
         inputs = self.inputs(question, answer_prefix)
         check_vocabulary(self.model, inputs["input_ids"])
+        attention.install_attention(self.model)
         stops = decoding.get_stop_ids(self.model, self.tokenizer)
         defaults: dict[str, Any] = {
             "eos_token_id": sorted(stops),
@@ -450,6 +452,14 @@ class CompressedContext:
             defaults["do_sample"] = False
             if "max_length" not in options:
                 defaults["max_new_tokens"] = 128
+        # As in `ask`: all that the answer may come to has to be exact.
+        read = inputs["input_ids"].shape[1]
+        of_config = {} if config is None else vars(config)
+        limits = {**defaults, **of_config, **options}
+        longest = read + (limits.get("max_new_tokens") or 1)
+        if not limits.get("max_new_tokens"):
+            longest = max(longest, limits.get("max_length") or 0)
+        refuse_beyond(self.model, longest, "A question with the longest answer allowed")
         processors = [*(options.get("logits_processor") or ()), FiniteLogits()]
         with torch.no_grad():
             # PreTrainedModel has `generate` only in its subclasses that write text.

@@ -145,5 +145,5 @@ def test_attention_matching_does_not_read_beyond_the_limit():
     context = Context(ids, 3, ids[:, :0])
     tokenizer = build_tokenizer()
     make_compressor("am-fast").prepare(build_dynamic(2048), tokenizer, context).evict(0.5)
-    with pytest.raises(ModelError, match="Scoring this text reads it again"):
+    with pytest.raises(ModelError, match="which reads the text a second time, needs"):
         make_compressor("am-fast").prepare(build_dynamic(128), tokenizer, context).evict(0.5)

@@ -360,5 +360,7 @@ def test_biases_that_transformers_does_not_read_are_refused(tiny_tokenizer, tmp_
         "llama", intermediate_size=64, max_position_embeddings=512, attention_bias=True
     )
     biased = gguf_world.write(tmp_path / "biased.gguf", model, tiny_tokenizer)
-    with pytest.raises(ModelError, match=r"of its [\d,]+ weights and leaves out the others, such as"):
+    with pytest.raises(
+        ModelError, match=r"of its [\d,]+ weights and leaves out the others, such as"
+    ):
         load_model(str(biased))

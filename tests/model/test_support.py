@@ -303,19 +303,18 @@ def test_the_window_bounds_whatever_a_query_would_see(mistral):
         chat.ask("what?", max_new_tokens=200)
     assert not chat.turns
     chat.ask("what?", max_new_tokens=8)
-    with pytest.raises(RestoreKVError, match="sees 300 positions, and the cache has"):
-        small.generate("what?", max_new_tokens=200, eos_token_id=-1)
-    # transformers makes a mask for these: one question is longer than the window, and a short one
-    # with many restore tokens comes beyond it.
-    refusal = "sees 300 positions, and the cache has"
-    with pytest.raises(RestoreKVError, match=refusal):
-        small.generate("what? " * 80, max_new_tokens=4, eos_token_id=-1)
-    with pytest.raises(RestoreKVError, match=refusal):
-        model.generate(
-            exactness.random_ids(small.context.num_tokens + 310),
-            past_key_values=small.cache.fork(),
-            max_new_tokens=2,
-        )
+    for options in ({"max_new_tokens": 200}, {"max_length": 310}):
+        with pytest.raises(RestoreKVError, match=f"longest answer allowed {beyond}"):
+            small.generate("what?", **options)
+    # Of a question of 310 tokens transformers' mask hides a part, but nothing of the context.
+    for question, answer in ((10, 200), (310, 2)):
+        with pytest.raises(RestoreKVError, match="sees 300 positions, and the cache has"):
+            model.generate(
+                exactness.random_ids(small.context.num_tokens + question),
+                past_key_values=small.cache.fork(),
+                max_new_tokens=answer,
+                eos_token_id=-1,
+            )
     adapter = RestoreAdapter.create(model, 140, rank=1, targets=("q_proj",))
     with pytest.raises(RestoreKVError, match=f"with its restore tokens {beyond}"):
         compress(model, tokenizer, ids[:190], adapter=adapter, evictor="random", ratio=1)
@@ -416,3 +415,18 @@ def test_a_padded_batch_may_come_to_the_windows_end(mistral):
     both = generate_ids(model, tokenizer, small.cache, [long, short], [2, room])
     alone = generate_ids(model, tokenizer, small.cache, [short], [room])
     assert both[1].tolist() == alone[0].tolist()
+
+
+def test_chunks_of_llama_4_bound_generate():
+    settings = {"attention_chunk_size": 96, "max_position_embeddings": 4096}
+    model = decoders.build("llama4_text", **settings)
+    ids = exactness.random_ids(50)
+    small = compress(model, build_tokenizer(), ids[0].tolist(), adapter=None, evictor="random")
+    with pytest.raises(RestoreKVError, match="longest answer allowed needs"):
+        small.generate("what?", max_new_tokens=60)
+    with pytest.raises(RestoreKVError, match="sees 96 positions, and the cache has"):
+        model.generate(
+            exactness.random_ids(small.context.num_tokens + 60),
+            past_key_values=small.cache.fork(),
+            max_new_tokens=2,
+        )

@@ -208,7 +208,8 @@ class Stream:
         if cache is None:
             # The first part goes into an ordinary cache, with room for the columns that are read
             # twice. Of a part as it is the evictor may pin fewer.
-            into = make_full_cache(self.model, part.end - part.scored_end)
+            pinned = evictor.count_pinned_tail(part_context)
+            into = make_full_cache(self.model, max(part.end - part.scored_end, pinned))
         else:
             evictor = evictor.for_later_part(part_context)
             into = cache

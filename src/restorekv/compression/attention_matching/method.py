@@ -47,7 +47,7 @@ from restorekv.model.observer import LayerView, observe_layers
 from restorekv.model.prefill import CHUNK, prefill
 from restorekv.model.prompt import Context, encode_text, make_context
 from restorekv.model.shape import CacheShape
-from restorekv.model.support import refuse_scoring_beyond
+from restorekv.model.support import refuse_beyond
 from restorekv.restore.adapter import RestoreAdapter
 
 INSTRUCTION = "Repeat the previous context verbatim."
@@ -239,7 +239,11 @@ def collect_reference_queries(
     """
     # A copy of the cache and of its layers: the pass appends to the copies, and each append makes
     # new tensors.
-    refuse_scoring_beyond(model, full.get_seq_length() + ids.shape[-1])
+    refuse_beyond(
+        model,
+        full.get_seq_length() + ids.shape[-1],
+        "Attention matching, which reads the text a second time,",
+    )
     reading = copy.copy(full)
     reading.layers = [copy.copy(layer) for layer in full.layers]
     layers = len(list_full_attention(full))

@@ -319,6 +319,11 @@ def attend_layer(
         replacement = callback(module, query, key, value, attention_mask, scale, sinks)
     # Over a ragged layer the callback observes, and replaces nothing.
     if isinstance(key, RaggedLayer):
+        # Llama 4 has chunks in place of windows, and tells no function of them.
+        chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
+        window = kwargs.get("sliding_window") or chunk
+        if window is not None:
+            _refuse_beyond_window(key, attention_mask, window)
         return _attend_ragged(query, key, attention_mask, scale, kwargs), None
     if replacement is not None:
         return replacement, None
@@ -387,9 +392,6 @@ def _attend_ragged(
     options: dict[str, Any],
 ) -> Tensor:
     """Return the attention (B, Q, H*G, D) of a ragged layer, which a backend computes."""
-    window = options.get("sliding_window")
-    if window is not None:
-        _refuse_beyond_window(layer, attention_mask, window)
     sinks = options.get("s_aux")
     grouped = query.unflatten(1, (layer.heads, -1))
     unpacked = _unpack_for_call(grouped, layer)
