@@ -227,10 +227,10 @@ def test_text_files_of_every_editor_are_read(encoding):
 @pytest.mark.parametrize(
     ("payload", "said"),
     [
-        (b"\xff\xfea", r"a\.txt is not UTF-16 text \(byte 2\); convert it first\."),
+        (b"\xff\xfea", r"a\.txt is not UTF-16 text \(byte 2\); save it as UTF-8 first\."),
         ("x".encode("utf-16-le"), r"a\.txt is binary"),  # no mark
         ("x".encode("utf-32"), r"a\.txt is binary"),
-        (b"\xe4", r"a\.txt is not UTF-8 text \(byte 0\); convert it first\."),
+        (b"\xe4", r"a\.txt is not UTF-8 text \(byte 0\); save it as UTF-8 first\."),
     ],
 )
 def test_bytes_that_are_no_text_are_refused(payload, said):

@@ -42,7 +42,10 @@ def run(
     further, words = _split_words(questions)
     files = [file, *further]
     if not words:
-        raise RestoreKVError("There is no question after the cache files; ask something.")
+        raise RestoreKVError(
+            "There is no question after the cache files, which come first: restorekv ask DOC.rkv "
+            '"What is the code?"'
+        )
     if not all(word.strip() for word in words):
         raise RestoreKVError("A question is empty; ask something.")
     if max_new_tokens < 1:

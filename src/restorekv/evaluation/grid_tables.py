@@ -41,9 +41,10 @@ def _format_gain(row: Row) -> str:
     recovered = row.get("recovered")
     back = ""
     # As the interval: on a handful of texts a share says nothing.
-    if recovered is not None and row["contexts"] >= FEW:
+    few = row["contexts"] < FEW
+    if recovered is not None and not few:
         back = f"{format_percent(recovered, 0)} back"
-    return format_gain(row["gain"], *get_interval(row, "gain_"), back)
+    return format_gain(row["gain"], *get_interval(row, "gain_"), back, few)
 
 
 def _format_fidelity(row: Row, text: Callable[[Row], str]) -> str:

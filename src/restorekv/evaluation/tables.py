@@ -115,18 +115,22 @@ def format_gain(
     low: float | None = None,
     high: float | None = None,
     more: str = "",
+    few: bool = False,
 ) -> str:
     """Write a difference as "▲ +1.0 (+0.5 to +1.5; 9 % back)"; `more` ends the parentheses.
 
-    With ≈ in place of an arrow where the interval includes zero.
+    With ≈ in place of an arrow where the interval includes zero, and for `few` texts, which have no
+    interval.
     """
     text = format_number(value, sign=True)
     arrow = {"+": "▲", MINUS: "▼"}.get(text[0], "=")
     interval = ""
+    is_sure = not few
     if low is not None and high is not None:
         interval = format_range(low, high, sign=True)
-        if low <= 0 <= high and arrow != "=":
-            arrow = "≈"
+        is_sure = not low <= 0 <= high
+    if not is_sure and arrow != "=":
+        arrow = "≈"
     details = "; ".join(part for part in (interval, more) if part)
     if details:
         return f"{arrow} {text} ({details})"

@@ -255,7 +255,7 @@ def decode_text(payload: bytes, what: str) -> str:
             raise RestoreKVError(f"{what} is binary; give a text.") from None
         raise RestoreKVError(
             f"{what} is not {encoding.removesuffix('-sig').upper()} text (byte {error.start}); "
-            "convert it first."
+            "save it as UTF-8 first."
         ) from None
     if "\0" in text:
         raise RestoreKVError(f"{what} is binary; give a text.")
