@@ -17,6 +17,7 @@ import pytest
 
 openai = pytest.importorskip("openai")
 
+import httpx2  # noqa: E402
 from fastapi.testclient import TestClient  # noqa: E402
 from starlette.datastructures import URL  # noqa: E402
 
@@ -26,7 +27,7 @@ from restorekv.serve import document_checks, guard  # noqa: E402
 from restorekv.serve.engine import Engine  # noqa: E402
 from restorekv.serve.requests import Message  # noqa: E402
 from restorekv.serve.responses import ResponseMemory  # noqa: E402
-from restorekv.serve.run import Settings, build_app  # noqa: E402
+from restorekv.serve.run import HTTP, Settings, build_app  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from restorekv.serve.store import Store  # noqa: E402
 from tests.helpers.serving import (  # noqa: E402
@@ -424,6 +425,11 @@ def test_a_full_disk_gets_a_sentence(client, monkeypatch, error):
 )
 def test_the_scheme_of_a_key_may_have_any_case(header, is_let_in):
     assert guard.has_key(header, ["one-key", "another"]) is is_let_in
+
+
+def test_idle_connections_outlive_those_of_clients():
+    """Else both end one at the same moment, and the request that is on its way fails."""
+    assert httpx2.Limits().keepalive_expiry < HTTP["timeout_keep_alive"] < guard.PATIENCE
 
 
 def test_remembered_answers_are_bounded(monkeypatch):

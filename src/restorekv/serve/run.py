@@ -50,6 +50,9 @@ HTTP: dict[str, Any] = {
     "proxy_headers": False,  # in which a client could name an address of its choice
     "access_log": False,
     "timeout_graceful_shutdown": 10,
+    # Longer than the 5 seconds of httpx, and so of `openai`, which are uvicorn's own as well: when
+    # both end an idle connection at once, a request on it fails.
+    "timeout_keep_alive": 20,
 }
 LOG = logging.getLogger("restorekv.serve")
 CLOSING = 0.5  # seconds in which requests send their last words, before they are broken off
