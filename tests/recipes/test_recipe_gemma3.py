@@ -1,0 +1,68 @@
+"""The recipe of Gemma's adapter: its commands, the widened adapter, the page of its figures."""
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from recipes import gemma3
+from restorekv import tasks
+from restorekv.cli import app
+from restorekv.files import read_json
+from restorekv.restore.adapter import RestoreAdapter
+from tests.helpers.models import build_model
+
+
+def test_the_page_is_made_from_the_stored_figures():
+    record = read_json(gemma3.STORED, str(gemma3.STORED))
+    assert gemma3.PAGE.read_text("utf-8") == gemma3.make_page(record)
+    assert {row["benchmark"] for row in record["rows"]} == set(gemma3.BENCHMARKS)
+
+
+def test_benchmarks_have_their_shortest_names():
+    for spec in gemma3.BENCHMARKS:
+        assert tasks.make_benchmark(spec).spec == spec
+
+
+def test_a_widened_adapter_begins_as_copies(tmp_path):
+    model = build_model("qwen3")
+    adapter = RestoreAdapter.create(model, 2, rank=2)
+    adapter.add_ratio_vectors()
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter.normal_(generator=torch.Generator().manual_seed(1))
+    wide = gemma3.widen_adapter(adapter, 6)
+    assert wide.restore_tokens == wide.card.restore_tokens == 6
+    assert wide.embeddings[:2].equal(adapter.embeddings)
+    assert not wide.embeddings[2:4].equal(adapter.embeddings)
+    torch.testing.assert_close(wide.embeddings[2:4], adapter.embeddings, rtol=0, atol=1.5)
+    assert wide.ratio_vectors[4:].equal(adapter.ratio_vectors)
+    for name, value in adapter.lora_parameters.items():
+        assert wide.lora_parameters[name].equal(value)
+    wide.save_pretrained(tmp_path / "wide")
+    assert RestoreAdapter.from_pretrained(model, tmp_path / "wide").restore_tokens == 6
+
+
+def test_commands_have_flags_that_exist(tmp_path):
+    """Each command's flags are those of its help."""
+    for name in ("short-1", "more-11"):
+        place = tmp_path / "data" / name
+        place.mkdir(parents=True)
+        (place / "manifest.json").write_text("{}")
+    commands = [
+        *gemma3.list_builds(tmp_path, tmp_path),
+        gemma3.list_first_training(tmp_path, "cpu"),
+    ]
+    commands.append(gemma3.list_wide_training(tmp_path, "cuda:0"))
+    assert len(commands) == 2 + len(gemma3.SEEDS) + 2
+    for command in commands:
+        words = command[: 2 if command[0] == "data" else 1]
+        # Typer cuts long lines of its help where the terminal is narrow.
+        shown = CliRunner(env={"COLUMNS": "300"}).invoke(app, [*words, "--help"]).output
+        flags = {word for word in command if word.startswith("--")}
+        assert flags and all(flag in shown for flag in flags), flags
+    assert "more-11" not in " ".join(commands[-2]) and "more-11" in " ".join(commands[-1])
+
+
+def test_without_data_a_sentence_says_so(tmp_path):
+    with pytest.raises(SystemExit, match="There is no data in"):
+        gemma3.list_first_training(tmp_path, "cpu")
