@@ -37,7 +37,9 @@ from restorekv.model.prompt import (
     check_token_ids,
     check_vocabulary,
     encode_text,
+    get_default_separator,
     hash_template,
+    render_between_turns,
 )
 from restorekv.model.rope import count_positions
 from restorekv.model.shape import CacheShape, get_vocabulary_size
@@ -288,7 +290,19 @@ class CompressedContext:
         if not ids.shape[-1] or (isinstance(text, str) and not text.strip()):
             raise RestoreKVError("There is nothing to append; give a text with at least one word.")
         check_vocabulary(self.model, ids)
-        return self.append_ids(ids, restore, adapter, evictor)
+        separator = None
+        if self._ends_with_a_fold():
+            # The user's next words were to follow at once; now they follow a text.
+            separator = get_default_separator(self.tokenizer)
+        return self.append_ids(ids, restore, adapter, evictor, separator)
+
+    def _ends_with_a_fold(self) -> bool:
+        """Return whether the text ends where a conversation's next question begins."""
+        if self.context.separator or not self.manifest.parts:
+            return False
+        opening = encode_text(self.tokenizer, before=render_between_turns(self.tokenizer))
+        end = self.context.ids[:, self.context.num_tokens - opening.shape[-1] :]
+        return end.equal(opening)
 
     def append_ids(
         self,
@@ -297,6 +311,7 @@ class CompressedContext:
         adapter: RestoreAdapter | str | Path | None = "auto",
         evictor: str | None = None,
         separator: str | None = None,
+        fix: str = "append more at once",
     ) -> CompressedContext:
         """Return a context with the tokens `ids` (1, t) at its end, whoever wrote them.
 
@@ -306,6 +321,7 @@ class CompressedContext:
             adapter: As in `append`.
             evictor: As in `append`.
             separator: What separates the text from questions afterwards; None leaves it as it is.
+            fix: What a user can do where the new part is too short for its budget, for messages.
         """
         old = self.manifest
         if restore == "none":
@@ -322,7 +338,7 @@ class CompressedContext:
             restore=restore,
             ids=ids,
             ratio=Fraction(old.ratio),
-            fix="append more at once" if separator is None else "fold when more was said",
+            fix=fix,
         )
         cache = growth.run()
         context = growth.grown_context
@@ -373,7 +389,8 @@ class CompressedContext:
         recorded = manifest.adapter
         if adapter is None or (adapter == "auto" and recorded is None):
             return eviction
-        loaded = load_adapter(self.model, adapter, eviction, None, manifest.separator)
+        # After a fold nothing separates text and question, which is no other use of an adapter.
+        loaded = load_adapter(self.model, adapter, eviction, None, manifest.separator or None)
         if recorded is None:
             return replace(eviction, adapter=loaded)
         if loaded is None:

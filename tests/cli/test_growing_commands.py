@@ -16,6 +16,7 @@ from restorekv import Chat, CompressedContext, compose, compress
 from restorekv.cli.errors import make_visible
 from restorekv.errors import RestoreKVError
 from restorekv.model.load import load_model
+from restorekv.restore.adapter import RestoreAdapter
 from restorekv.storage.cache_file import open_cache_file
 from tests.helpers.cli_world import QUESTION, TEXT, World, build_world, cli
 
@@ -199,6 +200,35 @@ def test_a_saved_document_has_all_turns_in_it(world, tmp_path):
     assert told.code == 0 and "Turns taken back: 1" in told.err
     sizes = [open_cache_file(path).context.text_tokens for path in (made, *saved)]
     assert sizes[0] < sizes[1] == sizes[2] < sizes[3]
+
+
+def test_a_conversation_does_not_write_over_its_document(world, tmp_path):
+    made, model = tmp_path / "a.rkv", ("--model", world.model)
+    compressed = cli(
+        "compress", world.text, *model, "--ratio", 0.4, "--adapter", "none", "-o", made
+    )
+    before = made.read_bytes()
+    lines = [QUESTION, f"/save {made}", f"/save {tmp_path / 'b.RKV'}"]
+    told = cli("chat", made, *model, "--max-new-tokens", 9, stdin="\n".join(lines).encode())
+    assert compressed.code == 0 and "is also another file of this command" in told.err
+    assert made.read_bytes() == before
+    assert open_cache_file(tmp_path / "b.RKV").context.text_tokens > 0
+
+
+def test_chat_folds_with_the_adapter_that_it_is_given(world, tmp_path):
+    """One that nothing finds by itself."""
+    made, model = tmp_path / "a.rkv", ("--model", world.model)
+    adapter = tmp_path / "adapter"
+    RestoreAdapter.create(load_model(str(world.model))[0], 2, rank=1).save_pretrained(adapter)
+    compressed = cli(
+        "compress", world.text, *model, "--ratio", 0.4, "--adapter", adapter, "-o", made
+    )
+    assert compressed.code == 0
+    lines = f"{QUESTION}\n/fold".encode()
+    chat = ("chat", made, *model, "--max-new-tokens", 9)
+    assert "is not available; pass its folder" in cli(*chat, stdin=lines).err
+    folded = cli(*chat, "--adapter", adapter, stdin=lines)
+    assert "Folded" in folded.err and "not available" not in folded.err
 
 
 SLOW = """

@@ -191,6 +191,23 @@ def test_folding_frees_the_tail(small, tiny_tokenizer, tmp_path):
         chat.save("never.json")
 
 
+def test_a_text_appended_after_a_fold_is_separated_from_questions(small):
+    """A fold ends where the next words of the user begin; a text is none of them."""
+    separator = small.context.separator
+    chat = small.chat()
+    chat.ask(QUESTIONS[0], 8)
+    chat.fold()
+    assert separator and chat.document.context.separator == ""
+    longer = chat.document.append("The code of the mill is 9.")
+    assert longer.context.separator == longer.manifest.separator == separator
+    assert longer.append(" And of the inn 8.").context.separator == separator
+    assert small.append("The code of the mill is 9.").context.separator == separator
+    again = chat.document.chat()
+    again.ask(QUESTIONS[0], 8)
+    again.fold()
+    assert again.document.context.separator == ""
+
+
 def test_options_and_limits(small):
     chat = small.chat()
     hot = {"temperature": 1.5, "seed": 4}

@@ -28,6 +28,9 @@ def run(
             help="Compress the turns before cache and turns hold more than the text's full cache."
         ),
     ] = True,
+    adapter: Annotated[
+        str, typer.Option(help="What restores when turns are folded; as of restorekv append.")
+    ] = "auto",
     model: options.OtherModel = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
@@ -45,4 +48,11 @@ def run(
     sampling = make_sampling(options.SamplingFlags(**flags))
     (document,) = open_documents([file], model, dtype, device)
     chat = Chat.load(resume, document) if resume else document.chat(system)
-    run_conversation(chat, max_new_tokens, sampling, fold)
+    run_conversation(
+        chat,
+        max_new_tokens,
+        sampling,
+        fold=fold,
+        adapter=None if adapter == "none" else adapter,
+        reads=[file],
+    )

@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -14,6 +14,7 @@ from typing import cast
 from rich.text import Text
 
 from restorekv.cli.errors import RECEIVED, make_visible, report_error
+from restorekv.cli.inputs import check_outputs_apart
 from restorekv.cli.terminal import notes, output
 from restorekv.context import CompressedContext, format_bytes
 from restorekv.errors import RestoreKVError
@@ -34,7 +35,13 @@ HELP = {
 
 
 def run_conversation(
-    chat: Chat, max_new_tokens: int, sampling: SamplingConfig, fold: bool = True
+    chat: Chat,
+    max_new_tokens: int,
+    sampling: SamplingConfig,
+    *,
+    fold: bool = True,
+    adapter: str | None = "auto",
+    reads: Sequence[Path] = (),
 ) -> None:
     """Read questions and commands until the input ends.
 
@@ -43,6 +50,8 @@ def run_conversation(
         max_new_tokens: How long an answer may be.
         sampling: How tokens are chosen.
         fold: Fold the conversation before it holds more than the full cache of its text.
+        adapter: What restores when it is folded, as `append` takes it.
+        reads: Files that the conversation goes on with, which /save does not replace.
     """
     if sys.stdin is None:
         raise RestoreKVError(
@@ -62,10 +71,10 @@ def run_conversation(
             return
         with _continue_after_errors("(broken off; the conversation is as it was before)"):
             if line.startswith("/"):
-                _run_command(chat, line)
+                _run_command(chat, line, adapter, reads)
             elif line:
                 if fold:
-                    fold = _fold_in_time(chat, line, max_new_tokens)
+                    fold = _fold_in_time(chat, line, max_new_tokens, adapter)
                 _print_answer(chat, line, max_new_tokens, sampling)
 
 
@@ -126,7 +135,7 @@ class HeldPairs:
         return self.cache / self.full * grown + coming <= grown
 
 
-def _fold_in_time(chat: Chat, question: str, max_new_tokens: int) -> bool:
+def _fold_in_time(chat: Chat, question: str, max_new_tokens: int, adapter: str | None) -> bool:
     """Fold a conversation that could exceed the full cache with the next turn; return whether it
     can be folded.
     """
@@ -135,7 +144,7 @@ def _fold_in_time(chat: Chat, question: str, max_new_tokens: int) -> bool:
         return True
     try:
         with notes.status("folding"):
-            chat.fold()
+            chat.fold(adapter=adapter)
     except RestoreKVError as error:
         notes.print(
             f"The conversation grows beyond the full cache, as it cannot be folded: {error}",
@@ -179,7 +188,7 @@ def _print_answer(chat: Chat, question: str, max_new_tokens: int, sampling: Samp
     )
 
 
-def _run_command(chat: Chat, line: str) -> None:
+def _run_command(chat: Chat, line: str, adapter: str | None, reads: Sequence[Path]) -> None:
     """Carry out a command that begins with a slash."""
     name, _, rest = line.partition(" ")
     match name:
@@ -201,7 +210,7 @@ def _run_command(chat: Chat, line: str) -> None:
             if not chat.turns:
                 raise RestoreKVError("There are no turns to fold; ask something first.")
             before = chat.nbytes
-            chat.fold()
+            chat.fold(adapter=adapter)
             notes.print(
                 f"Folded {format_bytes(before)} into the document, which holds "
                 f"{format_bytes(chat.document.manifest.bytes_held)}."
@@ -212,10 +221,11 @@ def _run_command(chat: Chat, line: str) -> None:
             # Which leaves the home of an unknown user as it is.
             path = Path(os.path.expanduser(rest.strip()))
             check_target(path)
-            if path.suffix == ".rkv":
+            check_outputs_apart([path], reads)
+            if path.suffix.lower() == ".rkv":
                 assert isinstance(chat.document, CompressedContext), "a conversation over a file"
                 said = chat.fork()  # the conversation itself goes on as it is
-                said.fold()
+                said.fold(adapter=adapter)
                 said.document.save(path)
             elif chat.folded:
                 raise RestoreKVError(

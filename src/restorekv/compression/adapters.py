@@ -162,7 +162,7 @@ def name_model_with_adapters(model: PreTrainedModel, identity: ModelIdentity | N
     if name in SHIPPING:
         return name
     identity = identity or identify_model(model)
-    return recognize_weights(identity.fingerprint) or name
+    return recognize_weights(model, identity) or name
 
 
 def locate_adapter(name: str, model_name: str, compressor: Compressor) -> str | Path | None:

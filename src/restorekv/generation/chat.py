@@ -469,7 +469,9 @@ class Chat:
                 self.document.tokenizer, before=render_between_turns(self.document.tokenizer)
             )
             ids = torch.tensor([[*self.ids(), *self._follow_answer(opening)]])
-            document = self.document.append_ids(ids, separator="", **options)
+            document = self.document.append_ids(
+                ids, separator="", fix="fold when more was said", **options
+            )
             cache = document.cache.fork()  # before anything changes, since Ctrl-C may come
             self.document, self.cache, self.folded = document, cache, len(self.turns)
 

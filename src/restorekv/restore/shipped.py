@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from restorekv.errors import AdapterError, warn
 from restorekv.files import read_record
+from restorekv.model.base_weights import LEAST_SIMILARITY, measure_similarity
+from restorekv.model.identity import ModelIdentity, describe_weights
 from restorekv.model.names import (
     SHIPPING,
     get_install_command,
@@ -44,17 +48,24 @@ def find_shipped_adapter(model: str, evictor: str, allocation: str = "global") -
     return None
 
 
-def recognize_weights(fingerprint: str) -> str | None:
-    """Return the name of the model with this fingerprint, of those that adapters ship for.
+def recognize_weights(model: PreTrainedModel, identity: ModelIdentity) -> str | None:
+    """Return the name of the model that this is a copy of, of those that adapters ship for.
 
-    So a copy of such a model is recognized wherever it was loaded from.
+    So one is recognized wherever it was loaded from, also rounded or trained a little further.
     """
-    for model in SHIPPING:
-        for each in _list_names(model):
-            path = shipped_path(model, "adapters", each) / CARD
-            if read_record(path, str(path)).get("fingerprint") == fingerprint:
-                return model
-    return None
+    own = describe_weights(model)
+    similar = None
+    for name in SHIPPING:
+        for each in _list_names(name):
+            path = shipped_path(name, "adapters", each) / CARD
+            record = read_record(path, str(path))
+            if record.get("fingerprint") == identity.fingerprint:
+                return name
+            # The first model of nearly these weights, unless a later one has exactly these.
+            similarity = measure_similarity(record.get("weights"), own)
+            if similar is None and similarity >= LEAST_SIMILARITY:
+                similar = name
+    return similar
 
 
 def find_named_adapter(name: str) -> Path | None:
