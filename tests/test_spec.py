@@ -157,7 +157,8 @@ def test_an_evictor_that_cannot_be_loaded_is_named(tmp_path):
 def test_an_entry_point_cannot_take_a_name_that_is_another_ones(monkeypatch, name, taken):
     """A subclass that forgets its `name` has its parent's."""
     own = type("Own", (KVzip,), {"name": name})
-    entry = SimpleNamespace(load=lambda: own, value="mine:Own")
+    group = "restorekv.evictors"
+    entry = SimpleNamespace(load=lambda: own, value="mine:Own", module="mine", group=group)
     monkeypatch.setattr(spec, "entry_points", lambda group: [entry])
     classes = {"kvzip": KVzip}
     with warnings.catch_warnings(record=True) as told:
@@ -218,3 +219,34 @@ def test_specs_in_a_row_keep_their_settings():
         "fastkvzip:path=a=b",
     ]
     assert spec.split_specs("") == [] and spec.split_specs("kvzip") == ["kvzip"]
+
+
+def test_a_module_with_an_evictor_and_a_benchmark_brings_both(tmp_path):
+    """Whether this package imports it, or it is imported first and imports this package."""
+    (tmp_path / "both.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from restorekv.evictors.random import Random\n"
+        "from restorekv.tasks.tiny import TinySuite\n"
+        "@dataclass(frozen=True)\nclass Mine(Random):\n    name = 'mine'\n"
+        "@dataclass(frozen=True)\nclass Asked(TinySuite):\n    name = 'asked'\n"
+    )
+    info = tmp_path / "both-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: both\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[restorekv.evictors]\nmine = both:Mine\n[restorekv.benchmarks]\nasked = both:Asked\n"
+    )
+    for first in ("restorekv.evictors", "restorekv.tasks", "both", "restorekv"):
+        code = (
+            f"import {first}\nfrom restorekv.compression.eviction import make_compressor\n"
+            "from restorekv import tasks\n"
+            "print(make_compressor('mine').spec, tasks.make_benchmark('asked').spec)"
+        )
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert (done.stdout, done.stderr) == ("mine asked\n", ""), first

@@ -24,6 +24,7 @@ from restorekv.compression.compressor import Compressor
 from restorekv.compression.config import RECORDED, CompressionConfig
 from restorekv.compression.eviction import Eviction, make_compressor
 from restorekv.compression.growing import Growth
+from restorekv.compression.presets import resolve_preset
 from restorekv.errors import CacheFileError, RestoreKVError, warn
 from restorekv.generation import answers, decoding
 from restorekv.generation.answers import Answer, AnswerStream
@@ -375,7 +376,7 @@ class CompressedContext:
                 adapter=made.adapter if adapter == "auto" else None,
             )
         manifest = self.manifest
-        name = evictor or drop_gate(manifest.evictor)
+        name = resolve_preset(evictor) if evictor else drop_gate(manifest.evictor)
         eviction = make_compressor(name)
         if not isinstance(eviction, Eviction):
             raise RestoreKVError(
@@ -477,6 +478,8 @@ class CompressedContext:
         if not limits.get("max_new_tokens"):
             longest = max(longest, limits.get("max_length") or 0)
         refuse_beyond(self.model, longest, "A question with the longest answer allowed")
+        if options.get("stop_strings"):
+            options.setdefault("tokenizer", self.tokenizer)  # which transformers finds them with
         processors = [*(options.get("logits_processor") or ()), FiniteLogits()]
         with torch.no_grad():
             # PreTrainedModel has `generate` only in its subclasses that write text.

@@ -96,7 +96,8 @@ def compress(
         context: A text, the `Path` of a text, PDF, DOCX or HTML file, token ids, or chat messages:
             an optional system message, then one user message.
         ratio: The share of the KV pairs to hold, 0.1 unless a size is given. With ratio=1 nothing
-            is lost, and adapter="auto" restores nothing.
+            is lost, and adapter="auto" restores nothing; an adapter that is named still takes the
+            place of as many pairs.
         tokens_per_head: Instead of a ratio: how many pairs to hold per head, on average.
         compression_ratio: Instead of a ratio: kvpress's name for 1 - ratio.
         evictor: The spec of an evictor or of another method, or a preset: "fast" (fastkvzip) or

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar, get_type_hints
 
 from restorekv.errors import RestoreKVError, summarize_error, warn
@@ -42,6 +42,7 @@ def parse_spec(
         RestoreKVError: For an unknown name or setting, for a value of another type, and for a class
             that is not derived from any of `bases`.
     """
+    load_waiting()
     name, _, rest = _SOURCE_DIGEST.sub("", text).partition(":")
     if name not in classes:
         raise RestoreKVError(explain_unknown(what, name, [*presets, *classes]))
@@ -177,19 +178,44 @@ def register_entry_points(group: str, classes: dict[str, type]) -> None:
 
     One that cannot be loaded is left out with a warning.
     """
-    for entry in entry_points(group=group):
-        try:
-            found = entry.load()
-            if classes.setdefault(found.name, found) is not found:
-                raise ValueError(
-                    f"the name {found.name!r} of its class is taken; give it a `name` of its own"
-                )
-        except Exception as error:  # another package's code may raise anything
-            reason = summarize_error(error) or type(error).__name__
-            warn(
-                f"{entry.value}, an entry point of {group}, cannot be loaded ({reason}); fix or "
-                "remove its package."
+    _waiting.extend((entry, classes) for entry in entry_points(group=group))
+    load_waiting()
+
+
+# Entry points that are not loaded yet, each with the classes that it is to be added to.
+_waiting: list[tuple[EntryPoint, dict[str, type]]] = []
+
+
+def load_waiting() -> None:
+    """Load the entry points that wait, but for those whose module is just being imported.
+
+    Such a module imports this package to derive its classes; these exist a moment later.
+    """
+    # Loading one may import a module that has others, so they are looked through again.
+    while ready := [each for each in _waiting if not _is_being_imported(each[0].module)]:
+        _waiting.remove(ready[0])
+        _load_entry_point(*ready[0])
+
+
+def _is_being_imported(module: str) -> bool:
+    found = sys.modules.get(module)
+    return bool(getattr(getattr(found, "__spec__", None), "_initializing", False))
+
+
+def _load_entry_point(entry: EntryPoint, classes: dict[str, type]) -> None:
+    """Add the class of an entry point, or warn."""
+    try:
+        found = entry.load()
+        if classes.setdefault(found.name, found) is not found:
+            raise ValueError(
+                f"the name {found.name!r} of its class is taken; give it a `name` of its own"
             )
+    except Exception as error:  # another package's code may raise anything
+        reason = summarize_error(error) or type(error).__name__
+        warn(
+            f"{entry.value}, an entry point of {entry.group}, cannot be loaded ({reason}); fix or "
+            "remove its package."
+        )
 
 
 def digest_source(cls: type) -> str:

@@ -79,7 +79,7 @@ def test_conversations_are_told_from_caches(place, capsys):
     chat.ask("Which code?", 4)
     chat.save(place / "talk.json")
     code, out, _ = said(capsys, place / "talk.json")
-    assert code == 0 and "a conversation of 1 turns" in out
+    assert code == 0 and "a conversation of 1 turn" in out
     with pytest.raises(RestoreKVError, match="the cache of a document, not a conversation"):
         Chat.load(place / "doc.rkv", small)
     (place / "other.json").write_text("{}")

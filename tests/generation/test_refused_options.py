@@ -100,7 +100,7 @@ def test_neutral_options_ask_for_nothing(small):
 
 
 def test_an_option_of_ask_alone_is_not_suggested_again(small):
-    with pytest.raises(RestoreKVError, match="only ask of a compressed context takes answer_"):
+    with pytest.raises(RestoreKVError, match="only ask and ask_many take answer_"):
         small.chat().ask(QUESTION, answer_prefix="x")
 
 

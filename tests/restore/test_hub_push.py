@@ -257,6 +257,22 @@ def test_an_adapter_of_several_evictors_has_results_of_each(measured, own, recor
     assert publish.merge_results(replace(card, results=others), read).results == others + read
 
 
+def test_results_under_another_protocol_and_of_cut_texts(measured, own):
+    """A protocol gives a method settings of its own, which the adapter's record does not know."""
+    payload = json.loads((measured / "eval.json").read_text())
+    for row in payload["rows"]:
+        row |= {"protocol": "kvzip", "max_context": 300}
+        if row["evictor"] != "full":
+            row["method"] = f"{row['evictor']}:chunk=2000,space=true"
+    (changed := own / "changed.json").write_text(json.dumps(payload))
+    found = publish.read_results(changed, read_adapter(own))
+    assert found and all(row["protocol"] == "kvzip" for row in found)
+    assert all(row["max_context"] == 300 and "evictor" not in row for row in found)
+    plain = publish.read_results(measured / "eval.json", read_adapter(own))
+    card = replace(read_adapter(own).card, results=plain)
+    assert publish.merge_results(card, found).results == plain + found
+
+
 def test_results_beside_caches_that_were_held_otherwise(measured, own):
     """Every row has the base that was held as it was, and says how."""
     payload = json.loads((measured / "eval.json").read_text())

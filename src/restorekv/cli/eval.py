@@ -118,7 +118,7 @@ def run(
     from restorekv.cli.pools import open_pool
     from restorekv.cli.session import silence_transformers
     from restorekv.evaluation.frame import GridResults
-    from restorekv.evaluation.grid import Grid, parse_method
+    from restorekv.evaluation.grid import Grid, find_unrestored, parse_method
     from restorekv.evaluation.grid_tables import describe_cut_texts, make_tables
     from restorekv.evaluation.kvpress_layout import export_kvpress
     from restorekv.evaluation.rows import make_payload
@@ -140,6 +140,14 @@ def run(
         model, methods, benchmark, protocol, ratio, seed or (), count, kv_dtype, common
     ).list_cells()
     check_cells(cells)
+    for name in find_unrestored(cells, methods):
+        notes.print(
+            f"No adapter ships under the name {name}, so it is asked without restoring; of a copy "
+            "of a model that has one, SPEC@auto takes it.",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     silence_transformers()
     with (
         show_progress_share("evaluating") as update,

@@ -51,7 +51,8 @@ def _describe_conversation(path: Path) -> str:
             f"{path} is JSON, and no conversation of restorekv; name another file."
         )
     turns = chat.check_form(path, content)["turns"]
-    return f"a conversation of {len(turns):,} turns"
+    noun = "turn" if len(turns) == 1 else "turns"
+    return f"a conversation of {len(turns):,} {noun}"
 
 
 def _describe_cache(path: Path) -> str:

@@ -184,6 +184,7 @@ def make_compressor(text: str, config: CompressionConfig = CompressionConfig()) 
     """Return the method that a spec names: eviction by an evictor, or a method that makes a compact
     cache of its own.
     """
+    spec.load_waiting()
     classes = {**evictors.EVICTORS, **COMPRESSORS}
     bases = (evictors.Evictor, Compressor)
     named = spec.parse_spec(text, classes, "evictor", PRESETS, bases)

@@ -217,6 +217,14 @@ class Grid:
             ).spec
 
 
+def find_unrestored(cells: Sequence[Cell], methods: Sequence[tuple[str, str | None]]) -> list[str]:
+    """Return the models for which no shipped adapter was found, where one was looked for."""
+    if all(source != SHIPPED for _, source in methods):
+        return []
+    restored = {cell.model for cell in cells if cell.restored}
+    return [name for name in dict.fromkeys(cell.model for cell in cells) if name not in restored]
+
+
 def _write_ratio(ratio: str) -> str:
     """Return the shortest text of the very same ratio: "0.1" for "0.10", and "1/3" as it is."""
     exact = parse_ratio(ratio)

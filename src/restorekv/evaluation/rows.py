@@ -296,6 +296,7 @@ def _make_row(result: Result, base: Result | None, full: Result | None) -> dict:
         "ratio": cell.value,
         "kv_dtype": cell.kv_dtype,
         "streaming_chunk": cell.streaming_chunk,
+        "max_context": cell.max_context,
         **{key: identity[key] for key in IDENTITY_COLUMNS},
         **{key: figures[key] for key in SUMMARY_COLUMNS},
         **{key: value for key, value in score.items() if key != "recovered"},

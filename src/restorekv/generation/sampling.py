@@ -172,7 +172,7 @@ OTHER_NAMES = {
 
 # What to say of options that only `ask` of a compressed context takes.
 ELSEWHERE = OTHER_NAMES | {
-    name: f"leave it out, since only ask of a compressed context takes {name}." for name in OF_ASK
+    name: f"leave it out, since only ask and ask_many take {name}." for name in OF_ASK
 }
 
 

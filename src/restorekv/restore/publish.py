@@ -32,7 +32,7 @@ README_LIMIT = 1 << 20  # bytes
 # What a row of results says only where it is not the usual: how the adapter was used ...
 CONVENTIONS = ("prefix_policy", "allocation", "restore_from")
 # ... and how a cell held its cache.
-HELD = {"kv_dtype": "model", "streaming_chunk": 0}
+HELD = {"kv_dtype": "model", "streaming_chunk": 0, "max_context": 0}
 
 
 # The license
@@ -287,7 +287,7 @@ def read_results(path: Path, stored: StoredAdapter) -> list[dict]:
     """
     card = stored.get_card()
     weights = stored.weights_hash()
-    served = [*split_specs(card.evictor or ""), *(card.also_for or ())]
+    served = _list_served(card)
     try:
         rows = read_json(path, f"The file of results {path}")["rows"]
         # Rows of this model, then of this adapter: each rule has its own message.
@@ -296,7 +296,7 @@ def read_results(path: Path, stored: StoredAdapter) -> list[dict]:
         results = [
             _compare_to_baselines(row, rows, card)
             for row in of_this_adapter
-            if not card.evictor or row["method"] in served
+            if not card.evictor or _name_evictor(row, card) in served
         ]
         model = rows[0]["model"]
         method = (of_this_adapter or rows)[0]["method"]
@@ -320,11 +320,26 @@ def read_results(path: Path, stored: StoredAdapter) -> list[dict]:
     return results
 
 
+def _list_served(card: AdapterCard) -> list[str]:
+    """Return the specs of the evictors that an adapter is for."""
+    return [*split_specs(card.evictor or ""), *(card.also_for or ())]
+
+
+def _name_evictor(row: dict, card: AdapterCard) -> str:
+    """Return the spec of a row's evictor as the card names it.
+
+    A method's name has settings that a protocol chose, such as the authors' own of KVzip.
+    """
+    if row["evictor"] in _list_served(card):
+        return row["evictor"]
+    return row["method"]
+
+
 def _compare_to_baselines(row: dict, rows: list[dict], card: AdapterCard) -> dict[str, Any]:
     """Return a restored cell with the scores of its base and of the full cache, which were asked
     the same questions.
     """
-    question_keys = ("model", "fingerprint", "benchmark", "protocol", "dtype")
+    question_keys = ("model", "fingerprint", "benchmark", "protocol", "dtype", "max_context")
     base_keys = (
         "evictor",
         "ratio",
@@ -346,8 +361,9 @@ def _compare_to_baselines(row: dict, rows: list[dict], card: AdapterCard) -> dic
     full = next(other for other in asked_the_same if other["evictor"] == "full")
 
     result = {"benchmark": row["benchmark"], "ratio": row["ratio"]}
-    if card.evictor not in (None, row["method"]):  # one of several
-        result["evictor"] = row["method"]
+    evictor = _name_evictor(row, card)
+    if card.evictor not in (None, evictor):  # one of several
+        result["evictor"] = evictor
     if row["protocol"] != "kvpress":
         result["protocol"] = row["protocol"]
     for key in CONVENTIONS:

@@ -128,7 +128,9 @@ class TrainConfig:
     attention_weight: float = setting(
         0.0, "Weight of matching the teacher's attention outputs at the answer."
     )
-    max_new_tokens: int = setting(512, "Maximum tokens of a teacher's answer.")
+    max_new_tokens: int = setting(
+        512, "Maximum tokens of a teacher's answer, but for those that data build wrote."
+    )
     seed: int = setting(0, "Seed of embeddings, LoRA, order and ratios.")
     keep: int = setting(
         0,
