@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.agreement import count_agreement
@@ -95,7 +96,8 @@ def compare_families(
     rows = []
     for kind in FAMILIES:
         on_cpu = build_family(kind, len(tokenizer))
-        on_device = copy.deepcopy(on_cpu).to(device)
+        on_device = copy.deepcopy(on_cpu)
+        nn.Module.to(on_device, device)
         # One for each side, with the same random embeddings and LoRA that adds nothing.
         adapters = {
             side: RestoreAdapter.create(side, RESTORE_TOKENS, targets=["q_proj", "v_proj"])

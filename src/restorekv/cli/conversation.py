@@ -223,9 +223,9 @@ def _run_command(chat: Chat, line: str, adapter: str | None, reads: Sequence[Pat
             check_target(path)
             check_outputs_apart([path], reads)
             if path.suffix.lower() == ".rkv":
-                assert isinstance(chat.document, CompressedContext), "a conversation over a file"
                 said = chat.fork()  # the conversation itself goes on as it is
                 said.fold(adapter=adapter)
+                assert isinstance(said.document, CompressedContext), "a conversation over a file"
                 said.document.save(path)
             elif chat.folded:
                 raise RestoreKVError(

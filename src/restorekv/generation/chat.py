@@ -101,6 +101,7 @@ class ChatContext(Protocol):
         adapter: Any = ...,
         evictor: str | None = ...,
         separator: str | None = ...,
+        fix: str = ...,
     ) -> ChatContext:
         """Return this context with the tokens `ids` (1, t) appended."""
         ...
