@@ -7,7 +7,7 @@ import pytest
 
 from restorekv import tasks
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.compare import compare_results
+from restorekv.evaluation.compare import compare_results, select_result
 from restorekv.evaluation.frame import make_frame
 from restorekv.evaluation.run import run_grid
 from restorekv.evaluation.stats import compute_mean_score
@@ -51,6 +51,24 @@ def test_scores_and_divergences_are_paired(cells):
     assert found["kl_gain"] == pytest.approx(np.diff(totals)[0], abs=1e-9)
     assert found["kl_low"] <= found["kl_gain"] <= found["kl_high"]
     assert compare_results(full, kvzip)["kl_first"] == 0
+
+
+def test_one_result_is_selected_or_none(cells):
+    """A folder that was extended holds the smaller run, too, which must not be taken unseen."""
+    (full, kvzip, random, knorm), other = cells
+    every = [full, kvzip, random, knorm, other]
+    assert select_result(every, evictor="random", ratio="0.3", adapter=None) is random
+    assert select_result(every, evictor="full") is full
+    assert select_result(every, evictor="kvzip", benchmark=kvzip.cell.benchmark) is kvzip
+    said = (
+        r"2 cells have evictor='kvzip', ratio='0\.3'; name one by benchmark \(plain:contexts=12, "
+    )
+    with pytest.raises(RestoreKVError, match=said):
+        select_result(every, evictor="kvzip", ratio="0.3")
+    with pytest.raises(RestoreKVError, match="No cell has evictor='snapkv'"):
+        select_result(every, evictor="snapkv")
+    with pytest.raises(RestoreKVError, match="no field 'evicter'; it has model, benchmark"):
+        select_result(every, evicter="kvzip")
 
 
 def test_a_cell_does_not_differ_from_itself(cells):

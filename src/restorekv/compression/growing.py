@@ -278,9 +278,10 @@ def compose_caches(
     ids = [prefix]
     for context, cache in parts:
         if not context.ids[:, : context.prefix_length].equal(prefix):
+            # Some tokenizers join the template's last line break with those of a text.
             raise RestoreKVError(
                 "Only contexts with the same chat prefix can be composed; compress them with one "
-                "system text."
+                "system text, and without blank lines at the beginning of a text."
             )
         if cache.sliding:
             raise RestoreKVError(

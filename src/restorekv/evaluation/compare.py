@@ -27,6 +27,39 @@ from restorekv.evaluation.stats import (
 Lines = Sequence[dict]
 
 
+def select_result(results: Sequence[Result], **fields: object) -> Result:
+    """Return the one result whose cell has these fields, of those that `load_results` lists.
+
+    >>> cells = load_results("runs/own")                                      # doctest: +SKIP
+    >>> select_result(cells, evictor="kvzip", ratio="0.1", adapter=None)      # doctest: +SKIP
+
+    Raises:
+        RestoreKVError: A cell has no such field, no cell has these values, or several have, as
+            where a folder was extended by a larger count: what they differ in has to be named.
+    """
+    found = []
+    for result in results:
+        own = result.cell.to_dict()
+        unknown = sorted(fields.keys() - own.keys())
+        if unknown:
+            raise RestoreKVError(f"A cell has no field {unknown[0]!r}; it has {', '.join(own)}.")
+        if all(own[name] == value for name, value in fields.items()):
+            found.append(result)
+    asked = ", ".join(f"{name}={value!r}" for name, value in fields.items())
+    if not found:
+        raise RestoreKVError(f"No cell has {asked}; `load_results` lists those that there are.")
+    if len(found) > 1:
+        differing = []
+        for name in found[0].cell.to_dict():
+            values = dict.fromkeys(str(getattr(each.cell, name)) for each in found)
+            if len(values) > 1:
+                differing.append(f"{name} ({', '.join(values)})")
+        raise RestoreKVError(
+            f"{len(found)} cells have {asked}; name one by {' and '.join(differing)}."
+        )
+    return found[0]
+
+
 def compare_results(first: Result, second: Result, full: Result | None = None) -> dict[str, object]:
     """Return scores and divergences of two cells that were asked the same questions, and the
     paired differences, second minus first, with 95 % intervals over contexts, which are None
