@@ -68,6 +68,11 @@ def run_scores(
         ratios=ratios,
         common=COMMON,
     )
+    return answer_grid(grid, folder, pool)
+
+
+def answer_grid(grid: Grid, folder: Path, pool: WorkerPool) -> list[Result]:
+    """Answer what the folder lacks, tell how far it is, and return every cell's result."""
     start = time.monotonic()
     last = ""
 

@@ -28,7 +28,7 @@ from restorekv.errors import GateError, RestoreKVError, reraise_as
 from restorekv.files import matches_type, parse_record
 from restorekv.model import base_weights
 from restorekv.model.gate_kinds import TARGETS
-from restorekv.model.identity import ModelIdentity, describe_weights, identify_model
+from restorekv.model.identity import ModelIdentity, identify_model
 from restorekv.model.names import (
     SHIPPING,
     get_install_command,
@@ -259,22 +259,15 @@ def find_shipped_gate(
 
     A gate for exactly these weights precedes one for other weights of the model.
     """
-    own = describe_weights(model)
-    similar = None
+    candidates = []
     for kind, shipping in product(kinds, SHIPPING):
         path = shipped_path(shipping, "gates", f"{kind}.safetensors")
-        if not path.is_file():
-            continue
-        card = read_card(path)[0]
-        if card.fingerprint == identity.fingerprint:
-            return path
-        # The first gate that is made for nearly these weights, unless a later one is for exactly
-        # these.
-        similarity = base_weights.measure_similarity(card.weights, own)
-        if similar is None and similarity >= base_weights.LEAST_SIMILARITY:
-            similar = path
-    if similar:
-        return similar
+        if path.is_file():
+            card = read_card(path)[0]
+            candidates.append((path, card.fingerprint, card.weights))
+    found = base_weights.find_made_for(model, identity, candidates)
+    if found is not None:
+        return found
     name = identity.name or type(model).__name__
     if name in SHIPPING and not is_shipping_installed(name):
         raise GateError(

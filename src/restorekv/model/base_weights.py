@@ -8,8 +8,8 @@ of the same scale one of 0.03.
 """
 
 import base64
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from restorekv.model.identity import ModelIdentity, describe_weights
 # The least similarity of one model's weights: below rounding to two bits, far above another
 # training.
 LEAST_SIMILARITY = 0.9
+
+
+Found = TypeVar("Found")
 
 
 class BaseCard(Protocol):
@@ -55,6 +58,30 @@ def measure_similarity(one: Mapping[str, Any] | None, other: Mapping[str, Any] |
     if first.shape != second.shape:
         return 0.0
     return float(torch.cosine_similarity(first, second, dim=0))
+
+
+def find_made_for(
+    model: PreTrainedModel,
+    identity: ModelIdentity,
+    candidates: Iterable[tuple[Found, str | None, Mapping[str, Any] | None]],
+) -> Found | None:
+    """Return the first candidate that was made for exactly these weights, else the first that was
+    made for nearly these, such as a rounded copy; None if there is neither.
+
+    Args:
+        model: The model that it is looked for.
+        identity: The model's.
+        candidates: What may be returned, with the fingerprint and the description of the weights
+            that it was made for.
+    """
+    own = describe_weights(model)
+    similar = None
+    for candidate, fingerprint, weights in candidates:
+        if fingerprint == identity.fingerprint:
+            return candidate
+        if similar is None and measure_similarity(weights, own) >= LEAST_SIMILARITY:
+            similar = candidate
+    return similar
 
 
 def decode_sketch(sketch: str) -> Tensor:

@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 
 from restorekv.errors import AdapterError, warn
 from restorekv.files import read_record
-from restorekv.model.base_weights import LEAST_SIMILARITY, measure_similarity
-from restorekv.model.identity import ModelIdentity, describe_weights
+from restorekv.model.base_weights import find_made_for
+from restorekv.model.identity import ModelIdentity
 from restorekv.model.names import (
     SHIPPING,
     get_install_command,
@@ -53,19 +53,13 @@ def recognize_weights(model: PreTrainedModel, identity: ModelIdentity) -> str | 
 
     So one is recognized wherever it was loaded from, also rounded or trained a little further.
     """
-    own = describe_weights(model)
-    similar = None
+    candidates = []
     for name in SHIPPING:
         for each in _list_names(name):
             path = shipped_path(name, "adapters", each) / CARD
             record = read_record(path, str(path))
-            if record.get("fingerprint") == identity.fingerprint:
-                return name
-            # The first model of nearly these weights, unless a later one has exactly these.
-            similarity = measure_similarity(record.get("weights"), own)
-            if similar is None and similarity >= LEAST_SIMILARITY:
-                similar = name
-    return similar
+            candidates.append((name, record.get("fingerprint"), record.get("weights")))
+    return find_made_for(model, identity, candidates)
 
 
 def find_named_adapter(name: str) -> Path | None:

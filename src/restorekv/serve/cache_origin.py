@@ -60,7 +60,9 @@ class CacheOrigin:
             get_default_separator(tokenizer),
             *(f"{name}={value}" for name, value in settings.items()),
         )
-        return cls(common, {name: _describe_evictor(name, model) for name in EVICTORS})
+        # Once, and not for each evictor: it may read the weights.
+        model_name = name_model_with_adapters(model, identity)
+        return cls(common, {name: _describe_evictor(name, model, model_name) for name in EVICTORS})
 
     def make_key(self, sha256: str, variant: Variant) -> str:
         """Return the name of a cache: 32 hex digits of the document, the variant and all this."""
@@ -73,20 +75,19 @@ class CacheOrigin:
         return hashlib.sha256(parts.encode()).hexdigest()[:32]
 
 
-def _describe_evictor(name: str, model: PreTrainedModel) -> tuple[str, str]:
+def _describe_evictor(name: str, model: PreTrainedModel, model_name: str) -> tuple[str, str]:
     """Return what decides an evictor's scores, and the digest of its adapter's record or ""."""
     try:
         compressor = make_compressor(name)
         scores = f"{compressor.identity(model)} {compressor.digest_code()}"
-        return scores, _digest_adapter(compressor, model)
+        return scores, _digest_adapter(compressor, model_name)
     # It has no gate for this model, say. Who asks for it gets the sentence, and no cache.
     except RestoreKVError:
         return "", ""
 
 
-def _digest_adapter(compressor: Compressor, model: PreTrainedModel) -> str:
+def _digest_adapter(compressor: Compressor, model_name: str) -> str:
     """Return the digest of the adapter that ships for model and compressor; "" if none does."""
-    model_name = name_model_with_adapters(model)
     # Asked here, since the search for an adapter warns of what is not installed, for each evictor.
     if model_name not in SHIPPING or not is_shipping_installed(model_name):
         return ""
