@@ -63,6 +63,7 @@ hostile: venv
 	$(RUN) tests.hostile.memory --turns 1000
 	$(RUN) tests.hostile.serve --questions 1000 --mixed 400 --ends 10 --kills 25 --disks 10 --seed $(SEED)
 	$(RUN) tests.hostile.serve --questions 200 --mixed 60 --documents 10 --model smollm2 --memory 64M
+	$(RUN) tests.hostile.load --minutes 10 --seed $(SEED)
 	$(RUN) tests.hostile.uploads --count 300 --seed $(SEED)
 	$(RUN) tests.hostile.api --minutes 30 --seed $(SEED)
 

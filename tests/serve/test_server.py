@@ -947,6 +947,14 @@ def test_metrics_count_requests(client, file):
     assert (count("/v1/files/{name}", 404), count("other", 404)) == tuple(x + 1 for x in before)
 
 
+def test_metrics_tell_of_the_process(client):
+    """As every exporter does; vLLM's own come the same way (tests/hostile/load.py reads one)."""
+    with urlopen(str(client.base_url).removesuffix("v1/") + "metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    held = next(line for line in lines if line.startswith("process_resident_memory_bytes "))
+    assert float(held.split()[1]) > 1e6
+
+
 def test_pages_of_other_sites_cannot_ask(client, file):
     pages = {"Origin": "http://evil.example"}, {"Host": "evil.example:8080"}
     for headers in (*pages, {**pages[1], "X-Forwarded-For": "8.8.8.8"}):

@@ -16,7 +16,7 @@ from openai.types.chat import (
 from openai.types.chat.chat_completion_chunk import ChoiceDelta
 from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from openai.types.completion_usage import PromptTokensDetails
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -243,4 +243,6 @@ def format_metrics(engine: Engine, requests: RequestMetrics) -> bytes:
     """Return all numbers in Prometheus' text format."""
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine))
-    return generate_latest(registry) + generate_latest(requests.registry)
+    # Those of the process, and vLLM's own where it runs in this process.
+    others = generate_latest(REGISTRY)
+    return generate_latest(registry) + generate_latest(requests.registry) + others
