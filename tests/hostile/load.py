@@ -85,6 +85,11 @@ class Load:
     def __post_init__(self) -> None:
         self.client = self.server.client(openai.AsyncOpenAI)
 
+    def note_wrong(self, what: str) -> None:
+        """Remember and print what went wrong."""
+        self.wrong.append(what)
+        print(what, flush=True)
+
     async def run(self, clients: int) -> None:
         workers = [self.ask_until_end() for _ in range(clients)]
         await asyncio.gather(self.change_documents(), *workers)
@@ -106,7 +111,7 @@ class Load:
                 await asyncio.sleep(0.2)
             status = (await self.client.files.retrieve(made.id)).status
             if status != "processed":
-                self.wrong.append(f"document {number} is {status}")
+                self.note_wrong(f"document {number} is {status}")
             self.live[number] = made.id
             self.counts["documents uploaded"] += 1
             if len(self.live) > LIVE // 4:
@@ -132,10 +137,11 @@ class Load:
                     self.live.get(number) == name
                     for number, name in zip(numbers, names, strict=True)
                 ):
-                    self.wrong.append(f"document {numbers}: {error}")
+                    self.note_wrong(f"document {numbers}: {error}")
                 self.counts["questions about deleted documents"] += 1
             except openai.APIError as error:
-                self.wrong.append(f"document {numbers}: {type(error).__name__}: {error}")
+                kind = type(error).__name__
+                self.note_wrong(f"document {numbers}: {kind}: {error} ({error.__cause__!r})")
 
     async def ask(self, numbers: tuple[int, ...], names: list[str]) -> None:
         """Ask a question at random, and compare what was read of its answer."""
@@ -167,7 +173,7 @@ class Load:
         expected = await asyncio.to_thread(self.library.ask, numbers, asked, tokens)
         right = expected.startswith(text) if leaves else text == expected
         if not right:
-            self.wrong.append(f"document {numbers}: {text!r} instead of {expected!r}")
+            self.note_wrong(f"document {numbers}: {text!r} instead of {expected!r}")
         self.counts["questions about two documents" if len(names) > 1 else "questions"] += 1
 
     async def read_stream(self, request: dict, leaves: int) -> str:
@@ -246,8 +252,6 @@ def main() -> None:
     for line in figures.splitlines():
         if line.startswith(("vllm:num_preemptions_total", "restorekv_compressed_total")):
             print(line)
-    for each in load.wrong:
-        print(each)
     grown = find_growth(sizes) > GROWTH
     if load.wrong or grown:
         sys.exit(f"{len(load.wrong)} wrong{', and it grew' if grown else ''}")
