@@ -66,6 +66,6 @@ def test_without_its_distribution_a_gate_is_named(nothing_installed, tiny_model)
     tiny_model.config.name_or_path, before = "tiny", tiny_model.config.name_or_path
     try:
         with pytest.raises(GateError, match="pip install restorekv-tiny"):
-            gate_file.find_shipped_gate(tiny_model, ("fastkvzip",), identify_model(tiny_model))
+            gate_file.find_shipped_gate(("fastkvzip",), identify_model(tiny_model))
     finally:
         tiny_model.config.name_or_path = before

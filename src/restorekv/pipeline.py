@@ -43,7 +43,7 @@ from restorekv.model.prompt import (
     fit_context,
     make_context,
 )
-from restorekv.model.shape import CacheShape, get_dtype_name
+from restorekv.model.shape import CacheShape
 from restorekv.model.tokenize import check_model_and_tokenizer, decode_text, hash_token_names
 from restorekv.readers.extract import FILE_TYPES, extract_text
 from restorekv.restore.adapter import RestoreAdapter
@@ -144,7 +144,9 @@ def compress(
     tokens_to_read = tokenized.num_tokens * compressor.count_passes()
     with torch.no_grad(), measure_progress(model, tokens_to_read, progress) as begin_phase:
         prepared_cache = prepared_cache or PreparedContextCache(max_bytes=0)
-        prepared = prepared_cache.prepare(model, tokenizer, tokenized, compressor, begin_phase)
+        prepared = prepared_cache.prepare(
+            model, identity, tokenizer, tokenized, compressor, begin_phase
+        )
         if prepared.full is not None:
             begin_phase("evict")
         keeps_full = prepared_cache.holds(prepared)
@@ -323,7 +325,7 @@ def make_manifest(
         rope=identity.rope,
         template=identity.template,
         tokens_hash=hash_token_names(tokenizer, context.ids),
-        dtype=get_dtype_name(model.dtype),
+        dtype=identity.dtype,
         shape=vars(identity.shape),
         prefix=context.prefix_length,
         tokens=context.text_tokens,

@@ -204,7 +204,7 @@ def test_every_byte_counts(tiny_model, tmp_path):
     for place in [0, 9, *range(20, len(data), 97), len(data) - 1]:
         path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
         with pytest.raises(GateError):
-            gate_file.check_gate("it", gate_file.read_gate(path), tiny_model, gate_kinds.KINDS)
+            gate_file.read_gate(path)
     for length in (0, 5, len(data) // 2, len(data) - 1):
         path.write_bytes(data[:length])
         with pytest.raises(GateError):

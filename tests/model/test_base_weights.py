@@ -190,7 +190,7 @@ def test_a_shipped_gate_for_these_very_weights_goes_first(model, tmp_path, monke
 
     def find(wanted):
         kinds = ("first", "second")
-        return gate_file.find_shipped_gate(wanted, kinds, identify_model(wanted)).stem
+        return gate_file.find_shipped_gate(kinds, identify_model(wanted)).stem
 
     assert find(model) == "first"
     save_gate(model, tmp_path / "gates" / "second.safetensors")

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from restorekv.compression.compressor import Compressor
 from restorekv.errors import AdapterError, RestoreKVError, warn
 from restorekv.model.identity import ModelIdentity, identify_model
-from restorekv.model.names import SHIPPING, get_model_name
+from restorekv.model.names import SHIPPING
 from restorekv.restore import hub
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.restore.shipped import (
@@ -70,18 +70,19 @@ def load_adapter(
     # "auto" may find nothing, or nothing for this ratio; whatever a user names must be used.
     auto = adapter == "auto"
     wanted = restore_tokens is not None or config.restore_from != "full"
-    # A name becomes a folder or a hub id, or None where "auto" finds nothing.
-    if isinstance(adapter, str):
-        model_name = get_model_name(model)
-        if auto:
-            model_name = name_model_with_adapters(model, identity)
-        adapter = locate_adapter(adapter, model_name, compressor)
+    if isinstance(adapter, str | Path):
+        identity = identity or identify_model(model)
+        if isinstance(adapter, str):
+            # A name becomes a folder or a hub id, or None where "auto" finds nothing.
+            model_name = name_model_with_adapters(identity) if auto else identity.name
+            adapter = locate_adapter(adapter, model_name, compressor)
     if adapter is None:
         _refuse_restoring_without_adapter(config.restore_from, restore_tokens)
         return None
     if not isinstance(adapter, RestoreAdapter):
+        assert identity is not None
         try:
-            adapter = _load_shared(model, adapter, identity or identify_model(model))
+            adapter = _load_shared(model, adapter, identity)
         except AdapterError as error:
             if not auto or config.restore_from != "full":
                 raise
@@ -153,16 +154,14 @@ def _load_shared(
     return adapter
 
 
-def name_model_with_adapters(model: PreTrainedModel, identity: ModelIdentity | None = None) -> str:
+def name_model_with_adapters(identity: ModelIdentity) -> str:
     """Return the name under which adapters ship for a model, or its own name where none do.
 
     A model that was loaded from elsewhere, such as a folder, counts by its weights.
     """
-    name = get_model_name(model)
-    if name in SHIPPING:
-        return name
-    identity = identity or identify_model(model)
-    return recognize_weights(model, identity) or name
+    if identity.name in SHIPPING:
+        return identity.name
+    return recognize_weights(identity) or identity.name
 
 
 def locate_adapter(name: str, model_name: str, compressor: Compressor) -> str | Path | None:

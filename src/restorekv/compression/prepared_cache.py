@@ -13,9 +13,10 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.dense import list_dense_layers
 from restorekv.compression.compressor import BeginPhase, Compressor, PreparedContext
+from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import ScoredContext
-from restorekv.model.identity import fingerprint_model
+from restorekv.model.identity import ModelIdentity
 from restorekv.model.prompt import Context
 from restorekv.model.shape import CacheShape
 from restorekv.model.tokenize import hash_token_names
@@ -38,15 +39,16 @@ class PreparedKey:
     def of(
         cls,
         model: PreTrainedModel,
+        identity: ModelIdentity,
         tokenizer: Tokenizer,
         context: Context,
         compressor: Eviction,
     ) -> PreparedKey:
-        """Return the key of what `compressor` prepares."""
+        """Return the key of what `compressor` prepares with the model of that identity."""
         return cls(
             model=id(model),
-            weights=fingerprint_model(model),
-            dtype=str(model.dtype),
+            weights=identity.fingerprint,
+            dtype=identity.dtype,
             ids=context.ids.cpu().contiguous().numpy().tobytes(),
             prefix=context.prefix_length,
             suffix=context.suffix_ids.cpu().contiguous().numpy().tobytes(),
@@ -87,6 +89,7 @@ class PreparedContextCache:
     def prepare(
         self,
         model: PreTrainedModel,
+        identity: ModelIdentity,
         tokenizer: Tokenizer,
         context: Context,
         compressor: Compressor,
@@ -94,11 +97,24 @@ class PreparedContextCache:
     ) -> PreparedContext:
         """Return what the compressor would prepare: of the kept context, or anew.
 
-        The `seconds` of a kept one are those of its restore pass alone, since nothing was read.
+        Args:
+            model: The model that reads.
+            identity: Its identity, as it is now.
+            tokenizer: Its tokenizer.
+            context: The tokenized context.
+            compressor: What prepares it, with its adapter if it restores.
+            begin_phase: Called with the name of each phase.
+
+        Returns:
+            What is evicted next. The `seconds` of a kept context are those of its restore pass
+            alone, since nothing was read.
         """
-        if not isinstance(compressor, Eviction) or not self._can_keep(model, context, compressor):
+        bytes_each = model.dtype.itemsize
+        if not isinstance(compressor, Eviction) or not self._can_keep(
+            identity.shape, bytes_each, context, compressor.config
+        ):
             return compressor.prepare(model, tokenizer, context, begin_phase)
-        asked = PreparedKey.of(model, tokenizer, context, compressor)
+        asked = PreparedKey.of(model, identity, tokenizer, context, compressor)
         prepared = self._find(asked, context, compressor)
         if prepared is None:
             # Before a new one is made, so that never two are in memory.
@@ -130,11 +146,11 @@ class PreparedContextCache:
             return None
         return replace(prepared, context=context, config=compressor.config, seconds={})
 
-    def _can_keep(self, model: PreTrainedModel, context: Context, compressor: Eviction) -> bool:
+    def _can_keep(
+        self, shape: CacheShape, bytes_each: int, context: Context, config: CompressionConfig
+    ) -> bool:
         """Return whether the full cache of a context is in memory, and fits."""
-        config = compressor.config
-        shape = CacheShape.from_model(model)
         # Keys and values of every pair. Layers with a window hold little, and are left out.
         numbers = 2 * context.num_tokens * shape.layers * shape.heads * shape.head_dim
-        fits = numbers * model.dtype.itemsize <= self.max_bytes
+        fits = numbers * bytes_each <= self.max_bytes
         return fits and config.streaming_chunk is None and not config.offload

@@ -89,7 +89,7 @@ class GateCard:
             target=target,
             settings=settings or {},
             figures=figures or {},
-            **base_weights.describe_base(model, identify_model(model)),
+            **base_weights.describe_base(identify_model(model)),
         )
 
 
@@ -224,7 +224,6 @@ def check_shapes(name: object, kind: str, layers: Sequence[Layer], shape: CacheS
 def check_gate(
     name: object,
     gate: Gate,
-    model: PreTrainedModel,
     kinds: Sequence[str],
     identity: ModelIdentity,
 ) -> None:
@@ -234,9 +233,8 @@ def check_gate(
     Args:
         name: What messages call the gate.
         gate: As read from its file.
-        model: The model that it shall score for.
         kinds: Those that the evictor can use.
-        identity: The model's.
+        identity: That of the model that it shall score for.
 
     Raises:
         GateError: If it has another kind or was made for another model.
@@ -246,16 +244,12 @@ def check_gate(
         raise GateError(
             f"The gate {name} is of the kind {card.kind}, not {' or '.join(kinds)}; {MAKE}."
         )
-    base_weights.check_base(
-        f"gate {name}", card, model, identity, GateError, f"load that one, or {MAKE}"
-    )
+    base_weights.check_base(f"gate {name}", card, identity, GateError, f"load that one, or {MAKE}")
     check_shapes(name, card.kind, gate.layers, identity.shape)
 
 
-def find_shipped_gate(
-    model: PreTrainedModel, kinds: Sequence[str], identity: ModelIdentity
-) -> Path:
-    """Return the gate in the package for this model, of the first of `kinds` that exists.
+def find_shipped_gate(kinds: Sequence[str], identity: ModelIdentity) -> Path:
+    """Return the gate in the package for a model, of the first of `kinds` that exists.
 
     A gate for exactly these weights precedes one for other weights of the model.
     """
@@ -265,17 +259,18 @@ def find_shipped_gate(
         if path.is_file():
             card = read_card(path)[0]
             candidates.append((path, card.fingerprint, card.weights))
-    found = base_weights.find_made_for(model, identity, candidates)
+    found = base_weights.find_made_for(identity, candidates)
     if found is not None:
         return found
-    name = identity.name or type(model).__name__
+    name = identity.name
     if name in SHIPPING and not is_shipping_installed(name):
         raise GateError(
             f"The gates for {name} are not installed; {get_install_command(name)}, "
             "or name a gate with gate=FILE."
         )
+    described = f"the model {name}" if name else "this model"
     raise GateError(
-        f"No {kinds[0]} gate ships for the model {name}; {MAKE}, and name it with gate=FILE."
+        f"No {kinds[0]} gate ships for {described}; {MAKE}, and name it with gate=FILE."
     )
 
 
@@ -297,9 +292,9 @@ def load_gate(model: PreTrainedModel, source: str, kinds: Sequence[str]) -> Gate
     gates = _loaded.setdefault(model, {})
     if key not in gates:
         identity = identify_model(model)
-        path = path or find_shipped_gate(model, kinds, identity)
+        path = path or find_shipped_gate(kinds, identity)
         gate = read_gate(path)
-        check_gate(path, gate, model, kinds, identity)
+        check_gate(path, gate, kinds, identity)
         layers = []
         for layer in gate.layers:
             layers.append({name: tensor.to(model.device) for name, tensor in layer.items()})

@@ -13,10 +13,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from restorekv.errors import RestoreKVError, make_printable, warn
-from restorekv.model.identity import ModelIdentity, describe_weights
+from restorekv.model.identity import ModelIdentity
 
 # The least similarity of one model's weights: below rounding to two bits, far above another
 # training.
@@ -61,7 +60,6 @@ def measure_similarity(one: Mapping[str, Any] | None, other: Mapping[str, Any] |
 
 
 def find_made_for(
-    model: PreTrainedModel,
     identity: ModelIdentity,
     candidates: Iterable[tuple[Found, str | None, Mapping[str, Any] | None]],
 ) -> Found | None:
@@ -69,17 +67,15 @@ def find_made_for(
     made for nearly these, such as a rounded copy; None if there is neither.
 
     Args:
-        model: The model that it is looked for.
-        identity: The model's.
+        identity: That of the model that it is looked for.
         candidates: What may be returned, with the fingerprint and the description of the weights
             that it was made for.
     """
-    own = describe_weights(model)
     similar = None
     for candidate, fingerprint, weights in candidates:
         if fingerprint == identity.fingerprint:
             return candidate
-        if similar is None and measure_similarity(weights, own) >= LEAST_SIMILARITY:
+        if similar is None and measure_similarity(weights, identity.weights) >= LEAST_SIMILARITY:
             similar = candidate
     return similar
 
@@ -89,20 +85,19 @@ def decode_sketch(sketch: str) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(sketch)), dtype=torch.bfloat16).float()
 
 
-def describe_base(model: PreTrainedModel, identity: ModelIdentity) -> dict[str, Any]:
+def describe_base(identity: ModelIdentity) -> dict[str, Any]:
     """Return what the card of an adapter or a gate says of the model that it is made for."""
     return {
         "model": identity.name,
         "fingerprint": identity.fingerprint,
         "rope": identity.rope,
-        "weights": describe_weights(model),
+        "weights": identity.weights,
     }
 
 
 def check_base(
     what: str,
     card: BaseCard,
-    model: PreTrainedModel,
     identity: ModelIdentity,
     error: type[RestoreKVError],
     fix: str = "load that one",
@@ -112,8 +107,7 @@ def check_base(
     Args:
         what: The adapter or gate, for messages.
         card: What it says of the model that it was made for.
-        model: The model that it is to be used with.
-        identity: The model's.
+        identity: That of the model that it is to be used with.
         error: The class of the error for a refusal.
         fix: What a user can do about another model.
 
@@ -128,11 +122,11 @@ def check_base(
     if card.fingerprint == identity.fingerprint:
         return
     # Not these very weights: perhaps a rounded copy, which an adapter also fits.
-    own = describe_weights(model)
+    own = identity.weights
     # Not "<": the similarity to a damaged sketch may be NaN, which is below no number.
     if card.weights is None or not measure_similarity(card.weights, own) >= LEAST_SIMILARITY:
         # float16 rounds otherwise than bfloat16, so it changes the fingerprint of a checkpoint.
-        if model.dtype == torch.float16 and not card.weights:
+        if identity.dtype == "float16" and not card.weights:
             fix = "load it in float32 or bfloat16"
         raise error(f"The {what} was made for another model ({make_printable(card.model)}); {fix}.")
     message = f"The {what} was made for other weights of {make_printable(card.model)}"

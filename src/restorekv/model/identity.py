@@ -4,7 +4,8 @@ A fingerprint identifies exact weights. It is a hash of 64 values from every wei
 from the device in one transfer. It is not remembered with the model: weights can change in ways
 that leave no trace but their values (merging a LoRA adapter adds to `weight.data`, which PyTorch's
 version counters do not see), and a cache or an adapter for the old weights would then be accepted
-for the new ones. Code that needs the identity more than once computes it once and passes it on.
+for the new ones. Code that needs the identity more than once computes it once and passes it on;
+nothing below asks the model again.
 """
 
 import base64
@@ -24,7 +25,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.model.names import get_model_name
 from restorekv.model.prompt import hash_template
 from restorekv.model.rope import get_rope_settings
-from restorekv.model.shape import CacheShape, describe_windows
+from restorekv.model.shape import CacheShape, describe_windows, get_dtype_name
 
 RESTORE_ADAPTER = "restorekv"  # the name of a restore adapter in PEFT's layers
 # Settings that change what a model computes without changing its weights or shape. They count where
@@ -62,12 +63,16 @@ class ModelIdentity:
     """A model as records name it, at the moment when it was identified.
 
     name: what `load_model` would load again; fingerprint: 16 hex digits of config and weights;
-    rope: what determines the rotation of keys; shape and windows: of the cache and of its layers;
-    template: 16 hex digits of the tokenizer's chat template, None where no tokenizer was given.
+    weights: where these came from, and a sketch of them (`describe_weights`); dtype: such as
+    "bfloat16"; rope: what determines the rotation of keys; shape and windows: of the cache and of
+    its layers; template: 16 hex digits of the tokenizer's chat template, None where no tokenizer
+    was given.
     """
 
     name: str
     fingerprint: str
+    weights: dict[str, Any]
+    dtype: str
     rope: dict[str, Any]
     shape: CacheShape
     windows: list[int]
@@ -77,9 +82,12 @@ class ModelIdentity:
 def identify_model(model: PreTrainedModel, tokenizer: Tokenizer | None = None) -> ModelIdentity:
     """Compute the identity of a model and, if given, of its tokenizer's chat template."""
     template = None if tokenizer is None else hash_template(tokenizer)
+    fingerprint, weights = _REMEMBERED.get(model) or _examine_weights(model)
     return ModelIdentity(
         name=get_model_name(model),
-        fingerprint=fingerprint_model(model),
+        fingerprint=fingerprint,
+        weights=weights,
+        dtype=get_dtype_name(model.dtype),
         rope=get_rope_settings(model.config),
         shape=CacheShape.from_model(model),
         windows=describe_windows(model.config),
@@ -94,8 +102,52 @@ def fingerprint_model(model: PreTrainedModel) -> str:
     bfloat16. The LoRA layers of restore adapters are left out, so that an attached one does not
     change it. Those of the user's own adapters count while they are active: they change every pair.
     """
-    if model in _REMEMBERED:
-        return _REMEMBERED[model][0]
+    return (_REMEMBERED.get(model) or _examine_weights(model))[0]
+
+
+def describe_weights(model: PreTrainedModel) -> dict[str, Any]:
+    """Return where the weights came from if known, the architecture, and a sketch in base64.
+
+    The sketch holds the same number of evenly spaced values from every matrix, in bfloat16, in the
+    order of the sorted names, without LoRA layers. base_weights.py compares sketches.
+    """
+    return (_REMEMBERED.get(model) or _examine_weights(model))[1]
+
+
+def _examine_weights(model: PreTrainedModel) -> tuple[str, dict[str, Any]]:
+    """Return the fingerprint and the description of a model's weights."""
+    base = _list_base_parameters(model)
+    # Names and values in sorted order, so that the fingerprint does not depend on the order in
+    # which a checkpoint lists its weights.
+    named = base + _list_active_lora(model)
+    # Vectors such as norms are alike in all models of a family and would hide differences.
+    matrices = [weight for _, weight in base if weight.ndim > 1]
+    for_fingerprint = [(weight, SAMPLES) for _, weight in named]
+    for_sketch = [(weight, max(SKETCH_VALUES // len(matrices), 1)) for weight in matrices]
+    # In one call, as each waits for the device.
+    rows = _sample_weights([*for_fingerprint, *for_sketch])
+
+    digest = hashlib.sha256(_describe_computation(model).encode())
+    for (name, _), row in zip(named, rows, strict=False):
+        digest.update(name.encode())
+        digest.update(row.view(torch.int16).numpy().tobytes())
+
+    config = model.config.get_text_config()
+    architecture = {
+        name: getattr(config, name, None)
+        for name in ("model_type", "vocab_size", "intermediate_size")
+    }
+    sketch = torch.cat(rows[len(named) :]).view(torch.uint8).numpy().tobytes()
+    description = {
+        "source": WEIGHT_SOURCES.get(model),
+        "architecture": architecture | asdict(CacheShape.from_model(model)),
+        "sketch": base64.b64encode(sketch).decode("ascii"),
+    }
+    return digest.hexdigest()[:16], description
+
+
+def _describe_computation(model: PreTrainedModel) -> str:
+    """Return what decides how a model computes with its weights, a line for each fact."""
     config = model.config.get_text_config()
     facts = [
         config.model_type,
@@ -117,39 +169,7 @@ def fingerprint_model(model: PreTrainedModel) -> str:
             decisive[name] = value
     if decisive:
         facts.append(json.dumps(decisive, sort_keys=True, default=str))
-    # Names and values in sorted order, so that the fingerprint does not depend on the order in
-    # which a checkpoint lists its weights.
-    digest = hashlib.sha256("\n".join(map(str, facts)).encode())
-    named = _list_base_parameters(model) + _list_active_lora(model)
-    values = _sample_weights([weight for _, weight in named], SAMPLES).view(torch.int16).numpy()
-    for (name, _), row in zip(named, values, strict=True):
-        digest.update(name.encode())
-        digest.update(row.tobytes())
-    return digest.hexdigest()[:16]
-
-
-def describe_weights(model: PreTrainedModel) -> dict[str, Any]:
-    """Return where the weights came from if known, the architecture, and a sketch in base64.
-
-    The sketch holds the same number of evenly spaced values from every matrix, in bfloat16, in the
-    order of the sorted names, without LoRA layers. base_weights.py compares sketches.
-    """
-    if model in _REMEMBERED:
-        return _REMEMBERED[model][1]
-    config = model.config.get_text_config()
-    architecture = {
-        name: getattr(config, name, None)
-        for name in ("model_type", "vocab_size", "intermediate_size")
-    }
-    # Vectors such as norms are alike in all models of a family and would hide differences.
-    matrices = [weight for _, weight in _list_base_parameters(model) if weight.ndim > 1]
-    values = _sample_weights(matrices, max(SKETCH_VALUES // len(matrices), 1))
-    sketch = values.flatten().view(torch.uint8).numpy().tobytes()
-    return {
-        "source": WEIGHT_SOURCES.get(model),
-        "architecture": architecture | asdict(CacheShape.from_model(model)),
-        "sketch": base64.b64encode(sketch).decode("ascii"),
-    }
+    return "\n".join(map(str, facts))
 
 
 def remember_identity(model: PreTrainedModel) -> None:
@@ -157,7 +177,7 @@ def remember_identity(model: PreTrainedModel) -> None:
 
     Neither can be computed afterwards.
     """
-    _REMEMBERED[model] = fingerprint_model(model), describe_weights(model)
+    _REMEMBERED[model] = _examine_weights(model)
 
 
 def _list_base_parameters(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
@@ -187,21 +207,22 @@ def _list_active_lora(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
     return sorted(found, key=lambda item: item[0])
 
 
-def _sample_weights(weights: Sequence[Tensor], count: int) -> Tensor:
-    """Return (len(weights), count) evenly spaced values of each weight in bfloat16, on the CPU.
+def _sample_weights(wanted: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
+    """Return so many evenly spaced values of each weight in bfloat16, on the CPU.
 
     All values are collected on the device of the first weight and leave it in one transfer. The
     places are computed on the CPU, since devices round float64 differently, and go to a device once
     for all weights of the same size.
     """
-    target = weights[0].device
-    places: dict[tuple[int, torch.device], Tensor] = {}
+    target = wanted[0][0].device
+    places: dict[tuple[int, int, torch.device], Tensor] = {}
     rows = []
-    for weight in weights:
-        key = weight.numel(), weight.device
+    for weight, count in wanted:
+        key = weight.numel(), count, weight.device
         if key not in places:
             even = torch.linspace(0, weight.numel() - 1, count, dtype=torch.float64)
             places[key] = even.long().to(weight.device)
         values = weight.detach().reshape(-1)[places[key]]
         rows.append(values.to(device=target, dtype=torch.bfloat16))
-    return torch.stack(rows).cpu()
+    counts = [count for _, count in wanted]
+    return list(torch.cat(rows).cpu().split(counts))

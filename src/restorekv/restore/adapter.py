@@ -140,7 +140,7 @@ class RestoreAdapter(nn.Module):
             inference_mode=True,
         )
         card = replace(
-            make_card(model, n, identify_model(model)),
+            make_card(n, identify_model(model)),
             embeddings="learned" if fixed is None else "fixed",
         )
         # The layer and not its matrix: Gemma's scales what it looks up.
@@ -200,9 +200,9 @@ class RestoreAdapter(nn.Module):
         card = stored.card
         if card is None:
             # An adapter of others has no record; what is known of a published one is filled in.
-            card = recognize_copy(make_card(model, n, identity), name, folder)
+            card = recognize_copy(make_card(n, identity), name, folder)
         else:
-            base_weights.check_base(f"adapter {name}", card, model, identity, AdapterError)
+            base_weights.check_base(f"adapter {name}", card, identity, AdapterError)
         check_lora_fit(name, model, stored.lora)
         adapter = cls(model, stored.config, stored.embeddings, card, stored.ratio_vectors)
         adapter.load_lora(name, stored.lora)
@@ -334,7 +334,7 @@ class RestoreAdapter(nn.Module):
             separator: The text between document and question.
         """
         self._look_up_license()
-        trained_on = make_card(self.model, self.restore_tokens, identify_model(self.model))
+        trained_on = make_card(self.restore_tokens, identify_model(self.model))
         data = to_plain_json(data)
         if license is None:
             license = inherit_license(self.card, data)
@@ -548,10 +548,10 @@ class RestoreAdapter(nn.Module):
             self._folder = None
 
 
-def make_card(model: PreTrainedModel, n: int, identity: ModelIdentity) -> AdapterCard:
-    """Return the card of an untrained adapter of `model`, whose identity is `identity`."""
+def make_card(n: int, identity: ModelIdentity) -> AdapterCard:
+    """Return the card of an untrained adapter with n restore tokens, of the model identified."""
     is_local = identity.name not in MODEL_NAMES and Path(identity.name).exists()
-    base = base_weights.describe_base(model, identity)
+    base = base_weights.describe_base(identity)
     return AdapterCard(restore_tokens=n, local=is_local, **base)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import PreTrainedModel
-
 from restorekv.errors import AdapterError, warn
 from restorekv.files import read_record
 from restorekv.model.base_weights import find_made_for
@@ -48,8 +46,8 @@ def find_shipped_adapter(model: str, evictor: str, allocation: str = "global") -
     return None
 
 
-def recognize_weights(model: PreTrainedModel, identity: ModelIdentity) -> str | None:
-    """Return the name of the model that this is a copy of, of those that adapters ship for.
+def recognize_weights(identity: ModelIdentity) -> str | None:
+    """Return the name of the model that this one is a copy of, of those that adapters ship for.
 
     So one is recognized wherever it was loaded from, also rounded or trained a little further.
     """
@@ -59,7 +57,7 @@ def recognize_weights(model: PreTrainedModel, identity: ModelIdentity) -> str | 
             path = shipped_path(name, "adapters", each) / CARD
             record = read_record(path, str(path))
             candidates.append((name, record.get("fingerprint"), record.get("weights")))
-    return find_made_for(model, identity, candidates)
+    return find_made_for(identity, candidates)
 
 
 def find_named_adapter(name: str) -> Path | None:

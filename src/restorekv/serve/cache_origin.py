@@ -61,7 +61,7 @@ class CacheOrigin:
             *(f"{name}={value}" for name, value in settings.items()),
         )
         # Once, and not for each evictor: it may read the weights.
-        model_name = name_model_with_adapters(model, identity)
+        model_name = name_model_with_adapters(identity)
         return cls(common, {name: _describe_evictor(name, model, model_name) for name in EVICTORS})
 
     def make_key(self, sha256: str, variant: Variant) -> str:
