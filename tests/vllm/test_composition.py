@@ -14,9 +14,10 @@ from restorekv.vllm import chat, prompt
 from restorekv.vllm.composition import (
     MOST_DOCUMENTS,
     compose_files,
+    find_names,
     make_ids,
     name_composition,
-    read_names,
+    read_short_names,
     refuse_unlike_parts,
 )
 from restorekv.vllm.ragged_documents import (
@@ -62,7 +63,9 @@ def test_placeholders_say_which_documents_are_asked():
         ids = make_ids(names[:count])
         assert len(ids) == PLACEHOLDERS
         assert all(0 <= number < 256 for number in ids)
-        assert read_names([*ids, 1, 2]) == names[:count]
+        prompt_ids = [*ids, 1, 2]
+        assert find_names(prompt_ids, read_short_names(prompt_ids), names) == names[:count]
+        assert find_names(prompt_ids, read_short_names(prompt_ids), names[1:]) is None
     # What is hashed comes first, so that the first block is not another composition's.
     assert make_ids(names[:2])[:16] != make_ids([names[0], names[2]])[:16]
     assert make_ids(names[:2]) != make_ids(names[1::-1])
@@ -71,15 +74,33 @@ def test_placeholders_say_which_documents_are_asked():
             make_ids((names * 2)[:count])
 
 
-@pytest.mark.parametrize("place", [4, 27, 28, 60, 127])
-def test_damaged_placeholders_are_refused(place):
-    ids = list(make_ids(["0" * 16, "f" * 16]))
+@pytest.mark.parametrize("place", [4, 10, 12, 15, 16, 31])
+def test_damaged_placeholders_name_no_documents(place):
+    names = ["0" * 16, "f" * 16, "3" * 16]
+    ids = list(make_ids(names[:2]))
     ids[place] ^= 1
-    with pytest.raises(RestoreKVError, match="damaged placeholders"):
-        read_names(ids)
-    with pytest.raises(RestoreKVError, match="damaged placeholders"):
-        read_names(ids[:60])
-    assert read_names([1, 2, 3, 4, 5]) is None
+    assert find_names(ids, read_short_names(ids), names) is None
+    assert read_short_names([1, 2, 3, 4, 5]) is None
+
+
+def test_a_wrong_number_of_documents_is_refused():
+    ids = list(make_ids(["0" * 16, "f" * 16]))
+    for changed in (ids[:31], [*ids[:11], 1, *ids[12:]], [*ids[:11], 64 + 11, *ids[12:]]):
+        with pytest.raises(RestoreKVError, match="damaged placeholders"):
+            read_short_names(changed)
+
+
+def test_names_with_the_same_short_form_are_told_apart():
+    """36,864 short forms are few, so that the hash decides."""
+    base = 192**2
+    names = [f"{7 + base * number:016x}" for number in range(5)]
+    for asked in ([names[3], names[1]], [names[1], names[3]], [names[2], names[2], names[4]]):
+        ids = make_ids(asked)
+        assert find_names(ids, read_short_names(ids), names) == asked
+    many = [f"{7 + base * number:016x}" for number in range(400)]
+    ids = make_ids(many[:2])
+    with pytest.raises(RestoreKVError, match="too many documents to ask several at once"):
+        find_names(ids, read_short_names(ids), many)
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_dtype": "int8"}, {"allocation": "per-head"}])
@@ -135,10 +156,16 @@ def test_a_prompt_of_placeholders_one_after_the_other_is_refused(store, tiny_tok
 def test_documents_that_are_not_here_are_named(store, documents, tiny_tokenizer, tmp_path):
     asked = prompt([tmp_path / "red.rkv", tmp_path / "blue.rkv"], QUESTION, tiny_tokenizer)
     name = identify(open_cache_file(tmp_path / "blue.rkv")).name
+    elsewhere = RaggedStore(tmp_path, store.model)
+    damaged = [*asked[:5], asked[5] ^ 1, *asked[6:]]
+    with pytest.raises(RestoreKVError, match="fit no 2 documents of the store"):
+        store.find_document(damaged)
     assert store.find_document(asked)
     (tmp_path / "blue.rkv").unlink()
     with pytest.raises(RestoreKVError, match=f"does not have {name}"):
         store.find_document(asked)
+    with pytest.raises(RestoreKVError, match="does not have the one at place 2"):
+        elsewhere.find_document(asked)
     documents["blue"].save(tmp_path / "other.rkv")
     assert store.find_document(asked).parts[1].path.stem == "other"
     other = RaggedStore(tmp_path, replace(store.model, fingerprint="0" * 16))

@@ -220,9 +220,10 @@ def test_attention_that_is_more_than_a_softmax_is_refused(setting):
 
 
 def test_tokens_that_are_placeholders_ask_nothing():
-    rows = find_document_rows({7: "a", 9: "b"}, [7, 8, 9], [0, 100, 101, 131], [100, 50, 130])
+    starts = [0, 20, 21, 51]
+    rows = find_document_rows({7: "a", 9: "b"}, [7, 8, 9], starts, [20, 50, PLACEHOLDERS + 2])
     (rows_of_b,) = rows
-    assert (rows_of_b.document, rows_of_b.first, rows_of_b.count) == ("b", 129, 2)
+    assert (rows_of_b.document, rows_of_b.first, rows_of_b.count) == ("b", 49, 2)
     assert (rows_of_b.tail, rows_of_b.table_row) == (2, 2)
 
 

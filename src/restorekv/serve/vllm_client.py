@@ -106,6 +106,7 @@ class InProcessVllm:
             "trust_remote_code": False,
             "model": model,
             "dtype": dtype,
+            **form.engine_options,
             **options,
         }
         self.store = store

@@ -34,13 +34,15 @@ class DocumentForm(ABC):
     """How a compressed document becomes a file, and how vLLM is started to read it.
 
     `name` is what `--vllm-documents` takes, `compress_settings` are fields of `CompressionConfig`
-    that documents need, and `environment` is what vLLM's processes need.
+    that documents need, `environment` is what vLLM's processes need, and `engine_options` are its
+    arguments unless the user gives others.
     """
 
     name: ClassVar[str]
     suffix: ClassVar[str]
     compress_settings: ClassVar[Mapping[str, Any]] = {}
     environment: ClassVar[Mapping[str, str]] = {}
+    engine_options: ClassVar[Mapping[str, Any]] = {}
 
     @abstractmethod
     def check_version(self) -> None:
@@ -88,6 +90,8 @@ class RaggedForm(DocumentForm):
     name = "ragged"
     suffix = ".rkv"
     environment: ClassVar[Mapping[str, str]] = {plugin.OPTION: "1"}
+    # vLLM's own blocks on a CPU are larger than a document's placeholders.
+    engine_options: ClassVar[Mapping[str, Any]] = {"block_size": ragged_documents.PLACEHOLDERS}
 
     def check_version(self) -> None:
         found = plugin.installed_version()

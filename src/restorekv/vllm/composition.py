@@ -1,15 +1,18 @@
 """Several cache files in one request: their placeholders, and their pairs as one cache.
 
 The placeholders of a composition fill as many positions as those of one document: a mark, a hash
-of the documents' names, how many there are, and the names themselves. So a prompt says all that
-the connector must know, and two requests share their first block in vLLM's pool only if they ask
-the same documents in the same order. Pairs are those of `restorekv.compose`.
+of the documents' names, how many there are, and of each name as much as two ids can say. The store
+knows the names that begin so, and the hash tells which of them are meant. So a prompt says all
+that the connector must know, and two requests share their first block in vLLM's pool only if they
+ask the same documents in the same order. Pairs are those of `restorekv.compose`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -24,11 +27,15 @@ from restorekv.storage.cache_file import CacheFile, Manifest
 from restorekv.storage.portable import FIRST_ID, MARK, make_placeholders
 from restorekv.vllm.ragged_documents import LARGEST_ID, PLACEHOLDERS
 
-KIND = b"restorekv-composition-1"  # what placeholders begin with follows from this
+KIND = b"restorekv-composition-2"  # what placeholders begin with follows from this
 MOST_DOCUMENTS = 10  # of a request
-BASE = 128  # a name is written in digits of this base, each of which is an id
-DIGITS = 10  # of a name, which has 64 bits
+DIGITS = 2  # ids that stand for a name
 HASHED = PLACEHOLDERS - MARK - 1 - MOST_DOCUMENTS * DIGITS
+# Of 50,000 documents in a store, two or three share the ids of a name, so that ten of them can be
+# combined in about 5,000 ways.
+MOST_COMBINATIONS = 100_000
+
+ShortName = tuple[int, ...]  # the DIGITS ids that stand for a name
 
 
 @dataclass(frozen=True)
@@ -85,16 +92,27 @@ def make_ids(names: Sequence[str]) -> tuple[int, ...]:
     """
     refuse_wrong_number(names)
     hashed = make_placeholders(KIND + " ".join(names).encode(), HASHED, LARGEST_ID)
-    digits = []
+    digits: list[int] = []
     for name in names:
-        digits += _to_digits(name)
+        digits += shorten_name(name)
     # Compositions of few documents fill as many positions as those of many.
     padding = [FIRST_ID] * (MOST_DOCUMENTS * DIGITS - len(digits))
     return (*make_mark(), *hashed, FIRST_ID + len(names), *digits, *padding)
 
 
-def read_names(ids: Sequence[int]) -> list[str] | None:
-    """Return the names of the documents that a prompt asks; None if it asks no composition.
+def shorten_name(name: str) -> ShortName:
+    """Return the ids that stand for a document's name."""
+    number = int(name, 16)
+    base = LARGEST_ID - FIRST_ID
+    digits = []
+    for _ in range(DIGITS):
+        digits.append(FIRST_ID + number % base)
+        number //= base
+    return tuple(digits)
+
+
+def read_short_names(ids: Sequence[int]) -> list[ShortName] | None:
+    """Return what a prompt says of the documents that it asks; None if it asks no composition.
 
     Raises:
         RestoreKVError: The placeholders are damaged.
@@ -104,37 +122,43 @@ def read_names(ids: Sequence[int]) -> list[str] | None:
     # From here on the prompt claims to be a composition; whatever is wrong with it is an error.
     own = tuple(ids[:PLACEHOLDERS])
     count = own[MARK + HASHED] - FIRST_ID if len(own) == PLACEHOLDERS else 0
-    if 2 <= count <= MOST_DOCUMENTS:
-        first = MARK + HASHED + 1
-        names = []
-        for number in range(count):
-            start = first + number * DIGITS
-            names.append(_from_digits(own[start : start + DIGITS]))
-        # The names make the same hash again, or an id was changed on the way.
+    if not 2 <= count <= MOST_DOCUMENTS:
+        raise RestoreKVError(
+            "The prompt begins with damaged placeholders of several documents; make it with "
+            "restorekv.vllm.prompt."
+        )
+    first = MARK + HASHED + 1
+    return [own[start : start + DIGITS] for start in range(first, first + count * DIGITS, DIGITS)]
+
+
+def find_names(
+    ids: Sequence[int], short_names: Sequence[ShortName], known: Iterable[str]
+) -> list[str] | None:
+    """Return the names of the documents that a prompt asks; None if some of them are not known.
+
+    Args:
+        ids: The prompt's ids.
+        short_names: What `read_short_names` read from it.
+        known: The names of all documents of a store.
+
+    Raises:
+        RestoreKVError: Too many documents are known to tell which are meant.
+    """
+    names_by_ids: dict[ShortName, list[str]] = {}
+    for name in sorted(known):
+        names_by_ids.setdefault(shorten_name(name), []).append(name)
+    candidates = [names_by_ids.get(short_name, []) for short_name in short_names]
+    if math.prod(map(len, candidates)) > MOST_COMBINATIONS:
+        raise RestoreKVError(
+            "The store has too many documents to ask several at once; ask fewer, or compose them "
+            "with restorekv compose."
+        )
+    own = tuple(ids[:PLACEHOLDERS])
+    for names in product(*candidates):
+        # Only the right ones make the hash that the prompt has.
         if make_ids(names) == own:
-            return names
-    raise RestoreKVError(
-        "The prompt begins with damaged placeholders of several documents; make it with "
-        "restorekv.vllm.prompt."
-    )
-
-
-def _to_digits(name: str) -> list[int]:
-    """Return a name of 16 hex digits as ids, the least significant digit first."""
-    number = int(name, 16)
-    digits = []
-    for _ in range(DIGITS):
-        digits.append(FIRST_ID + number % BASE)
-        number //= BASE
-    return digits
-
-
-def _from_digits(digits: Sequence[int]) -> str:
-    number = 0
-    for digit in reversed(digits):
-        number = number * BASE + digit - FIRST_ID
-    # Ids that are no digits make a number that `make_ids` does not give back.
-    return f"{number % 2**64:016x}"
+            return list(names)
+    return None
 
 
 def refuse_unlike_parts(parts: Sequence[PartFacts]) -> None:

@@ -468,7 +468,7 @@ def refuse_unsupported(config: VllmConfig, cache: KVCacheConfig) -> None:
         (
             PLACEHOLDERS % block_size != 0,
             f"with blocks of {block_size} tokens, which do not divide {PLACEHOLDERS}; set "
-            "block_size to 16, 32, 64 or 128",
+            "block_size to 16 or 32",
         ),
         # The weights of a document and a question, which are found from what a sink takes away, are
         # too small for it.

@@ -29,9 +29,9 @@ from restorekv.storage.cache_file import CacheFile
 from restorekv.storage.portable import MARK, make_placeholders
 from restorekv.vllm.page_pool import DocumentPairs
 
-PLACEHOLDERS = 128  # ids of a document in a prompt: whole blocks of 16, 32, 64 or 128 tokens
+PLACEHOLDERS = 32  # ids of a document in a prompt: whole blocks of 16 or 32 tokens
 LARGEST_ID = 256  # placeholders are below it, so that every vocabulary has them
-KIND = b"restorekv-ragged-2"  # what placeholders begin with follows from this
+KIND = b"restorekv-ragged-3"  # what placeholders begin with follows from this
 # How configs call the size of an expert, the number of experts, and that of those used at a time.
 ONE_EXPERT = (
     "moe_intermediate_size",

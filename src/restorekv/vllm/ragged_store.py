@@ -47,10 +47,11 @@ class RaggedStore(DocumentStore):
             RestoreKVError: The placeholders are of no document here, of some that do not fit, or
                 of another than `wanted`, or no question follows them.
         """
-        names = composition.read_names(ids)
-        document = (
-            super().find_document(ids, wanted) if names is None else self._compose(names, wanted)
-        )
+        short_names = composition.read_short_names(ids)
+        if short_names is None:
+            document = super().find_document(ids, wanted)
+        else:
+            document = self._compose(self._find_names(ids, short_names), wanted)
         if document is None:
             return None
         rest = list(ids[PLACEHOLDERS:])
@@ -62,6 +63,32 @@ class RaggedStore(DocumentStore):
                 "restorekv.vllm.prompt makes one that asks them as one text."
             )
         return document
+
+    def _find_names(
+        self, ids: Sequence[int], short_names: Sequence[composition.ShortName]
+    ) -> list[str]:
+        """Return the names of the documents that a prompt asks at once."""
+        names = composition.find_names(ids, short_names, self._list_names())
+        # Folders are read again only for documents that are not known, not for every prompt.
+        if names is None and self.scan():
+            names = composition.find_names(ids, short_names, self._list_names())
+        if names is not None:
+            return names
+        known = {composition.shorten_name(name) for name in self._list_names()}
+        for number, short_name in enumerate(short_names, 1):
+            if short_name not in known:
+                raise RestoreKVError(
+                    f"The prompt asks {len(short_names)} documents, and the store does not have "
+                    f"the one at place {number}."
+                )
+        raise RestoreKVError(
+            f"The prompt's placeholders fit no {len(short_names)} documents of the store; make it "
+            "with restorekv.vllm.prompt, of files that are there."
+        )
+
+    def _list_names(self) -> set[str]:
+        """Return the names of all documents that are known, of damaged files none."""
+        return {document.name for document in self.documents if document.name}
 
     def _compose(self, names: Sequence[str], wanted: str | None) -> StoredDocument:
         """Return the composition of documents by their names."""
