@@ -167,6 +167,10 @@ def compose(contexts: Sequence[CompressedContext], *more: object) -> CompressedC
     first = _check_one_model(contexts)
     manifests = [each.manifest for each in contexts]
     refuse_unlike(manifests)
+    # What is appended later continues the last context with an adapter, if there is one: those
+    # that were kept whole have none.
+    restored_contexts = [each for each in contexts if each.manifest.adapter]
+    continued = (restored_contexts or contexts)[-1]
     context, cache = compose_caches(first.model, [(each.context, each.cache) for each in contexts])
     shape = CacheShape.from_model(first.model)
     attention.quantize_context(cache, manifests[0].kv_dtype, shape.groups)
@@ -188,19 +192,23 @@ def compose(contexts: Sequence[CompressedContext], *more: object) -> CompressedC
         parts=parts,
         # The restore pairs of all contexts but the last are ordinary pairs of the whole by now.
         earlier=restored - cache.restore_length,
+        adapter=continued.manifest.adapter,
     )
     return CompressedContext(
-        first.model, first.tokenizer, context, cache, manifest, contexts[-1].compressor
+        first.model, first.tokenizer, context, cache, manifest, continued.compressor
     )
 
 
 def refuse_unlike(manifests: Sequence[Manifest]) -> None:
     """Raise RestoreKVError unless caches were made alike, so that they can be composed."""
-    first = manifests[0]
     for name in ALIKE:
-        for each in manifests:
-            if getattr(each, name) != getattr(first, name):
-                raise RestoreKVError(_explain_difference(name, first, each))
+        compared = manifests
+        if name == "adapter":
+            # Where every pair was kept there is nothing to restore, whatever the others restore.
+            compared = [each for each in manifests if each.adapter or Fraction(each.ratio) != 1]
+        for each in compared:
+            if getattr(each, name) != getattr(compared[0], name):
+                raise RestoreKVError(_explain_difference(name, compared[0], each))
 
 
 def _explain_difference(name: str, first: Manifest, other: Manifest) -> str:

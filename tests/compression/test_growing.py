@@ -13,6 +13,7 @@ from restorekv.cache.sliding import SlidingLayer
 from restorekv.errors import BudgetError, RestoreKVError, RestoreKVWarning
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import make_context
+from restorekv.model.rope import shift_keys
 from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.compressing import QUESTIONS, TEXT, compress_with, make_adapter
 from tests.helpers.models import build_model
@@ -226,6 +227,65 @@ def test_composed_caches_keep_every_restore_cache(model, tiny_tokenizer, tmp_pat
     alone = compose(parts[:1])
     assert alone.ask(QUESTIONS, 6) == parts[0].ask(QUESTIONS, 6)
     assert whole.append(first[:40], restore="every").manifest.earlier == 2 * N
+
+
+def read_dense(model, context, start):
+    """The full cache of a context whose text begins `start` positions later."""
+    positions = torch.arange(start, start + context.num_tokens)[None]
+    with torch.no_grad():
+        return model(context.ids, position_ids=positions, use_cache=True).past_key_values
+
+
+@pytest.mark.parametrize("order", ["short first", "short last"])
+def test_a_text_that_was_kept_whole_is_composed_with_restored_ones(tiny_tokenizer, tmp_path, order):
+    """All its pairs stay, and those of the other text, and its restore pairs, are rotated to where
+    they stand.
+    """
+    model = build_model("qwen3").double()
+    first, second = halves(tiny_tokenizer)
+    adapter = make_adapter(model)
+    restored = compress(model, tiny_tokenizer, first, ratio=0.3, adapter=adapter)
+    with pytest.warns(RestoreKVWarning, match="too short for ratio 0.3"):
+        short = compress(model, tiny_tokenizer, second[:8], ratio=0.3, adapter=adapter)
+    parts = [short, restored] if order == "short first" else [restored, short]
+    both = compose(parts)
+
+    prefix = short.context.prefix_length
+    starts = [0, parts[0].context.text_tokens]
+    moved_by = starts[parts.index(restored)]
+    for index, layer in enumerate(both.cache.layers):
+        own = restored.cache.layers[index]
+        restore_keys = shift_keys(model, own.restore_keys, moved_by)[0]
+        for head in range(layer.heads):
+            keys = []
+            values = []
+            for part, start in zip(parts, starts, strict=True):
+                dense = read_dense(model, part.context, start).layers[index]
+                kept = part.kept[index, head].clone()
+                kept[:prefix] &= start == 0  # only the first keeps the chat prefix
+                keys.append(dense.keys[0, head, kept])
+                values.append(dense.values[0, head, kept])
+            if order == "short first":
+                torch.testing.assert_close(layer.restore_keys[0, head], restore_keys[head])
+                assert layer.restore_values[0, head].equal(own.restore_values[0, head])
+            else:
+                keys.append(restore_keys[head])
+                values.append(own.restore_values[0, head])
+            rows = layer.row_heads == head
+            for found, wanted in ((layer.context_keys, keys), (layer.context_values, values)):
+                wanted = torch.cat(wanted)
+                torch.testing.assert_close(found[rows], wanted, atol=1e-4, rtol=1e-4)
+
+    manifest = both.manifest
+    assert manifest.adapter == restored.manifest.adapter
+    assert manifest.restore_tokens + manifest.earlier == N
+    both.save(tmp_path / "both.rkv")
+    again = CompressedContext.load(tmp_path / "both.rkv", model, tiny_tokenizer)
+    assert again.ask(QUESTIONS, 6) == both.ask(QUESTIONS, 6)
+    # What is appended is restored, too.
+    assert both.append(second).manifest.restore_tokens == N
+    assert compose([both, restored]).manifest.adapter == restored.manifest.adapter
+    assert compose([short, short]).manifest.adapter is None
 
 
 def test_a_file_whose_heads_hold_other_restore_pairs_is_refused(model, tiny_tokenizer, tmp_path):

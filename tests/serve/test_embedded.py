@@ -2,7 +2,7 @@
 
 import pytest
 
-from restorekv.errors import TextTooLongError
+from restorekv.errors import RestoreKVWarning, TextTooLongError
 from restorekv.generation.sampling import SamplingConfig
 from restorekv.serve import embedded
 from restorekv.serve.caches import NOTHING_MADE
@@ -39,6 +39,22 @@ def test_restore_tokens_take_positions_from_the_answer(engine, model, tiny_token
         with pytest.raises(TextTooLongError, match="shorten them"):
             engine.prepare(question)
     assert limits == [2]
+
+
+def test_a_short_text_is_asked_together_with_a_restored_one(
+    engine, model, tiny_tokenizer, monkeypatch
+):
+    """It was too short for its ratio, so it was kept whole, without an adapter."""
+    options = {"evictor": "knorm", "ratio": 0.5, "adapter": make_adapter(model)}
+    restored = compress_with(model, tiny_tokenizer, TEXT, **options)
+    with pytest.warns(RestoreKVWarning, match="too short"):
+        short = compress_with(model, tiny_tokenizer, "Goats", **options)
+    monkeypatch.setattr(engine, "load_document", lambda document: document)
+    question = ServedQuestion([short, restored], (), "Which code?", "", 8, SamplingConfig())
+    active = engine.prepare(question)
+    tokens = short.manifest.tokens + restored.manifest.tokens
+    assert active.context.text_tokens == tokens
+    assert active.cache.restore_length == restored.manifest.restore_tokens
 
 
 def test_answers_wait_for_a_compression_and_for_nothing_else(engine, monkeypatch):

@@ -124,6 +124,24 @@ def test_several_documents_are_what_compose_makes(tiny_model, tiny_tokenizer, tm
         assert all(map(torch.equal, pairs.values, wanted.values))
 
 
+def test_a_document_that_was_kept_whole_is_asked_with_restored_ones(
+    documents, tiny_model, tiny_tokenizer, tmp_path
+):
+    short = compress(tiny_model, tiny_tokenizer, "31 goats.", ratio=1, adapter=None)
+    short.save(tmp_path / "short.rkv")
+    store = RaggedStore(tmp_path, describe_engine_model(tiny_model))
+    rope_model = build_rope_model(tiny_model.config)
+    for names in (["short", "red"], ["red", "short"]):
+        files = [tmp_path / f"{name}.rkv" for name in names]
+        found = store.find_document(prompt(files, QUESTION, tiny_tokenizer))
+        whole = compose([documents["red"] if name == "red" else short for name in names])
+        cache = compose_files([open_cache_file(path) for path in files], rope_model)
+        pairs = gather_pairs(cache, rope_model, slice(None), torch.float32)
+        wanted = gather_pairs(whole.cache, rope_model, slice(None), torch.float32)
+        assert pairs.lengths.equal(wanted.lengths) and pairs.lengths.equal(found.lengths)
+        assert all(map(torch.equal, pairs.values, wanted.values))
+
+
 def test_a_composition_is_another_document_than_its_parts(store, documents, tiny_tokenizer):
     files = [store.folder / f"{name}.rkv" for name in ("red", "blue")]
     names = {store.find_document(prompt(file, QUESTION, tiny_tokenizer)).name for file in files}
