@@ -716,6 +716,16 @@ def test_a_response_that_is_deleted_is_forgotten(client, file):
     assert again.status in ("completed", "incomplete")
 
 
+def test_responses_say_the_temperature_and_top_p_that_were_used(client, file):
+    options = {"model": VARIANT, "input": input_of(file), "max_output_tokens": 4}
+    silent = client.responses.create(**options)
+    assert (silent.temperature, silent.top_p) == (1, 1)
+    given = client.responses.create(temperature=0.5, top_p=0.25, **options)
+    assert (given.temperature, given.top_p) == (0.5, 0.25)
+    events = list(client.responses.create(stream=True, **options))
+    assert {events[place].response.temperature for place in (0, -1)} == {1}
+
+
 def test_responses_go_on_with_documents_of_system_messages(client, file):
     options = {"model": VARIANT, "temperature": 0, "max_output_tokens": 12}
     asked = input_of(file)

@@ -316,6 +316,7 @@ def make_response(
     incomplete = None
     if status == "incomplete":
         incomplete = IncompleteDetails(reason="max_output_tokens")
+    sampling = pending.question.sampling
     response = schemas.Response(
         id=pending.header.id,
         object="response",
@@ -333,8 +334,9 @@ def make_response(
         metadata=asked.metadata or {},
         max_output_tokens=asked.max_output_tokens,
         parallel_tool_calls=False,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
+        # What the request left open has the server's default.
+        temperature=sampling.temperature if asked.temperature is None else asked.temperature,
+        top_p=sampling.top_p if asked.top_p is None else asked.top_p,
     )
     if reply:
         response.restorekv = replies.make_cost(pending.header, reply)
