@@ -190,6 +190,7 @@ class CompressedContext:
         """
         max_new_tokens = take_limit(options, max_new_tokens)
         sampling = SamplingConfig.make(**options)
+        answers.refuse_other_ends(options.get("config"), self.model, self.tokenizer)
         single = isinstance(question, str)
         asked = [(self.context, self.cache, each) for each in answers.list_questions(question)]
         answers.warn_of_idle_options(sampling, details or stream)
@@ -462,6 +463,9 @@ class CompressedContext:
         check_vocabulary(self.model, inputs["input_ids"])
         attention.install_attention(self.model)
         stops = decoding.get_stop_ids(self.model, self.tokenizer)
+        for given in (getattr(config, "eos_token_id", None), options.get("eos_token_id")):
+            if given is not None:
+                stops = decoding.collect_ids(given)
         defaults: dict[str, Any] = {
             "eos_token_id": sorted(stops),
             "pad_token_id": get_padding_id(self.tokenizer),

@@ -106,6 +106,7 @@ def ask_many(
     if not rows:
         return [[] for _ in pairs]
     first = _check_one_model([context for context, _ in pairs])
+    answers.refuse_other_ends(options.get("config"), first.model, first.tokenizer)
     answers.warn_of_idle_options(sampling, details)
     written = answers.answer_questions(
         first.model,

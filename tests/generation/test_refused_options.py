@@ -94,6 +94,53 @@ def test_options_of_another_type_are_refused(small, options, said):
         small.ask(QUESTION, 2, **options)
 
 
+@pytest.mark.parametrize(
+    "limits, said",
+    [
+        ({"max_length": 3}, "takes no max_length from a GenerationConfig; pass max_new_tokens"),
+        ({"eos_token_id": [5, 9]}, r"eos_token_id .*not \[5, 9\]; set model.generation_config"),
+        ({"eos_token_id": 0}, r"not \[0\]; .* or pass stop"),
+    ],
+)
+def test_a_generation_config_that_would_end_answers_elsewhere_is_refused(small, limits, said):
+    config = GenerationConfig(**limits)
+    asking = {
+        "ask": lambda: small.ask(QUESTION, 2, config=config),
+        "ask_many": lambda: ask_many([(small, QUESTION)], 2, config=config),
+        "chat": lambda: small.chat().ask(QUESTION, 2, config=config),
+    }
+    for ask in asking.values():
+        with pytest.raises(RestoreKVError, match=said):
+            ask()
+
+
+def test_the_models_own_generation_config_may_be_passed(small, monkeypatch):
+    """Its ids end answers in any case, several of them too; its sampling is passed with it alone,
+    and its length is no limit of an answer.
+    """
+    plain = small.ask(QUESTION, 8, details=True)
+    own = GenerationConfig(
+        eos_token_id=[5, plain.ids[3]], max_length=3, do_sample=True, temperature=2.0, top_k=7
+    )
+    monkeypatch.setattr(small.model, "generation_config", own)
+    greedy = small.ask(QUESTION, 8, details=True)
+    end = plain.ids.index(plain.ids[3]) + 1
+    assert (greedy.ids, greedy.finish) == (plain.ids[:end], "stop")
+    monkeypatch.setattr(own, "eos_token_id", [319])
+    drawn = small.ask(QUESTION, 8, config=own, seed=3)
+    assert drawn == small.ask(QUESTION, 8, temperature=2.0, top_k=7, seed=3)
+    assert len(small.ask(QUESTION, 8, config=own, details=True).ids) == 8
+
+
+def test_generate_ends_where_its_generation_config_says(small):
+    written = small.ask(QUESTION, 8, details=True).ids
+    end = written.index(written[3])
+    expected = small.ask(QUESTION, end)
+    config = GenerationConfig(eos_token_id=[5, written[3]], max_new_tokens=8)
+    assert small.generate(QUESTION, generation_config=config) == expected
+    assert small.generate(QUESTION, eos_token_id=written[3], max_new_tokens=8) == expected
+
+
 def test_neutral_options_ask_for_nothing(small):
     config = GenerationConfig(num_beams=1, typical_p=1.0, length_penalty=1.0)
     assert small.ask(QUESTION, 3, config=config) == small.ask(QUESTION, 3)

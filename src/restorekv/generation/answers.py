@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
@@ -185,6 +185,33 @@ def make_answer(
         keep_leading_space = keep_leading_space or sampler.sampling.keeps_leading_space
     text = text[:cut] if keep_leading_space else text[:cut].lstrip()
     return Answer(text, tuple(ids), finish, prompt_tokens, logprobs, top)
+
+
+def refuse_other_ends(config: object, model: PreTrainedModel, tokenizer: Tokenizer) -> None:
+    """Refuse a GenerationConfig whose answers would end elsewhere than the model's.
+
+    What it has from the model's own one, such as several EOS ids, changes nothing.
+
+    Args:
+        config: What was passed as `config`, if anything was.
+        model: The model that answers.
+        tokenizer: Its tokenizer.
+    """
+    if not isinstance(config, GenerationConfig):
+        return
+    own_lengths = (None, GenerationConfig().max_length, model.generation_config.max_length)
+    if config.max_length not in own_lengths:
+        raise RestoreKVError(
+            "ask takes no max_length from a GenerationConfig; pass max_new_tokens, which limits "
+            "the answer alone."
+        )
+    stops = decoding.get_stop_ids(model, tokenizer)
+    wanted = decoding.collect_ids(config.eos_token_id)
+    if wanted and wanted != stops:
+        raise RestoreKVError(
+            f"The eos_token_id of this model is {sorted(stops)}, not {sorted(wanted)}; set "
+            "model.generation_config.eos_token_id, or pass stop with a text."
+        )
 
 
 def warn_of_cut_forms(written: Iterable[Answer], sampling: SamplingConfig) -> None:

@@ -29,6 +29,7 @@ from restorekv.generation import decoding
 from restorekv.generation.answers import (
     Answer,
     make_answer,
+    refuse_other_ends,
     stream_text,
     warn_of_cut_forms,
     warn_of_idle_options,
@@ -214,6 +215,7 @@ class Chat:
             options.setdefault("stop_repeats", DEFAULT_REPEATS)
         sampling = SamplingConfig.make(**options)
         document = self.document
+        refuse_other_ends(options.get("config"), document.model, document.tokenizer)
         if stream and details:
             raise RestoreKVError(
                 "Only the text of an answer can be streamed; leave out stream or details."

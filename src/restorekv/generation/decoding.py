@@ -551,11 +551,14 @@ def get_stop_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> set[int]:
     ids: Any = model.generation_config.eos_token_id
     if ids is None:
         ids = tokenizer.eos_token_id
+    return collect_ids(ids)
+
+
+def collect_ids(ids: Any) -> set[int]:
+    """Return the ids of an `eos_token_id`: one, several or none."""
     if ids is None:
         return set()
-    if isinstance(ids, list | tuple):
-        return set(ids)
-    return {ids}
+    return set(torch.as_tensor(ids).flatten().tolist())
 
 
 step_self_test.register_graph(FixedSteps, pad_prompts)

@@ -301,7 +301,7 @@ def read_generation_config(config: GenerationConfig) -> dict[str, object]:
     """Return the options that a GenerationConfig sets; refuse what this loop does not do.
 
     Which ids end an answer is up to the model's own config, and how long it may be up to
-    max_new_tokens.
+    max_new_tokens; `refuse_other_ends` in answers.py refuses a config that says otherwise.
     """
     if not isinstance(config, GenerationConfig):
         raise RestoreKVError(
