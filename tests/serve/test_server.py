@@ -25,7 +25,8 @@ from restorekv.readers.extract import extract_text  # noqa: E402
 from restorekv.serve.replies import describe_logprobs  # noqa: E402
 from restorekv.serve.requests import AnswerDefaults, ChatRequest  # noqa: E402
 from restorekv.serve.run import Settings, build_app  # noqa: E402
-from restorekv.serve.service import Limits  # noqa: E402
+from restorekv.serve.service import Limits, Service  # noqa: E402
+from tests.helpers.models import build_model  # noqa: E402
 from tests.helpers.serving import (  # noqa: E402
     KEY,
     OTHER,
@@ -480,6 +481,54 @@ def test_a_restart_loads_and_goes_on(model, tiny_tokenizer, tmp_path):
     assert third.choices[0].message.content == first.choices[0].message.content
     assert third.usage.prompt_tokens_details.cache_write_tokens > 0
     assert [path.name for path in (tmp_path / "damaged").iterdir()] == [cache.name]
+
+
+def test_another_model_looks_again_at_what_failed_and_at_cache_files(
+    model, tiny_tokenizer, tmp_path, monkeypatch
+):
+    """A status is that of an upload with one model."""
+    other = build_model("qwen3", seed=1)
+    caches = []
+    for number, each in enumerate((model, other)):
+        path = tmp_path / f"{number}.rkv"
+        expected(each, tiny_tokenizer).save(path)
+        caches.append(path.read_bytes())
+
+    def get_statuses(client) -> dict[str, str]:
+        for each in client.files.list():
+            client.files.wait_for_processing(each.id, poll_interval=0.02)
+        return {each.filename: each.status for each in client.files.list()}
+
+    store = tmp_path / "store"
+    with serving(other, tiny_tokenizer, store) as url:
+        client = client_of(url)
+        own = upload(client, caches[0], "own.rkv")
+        upload(client, caches[1], "other.rkv")
+        text = upload(client)
+        before = {"own.rkv": "error", "other.rkv": "processed", "doc.txt": "processed"}
+        assert get_statuses(client) == before
+
+    processed = []
+    start_processing = Service.start_processing
+
+    def note_processing(self, upload) -> None:
+        processed.append(upload.name)
+        start_processing(self, upload)
+
+    monkeypatch.setattr(Service, "start_processing", note_processing)
+    with serving(model, tiny_tokenizer, store) as url:
+        client = client_of(url)
+        after = {"own.rkv": "processed", "other.rkv": "error", "doc.txt": "processed"}
+        assert get_statuses(client) == after
+        small = expected(model, tiny_tokenizer)
+        for each, name in ((own, "tiny"), (text, VARIANT)):
+            answer = ask(client, about(each), name)
+            assert answer.choices[0].message.content == small.ask(QUESTION, 12)
+    assert sorted(processed) == ["other.rkv", "own.rkv"]
+    # The same model does nothing twice.
+    with serving(model, tiny_tokenizer, store) as url:
+        assert get_statuses(client_of(url)) == after
+    assert len(processed) == 2
 
 
 def test_a_model_may_have_an_owner(model, tiny_tokenizer, tmp_path):

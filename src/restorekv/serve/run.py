@@ -34,7 +34,6 @@ from restorekv.serve.app import make_app
 from restorekv.serve.caches import CacheEngine
 from restorekv.serve.engine import Engine, explain_resource_shortage
 from restorekv.serve.guard import Connection
-from restorekv.serve.index import UPLOADED
 from restorekv.serve.requests import AnswerDefaults
 from restorekv.serve.service import Limits, Service
 from restorekv.serve.shared import SharedFolder
@@ -137,10 +136,7 @@ def build_engine_app(
             # In a thread: the check runs the model, and signals must be heard meanwhile.
             await asyncio.to_thread(check)
             engine.start()
-            # What a former run of the server did not finish.
-            for upload in store.list_uploads():
-                if upload.status == UPLOADED:
-                    service.start_processing(upload)
+            service.resume_processing()
         except Exception as error:  # `serve_app` raises it again
             app.state.problem = error
             raise

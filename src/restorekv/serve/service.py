@@ -10,7 +10,7 @@ import logging
 import sqlite3
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fastapi import UploadFile
@@ -27,7 +27,7 @@ from restorekv.serve.engine import (
     UnavailableError,
     explain_resource_shortage,
 )
-from restorekv.serve.index import FAILED, PROCESSED
+from restorekv.serve.index import FAILED, PROCESSED, UPLOADED
 from restorekv.serve.requests import AnswerDefaults, AttachedFile, DocumentPart, UploadedFile
 from restorekv.serve.store import Store, Upload
 from restorekv.serve.variants import Variant
@@ -148,6 +148,23 @@ class Service:
         # The event loop itself keeps only weak references to tasks.
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
+
+    def resume_processing(self) -> None:
+        """Begin to compress what a former run of the server did not finish.
+
+        Where that had another model, what failed may succeed now, and a cache file may be one of
+        the other model. Texts that were processed are compressed again when they are asked.
+        """
+        # The key of no document in particular, which holds all else that decides a cache.
+        origin = self.engine.make_key("", self.default)
+        is_other = self.store.read_origin() != origin
+        for upload in self.store.list_uploads():
+            if is_other and (upload.status == FAILED or find_kind(upload.name) == CACHE):
+                self.store.set_status(upload, UPLOADED)
+                upload = replace(upload, status=UPLOADED, problem="")
+            if upload.status == UPLOADED:
+                self.start_processing(upload)
+        self.store.write_origin(origin)
 
     async def _process(self, upload: Upload) -> None:
         """Compress an upload as the default variant."""

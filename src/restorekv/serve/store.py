@@ -36,6 +36,7 @@ from restorekv.serve.shared import SharedFolder
 
 LOG = logging.getLogger("restorekv.serve")
 FOLDERS = ("files", "caches", "damaged")
+ORIGIN = "origin"  # the file that says what uploads were compressed with
 SYNC_SECONDS = 60.0  # between two looks at the shared folder
 # SQL condition of an upload; its parameter is the time now.
 NOT_EXPIRED = "(expires is null or expires > ?)"
@@ -252,6 +253,22 @@ class Store:
             change = "update files set status = ?, problem = ? where id = ?"
             self.index.apply((change, (status, problem, upload.id)), late=True)
             self.drop_caches_if_deleted(upload)
+
+    def read_origin(self) -> str:
+        """Return what `write_origin` wrote, or ""."""
+        path = self.folder / ORIGIN
+        try:
+            return read_bytes(path, str(path), follow=False).decode(errors="replace")
+        except RestoreKVError:
+            return ""
+
+    def write_origin(self, origin: str) -> None:
+        """Note what the statuses of uploads are about, where the disk takes it."""
+        if origin == self.read_origin():
+            return
+        path = self.folder / ORIGIN
+        with suppress(OSError, RestoreKVError), replace_file(path, follow=False) as temporary:
+            temporary.write_text(origin)
 
     def drop_caches_if_deleted(self, upload: Upload) -> bool:
         """Remove the caches of an upload that was deleted; return whether it was."""
