@@ -234,6 +234,31 @@ def test_a_document_deleted_while_it_is_compressed_otherwise_leaves_nothing(clie
 
 
 @pytest.mark.parametrize("processed", [True, False])
+def test_a_text_that_was_uploaded_twice_outlives_one_of_its_names(
+    client, slow, tmp_path, processed
+):
+    stop, inside, go = slow
+    if not processed:
+        stop.set()
+    first = upload(client, TEXT, "first.txt", wait=processed)
+    second = upload(client, TEXT, "second.txt", wait=processed)
+    if not processed:
+        assert inside.wait(30)
+    client.files.delete(first.id)
+    go.set()
+    waiting = client.files.wait_for_processing(second.id, poll_interval=0.02)
+    assert waiting.status == "processed"
+    assert [each.filename for each in client.files.list()] == ["second.txt"]
+    assert client.files.content(second.id).read() == TEXT.encode()
+    answer = ask(client, about(second))
+    assert answer.usage.prompt_tokens_details.cache_write_tokens == 0
+    with pytest.raises(openai.NotFoundError):
+        ask(client, about(first))
+    client.files.delete(second.id)
+    assert not list((tmp_path / "caches").iterdir()) and not list((tmp_path / "files").iterdir())
+
+
+@pytest.mark.parametrize("processed", [True, False])
 def test_compressing_a_document_ends_when_it_is_deleted(client, slow, monkeypatch, processed):
     """Also where the question waits for what the upload itself began."""
     stop, inside, go = slow

@@ -19,6 +19,7 @@ openai = pytest.importorskip("openai")
 
 from restorekv import CompressedContext  # noqa: E402
 from restorekv.errors import RestoreKVError  # noqa: E402
+from restorekv.generation import decoding  # noqa: E402
 from restorekv.generation.decoding import decode_answer, generate_ids, get_stop_ids  # noqa: E402
 from restorekv.model.shape import get_backbone  # noqa: E402
 from restorekv.readers.extract import extract_text  # noqa: E402
@@ -198,6 +199,42 @@ def test_who_leaves_before_the_first_token_ends_the_answer(model, tiny_tokenizer
         hook.remove()
         until(lambda: counted(client, "questions_total"))
         assert counted(client, "tokens_total") < 200
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_in_the_middle_of_an_answer_ends_it(
+    model, tiny_tokenizer, tmp_path, path, stream, monkeypatch
+):
+    monkeypatch.setattr(decoding, "get_stop_ids", lambda *_: set())  # only the limit ends an answer
+    steps = []
+
+    def slow_down(*_: object) -> None:
+        if threading.current_thread().name == "restorekv-answer":
+            steps.append(1)
+            time.sleep(0.01)
+
+    with serving(model, tiny_tokenizer, tmp_path, limits=Limits(tokens=1000)) as url:
+        body = {
+            "chat/completions": {
+                "max_tokens": 1000,
+                "messages": [{"role": "user", "content": "a"}],
+            },
+            "completions": {"max_tokens": 1000, "prompt": "a"},
+        }[path]
+        body |= {"model": "tiny", "temperature": 2, "stream": stream}
+        hook = get_backbone(model).layers[1].register_forward_pre_hook(slow_down)
+        connection = http.client.HTTPConnection(*url.split("/")[2].split(":"))
+        connection.request(
+            "POST", f"/v1/{path}", json.dumps(body), {"content-type": "application/json"}
+        )
+        until(lambda: len(steps) > 20)
+        connection.close()
+        client = client_of(url)
+        until(lambda: counted(client, "questions_total"))
+        hook.remove()
+        # The server looks every second for clients who wait for a whole answer.
+        assert counted(client, "tokens_total") < 400
 
 
 def test_turns_are_those_of_a_chat(client, file, model, tiny_tokenizer):
