@@ -473,6 +473,56 @@ def test_questions_that_nobody_waits_for_take_no_place():
     assert Engine.count_waiting(engine) == 1
 
 
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/health", "GET, HEAD"),
+        ("/metrics", "GET"),
+        ("/v1/models", "GET"),
+        ("/v1/models/tiny", "GET"),
+        ("/v1/files", "GET, POST"),
+        ("/v1/files/file-none", "DELETE, GET"),
+        ("/v1/files/file-none/content", "GET"),
+    ],
+)
+def test_another_method_gets_a_sentence_that_names_the_right_ones(url, path, allowed):
+    for method in ("HEAD", "POST", "PUT", "DELETE", "OPTIONS"):
+        if method in allowed:
+            continue
+        with connected(url) as connection:
+            lines = [f"{method} {path} HTTP/1.1", "Host: localhost", "Connection: close"]
+            connection.sendall(("\r\n".join(lines) + "\r\n\r\n").encode())
+            head, _, body = said(connection).decode().partition("\r\n\r\n")
+        assert " 405 " in head.splitlines()[0] and f"allow: {allowed}" in head.splitlines()
+        if method == "HEAD":
+            assert body == ""
+            continue
+        error = json.loads(body)["error"]
+        right = allowed.replace(", ", " or ")
+        assert error["message"] == f"{method} {path}: Method Not Allowed; use {right}."
+        assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "code", "param"),
+    [
+        ("models/none", 404, "model_not_found", "model"),
+        ("files/file-none", 404, "file_not_found", None),
+        ("files/file-none/content", 404, "file_not_found", None),
+        ("files/file-none/cache", 404, "file_not_found", None),
+        ("files?limit=0", 400, None, "limit"),
+        ("files?order=up", 400, None, "order"),
+        ("nothing", 404, None, None),
+    ],
+)
+def test_what_is_not_there_gets_a_sentence(url, path, status, code, param):
+    with pytest.raises(HTTPError) as caught:
+        urlopen(f"{url}/{path}")
+    error = json.loads(caught.value.read())["error"]
+    assert (caught.value.code, error["code"], error["param"]) == (status, code, param)
+    assert error["type"] == "invalid_request_error" and "query" not in error["message"]
+
+
 def test_the_description_is_true_of_errors(client):
     described = client.get("/../openapi.json", cast_to=object)
     answers = [each["responses"] for path in described["paths"].values() for each in path.values()]

@@ -45,6 +45,7 @@ OPEN_PATHS = ("/health", "/ready", REFERENCE_PATH, *PATHS)  # asked without a ke
 BYTES = "application/octet-stream"
 # Requests call some options of `SamplingConfig` by other names.
 OPTION_FIELDS = {"json_schema": "response_format", "samples": "n"}
+PLACES = ("body", "query")  # where FastAPI found a field
 FORMS_OF_FIELDS = ("str", "int", "float", "bool")  # as pydantic names them
 LISTED = 10_000  # files in one list, as in OpenAI's API
 METRICS = "text/plain; version=0.0.4"
@@ -163,6 +164,7 @@ def add_errors(app: FastAPI, service: Service) -> None:
                 if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
                     methods |= route.methods or set()
             headers = {"allow": ", ".join(sorted(methods))}
+            message = f"{message.removesuffix('.')}; use {' or '.join(sorted(methods))}."
         return make_problem_response(error.status_code, message, headers=headers)
 
     @app.exception_handler(TimeoutError)
@@ -203,7 +205,7 @@ def describe_validation_error(error: ValidationError | RequestValidationError) -
         return make_problem_response(400, "The body is empty; send a JSON object.")
     # The form in which a field was read, as "str" or "list[str]", is no part of its name. A form of
     # an upload has names with brackets of its own.
-    parts = [str(part) for part in problem["loc"] if part != "body"]
+    parts = [str(part) for part in problem["loc"] if part not in PLACES]
     names = [
         part for part in parts if part in FORM or ("[" not in part and part not in FORMS_OF_FIELDS)
     ]
