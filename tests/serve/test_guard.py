@@ -21,8 +21,10 @@ import httpx2  # noqa: E402
 from fastapi.testclient import TestClient  # noqa: E402
 from starlette.datastructures import URL  # noqa: E402
 
+from restorekv.errors import RestoreKVError  # noqa: E402
 from restorekv.readers import extract  # noqa: E402
 from restorekv.readers.extract import extract_text  # noqa: E402
+from restorekv.readers.program import MAX_PAGES  # noqa: E402
 from restorekv.serve import document_checks, guard  # noqa: E402
 from restorekv.serve.engine import Engine  # noqa: E402
 from restorekv.serve.requests import Message  # noqa: E402
@@ -382,6 +384,25 @@ def test_files_that_unfold_without_end_are_refused(kind, monkeypatch):
     case = next(each for each in uploads.strange() if each.kind == kind)
     with pytest.raises(ValueError, match=r"too much memory|can be read"):
         extract_text(case.name.decode(), case.content)
+
+
+def make_blank_pdf(pages: int) -> bytes:
+    """A PDF without text, whose pages are one object."""
+    kids = "3 0 R " * pages
+    return (
+        "%PDF-1.4\n"
+        "1 0 obj <</Type /Catalog /Pages 2 0 R>> endobj\n"
+        f"2 0 obj <</Type /Pages /Count {pages} /Kids [{kids}]>> endobj\n"
+        "3 0 obj <</Type /Page /Parent 2 0 R /MediaBox [0 0 9 9]>> endobj\n"
+        "trailer <</Root 1 0 R>>\nstartxref\n0\n%%EOF\n"
+    ).encode()
+
+
+def test_a_pdf_of_too_many_pages_is_refused_and_not_cut():
+    with pytest.raises(RestoreKVError, match=r"^a\.pdf has no text"):
+        extract_text("a.pdf", make_blank_pdf(2))
+    with pytest.raises(RestoreKVError, match=r"^a\.pdf has more than 20,000 pages; split it"):
+        extract_text("a.pdf", make_blank_pdf(MAX_PAGES + 1))
 
 
 def test_a_file_deleted_while_it_is_compressed_leaves_no_cache(client, store):

@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 
 from restorekv.errors import RestoreKVError, describe_missing_extra
 from restorekv.model.tokenize import decode_text
-from restorekv.readers.program import EXIT_MISSING_LIBRARY
+from restorekv.readers.program import EXIT_MISSING_LIBRARY, MAX_PAGES, TooManyPagesError
 
 PROGRAM = Path(__file__).with_name("program.py")
 FILE_TYPES = {".pdf": "pdf", ".docx": "docx", ".html": "html", ".htm": "html"}
@@ -76,6 +76,10 @@ def _run_program(kind: str, name: str, content: bytes) -> str:
         raise too_much
     if why == "FileNotDecryptedError":
         raise RestoreKVError(f"{name} asks for a password; save it without one.")
+    if why == TooManyPagesError.__name__:
+        raise RestoreKVError(
+            f"{name} has more than {MAX_PAGES:,} pages; split it, or give its text."
+        )
     # What Python itself calls an error says nothing of the file.
     cause = "" if hasattr(builtins, why) else f" ({why[:60]})"
     raise RestoreKVError(

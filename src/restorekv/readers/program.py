@@ -39,11 +39,17 @@ MAX_TEXT_BYTES = 64 << 20  # no model reads as much
 EXIT_MISSING_LIBRARY = 3  # the exit status if a library is not installed
 
 
+class TooManyPagesError(Exception):
+    """A PDF has more than MAX_PAGES pages."""
+
+
 def extract_pdf(content: bytes) -> str:
-    """Return the text of the pages."""
+    """Return the text of the pages; refuse more than MAX_PAGES instead of leaving some out."""
     from pypdf import PdfReader
 
-    pages = PdfReader(io.BytesIO(content)).pages[:MAX_PAGES]
+    pages = PdfReader(io.BytesIO(content)).pages
+    if len(pages) > MAX_PAGES:
+        raise TooManyPagesError
     return "\n\n".join(page.extract_text() for page in pages)
 
 
