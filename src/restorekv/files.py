@@ -4,6 +4,7 @@ A file that someone else wrote is data. It is opened once, read once, and refuse
 unless it is complete.
 """
 
+import codecs
 import errno
 import glob
 import itertools
@@ -310,6 +311,29 @@ def read_bytes(path: Path, what: str, limit: int = JSON_BYTES, follow: bool = Tr
                 f"{what} has {size:,} bytes, more than the {limit:,} of such a file; {FETCH_AGAIN}."
             )
         return read_exactly(file, size, what)
+
+
+def decode_text(payload: bytes, what: str) -> str:
+    """Return bytes in UTF-8, or in UTF-16 with its byte order mark, as text without the mark.
+
+    `what` begins an error's sentence.
+    """
+    # Editors on Windows save "Unicode" so. No UTF-8 text begins with these bytes.
+    is_utf16 = payload.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    encoding = "utf-16" if is_utf16 else "utf-8-sig"
+    try:
+        text = payload.decode(encoding)
+    except UnicodeDecodeError as error:
+        # Pictures, archives and programs have zero bytes; a text of another encoding has none.
+        if b"\0" in payload and not is_utf16:
+            raise RestoreKVError(f"{what} is binary; give a text.") from None
+        raise RestoreKVError(
+            f"{what} is not {encoding.removesuffix('-sig').upper()} text (byte {error.start}); "
+            "save it as UTF-8 first."
+        ) from None
+    if "\0" in text:
+        raise RestoreKVError(f"{what} is binary; give a text.")
+    return text
 
 
 def read_json(path: Path, what: str, elements: int = JSON_ELEMENTS) -> Any:

@@ -33,7 +33,6 @@ from restorekv.compression.presets import DEFAULT_EVICTOR, resolve_preset
 from restorekv.compression.progress import OnProgress, measure_progress
 from restorekv.context import CompressedContext
 from restorekv.errors import BudgetError, RestoreKVError, warn
-from restorekv.files import read_bytes
 from restorekv.model import attention
 from restorekv.model.identity import ModelIdentity, identify_model
 from restorekv.model.offload import trim_heap
@@ -44,10 +43,9 @@ from restorekv.model.prompt import (
     make_context,
 )
 from restorekv.model.shape import CacheShape
-from restorekv.model.tokenize import check_model_and_tokenizer, decode_text, hash_token_names
-from restorekv.readers.extract import FILE_TYPES, extract_text
+from restorekv.model.tokenize import check_model_and_tokenizer, hash_token_names
+from restorekv.readers.extract import FILE_TYPES, load_document
 from restorekv.restore.adapter import RestoreAdapter
-from restorekv.size_limits import TEXT_BYTES
 from restorekv.storage.cache_checks import count_pairs_and_bytes
 from restorekv.storage.cache_file import Manifest
 
@@ -264,15 +262,6 @@ def _warn_of_file_name(text: str) -> None:
     name = text.strip()
     if len(name.split()) == 1 and PurePath(name).suffix.lower() in DOCUMENT_ENDINGS:
         warn(f"The context is the text {name!r} itself; pass Path(...) to read that file.")
-
-
-def load_document(path: Path) -> str:
-    """Return the text of a file by its ending: HTML, PDF or DOCX, any other as UTF-8."""
-    name_in_messages = f"The file {path}"
-    content = read_bytes(path, name_in_messages, TEXT_BYTES)
-    if path.suffix.lower() in FILE_TYPES:
-        return extract_text(str(path), content)
-    return decode_text(content, name_in_messages)
 
 
 def make_budget(

@@ -43,6 +43,11 @@ WRONG = {
     "no such flag of compress": ["compress", "text.txt", *OUT, "--ration", "0.1"],
     "no text": ["compress", "missing.txt", *OUT],
     "an empty text": ["compress", "empty.txt", *OUT],
+    "a blank text": ["compress", "blank.txt", *OUT],
+    "a binary file": ["compress", "program", *OUT],
+    "a text in another encoding": ["compress", "latin.txt", *OUT],
+    "a text as a PDF": ["compress", "text.pdf", *OUT],
+    "a blank text to append": ["append", "doc.rkv", "blank.txt", *OUT],
     "no schema": ["ask", "doc.rkv", "who?", "--json-schema", "missing.json"],
     "a cache as a text": ["compress", "doc.rkv", *OUT],
     "no folder for the output": ["compress", "text.txt", "-o", "nowhere/out.rkv"],
@@ -111,6 +116,10 @@ def test_a_mistake_does_not_wait_for_pytorch(tmp_path, name):
     (tmp_path / "text.txt").write_text("A text of a few words.")
     (tmp_path / "talk.json").write_text('{"format": "restorekv-chat"}')
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "blank.txt").write_text(" \n\t")
+    (tmp_path / "program").write_bytes(b"\x7fELF\0\0\0\1")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "text.pdf").write_text("A text of a few words.")
     (tmp_path / "empty").mkdir()
     header = b'{"__metadata__":{"format":"restorekv-cache"}}'
     (tmp_path / "doc.rkv").write_bytes(len(header).to_bytes(8, "little") + header)

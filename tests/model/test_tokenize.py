@@ -20,10 +20,10 @@ from transformers import PreTrainedTokenizerFast
 
 import restorekv
 from restorekv.errors import RestoreKVError
+from restorekv.files import decode_text
 from restorekv.model.load import load_tokenizer
 from restorekv.model.prompt import encode_question, make_context, split_template
 from restorekv.model.tokenize import (
-    decode_text,
     find_control_tokens,
     get_safe_tokenizer,
     locate_tokens,

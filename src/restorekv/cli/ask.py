@@ -12,7 +12,7 @@ from rich.text import Text
 
 from restorekv.cli import options
 from restorekv.cli.errors import make_visible
-from restorekv.cli.inputs import check_cache_files, check_outputs_apart, check_readable
+from restorekv.cli.inputs import check_cache_files, check_outputs_apart, check_readable, read_text
 from restorekv.cli.terminal import STDOUT, notes, output, write_figures
 from restorekv.errors import RestoreKVError
 
@@ -134,7 +134,5 @@ def _read_questions(words: list[str]) -> list[str]:
         if word != "-":
             questions.append(word)
             continue
-        from restorekv.cli.session import read_text  # which imports PyTorch
-
         questions.extend(line.strip() for line in read_text("-").split("\n") if line.strip())
     return questions

@@ -7,7 +7,12 @@ import typer
 
 from restorekv.cli import options
 from restorekv.cli.choices import GROWING
-from restorekv.cli.inputs import check_cache_files, check_outputs_apart, check_text_file
+from restorekv.cli.inputs import (
+    check_cache_files,
+    check_outputs_apart,
+    check_text_file,
+    read_text,
+)
 from restorekv.cli.terminal import notes, print_figures
 from restorekv.errors import check_choice
 
@@ -37,11 +42,11 @@ def append(
     check_outputs_apart([out], (file, text, model))
     check_cache_files([file])
     check_text_file(text)
+    added = read_text(text)
 
     from restorekv.cli.compress_text import summarize_cache  # which imports PyTorch
-    from restorekv.cli.session import open_documents, read_text
+    from restorekv.cli.session import open_documents
 
-    added = read_text(text)
     (document,) = open_documents([file], model, dtype, device)
     with notes.status("appending"):
         grown = document.append(

@@ -7,7 +7,7 @@ import typer
 
 from restorekv.cli import options
 from restorekv.cli.choices import DTYPES, check_evictor
-from restorekv.cli.inputs import check_outputs_apart, check_text_file
+from restorekv.cli.inputs import check_outputs_apart, check_text_file, read_text
 from restorekv.compression.budget import OnSmallBudget, PrefixPolicy, parse_ratio
 from restorekv.compression.presets import choose_evictor
 from restorekv.errors import BudgetError, RestoreKVError, check_choice
@@ -66,6 +66,7 @@ def run(
     evictor = choose_evictor(evictor, preset)
     check_evictor(evictor)
     check_choice("The dtype", dtype, DTYPES)
+    text = ""
     is_folder = file != "-" and Path(file).is_dir()
     if not is_folder:
         if ray:
@@ -75,9 +76,10 @@ def run(
         check_text_file(file)
         check_target(out)
         check_outputs_apart((out, json), (file, model))
+        text = read_text(file)
 
     # These imports load PyTorch; the checks above must not need it.
-    from restorekv.cli.compress_text import compress_file
+    from restorekv.cli.compress_text import compress_text
     from restorekv.cli.folder import CompressionRecipe, compress_folder
     from restorekv.compression.config import CompressionConfig
     from restorekv.compression.eviction import make_compressor
@@ -113,4 +115,4 @@ def run(
     if is_folder:
         compress_folder(Path(file), out, recipe, ray, workers, json)
     else:
-        compress_file(file, out, recipe, json)
+        compress_text(text, out, recipe, json)

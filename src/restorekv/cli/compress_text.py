@@ -5,15 +5,14 @@ from fractions import Fraction
 from pathlib import Path
 
 from restorekv.cli.folder import CompressionRecipe
-from restorekv.cli.session import describe_method, open_model, read_text
+from restorekv.cli.session import describe_method, open_model
 from restorekv.cli.terminal import print_figures, show_progress_share, write_figures
 from restorekv.context import CompressedContext, format_bytes
 from restorekv.pipeline import compress
 
 
-def compress_file(file: str, out: Path, recipe: CompressionRecipe, json: Path | None) -> None:
+def compress_text(text: str, out: Path, recipe: CompressionRecipe, json: Path | None) -> None:
     """Compress one text into a cache file."""
-    text = read_text(file)
     model, tokenizer = open_model(recipe.model, recipe.dtype, recipe.device, recipe.yarn)
     start = time.perf_counter()
     with show_progress_share("compressing", lines=False) as show:

@@ -1,14 +1,16 @@
-"""What a command refuses of its files before PyTorch is imported.
+"""What a command reads and refuses of its files before PyTorch is imported.
 
 Reading them later refuses the rest; the sentences are the same.
 """
 
 import os
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from restorekv.errors import CacheFileError, RestoreKVError, reraise_as
-from restorekv.files import FETCH_AGAIN, open_with_size, refuse_other_kind
+from restorekv.files import FETCH_AGAIN, decode_text, open_with_size, refuse_other_kind
+from restorekv.readers.extract import load_document
 from restorekv.size_limits import HEADER_BYTES
 
 # Endings of pictures, as in evaluation/survivors.py.
@@ -32,6 +34,24 @@ def check_text_file(name: str) -> None:
         raise RestoreKVError(
             f"{name} is a cache file, compressed already; ask it with restorekv ask."
         )
+
+
+def read_text(name: str) -> str:
+    """Return the text of a file by its ending: UTF-8, HTML, PDF or DOCX; of stdin when the name is
+    "-".
+    """
+    if name == "-":
+        # As for a program that was started without any streams.
+        if sys.stdin is None:
+            raise RestoreKVError("The standard input is closed; give a file or pipe a text in.")
+        source = "The input"
+        text = decode_text(sys.stdin.buffer.read(), source)
+    else:
+        source = f"The file {name}"
+        text = load_document(Path(name))
+    if not text.strip():
+        raise RestoreKVError(f"{source} is empty; give a text with at least one word.")
+    return text
 
 
 def check_cache_files(files: Iterable[Path]) -> None:

@@ -1,7 +1,6 @@
-"""Helpers for several commands: read a text, open a model or cache files, make the sampling."""
+"""Helpers for several commands: open a model or cache files, make the sampling."""
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,27 +17,7 @@ from restorekv.files import read_json
 from restorekv.generation.sampling import SamplingConfig
 from restorekv.model.load import check_dtype, load_model
 from restorekv.model.names import find_known_name
-from restorekv.model.tokenize import decode_text
-from restorekv.pipeline import load_document
 from restorekv.storage.cache_file import Manifest, open_cache_file
-
-
-def read_text(name: str) -> str:
-    """Return the text of a file by its ending: UTF-8, HTML, PDF or DOCX; of stdin when the name is
-    "-".
-    """
-    if name == "-":
-        # As for a program that was started without any streams.
-        if sys.stdin is None:
-            raise RestoreKVError("The standard input is closed; give a file or pipe a text in.")
-        source = "The input"
-        text = decode_text(sys.stdin.buffer.read(), source)
-    else:
-        source = f"The file {name}"
-        text = load_document(Path(name))
-    if not text.strip():
-        raise RestoreKVError(f"{source} is empty; give a text with at least one word.")
-    return text
 
 
 def silence_transformers() -> None:

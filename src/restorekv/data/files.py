@@ -14,8 +14,13 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from restorekv.errors import RestoreKVError, import_extra, summarize_error
-from restorekv.files import check_elements, check_levels, list_files, open_regular_file
-from restorekv.model.tokenize import decode_text
+from restorekv.files import (
+    check_elements,
+    check_levels,
+    decode_text,
+    list_files,
+    open_regular_file,
+)
 from restorekv.seal import digest_file
 from restorekv.size_limits import ROW_ELEMENTS, TEXT_BYTES
 

@@ -9,7 +9,6 @@ splits the template's, keeps `<think>`, and finds `</s>` among the words of a Un
 encoding the pieces between control tokens adds a space to each piece with Llama's first tokenizer.
 """
 
-import codecs
 import json
 import re
 import secrets
@@ -237,29 +236,6 @@ def get_padding_id(tokenizer: Tokenizer) -> int:
     """Return the id that pads, or 0 for a tokenizer without one."""
     padding = tokenizer.pad_token_id
     return padding if isinstance(padding, int) else 0
-
-
-def decode_text(payload: bytes, what: str) -> str:
-    """Return bytes in UTF-8, or in UTF-16 with its byte order mark, as text without the mark.
-
-    `what` begins an error's sentence.
-    """
-    # Editors on Windows save "Unicode" so. No UTF-8 text begins with these bytes.
-    is_utf16 = payload.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    encoding = "utf-16" if is_utf16 else "utf-8-sig"
-    try:
-        text = payload.decode(encoding)
-    except UnicodeDecodeError as error:
-        # Pictures, archives and programs have zero bytes; a text of another encoding has none.
-        if b"\0" in payload and not is_utf16:
-            raise RestoreKVError(f"{what} is binary; give a text.") from None
-        raise RestoreKVError(
-            f"{what} is not {encoding.removesuffix('-sig').upper()} text (byte {error.start}); "
-            "save it as UTF-8 first."
-        ) from None
-    if "\0" in text:
-        raise RestoreKVError(f"{what} is binary; give a text.")
-    return text
 
 
 def check_unicode(text: str) -> None:

@@ -12,8 +12,9 @@ import threading
 from pathlib import Path, PurePath
 
 from restorekv.errors import RestoreKVError, describe_missing_extra
-from restorekv.model.tokenize import decode_text
+from restorekv.files import decode_text, read_bytes
 from restorekv.readers.program import EXIT_MISSING_LIBRARY, MAX_PAGES, TooManyPagesError
+from restorekv.size_limits import TEXT_BYTES
 
 PROGRAM = Path(__file__).with_name("program.py")
 FILE_TYPES = {".pdf": "pdf", ".docx": "docx", ".html": "html", ".htm": "html"}
@@ -35,6 +36,15 @@ def find_kind(name: str) -> str:
     if ending == ".rkv":
         return CACHE
     return FILE_TYPES.get(ending, TEXT)
+
+
+def load_document(path: Path) -> str:
+    """Return the text of a file by its ending: HTML, PDF or DOCX, any other as UTF-8."""
+    name_in_messages = f"The file {path}"
+    content = read_bytes(path, name_in_messages, TEXT_BYTES)
+    if path.suffix.lower() in FILE_TYPES:
+        return extract_text(str(path), content)
+    return decode_text(content, name_in_messages)
 
 
 def extract_text(name: str, content: bytes) -> str:
