@@ -447,22 +447,22 @@ def open_regular_file(path: Path, what: str, follow: bool = True) -> BufferedRea
         raise RestoreKVError(
             f"{what} cannot be read ({summarize_error(error)}); {FETCH_AGAIN}."
         ) from error
-    if not stat.S_ISREG(os.fstat(number).st_mode):
+    mode = os.fstat(number).st_mode
+    if not stat.S_ISREG(mode):
         os.close(number)
-        raise RestoreKVError(f"{what} is not a regular file; give the name of one.")
+        kind = "a folder, not" if stat.S_ISDIR(mode) else "not"
+        raise RestoreKVError(f"{what} is {kind} a regular file; give the name of one.")
     return os.fdopen(number, "rb")
 
 
-def refuse_other_kind(start: bytes, what: str) -> None:
+def refuse_other_kind(start: bytes, what: str, fix: str = "name the file that you mean") -> None:
     """Refuse a file that begins as no safetensors file does, however it was damaged: as JSON or as
     a text. A safetensors file begins with a length of eight bytes; the last of them are 0.
     """
     if len(start) < 8 or 0 in start[:8]:
         return
     found = "JSON, such as a conversation's" if start[:1] == b"{" else "a text, or another kind"
-    raise RestoreKVError(
-        f"{what} is not a safetensors file, but {found}; name the file that you mean."
-    )
+    raise RestoreKVError(f"{what} is not a safetensors file, but {found}; {fix}.")
 
 
 def read_exactly(file: BinaryIO, size: int, what: str) -> bytes:

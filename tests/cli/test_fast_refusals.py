@@ -62,6 +62,8 @@ WRONG = {
     "no cache to ask": ["ask", "missing.rkv", "who?"],
     "a text as a cache": ["ask", "text.txt", "who?"],
     "no question": ["ask", "doc.rkv"],
+    "a folder as a cache": ["ask", "empty", "who?"],
+    "a file of another ending as a question": ["ask", "doc.rkv", "talk.json", "who?"],
     "a temperature below 0": ["ask", "doc.rkv", "who?", "--temperature", "-1"],
     "a wrong flag of ask": ["ask", "doc.rkv", "who?", "--do-sample"],
     "no cache to chat with": ["chat", "missing.rkv"],
@@ -212,8 +214,8 @@ def test_an_evictor_that_a_program_has_added_is_known(tmp_path):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("talk.json", "is not a safetensors file, but JSON, such as a conversation's;"),
-        ("text.txt", "is not a safetensors file, but a text, or another kind;"),
+        ("talk.json", "is not a safetensors file, but JSON, such as a conversation's; name"),
+        ("text.txt", "is not a safetensors file, but a text, or another kind; name"),
     ],
 )
 def test_a_file_of_another_kind_is_not_said_to_be_cut(tmp_path, name, said):

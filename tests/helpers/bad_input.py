@@ -307,7 +307,7 @@ CASES: dict[str, tuple[Build, str]] = {
     "flipped byte in the tensors": (cache(lambda data: flipped(data, 0.7)), "damaged"),
     "text as a cache": (
         cache(lambda data: b"the code of the red house is seven" * 9),
-        "not a safetensors file",
+        "not a safetensors file, but a text.* name a cache file, or make one of a text with",
     ),
     "pickle as a cache": (
         cache(lambda data: pickle.dumps({"keys": [1.0] * 50})),
@@ -323,7 +323,19 @@ CASES: dict[str, tuple[Build, str]] = {
     ),
     "folder as a cache": (
         lambda world, tmp: ["ask", tmp, QUESTION, "--model", world.model],
-        "not a regular file",
+        "is a folder, not a regular file",
+    ),
+    "second cache of another ending": (
+        lambda world, tmp: ["ask", world.cache, world.cache, QUESTION, "--model", world.model],
+        "is a file here; cache files come first and end in .rkv",
+    ),
+    "folder as a second cache": (
+        lambda world, tmp: ["ask", world.cache, tmp, QUESTION, "--model", world.model],
+        "is a folder here; cache files come first and end in .rkv",
+    ),
+    "cache after a question": (
+        lambda world, tmp: ["ask", world.cache, QUESTION, world.cache, "--model", world.model],
+        "is a file here; cache files come first",
     ),
     # asking and looking
     "cache of another model": (ask(model="other"), "another model"),

@@ -2,6 +2,7 @@
 batch.
 """
 
+import os
 import time
 from itertools import takewhile
 from pathlib import Path
@@ -48,6 +49,7 @@ def run(
         )
     if not all(word.strip() for word in words):
         raise RestoreKVError("A question is empty; ask something.")
+    _refuse_file_names(words)
     if max_new_tokens < 1:
         raise RestoreKVError(f"--max-new-tokens is a number of at least 1, not {max_new_tokens}.")
     check_outputs_apart([json], (*files, flags["json_schema"], model))
@@ -123,8 +125,20 @@ def _say_how_answers_ended(finishes: list[str], max_new_tokens: int) -> None:
 
 def _split_words(words: list[str]) -> tuple[list[Path], list[str]]:
     """Return the further cache files, which come first and end in .rkv, and the rest."""
-    files = list(takewhile(lambda word: word.endswith(".rkv"), words))
+    files = list(takewhile(lambda word: word.lower().endswith(".rkv"), words))
     return [Path(name) for name in files], words[len(files) :]
+
+
+def _refuse_file_names(questions: list[str]) -> None:
+    """Refuse a question that is the name of a file or folder, which was hardly meant as one."""
+    for question in questions:
+        if question == "-" or not os.path.exists(question):
+            continue
+        kind = "folder" if os.path.isdir(question) else "file"
+        raise RestoreKVError(
+            f"{question} is a {kind} here; cache files come first and end in .rkv, and a question "
+            f"that is the name of a {kind} needs a question mark."
+        )
 
 
 def _read_questions(words: list[str]) -> list[str]:

@@ -67,7 +67,8 @@ def check_cache_files(files: Iterable[Path]) -> None:
             open_with_size(path, str(path)) as (file, size),
         ):
             start = file.read(9) or b""
-            refuse_other_kind(start, str(path))
+            fix = "name a cache file, or make one of a text with restorekv compress"
+            refuse_other_kind(start, str(path), fix)
             length = int.from_bytes(start[:8], "little")
             if not 2 <= length <= min(size - 8, HEADER_BYTES) or start[8:] != b"{":
                 raise CacheFileError(
