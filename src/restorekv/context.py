@@ -590,3 +590,14 @@ def format_bytes(count: float) -> str:
         if count < 1024:
             return f"{count:.1f} {unit}"
     return f"{count / 1024:.1f} GiB"
+
+
+def describe_bytes(held: int, full: int) -> str:
+    """Return the bytes of a cache and their share of the full cache's, for people.
+
+    A cache that keeps every pair is larger than the full one: it holds each pair's position, too.
+    """
+    share = f"{held / full:.1%}"
+    if held > full:
+        share += ", with the position of each pair"
+    return f"{format_bytes(held)} of {format_bytes(full)} ({share})"

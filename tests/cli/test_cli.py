@@ -132,6 +132,18 @@ def test_compress_then_ask_as_the_library_does(world, tmp_path):
     assert "(2 answers were cut after 6 tokens" in both.err
 
 
+def test_more_bytes_than_the_full_cache_are_explained(world, tmp_path):
+    """A cache that keeps every pair holds their positions as well."""
+    note = "%, with the position of each pair)"
+    made = compress(world, tmp_path / "all.rkv", "--ratio", 1, "--adapter", "none")
+    share = re.search(r"\((\d+\.\d)%, with the", made.out)
+    assert share and float(share[1]) > 100
+    assert note in cli("inspect", tmp_path / "all.rkv", "--model", world.model).out
+    asked = cli("chat", tmp_path / "all.rkv", "--model", world.model)
+    assert note in " ".join(asked.err.split())
+    assert note not in compress(world, tmp_path / "half.rkv", "--ratio", 0.5).out
+
+
 def test_several_files_answer_in_one_batch(world, tmp_path):
     files, loaded = [tmp_path / "one.rkv", tmp_path / "two.rkv"], load_model(world.model)
     for file, ratio in zip(files, ("0.3", "0.9"), strict=True):

@@ -7,7 +7,7 @@ from pathlib import Path
 from restorekv.cli.folder import CompressionRecipe
 from restorekv.cli.session import describe_method, open_model
 from restorekv.cli.terminal import print_figures, show_progress_share, write_figures
-from restorekv.context import CompressedContext, format_bytes
+from restorekv.context import CompressedContext, describe_bytes, format_bytes
 from restorekv.pipeline import compress
 
 
@@ -45,14 +45,13 @@ def summarize_cache(
     context = f"T = {m.tokens:,} tokens, chat prefix S = {m.prefix:,} ({m.prefix_policy})"
     if m.cut:
         context += f", {m.cut:,} tokens were cut"
-    share = f"{m.bytes_held / m.bytes_full:.1%}"
     phases = ", ".join(f"{name} {value:.2f}" for name, value in m.seconds.items())
     return {
         "context": context,
         "method": describe_method(m),
         "budget": f"r = {float(Fraction(m.ratio)):g}: {m.pairs:,} KV pairs",
         "held": f"{m.pairs_held:,} of {full:,} pairs with the prefix ({m.pairs_held / full:.1%})",
-        "bytes": f"{format_bytes(m.bytes_held)} of {format_bytes(m.bytes_full)} ({share}); "
+        "bytes": f"{describe_bytes(m.bytes_held, m.bytes_full)}; "
         f"file {format_bytes(out.stat().st_size)}",
         "seconds": f"{seconds:.2f} ({phases})",
     }

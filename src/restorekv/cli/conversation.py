@@ -16,7 +16,7 @@ from rich.text import Text
 from restorekv.cli.errors import RECEIVED, make_visible, report_error
 from restorekv.cli.inputs import check_outputs_apart
 from restorekv.cli.terminal import notes, output
-from restorekv.context import CompressedContext, format_bytes
+from restorekv.context import CompressedContext, describe_bytes, format_bytes
 from restorekv.errors import RestoreKVError
 from restorekv.files import check_target
 from restorekv.generation.chat import Chat
@@ -61,9 +61,8 @@ def run_conversation(
     cast("TextIOWrapper", sys.stdin).reconfigure(errors="surrogateescape")
     m = chat.document.manifest
     notes.print(
-        f"{m.tokens:,} tokens in {format_bytes(m.bytes_held)}, of {format_bytes(m.bytes_full)}. "
-        "/help lists the "
-        "commands."
+        f"{m.tokens:,} tokens in {describe_bytes(m.bytes_held, m.bytes_full)}. "
+        "/help lists the commands."
     )
     for line in read_lines():
         line = line.strip()

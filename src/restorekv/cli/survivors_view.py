@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.cli.errors import make_visible
 from restorekv.cli.session import describe_method
 from restorekv.cli.terminal import output, print_figures, write_figures
-from restorekv.context import format_bytes
+from restorekv.context import describe_bytes, format_bytes
 from restorekv.errors import ModelError
 from restorekv.evaluation.survivors import Survivors, save_plot
 from restorekv.model.load import load_tokenizer
@@ -78,7 +78,6 @@ def _list_facts(survivors: Survivors) -> dict[str, str]:
     m = survivors.manifest
     full = survivors.keep.numel()
     ratio = float(Fraction(m.ratio))
-    share = f"{m.bytes_held / m.bytes_full:.1%}"
     surviving = m.tokens - survivors.forgotten
     context = f"T = {m.tokens:,} tokens, chat prefix S = {m.prefix:,} ({m.prefix_policy})"
     if m.cut:
@@ -88,7 +87,7 @@ def _list_facts(survivors: Survivors) -> dict[str, str]:
         "method": describe_method(m),
         "context": context,
         "budget": f"r = {ratio:g}: {m.pairs:,} KV pairs, {m.pairs_held:,} held of {full:,}",
-        "bytes": f"{format_bytes(m.bytes_held)} of {format_bytes(m.bytes_full)} ({share})",
+        "bytes": describe_bytes(m.bytes_held, m.bytes_full),
         "tokens": f"{surviving:,} of {m.tokens:,} survive in at least one head",
     }
     if m.windows:
