@@ -202,6 +202,29 @@ def test_a_saved_document_has_all_turns_in_it(world, tmp_path):
     assert sizes[0] < sizes[1] == sizes[2] < sizes[3]
 
 
+def test_folded_turns_that_no_file_holds_are_named_at_the_end(world, tmp_path):
+    made, model = tmp_path / "a.rkv", ("--model", world.model)
+    compressed = cli(
+        "compress", world.text, *model, "--ratio", 0.4, "--adapter", "none", "-o", made
+    )
+    assert compressed.code == 0
+    save, talk = f"/save {tmp_path / 'b.rkv'}", tmp_path / "talk.json"
+
+    def chat(*lines: str, more: tuple = ()) -> str:
+        stdin = "\n".join(lines).encode()
+        return cli("chat", made, *model, "--max-new-tokens", 9, *more, stdin=stdin).err
+
+    lost = "not saved, folded ones included; /save FILE.rkv before /quit keeps them.\n"
+    for ending in ([], ["/quit"]):
+        assert chat(QUESTION, "/fold", *ending).endswith(f"1 turn was {lost}")
+    assert chat(QUESTION, "/fold", QUESTION).endswith(f"2 turns were {lost}")
+    assert chat(save, QUESTION, "/fold", "/save /").endswith(f"1 turn was {lost}")
+    for lines in ([QUESTION], [QUESTION, "/fold", save], [QUESTION, save, "/fold", QUESTION]):
+        assert "not saved" not in chat(*lines)
+    chat(QUESTION, f"/save {talk}")
+    assert "not saved" not in chat("/fold", more=("--continue", talk))
+
+
 def test_a_conversation_does_not_write_over_its_document(world, tmp_path):
     made, model = tmp_path / "a.rkv", ("--model", world.model)
     compressed = cli(

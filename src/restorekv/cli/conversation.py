@@ -19,7 +19,7 @@ from restorekv.cli.terminal import notes, output
 from restorekv.context import CompressedContext, describe_bytes, format_bytes
 from restorekv.errors import RestoreKVError
 from restorekv.files import check_target
-from restorekv.generation.chat import Chat
+from restorekv.generation.chat import Chat, Turn
 from restorekv.generation.sampling import SamplingConfig
 
 MOST_DIGITS = 9  # of the number of turns after /undo
@@ -64,17 +64,34 @@ def run_conversation(
         f"{m.tokens:,} tokens in {describe_bytes(m.bytes_held, m.bytes_full)}. "
         "/help lists the commands."
     )
+    saved = list(chat.turns)  # those that a file holds; of a new conversation none
     for line in read_lines():
         line = line.strip()
         if line.split()[:1] in (["/quit"], ["/exit"]):
-            return
+            break
         with _continue_after_errors("(broken off; the conversation is as it was before)"):
             if line.startswith("/"):
                 _run_command(chat, line, adapter, reads)
+                if line.partition(" ")[0] == "/save":
+                    saved = list(chat.turns)
             elif line:
                 if fold:
                     fold = _fold_in_time(chat, line, max_new_tokens, adapter)
                 _print_answer(chat, line, max_new_tokens, sampling)
+    _report_lost_turns(chat, saved)
+
+
+def _report_lost_turns(chat: Chat, saved: Sequence[Turn]) -> None:
+    """Say at the end how many turns no file holds, if folded ones are among them."""
+    if all(turn in saved for turn in chat.turns[: chat.folded]):
+        return
+    lost = sum(turn not in saved for turn in chat.turns)
+    noun = "turn was" if lost == 1 else "turns were"
+    notes.print(
+        f"{lost} {noun} not saved, folded ones included; /save FILE.rkv before /quit keeps them.",
+        soft_wrap=True,
+        highlight=False,
+    )
 
 
 @contextmanager
