@@ -503,7 +503,9 @@ class CompressedContext:
         return portable.make_portable(self.model, self.context, self.cache, self.manifest)
 
     def save(self, path: str | Path) -> None:
-        """Write one safetensors file; the previous one stays if anything goes wrong."""
+        """Write one safetensors file; the previous one stays if anything goes wrong, and a file
+        that is not a cache stays in any case.
+        """
         cache_file.write_cache_file(path, self.cache, self.context, self.manifest)
 
     @classmethod

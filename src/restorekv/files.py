@@ -34,6 +34,7 @@ NUMBERS = itertools.count()  # several threads may write to one path
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 NO_WAITING = getattr(os, "O_NONBLOCK", 0)
 BINARY = getattr(os, "O_BINARY", 0)
+START_BYTES = 1 << 16  # of a file, in which each of ours names its format
 FETCH_AGAIN = "fetch or make it again"
 # Every value of JSON but the first follows one of these signs. A text, which may have them too, is
 # found as a whole, and with possessive quantifiers no character is looked at twice, whatever a
@@ -105,6 +106,31 @@ def check_target(path: Path) -> None:
         # Only trying tells what the disk allows, and how long a name it takes.
         probe.touch(exist_ok=False)
         probe.unlink()
+
+
+def check_replaceable(path: Path, kind: str, file_format: str | None = None) -> None:
+    """Refuse to replace a file that is not of the kind that will be written: its user may need it.
+
+    Args:
+        path: The file, which may be missing or empty.
+        kind: How the sentence calls what will be written, as in "a restorekv cache".
+        file_format: The format that files of this kind name near their start; None for JSON of any
+            format.
+
+    Raises:
+        RestoreKVError: The file does not begin as such files do.
+    """
+    if not path.is_file():
+        return
+    with open_with_size(path, str(path)) as (file, _):
+        start = file.read(START_BYTES)
+    sign = rb"\s*[\[{]"
+    if file_format is not None:
+        sign = rb'.*"format": ?"' + re.escape(file_format.encode()) + rb'"'
+    if start and not re.match(sign, start, re.DOTALL):
+        raise RestoreKVError(
+            f"{path} exists and is not {kind}; give another name, or delete it first."
+        )
 
 
 @contextmanager

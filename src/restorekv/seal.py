@@ -28,6 +28,7 @@ from torch import Tensor
 from restorekv.errors import RestoreKVError, explain_write_errors, make_printable, summarize_error
 from restorekv.files import (
     FETCH_AGAIN,
+    check_replaceable,
     open_with_size,
     parse_record,
     read_exactly,
@@ -72,7 +73,8 @@ def write_sealed(
     stays.
 
     Args:
-        path: The file, which is replaced if it exists.
+        path: The file, which is replaced if it exists. One that a user chose is replaced only by
+            a file of the same kind.
         kind: What it is.
         tensors: What it holds, on any device.
         metadata: Further entries of its metadata.
@@ -81,6 +83,8 @@ def write_sealed(
     Raises:
         RestoreKVError: Where the file cannot be written.
     """
+    if follow:
+        check_replaceable(path, kind.name, kind.format)
     header, body = seal_tensors(kind, tensors, metadata or {})
     with (
         explain_write_errors(path),

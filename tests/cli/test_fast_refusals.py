@@ -21,12 +21,13 @@ from restorekv.errors import RestoreKVError
 from restorekv.evaluation.grid import parse_method
 from restorekv.evaluation.protocols import PROTOCOLS
 from restorekv.evaluation.survivors import FORMATS
-from restorekv.evictors import EVICTORS
+from restorekv.evictors import EVICTORS, gate_file
 from restorekv.files import folder_lock
 from restorekv.model.load import DTYPES
 from restorekv.pipeline import compress
 from restorekv.seal import read_tensors
 from restorekv.serve.run import ENGINES
+from restorekv.storage import cache_file, portable
 from restorekv.tasks import BENCHMARKS
 
 # Prints the exit code of a command and which of the slow packages it imported, as JSON.
@@ -51,6 +52,10 @@ WRONG = {
     "no schema": ["ask", "doc.rkv", "who?", "--json-schema", "missing.json"],
     "a cache as a text": ["compress", "doc.rkv", *OUT],
     "no folder for the output": ["compress", "text.txt", "-o", "nowhere/out.rkv"],
+    "a text in the place of the output": ["compress", "text.txt", "-o", "talk.json"],
+    "a text in the place of figures": ["ask", "doc.rkv", "who?", "--json", "text.txt"],
+    "a cache in the place of a portable file": ["export", "doc.rkv", "-o", "other.rkv"],
+    "a text in the place of a gate": ["train-gate", "--data", "tiny", "--out", "text.txt"],
     "a wrong ratio": ["compress", "text.txt", *OUT, "--ratio", "2"],
     "a wrong evictor": ["compress", "text.txt", *OUT, "--evictor", "kvzipp"],
     "a wrong preset": ["compress", "text.txt", *OUT, "--preset", "slow"],
@@ -124,7 +129,8 @@ def test_a_mistake_does_not_wait_for_pytorch(tmp_path, name):
     (tmp_path / "text.pdf").write_text("A text of a few words.")
     (tmp_path / "empty").mkdir()
     header = b'{"__metadata__":{"format":"restorekv-cache"}}'
-    (tmp_path / "doc.rkv").write_bytes(len(header).to_bytes(8, "little") + header)
+    for cache in ("doc.rkv", "other.rkv"):
+        (tmp_path / cache).write_bytes(len(header).to_bytes(8, "little") + header)
     done = subprocess.run(
         [sys.executable, "-c", PROBE, *WRONG[name]],
         cwd=tmp_path,
@@ -238,6 +244,8 @@ def test_the_names_for_the_command_line_are_those_of_the_library():
     assert choices.GROWING == RESTORE_CHOICES
     assert set(choices.BENCHMARKS) == set(BENCHMARKS)
     assert PLOTS == FORMATS
+    kinds = (cache_file.KIND, portable.KIND, gate_file.FILE)
+    assert {kind.format: kind.name for kind in kinds} == choices.OUTPUT_KINDS
     assert tuple(ENGINES) == choices.ENGINES
     for device in choices.DEVICES:
         torch.device(device)  # PyTorch knows the name

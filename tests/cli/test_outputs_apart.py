@@ -1,9 +1,15 @@
-"""No command writes over a file that it reads, or two outputs into one file."""
+"""No command writes over a file that it reads, over one of another kind, or two outputs into one
+file.
+"""
 
 import os
 
 import pytest
 
+from restorekv.context import CompressedContext
+from restorekv.errors import AdapterError, CacheFileError, RestoreKVError
+from restorekv.model.load import load_model
+from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.bad_input import files_below
 from tests.helpers.cli_world import QUESTION, World, build_world, cli
 
@@ -60,3 +66,88 @@ def test_no_file_is_written_over_another(world, tmp_path, name):
         "is also another file of this command; choose another name for the output.\n" in result.err
     )
     assert (files_below(tmp_path), files_below(world.root)) == before
+
+
+FOREIGN = {  # words as above; {other} is a file of another kind
+    "cache over a text": "compress {world}/text --model {world}/model -o {other}",
+    "longer cache over a text": "append {world}/cache {world}/text -o {other}",
+    "composed over a text": "compose {world}/cache -o {other}",
+    "prefix over a text": "export {world}/cache -o {other}",
+    "gate over a text": "train-gate --data {world}/data --out {other}",
+    "converted gate over a text": "convert-gate {world}/text -o {other}",
+    "figures over a text": "inspect {world}/cache --json {other}",
+    "answers over a text": "ask {world}/cache who? --json {other}",
+    "scores over a text": "eval --evictor kvzip --benchmark tiny --json {other}",
+    "figures of a folder over a text": "compress {tmp}/folder -o {tmp}/made --json {other}",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_no_file_of_another_kind_is_replaced(world, tmp_path, name):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.txt").write_text(QUESTION)
+    other = tmp_path / "notes.txt"
+    other.write_text("notes that nobody has elsewhere")
+    before = files_below(tmp_path), files_below(world.root)
+    names = {"world": world.root, "tmp": tmp_path, "other": other}
+    result = cli(*(word.format(**names) for word in FOREIGN[name].split()))
+    assert result.code == 1 and not result.out
+    assert f"error: {other} exists and is not " in result.err
+    assert result.err.endswith("; give another name, or delete it first.\n")
+    assert (files_below(tmp_path), files_below(world.root)) == before
+
+
+def test_our_own_files_and_empty_ones_are_replaced(world, tmp_path):
+    out, figures = tmp_path / "doc.rkv", tmp_path / "figures.json"
+    out.touch()
+    command = ("compress", world.text, "--model", world.model, "-o", out, "--json", figures)
+    for ratio in (0.3, 0.5):
+        made = cli(*command, "--ratio", ratio)
+        assert made.code == 0, made.err
+    # What is damaged, too.
+    out.write_bytes(out.read_bytes()[:3000])
+    assert cli(*command).code == 0
+
+
+def test_saving_in_python_replaces_no_file_of_another_kind(world, tmp_path):
+    model, tokenizer = load_model(world.model)
+    small = CompressedContext.load(world.cache, model, tokenizer)
+    notes = tmp_path / "notes.txt"
+    notes.write_text("notes")
+    sentence = "notes.txt exists and is not {}; give another name, or delete it first"
+    with pytest.raises(CacheFileError, match=sentence.format("a restorekv cache")):
+        small.save(notes)
+    with pytest.raises(RestoreKVError, match=sentence.format("a conversation of restorekv")):
+        small.chat().save(notes)
+    assert notes.read_text() == "notes"
+    # A cache is no conversation, and the other way around.
+    talk = tmp_path / "talk.json"
+    for _ in range(2):
+        small.chat().save(talk)
+    with pytest.raises(CacheFileError, match="is not a restorekv cache"):
+        small.save(talk)
+    small.save(tmp_path / "doc.rkv")
+    with pytest.raises(RestoreKVError, match="is not a conversation"):
+        small.chat().save(tmp_path / "doc.rkv")
+
+
+def test_a_conversation_is_not_saved_over_a_file_of_another_kind(world, tmp_path):
+    texts = [tmp_path / name for name in ("notes.txt", "notes.rkv")]
+    for path in texts:
+        path.write_text("notes")
+    lines = "\n".join([QUESTION, *(f"/save {path}" for path in texts)])
+    options = ("--model", world.model, "--max-new-tokens", 4)
+    told = cli("chat", world.cache, *options, stdin=lines.encode())
+    assert told.code == 0 and told.err.count("; give another name, or delete it first.") == 2
+    assert all(path.read_text() == "notes" for path in texts)
+
+
+def test_an_adapter_of_another_kind_is_not_replaced(world, tmp_path):
+    adapter = RestoreAdapter.create(load_model(world.model)[0], 2, rank=1)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(AdapterError, match="holds an adapter that restores nothing"):
+        adapter.save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter_config.json"]
+    (tmp_path / "adapter_config.json").unlink()
+    for _ in range(2):
+        adapter.save_pretrained(tmp_path)

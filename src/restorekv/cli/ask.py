@@ -13,7 +13,13 @@ from rich.text import Text
 
 from restorekv.cli import options
 from restorekv.cli.errors import make_visible
-from restorekv.cli.inputs import check_cache_files, check_outputs_apart, check_readable, read_text
+from restorekv.cli.inputs import (
+    check_cache_files,
+    check_json_output,
+    check_outputs_apart,
+    check_readable,
+    read_text,
+)
 from restorekv.cli.terminal import STDOUT, notes, output, write_figures
 from restorekv.errors import RestoreKVError
 
@@ -53,6 +59,7 @@ def run(
     if max_new_tokens < 1:
         raise RestoreKVError(f"--max-new-tokens is a number of at least 1, not {max_new_tokens}.")
     check_outputs_apart([json], (*files, flags["json_schema"], model))
+    check_json_output(json)
     check_cache_files(files)
     if flags["json_schema"] is not None:
         check_readable(flags["json_schema"])

@@ -9,6 +9,7 @@ from restorekv.cli import options
 from restorekv.cli.choices import GROWING
 from restorekv.cli.inputs import (
     check_cache_files,
+    check_output_kind,
     check_outputs_apart,
     check_text_file,
     read_text,
@@ -40,6 +41,7 @@ def append(
 ) -> None:
     check_choice("--restore", restore, GROWING)
     check_outputs_apart([out], (file, text, model))
+    check_output_kind(out, "restorekv-cache")
     check_cache_files([file])
     check_text_file(text)
     added = read_text(text)
@@ -68,6 +70,7 @@ def compose(
     dtype: options.Dtype = "auto",
 ) -> None:
     check_outputs_apart([out], (*files, model))
+    check_output_kind(out, "restorekv-cache")
     check_cache_files(files)
 
     from restorekv.cli.compress_text import summarize_cache  # which imports PyTorch
@@ -89,6 +92,7 @@ def export(
     model: options.OtherModel = None,
 ) -> None:
     check_outputs_apart([out], (file, model))
+    check_output_kind(out, "restorekv-portable")
     check_cache_files([file])
 
     from restorekv.cli.session import open_documents  # which imports PyTorch

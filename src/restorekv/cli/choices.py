@@ -52,6 +52,12 @@ BENCHMARKS = (
     "xquad",
 )
 
+# The formats of files that commands write, and how sentences call them.
+OUTPUT_KINDS = {
+    "restorekv-cache": "a restorekv cache",
+    "restorekv-portable": "a portable cache of restorekv",
+    "restorekv-gate": "a gate of restorekv",
+}
 ENGINES = ("embedded", "vllm")
 DEVICES = ("cpu", "cuda", "hpu", "mps", "mtia", "xla", "xpu")
 

@@ -7,7 +7,13 @@ import typer
 
 from restorekv.cli import options
 from restorekv.cli.choices import DTYPES, check_evictor
-from restorekv.cli.inputs import check_outputs_apart, check_text_file, read_text
+from restorekv.cli.inputs import (
+    check_json_output,
+    check_output_kind,
+    check_outputs_apart,
+    check_text_file,
+    read_text,
+)
 from restorekv.compression.budget import OnSmallBudget, PrefixPolicy, parse_ratio
 from restorekv.compression.presets import choose_evictor
 from restorekv.errors import BudgetError, RestoreKVError, check_choice
@@ -76,6 +82,8 @@ def run(
         check_text_file(file)
         check_target(out)
         check_outputs_apart((out, json), (file, model))
+        check_output_kind(out, "restorekv-cache")
+        check_json_output(json)
         text = read_text(file)
 
     # These imports load PyTorch; the checks above must not need it.

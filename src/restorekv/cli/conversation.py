@@ -18,9 +18,10 @@ from restorekv.cli.inputs import check_outputs_apart
 from restorekv.cli.terminal import notes, output
 from restorekv.context import CompressedContext, describe_bytes, format_bytes
 from restorekv.errors import RestoreKVError
-from restorekv.files import check_target
+from restorekv.files import check_replaceable, check_target
 from restorekv.generation.chat import Chat, Turn
 from restorekv.generation.sampling import SamplingConfig
+from restorekv.storage.cache_file import KIND
 
 MOST_DIGITS = 9  # of the number of turns after /undo
 HELP = {
@@ -239,6 +240,8 @@ def _run_command(chat: Chat, line: str, adapter: str | None, reads: Sequence[Pat
             check_target(path)
             check_outputs_apart([path], reads)
             if path.suffix.lower() == ".rkv":
+                # Before the turns are folded, which takes long.
+                check_replaceable(path, KIND.name, KIND.format)
                 said = chat.fork()  # the conversation itself goes on as it is
                 said.fold(adapter=adapter)
                 assert isinstance(said.document, CompressedContext), "a conversation over a file"

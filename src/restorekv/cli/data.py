@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from restorekv.cli import options
-from restorekv.cli.inputs import check_outputs_apart
+from restorekv.cli.inputs import check_json_output, check_outputs_apart
 from restorekv.cli.terminal import output, print_written, show_progress_bar, write_figures
 from restorekv.data.config import BuildConfig
 from restorekv.data.manifest import check_folder, read_manifest
@@ -84,6 +84,7 @@ def show(
     """Print the table of the paper's appendix for this data, next to the paper's numbers."""
     read_manifest(folder)
     check_outputs_apart([json], folder.glob("*"))
+    check_json_output(json)
     rows, manifest = _print_tables(folder)
     if json:
         write_figures(json, {"rows": rows, "manifest": manifest})

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from restorekv.cli import options
+from restorekv.cli.inputs import check_json_output
 from restorekv.compression.budget import parse_ratio
 from restorekv.errors import RestoreKVError
 
@@ -38,6 +39,7 @@ def run(
         raise RestoreKVError("--full scores at ratios of its own; leave out --ratio.")
     ratio = RATIO if ratio is None else ratio
     parse_ratio(ratio)
+    check_json_output(json)
 
     # From here on PyTorch is imported.
     if full:

@@ -20,6 +20,7 @@ import restorekv.evictors
 import restorekv.generation.decoding
 import restorekv.model.offload  # noqa: F401  (each registers its components)
 from restorekv.cli import diagnosis, options
+from restorekv.cli.inputs import check_json_output
 from restorekv.cli.session import silence_transformers
 from restorekv.cli.terminal import (
     STDOUT,
@@ -67,6 +68,7 @@ def run(
     ] = False,
 ) -> None:
     check_dtype(dtype)
+    check_json_output(out)
     silence_transformers()
     heads, groups, dim = _read_shape(model)
     devices = [parse_device(device)] if device else diagnosis.list_distinct_devices()

@@ -17,7 +17,7 @@ from restorekv.cli.choices import (
     check_evictor,
     list_benchmarks,
 )
-from restorekv.cli.inputs import check_outputs_apart, find_files_in_specs
+from restorekv.cli.inputs import check_json_output, check_outputs_apart, find_files_in_specs
 from restorekv.cli.terminal import notes, output, print_written, show_progress_share, write_figures
 from restorekv.compression.budget import parse_ratio
 from restorekv.compression.presets import resolve_preset
@@ -113,6 +113,7 @@ def run(
             "it out."
         )
     check_outputs_apart([json], [*model, *find_files_in_specs([*benchmark, *specs])])
+    check_json_output(json)
 
     # From here on PyTorch is imported.
     from restorekv.cli.pools import open_pool

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import __version__
 from restorekv.cli.errors import name_flags
-from restorekv.cli.inputs import check_outputs_apart
+from restorekv.cli.inputs import check_json_output, check_outputs_apart
 from restorekv.cli.session import open_model
 from restorekv.cli.terminal import notes, output, show_progress_share, write_figures
 from restorekv.compression.adapters import load_adapter
@@ -264,6 +264,7 @@ def compress_folder(
         work.append((str(source), str(name), str(target)))
     sources_and_targets = [path for source, _, target in work for path in (source, target)]
     check_outputs_apart([figures], sources_and_targets)
+    check_json_output(figures)
 
     start = time.perf_counter()
     results = _compress_all(names, work, folder, recipe, ray, workers)

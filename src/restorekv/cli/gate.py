@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from restorekv.cli import options
-from restorekv.cli.inputs import check_outputs_apart
+from restorekv.cli.inputs import check_output_kind, check_outputs_apart
 from restorekv.cli.terminal import print_figures, show_progress_bar
 from restorekv.cli.train import check_data, check_lengths
 from restorekv.errors import GateError, RestoreKVError
@@ -56,6 +56,7 @@ def train(
 ) -> None:
     config = GateConfig(**settings)
     check_outputs_apart([out], (*data, model))
+    check_output_kind(out, "restorekv-gate")
     check_lengths(shortest, longest)
     folder = features or out.with_name(f"{out.name}.features")
     if folder.exists() and not folder.is_dir():
@@ -99,6 +100,7 @@ def convert(
     dtype: options.Dtype = "auto",
 ) -> None:
     check_outputs_apart([out], (source, model))
+    check_output_kind(out, "restorekv-gate")
     check_published_gate(source)
 
     # From here on PyTorch is imported.

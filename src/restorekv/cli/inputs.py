@@ -8,8 +8,15 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from restorekv.cli.choices import OUTPUT_KINDS
 from restorekv.errors import CacheFileError, RestoreKVError, reraise_as
-from restorekv.files import FETCH_AGAIN, decode_text, open_with_size, refuse_other_kind
+from restorekv.files import (
+    FETCH_AGAIN,
+    check_replaceable,
+    decode_text,
+    open_with_size,
+    refuse_other_kind,
+)
 from restorekv.readers.extract import load_document
 from restorekv.size_limits import HEADER_BYTES
 
@@ -92,6 +99,19 @@ def check_outputs_apart(
                 f"{path} is also another file of this command; choose another name for the output."
             )
         others.append(path)
+
+
+def check_output_kind(path: Path, file_format: str) -> None:
+    """Refuse to replace a file of another format; `check_outputs_apart` comes first, since this
+    sentence says to delete it.
+    """
+    check_replaceable(path, OUTPUT_KINDS[file_format], file_format)
+
+
+def check_json_output(path: Path | None) -> None:
+    """Refuse to replace a file that is not JSON by figures; None names none, and "-" stdout."""
+    if path is not None and str(path) != "-":
+        check_replaceable(path, "JSON")
 
 
 def find_files_in_specs(specs: Iterable[str]) -> list[str]:

@@ -6,7 +6,12 @@ from typing import Annotated
 import typer
 
 from restorekv.cli import options
-from restorekv.cli.inputs import check_cache_files, check_outputs_apart, check_plot_name
+from restorekv.cli.inputs import (
+    check_cache_files,
+    check_json_output,
+    check_outputs_apart,
+    check_plot_name,
+)
 
 
 def run(
@@ -26,6 +31,7 @@ def run(
     if plot:
         check_plot_name(plot)
     check_outputs_apart((plot, json), (file, model))
+    check_json_output(json)
     check_cache_files([file])
 
     from restorekv.cli.survivors_view import show_survivors  # which imports PyTorch

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import CacheFileError, RestoreKVError
-from restorekv.files import matches_type, parse_path, read_json, write_json
+from restorekv.files import check_replaceable, matches_type, parse_path, read_json, write_json
 from restorekv.generation import decoding
 from restorekv.generation.answers import (
     Answer,
@@ -60,6 +60,7 @@ from restorekv.model.tokenize import decode_ids
 from restorekv.size_limits import POSITIONS, SYSTEM_LETTERS
 
 FORMAT = "restorekv-chat"
+KIND_NAME = "a conversation of restorekv"
 VERSION = 1
 PARAGRAPH = "\n\n"  # between a system message and the question, where the context has no separator
 SAVED = {
@@ -480,13 +481,15 @@ class Chat:
 
     def save(self, path: str | Path) -> None:
         """Write the turns as JSON, all or nothing; `load` reads them once more over the same
-        document.
+        document. Only a conversation is replaced.
         """
         if self.folded:
             raise RestoreKVError(
                 "Folded turns are part of the document; fold the others, too, and save that: "
                 "chat.fold(); chat.document.save('doc.rkv')."
             )
+        file = parse_path(path)
+        check_replaceable(file, KIND_NAME, FORMAT)
         check_length(path, self)
         for turn in self.turns:
             # `load` takes nothing longer for a conversation.
@@ -513,7 +516,7 @@ class Chat:
             "system": self.system,
             "turns": turns,
         }
-        write_json(parse_path(path), content)
+        write_json(file, content)
 
     @classmethod
     def load(cls, path: str | Path, document: ChatContext) -> Self:

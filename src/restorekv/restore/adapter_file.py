@@ -162,7 +162,15 @@ def to_plain_json(value: Any) -> Any:
 
 
 def write_adapter(folder: Path, stored: StoredAdapter, readme: str | None = None) -> None:
-    """Replace an older adapter as a whole; without a `readme`, keep its README.md."""
+    """Replace an older adapter as a whole; without a `readme`, keep its README.md. Refuse a folder
+    with an adapter of another kind.
+    """
+    ours = (CARD, EMBEDDINGS)
+    if (folder / CONFIG).exists() and not any(locate_file(folder, name).exists() for name in ours):
+        raise AdapterError(
+            f"{folder} holds an adapter that restores nothing, such as a LoRA of PEFT; choose "
+            "another folder."
+        )
     # All files are completed in a folder of this process. The moment that folder is called PENDING,
     # they are the adapter, wherever a process dies. Then they are moved to their places, by this
     # process or by the next one that writes there. Whoever reads meanwhile looks into PENDING
