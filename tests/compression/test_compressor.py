@@ -248,6 +248,18 @@ def test_ids_beyond_the_models_are_refused(case):
         compress(small, tokenizer, text, ratio=0.5)
 
 
+def test_a_tokenizer_with_far_fewer_tokens_is_told_and_padding_is_not(case, recwarn):
+    model, tokenizer, text = case
+    tokens = len(tokenizer)
+    padded = build_model(model.config.model_type, vocab_size=tokens + 128)
+    compress(padded, tokenizer, text, ratio=0.5, adapter=None)
+    assert not [each for each in recwarn if issubclass(each.category, RestoreKVWarning)]
+    wide = build_model(model.config.model_type, vocab_size=2 * tokens + 1)
+    sentence = f"The tokenizer has {tokens} tokens and the model {2 * tokens + 1}; answers make no"
+    with pytest.warns(RestoreKVWarning, match=sentence):
+        compress(wide, tokenizer, text, ratio=0.5, adapter=None)
+
+
 def test_repr_and_manifest_tell_what_is_held(case, tmp_path):
     model, tokenizer, text = case
     made = compress(model, tokenizer, text, ratio=0.2, adapter=make_adapter(model))

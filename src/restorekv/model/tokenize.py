@@ -24,10 +24,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, warn
 from restorekv.model.shape import get_vocabulary_size
 from restorekv.seal import short_hash
 
+LARGEST_PADDING = 2  # a model's embeddings for each token of its tokenizer
 REPLACEMENT = "\ufffd"  # of bytes that make no character
 
 Remembered = TypeVar("Remembered")
@@ -61,6 +62,13 @@ def check_model_and_tokenizer(model: object, tokenizer: object) -> None:
         raise RestoreKVError(
             f"The tokenizer has {written:,} tokens and the model {known:,}; pass the tokenizer "
             "that belongs to the model."
+        )
+    # Models pad their embeddings, by some hundred rows as a rule. More is no error: a model of
+    # random weights may have any tokenizer, as in the benchmarks.
+    if known > LARGEST_PADDING * len(cast("Tokenizer", tokenizer)):
+        warn(
+            f"The tokenizer has {written:,} tokens and the model {known:,}; answers make no sense "
+            "unless it is the tokenizer that the model was trained with."
         )
 
 
