@@ -12,7 +12,8 @@ from transformers import PretrainedConfig
 
 from restorekv.compression.eviction import Eviction
 from restorekv.context import CompressedContext
-from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.errors import RestoreKVError, RestoreKVWarning, TextTooLongError
+from restorekv.many_contexts import compose
 from restorekv.model.load import load_model
 from restorekv.model.prompt import RESERVED_POSITIONS, fit_context, make_context
 from restorekv.model.rope import NO_LIMIT, count_positions
@@ -76,6 +77,30 @@ def test_what_just_fits_is_whole(model, tiny_tokenizer):
     assert fit_context(model, part, "cut", offset=10)[1] == 11
     with pytest.raises(RestoreKVError, match="no room for a text"):
         fit_context(model, part, "cut", offset=2**62)
+
+
+def test_what_grows_or_is_composed_beyond_the_positions_is_refused(model, tiny_tokenizer):
+    """As a text that is compressed at once; within them, nothing is said."""
+    half = TEXT[: len(TEXT) // 4]
+    small = compress_with(model, tiny_tokenizer, half, **SMALL)
+    tokens = small.manifest.tokens
+    parts = POSITIONS // tokens
+    fix = r"the model has 512; take less text, or compress .* \(load_model\(\.\.\., rope=\d\)\)"
+    assert compose([small] * parts).manifest.tokens == parts * tokens
+    with pytest.raises(TextTooLongError, match=f"The composed context needs .* {fix}"):
+        compose([small] * (parts + 1))
+    grown = small
+    for _ in range(parts - 1):
+        grown = grown.append(half)
+    with pytest.raises(TextTooLongError, match=f"The grown context needs .* {fix}"):
+        grown.append(half)
+    # So a conversation goes on unfolded.
+    chat = small.chat()
+    with pytest.warns(RestoreKVWarning, match="The conversation reaches beyond"):
+        chat.ask("Who lives in the red house? " * 40, 2)
+    with pytest.raises(TextTooLongError, match="The grown context needs"):
+        chat.fold()
+    assert len(chat.turns) == 1 and not chat.folded
 
 
 def test_preparing_a_long_context_is_told(model, tiny_tokenizer):

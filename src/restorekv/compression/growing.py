@@ -38,7 +38,7 @@ from restorekv.compression.streaming import run_restore_pass
 from restorekv.errors import BudgetError, RestoreKVError, check_choice
 from restorekv.model import support
 from restorekv.model.prefill import prefill
-from restorekv.model.prompt import Context, warn_if_beyond_positions
+from restorekv.model.prompt import Context, refuse_beyond_positions
 from restorekv.model.rope import shift_keys
 from restorekv.model.shape import CacheShape
 
@@ -112,7 +112,7 @@ class Growth:
         """Return the cache of the grown context, evicted to its budget."""
         config = self.eviction.config
         adapter = self.eviction.adapter
-        warn_if_beyond_positions(self.model, self.grown_context.num_tokens, "The grown context")
+        refuse_beyond_positions(self.model, self.grown_context.num_tokens, "The grown context")
         prefix = self.context.ids[:, : self.context.prefix_length]
         # As in streaming, the evictor takes the prefix and the new part for the whole text.
         part = replace(self.context, ids=torch.cat([prefix, self.ids], -1))
@@ -296,7 +296,7 @@ def compose_caches(
             )
         ids.append(context.ids[:, context.prefix_length :])
     whole = replace(first, ids=torch.cat(ids, -1))
-    warn_if_beyond_positions(model, whole.num_tokens, "The composed context")
+    refuse_beyond_positions(model, whole.num_tokens, "The composed context")
     support.prepare_model(model)
     layers = []
     for index in range(len(first_cache.full_attention)):

@@ -228,6 +228,19 @@ def warn_if_beyond_positions(model: PreTrainedModel, positions: int, what: str) 
         )
 
 
+def refuse_beyond_positions(model: PreTrainedModel, positions: int, what: str) -> None:
+    """Refuse a text that reaches beyond the positions that the model was made for."""
+    refuse_beyond(model, positions, what)
+    limit = count_positions(model.config)
+    if positions > limit:
+        factor = math.ceil(positions / count_unstretched_positions(model.config))
+        raise TextTooLongError(
+            f"{what} needs {positions:,} positions, and the model has {limit:,}; take less text, "
+            "or compress all of it with the model's RoPE stretched "
+            f"({STRETCH_ROPE.format(factor)})."
+        )
+
+
 def check_token_ids(tokenizer: Tokenizer, ids: Sequence[int] | Tensor) -> Tensor:
     """Return ids (T,) as (1, T) long; refuse what is not a sequence of the tokenizer's ids."""
     if isinstance(ids, list | tuple) and all(type(each) is int for each in ids):
