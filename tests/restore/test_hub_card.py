@@ -190,6 +190,18 @@ def test_differences_from_kvpress_are_listed():
     assert "cannot be used there" in kvpress_section(evictor="kvzip", targets=())
 
 
+def test_the_card_says_what_happens_to_a_budget_without_room(world):
+    model, tokenizer = load_model(world.model)
+    adapter = RestoreAdapter.create(model, 8, rank=2)
+    adapter.record_training(evictor="kvzip", prefix_policy="free", ratio_range=(0.01, 0.4))
+    with pytest.warns(RestoreKVWarning, match="everything is kept, at ratio 1"):
+        small = compress(model, tokenizer, TEXT, ratio=0.01, adapter=adapter)
+    assert small.manifest.ratio == "1" and small.manifest.restore_tokens == 0
+    section = card_of(adapter).split("## In kvpress 0.5.5")[1]
+    assert "here the whole text is kept by default, with a warning" in section
+    assert "refused here" not in section
+
+
 def test_our_cards_are_renewed_and_others_stay(tmp_path):
     first, second = adapter_of(license="mit"), adapter_of(license="apache-2.0")
     first.save_pretrained(tmp_path)

@@ -203,9 +203,12 @@ def test_results_get_into_the_folder_and_its_card(measured, own, hub):
         )
         assert row["full"] == round(cells["full", False, 1.0]["score"], 1)
         assert (row["documents"], row["questions"]) == (2, cell["questions"])
+        assert (row["dtype"], row["on_small_budget"]) == ("float32", "fewer")
         assert set(row) == {
             "benchmark",
             "ratio",
+            "dtype",
+            "on_small_budget",
             "base",
             "restored",
             "gain",
@@ -224,6 +227,14 @@ def test_results_replace_older_ones_of_their_kind(measured, own):
     card = replace(read_adapter(own).card, results=[{**fresh[1], "restored": -1}, other])
     assert publish.merge_results(card, fresh).results == [other, *fresh]
     assert publish.merge_results(replace(card, results=None), fresh).results == fresh
+
+
+def test_results_of_another_dtype_do_not_replace_each_other(measured, own):
+    fresh = publish.read_results(measured / "eval.json", read_adapter(own))
+    half = [{**row, "dtype": "bfloat16"} for row in fresh]
+    clipped = [{**row, "on_small_budget": "clip"} for row in fresh]
+    card = replace(read_adapter(own).card, results=half + clipped)
+    assert publish.merge_results(card, fresh).results == half + clipped + fresh
 
 
 def test_conventions_that_are_not_the_adapters_are_named(measured, own):

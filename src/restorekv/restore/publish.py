@@ -33,6 +33,8 @@ README_LIMIT = 1 << 20  # bytes
 CONVENTIONS = ("prefix_policy", "allocation", "restore_from")
 # ... and how a cell held its cache.
 HELD = {"kv_dtype": "model", "streaming_chunk": 0, "max_context": 0}
+# What every row of results says, because no value of it is the usual one.
+MEASURED_WITH = ("dtype", "on_small_budget")
 
 
 # The license
@@ -372,6 +374,8 @@ def _compare_to_baselines(row: dict, rows: list[dict], card: AdapterCard) -> dic
     for key, usual in HELD.items():
         if row[key] != usual:
             result[key] = row[key]
+    for key in MEASURED_WITH:
+        result[key] = row[key]
     result["base"] = round(base["score"], 1)
     result["restored"] = round(row["score"], 1)
     # Over few documents there is no interval.
@@ -388,11 +392,10 @@ def _compare_to_baselines(row: dict, rows: list[dict], card: AdapterCard) -> dic
 def merge_results(card: AdapterCard, results: list[dict]) -> AdapterCard:
     """Return the card with these rows in place of older ones of the same kind."""
 
+    conventions = (*CONVENTIONS, *HELD, *MEASURED_WITH)
+
     def kind_of(row: dict) -> list[Any]:
-        return [
-            row.get(key)
-            for key in ("benchmark", "protocol", "ratio", "evictor", *CONVENTIONS, *HELD)
-        ]
+        return [row.get(key) for key in ("benchmark", "protocol", "ratio", "evictor", *conventions)]
 
     fresh = [kind_of(row) for row in results]
     others = [row for row in card.results or () if kind_of(row) not in fresh]
