@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from restorekv import tasks
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.evaluation.compare import compare_results, select_result
 from restorekv.evaluation.frame import make_frame
 from restorekv.evaluation.run import run_grid
@@ -118,6 +118,25 @@ def test_other_questions_are_refused(cells):
     (_, kvzip, *_), other = cells
     with pytest.raises(RestoreKVError, match="asked different questions"):
         compare_results(kvzip, other)
+
+
+def test_contexts_that_one_cell_lacks_are_counted(cells):
+    (_, kvzip, random, _), _ = cells
+    first, second = replace(kvzip), replace(random)
+    first.__dict__["lines"] = kvzip.lines[:9]
+    second.__dict__["lines"] = random.lines[2:]
+    said = r"answered 9 contexts and .* 10; only the 7 that both have answered are compared"
+    with pytest.warns(RestoreKVWarning, match=said):
+        assert compare_results(first, second)["contexts"] == 7
+    second.__dict__["lines"] = random.lines[9:]
+    with pytest.raises(RestoreKVError, match="share no context"):
+        compare_results(first, second)
+
+
+def test_cells_of_the_same_contexts_are_compared_without_a_word(cells, recwarn):
+    (_, kvzip, random, _), _ = cells
+    compare_results(kvzip, random)
+    assert not [each for each in recwarn if issubclass(each.category, RestoreKVWarning)]
 
 
 def test_what_is_no_cell_is_refused(cells):

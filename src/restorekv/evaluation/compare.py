@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from restorekv import tasks
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, warn
 from restorekv.evaluation.earlier import digest_line
 from restorekv.evaluation.fidelity import summarize_fidelity
 from restorekv.evaluation.grid import FULL
@@ -63,7 +63,7 @@ def select_result(results: Sequence[Result], **fields: object) -> Result:
 def compare_results(first: Result, second: Result, full: Result | None = None) -> dict[str, object]:
     """Return scores and divergences of two cells that were asked the same questions, and the
     paired differences, second minus first, with 95 % intervals over contexts, which are None
-    for fewer than six.
+    for fewer than six. Warn where only one of them has answered some contexts, which are left out.
 
     Args:
         first: A cell, of `load_results`.
@@ -102,6 +102,12 @@ def compare_results(first: Result, second: Result, full: Result | None = None) -
             f"{first.folder.name} and {second.folder.name} are of two models; compare cells of one."
         )
     one, other = select_common_lines(first, second)
+    if len(one) < max(len(first.lines), len(second.lines)):
+        warn(
+            f"{first.folder.name} has answered {len(first.lines)} contexts and "
+            f"{second.folder.name} {len(second.lines)}; only the {len(one)} that both have "
+            "answered are compared."
+        )
     benchmark = tasks.make_benchmark(first.cell.benchmark)
     by_context = benchmark.averages_contexts(first.cell.protocol)
     for mine, theirs in zip(one, other, strict=True):
