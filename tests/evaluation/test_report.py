@@ -393,6 +393,38 @@ def test_seeds_of_one_benchmark_are_one_condition(tmp_path):
     assert condition.benchmark == "tiny:count=6"
 
 
+def write_extended_run(folder: Path, evictors=("kvzip", "snapkv")) -> None:
+    """A run of six contexts, and one of its first three, which it was extended from."""
+    for cell in report_world.cells_of("qasper:count=6", ("kvzip", "snapkv"), ("0.1",)):
+        report_world.write_cell(folder, cell)
+    for cell in report_world.cells_of("qasper:count=3", evictors, ("0.1",)):
+        small = report_world.write_cell(folder, cell, samples=3)
+        large = folder / "cells" / replace(cell, benchmark="qasper:count=6").name
+        if large.is_dir():
+            lines = (large / ANSWERS).read_text().splitlines(keepends=True)
+            (small.folder / ANSWERS).write_text("".join(lines[:3]))
+
+
+def test_a_run_that_was_extended_is_counted_once(tmp_path):
+    write_extended_run(tmp_path)
+    write_report(tmp_path)
+    page = Page((tmp_path / "report" / "index.html").read_text())
+    assert " of 2 paired cells improve" in page.text
+    assert "5 of 5 cells done" in page.text
+    assert "Not shown: 5 cells of smaller runs" in page.text
+    assert "count=3" not in page.text
+    assert {row["benchmark"] for row in rows(tmp_path, "scores-qasper-1")} == {"qasper:count=6"}
+
+
+def test_a_smaller_run_with_something_of_its_own_is_shown(tmp_path):
+    """Without its cells of SnapKV, H2O's would have nothing next to them."""
+    write_extended_run(tmp_path, ("snapkv", "h2o"))
+    write_report(tmp_path)
+    page = Page((tmp_path / "report" / "index.html").read_text())
+    assert " of 4 paired cells improve" in page.text and "Not shown" not in page.text
+    assert "QASPER (count=3)" in page.text and "QASPER (count=6)" in page.text
+
+
 def test_command_line(folder, tmp_path, capsys):
     assert execute(["report", str(tmp_path)]) == 1
     assert capsys.readouterr().err.count("\n") == 1

@@ -107,6 +107,8 @@ def line_of(cell: Cell, sample: str, rng: random.Random) -> dict:
             "id": f"{sample}" if name == "needle" else f"{sample}-{turn}",
             "task": task,
             "question": f"What is <b>{sample}</b> & {turn}?",
+            "answer_prefix": "",
+            "max_new_tokens": 8,
             "references": [f"r{rng.randrange(100)}"],
             "prediction": "<script>alert(1)</script>",
             "score": float(rng.random() < chance),

@@ -1,5 +1,5 @@
 """Answers that another cell of the same folder has already: a run with `--count 3` goes on from one
-with `--count 2`.
+with `--count 2`, and its report then leaves out the smaller run.
 
 Such a cell differs in the number of contexts that its benchmark asks, or in the seed that draws
 them, and in nothing else. Its answers to a context are taken over if the context and all that is
@@ -14,7 +14,7 @@ from typing import Any
 
 from restorekv import tasks
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.grid import Cell
+from restorekv.evaluation.grid import Cell, group_by
 from restorekv.evaluation.results import (
     SECONDS,
     Result,
@@ -100,6 +100,38 @@ def find_earlier_lines(
                 took.pop("sample", None)
                 found.setdefault(str(name), (line, took))
     return found
+
+
+def find_contained_cells(results: Sequence[Result]) -> list[Result]:
+    """Return the cells of smaller runs that a larger run of the folder contains: it has answered
+    every context of every cell of theirs, by the same method.
+    """
+    runs = list(group_by(results, _identify_run).values())
+    digests = {each.folder: {digest_line(line) for line in each.lines} for each in results}
+
+    def is_within(small: Result, large: Result) -> bool:
+        return (
+            large.done
+            and None not in digests[small.folder]
+            and digests[small.folder] <= digests[large.folder]
+            and _answers_alike(small, large)
+        )
+
+    contained: list[Result] = []
+    for run in list(runs):
+        for other in runs:
+            if other is not run and all(any(is_within(one, each) for each in other) for one in run):
+                contained += run
+                runs.remove(run)  # of two runs of the same contexts, the second stays
+                break
+    return contained
+
+
+def _identify_run(result: Result) -> tuple[str, ...]:
+    """Return what the cells of one run have in common: the questions, over all seeds."""
+    cell = result.cell
+    benchmark = tasks.make_benchmark(cell.benchmark)
+    return replace(cell, benchmark=replace(benchmark, seed=0).spec).question_set
 
 
 def _answers_alike(other: Result, result: Result) -> bool:

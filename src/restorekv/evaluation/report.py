@@ -21,7 +21,8 @@ from restorekv.errors import RestoreKVError
 from restorekv.evaluation import plots
 from restorekv.evaluation.answers_kept import make_kept_table
 from restorekv.evaluation.charts import Chart
-from restorekv.evaluation.frame import GROUP, TASK, load_grid
+from restorekv.evaluation.earlier import find_contained_cells
+from restorekv.evaluation.frame import GROUP, TASK, GridResults, load_grid
 from restorekv.evaluation.grid import group_by
 from restorekv.evaluation.grid_tables import (
     count_gains,
@@ -75,6 +76,9 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     # The paper's page has further files next to it, which a report would take away.
     _check_folder(out.resolve(), others=False)
     grid = load_grid(folder)
+    contained = {result.folder for result in find_contained_cells(grid.results)}
+    if contained:
+        grid = GridResults([each for each in grid.results if each.folder not in contained])
     by_condition = group_by(grid.list_rows(), lambda row: row["condition"])
     if not by_condition:
         raise RestoreKVError(
@@ -108,6 +112,11 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     subtitle = f"{', '.join(by_condition)}; {done} of {len(grid.results)} cells done."
     sections = [section for section in sections if section.blocks]
     summary = [gains, *describe_cut_texts(grid.results)]
+    if contained:
+        summary.append(
+            f"Not shown: {len(contained)} cells of smaller runs, whose answers a larger run of "
+            "this folder has, too."
+        )
     return write_page(out, "Answers from compressed caches", sections, summary, subtitle)
 
 
