@@ -65,6 +65,12 @@ def test_specs_and_back(text, made):
     assert spec.parse_spec(spec.format_spec(made.name, made), KNOWN, "thing") == made
 
 
+@pytest.mark.parametrize("text", ["thing:count=1,count=2", "thing:count=3,loud=true, count=3"])
+def test_a_setting_is_given_once(text):
+    with pytest.raises(RestoreKVError, match="thing is given count twice; give each setting"):
+        spec.parse_spec(text, KNOWN, "thing")
+
+
 def test_the_shortest_spec_is_written():
     assert spec.format_spec("thing", Thing(7, loud=True)) == "thing:count=7,loud=true"
     assert spec.format_spec("thing", Thing()) == "thing"

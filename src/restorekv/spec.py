@@ -39,8 +39,8 @@ def parse_spec(
         bases: A class must be derived from one of these; () does not ask.
 
     Raises:
-        RestoreKVError: For an unknown name or setting, for a value of another type, and for a class
-            that is not derived from any of `bases`.
+        RestoreKVError: For an unknown name or setting, for a setting that is given twice, for a
+            value of another type, and for a class that is not derived from any of `bases`.
     """
     load_waiting()
     name, _, rest = _SOURCE_DIGEST.sub("", text).partition(":")
@@ -62,6 +62,8 @@ def parse_spec(
             ]
             fix = f"give {', '.join(examples)}" if examples else "it takes none"
             raise RestoreKVError(f"{name} has no setting {item!r}; {fix}.")
+        if key in settings:
+            raise RestoreKVError(f"{name} is given {key} twice; give each setting once.")
         try:
             settings[key] = _parse_setting(types[key], value)
         except (KeyError, ValueError):
