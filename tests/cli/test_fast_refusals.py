@@ -59,6 +59,8 @@ WRONG = {
     "a wrong ratio": ["compress", "text.txt", *OUT, "--ratio", "2"],
     "a wrong evictor": ["compress", "text.txt", *OUT, "--evictor", "kvzipp"],
     "a wrong preset": ["compress", "text.txt", *OUT, "--preset", "slow"],
+    "a preset with settings": ["compress", "text.txt", *OUT, "--evictor", "best:chunk=7"],
+    "a preset with settings to score": ["eval", "--benchmark", "ruler", "--evictor", "fast:a=1"],
     "a wrong dtype": ["compress", "text.txt", *OUT, "--dtype", "float33"],
     "workers without Ray": ["eval", "--benchmark", "ruler", "--workers", "4"],
     "restore tokens of no adapter": [
@@ -196,6 +198,13 @@ def test_a_preset_is_an_evictor_for_every_command(tmp_path):
         assert "ratio is a number" in done.stderr or "missing.jsonl" in done.stderr, done
     assert choose_evictor("fast", None) == "fastkvzip"
     assert parse_method("best@none") == ("kvzip", None)
+
+
+@pytest.mark.parametrize("resolve", [parse_method, lambda text: choose_evictor(text, None)])
+def test_a_preset_has_no_settings(resolve):
+    said = "The preset best takes no settings; name its evictor, as in kvzip:chunk=7"
+    with pytest.raises(RestoreKVError, match=said):
+        resolve("best:chunk=7")
 
 
 def test_an_evictor_that_a_program_has_added_is_known(tmp_path):

@@ -17,6 +17,12 @@ def resolve_preset(evictor: str) -> str:
             f"The evictor is a preset, or a spec such as {DEFAULT_EVICTOR!r} or "
             f"'snapkv:window=64', not {type(evictor).__name__}."
         )
+    name, colon, settings = evictor.partition(":")
+    if colon and name in PRESETS:
+        raise RestoreKVError(
+            f"The preset {name} takes no settings; name its evictor, as in "
+            f"{PRESETS[name]}:{settings or 'SETTING=VALUE'}."
+        )
     return PRESETS.get(evictor, evictor)
 
 
