@@ -253,7 +253,8 @@ def test_every_evictor_evicts_the_layers_that_see_everything(kind, spec):
 def test_gates_are_trained_for_the_layers_that_see_everything(kind, tmp_path):
     model = build_hybrid("qwen3")
     texts = ["The code of the red house is seven, and nobody lives there. " * 3, "Who? " * 30]
-    config = GateConfig(kind=kind, steps=3, tokens=30)
+    steps = {"steps": 3} if kind == "fastkvzip" else {}
+    config = GateConfig(kind=kind, tokens=30, **steps)
     path = tmp_path / "gate.safetensors"
     gate = train_gate(model, TOKENIZER, texts, config, path, tmp_path / "features")
     assert len(gate.layers) == 2

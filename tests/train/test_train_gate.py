@@ -94,9 +94,11 @@ def test_training_comes_close_to_a_planted_gate(kind):
     target = target if kind == "fastkvzip" else target.exp()
     data = Features(hidden, target, torch.arange(1500) // 500)
     train, held = data.split_held_out(0.3)
+    length = {"fastkvzip": ("steps", 400), "kvzap-mlp": ("epochs", 40)}
+    name, most = length[kind]
     few, many = (
-        GateConfig(kind, steps=1, epochs=1, lr=1e-9),
-        GateConfig(kind, steps=400, epochs=40, batch=200),
+        GateConfig(kind, lr=1e-9, **{name: 1}),
+        GateConfig(kind, batch=200, **{name: most}),
     )
     before, after = (
         measure_gate(
@@ -267,7 +269,11 @@ def folder(tmp_path_factory, tiny_tokenizer):
     return folder
 
 
+SHORT = {"fastkvzip": ("--steps", 3), "kvzap-linear": (), "kvzap-mlp": ("--epochs", 1)}
+
+
 def command(folder, out, *more):
+    kind = more[more.index("--kind") + 1] if "--kind" in more else "fastkvzip"
     data = () if "--data" in more else ("--data", folder / "data")
     return [
         "train-gate",
@@ -278,12 +284,26 @@ def command(folder, out, *more):
         out,
         "--tokens",
         20,
-        "--steps",
-        3,
-        "--epochs",
-        1,
+        *SHORT.get(kind, ()),
         *more,
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag", "value"),
+    [
+        ("kvzap-linear", "--lr", 0.1),
+        ("kvzap-linear", "--width", 64),
+        ("kvzap-mlp", "--steps", 9),
+        ("fastkvzip", "--floor", 1e-3),
+    ],
+)
+def test_a_flag_that_the_kind_does_not_use_is_refused(folder, tmp_path, kind, flag, value):
+    out = tmp_path / "gate.safetensors"
+    result = cli(*command(folder, out, "--kind", kind, flag, value))
+    said = f"A gate of the kind {kind} does not use {flag[2:]} ({flag} in the shell); leave it out."
+    assert result.code == 1 and result.err == f"error: {said}\n"
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("kind", gate_kinds.KINDS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Self
 
 from restorekv.data.config import require_at_least, setting
@@ -13,6 +13,7 @@ from restorekv.model.gate_kinds import KINDS
 if TYPE_CHECKING:
     from restorekv.model.shape import CacheShape
 
+EVERY_KIND = ("kind", "tokens", "held_out", "seed")
 RATES = {"fastkvzip": 0.2, "kvzap-mlp": 5e-3}
 BATCHES = {"fastkvzip": 1000, "kvzap-mlp": 512}
 USED_SETTINGS = {
@@ -24,7 +25,7 @@ USED_SETTINGS = {
 
 @dataclass(frozen=True)
 class GateConfig:
-    """The defaults are the authors' settings; a kind ignores the settings of the others."""
+    """The defaults are the authors' settings; a kind refuses the settings that it does not use."""
 
     kind: str = setting("fastkvzip", f"{', '.join(KINDS)}.")
     tokens: int = setting(500, "Tokens per context, drawn at random.")
@@ -56,19 +57,29 @@ class GateConfig:
                 raise RestoreKVError(f"{name} must be above 0, not {value}.")
         if not 0 < self.held_out < 1:
             raise RestoreKVError(f"held_out must be between 0 and 1, not {self.held_out:g}.")
+        used = (*EVERY_KIND, *USED_SETTINGS[self.kind])
+        for field in fields(self):
+            if field.name not in used and getattr(self, field.name) != field.default:
+                raise RestoreKVError(
+                    f"A gate of the kind {self.kind} does not use {field.name} "
+                    f"(--{field.name} in the shell); leave it out."
+                )
 
     def resolve(self, shape: CacheShape) -> Self:
         """Return the settings with numbers in place of None, which leaves the choice to the kind
         and the model.
         """
+        width = self.width
+        if "width" in USED_SETTINGS[self.kind]:
+            width = width or max(shape.hidden // 8, 64)
         return replace(
             self,
             lr=self.lr or RATES.get(self.kind),
             batch=self.batch or BATCHES.get(self.kind),
-            width=self.width or max(shape.hidden // 8, 64),
+            width=width,
         )
 
     def list_used(self) -> dict[str, object]:
         """Return the settings that decide a gate of this kind, for its card."""
-        names = ("tokens", "held_out", "seed", *USED_SETTINGS[self.kind])
-        return {name: getattr(self, name) for name in names}
+        names = (*EVERY_KIND, *USED_SETTINGS[self.kind])
+        return {name: getattr(self, name) for name in names if name != "kind"}
