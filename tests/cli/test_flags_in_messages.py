@@ -28,6 +28,7 @@ ELSEWHERE = {
     "--yarn": "told_to_clients in serve/document_checks.py",
     "--on-small-budget": "Variant.options asks for fewer restore tokens",
     "--json": "publishing an adapter, which no server does",
+    "--restore-tokens": "publishing an adapter, which no server does",
     "--nested": "a warning about an adapter, in the log",
 }
 TREES = {module_name(path): ast.parse(path.read_text()) for path in FILES}

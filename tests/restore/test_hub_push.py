@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from restorekv.errors import AdapterError
+from restorekv.errors import AdapterError, RestoreKVWarning
 from restorekv.model.load import load_model
 from restorekv.restore import publish
 from restorekv.restore.adapter import RestoreAdapter
@@ -336,6 +336,22 @@ def test_results_of_another_adapter_are_refused(measured, own, world):
         shifted.write_text(nonsense)
         assert "is not what `restorekv eval --json` writes" in refusal(own, shifted)
     assert "is not what" in refusal(own, own / "none.json")
+
+
+def test_results_of_the_first_restore_tokens_alone_are_refused(measured, own):
+    adapter = RestoreAdapter.from_pretrained(load_model(read_adapter(own).card.model)[0], own)
+    with pytest.warns(RestoreKVWarning, match="not trained to work with 3 of its 4"):
+        truncated = adapter.truncate(3).identity()["hash"]
+    payload = json.loads((measured / "eval.json").read_text())
+    for row in payload["rows"]:
+        row["adapter"] = row["adapter"] and truncated
+    changed = own / "changed.json"
+    changed.write_text(json.dumps(payload))
+    done = cli("push", own, REPO, "--dry-run", "--results", changed)
+    assert done.code == 1 and done.err == (
+        f"error: {changed} was measured with the first 3 of the adapter's 4 restore tokens; "
+        "evaluate it without --restore-tokens.\n"
+    )
 
 
 def test_finishing_again_keeps_the_results_of_the_same_weights(measured, own):

@@ -311,6 +311,12 @@ def read_results(path: Path, stored: StoredAdapter) -> list[dict]:
             f"{path} was measured with another base model ({model}); evaluate this one."
         )
     if not of_this_adapter:
+        count = _find_truncation(of_this_model, stored)
+        if count is not None:
+            raise AdapterError(
+                f"{path} was measured with the first {count} of the adapter's "
+                f"{len(stored.embeddings)} restore tokens; evaluate it without --restore-tokens."
+            )
         raise AdapterError(
             f"{path} has no results of this adapter ({weights}); evaluate it with SPEC@FOLDER."
         )
@@ -320,6 +326,22 @@ def read_results(path: Path, stored: StoredAdapter) -> list[dict]:
             f"{' or '.join(served)}."
         )
     return results
+
+
+def _find_truncation(rows: list[dict], stored: StoredAdapter) -> int | None:
+    """Return k where rows were measured with the adapter's first k restore tokens alone, whose
+    weights have another hash; None where no row was.
+    """
+    measured = [row["adapter"] for row in rows]
+    for count in range(1, len(stored.embeddings)):
+        ratio_vectors = stored.ratio_vectors
+        if ratio_vectors is not None:
+            ratio_vectors = ratio_vectors[:count]
+        embeddings = stored.embeddings[:count]
+        first = replace(stored, embeddings=embeddings, ratio_vectors=ratio_vectors)
+        if first.weights_hash() in measured:
+            return count
+    return None
 
 
 def _list_served(card: AdapterCard) -> list[str]:
