@@ -8,8 +8,9 @@ import torch
 
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
-from restorekv.evictors import Evictor
+from restorekv.evictors import EVICTORS, Evictor
 from restorekv.model.prompt import make_context
+from restorekv.pipeline import compress
 from tests.helpers.decoding import TEXT
 
 
@@ -77,3 +78,26 @@ def test_an_evictor_that_changes_the_full_cache_is_refused(tiny_model, tiny_toke
 def test_right_scores_are_taken(tiny_model, tiny_tokenizer):
     prepared = prepare(tiny_model, tiny_tokenizer, Own(right))
     assert prepared.evict(0.5).pairs_held
+
+
+@dataclass(frozen=True)
+class Ready(Own):
+    name: ClassVar[str] = "ready"
+
+    def score(self, model, tokenizer, context, full, observer=None):
+        return right(len(full.layers), full.layers[0].keys.shape[1], context)
+
+
+@pytest.mark.parametrize("given", [Ready, Ready()])
+def test_an_evictor_itself_is_told_to_be_registered(tiny_model, tiny_tokenizer, given, monkeypatch):
+    said = (
+        r"^The evictor is named by its spec, which cache files record, not by Ready itself; "
+        r"register your own with restorekv\.evictors\.EVICTORS\['ready'\] = Ready, or as an entry "
+        r"point of restorekv\.evictors, and pass its spec, such as 'ready'\.$"
+    )
+    with pytest.raises(RestoreKVError, match=said):
+        compress(tiny_model, tiny_tokenizer, TEXT, evictor=given)
+    # What the sentence says works.
+    monkeypatch.setitem(EVICTORS, "ready", Ready)
+    small = compress(tiny_model, tiny_tokenizer, TEXT, evictor="ready", adapter=None, ratio=0.5)
+    assert small.manifest.evictor.startswith("ready")

@@ -13,6 +13,15 @@ PRESETS = {"fast": "fastkvzip", "best": "kvzip"}
 def resolve_preset(evictor: str) -> str:
     """Return the spec that a preset names, and any other spec as it is."""
     if not isinstance(evictor, str):
+        kind = evictor if isinstance(evictor, type) else type(evictor)
+        if hasattr(kind, "score"):  # somebody's evictor, or an object of it
+            own = kind.__name__
+            name = getattr(kind, "name", own.lower())
+            raise RestoreKVError(
+                f"The evictor is named by its spec, which cache files record, not by {own} itself; "
+                f"register your own with restorekv.evictors.EVICTORS[{name!r}] = {own}, or as an "
+                f"entry point of restorekv.evictors, and pass its spec, such as {name!r}."
+            )
         raise RestoreKVError(
             f"The evictor is a preset, or a spec such as {DEFAULT_EVICTOR!r} or "
             f"'snapkv:window=64', not {type(evictor).__name__}."
