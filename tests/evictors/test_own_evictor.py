@@ -101,3 +101,15 @@ def test_an_evictor_itself_is_told_to_be_registered(tiny_model, tiny_tokenizer, 
     monkeypatch.setitem(EVICTORS, "ready", Ready)
     small = compress(tiny_model, tiny_tokenizer, TEXT, evictor="ready", adapter=None, ratio=0.5)
     assert small.manifest.evictor.startswith("ready")
+
+
+def test_infinity_pins(tiny_model, tiny_tokenizer):
+    def pinned(layers, heads, context):
+        scores = right(layers, heads, context)
+        scores[..., [5, 9]] = torch.inf
+        return scores
+
+    context = make_context(tiny_tokenizer, TEXT)
+    cache = prepare(tiny_model, tiny_tokenizer, Own(pinned)).evict(0.1)
+    held = cache.mark_held(context.num_tokens)[..., context.prefix_length :]
+    assert held[..., [5, 9]].all() and not held.all()

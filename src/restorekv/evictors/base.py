@@ -80,7 +80,8 @@ class Evictor(ABC):
         observer: Any = None,
     ) -> Tensor:
         """Return (L, H, T) float32, higher = keep, for the T tokens after the prefix. L counts the
-        layers that see the whole text.
+        layers that see the whole text. Infinity pins a pair (see `pin_columns`, which also orders
+        what it pins); NaN is refused.
 
         Args:
             model: The model that prefilled the context.
