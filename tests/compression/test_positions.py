@@ -94,13 +94,20 @@ def test_what_grows_or_is_composed_beyond_the_positions_is_refused(model, tiny_t
         grown = grown.append(half)
     with pytest.raises(TextTooLongError, match=f"The grown context needs .* {fix}"):
         grown.append(half)
-    # So a conversation goes on unfolded.
+    # A conversation can be folded.
     chat = small.chat()
-    with pytest.warns(RestoreKVWarning, match="The conversation reaches beyond"):
+    with pytest.raises(TextTooLongError, match=r"The conversation needs .* fold it first"):
         chat.ask("Who lives in the red house? " * 40, 2)
-    with pytest.raises(TextTooLongError, match="The grown context needs"):
-        chat.fold()
-    assert len(chat.turns) == 1 and not chat.folded
+    assert not chat.turns
+
+
+def test_a_question_beyond_the_positions_is_refused(model, tiny_tokenizer):
+    """It would take the memory of all its tokens squared, for a bad answer."""
+    small = compress_with(model, tiny_tokenizer, TEXT[: len(TEXT) // 4], **SMALL)
+    fits = "Who lives in the red house?"
+    for questions in ("house " * 600, [fits, "house " * 600]):
+        with pytest.raises(TextTooLongError, match=r"with the question needs .* ask less, or"):
+            small.ask(questions, 2)
 
 
 def test_preparing_a_long_context_is_told(model, tiny_tokenizer):

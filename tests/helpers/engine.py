@@ -156,6 +156,8 @@ def server(world: World, form: str = "portable") -> Iterator[None]:
         "--dtype",
         "float32",
         "--enforce-eager",
+        "--block-size",
+        "32",
         "--max-model-len",
         "1024",
         "--kv-transfer-config",

@@ -205,7 +205,7 @@ def test_grown_documents_and_several_in_a_request_are_answered_as_by_ask(grown_w
             found = answers(llm, grown_world.prompts)
             assert without_halves(found) == without_halves(grown_world.expected)
         damaged = list(grown_world.prompts[-1])
-        damaged[40] ^= 1
+        damaged[20] ^= 1
         outputs = ask(llm, [damaged, grown_world.prompts[0]])
         assert [each.finish_reason for each in outputs] == ["error", "length"]
 
@@ -319,5 +319,6 @@ def test_without_the_backend_the_connector_refuses(world, earlier):
             dtype="float32",
             enforce_eager=True,
             max_model_len=512,
+            block_size=32,
             kv_transfer_config=ragged_config(world.store),
         )

@@ -50,6 +50,7 @@ from restorekv.model.prompt import (
     check_system_message,
     check_vocabulary,
     encode_text,
+    refuse_beyond_positions,
     render_between_turns,
     warn_if_beyond_positions,
 )
@@ -300,7 +301,9 @@ class Chat:
         ids = self.question_ids(question)
         check_vocabulary(document.model, torch.tensor(ids))
         seen = self.cache.get_seq_length() + len(ids)
-        warn_if_beyond_positions(document.model, seen, "The conversation")
+        refuse_beyond_positions(
+            document.model, seen, "The conversation", "fold it first, or begin another"
+        )
         refuse_beyond(
             document.model, seen + limit, "The conversation with the longest answer allowed"
         )

@@ -33,7 +33,11 @@ from restorekv.generation.sampling import refuse_not_finite
 from restorekv.model.attention import install_attention
 from restorekv.model.attention.reference import make_causal_mask
 from restorekv.model.cache_argument import pass_cache
-from restorekv.model.prompt import check_vocabulary, warn_if_beyond_positions
+from restorekv.model.prompt import (
+    check_vocabulary,
+    refuse_beyond_positions,
+    warn_if_beyond_positions,
+)
 from restorekv.model.tokenize import decode_ids
 
 BATCH = 16
@@ -135,7 +139,8 @@ def generate_tokens(
 
     Raises:
         RestoreKVError: A limit is not a number of at least 1, a prompt has an id that the model
-            does not know, the logits are not finite, or the task was cancelled.
+            does not know or ends beyond the model's positions, the logits are not finite, or the
+            task was cancelled.
     """
     # Steps of fixed shapes take the likeliest token themselves.
     assert not (graph and samplers), "a graph has no samplers"
@@ -149,7 +154,9 @@ def generate_tokens(
     furthest = 0
     for cache, prompt, limit in zip(caches, prompts, limits, strict=True):
         check_vocabulary(model, prompt)
-        furthest = max(furthest, cache.get_seq_length() + len(prompt) + limit)
+        asked = cache.get_seq_length() + len(prompt)
+        refuse_beyond_positions(model, asked, "The context with the question", "ask less")
+        furthest = max(furthest, asked + limit)
     warn_if_beyond_positions(model, furthest, "A question with the longest answer allowed")
     stop_ids = get_stop_ids(model, tokenizer)
     for start in range(0, len(prompts), batch):

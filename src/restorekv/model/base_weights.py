@@ -127,7 +127,10 @@ def check_base(
     if card.weights is None or not measure_similarity(card.weights, own) >= LEAST_SIMILARITY:
         # float16 rounds otherwise than bfloat16, so it changes the fingerprint of a checkpoint.
         if identity.dtype == "float16" and not card.weights:
-            fix = "load it in float32 or bfloat16"
+            raise error(
+                f"The {what} cannot be told to fit this model in float16; if it is "
+                f"{make_printable(card.model)}, load it in float32 or bfloat16."
+            )
         raise error(f"The {what} was made for another model ({make_printable(card.model)}); {fix}.")
     message = f"The {what} was made for other weights of {make_printable(card.model)}"
     made = card.weights.get("source")

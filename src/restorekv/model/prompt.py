@@ -228,14 +228,23 @@ def warn_if_beyond_positions(model: PreTrainedModel, positions: int, what: str) 
         )
 
 
-def refuse_beyond_positions(model: PreTrainedModel, positions: int, what: str) -> None:
-    """Refuse a text that reaches beyond the positions that the model was made for."""
+def refuse_beyond_positions(
+    model: PreTrainedModel, positions: int, what: str, fix: str = "take less text"
+) -> None:
+    """Refuse a text that reaches beyond the positions that the model was made for.
+
+    Args:
+        model: The model that would read it.
+        positions: How many it needs.
+        what: What needs them, for the message.
+        fix: What to do about it, besides stretching RoPE.
+    """
     refuse_beyond(model, positions, what)
     limit = count_positions(model.config)
     if positions > limit:
         factor = math.ceil(positions / count_unstretched_positions(model.config))
         raise TextTooLongError(
-            f"{what} needs {positions:,} positions, and the model has {limit:,}; take less text, "
+            f"{what} needs {positions:,} positions, and the model has {limit:,}; {fix}, "
             "or compress all of it with the model's RoPE stretched "
             f"({STRETCH_ROPE.format(factor)})."
         )

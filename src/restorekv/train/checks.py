@@ -30,21 +30,34 @@ class SetupLosses:
     full: float
     base: float
     restored: float
+    steps_done: int
 
     def __str__(self) -> str:
+        when = "Before training"
+        if self.steps_done:
+            # The context is another one than at the start.
+            when = f"After {self.steps_done} steps"
         return (
-            f"Before training, loss at r = {self.ratio:g} on one context: {self.full:.4f} full "
+            f"{when}, loss at r = {self.ratio:g} on one context: {self.full:.4f} full "
             f"cache, {self.base:.4f} evicted, {self.restored:.4f} with the adapter as it is."
         )
 
 
 @torch.no_grad()
-def check_setup(adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSample) -> SetupLosses:
+def check_setup(
+    adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSample, steps_done: int = 0
+) -> SetupLosses:
     """Compare what must be equal on a sample's questions.
 
     The teacher's stored states are those of the plain model on its dense cache; the evicted student
     is the one that the definition of ragged attention gives; with no restore tokens the adapter
     changes nothing.
+
+    Args:
+        adapter: The adapter that is trained.
+        teachers: The full caches and what the model answers with them.
+        sample: The context, with its questions and evictor.
+        steps_done: How many steps the adapter has been trained.
 
     Raises:
         RestoreKVError: Two of these losses differ.
@@ -98,4 +111,4 @@ def check_setup(adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSam
             raise RestoreKVError(
                 f"The evicted cache's loss is {base:.4f}, but {other:.4f} {what}; report this."
             )
-    return SetupLosses(ratio, full, base, compute_loss(restored.evict(ratio)))
+    return SetupLosses(ratio, full, base, compute_loss(restored.evict(ratio)), steps_done)

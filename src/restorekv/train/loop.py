@@ -221,7 +221,7 @@ def _resume_and_check(
     samples = draw_step_samples(run.config, start, teachers.examples, group.size)
     sample = select_own_samples(samples, run.config.draws, group.rank, group.size)[0]
     with group.join_uneven(teachers.model):
-        notice(str(check_setup(run.adapter, teachers, sample)))
+        notice(str(check_setup(run.adapter, teachers, sample, start)))
     return start
 
 
