@@ -38,6 +38,7 @@ from restorekv.model.prompt import (
     refuse_beyond_positions,
     warn_if_beyond_positions,
 )
+from restorekv.model.rope import count_positions
 from restorekv.model.tokenize import decode_ids
 
 BATCH = 16
@@ -152,11 +153,16 @@ def generate_tokens(
         caches = [caches] * len(prompts)
     # The warning comes once, before any work, for the question that reaches furthest.
     furthest = 0
+    positions = count_positions(model.config)
     for cache, prompt, limit in zip(caches, prompts, limits, strict=True):
         check_vocabulary(model, prompt)
-        asked = cache.get_seq_length() + len(prompt)
-        refuse_beyond_positions(model, asked, "The context with the question", "ask less")
-        furthest = max(furthest, asked + limit)
+        seen = cache.get_seq_length()
+        # A context that is itself beyond the positions was warned of when it was prepared.
+        if seen <= positions:
+            refuse_beyond_positions(
+                model, seen + len(prompt), "The context with the question", "ask less"
+            )
+        furthest = max(furthest, seen + len(prompt) + limit)
     warn_if_beyond_positions(model, furthest, "A question with the longest answer allowed")
     stop_ids = get_stop_ids(model, tokenizer)
     for start in range(0, len(prompts), batch):
