@@ -131,7 +131,7 @@ def test_fields_without_effect_change_no_answer(kind, url, file):
     plain = sent(url, *request_of(kind, file))
     assert plain[0] == 200
     values = dict.fromkeys(KINDS[kind][3]) | {name: {"a": ["b"]} for name in KINDS[kind][2]}
-    neutral = {name: nothing[0] for name, (nothing, _) in KINDS[kind][3].items() if nothing}
+    neutral = {name: each.nothing[0] for name, each in KINDS[kind][3].items() if each.nothing}
     metadata = {"metadata": {"a": "b"}}
     for more in (values | metadata, neutral):
         status, answer = sent(url, *request_of(kind, file, **more))
@@ -165,18 +165,18 @@ def test_refused_and_unknown_fields_are_named(kind, url, file):
 @pytest.mark.parametrize(
     "more, param",
     [
-        ({"messages": [{"role": "user", "content": "a", "nonsense": 1}]}, "messages.nonsense"),
+        ({"messages": [{"role": "user", "content": "a", "nonsense": 1}]}, "messages.0.nonsense"),
         (
             {
                 "messages": [
                     {"role": "user", "content": [{"type": "text", "text": "a", "weight": 2}]}
                 ]
             },
-            "messages.content.weight",
+            "messages.0.content.0.weight",
         ),
         (
             {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]},
-            "messages.tool_calls",
+            "messages.0.tool_calls",
         ),
         ({"stream_options": {"nonsense": True}}, "stream_options.nonsense"),
         ({"response_format": {"type": "json_object", "grammar": "x"}}, "response_format.grammar"),
@@ -212,7 +212,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}
         ({"messages": [{"role": "user", "content": [TWO_FILES]}]}, "messages"),
         (
             {"messages": [{"role": "user", "content": [PAGES]}]},
-            "messages.content.file.pages",
+            "messages.0.content.0.file.pages",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"response_format": SCHEMA}, "response_format"),
@@ -226,6 +226,89 @@ SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}
 def test_a_refusal_names_its_field(url, file, more, param):
     status, error = sent(url, *request_of("chat", file, **more))
     assert (status, error["param"]) == (400, param), error
+
+
+def user(*parts: object) -> list[dict]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+@pytest.mark.parametrize(
+    "more, param, example, kind",
+    [
+        ({"messages": ["hi"]}, "messages.0", '{"role": "user", "content": "..."}', "a string"),
+        (
+            {"messages": user("hi")},
+            "messages.0.content.0",
+            '{"type": "text", "text": "..."}',
+            "a string",
+        ),
+        (
+            {"messages": user({"type": "file", "file": "file-1"}, {"type": "text", "text": "a"})},
+            "messages.0.content.0.file",
+            '{"file_id": "file-..."}',
+            "a string",
+        ),
+        ({"response_format": "json"}, "response_format", '{"type": "json_object"}', "a string"),
+        ({"response_format": ["json"]}, "response_format", '{"type": "json_object"}', "a list"),
+        ({"stream_options": True}, "stream_options", '{"include_usage": true}', "a boolean"),
+        ({"logit_bias": 1}, "logit_bias", '{"50256": -100}', "a number"),
+    ],
+)
+def test_what_must_be_an_object_is_named(url, file, more, param, example, kind):
+    status, error = sent(url, *request_of("chat", file, **more))
+    assert (status, error["param"]) == (400, param)
+    assert error["message"] == f"{param} must be an object such as {example}, not {kind}."
+
+
+def test_more_stops_than_the_limit_name_it(url, file):
+    assert sent(url, *request_of("chat", file, stop=["x"] * 64))[0] == 200
+    status, error = sent(url, *request_of("chat", file, stop=["x"] * 65))
+    assert (status, error["param"]) == (400, "stop")
+    assert error["message"] == "stop: List should have at most 64 items, not 65."
+
+
+WITH_URL = {"type": "input_file", "file_url": "https://example.com/a.pdf"}
+ENDLESS = {"type": "json_schema", "schema": {"enum": ["x" * 40_000]}}
+
+
+@pytest.mark.parametrize(
+    "more, param",
+    [
+        ({"input": []}, "input"),
+        ({"input": [], "instructions": "Be brief."}, "input"),
+        ({"input": ["hi"]}, "input.0"),
+        ({"input": [{"role": "system", "content": "Be brief."}]}, "input"),
+        ({"input": user(WITH_URL)}, "input.0.content.0.file_url"),
+        ({"input": user({"type": "input_image"})}, "input"),
+        ({"text": {"format": "json"}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_object", "weight": 1}}}, "text.format.weight"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"format": ENDLESS}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "schema": 3}}}, "text.format.schema"),
+    ],
+)
+def test_a_refused_response_names_its_own_fields(url, file, more, param):
+    status, error = sent(url, *request_of("responses", file, **more))
+    assert (status, error["param"]) == (400, param), error
+    assert "messages" not in error["message"] and "response_format" not in error["message"]
+
+
+REFUSALS = [
+    *fields.CHAT_REFUSED.items(),
+    *fields.COMPLETION_REFUSED.items(),
+    *fields.RESPONSES_REFUSED.items(),
+    *fields.MESSAGE_REFUSED.items(),
+    *fields.PART_REFUSED.items(),
+]
+ORDERS = {"ask", "leave", "name", "send", "upload", "use"}
+
+
+@pytest.mark.parametrize("name, refusal", REFUSALS)
+def test_a_reason_is_a_clause_and_a_fix_an_order(name, refusal):
+    assert refusal.why.split()[0] not in ORDERS and ";" not in refusal.why
+    assert refusal.fix.split()[0] in ORDERS and ";" not in refusal.fix
 
 
 def test_a_refused_upload_names_its_field(client):

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
@@ -35,7 +35,7 @@ from restorekv.serve.questions import Questions
 from restorekv.serve.reference import PATH as REFERENCE_PATH
 from restorekv.serve.reference import add_reference
 from restorekv.serve.requests import ChatRequest
-from restorekv.serve.responses import add_responses
+from restorekv.serve.responses import CHAT_NAMES, add_responses
 from restorekv.serve.service import ApiError, Service
 from restorekv.serve.store import Upload
 from restorekv.serve.variants import Variant
@@ -45,8 +45,29 @@ OPEN_PATHS = ("/health", "/ready", REFERENCE_PATH, *PATHS)  # asked without a ke
 BYTES = "application/octet-stream"
 # Requests call some options of `SamplingConfig` by other names.
 OPTION_FIELDS = {"json_schema": "response_format", "samples": "n"}
+# By path: what its requests call the fields of the chat request that they are turned into.
+NAMES_OF_PATHS = {"/v1/responses": CHAT_NAMES}
 PLACES = ("body", "query")  # where FastAPI found a field
 FORMS_OF_FIELDS = ("str", "int", "float", "bool")  # as pydantic names them
+NO_OBJECT = ("dict_type", "model_type", "model_attributes_type")  # pydantic's errors
+# What objects look like, by the field that one, or a list of them, is the value of.
+OBJECTS = {
+    "content": '{"type": "text", "text": "..."}',
+    "file": '{"file_id": "file-..."}',
+    "format": '{"type": "json_object"}',
+    "input": '{"role": "user", "content": "..."}',
+    "logit_bias": '{"50256": -100}',
+    "messages": '{"role": "user", "content": "..."}',
+    "response_format": '{"type": "json_object"}',
+    "stream_options": '{"include_usage": true}',
+}
+JSON_TYPES = {
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+}
 LISTED = 10_000  # files in one list, as in OpenAI's API
 METRICS = "text/plain; version=0.0.4"
 
@@ -128,12 +149,13 @@ def add_errors(app: FastAPI, service: Service) -> None:
         return await answer_failure(request, error)
 
     @app.exception_handler(RestoreKVError)
-    async def answer_refusal(_: Request, error: RestoreKVError) -> Response:
+    async def answer_refusal(request: Request, error: RestoreKVError) -> Response:
         lack = explain_resource_shortage(error)
         if lack:
             return make_problem_response(*lack)
         option = error.option if isinstance(error, OptionError) else ""
-        param = OPTION_FIELDS.get(option, option) or None
+        names = NAMES_OF_PATHS.get(request.scope["path"], {})
+        param = rename_field(OPTION_FIELDS.get(option, option), names) or None
         if str(error).startswith("There is no model"):
             return make_problem_response(404, str(error), "model_not_found", param=param)
         # Clients look for this word, and shorten the conversation.
@@ -143,9 +165,10 @@ def add_errors(app: FastAPI, service: Service) -> None:
     @app.exception_handler(ValidationError)
     @app.exception_handler(RequestValidationError)
     async def answer_malformed(
-        _: Request, error: ValidationError | RequestValidationError
+        request: Request, error: ValidationError | RequestValidationError
     ) -> Response:
-        return describe_validation_error(error)
+        names = NAMES_OF_PATHS.get(request.scope["path"], {})
+        return describe_validation_error(error, names)
 
     @app.exception_handler(BodyError)
     async def answer_body_error(_: Request, error: BodyError) -> Response:
@@ -180,40 +203,80 @@ def add_errors(app: FastAPI, service: Service) -> None:
         return make_problem_response(500, "The server failed on this; its log says why.")
 
 
-def describe_validation_error(error: ValidationError | RequestValidationError) -> Response:
-    """Return the answer to a request of another form; it names one field that is at fault."""
+def describe_validation_error(
+    error: ValidationError | RequestValidationError, names: Mapping[str, str]
+) -> Response:
+    """Return the answer to a request of another form; it names one field that is at fault.
+
+    Args:
+        error: What pydantic found.
+        names: The request's own names of fields, by those that the error may have.
+    """
     problems = error.errors()
     if problems[0]["type"] == "json_invalid":
         position = problems[0]["loc"][-1]
         return make_problem_response(400, f"The body is not valid JSON (at character {position}).")
-    # Where a field may have one of several forms, the deepest problem is that of the form that
-    # came closest.
-    problem = max(problems, key=lambda each: len(each["loc"]))
-    param = (problem.get("ctx") or {}).get("param")
-    if param:  # the sentence is from fields.py
-        return make_problem_response(400, f"{problem['msg']}.", problem["type"], param=param)
-    if problem["type"] == "model_attributes_type":
-        message = "The body is JSON, but not an object; send one."
-        # Without the header the body arrives as bytes.
-        if isinstance(problem["input"], bytes):
-            message = (
-                "The body is not read as JSON; send a JSON object with the header "
-                "Content-Type: application/json."
-            )
-        return make_problem_response(400, message)
+
+    def rank_problem(problem: Any) -> tuple[int, bool]:
+        # Where a field may have one of several forms, the deepest problem is that of the form that
+        # came closest; of a list that is too long, not that it is no text.
+        return len(problem["loc"]), not problem["type"].endswith("_type")
+
+    problem = max(problems, key=rank_problem)
+    name = _name_field(problem["loc"])
+    where = rename_field(name, names)
+    context = problem.get("ctx") or {}
+    if "param" in context:  # of fields.py, named from the object that it is in
+        inner = f"{name}.{context['param']}" if name else context["param"]
+        param = rename_field(inner, names)[:120]
+        return make_problem_response(
+            400, f"{param} {context['why']}.", problem["type"], param=param
+        )
+    if problem["type"] in NO_OBJECT:
+        message = _explain_no_object(where, problem["input"])
+        return make_problem_response(400, message, param=where[:120] or None)
     if problem["type"] == "missing" and problem["loc"] == ("body",):
         return make_problem_response(400, "The body is empty; send a JSON object.")
-    # The form in which a field was read, as "str" or "list[str]", is no part of its name. A form of
-    # an upload has names with brackets of its own.
-    parts = [str(part) for part in problem["loc"] if part not in PLACES]
-    names = [
-        part for part in parts if part in FORM or ("[" not in part and part not in FORMS_OF_FIELDS)
-    ]
-    where = ".".join(names)
     message = problem["msg"].removeprefix("Value error, ").removesuffix(".")
+    message = message.replace(" after validation", "")
     if where:
         message = f"{where}: {message}"
     return make_problem_response(400, f"{message}.", param=where[:120] or None)
+
+
+def _name_field(place: Sequence[int | str]) -> str:
+    """Return the name of a field, such as messages.0.role, by where pydantic found it."""
+    # The form in which a field was read, as "str" or "list[str]", is no part of its name. A form of
+    # an upload has names with brackets of its own.
+    names = []
+    for part in map(str, place):
+        is_form = "[" in part or part in FORMS_OF_FIELDS
+        if part not in PLACES and (part in FORM or not is_form):
+            names.append(part)
+    return ".".join(names)
+
+
+def rename_field(name: str, names: Mapping[str, str]) -> str:
+    """Return a field's name with what it begins with replaced, if `names` has another name."""
+    for old, new in names.items():
+        if name == old or name.startswith(f"{old}."):
+            return new + name.removeprefix(old)
+    return name
+
+
+def _explain_no_object(where: str, value: Any) -> str:
+    """Return the sentence about a value that is not an object; the body itself has no name."""
+    if where:
+        field = [part for part in where.split(".") if not part.isdecimal()][-1]
+        example = f" such as {OBJECTS[field]}" if field in OBJECTS else ""
+        return f"{where} must be an object{example}, not {JSON_TYPES.get(type(value), 'null')}."
+    # Without the header the body arrives as bytes.
+    if isinstance(value, bytes):
+        return (
+            "The body is not read as JSON; send a JSON object with the header "
+            "Content-Type: application/json."
+        )
+    return "The body is JSON, but not an object; send one."
 
 
 def add_routes(

@@ -8,7 +8,7 @@ answers without a word.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, LiteralString
+from typing import Any, LiteralString, NamedTuple
 
 from pydantic import ConfigDict
 from pydantic_core import PydanticCustomError
@@ -16,8 +16,22 @@ from pydantic_core import PydanticCustomError
 TOOLS = "this server calls no tools"
 REASONING = "the models here do not reason first"
 
-# By field: the values that ask for nothing, in addition to null, and why others cannot be honored.
-Refused = Mapping[str, tuple[tuple[Any, ...], str]]
+
+class Refusal(NamedTuple):
+    """What is said of a field that cannot be honored: "X is not supported, since WHY; FIX".
+
+    Args:
+        nothing: The values that ask for nothing, in addition to null.
+        why: Why others cannot be honored.
+        fix: What a client can do instead.
+    """
+
+    nothing: tuple[Any, ...]
+    why: str
+    fix: str = "leave it out"
+
+
+Refused = Mapping[str, Refusal]  # by field
 
 IDLE_ALWAYS = frozenset(
     {
@@ -34,56 +48,68 @@ IDLE_ALWAYS = frozenset(
     }
 )
 REFUSED_ALWAYS: Refused = {
-    "moderation": ((), "this server moderates nothing"),
-    "tool_choice": (("none", "auto"), TOOLS),
+    "moderation": Refusal((), "this server moderates nothing"),
+    "tool_choice": Refusal(("none", "auto"), TOOLS),
 }
 
 CHAT_IDLE = IDLE_ALWAYS | {"functions", "prediction", "store"}
 CHAT_REFUSED: Refused = {
     **REFUSED_ALWAYS,
-    "audio": ((), "answers are text"),
-    "function_call": (("none", "auto"), TOOLS),
-    "modalities": ((["text"],), "answers are text"),
-    "reasoning_effort": (("none",), REASONING),
-    "verbosity": (("medium",), "ask for short or long answers in words"),
-    "web_search_options": ((), TOOLS),
+    "audio": Refusal((), "answers are text"),
+    "function_call": Refusal(("none", "auto"), TOOLS),
+    "modalities": Refusal((["text"],), "answers are text"),
+    "reasoning_effort": Refusal(("none",), REASONING),
+    "verbosity": Refusal(
+        ("medium",),
+        "no model here has such a setting",
+        "ask in words for a short or a long answer",
+    ),
+    "web_search_options": Refusal((), TOOLS),
 }
 
 COMPLETION_IDLE = frozenset({"service_tier", "user"})
 COMPLETION_REFUSED: Refused = {
-    "best_of": ((1,), "every answer is returned; ask for n of them"),
-    "echo": ((False,), "an answer is what follows the prompt"),
-    "suffix": (("",), "the models here write after a text, not before one"),
+    "best_of": Refusal((1,), "every answer is returned", "use n to ask for several"),
+    "echo": Refusal((False,), "an answer is what follows the prompt"),
+    "suffix": Refusal(("",), "the models here write after a text, not before one"),
 }
 
 RESPONSES_IDLE = (IDLE_ALWAYS - {"metadata"}) | {"max_tool_calls", "stream_options"}
 RESPONSES_REFUSED: Refused = {
     **REFUSED_ALWAYS,
-    "access_programs": (([],), TOOLS),
-    "background": ((False,), "an answer is written while its request waits"),
-    "background_options": ((), "an answer is written while its request waits"),
-    "context_management": (([],), "a conversation is read as a whole"),
-    "conversation": ((), "name the last answer as previous_response_id"),
-    "image": ((), "answers are text"),
-    "include": (([], ["reasoning.encrypted_content"]), "answers have no more than their text"),
-    "prompt": ((), "this server keeps no prompts"),
-    "reasoning": (({}, {"effort": None}, {"effort": "none"}), REASONING),
-    "top_logprobs": ((0,), "ask for them at /v1/chat/completions"),
-    "truncation": (("disabled",), "a conversation is read as a whole"),
+    "access_programs": Refusal(([],), TOOLS),
+    "background": Refusal((False,), "an answer is written while its request waits"),
+    "background_options": Refusal((), "an answer is written while its request waits"),
+    "context_management": Refusal(([],), "a conversation is read as a whole"),
+    "conversation": Refusal(
+        (), "this server keeps no conversations", "name the last answer as previous_response_id"
+    ),
+    "image": Refusal((), "answers are text"),
+    "include": Refusal(
+        ([], ["reasoning.encrypted_content"]), "answers have nothing but their text"
+    ),
+    "prompt": Refusal((), "this server keeps no prompts", "send its text as input"),
+    "reasoning": Refusal(({}, {"effort": None}, {"effort": "none"}), REASONING),
+    "top_logprobs": Refusal(
+        (0,), "responses have no log-probabilities", "ask /v1/chat/completions for them"
+    ),
+    "truncation": Refusal(("disabled",), "a conversation is read as a whole"),
 }
 
 TEXT_REFUSED: Refused = {"verbosity": CHAT_REFUSED["verbosity"]}
 MESSAGE_IDLE = frozenset({"annotations", "id", "name", "phase", "refusal", "status", "type"})
 MESSAGE_REFUSED: Refused = {
-    "audio": ((), "messages are text and files"),
-    "function_call": ((), TOOLS),
-    "reasoning": ((), REASONING),
-    "tool_call_id": ((), TOOLS),
-    "tool_calls": (([],), TOOLS),
+    "audio": Refusal((), "messages are text and files"),
+    "function_call": Refusal((), TOOLS),
+    "reasoning": Refusal((), REASONING),
+    "tool_call_id": Refusal((), TOOLS),
+    "tool_calls": Refusal(([],), TOOLS),
 }
 PART_IDLE = frozenset({"annotations", "detail", "id", "index", "logprobs"})
 PART_REFUSED: Refused = {
-    "file_url": ((), "this server fetches nothing; upload the file"),
+    "file_url": Refusal(
+        (), "this server fetches nothing from other sites", "upload the file and send its file_id"
+    ),
 }
 # Fields of the file in a part: litellm says its kind, which its name or its data: URL says here.
 FILE_IDLE = frozenset({"format"})
@@ -114,7 +140,8 @@ def take_known(
         honored: The fields that have an effect.
         idle: Those that may have any value, since none changes an answer.
         refused: Those that may only ask for nothing.
-        place: Where the object is in the request, such as "messages."; for the sentence.
+        place: What comes before its fields' names in an error, such as "file.", where the
+            object is inside of the one that pydantic validates and names.
 
     Raises:
         PydanticCustomError: A field is unknown, or asks for what is not supported.
@@ -126,12 +153,12 @@ def take_known(
         if name in honored:
             taken[name] = value
         elif name in refused:
-            nothing, why = refused[name]
-            if value is not None and not _is_one_of(value, nothing):
+            refusal = refused[name]
+            if value is not None and not _is_one_of(value, refusal.nothing):
                 raise make_field_error(
                     "unsupported_parameter",
                     place + name,
-                    f"is not supported, since {why}; leave it out",
+                    f"is not supported, since {refusal.why}; {refusal.fix}",
                 )
         elif name not in idle:
             ours = OTHER_NAMES.get(name)
@@ -165,12 +192,18 @@ def make_config(idle: frozenset[str], refused: Refused) -> ConfigDict:
         schema["additionalProperties"] = False
         for name in idle:
             schema["properties"].setdefault(name, {})
-        for name, (nothing, _) in refused.items():
-            schema["properties"][name] = {"enum": [None, *nothing]}
+        for name, refusal in refused.items():
+            schema["properties"][name] = {"enum": [None, *refusal.nothing]}
 
     return ConfigDict(json_schema_extra=extend)
 
 
 def make_field_error(code: LiteralString, name: str, why: str) -> PydanticCustomError:
-    """Return an error that app.py turns into an answer that names the field."""
+    """Return an error that app.py turns into an answer that names the field.
+
+    Args:
+        code: A word for programs.
+        name: The field, seen from the object whose validator raises the error.
+        why: The rest of the sentence.
+    """
     return PydanticCustomError(code, "{param} {why}", {"param": name[:120], "why": why})

@@ -117,15 +117,12 @@ class MessagePart(FileReference):
         """Refuse fields that would be ignored; `check_type` refuses parts of other types."""
         if not isinstance(given, dict) or given.get("type") not in PART_TYPES:
             return given
-        place = "messages.content."
-        taken = fields.take_known(
-            given, cls.model_fields, fields.PART_IDLE, fields.PART_REFUSED, place
-        )
+        taken = fields.take_known(given, cls.model_fields, fields.PART_IDLE, fields.PART_REFUSED)
         if taken.get("file"):
             known = FileReference.model_fields
             refused = fields.PART_REFUSED
             taken["file"] = fields.take_known(
-                taken["file"], known, fields.FILE_IDLE, refused, f"{place}file."
+                taken["file"], known, fields.FILE_IDLE, refused, "file."
             )
         return taken
 
@@ -169,7 +166,7 @@ class Message(BaseModel):
     def take_fields(cls, given: Any) -> Any:
         """Refuse fields that would be ignored."""
         return fields.take_known(
-            given, cls.model_fields, fields.MESSAGE_IDLE, fields.MESSAGE_REFUSED, "messages."
+            given, cls.model_fields, fields.MESSAGE_IDLE, fields.MESSAGE_REFUSED
         )
 
 
@@ -183,17 +180,23 @@ class Format(BaseModel):
     @classmethod
     def take_fields(cls, given: Any) -> Any:
         """Refuse fields that would be ignored."""
-        taken = fields.take_known(given, cls.model_fields, frozenset(), {}, "response_format.")
+        taken = fields.take_known(given, cls.model_fields, frozenset(), {})
         if not isinstance(taken, dict):
             return taken
-        place = "response_format.json_schema"
+        place = "json_schema"
         has_schema = taken.get("json_schema") is not None
         if has_schema != (taken.get("type") == "json_schema"):
             why = "comes with type json_schema, and with no other; give both or neither"
             raise fields.make_field_error("invalid_value", place, why)
         if has_schema:
             known = {"schema": None}
-            fields.take_known(taken["json_schema"], known, fields.FORMAT_IDLE, {}, f"{place}.")
+            schema = fields.take_known(
+                taken["json_schema"], known, fields.FORMAT_IDLE, {}, f"{place}."
+            )
+            if isinstance(schema, dict) and not isinstance(schema.get("schema", {}), dict | None):
+                raise fields.make_field_error(
+                    "invalid_value", f"{place}.schema", "must be an object, which is a JSON schema"
+                )
         return taken
 
     def find_schema(self) -> dict[str, Any] | None:

@@ -24,6 +24,14 @@ from restorekv.serve.service import ApiError, explain_error
 REMEMBERED = 1000  # answers whose turns are known
 LARGEST = 256 << 20  # characters of all their messages and of the answers themselves
 FORMAT = {"type": None, "schema": None}  # fields of a format that have an effect
+# What requests call the fields of the chat request that `to_chat` returns; the inner ones first.
+CHAT_NAMES = {
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format.json_schema": "text.format.schema",
+    "response_format": "text.format",
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+}
 
 
 class TextOptions(BaseModel):
@@ -35,11 +43,9 @@ class TextOptions(BaseModel):
     @classmethod
     def take_fields(cls, given: Any) -> Any:
         """Refuse fields that would be ignored."""
-        taken = fields.take_known(
-            given, cls.model_fields, frozenset(), fields.TEXT_REFUSED, "text."
-        )
+        taken = fields.take_known(given, cls.model_fields, frozenset(), fields.TEXT_REFUSED)
         if isinstance(taken, dict) and taken.get("format"):
-            fields.take_known(taken["format"], FORMAT, fields.FORMAT_IDLE, {}, "text.format.")
+            fields.take_known(taken["format"], FORMAT, fields.FORMAT_IDLE, {}, "format.")
         return taken
 
 
