@@ -260,6 +260,71 @@ def test_what_must_be_an_object_is_named(url, file, more, param, example, kind):
     assert error["message"] == f"{param} must be an object such as {example}, not {kind}."
 
 
+BREAKPOINT = "messages.0.content.0.prompt_cache_breakpoint"
+CONTROL = "messages.0.content.0.cache_control"
+
+
+@pytest.mark.parametrize(
+    "mark, param, known",
+    [
+        ({"prompt_cache_breakpoint": {"mode": "Explicit"}}, f"{BREAKPOINT}.mode", "explicit"),
+        ({"prompt_cache_breakpoint": {"mode": "auto"}}, f"{BREAKPOINT}.mode", "explicit"),
+        ({"prompt_cache_breakpoint": {"mode": 5}}, f"{BREAKPOINT}.mode", "explicit"),
+        ({"prompt_cache_breakpoint": {"mode": ["a"]}}, f"{BREAKPOINT}.mode", "explicit"),
+        ({"prompt_cache_breakpoint": {}}, f"{BREAKPOINT}.mode", "explicit"),
+        ({"cache_control": {"type": "foo"}}, f"{CONTROL}.type", "ephemeral"),
+        ({"cache_control": {}}, f"{CONTROL}.type", "ephemeral"),
+        ({"cache_control": {"ttl": "1h"}}, f"{CONTROL}.type", "ephemeral"),
+    ],
+)
+def test_a_mistyped_cache_mark_is_refused(url, file, mark, param, known):
+    """It was ignored, so the text was not compressed, and nothing said so."""
+    messages = user({"type": "text", "text": "A text.", **mark}, {"type": "text", "text": "Who?"})
+    status, error = sent(url, *request_of("chat", file, messages=messages))
+    assert (status, error["param"]) == (400, param)
+    assert error["message"] == f'{param} must be "{known}"; send that, or leave out the mark.'
+
+
+@pytest.mark.parametrize(
+    "mark, param, message",
+    [
+        (
+            {"prompt_cache_breakpoint": "explicit"},
+            BREAKPOINT,
+            'must be an object such as {"mode": "explicit"}, not a string',
+        ),
+        (
+            {"cache_control": True},
+            CONTROL,
+            'must be an object such as {"type": "ephemeral"}, not a boolean',
+        ),
+        (
+            {"cache_control": {"type": "ephemeral", "mode": "a"}},
+            f"{CONTROL}.mode",
+            "is not a field of this request; leave it out",
+        ),
+    ],
+)
+def test_a_cache_mark_of_another_form_is_refused(url, file, mark, param, message):
+    messages = user({"type": "text", "text": "A text.", **mark}, {"type": "text", "text": "Who?"})
+    status, error = sent(url, *request_of("chat", file, messages=messages))
+    assert (status, error["param"], error["message"]) == (400, param, f"{param} {message}.")
+
+
+@pytest.mark.parametrize(
+    "mark, documents",
+    [
+        ({"prompt_cache_breakpoint": {"mode": "explicit", "ttl": "30m"}}, 1),
+        ({"cache_control": {"type": "ephemeral", "ttl": "1h"}}, 1),
+        ({"cache_control": None, "prompt_cache_breakpoint": None}, 0),
+    ],
+)
+def test_a_cache_mark_with_a_lifetime_is_taken(url, file, mark, documents):
+    messages = user({"type": "text", "text": "A text.", **mark}, {"type": "text", "text": "Who?"})
+    status, answer = sent(url, *request_of("chat", file, messages=messages))
+    assert (status, answer["restorekv"]["documents"]) == (200, documents)
+
+
 def test_more_stops_than_the_limit_name_it(url, file):
     assert sent(url, *request_of("chat", file, stop=["x"] * 64))[0] == 200
     status, error = sent(url, *request_of("chat", file, stop=["x"] * 65))

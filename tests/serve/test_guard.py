@@ -189,12 +189,12 @@ HALF = "\ud800"
 @pytest.mark.parametrize(
     "path, body, message",
     [
-        ("responses", {"model": VARIANT, "input": []}, "messages"),
+        ("responses", {"model": VARIANT, "input": []}, "input"),
         ("responses", {"model": VARIANT, "input": "a", "text": {"format": "x"}}, "format"),
         (
             "responses",
             {"model": VARIANT, "input": "a", "text": {"format": {"type": "grammar"}}},
-            "response_format",
+            "text.format.type",
         ),
         ("responses", {"model": VARIANT, "input": HALF}, "not Unicode"),
         ("responses", {"model": HALF, "input": "a"}, "not Unicode"),
@@ -294,7 +294,7 @@ HALF = "\ud800"
                             {
                                 "type": "text",
                                 "text": TEXT,
-                                "cache_control": {},
+                                "cache_control": {"type": "ephemeral"},
                                 "prompt_cache_breakpoint": {"mode": "explicit"},
                             },
                             {"type": "text", "text": "Who?"},

@@ -52,12 +52,14 @@ FORMS_OF_FIELDS = ("str", "int", "float", "bool")  # as pydantic names them
 NO_OBJECT = ("dict_type", "model_type", "model_attributes_type")  # pydantic's errors
 # What objects look like, by the field that one, or a list of them, is the value of.
 OBJECTS = {
+    "cache_control": '{"type": "ephemeral"}',
     "content": '{"type": "text", "text": "..."}',
     "file": '{"file_id": "file-..."}',
     "format": '{"type": "json_object"}',
     "input": '{"role": "user", "content": "..."}',
     "logit_bias": '{"50256": -100}',
     "messages": '{"role": "user", "content": "..."}',
+    "prompt_cache_breakpoint": '{"mode": "explicit"}',
     "response_format": '{"type": "json_object"}',
     "stream_options": '{"include_usage": true}',
 }

@@ -113,6 +113,13 @@ PART_REFUSED: Refused = {
 }
 # Fields of the file in a part: litellm says its kind, which its name or its data: URL says here.
 FILE_IDLE = frozenset({"format"})
+# By mark of a text as a document, OpenAI's and Anthropic's: the field that says its kind, and the
+# only kind that there is. How long a cache lasts is the server's matter.
+CACHE_MARKS = {
+    "prompt_cache_breakpoint": ("mode", "explicit"),
+    "cache_control": ("type", "ephemeral"),
+}
+MARK_IDLE = frozenset({"ttl"})
 # Fields of a schema: every answer follows it strictly.
 FORMAT_IDLE = frozenset({"description", "name", "strict"})
 STREAM = frozenset({"include_usage", "include_obfuscation"})
@@ -178,6 +185,25 @@ def take_request(
         options = taken.get("stream_options")
         take_known(options, dict.fromkeys(STREAM), frozenset(), {}, "stream_options.")
     return taken
+
+
+def check_cache_marks(part: Mapping[str, Any]) -> None:
+    """Refuse a mistyped mark of a part of a message: ignored, it would leave a text uncompressed.
+
+    Raises:
+        PydanticCustomError: A mark is of no known kind, or has an unknown field.
+    """
+    for mark, (name, known) in CACHE_MARKS.items():
+        given = part.get(mark)
+        if not isinstance(given, dict):
+            continue
+        take_known(given, {name: None}, MARK_IDLE, {}, f"{mark}.")
+        if given.get(name) != known:
+            raise make_field_error(
+                "invalid_value",
+                f"{mark}.{name}",
+                f'must be "{known}"; send that, or leave out the mark',
+            )
 
 
 def _is_one_of(value: Any, known: tuple[Any, ...]) -> bool:

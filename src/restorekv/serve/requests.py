@@ -118,6 +118,7 @@ class MessagePart(FileReference):
         if not isinstance(given, dict) or given.get("type") not in PART_TYPES:
             return given
         taken = fields.take_known(given, cls.model_fields, fields.PART_IDLE, fields.PART_REFUSED)
+        fields.check_cache_marks(taken)
         if taken.get("file"):
             known = FileReference.model_fields
             refused = fields.PART_REFUSED
@@ -129,9 +130,9 @@ class MessagePart(FileReference):
     @property
     def is_document(self) -> bool:
         """Whether this is a file, or a text that is marked as a document."""
-        if "file" in self.type or self.cache_control:
-            return True
-        return (self.prompt_cache_breakpoint or {}).get("mode") == "explicit"
+        # `check_cache_marks` has refused marks that are neither null nor of the known kind.
+        is_marked = bool(self.cache_control or self.prompt_cache_breakpoint)
+        return "file" in self.type or is_marked
 
     def find_document(self) -> DocumentPart:
         """Return the document that this part is; raise RestoreKVError where it is nothing."""
