@@ -514,9 +514,14 @@ def parse_float(text: str) -> float:
 
 
 def parse_int(text: str) -> int:
-    if len(text) > 20 or not -(2**63) <= int(text) < 2**64:
-        raise ValueError(f"the number {text[:20]} has more than 64 bits")
-    return int(text)
+    # By its length first: Python refuses to read a number of thousands of digits.
+    if len(text) > 30:
+        digits = len(text.removeprefix("-"))
+        raise ValueError(f"an integer of {digits:,} digits has more than 64 bits")
+    number = int(text)
+    if not -(2**63) <= number < 2**64:
+        raise ValueError(f"the number {text} has more than 64 bits")
+    return number
 
 
 def check_levels(value: object) -> None:

@@ -117,7 +117,10 @@ def test_what_cannot_be_computed_with_is_refused(url, path, number):
     [
         (b'{"model": "a", "model": "b"}', "a key is twice"),
         (b"[" * 100_000, "more than 100 levels"),
-        (b'{"model": ' + b"1" * 10_000 + b"}", "more than 64 bits"),
+        (b'{"model": ' + b"1" * 10_000 + b"}", "an integer of 10,000 digits has more than 64 bits"),
+        (b'{"seed": -1' + b"0" * 30 + b"}", "an integer of 31 digits has more than 64 bits"),
+        (b'{"seed": 1%s}' % (b"0" * 20), "the number 100000000000000000000 has more than 64 bits"),
+        (b'{"seed": 18446744073709551616}', "the number 18446744073709551616 has more than 64"),
         (b"\xff\xfe", "not UTF-8 (at byte 0)"),
         ("{}".encode("utf-16"), "not UTF-8"),
         (b'{"a": NaN}', "NaN is not a finite number"),
