@@ -1,5 +1,6 @@
 """The page at `/docs`: all paths and objects of the description, and nothing from elsewhere."""
 
+import json
 import re
 import urllib.request
 
@@ -20,6 +21,9 @@ def test_the_reference_lists_everything_and_loads_nothing(model, tiny_tokenizer,
         assert answer.headers["content-type"] == "text/html; charset=utf-8"
         assert "default-src 'none'" in answer.headers["content-security-policy"]
         page = answer.read().decode()
+        # What it links to is as open as the page itself.
+        with urllib.request.urlopen(url.removesuffix("v1") + "openapi.json") as linked:
+            assert json.loads(linked.read())["paths"]
     for path in described["paths"]:
         assert f" {path}</code>" in page
     for name in described["components"]["schemas"]:

@@ -41,7 +41,8 @@ from restorekv.serve.store import Upload
 from restorekv.serve.variants import Variant
 
 LOG = logging.getLogger("restorekv.serve")
-OPEN_PATHS = ("/health", "/ready", REFERENCE_PATH, *PATHS)  # asked without a key
+# Asked without a key: they hold no data.
+OPEN_PATHS = ("/health", "/ready", REFERENCE_PATH, "/openapi.json", *PATHS)
 BYTES = "application/octet-stream"
 # Requests call some options of `SamplingConfig` by other names.
 OPTION_FIELDS = {"json_schema": "response_format", "samples": "n"}
@@ -86,7 +87,7 @@ def make_app(
 
     Args:
         service: What it serves.
-        keys: With some, every path but health and the page's files needs one of them.
+        keys: With some, every path but those of OPEN_PATHS needs one of them.
         is_ready: Whether requests can be answered.
         lifespan: What happens around the serving; see FastAPI.
     """
