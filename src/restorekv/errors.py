@@ -72,6 +72,10 @@ class TextTooLongError(RestoreKVError):
     room: int = 0
 
 
+class UnlikeContextsError(RestoreKVError):
+    """Compressed contexts that cannot be composed, since they were not compressed alike."""
+
+
 class RestoreKVWarning(UserWarning):
     """Something that works but is probably not what the user wants, such as an adapter trained with
     another evictor.

@@ -12,7 +12,7 @@ from typing import Any, Literal, Unpack, overload
 
 from restorekv.compression.growing import compose_caches
 from restorekv.context import CompressedContext
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, UnlikeContextsError
 from restorekv.generation import answers
 from restorekv.generation.sampling import SamplingConfig, SamplingOptions, take_limit
 from restorekv.model import attention
@@ -201,7 +201,7 @@ def compose(contexts: Sequence[CompressedContext], *more: object) -> CompressedC
 
 
 def refuse_unlike(manifests: Sequence[Manifest]) -> None:
-    """Raise RestoreKVError unless caches were made alike, so that they can be composed."""
+    """Raise UnlikeContextsError unless caches were made alike, so that they can be composed."""
     for name in ALIKE:
         compared = manifests
         if name == "adapter":
@@ -209,7 +209,7 @@ def refuse_unlike(manifests: Sequence[Manifest]) -> None:
             compared = [each for each in manifests if each.adapter or Fraction(each.ratio) != 1]
         for each in compared:
             if getattr(each, name) != getattr(compared[0], name):
-                raise RestoreKVError(_explain_difference(name, compared[0], each))
+                raise UnlikeContextsError(_explain_difference(name, compared[0], each))
 
 
 def _explain_difference(name: str, first: Manifest, other: Manifest) -> str:

@@ -23,7 +23,7 @@ FOREIGN = {  # flags of other programs, in the sentences that say how to call th
 }
 # Sentences of the library that the server's own ones replace, or that it never reaches.
 ELSEWHERE = {
-    "--adapter": "composing cache files that were made in the shell",
+    "--adapter": "make_unlike_error in serve/document_checks.py",
     "--on-long-text": "told_to_clients in serve/document_checks.py",
     "--yarn": "told_to_clients in serve/document_checks.py",
     "--on-small-budget": "Variant.options asks for fewer restore tokens",

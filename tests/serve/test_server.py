@@ -894,6 +894,13 @@ def test_a_cache_file_goes_out_and_in(client, file, model, tiny_tokenizer, tmp_p
     answer = ask(client, about(states["doc.rkv"]), "tiny")
     assert answer.choices[0].message.content == loaded.ask(QUESTION, 12)
     assert get_bytes(client, f"/files/{states['doc.rkv'].id}/cache") == cache
+    # The library's own sentence names what only its users can do.
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, about(states["doc.rkv"], file), "tiny")
+    assert refused.value.body["message"] == (
+        "These documents cannot be asked together, since they were compressed differently; ask "
+        "about one at a time, or upload the text of a .rkv file instead of the file."
+    )
     assert states["bad.rkv"].status == "error"
     # By the name that the client knows, not by the server's.
     assert states["bad.rkv"].status_details.startswith("bad.rkv ")

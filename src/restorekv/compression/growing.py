@@ -35,7 +35,7 @@ from restorekv.compression.compressor import time_phase
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import prefill_and_score
 from restorekv.compression.streaming import run_restore_pass
-from restorekv.errors import BudgetError, RestoreKVError, check_choice
+from restorekv.errors import BudgetError, RestoreKVError, UnlikeContextsError, check_choice
 from restorekv.model import support
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, refuse_beyond_positions
@@ -279,7 +279,7 @@ def compose_caches(
     for context, cache in parts:
         if not context.ids[:, : context.prefix_length].equal(prefix):
             # Some tokenizers join the template's last line break with those of a text.
-            raise RestoreKVError(
+            raise UnlikeContextsError(
                 "Only contexts with the same chat prefix can be composed; compress them with one "
                 "system text, and without blank lines at the beginning of a text."
             )

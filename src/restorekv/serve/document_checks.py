@@ -1,15 +1,19 @@
-"""What every engine asks of a document: the hash that names it, and that it is not too long."""
+"""What every engine asks of documents: the hash that names one, and that one is not too long and
+several were compressed alike.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.errors import TextTooLongError
+from restorekv.context import CompressedContext
+from restorekv.errors import TextTooLongError, UnlikeContextsError
+from restorekv.many_contexts import compose
 
 
 def start_document_hash(kind: str) -> hashlib._Hash:
@@ -35,6 +39,29 @@ def explain_length() -> Iterator[None]:
             f"have room for {error.room:,} and a question; shorten it, split it and ask "
             "about the parts one by one, or choose a server whose --model has more positions."
         ) from None
+
+
+def make_unlike_error() -> UnlikeContextsError:
+    """Return the error of a question to documents that cannot be asked together."""
+    return UnlikeContextsError(
+        "These documents cannot be asked together, since they were compressed differently; ask "
+        "about one at a time, or upload the text of a .rkv file instead of the file."
+    )
+
+
+def compose_documents(contexts: Sequence[CompressedContext]) -> CompressedContext:
+    """Return the context of a question's documents, composed if there are several.
+
+    Raises:
+        UnlikeContextsError: They were not compressed alike. The library's own message names
+            settings of other commands.
+    """
+    if len(contexts) == 1:
+        return contexts[0]
+    try:
+        return compose(contexts)
+    except UnlikeContextsError:
+        raise make_unlike_error() from None
 
 
 def check_size(text: str, tokenizer: Tokenizer, positions: int) -> None:

@@ -27,7 +27,6 @@ from restorekv.errors import TextTooLongError
 from restorekv.generation import decoding
 from restorekv.generation.sampling import make_samplers
 from restorekv.generation.scheduler import Request, Scheduler, StepOutput
-from restorekv.many_contexts import compose
 from restorekv.model.observer import HOOKS_LOCK
 from restorekv.model.prefill import make_empty_cache
 from restorekv.model.prompt import count_usable_positions
@@ -40,7 +39,7 @@ from restorekv.serve.caches import (
     CacheCost,
     CacheEngine,
 )
-from restorekv.serve.document_checks import check_size
+from restorekv.serve.document_checks import check_size, compose_documents
 from restorekv.serve.engine import ENDING, ServedQuestion, UnavailableError, settle_future
 from restorekv.serve.store import Store
 
@@ -157,7 +156,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         check_size("".join(texts), self.tokenizer, most)
         if question.documents:
             contexts = [self.load_document(document) for document in question.documents]
-            joined = compose(contexts) if len(contexts) > 1 else contexts[0]
+            joined = compose_documents(contexts)
             context = joined.context
             cache = joined.cache
             prompt = self.encode_question(question, context)

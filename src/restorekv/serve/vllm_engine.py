@@ -28,13 +28,16 @@ from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError, TextTooLongError
 from restorekv.generation.constraint import close_objects
 from restorekv.generation.sampling import SamplingConfig, TokenSampler
-from restorekv.many_contexts import compose
 from restorekv.model import gguf
 from restorekv.model.identity import fingerprint_model
 from restorekv.model.prompt import Context, fit_context, get_default_separator, make_context
 from restorekv.model.shape import CacheShape, get_dtype_name
 from restorekv.serve.caches import NO_CACHE, ActiveQuestion, CacheCost, CacheEngine
-from restorekv.serve.document_checks import explain_length
+from restorekv.serve.document_checks import (
+    compose_documents,
+    explain_length,
+    make_unlike_error,
+)
 from restorekv.serve.engine import (
     READY,
     CacheState,
@@ -234,9 +237,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
                 caches.append(self.load_document(document))
         # vLLM reads the one from ids and the other from a file; a prompt can begin with one alone.
         if contexts and caches:
-            raise RestoreKVError(
-                "A .rkv file cannot stand beside documents in the full cache; choose a method."
-            )
+            raise make_unlike_error()
         if contexts:
             context = join_contexts(contexts)
             prompt = self.encode_question(question, context)
@@ -250,7 +251,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
                 document_ids=context.ids[0].tolist(),
                 computed=context.num_tokens,
             )
-        cache = compose(caches) if len(caches) > 1 else caches[0]
+        cache = compose_documents(caches)
         prompt = self.encode_question(question, cache.context)
         keys = []
         for document in question.documents:
