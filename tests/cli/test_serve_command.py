@@ -103,6 +103,44 @@ def test_the_port_is_held_while_the_model_is_loaded(tmp_path, monkeypatch):
         other.bind(("127.0.0.1", port))
 
 
+@pytest.mark.parametrize(
+    "host, here, other, names",
+    [
+        ("127.0.0.1", "127.0.0.1", None, ()),
+        ("0.0.0.0", "localhost", "192.0.2.7", ("my-machine",)),
+    ],
+)
+def test_addresses_are_printed_that_the_server_accepts(
+    tmp_path, monkeypatch, host, here, other, names
+):
+    found = []
+    monkeypatch.setattr(session, "open_model", lambda *_, **__: (None, None))
+    monkeypatch.setattr(run, "build_app", lambda *given: found.append(given[-1]))
+    monkeypatch.setattr(run, "serve_app", lambda _, listeners: found.append(listeners[0]))
+    monkeypatch.setattr(run, "exit_after_signal", lambda _: None)
+    monkeypatch.setattr(serve, "_find_own_name", lambda: "my-machine")
+    monkeypatch.setattr(serve, "_find_own_address", lambda _: "192.0.2.7")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = ("--store", tmp_path, "--host", host, "--port", port)
+    result = cli("serve", "--model", "tiny", *flags)
+    assert result.code == 0, result.err
+    assert f"Serving tiny:fast-0.1 at http://{here}:{port}/v1\n" in result.err
+    assert f"The page is at http://{here}:{port}/\n" in result.err
+    told = f"Other machines reach it at http://{other}:{port}/\n"
+    assert (told in result.err) if other else ("Other machines" not in result.err)
+    assert "0.0.0.0" not in result.err and found[0].host_names == names
+
+
+def test_a_name_is_the_machines_own_only_if_it_leads_here(monkeypatch):
+    monkeypatch.setattr(serve.socket, "gethostname", lambda: "LocalHost")
+    assert serve._find_own_name() == "localhost"
+    for name in ("192.0.2.254", "no.such.host.invalid"):
+        monkeypatch.setattr(serve.socket, "gethostname", lambda name=name: name)
+        assert serve._find_own_name() is None
+
+
 @pytest.mark.parametrize("is_there", [False, True])
 def test_a_shared_folder_of_a_run_with_ray_stays_in_use(tmp_path, monkeypatch, is_there):
     """Else a document that is deleted now would stay there."""

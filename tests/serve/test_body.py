@@ -249,10 +249,22 @@ def test_fields_of_a_form_take_no_memory(url):
         ("localhost.evil.example", 403),
         ("", 403),
         ("127.0.0.1.evil.example:80", 403),
+        ("0.0.0.0:80", 403),
     ],
 )
 def test_only_names_of_this_machine_pass(url, host, status):
     assert send(url, "GET", "/v1/models", Host=host)[0] == status
+
+
+def test_the_own_name_of_the_machine_passes(model, tiny_tokenizer, tmp_path):
+    with serving(model, tiny_tokenizer, tmp_path, host_names=("my-machine",)) as url:
+        for host in ("my-machine", "My-Machine:8080", "localhost"):
+            assert send(url, "GET", "/v1/models", Host=host)[0] == 200
+        for host in ("my-machine.evil.example", "other", "0.0.0.0"):
+            status, answer = send(url, "GET", "/v1/models", Host=host)
+            assert status == 403 and "call this server localhost" in answer["error"]["message"]
+        headers = {"Host": "my-machine", "Origin": "http://evil.example"}
+        assert send(url, "GET", "/v1/models", **headers)[0] == 403
 
 
 @pytest.mark.parametrize(

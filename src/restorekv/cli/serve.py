@@ -24,6 +24,10 @@ from restorekv.serve.ray.options import RayOptions
 SHORTEST_KEY = 16  # characters
 BACKLOG = 2048  # connections that wait to be accepted, as many as uvicorn has
 LOSES_FACTS = 0.2  # a ratio below which single facts of short texts are lost (docs/choosing.md)
+LOOPBACK = ("127.0.0.1", "localhost", "::1")  # values of --host that other machines do not reach
+# By what listens at every address of the machine: what this machine calls that, and an address of
+# no machine, to which the system has a route if it has one to others.
+EVERYWHERE = {"0.0.0.0": ("localhost", "192.0.2.1"), "::": ("[::1]", "2001:db8::1")}
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -124,6 +128,7 @@ def run(
             disk=disk_bytes,
             shared=_choose_shared_folder(shared, store, bool(ray_options.ray)),
             keys=keys,
+            host_names=_list_host_names(host),
             limits=server.Limits(tokens=max_tokens, waiting=waiting),
             defaults=server.AnswerDefaults(temperature, repeats),
             engine=engine,
@@ -141,7 +146,7 @@ def run(
             from restorekv.cli.session import open_model  # which imports PyTorch
 
             app = server.build_app(*open_model(model, dtype, device), settings)
-        _print_address(settings.default, host, listeners[0].getsockname()[1], ratio)
+        _print_address(settings.default, host, listeners[0], ratio)
         server.serve_app(app, listeners)
         _print_note(f"Stopped; the documents stay in {store}.")
         server.exit_after_signal(app)
@@ -181,11 +186,52 @@ def _choose_shared_folder(shared: str | None, store: Path, uses_ray: bool) -> st
     return str(own.resolve()) if uses_ray or own.is_dir() else None
 
 
-def _print_address(default: str, host: str, port: int, ratio: str) -> None:
-    """Say where the server listens, and what its ratio loses."""
+def _list_host_names(host: str) -> tuple[str, ...]:
+    """Return what clients here may call this machine, besides localhost, where it listens at more.
+
+    A page of another site cannot have these names: the machine itself resolves them to itself.
+    """
+    name = None if host in LOOPBACK else _find_own_name()
+    return () if name is None else (name,)
+
+
+def _find_own_name() -> str | None:
+    """Return this machine's name, None where it leads nowhere or to another machine."""
+    name = socket.gethostname().lower()
+    try:
+        for family, kind, protocol, _, place in socket.getaddrinfo(
+            name, 0, type=socket.SOCK_STREAM
+        ):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(place)  # refused for an address of another machine
+    except (OSError, UnicodeError):
+        return None
+    return name
+
+
+def _find_own_address(listening: str) -> str | None:
+    """Return the address at which other machines reach a server that listens at all of them."""
+    family = socket.AF_INET6 if ":" in listening else socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # Chooses the address from which others are reached; nothing is sent.
+        probe.connect((EVERYWHERE[listening][1], 9))
+        return probe.getsockname()[0]
+    return None  # there is no network
+
+
+def _print_address(default: str, host: str, listener: socket.socket, ratio: str) -> None:
+    """Say where the server is reached, and what its ratio loses."""
+    listening, port = listener.getsockname()[:2]
     name = f"[{host}]" if ":" in host else host
+    other = None
+    if listening in EVERYWHERE:  # which is no address that a client can use
+        name = EVERYWHERE[listening][0]
+        other = _find_own_address(listening)
     address = f"http://{name}:{port}"
     _print_note(f"Serving {default} at {address}/v1\nThe page is at {address}/")
+    if other:
+        other = f"[{other}]" if ":" in other else other
+        _print_note(f"Other machines reach it at http://{other}:{port}/")
     if parse_ratio(ratio) < LOSES_FACTS:
         _print_note(
             f"A short text full of facts loses some of them at {ratio}; --ratio 0.3 keeps more."
@@ -246,7 +292,7 @@ def _import_server(host: str, keys: tuple[str, ...]) -> ModuleType:
     """Return the module that serves; warn where a server without keys can be reached from
     elsewhere.
     """
-    if host not in ("127.0.0.1", "localhost", "::1") and not keys:
+    if host not in LOOPBACK and not keys:
         notes.print(
             "warning: whoever reaches this machine can ask; --api-key-file asks for a key.",
             highlight=False,

@@ -82,6 +82,7 @@ def make_app(
     keys: list[str],
     is_ready: Callable[[], bool],
     lifespan: Callable[..., Any] | None = None,
+    host_names: Sequence[str] = (),
 ) -> FastAPI:
     """Return the application.
 
@@ -90,6 +91,7 @@ def make_app(
         keys: With some, every path but those of OPEN_PATHS needs one of them.
         is_ready: Whether requests can be answered.
         lifespan: What happens around the serving; see FastAPI.
+        host_names: What requests without a key may call this machine, besides localhost.
     """
     app = FastAPI(
         title="restorekv",
@@ -111,6 +113,7 @@ def make_app(
         open_paths=OPEN_PATHS,
         open_requests=app.state.open_requests,
         note=requests.note,
+        host_names=host_names,
     )
     add_errors(app, service)
     add_routes(app, questions, is_ready, requests)

@@ -66,6 +66,7 @@ class Guard:
         open_paths: Paths that are asked without a key.
         open_requests: Where requests are noted while they are answered.
         note: Gets the path of every request, as its route has it, its status and its seconds.
+        host_names: What requests without a key may call this machine, besides localhost.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Guard:
         open_paths: Sequence[str],
         open_requests: OpenRequests | None = None,
         note: Callable[[str, int, float], None] = lambda path, status, seconds: None,
+        host_names: Sequence[str] = (),
     ) -> None:
         self.app = app
         self.keys = keys
@@ -83,6 +85,7 @@ class Guard:
         self.open_paths = open_paths
         self.open_requests = open_requests or OpenRequests()
         self.note = note
+        self.host_names = host_names
         self.held = 0  # bytes in memory of all bodies that are being read or answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -143,11 +146,11 @@ class Guard:
     def check_headers(self, request: Request) -> Response | None:
         """Return the answer to a request that is refused for its headers."""
         length = request.headers.get("content-length", "0")
-        if not is_from_here(request, self.keys):
+        if not is_from_here(request, self.keys, self.host_names):
             return make_problem_response(
                 403,
-                "Refused a request from another site's page, or to another host's name; open this "
-                "server's own address, or start it with API keys.",
+                "Refused a request from another site's page, or to another host's name; call this "
+                "server localhost or 127.0.0.1, or start it with API keys.",
             )
         # From the scope, since url.path may be what the Host header says.
         needs_key = self.keys and request.scope["path"] not in self.open_paths
@@ -301,11 +304,12 @@ class Connection(H11Protocol):
         self.loop.call_later(PATIENCE, self.check)
 
 
-def is_from_here(request: Request, keys: Sequence[str]) -> bool:
+def is_from_here(request: Request, keys: Sequence[str], host_names: Sequence[str]) -> bool:
     """Return whether a request without a key comes from no other site's page.
 
     Such a page could read the documents here. It sends its own Origin, or has made its name resolve
-    to this machine, which the Host shows.
+    to this machine, which the Host shows. `host_names` are names of this machine that a page of
+    another site cannot have.
     """
     if keys:
         return True
@@ -317,7 +321,7 @@ def is_from_here(request: Request, keys: Sequence[str]) -> bool:
     # DNS rebinding: the page's own name resolves to 127.0.0.1, and its Host header tells.
     is_local = request.client is None or request.client.host in LOOPBACK
     name = host.rsplit(":", 1)[0].strip("[]").lower()
-    return not is_local or name in (*LOOPBACK, "localhost")
+    return not is_local or name in (*LOOPBACK, "localhost", *host_names)
 
 
 def has_key(header: str, keys: Sequence[str]) -> bool:

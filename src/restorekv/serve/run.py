@@ -72,6 +72,7 @@ class Settings:
         disk: Bytes of documents on disk.
         shared: The address of a folder of caches that several servers use.
         keys: The keys of clients; if there are none, a request needs no key.
+        host_names: What requests without a key may call this machine, besides localhost.
         limits: What a request may cost.
         defaults: What an answer gets where its request does not say.
         engine: The name of the engine.
@@ -85,6 +86,7 @@ class Settings:
     disk: int = 100 << 30
     shared: str | None = None
     keys: tuple[str, ...] = ()
+    host_names: tuple[str, ...] = ()
     limits: Limits = field(default_factory=Limits)
     defaults: AnswerDefaults = field(default_factory=AnswerDefaults)
     engine: str = "embedded"
@@ -149,7 +151,7 @@ def build_engine_app(
     def is_ready() -> bool:
         return started and not service.ending
 
-    app = make_app(service, list(settings.keys), is_ready, lifespan)
+    app = make_app(service, list(settings.keys), is_ready, lifespan, settings.host_names)
     app.state.problem = None  # why it could not start
     app.state.exit_code = None  # once a signal has come
     return app
