@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 log = logging.getLogger("vllm.restorekv")
+HAND_OVER = 0.002  # seconds that a step waits for documents that are read
 
 
 @dataclass(frozen=True)
@@ -425,6 +426,9 @@ class WorkerHalf:
 
     def report_loads(self) -> LoadReport | None:
         """Put what the thread has read into the pool; return what is new, if anything is."""
+        # Where all requests wait for documents, vLLM takes one empty step after the other, which
+        # would leave the thread hardly any of the interpreter's time.
+        wait([future for _, future in self.pending_loads.values()], timeout=HAND_OVER)
         # The pool is written between two steps, in this thread, and never while a layer reads it.
         done = [name for name, (_, future) in self.pending_loads.items() if future.done()]
         report = LoadReport()
