@@ -98,6 +98,23 @@ def test_a_document_is_shown_and_asked(page, model, tiny_tokenizer):
     assert "the last two caches are the same" in page.get_by_role("main").text_content()
 
 
+def test_a_text_that_is_kept_whole_is_called_so_and_a_deleted_one_is_not_added(page):
+    status = page.get_by_role("status")
+    add(page, "short.txt", "Goats")
+    expect(page.get_by_text("Added short.txt.")).to_be_visible()
+    page.get_by_label("Share of the cache to keep").fill("0.1")
+    page.get_by_role("button", name="Compress").click()
+    said = "short.txt is kept whole, since it is too short to be compressed as tiny:snapkv-0.1."
+    expect(status.get_by_text(said)).to_be_visible()
+    page.get_by_label("Share of the cache to keep").fill("1")
+    page.get_by_role("button", name="Compress").click()
+    expect(status.get_by_text("short.txt is kept whole.")).to_be_visible()
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Delete short.txt").click()
+    expect(page.get_by_text("Added short.txt.")).to_have_count(0)
+    expect(page.get_by_text("short.txt is")).to_have_count(0)
+
+
 def test_conversations_go_on_and_start_over(page, origin):
     """The second message goes with the first and its answer, as the API has it."""
     add(page, "doc.txt", TEXT)

@@ -27,6 +27,15 @@ function remember() {
   history.replaceState(null, "", `#${state.file.id}${way}`);
 }
 
+// Says how the open document is held. A text too short for its ratio is kept whole.
+function describe({ pairs }) {
+  const { file: { filename }, model } = state;
+  if (asItIs(state.file)) return "This is a cache file, which is used as it is.";
+  if (pairs.after !== pairs.before) return `${filename} is compressed as ${model}.`;
+  if (/-1(-base)?$/.test(model)) return `${filename} is kept whole.`;
+  return `${filename} is kept whole, since it is too short to be compressed as ${model}.`;
+}
+
 async function compress() {
   const own = ++turn;
   state.model = chosen();
@@ -46,8 +55,7 @@ async function compress() {
     showText(found);
     $("results").hidden = false;
     busy(null);
-    $("phase").textContent = asItIs(state.file) ? "This is a cache file, which is used as it is."
-      : `${state.file.filename} is compressed as ${state.model}.`;
+    $("phase").textContent = describe(found);
   } catch (error) {
     if (own !== turn) return;
     busy(null);

@@ -26,6 +26,7 @@ function row(file) {
 async function removeFile(file) {
   if (!confirm(`Delete ${file.filename} and its caches from the server?`)) return;
   await request(ofFile(file.id), { method: "DELETE" });
+  if ($("adding").textContent === `Added ${file.filename}.`) $("adding").textContent = "";
   if (file.id === openId) open(null);
   await refresh();
   $("documents-title").focus();
