@@ -22,6 +22,7 @@ from restorekv.serve.responses import ResponsesRequest  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from tests.helpers.serving import (  # noqa: E402
     QUESTION,
+    TEXT,
     VARIANT,
     about,
     ask,
@@ -389,6 +390,21 @@ def test_a_refused_upload_names_its_field(client):
 def test_a_response_says_its_limit(url, file):
     answer = sent(url, *request_of("responses", file, max_output_tokens=3))[1]
     assert answer["max_output_tokens"] == 3
+
+
+def test_max_completion_tokens_holds_over_max_tokens(url, file):
+    for more, limit in (
+        ({"max_tokens": 3}, 3),
+        ({"max_tokens": 3, "max_completion_tokens": 2}, 2),
+        ({"max_tokens": 2, "max_completion_tokens": 3}, 3),
+    ):
+        answer = sent(url, *request_of("chat", file, **more))[1]
+        assert answer["usage"]["completion_tokens"] == limit
+
+
+def test_any_purpose_is_taken(client):
+    made = client.files.create(file=("a.txt", TEXT.encode()), purpose="zzz")
+    assert client.files.wait_for_processing(made.id).status == "processed" and made.purpose == "zzz"
 
 
 def test_a_top_p_of_0_takes_the_likeliest_token(url, file):
