@@ -140,7 +140,7 @@ def test_log_probabilities_are_the_models(client, model, tiny_tokenizer):
         ({"prompt": []}, "prompt is empty"),
         ({"prompt": ["a", ""]}, "prompt is empty"),
         ({"prompt": ["a"] * 65}, "more than 64"),
-        ({"prompt": ["a", "b"], "stream": True}, "single one"),
+        ({"prompt": ["a", "b"], "stream": True}, "only one text in a stream"),
         ({"prompt": [10**9]}, "numbers from 0 to"),
         ({"prompt": [-1]}, "numbers from 0 to"),
         ({"prompt": "a " * 10_000}, "shorten it"),

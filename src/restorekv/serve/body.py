@@ -126,7 +126,7 @@ def _make_query_error(name: str, known: Sequence[str]) -> BodyError:
     """Return the error of a query with a parameter that would be ignored."""
     printable = printable_name(name)[:60]
     takes = f"takes {' and '.join(known)}" if known else "takes none"
-    message = f"{printable} is no parameter of this path, which {takes}; leave it out."
+    message = f"{printable} is not a parameter of this path, which {takes}; leave it out."
     return BodyError(400, message, printable, "unknown_parameter")
 
 

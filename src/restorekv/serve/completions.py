@@ -56,7 +56,7 @@ class CompletionRequest(SamplingRequest):
         elif len(prompts) > MOST_PROMPTS:
             why = f"has more than {MOST_PROMPTS} texts; send fewer"
         elif self.stream and len(prompts) > 1:
-            why = "is a single one in a stream; send them one by one"
+            why = "may have only one text in a stream; send them one by one"
         if why:
             raise fields.make_field_error("invalid_value", "prompt", why)
         return self
