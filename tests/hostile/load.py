@@ -23,7 +23,7 @@ import openai
 import torch
 
 from restorekv import CompressedContext, compose, compress, load_model
-from tests.hostile.serve import ENGINES, Server, document, question
+from tests.hostile.serve import Server, document, question
 
 MODEL = "tiny:best-0.2"
 RATIO = 0.2
@@ -34,7 +34,8 @@ LIVE = 40
 GROWTH = 1.03
 SPARE = 24 << 20  # bytes that the allocators may keep
 POOL = {
-    "embedded": ["--memory", "1M"],
+    # As the library, which writes on where an answer repeats itself.
+    "embedded": ["--memory", "1M", "--stop-repeats", "0"],
     # The least space for KV pairs that one longest request needs: so requests are preempted.
     "vllm": [
         *("--engine", "vllm", "--documents-memory", "1M"),
@@ -236,7 +237,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=240)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--engine", choices=ENGINES, default="embedded")
+    parser.add_argument("--engine", choices=POOL, default="embedded")
     given = parser.parse_args()
     sizes: list[int] = []
     with tempfile.TemporaryDirectory(prefix="restorekv-load-") as folder:
