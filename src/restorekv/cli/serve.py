@@ -24,7 +24,7 @@ from restorekv.serve.ray.options import RayOptions
 SHORTEST_KEY = 16  # characters
 BACKLOG = 2048  # connections that wait to be accepted, as many as uvicorn has
 LOSES_FACTS = 0.2  # a ratio below which single facts of short texts are lost (docs/choosing.md)
-LOOPBACK = ("127.0.0.1", "localhost", "::1")  # values of --host that other machines do not reach
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")  # values of --host that other machines do not reach
 # By what listens at every address of the machine: what this machine calls that, and an address of
 # no machine, to which the system has a route if it has one to others.
 EVERYWHERE = {"0.0.0.0": ("localhost", "192.0.2.1"), "::": ("[::1]", "2001:db8::1")}
@@ -191,7 +191,7 @@ def _list_host_names(host: str) -> tuple[str, ...]:
 
     A page of another site cannot have these names: the machine itself resolves them to itself.
     """
-    name = None if host in LOOPBACK else _find_own_name()
+    name = None if host in LOCAL_HOSTS else _find_own_name()
     return () if name is None else (name,)
 
 
@@ -292,7 +292,7 @@ def _import_server(host: str, keys: tuple[str, ...]) -> ModuleType:
     """Return the module that serves; warn where a server without keys can be reached from
     elsewhere.
     """
-    if host not in LOOPBACK and not keys:
+    if host not in LOCAL_HOSTS and not keys:
         notes.print(
             "warning: whoever reaches this machine can ask; --api-key-file asks for a key.",
             highlight=False,

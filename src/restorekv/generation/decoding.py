@@ -151,19 +151,20 @@ def generate_tokens(
     limits = parse_limits(max_new_tokens, len(prompts))
     if isinstance(caches, RaggedCache):
         caches = [caches] * len(prompts)
-    # The warning comes once, before any work, for the question that reaches furthest.
-    furthest = 0
+    # Both checks look at the whole model, so they come once, for what reaches furthest.
+    furthest_question = 0
+    furthest_answer = 0
     positions = count_positions(model.config)
     for cache, prompt, limit in zip(caches, prompts, limits, strict=True):
         check_vocabulary(model, prompt)
         seen = cache.get_seq_length()
+        end = seen + len(prompt)
         # A context that is itself beyond the positions was warned of when it was prepared.
         if seen <= positions:
-            refuse_beyond_positions(
-                model, seen + len(prompt), "The context with the question", "ask less"
-            )
-        furthest = max(furthest, seen + len(prompt) + limit)
-    warn_if_beyond_positions(model, furthest, "A question with the longest answer allowed")
+            furthest_question = max(furthest_question, end)
+        furthest_answer = max(furthest_answer, end + limit)
+    refuse_beyond_positions(model, furthest_question, "The context with the question", "ask less")
+    warn_if_beyond_positions(model, furthest_answer, "A question with the longest answer allowed")
     stop_ids = get_stop_ids(model, tokenizer)
     for start in range(0, len(prompts), batch):
         part = slice(start, start + batch)

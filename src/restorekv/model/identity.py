@@ -127,7 +127,8 @@ def _examine_weights(model: PreTrainedModel) -> tuple[str, dict[str, Any]]:
     # In one call, as each waits for the device.
     rows = _sample_weights([*for_fingerprint, *for_sketch])
 
-    digest = hashlib.sha256(_describe_computation(model).encode())
+    shape = CacheShape.from_model(model)
+    digest = hashlib.sha256(_describe_computation(model, shape).encode())
     for (name, _), row in zip(named, rows, strict=False):
         digest.update(name.encode())
         digest.update(row.view(torch.int16).numpy().tobytes())
@@ -140,20 +141,20 @@ def _examine_weights(model: PreTrainedModel) -> tuple[str, dict[str, Any]]:
     sketch = torch.cat(rows[len(named) :]).view(torch.uint8).numpy().tobytes()
     description = {
         "source": WEIGHT_SOURCES.get(model),
-        "architecture": architecture | asdict(CacheShape.from_model(model)),
+        "architecture": architecture | asdict(shape),
         "sketch": base64.b64encode(sketch).decode("ascii"),
     }
     return digest.hexdigest()[:16], description
 
 
-def _describe_computation(model: PreTrainedModel) -> str:
+def _describe_computation(model: PreTrainedModel, shape: CacheShape) -> str:
     """Return what decides how a model computes with its weights, a line for each fact."""
     config = model.config.get_text_config()
     facts = [
         config.model_type,
         config.vocab_size,
         config.intermediate_size,
-        repr(CacheShape.from_model(model)),
+        repr(shape),
         json.dumps(get_rope_settings(model.config), sort_keys=True),
     ]
     windows = describe_windows(model.config)

@@ -164,7 +164,8 @@ class Service:
                 upload = replace(upload, status=UPLOADED, problem="")
             if upload.status == UPLOADED:
                 self.start_processing(upload)
-        self.store.write_origin(origin)
+        if is_other:
+            self.store.write_origin(origin)
 
     async def _process(self, upload: Upload) -> None:
         """Compress an upload as the default variant."""

@@ -264,8 +264,6 @@ class Store:
 
     def write_origin(self, origin: str) -> None:
         """Note what the statuses of uploads are about, where the disk takes it."""
-        if origin == self.read_origin():
-            return
         path = self.folder / ORIGIN
         with suppress(OSError, RestoreKVError), replace_file(path, follow=False) as temporary:
             temporary.write_text(origin)
