@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from restorekv import load_model, seal
+from restorekv.data.build_folder import PARTS_FOLDER
+from restorekv.data.build_folder import begin_build as begin_data
 from restorekv.data.gather import AttemptFile
-from restorekv.data.manifest import PARTS_FOLDER
-from restorekv.data.manifest import begin_build as begin_data
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import results
 from restorekv.evaluation.grid import Grid

@@ -110,9 +110,9 @@ def test_one_cache_is_forked_and_several_are_joined(made):
     assert isinstance(layer, MultiContextLayer) and layer.rows == [2, 1] and layer.columns == 3
     assert all(
         part.context_keys is cache.layers[0].context_keys
-        for part, cache in zip(layer.parts, caches[:2], strict=True)
+        for part, cache in zip(layer.contexts, caches[:2], strict=True)
     )
-    assert layer.shape == (3, layer.heads, 3, layer.parts[0].keys.shape[-1])
+    assert layer.shape == (3, layer.heads, 3, layer.contexts[0].keys.shape[-1])
 
 
 def test_masks_belong_to_tails_by_their_last_columns(made):

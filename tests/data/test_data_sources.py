@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from restorekv.data import manifest
+from restorekv.data import build_folder
 from restorekv.data.documents import DropRow, SourceDocument
 from restorekv.data.files import identify_source, iterate_rows
 from restorekv.data.gather import LengthFilter
@@ -309,11 +309,11 @@ def test_without_the_extra_the_mend_is_told(monkeypatch):
 def test_versions_name_only_what_is_installed(monkeypatch):
     def find_version(name):
         if name == "datasets":
-            raise manifest.PackageNotFoundError(name)
+            raise build_folder.PackageNotFoundError(name)
         return "1.0"
 
-    monkeypatch.setattr(manifest, "version", find_version)
-    versions = manifest.list_versions()
+    monkeypatch.setattr(build_folder, "version", find_version)
+    versions = build_folder.list_versions()
     assert "datasets" not in versions and versions["pyarrow"] == "1.0"
 
 

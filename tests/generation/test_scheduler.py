@@ -314,7 +314,7 @@ def test_who_leaves_frees_memory_at_the_next_step(world):
             for each in (gone, prefilling, waits):
                 each.cancelled = True
         if step == 14:
-            widths = [group.parts[0].columns for group in engine.running]
+            widths = [group.layers[0].columns for group in engine.running]
             assert len(engine.active_requests) == 1 and max(widths) < 120
 
     run(engine, {0: [gone, stays], 11: [prefilling], 12: [waits]}, leave)

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from restorekv.cache.multi_context import MultiPartLayer
+from restorekv.cache.multi_context import ManyContextsLayer
 from restorekv.cache.ragged import ContextLayer
 from restorekv.cache.tail import SPARE
 
 
 @dataclass(frozen=True)
 class Block:
-    """What a pass reads for one part: `queries` new tokens for each of `rows` rows.
+    """What a pass reads for one document: `queries` new tokens for each of `rows` rows.
 
     mask (B, 1, Q, columns) says what each query sees of the tail, new tokens included; None is
     causal.
@@ -38,38 +38,39 @@ class Block:
         return self.rows * self.queries
 
 
-class FlatLayer(MultiPartLayer):
+class FlatLayer(ManyContextsLayer):
     """One layer of a pass: the layers of several documents, and the block that each of them gets of
     the tokens.
     """
 
-    def __init__(self, parts: Sequence[ContextLayer], blocks: Sequence[Block]) -> None:
-        super().__init__(parts)
+    def __init__(self, contexts: Sequence[ContextLayer], blocks: Sequence[Block]) -> None:
+        super().__init__(contexts)
         self.blocks = list(blocks)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """(1, H, columns, D), for kvpress; see TailLayer.shape."""
-        return 1, self.heads, self.columns, self.parts[0].keys.shape[-1]
+        return 1, self.heads, self.columns, self.contexts[0].keys.shape[-1]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple:
         """Append (1, H, T, D) to the tails and return this layer twice, for attention."""
-        # (1, H, T, D) is cut into the rows of each part; the tails of the parts then grow by
+        # (1, H, T, D) is cut into the rows of each document; the tails then grow by
         # different numbers of columns in one pass.
         keys = self._split_rows(key_states)
         values = self._split_rows(value_states)
-        for part, part_keys, part_values in zip(self.parts, keys, values, strict=True):
-            part.update(part_keys, part_values)
+        for context, own_keys, own_values in zip(self.contexts, keys, values, strict=True):
+            context.update(own_keys, own_values)
         return self, self
 
     def split_query(self, query: Tensor) -> Iterator[tuple[ContextLayer, Tensor, Tensor | None]]:
-        """Yield each part with its rows (B, H*G, Q, D) of query (1, H*G, T, D), and its mask."""
-        for part, rows, block in zip(self.parts, self._split_rows(query), self.blocks, strict=True):
-            yield part, rows, block.mask
+        """Yield documents with their rows (B, H*G, Q, D) of query (1, H*G, T, D), and masks."""
+        queries = self._split_rows(query)
+        for context, rows, block in zip(self.contexts, queries, self.blocks, strict=True):
+            yield context, rows, block.mask
 
     def _split_rows(self, states: Tensor) -> list[Tensor]:
-        """Return views (B, H, Q, D) of states (1, H, T, D), one for each part."""
-        # Tokens of one part lie next to each other: its first row, then its second row, and so on.
+        """Return views (B, H, Q, D) of states (1, H, T, D), one for each document."""
+        # Tokens of one document lie next to each other: its first row, then its second, and so on.
         pieces = states[0].split([block.tokens for block in self.blocks], dim=1)
         views = []
         for piece, block in zip(pieces, self.blocks, strict=True):

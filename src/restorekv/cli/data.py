@@ -10,8 +10,8 @@ import typer
 from restorekv.cli import options
 from restorekv.cli.inputs import check_json_output, check_outputs_apart
 from restorekv.cli.terminal import output, print_written, show_progress_bar, write_figures
+from restorekv.data.build_folder import check_folder, read_manifest
 from restorekv.data.config import BuildConfig
-from restorekv.data.manifest import check_folder, read_manifest
 from restorekv.errors import RestoreKVError, import_extra
 
 NOTHING: list[str] = []  # typer wants lists as defaults of options that are repeatable

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from restorekv.cli.session import describe_method
-from restorekv.data import manifest as data_manifest
+from restorekv.data import build_folder
 from restorekv.data.mixture import read_mixture
 from restorekv.errors import RestoreKVError, make_printable
 from restorekv.evaluation import results
@@ -118,7 +118,7 @@ FILES: dict[str, Callable[[Path], str]] = {
 }
 FOLDERS: dict[str, Callable[[Path], str]] = {
     adapter_file.CONFIG: _describe_adapter,
-    data_manifest.MANIFEST_FILE: _describe_data,
+    build_folder.MANIFEST_FILE: _describe_data,
     f"{results.CELLS}/*/{results.CELL}": _describe_results,
     checkpoint.CHECKPOINT_FILE: _describe_run,
 }

@@ -13,7 +13,7 @@ from restorekv.cli import options
 from restorekv.cli.choices import check_evictor
 from restorekv.cli.terminal import notes, output, print_written, show_progress_bar
 from restorekv.compression.presets import resolve_preset
-from restorekv.data.manifest import read_manifest
+from restorekv.data.build_folder import read_manifest
 from restorekv.errors import RestoreKVError, import_extra
 from restorekv.spec import split_specs
 from restorekv.tiny.world import LONGEST, SHORTEST

@@ -139,11 +139,17 @@ class CompressionConfig:
             return get_default_separator(tokenizer)
         return self.separator
 
+    def first_competing_column(self, context: Context) -> int:
+        """Return the column from which on pairs compete for the budget: S under "free", where the
+        prefix stays without being counted, and 0 under "counted".
+        """
+        if self.prefix_policy == "free":
+            return context.prefix_length
+        return 0
+
     def competing_columns(self, context: Context) -> int:
         """Return T_b: the columns that compete for the budget."""
-        if self.prefix_policy == "free":
-            return context.text_tokens
-        return context.num_tokens
+        return context.num_tokens - self.first_competing_column(context)
 
     def make_budget(
         self,
@@ -193,6 +199,5 @@ class CompressionConfig:
         """Count the pairs that the budget bounds: all of them under "counted", all but the prefix's
         under "free".
         """
-        if self.prefix_policy == "counted":
-            return cache.pairs_held
-        return cache.pairs_held - cache.count_prefix_pairs(context.prefix_length)
+        uncounted = self.first_competing_column(context)
+        return cache.pairs_held - cache.count_prefix_pairs(uncounted)

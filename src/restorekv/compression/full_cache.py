@@ -252,8 +252,9 @@ class ScoredContext(PreparedContext):
         # From here on: choose pairs by score, gather them layer by layer, then add the restore
         # cache.
         keep = self.config.mark_kept(self.competing_scores(), budget.retained)
-        if self.config.prefix_policy == "free":
-            keep = torch.nn.functional.pad(keep, (self.context.prefix_length, 0), value=True)
+        # Columns that do not compete stay.
+        uncounted = self.config.first_competing_column(self.context)
+        keep = torch.nn.functional.pad(keep, (uncounted, 0), value=True)
         # The restore pass is causal: its first columns are those of a shorter one.
         first = budget.restore_tokens
         tail = [(keys[:, :, :first], values[:, :, :first]) for keys, values in restored]

@@ -171,9 +171,7 @@ class Growth:
         kept.
         """
         budget = self.budget
-        first = 0
-        if self.eviction.config.prefix_policy == "free":
-            first = self.context.prefix_length
+        first = self.eviction.config.first_competing_column(self.context)
         # What was kept before stays, so the new part gets what it leaves of the budget.
         held = 0
         for layer in self.cache.full_attention:

@@ -1,7 +1,7 @@
 """Build a mixture: read, filter, let the teacher ask and answer, write.
 
 A build that was killed is resumed: its folder records what is being built and every answer so far
-(`manifest`), and the same settings with the same texts give the same files, byte for byte.
+(`build_folder`), and the same settings with the same texts give the same files, byte for byte.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.data import manifest as folder
+from restorekv.data import build_folder
 from restorekv.data.config import BuildConfig
 from restorekv.data.files import identify_source, iterate_rows, list_source_files
 from restorekv.data.gather import AttemptFile, Progress, SourceBuilder, compute_longest_context
@@ -69,16 +69,16 @@ def build_mixture(
         RestoreKVError: `out` holds something else, or a source gives no example.
     """
     # Everything that can be refused is refused before the teacher works for hours.
-    folder.check_folder(out, resume)
-    before = folder.read_earlier_build(out)
+    build_folder.check_folder(out, resume)
+    before = build_folder.read_earlier_build(out)
     # The settings are compared first, since describing the sources may ask a hub.
-    folder.check_same_build(out, before, {"config": asdict(config)})
+    build_folder.check_same_build(out, before, {"config": asdict(config)})
     record = _describe_build(model, tokenizer, config, exclude, before)
     # A complete folder: nothing is left to do but to compare and to clear up after a kill.
-    if (out / folder.MANIFEST_FILE).is_file():
-        folder.check_same_build(out, before, record)
-        folder.delete_build_files(out)
-        return folder.read_manifest(out)
+    if (out / build_folder.MANIFEST_FILE).is_file():
+        build_folder.check_same_build(out, before, record)
+        build_folder.delete_build_files(out)
+        return build_folder.read_manifest(out)
     if resume and before is None:
         warn(f"There is nothing in {out} to resume; this is a new build.")
     # What evaluation asks about must not be trained on.
@@ -87,22 +87,22 @@ def build_mixture(
     _check_source_lengths(config, longest)
     builder = SourceBuilder(model, tokenizer, config, evaluations, longest, progress)
     accounts: dict[str, dict] = {}
-    with folder_lock(out, folder.LOCK_FILE):
+    with folder_lock(out, build_folder.LOCK_FILE):
         # From now on the folder says what is being built, so that a killed build can be resumed.
-        folder.begin_build(out, before, record)
+        build_folder.begin_build(out, before, record)
         try:
             # One source after the other; each resumes from its own file of attempts.
             for source in select_sources(config):
                 accounts[source.name] = _build_source(builder, source, out, record)
         except BaseException:
-            folder.discard_empty_build(out)
+            build_folder.discard_empty_build(out)
             raise
     licenses: Counter[str] = Counter()
     for account in accounts.values():
         licenses.update(account["licenses"])
     manifest = {
-        "format": folder.FORMAT,
-        "version": folder.VERSION,
+        "format": build_folder.FORMAT,
+        "version": build_folder.VERSION,
         "mixture": config.mixture,
         "model": record["model"],
         "seed": config.seed,
@@ -115,11 +115,11 @@ def build_mixture(
             "files": record["exclude"],
         },
         "settings": asdict(config),
-        "versions": folder.list_versions(),
+        "versions": build_folder.list_versions(),
     }
     # The manifest comes last: a folder that has one is complete.
-    write_json(out / folder.MANIFEST_FILE, manifest, follow=False)
-    folder.delete_build_files(out)
+    write_json(out / build_folder.MANIFEST_FILE, manifest, follow=False)
+    build_folder.delete_build_files(out)
     return manifest
 
 
@@ -143,7 +143,7 @@ def _build_source(builder: SourceBuilder, source: Source, out: Path, record: dic
     where = getattr(builder.config, source.name)
     origin = record["sources"][source.name]
     items = source.read(iterate_rows(where, origin), builder.config, builder.tokenizer)
-    attempts = AttemptFile(out / folder.PARTS_FOLDER / f"{source.name}.jsonl")
+    attempts = AttemptFile(out / build_folder.PARTS_FOLDER / f"{source.name}.jsonl")
     result = builder.gather_examples(source, items, attempts)
     reasons = f"(dropped: {result.describe_drops()})"
     if not result.examples:

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data import exercises, made
+from restorekv.data.build_folder import read_manifest
 from restorekv.data.files import read_parquet_rows
-from restorekv.data.manifest import read_manifest
 from restorekv.data.passages import FACT, HUMAN, LISTED, REPEAT
 from restorekv.data.self_study import PROMPT, QUESTION_PROMPTS
 from restorekv.data.sources import ASKED_ONCE, LICENSES

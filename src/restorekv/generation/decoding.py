@@ -332,7 +332,7 @@ class Group(Generic[Row]):
     next.
 
     Args:
-        parts: The cache layers, one for each layer of the model; each has a tail for every row.
+        layers: The cache layers, one for each layer of the model; each has a tail for every row.
         rows: The answers.
         ids, positions: What is read next, (B, q).
         visible: (B, columns + q) bool marks what each row sees of its tail, what is read next
@@ -340,7 +340,7 @@ class Group(Generic[Row]):
         unfinished: More of the prompt follows what is read next, so no token is chosen after it.
     """
 
-    parts: list[ContextLayer]
+    layers: list[ContextLayer]
     rows: list[Row]
     ids: Tensor
     positions: Tensor
@@ -371,8 +371,8 @@ class Group(Generic[Row]):
         unended = [place for place, row in enumerate(self.rows) if not row.ended]
         if unended and len(unended) < len(self.rows):
             places = torch.tensor(unended)
-            for part in self.parts:
-                part.batch_select_indices(places)
+            for layer in self.layers:
+                layer.batch_select_indices(places)
             places = places.to(self.ids.device)
             self.ids = self.ids[places]
             self.positions = self.positions[places]
@@ -397,14 +397,15 @@ def make_groups(
     """
     has_padding = not bool(prompts.visible.all())
     prompt_width = prompts.ids.shape[1]
-    parts_by_layer = [
-        layer.parts if isinstance(layer, MultiContextLayer) else [layer] for layer in cache.layers
+    contexts_by_layer = [
+        layer.contexts if isinstance(layer, MultiContextLayer) else [layer]
+        for layer in cache.layers
     ]
     groups = []
     first = 0
     # The layers of one context, with a tail for each of its rows.
-    for parts in zip(*parts_by_layer, strict=True):
-        places = range(first, first + len(parts[0].keys))
+    for layers in zip(*contexts_by_layer, strict=True):
+        places = range(first, first + len(layers[0].keys))
         rows = []
         for place in places:
             sampler = samplers[place] if samplers else None
@@ -414,9 +415,11 @@ def make_groups(
         if has_padding:
             # The mask is as wide as the longest restore cache of the batch; this group's may be
             # shorter.
-            columns = parts[0].columns + prompt_width
+            columns = layers[0].columns + prompt_width
             tail_mask = prompts.visible[own, prompts.visible.shape[1] - columns :]
-        groups.append(Group(list(parts), rows, prompts.ids[own], prompts.positions[own], tail_mask))
+        groups.append(
+            Group(list(layers), rows, prompts.ids[own], prompts.positions[own], tail_mask)
+        )
         first = places.stop
     return groups
 
@@ -469,8 +472,9 @@ def forward_groups(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
     """
     blocks = [group.block() for group in groups]
     layers = []
-    for parts in zip(*(group.parts for group in groups), strict=True):
-        layers.append(FlatLayer(parts, blocks))
+    # At each depth, the layers of all groups become one layer of the pass.
+    for at_depth in zip(*(group.layers for group in groups), strict=True):
+        layers.append(FlatLayer(at_depth, blocks))
     ids = torch.cat([group.ids.flatten() for group in groups])[None]
     positions = torch.cat([group.positions.flatten() for group in groups])[None]
     # Logits are wanted at the last token of every row whose prompt is prefilled after this pass.

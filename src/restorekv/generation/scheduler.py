@@ -339,10 +339,10 @@ class Scheduler:
         if not row.ended:
             source = request.get_group()
             # Samples share the pairs of their prompt, until each writes its own.
-            parts = [share_tail(part) for part in source.parts]
+            layers = [share_tail(layer) for layer in source.layers]
             ids = torch.tensor([[token]], device=self.model.device)
-            row.columns = parts[0].columns
-            self.joining.append(Selection(Group(parts, [row], ids, source.positions, None), [0]))
+            row.columns = layers[0].columns
+            self.joining.append(Selection(Group(layers, [row], ids, source.positions, None), [0]))
         request.active_rows += 1
         # The last sample has begun; the prompt's logits and tail are not needed again.
         if request.samples_begun == len(request.samplers):
@@ -437,7 +437,7 @@ class Scheduler:
         groups = [*self.running, *(request.get_group() for request in prefilling)]
         if not groups:
             return
-        columns = [group.parts[0].columns for group in groups]
+        columns = [group.layers[0].columns for group in groups]
         request_of_group = {id(request.group): request for request in prefilling}
 
         def keep_logits(group: Group[SampleRow], logits: Tensor) -> None:
@@ -499,12 +499,12 @@ class Scheduler:
         row = group.rows[0]
         request.samples_begun = 1
         request.active_rows = 1
-        row.columns = group.parts[0].columns
+        row.columns = group.layers[0].columns
         if len(request.samplers) == 1:
             request.group = None
         else:  # further samples begin from here
-            parts = [share_tail(part) for part in group.parts]
-            request.group = Group(parts, [], group.ids, group.positions, None)
+            layers = [share_tail(layer) for layer in group.layers]
+            request.group = Group(layers, [], group.ids, group.positions, None)
         if not row.ended:
             self.joining.append(Selection(group, [0]))
 
@@ -543,8 +543,8 @@ def _crop_tails(groups: Sequence[Group], columns: Sequence[int]) -> None:
     Layers that ran before the failure have grown, others have not.
     """
     for group, before in zip(groups, columns, strict=True):
-        for part in group.parts:
-            part.crop(part.seen + before)
+        for layer in group.layers:
+            layer.crop(layer.seen + before)
 
 
 def _can_join(bucket: Sequence[Selection], selection: Selection) -> bool:
@@ -552,7 +552,7 @@ def _can_join(bucket: Sequence[Selection], selection: Selection) -> bool:
     what is held.
     """
     # The same tensor, not equal ones: rows of a group share one context in memory.
-    if bucket[0].group.parts[0].context_keys is not selection.group.parts[0].context_keys:
+    if bucket[0].group.layers[0].context_keys is not selection.group.layers[0].context_keys:
         return False
     columns = [row.columns for each in (*bucket, selection) for row in each.rows]
     # Every row is padded to the widest, (rows x widest) columns in all.
@@ -568,12 +568,11 @@ def _join_rows(selections: Sequence[Selection]) -> Group[SampleRow]:
     rows = [row for selection in selections for row in selection.rows]
     widths = [max(row.columns for row in selection.rows) for selection in selections]
     width = max(widths)
-    layers = zip(*(selection.group.parts for selection in selections), strict=True)
     places = [selection.places for selection in selections]
-    parts = []
-    for own in layers:
-        sources = list(zip(own, places, strict=True))
-        parts.append(gather_rows(sources, widths, TAIL_CAPACITY))
+    layers = []
+    for at_depth in zip(*(selection.group.layers for selection in selections), strict=True):
+        sources = list(zip(at_depth, places, strict=True))
+        layers.append(gather_rows(sources, widths, TAIL_CAPACITY))
     ids = torch.cat([selection.group.ids[selection.places] for selection in selections])
     positions = torch.cat([selection.group.positions[selection.places] for selection in selections])
     # Rows are padded on the left, so that all end at the same column; padding is not seen.
@@ -581,4 +580,4 @@ def _join_rows(selections: Sequence[Selection]) -> Group[SampleRow]:
     if any(row.columns < width for row in rows):
         padding = torch.tensor([[width - row.columns] for row in rows], device=ids.device)
         visible = torch.arange(width + 1, device=ids.device) >= padding
-    return Group(parts, rows, ids, positions, visible)
+    return Group(layers, rows, ids, positions, visible)

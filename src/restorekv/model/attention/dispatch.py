@@ -334,12 +334,12 @@ def attend_layer(
 def _attend_flat(
     module: nn.Module, query: Tensor, layer: FlatLayer, scale: float, sinks: Tensor | None
 ) -> Tensor:
-    """Return the attention (1, Q, H*G, D) of rows of several questions, which lie end to end: each
-    part of the rows has its own cache.
+    """Return the attention (1, Q, H*G, D) of rows of several questions, which lie end to end: the
+    rows of each document have its cache.
     """
     results = []
-    for part_layer, part_query, mask in layer.split_query(query):
-        result = _attend_part(module, part_query, part_layer, mask, scale, sinks)
+    for own_layer, own_query, mask in layer.split_query(query):
+        result = _attend_one_context(module, own_query, own_layer, mask, scale, sinks)
         results.append(result.flatten(0, 1))
     joined = results[0] if len(results) == 1 else torch.cat(results)
     return joined[None]
@@ -355,8 +355,8 @@ def _attend_multi_context(
 ) -> Tensor:
     """Return the attention (B, Q, H*G, D) of a batch whose rows belong to several documents."""
     results = []
-    for part_layer, part_query, mask in layer.split_query(query, attention_mask):
-        results.append(_attend_part(module, part_query, part_layer, mask, scale, sinks))
+    for own_layer, own_query, mask in layer.split_query(query, attention_mask):
+        results.append(_attend_one_context(module, own_query, own_layer, mask, scale, sinks))
     return torch.cat(results)
 
 
@@ -429,7 +429,7 @@ def _attend_dense(
     return result
 
 
-def _attend_part(
+def _attend_one_context(
     module: nn.Module,
     query: Tensor,
     layer: RaggedLayer | SlidingLayer,
