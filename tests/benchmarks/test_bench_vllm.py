@@ -14,14 +14,14 @@ from restorekv.storage.cache_file import open_cache_file
 from restorekv.vllm.ragged_documents import identify
 from tests.helpers.pages import ROOT
 
-RESULT = json.loads((ROOT / "benchmarks" / "results" / "2026-11-27-vllm-cpu.json").read_text())
+RESULT = json.loads((ROOT / "benchmarks" / "results" / "2026-11-28-vllm-cpu.json").read_text())
 
 
 @pytest.mark.parametrize("result", [RESULT], ids=["smollm2"])
 def test_the_page_shows_the_stored_result(result):
     page = (ROOT / "docs" / "vllm.md").read_text()
     section, table = (
-        page[page.index("2026-11-27-vllm-cpu.json") :],
+        page[page.index("2026-11-28-vllm-cpu.json") :],
         re.compile(r"(?<![\w.])[\d,.]+"),
     )
     for row in result["rows"]:

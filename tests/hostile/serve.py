@@ -431,11 +431,10 @@ def mixed(folder: Path, questions: int, documents: int, model: str, seed: int) -
     """Asks questions of all kinds, each with its own beginning, while streams run; returns how much
     was wrong.
     """
-    server, chance, started = (
-        Server(folder, "--memory", "4M", "--waiting", "500", model=model),
-        random.Random(seed),
-        0,
-    )
+    # As the library, the server writes on where an answer repeats itself.
+    flags = ["--memory", "4M", "--waiting", "500", "--stop-repeats", "0"]
+    server = Server(folder, *flags, model=model)
+    chance = random.Random(seed)
     variant = f"{model}:best-0.2"
     try:
         server.wait()
