@@ -208,7 +208,7 @@ def test_folded_turns_that_no_file_holds_are_named_at_the_end(world, tmp_path):
         "compress", world.text, *model, "--ratio", 0.4, "--adapter", "none", "-o", made
     )
     assert compressed.code == 0
-    save, talk = f"/save {tmp_path / 'b.rkv'}", tmp_path / "talk.json"
+    save, talk = f"/save --replace {tmp_path / 'b.rkv'}", tmp_path / "talk.json"
 
     def chat(*lines: str, more: tuple = ()) -> str:
         stdin = "\n".join(lines).encode()
@@ -236,6 +236,81 @@ def test_a_conversation_does_not_write_over_its_document(world, tmp_path):
     assert compressed.code == 0 and "is also another file of this command" in told.err
     assert made.read_bytes() == before
     assert open_cache_file(tmp_path / "b.RKV").context.text_tokens > 0
+
+
+def test_a_conversation_replaces_its_own_files_alone(world, tmp_path):
+    """Those that it wrote, and the one that it continues; others where it is told to."""
+    other = tmp_path / "other.rkv"
+    other.write_bytes(Path(world.cache).read_bytes())
+    before = other.read_bytes()
+    talk = tmp_path / "talk.json"
+    none = ("--adapter", "none")
+
+    def chat(*lines: str, more: tuple = ()) -> str:
+        options = ("--model", world.model, "--max-new-tokens", 6, "--no-fold", *none, *more)
+        return cli("chat", world.cache, *options, stdin="\n".join(lines).encode()).err
+
+    told = chat(QUESTION, f"/save {other}")
+    assert (
+        f"error: {other} exists and is not of this conversation; give another name, or replace it "
+        f"with /save --replace {other}\n"
+    ) in told
+    assert other.read_bytes() == before
+
+    told = chat(QUESTION, f"/save {talk}", QUESTION, f"/save {talk}")
+    assert "error" not in told and len(json.loads(talk.read_text())["turns"]) == 2
+    written = talk.read_text()
+    assert "exists and is not of this" in chat("Who?", f"/save {talk}")
+    assert talk.read_text() == written
+    assert "error" not in chat("Who?", f"/save {talk}", more=("--continue", talk))
+    assert len(json.loads(talk.read_text())["turns"]) == 3
+
+    assert "error" not in chat("Who?", f"/save --replace {talk}", f"/save {other} --replace")
+    assert len(json.loads(talk.read_text())["turns"]) == 1
+    assert other.read_bytes() != before
+    # Not what the conversation is about, nor a file of another kind.
+    (tmp_path / "notes.txt").write_text("notes")
+    for path in (world.cache, tmp_path / "notes.txt"):
+        assert "error: " in chat("Who?", f"/save --replace {path}")
+    assert (tmp_path / "notes.txt").read_text() == "notes"
+
+
+def test_a_file_to_save_is_named_as_in_a_shell(world, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    names = ['"q.json"', "'my notes.json'", "a\\ b.json", '"~/c.json"', "~/d.json", "\te.json"]
+    refused = ["", '""', "my notes.json", "it's.json", "a\\", "--force x.json", "--help"]
+    lines = [QUESTION, *(f"/save {name}" for name in [*names, *refused])]
+    options = ("--model", world.model, "--max-new-tokens", 6)
+    told = cli("chat", world.cache, *options, stdin="\n".join(lines).encode()).err
+    written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.json")}
+    assert written == {
+        "q.json",
+        "my notes.json",
+        "a b.json",
+        "home/c.json",
+        "home/d.json",
+        "e.json",
+    }
+    errors = [line for line in told.splitlines() if line.startswith("error: ")]
+    assert len(errors) == len(refused)
+    words = ("Give a file", "Give a file", "takes one file, not 2", "no partner", "no partner")
+    for error, part in zip(errors, (*words, "takes one file", "has no option --help"), strict=True):
+        assert part in error
+
+
+@pytest.mark.parametrize("word", ["quit", "Exit", "/quit", "/exit now"])
+def test_whoever_types_quit_leaves(world, word):
+    result = cli("chat", world.cache, "--model", world.model, stdin=f"{word}\nWho?".encode())
+    assert result.code == 0 and result.out == ""
+
+
+def test_a_word_that_is_more_than_quit_is_a_question(world):
+    options = ("--model", world.model, "--max-new-tokens", 4)
+    result = cli("chat", world.cache, *options, stdin=b"exit?\nhelp\n/sav x")
+    assert result.err.count("pairs per head: cache") == 1
+    assert "/undo [N]" in result.err and "no command /sav (did you mean /save?)" in result.err
 
 
 def test_chat_folds_with_the_adapter_that_it_is_given(world, tmp_path):

@@ -55,4 +55,5 @@ def run(
         fold=fold,
         adapter=None if adapter == "none" else adapter,
         reads=[file],
+        continued=resume,
     )

@@ -1,11 +1,12 @@
 """A conversation in the terminal: questions, answers as they grow, and commands with a slash."""
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
@@ -19,8 +20,9 @@ from restorekv.cli.terminal import notes, output
 from restorekv.context import CompressedContext, describe_bytes, format_bytes
 from restorekv.errors import RestoreKVError
 from restorekv.files import check_replaceable, check_target
-from restorekv.generation.chat import Chat, Turn
+from restorekv.generation.chat import FORMAT, KIND_NAME, Chat, Turn
 from restorekv.generation.sampling import SamplingConfig
+from restorekv.spec import hint_near_name
 from restorekv.storage.cache_file import KIND
 
 MOST_DIGITS = 9  # of the number of turns after /undo
@@ -29,10 +31,44 @@ HELP = {
     "/history": "show the conversation",
     "/fold": "compress the conversation into the document, to go on with less memory",
     "/save FILE": "write the conversation for --continue; as FILE.rkv, the document with all "
-    "that was said",
+    "that was said; --replace before FILE replaces a file of another conversation",
     "/help": "show this list",
-    "/quit": "leave; Ctrl-D does so, too",
+    "/quit": "leave, as do /exit and Ctrl-D",
 }
+# What other programs take without a slash, alone on a line: nobody asks a document just that.
+WITHOUT_SLASH = {"quit": "/quit", "exit": "/quit", "help": "/help"}
+REPLACE = "--replace"
+
+
+@dataclass
+class SaveRecord:
+    """Which files hold a conversation, and which are not its own.
+
+    Args:
+        reads: Files that the conversation goes on with, which /save never replaces.
+        own: Real paths of the files that /save may replace: those that it wrote, and the one that
+            --continue named.
+        turns: The turns that a file holds.
+    """
+
+    reads: Sequence[Path] = ()
+    own: set[str] = field(default_factory=set)
+    turns: list[Turn] = field(default_factory=list)
+
+    def check_own(self, path: Path) -> None:
+        """Refuse to replace a file that neither /save nor --continue has named before."""
+        # An empty file has nothing to lose.
+        if os.path.realpath(path) in self.own or not path.exists() or not path.stat().st_size:
+            return
+        raise RestoreKVError(
+            f"{path} exists and is not of this conversation; give another name, or replace it with "
+            f"/save {REPLACE} {shlex.quote(str(path))}"
+        )
+
+    def note_written(self, path: Path, turns: Sequence[Turn]) -> None:
+        """Remember that a file holds these turns."""
+        self.own.add(os.path.realpath(path))
+        self.turns = list(turns)
 
 
 def run_conversation(
@@ -43,6 +79,7 @@ def run_conversation(
     fold: bool = True,
     adapter: str | None = "auto",
     reads: Sequence[Path] = (),
+    continued: Path | None = None,
 ) -> None:
     """Read questions and commands until the input ends.
 
@@ -53,6 +90,7 @@ def run_conversation(
         fold: Fold the conversation before it holds more than the full cache of its text.
         adapter: What restores when it is folded, as `append` takes it.
         reads: Files that the conversation goes on with, which /save does not replace.
+        continued: The file whose conversation goes on, which /save may replace.
     """
     if sys.stdin is None:
         raise RestoreKVError(
@@ -65,21 +103,22 @@ def run_conversation(
         f"{m.tokens:,} tokens in {describe_bytes(m.bytes_held, m.bytes_full)}. "
         "/help lists the commands."
     )
-    saved = list(chat.turns)  # those that a file holds; of a new conversation none
+    files = SaveRecord(reads)
+    if continued is not None:
+        files.note_written(continued, chat.turns)
     for line in read_lines():
         line = line.strip()
+        line = WITHOUT_SLASH.get(line.lower(), line)
         if line.split()[:1] in (["/quit"], ["/exit"]):
             break
         with _continue_after_errors("(broken off; the conversation is as it was before)"):
             if line.startswith("/"):
-                _run_command(chat, line, adapter, reads)
-                if line.partition(" ")[0] == "/save":
-                    saved = list(chat.turns)
+                _run_command(chat, line, adapter, files)
             elif line:
                 if fold:
                     fold = _fold_in_time(chat, line, max_new_tokens, adapter)
                 _print_answer(chat, line, max_new_tokens, sampling)
-    _report_lost_turns(chat, saved)
+    _report_lost_turns(chat, files.turns)
 
 
 def _report_lost_turns(chat: Chat, saved: Sequence[Turn]) -> None:
@@ -205,16 +244,16 @@ def _print_answer(chat: Chat, question: str, max_new_tokens: int, sampling: Samp
     )
 
 
-def _run_command(chat: Chat, line: str, adapter: str | None, reads: Sequence[Path]) -> None:
+def _run_command(chat: Chat, line: str, adapter: str | None, files: SaveRecord) -> None:
     """Carry out a command that begins with a slash."""
-    name, _, rest = line.partition(" ")
+    name, *words = line.split(maxsplit=1)
+    rest = "".join(words)
     match name:
         case "/undo":
-            given = rest.strip()
             # Nobody takes a billion turns back, and Python reads no number of 5,000 digits.
-            if given and (not given.isdecimal() or len(given) > MOST_DIGITS):
+            if rest and (not rest.isdecimal() or len(rest) > MOST_DIGITS):
                 raise RestoreKVError("Give a number of turns after /undo, or nothing for one.")
-            count = int(given or 1)
+            count = int(rest or 1)
             chat.undo(count)
             notes.print(f"Turns taken back: {count}; {len(chat.turns)} are left.")
         case "/history":
@@ -233,28 +272,81 @@ def _run_command(chat: Chat, line: str, adapter: str | None, reads: Sequence[Pat
                 f"{format_bytes(chat.document.manifest.bytes_held)}."
             )
         case "/save":
-            if not rest.strip():
-                raise RestoreKVError("Give a file after /save.")
-            # Which leaves the home of an unknown user as it is.
-            path = Path(os.path.expanduser(rest.strip()))
-            check_target(path)
-            check_outputs_apart([path], reads)
-            if path.suffix.lower() == ".rkv":
-                # Before the turns are folded, which takes long.
-                check_replaceable(path, KIND.name, KIND.format)
-                said = chat.fork()  # the conversation itself goes on as it is
-                said.fold(adapter=adapter)
-                assert isinstance(said.document, CompressedContext), "a conversation over a file"
-                said.document.save(path)
-            elif chat.folded:
-                raise RestoreKVError(
-                    "Folded turns are part of the document; save that, as in /save doc.rkv."
-                )
-            else:
-                chat.save(path)
-            notes.print(f"Wrote {path}.", markup=False)
+            path, replace = _parse_target(rest)
+            _save(chat, path, replace, adapter, files)
+            notes.print(f"Wrote {path}.", markup=False, soft_wrap=True)
         case "/help":
             for each, what in HELP.items():
                 notes.print(f"{each:12} {what}", highlight=False, soft_wrap=True, markup=False)
         case _:
-            raise RestoreKVError(f"There is no command {name}; /help lists them.")
+            known = [each.partition(" ")[0] for each in HELP]
+            raise RestoreKVError(
+                f"There is no command {name}{hint_near_name(name, known)}; /help lists them."
+            )
+
+
+def _parse_target(rest: str) -> tuple[Path, bool]:
+    """Return the file after /save, and whether it may replace any other, read as a shell reads
+    words: with quotation marks around a name with spaces.
+    """
+    parser = shlex.shlex(rest, posix=True)
+    parser.whitespace_split = True
+    parser.commenters = ""
+    if os.name == "nt":  # where the backslash separates folders
+        parser.escape = ""
+    try:
+        words = list(parser)
+    except ValueError:
+        raise RestoreKVError(
+            "A quotation mark after /save has no partner, or a backslash nothing after it; write "
+            '/save "NAME OF THE FILE"'
+        ) from None
+    names = [word for word in words if word != REPLACE]
+    if not any(names):
+        raise RestoreKVError("Give a file after /save.")
+    if len(names) > 1:
+        raise RestoreKVError(
+            f"/save takes one file, not {len(names)}; put a name with spaces in quotation marks: "
+            '/save "NAME OF THE FILE"'
+        )
+    if names[0].startswith("-"):
+        raise RestoreKVError(
+            f"/save has no option {names[0]}, only {REPLACE}; of a file with that name write "
+            f"./{names[0]}"
+        )
+    # Which leaves the home of an unknown user as it is.
+    return Path(os.path.expanduser(names[0])), REPLACE in words
+
+
+def _save(chat: Chat, path: Path, replace: bool, adapter: str | None, files: SaveRecord) -> None:
+    """Write a conversation, or the document with all that was said.
+
+    Args:
+        chat: The conversation.
+        path: The file; the ending .rkv asks for the document.
+        replace: Replace a file of another conversation or document.
+        adapter: What restores when the turns are folded into the document.
+        files: The conversation's own files, to which this one is added.
+    """
+    check_target(path)
+    check_outputs_apart([path], files.reads)
+    saves_document = path.suffix.lower() == ".rkv"
+    # Before the turns are folded, which takes long. A file of another kind is not replaced at all.
+    if saves_document:
+        check_replaceable(path, KIND.name, KIND.format)
+    else:
+        check_replaceable(path, KIND_NAME, FORMAT)
+    if not replace:
+        files.check_own(path)
+    if saves_document:
+        said = chat.fork()  # the conversation itself goes on as it is
+        said.fold(adapter=adapter)
+        assert isinstance(said.document, CompressedContext), "a conversation over a file"
+        said.document.save(path)
+    elif chat.folded:
+        raise RestoreKVError(
+            "Folded turns are part of the document; save that, as in /save doc.rkv."
+        )
+    else:
+        chat.save(path)
+    files.note_written(path, chat.turns)
