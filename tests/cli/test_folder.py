@@ -134,6 +134,28 @@ def test_a_record_is_of_the_file_beside_it(world, given, tmp_path, monkeypatch):
     assert ": 0 written" in run(world, given).out
 
 
+def test_cache_files_of_documents_that_are_gone_are_named(world, given, tmp_path):
+    run(world, given)
+    out = tmp_path / "out"
+    (out / "own.rkv").write_bytes((out / "a.txt.rkv").read_bytes())  # not made by a run
+    assert "without a document" not in run(world, given).out
+    (given / "a.txt").unlink()
+    (given / "below" / "b.md").rename(given / "below" / "new.md")
+    before = written(out)
+    result = run(world, given, "--json", tmp_path / "made.json")
+    assert result.code == 0 and ": 1 written, 2 already there" in result.out
+    assert result.out.endswith(
+        f"Cache files in {out} without a document in {given}: a.txt.rkv, below/b.md.rkv; delete "
+        "those that you no longer need.\n"
+    )
+    assert json.loads((tmp_path / "made.json").read_text())["without_document"] == [
+        "a.txt.rkv",
+        "below/b.md.rkv",
+    ]
+    after = written(out)
+    assert {name: after[name] for name in before} == before
+
+
 def test_one_failure_does_not_stop_the_others(world, given, tmp_path):
     (given / "bad.pdf").write_bytes(b"%PDF-1.7 nothing")
     (given / "empty.txt").write_text(" \n")

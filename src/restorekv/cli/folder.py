@@ -8,7 +8,7 @@ stopped continues.
 import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +37,7 @@ from restorekv.size_limits import TEXT_BYTES
 from restorekv.storage.cache_file import open_cache_file
 
 ENDINGS = {".txt", ".text", ".md", ".markdown", ".html", ".htm", ".pdf", ".docx"}
-SHOWN_OTHERS = 5  # names of files that are left out
+SHOWN_NAMES = 5  # of files that are left out, or that have no document any more
 # What one document may raise without ending the others.
 EXPECTED = (RestoreKVError, OSError, MemoryError, RuntimeError)
 
@@ -214,11 +214,8 @@ def _list_documents(folder: Path) -> list[Path]:
         else:
             others.append(name)
     if others:
-        named = ", ".join(make_printable(str(name)) for name in others[:SHOWN_OTHERS])
-        if len(others) > SHOWN_OTHERS:
-            named += f" and {len(others) - SHOWN_OTHERS} more"
         notes.print(
-            f"Left out, because of the ending: {named}. "
+            f"Left out, because of the ending: {_name_some(others)}. "
             f"Endings that are read: {', '.join(sorted(ENDINGS))}.",
             markup=False,
             highlight=False,
@@ -229,6 +226,28 @@ def _list_documents(folder: Path) -> list[Path]:
             f"The folder {folder} has no document ({', '.join(sorted(ENDINGS))}); name another one."
         )
     return documents
+
+
+def _name_some(names: Sequence[Path]) -> str:
+    """Return the first names of a list, and how many more there are."""
+    named = ", ".join(make_printable(str(name)) for name in names[:SHOWN_NAMES])
+    if len(names) > SHOWN_NAMES:
+        named += f" and {len(names) - SHOWN_NAMES} more"
+    return named
+
+
+def _list_orphans(out: Path, targets: Collection[Path]) -> list[Path]:
+    """Return the cache files of earlier runs, relative to their folder, that are of none of the
+    documents: those were removed or renamed, or are of another folder.
+
+    A cache file without a record was not made by a run over a folder, and is not named.
+    """
+    orphans = []
+    for path in list_files(out, hidden=False):
+        is_target = path.resolve() in targets
+        if path.suffix == ".rkv" and not is_target and _locate_record(path).exists():
+            orphans.append(path.relative_to(out))
+    return orphans
 
 
 def compress_folder(
@@ -273,9 +292,16 @@ def compress_folder(
     counts = {"wrote": 0, "kept": 0, "failed": 0}
     for result in results:
         counts[result.outcome] += 1
+    orphans = _list_orphans(out, {Path(target) for _, _, target in work})
     if figures:
         rows = {str(name): vars(each) for name, each in zip(names, results, strict=True)}
-        write_figures(figures, {**counts, "seconds": seconds, "documents": rows})
+        content = {
+            **counts,
+            "seconds": seconds,
+            "documents": rows,
+            "without_document": [str(name) for name in orphans],
+        }
+        write_figures(figures, content)
     held = sum(result.held for result in results)
     full = sum(result.full for result in results)
     output.print(
@@ -285,6 +311,14 @@ def compress_folder(
         highlight=False,
         soft_wrap=True,
     )
+    if orphans:
+        output.print(
+            f"Cache files in {out} without a document in {folder}: {_name_some(orphans)}; delete "
+            "those that you no longer need.",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     if counts["failed"]:
         what = "document" if len(names) == 1 else f"of {len(names)} documents"
         raise RestoreKVError(
