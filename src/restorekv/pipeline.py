@@ -33,6 +33,7 @@ from restorekv.compression.presets import DEFAULT_EVICTOR, resolve_preset
 from restorekv.compression.progress import OnProgress, measure_progress
 from restorekv.context import CompressedContext
 from restorekv.errors import BudgetError, RestoreKVError, warn
+from restorekv.generation.sampling import SamplingConfig
 from restorekv.model import attention
 from restorekv.model.identity import ModelIdentity, identify_model
 from restorekv.model.offload import trim_heap
@@ -61,6 +62,10 @@ ARGUMENT_HINTS = {
     "question": "compress the text first, then ask: compress(...).ask(question).",
     "questions": "compress the text first, then ask: compress(...).ask(questions).",
     "max_new_tokens": "it belongs to ask: compress(...).ask(question, max_new_tokens=64).",
+    **{
+        each.name: f"it belongs to ask: compress(...).ask(question, {each.name}=...)."
+        for each in fields(SamplingConfig)
+    },
     **{
         each.name: f"it belongs to the config: config=CompressionConfig({each.name}=...)."
         for each in fields(CompressionConfig)
@@ -223,6 +228,11 @@ def separate_text_and_system(context: Any, system: str) -> tuple[str | Sequence[
     message, which is the one among the messages or else `system`.
     """
     if isinstance(context, Path):
+        if context.is_dir():
+            raise RestoreKVError(
+                f"{context} is a folder; compress its files one by one, or all of them in the "
+                "shell: restorekv compress FOLDER -o FOLDER"
+            )
         return load_document(context), system
     if isinstance(context, str):
         _warn_of_file_name(context)

@@ -19,6 +19,11 @@ from restorekv.errors import RestoreKVError, summarize_error, warn
 
 Named = TypeVar("Named")
 _SOURCE_DIGEST = re.compile(r"#[0-9a-f]{12}$")
+# Of arguments: the letters of a word that may stand for one, how many it may stand for, and the
+# likeness that a misspelling has (difflib's, from 0 to 1; "temp" and "stream" have 0.6).
+SHORTEST_WORD = 3
+MOST_MEANT = 3
+MISSPELLED = 0.75
 _PLACEHOLDERS = {int: "NUMBER", float: "NUMBER", bool: "true|false", str: "TEXT"}
 
 
@@ -109,10 +114,28 @@ def suggest_argument(name: str, known: Sequence[str], other_names: Mapping[str, 
     """
     if name in other_names:
         return other_names[name]
-    near = find_near_name(name, known)
+    near = find_meant_arguments(name, known)
     if near:
-        return f"did you mean {near}?"
+        *others, last = near
+        return f"did you mean {', '.join(others)} or {last}?" if others else f"did you mean {last}?"
     return f"use some of {', '.join(known)}."
+
+
+def find_meant_arguments(name: str, known: Iterable[str]) -> list[str]:
+    """Return the arguments that a name may stand for: those of which it is a word, the start of one
+    ("temp", "penalty"), or a misspelling.
+    """
+    name = name.lower()
+    meant = []
+    for each in known:
+        words = each.split("_")
+        starts_one = each.startswith(name) or any(word.startswith(name) for word in words)
+        if len(name) >= SHORTEST_WORD and starts_one:
+            meant.append(each)
+    # More than a few are no hint.
+    if 0 < len(meant) <= MOST_MEANT:
+        return meant
+    return get_close_matches(name, known, 1, MISSPELLED)
 
 
 def drop_gate(spec: str) -> str:

@@ -1,6 +1,7 @@
 """Calls that a new user gets wrong: one sentence says what to write instead."""
 
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,8 @@ def call(model, tokenizer, **options):
         ({"max_new_tokens": 5}, "it belongs to ask"),
         ({"kv_dtype": "int8"}, r"config=CompressionConfig\(kv_dtype="),
         ({"evictr": "kvzip"}, "did you mean evictor"),
+        ({"temperature": 0.5}, r"it belongs to ask: compress\(...\).ask\(question, temperature="),
+        ({"tokens": 50}, r"did you mean tokens_per_head\?"),
         ({"something_else": 1}, "use some of model, tokenizer, context, ratio"),
         ({"ratio": 20}, "write 0.2 for 20 %"),
         ({"ratio": "20%"}, "write 0.2 for 20 %"),
@@ -59,6 +62,27 @@ def test_every_setting_of_the_config_is_pointed_out(model, tiny_tokenizer):
     for name in inspect.signature(CompressionConfig).parameters:
         with pytest.raises(CallError, match=rf"CompressionConfig\({name}="):
             call(model, tiny_tokenizer, **{name: None})
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("kv_type", "did you mean kv_dtype? The arguments are prefix_policy"),
+        ("chunk", "did you mean streaming_chunk?"),
+        ("ratio", "pass it to compress itself: compress(..., ratio=...)."),
+        ("window_size", "snapkv:window=64"),
+        ("wrong", "use some of prefix_policy, on_small_budget"),
+    ],
+)
+def test_wrong_arguments_of_a_config(name, said):
+    with pytest.raises(CallError, match=f"^CompressionConfig: .*{re.escape(said)}"):
+        CompressionConfig(**{name: 1})
+    with pytest.raises(TypeError, match="too many positional arguments; call CompressionConfig"):
+        CompressionConfig(*range(40))
+    assert list(inspect.signature(CompressionConfig).parameters)[:2] == [
+        "prefix_policy",
+        "on_small_budget",
+    ]
 
 
 def test_the_signature_stays_that_of_the_function():

@@ -1,6 +1,8 @@
 """What is no compressed context, no question and no key is refused with a sentence."""
 
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -19,12 +21,37 @@ CASES = {
     "a number for a context": (lambda small: ask_many([(1, "Who?")]), PAIRS),
     "no question": (
         lambda small: ask_many([(small, None)]),
-        "A question is text, or a list of texts, not NoneType",
+        "A question is text, or a list of texts, not None; pass a string",
     ),
     "a number in a list of questions": (
         lambda small: ask_many([(small, ["Who?", 1])]),
-        "A question is text, not int",
+        "A question is text, not int; pass a string",
     ),
+    "a list in a list of questions": (
+        lambda small: small.ask([["Who?"]]),
+        "A question is text, not a list of str; pass each text by itself",
+    ),
+    "a message for a question": (
+        lambda small: small.ask({"role": "user", "content": "Who?"}),
+        "not a message with a role; pass the message's text",
+    ),
+    "bytes for a question": (lambda small: small.ask(b"Who?"), r"not bytes; decode .*decode\(\)"),
+    "a path for a question": (
+        lambda small: small.chat().ask(Path("who.txt")),
+        r"A question is text, not PosixPath; .*Path\('who.txt'\).read_text\(\)",
+    ),
+    "a generator of questions": (
+        lambda small: small.ask(each for each in QUESTIONS),
+        r"not generator; pass a list of them: list\(questions\)",
+    ),
+    "a list for a turn": (
+        lambda small: small.chat().ask(list(QUESTIONS)),
+        "takes one question a turn, not a list; call ask once for each, or ask the compressed",
+    ),
+    "an empty list for a turn": (lambda small: small.chat().ask([]), "one question a turn"),
+    "nothing for a turn": (lambda small: small.chat().ask(None), "not None; pass a string"),
+    "texts to append": (lambda small: small.append(["a", "b"]), "is one text, not a list of 2"),
+    "bytes to append": (lambda small: small.append(b"abc"), r"not bytes; decode the bytes"),
     "one pair without a list": (lambda small: ask_many((small, "Who?")), PAIRS),
     "a context without a question": (lambda small: ask_many([small]), PAIRS),
     "a context alone": (lambda small: ask_many(small), PAIRS),
@@ -50,6 +77,32 @@ def test_wrong_types_are_refused(small, name):
 def test_pairs_may_be_of_any_kind(small):
     expected = [small.ask(QUESTIONS[0], 4), small.ask(list(QUESTIONS), 4)]
     assert ask_many(iter([[small, QUESTIONS[0]], (small, tuple(QUESTIONS))]), 4) == expected
+
+
+CONTEXTS = {
+    "texts": (["One.", "Two."], "The context is one text, not a list of 2; pass each by itself"),
+    "messages of no text": ([{"role": "user"}], "Message 1 has no text"),
+    "a message": ({"content": "x"}, 'not dict; of a message pass the text: message["content"].'),
+    "bytes": (b"abc", "not bytes; decode the bytes: value.decode()."),
+    "nothing": (None, "not None; pass a string."),
+    "a number": (5, "not int; pass a string."),
+    "fractions": ([1.5], "not a list of float; pass a string."),
+    "a folder": (Path(__file__).parent, "is a folder; compress its files one by one, or"),
+    "an empty text": ("", "The context is empty; give a text with at least one word."),
+    "no ids": ([], "The context has no tokens besides the chat template"),
+}
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_wrong_contexts_are_refused_with_what_to_pass(small, name):
+    context, said = CONTEXTS[name]
+    with pytest.raises(RestoreKVError, match=re.escape(said)):
+        compress(small.model, small.tokenizer, context, adapter=None)
+
+
+def test_an_open_file_is_told_to_be_read(small):
+    with Path(__file__).open() as file, pytest.raises(RestoreKVError, match=r"file.read\(\)"):
+        compress(small.model, small.tokenizer, file, adapter=None)
 
 
 ORDER = {

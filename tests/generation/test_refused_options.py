@@ -192,11 +192,11 @@ def test_samples_that_cannot_differ_are_told(small):
 
 
 def test_options_that_change_nothing_are_told(small):
-    with pytest.warns(RestoreKVWarning, match="At temperature 0 top_p and min_p change nothing"):
+    with pytest.warns(RestoreKVWarning, match="^top_p and min_p have no effect"):
         small.ask(QUESTION, 4, top_p=0.5, min_p=0.1)
-    with pytest.warns(RestoreKVWarning, match="top_k change nothing"):
+    with pytest.warns(RestoreKVWarning, match="^top_k has no effect, because temperature 0"):
         small.chat().ask(QUESTION, 4, top_k=5)
-    with pytest.warns(RestoreKVWarning, match="top_p change nothing"):
+    with pytest.warns(RestoreKVWarning, match="^top_p has no effect"):
         small.ask(QUESTION, 4, top_p=0.5, stream=True)
     with pytest.warns(RestoreKVWarning, match="pass details=True"):
         small.ask(QUESTION, 4, logprobs=1)
@@ -205,6 +205,18 @@ def test_options_that_change_nothing_are_told(small):
         small.ask(QUESTION, 4, seed=3, stop="x")
         small.ask(QUESTION, 4, top_p=0.5, temperature=1.0)
         assert small.ask(QUESTION, 4, logprobs=1, details=True).logprobs
+
+
+def test_a_generation_config_that_does_not_sample_is_told(small):
+    """transformers writes greedily then, too."""
+    config = GenerationConfig(temperature=0.7, top_k=5, top_p=1.0)
+    for asked in (small, small.chat()):
+        with pytest.warns(RestoreKVWarning, match="sets temperature and top_k without do_sample"):
+            assert asked.ask(QUESTION, 4, config=config) == small.ask(QUESTION, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        small.ask(QUESTION, 4, config=GenerationConfig(temperature=1.0, top_p=1.0, top_k=50))
+        small.ask(QUESTION, 4, config=GenerationConfig(do_sample=True, temperature=0.7))
 
 
 def test_paths_and_documents_of_another_type_are_refused(small, tmp_path):

@@ -4,7 +4,7 @@ log-probabilities, grammars.
 
 import json
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import get_type_hints
 
 import pytest
@@ -157,7 +157,6 @@ def test_criteria_end_an_answer(small):
         {"temperature": 1e-45},
         {"top_k": 5.5},
         {"samples": "2"},
-        {"stop": None},
         {"logprobs": True},
         {"regex": b"a"},
         {"processors": 3},
@@ -172,7 +171,7 @@ def test_refused_options(small, wrong):
 def test_unknown_options_are_refused_by_name(small):
     with pytest.raises(RestoreKVError, match="no option temprature; did you mean temperature"):
         small.ask(QUESTIONS[0], temprature=1)
-    with pytest.raises(RestoreKVError, match="graph=True takes the likeliest"):
+    with pytest.raises(RestoreKVError, match="graph=True always takes the most likely"):
         small.ask(QUESTIONS[0], graph=True, temperature=1.0)
 
 
@@ -229,7 +228,7 @@ def test_the_models_own_generation_config_is_understood(small):
     assert small.ask(QUESTIONS[0], 6, config=small.model.generation_config) == small.ask(
         QUESTIONS[0], 6
     )
-    with pytest.raises(RestoreKVError, match="give it to ask itself"):
+    with pytest.raises(RestoreKVError, match=r"itself: ask\(question, max_new_tokens=1\)"):
         small.ask(QUESTIONS[0], config=GenerationConfig(max_new_tokens=1))
 
 
@@ -239,6 +238,61 @@ def test_max_tokens_is_the_limit_of_an_answer(small):
     assert small.ask(QUESTIONS[0], max_tokens=3, details=True).ids == expected.ids
     assert small.chat().ask(QUESTIONS[0], max_tokens=3, details=True).ids == expected.ids
     assert ask_many([(small, [QUESTIONS[0]])], max_tokens=3) == [[expected.text]]
+    assert small.ask(QUESTIONS[0], 3, max_tokens=None) == expected.text
+    assert small.ask(QUESTIONS[0], None) == small.ask(QUESTIONS[0])
+
+
+def test_none_leaves_an_option_as_it_is(small):
+    names = [each.name for each in fields(SamplingConfig)]
+    assert SamplingConfig(**dict.fromkeys(names)) == SamplingConfig()
+    config = SamplingConfig(stop=["e"], temperature=1.0, seed=3)
+    options = {"stop": None, "temperature": None, "seed": None}
+    assert SamplingConfig.make(config, **options) == config
+    # Of these None is a value.
+    assert SamplingConfig.make(replace(config, regex="a"), regex=None) == config
+    expected = small.ask(QUESTIONS[0], 6)
+    assert small.ask(QUESTIONS[0], 6, **options) == expected
+    assert small.chat().ask(QUESTIONS[0], 6, stop_repeats=None, **options) == expected
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("temp", "did you mean temperature?"),
+        ("p", "did you mean top_p?"),
+        ("top", "did you mean top_p or top_k?"),
+        ("penalty", "did you mean repetition_penalty, frequency_penalty or presence_penalty?"),
+        ("repeat_penalty", "did you mean repetition_penalty?"),
+        ("stop_sequences", "did you mean stop?"),
+        ("n_tokens", "did you mean max_new_tokens?"),
+        ("temprature", "did you mean temperature?"),
+        ("prefix", "did you mean answer_prefix?"),
+        ("system", "CompressionConfig(system=...)"),
+        ("wrong", "use some of temperature, top_p"),
+    ],
+)
+def test_hints_name_what_is_alike(small, name, said):
+    with pytest.raises(RestoreKVError, match=f"no option {name}; .*{re.escape(said)}"):
+        small.ask(QUESTIONS[0], **{name: 1})
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("temp", "there is no argument temp; did you mean temperature? The arguments are temp"),
+        ("max_new_tokens", "pass max_new_tokens to ask itself: ask(question, max_new_tokens=64)"),
+        ("max_length", "pass max_new_tokens to ask itself"),
+        ("stream", "pass it to ask itself: ask(question, stream=...)"),
+        ("wrong", "use some of temperature"),
+    ],
+)
+def test_wrong_arguments_of_a_sampling_config(name, said):
+    sentence = f"^SamplingConfig: .*{re.escape(said)}.* criteria.$"
+    with pytest.raises(TypeError, match=sentence) as told:
+        SamplingConfig(**{name: 1})
+    assert isinstance(told.value, RestoreKVError)
+    with pytest.raises(TypeError, match=r"^SamplingConfig: .*; call SamplingConfig\(temp"):
+        SamplingConfig(*range(40))
 
 
 def test_names_of_other_libraries_get_a_hint(small):

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from restorekv.errors import RestoreKVError
 from restorekv.spec import suggest_argument
 
 P = ParamSpec("P")
 R = TypeVar("R")
+C = TypeVar("C", bound=type)
 
 
 class CallError(RestoreKVError, TypeError):
@@ -39,10 +41,10 @@ def explain_arguments(
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
-                unknown = [name for name in kwargs if name not in signature.parameters]
+                unknown = _find_unknown(kwargs, signature)
                 if unknown:
-                    hint = suggest_argument(unknown[0], list(signature.parameters), hints)
-                    sentence = f"there is no argument {unknown[0]}; {hint}"
+                    hint = suggest_argument(unknown, list(signature.parameters), hints)
+                    sentence = f"there is no argument {unknown}; {hint}"
                 else:
                     sentence = f"{error}; call {usage}."
                 raise CallError(f"{function.__name__}: {sentence}") from None
@@ -51,3 +53,44 @@ def explain_arguments(
         return call
 
     return decorate
+
+
+def explain_fields(hints: Mapping[str, str], usage: str) -> Callable[[C], C]:
+    """Return a decorator of a dataclass that refuses wrong arguments with a sentence, which lists
+    the fields.
+
+    Args:
+        hints: By the name of an argument that is no field, what to write instead.
+        usage: How the class is called, for calls that Python refuses for another reason.
+    """
+
+    def decorate(kind: C) -> C:
+        create = kind.__init__
+        signature = inspect.signature(create)
+        names = [each.name for each in fields(kind)]
+
+        @wraps(create)
+        def check_and_create(self: object, *args: Any, **kwargs: Any) -> None:
+            try:
+                signature.bind(self, *args, **kwargs)
+            except TypeError as error:
+                unknown = _find_unknown(kwargs, signature)
+                sentence = f"{error}; call {usage}."
+                if unknown:
+                    hint = suggest_argument(unknown, names, hints)
+                    sentence = f"there is no argument {unknown}; {hint}"
+                    # Where nothing is like the name, the hint is the list.
+                    if not hint.endswith(f"{names[-1]}."):
+                        sentence += f" The arguments are {', '.join(names)}."
+                raise CallError(f"{kind.__name__}: {sentence}") from None
+            create(self, *args, **kwargs)
+
+        kind.__init__ = check_and_create
+        return kind
+
+    return decorate
+
+
+def _find_unknown(given: Mapping[str, object], signature: inspect.Signature) -> str | None:
+    """Return the first argument by name that a signature does not have."""
+    return next((name for name in given if name not in signature.parameters), None)

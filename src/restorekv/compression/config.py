@@ -13,6 +13,7 @@ from restorekv.cache import quantized
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression import allocate
 from restorekv.compression.allocate import GLOBAL, Allocation
+from restorekv.compression.arguments import explain_fields
 from restorekv.compression.budget import (
     ON_SMALL_BUDGET,
     PREFIX_POLICIES,
@@ -39,8 +40,34 @@ TYPES: dict[str, tuple[object, str]] = {
     "restore_tokens": (int | None, "a whole number of tokens, or None"),
     "separator": (str | None, "a text, or None"),
 }
+# What to write instead of arguments that other libraries have, or that belong elsewhere.
+HINTS = {
+    "chunk_size": "did you mean streaming_chunk?",
+    "quantization": "did you mean kv_dtype?",
+    "cache_dtype": "did you mean kv_dtype?",
+    "system_prompt": "did you mean system?",
+    "truncate": 'write on_long_text="cut".',
+    "truncation": 'write on_long_text="cut".',
+    "max_context": 'write on_long_text="cut".',
+    "preset": 'pass it to compress as an evictor: compress(..., evictor="fast").',
+    "window_size": 'it is a setting of the evictor: compress(..., evictor="snapkv:window=64").',
+    "kernel_size": 'it is a setting of the evictor: compress(..., evictor="snapkv:kernel=5").',
+    **{
+        name: f"pass it to compress itself: compress(..., {name}=...)."
+        for name in (
+            "ratio",
+            "tokens_per_head",
+            "compression_ratio",
+            "evictor",
+            "adapter",
+            "progress",
+            "prepared_cache",
+        )
+    },
+}
 
 
+@explain_fields(HINTS, 'CompressionConfig(kv_dtype="int8")')
 @dataclass(frozen=True)
 class CompressionConfig:
     """Everything that decides a cache besides the model, the text, the evictor, the adapter and the

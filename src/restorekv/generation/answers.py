@@ -4,7 +4,7 @@ transformers' own `generate`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,13 @@ from restorekv.generation.sampling import (
     find_first_stop,
     make_samplers,
 )
-from restorekv.model.prompt import Context, encode_question
+from restorekv.model.prompt import (
+    Context,
+    check_question,
+    describe_type,
+    encode_question,
+    explain_text,
+)
 from restorekv.model.tokenize import TextStream, get_padding_id
 
 # Options that only a temperature above 0 heeds.
@@ -59,9 +65,14 @@ class Answer:
 
 def list_questions(question: str | Sequence[str]) -> list[str]:
     """Return one question, or a list of them, as a list."""
+    if isinstance(question, Mapping):
+        check_question(question)  # which has a sentence for a message
     if not isinstance(question, str | list | tuple):
+        fix = explain_text(question)
+        if isinstance(question, Iterable) and not isinstance(question, bytes | bytearray):
+            fix = "pass a list of them: list(questions)"
         raise RestoreKVError(
-            f"A question is text, or a list of texts, not {type(question).__name__}."
+            f"A question is text, or a list of texts, not {describe_type(question)}; {fix}."
         )
     return [question] if isinstance(question, str) else list(question)
 
@@ -113,7 +124,7 @@ def answer_questions(
     """
     if graph and not sampling.plain:
         raise RestoreKVError(
-            "graph=True takes the likeliest token alone; leave it or the other options out."
+            "graph=True always takes the most likely token; leave it or the other options out."
         )
     limits = decoding.parse_limits(max_new_tokens, len(requests))
     stops = decoding.get_stop_ids(model, tokenizer)
@@ -237,14 +248,16 @@ def warn_of_idle_options(sampling: SamplingConfig, details: bool = True) -> None
     """
     if not sampling.temperature and sampling.samples > 1:
         warn(
-            f"All {sampling.samples} answers to a question are the same, because at temperature 0 "
-            "the likeliest token is taken; give a temperature above 0."
+            f"All {sampling.samples} answers to a question are the same, because temperature 0 "
+            "always takes the most likely token; give a temperature above 0, such as 0.7."
         )
     idle = [name for name in OF_CHANCE if getattr(sampling, name) != getattr(GREEDY, name)]
     if not sampling.temperature and idle:
+        *others, last = idle
+        names = f"{', '.join(others)} and {last} have" if others else f"{last} has"
         warn(
-            f"At temperature 0 {' and '.join(idle)} change nothing, because the likeliest token is "
-            "taken; give a temperature above 0."
+            f"{names} no effect, because temperature 0 always takes the most likely token; give a "
+            "temperature above 0, such as 0.7."
         )
     if sampling.logprobs is not None and not details:
         warn("The log-probabilities are in Answer objects; pass details=True to get them.")

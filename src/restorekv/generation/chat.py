@@ -211,10 +211,16 @@ class Chat:
         Returns:
             The answer, or an iterator over its pieces.
         """
+        if isinstance(question, list | tuple):
+            raise RestoreKVError(
+                "A conversation takes one question a turn, not a list; call ask once for each, or "
+                "ask the compressed context, which answers a list in one batch."
+            )
         max_new_tokens = take_limit(options, max_new_tokens)
         # The model reads a repetition that is left in the conversation, and then continues it.
-        if not isinstance(options.get("config"), SamplingConfig):
-            options.setdefault("stop_repeats", DEFAULT_REPEATS)
+        has_config = isinstance(options.get("config"), SamplingConfig)
+        if not has_config and options.get("stop_repeats") is None:
+            options["stop_repeats"] = DEFAULT_REPEATS
         sampling = SamplingConfig.make(**options)
         document = self.document
         refuse_other_ends(options.get("config"), document.model, document.tokenizer)
@@ -259,8 +265,10 @@ class Chat:
         """Let the block change the conversation; refuse while a turn is being written."""
         if not self.running.acquire(blocking=False):
             raise RestoreKVError(
-                "A turn of this conversation is still being written; end its stream, or fork "
-                "before."
+                "Another turn of this conversation is still being written, by another thread or by "
+                "a stream that was not read to its end; wait for it or close the stream, and give "
+                "every thread a conversation of its own: chat.fork() before the turn, or another "
+                "chat() of the context."
             )
         try:
             yield

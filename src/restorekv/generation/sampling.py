@@ -28,7 +28,8 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.errors import OptionError, RestoreKVError
+from restorekv.compression.arguments import explain_fields
+from restorekv.errors import OptionError, RestoreKVError, warn
 from restorekv.files import check_option
 from restorekv.generation.constraint import Constraint, begins_with_space
 from restorekv.generation.repetition import RepetitionWatch
@@ -76,7 +77,7 @@ NEUTRAL: dict[str, object] = {
     "diversity_penalty": 0.0,
 }
 # Type, further condition, and both in words.
-LEAST_TEMPERATURE = 0.01  # below it only the likeliest token has a chance
+LEAST_TEMPERATURE = 0.01  # below it only the most likely token has a chance
 CHECKS: dict[str, tuple[object, Callable[[Any], bool], str]] = {
     "temperature": (
         float,
@@ -134,31 +135,60 @@ class SamplingOptions(TypedDict, total=False):
     because it changes what is returned: it has an overload of its own.)
     """
 
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    seed: int
-    stop: str | Sequence[str]
-    stop_repeats: int
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    stop_repeats: int | None
     logprobs: int | None
     json_schema: str | dict | type | None
     regex: str | None
     logit_bias: Mapping[int, float] | None
-    frequency_penalty: float
-    presence_penalty: float
-    processors: Sequence[LogitsProcessor]
-    criteria: Sequence[StoppingCriteria]
-    max_tokens: int  # in place of max_new_tokens
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    processors: Sequence[LogitsProcessor] | None
+    criteria: Sequence[StoppingCriteria] | None
+    max_tokens: int | None  # in place of max_new_tokens
     config: SamplingConfig | GenerationConfig | None
 
 
+LIMIT = 128  # tokens of an answer, unless given
 # Arguments of `ask` that are no options of sampling, for those who misspell them.
 OF_ASK = ("max_new_tokens", "answer_prefix", "stream", "details")
-# What other libraries call an option, and how the same is said here.
-OTHER_NAMES = {
-    "do_sample": "a temperature above 0 samples, and 0 takes the likeliest token.",
+# What other libraries call an option.
+RENAMED = {
+    "p": "top_p",
+    "k": "top_k",
+    "repeat_penalty": "repetition_penalty",
+    "rep_penalty": "repetition_penalty",
+    "random_seed": "seed",
+    "random_state": "seed",
+    "best_of": "samples",
+    "num_samples": "samples",
+    "stop_sequences": "stop",
+    "stop_words": "stop",
+    "top_logprobs": "logprobs",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "pattern": "regex",
+}
+# Names of the limit of an answer, which is an argument of `ask` and no option of sampling.
+LIMITS = (
+    "tokens",
+    "max_tokens",
+    "max_completion_tokens",
+    "max_output_tokens",
+    "n_tokens",
+    "num_tokens",
+    "n_predict",
+    "num_predict",
+)
+# How the same is said here, where no option has another name.
+OTHER_NAMES = {name: f"did you mean {ours}?" for name, ours in RENAMED.items()} | {
+    "do_sample": "a temperature above 0 samples, and 0 takes the most likely token.",
     "max_length": "max_new_tokens limits the answer alone.",
     "n": "samples is the number of answers to one question.",
     "num_return_sequences": "samples is the number of answers to one question.",
@@ -167,20 +197,37 @@ OTHER_NAMES = {
     "logits_processor": "processors takes them.",
     "no_repeat_ngram_size": "stop_repeats ends an answer that repeats itself.",
     "num_beams": "answers are written greedily or sampled, without beams.",
+    "response_format": "json_schema takes the schema itself.",
+    "eos_token_id": "stop ends an answer before a text; the ids are those of the model's own "
+    "generation_config.",
 }
-
-
-# What to say of options that only `ask` of a compressed context takes.
-ELSEWHERE = OTHER_NAMES | {
-    name: f"leave it out, since only ask and ask_many take {name}." for name in OF_ASK
+# What to say of arguments that no option of sampling has the name of.
+OF_LIMIT = "pass max_new_tokens to ask itself: ask(question, max_new_tokens=64)."
+ELSEWHERE = {
+    **dict.fromkeys(LIMITS, "did you mean max_new_tokens?"),
+    "generation_config": "config takes it.",
+    "sampling_params": "config takes a SamplingConfig.",
+    "system": "a system message belongs to the compressed text: CompressionConfig(system=...), or "
+    "to a conversation: chat(system=...).",
+    **OTHER_NAMES,
+    **{name: f"leave it out, since only ask and ask_many take {name}." for name in OF_ASK},
+}
+# The same where a SamplingConfig is made, which is then passed to `ask`.
+IN_CONFIG = {
+    **{name: f"pass it to ask itself: ask(question, {name}=...)." for name in OF_ASK},
+    **OTHER_NAMES,
+    **dict.fromkeys(("max_new_tokens", "max_length", *LIMITS), OF_LIMIT),
 }
 
 
 def take_limit(options: dict[str, Any], max_new_tokens: Any) -> Any:
     """Return the limit of an answer: `max_tokens`, OpenAI's name, which leaves `options`, or the
-    one that is given.
+    one that is given, or LIMIT if both are None.
     """
-    return options.pop("max_tokens", max_new_tokens)
+    named = options.pop("max_tokens", None)
+    if named is not None:
+        return named
+    return LIMIT if max_new_tokens is None else max_new_tokens
 
 
 def _describe_class(kind: type) -> dict[str, Any]:
@@ -194,9 +241,11 @@ def _describe_class(kind: type) -> dict[str, Any]:
     return describe()
 
 
+@explain_fields(IN_CONFIG, "SamplingConfig(temperature=0.7)")
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How answers are written; greedily unless `temperature` is above 0.
+    """How answers are written; greedily unless `temperature` is above 0. An option of None is the
+    same as one that is left out.
 
     `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are transformers' and are
     applied in its order; the penalty counts the whole context. A row's random numbers follow from
@@ -204,15 +253,14 @@ class SamplingConfig:
     ends before the first of the strings `stop`. `stop_repeats` of k ends it when its last tokens
     are one block of tokens k times in a row or more, and 32 tokens or more in all; the text has the
     block once. 0, the default, lets it repeat itself, and so do `regex` and `json_schema`, whose
-    answers must match as a whole. `logprobs` records the log-probability of every
-    token, and of so many likeliest ones, before any processing. `json_schema` (a dict, JSON, or a
+    answers must match as a whole. `logprobs` of k records the log-probability of every token, and
+    of the k most likely ones in its place, before any processing. `json_schema` (a dict, JSON, or a
     pydantic class, of which the schema is kept) and `regex` allow only texts that match; objects
     have no properties but those that the schema names. Both need the extra `constrained`.
-    `logit_bias` is added to the logits of those ids.
-    `frequency_penalty` is subtracted from the logit of an id once for each time that it is in
-    the answer already, `presence_penalty` once for all; negative ones make repetition likelier.
-    All three come before the other processing. `processors` and `criteria` are further ones of
-    transformers', which must keep no state.
+    `logit_bias` is added to the logits of those ids. `frequency_penalty` is subtracted from the
+    logit of an id once for each time that it is in the answer already, `presence_penalty` once for
+    all; negative ones make repetition more likely. All three come before the other processing.
+    `processors` and `criteria` are further ones of transformers', which must keep no state.
     """
 
     temperature: float = 0.0
@@ -234,6 +282,9 @@ class SamplingConfig:
     criteria: Sequence[StoppingCriteria] = ()
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            if getattr(self, each.name) is None:
+                object.__setattr__(self, each.name, each.default)
         if isinstance(self.json_schema, type):  # a pydantic class; its schema is kept
             object.__setattr__(self, "json_schema", _describe_class(self.json_schema))
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
@@ -248,11 +299,17 @@ class SamplingConfig:
         cls, config: SamplingConfig | GenerationConfig | None = None, **options: Any
     ) -> SamplingConfig:
         """Make one from options by name, which win over those of `config`; refuse unknown ones."""
-        known = [each.name for each in fields(cls)]
+        defaults = {each.name: each.default for each in fields(cls)}
         for name in options:
-            if name not in known:
-                hint = suggest_argument(name, [*known, *OF_ASK], ELSEWHERE)
+            if name not in defaults:
+                hint = suggest_argument(name, [*defaults, *OF_ASK], ELSEWHERE)
                 raise RestoreKVError(f"There is no option {name}; {hint}")
+        # None leaves an option to the config, unless it is a value, as of json_schema.
+        options = {
+            name: value
+            for name, value in options.items()
+            if value is not None or defaults[name] is None
+        }
         if isinstance(config, SamplingConfig):
             return replace(config, **options)
         given = {} if config is None else read_generation_config(config)
@@ -315,13 +372,21 @@ def read_generation_config(config: GenerationConfig) -> dict[str, object]:
         if is_set and name not in TAKEN | IDLE and not name.startswith("_"):
             fix = "use generate, transformers' own"
             if name == "max_new_tokens":
-                fix = "give it to ask itself"
+                fix = f"pass it to ask itself: ask(question, max_new_tokens={value!r})"
             raise RestoreKVError(f"ask takes no {name} from a GenerationConfig; {fix}.")
     options: dict[str, object] = {}
+    # What transformers takes where the config leaves them out.
+    chance = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0}
     if own.get("do_sample"):
-        # What transformers takes where the config leaves them out.
-        for name, default in {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0}.items():
+        for name, default in chance.items():
             options[name] = default if own.get(name) is None else own[name]
+    else:
+        idle = [name for name, default in chance.items() if own.get(name) not in (None, default)]
+        if idle:
+            warn(
+                f"The GenerationConfig sets {' and '.join(idle)} without do_sample=True, so the "
+                "most likely token is always taken; set do_sample=True to sample."
+            )
     our_names = {
         "repetition_penalty": "repetition_penalty",
         "stop_strings": "stop",

@@ -11,7 +11,7 @@ question.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import PurePath
@@ -258,9 +258,15 @@ def check_token_ids(tokenizer: Tokenizer, ids: Sequence[int] | Tensor) -> Tensor
         raise RestoreKVError(
             f"A text is added, not a file; read the file first: Path({str(ids)!r}).read_text()."
         )
+    if isinstance(ids, list | tuple) and all(isinstance(each, str) for each in ids):
+        raise RestoreKVError(
+            f"The context is one text, not a list of {len(ids)}; pass each by itself, and compose "
+            "what was compressed if it belongs together, or join the texts first."
+        )
     if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.is_floating_point() or ids.is_complex():
         raise RestoreKVError(
-            f"The context is text or a 1-D sequence of token ids, not {type(ids).__name__}."
+            f"The context is text or a 1-D sequence of token ids, not {describe_type(ids)}; "
+            f"{explain_text(ids)}."
         )
     # Beyond the tokenizer's ids the embeddings have padding, or nothing.
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(tokenizer):
@@ -296,6 +302,30 @@ def encode_question(
     )
 
 
+def describe_type(value: object) -> str:
+    """Return the type of what was passed in place of a text, as a sentence names it."""
+    if isinstance(value, list | tuple) and value:
+        return f"a {type(value).__name__} of {type(value[0]).__name__}"
+    return "None" if value is None else type(value).__name__
+
+
+def explain_text(value: object) -> str:
+    """Return how to make a text of what was passed in its place, as a clause."""
+    if isinstance(value, list | tuple) and value and not isinstance(value[0], str):
+        return explain_text(value[0])
+    if isinstance(value, bytes | bytearray):
+        return "decode the bytes: value.decode()"
+    if isinstance(value, PurePath):
+        return f"read the file first: Path({str(value)!r}).read_text()"
+    if isinstance(value, Mapping):
+        return 'of a message pass the text: message["content"]'
+    if callable(getattr(value, "read", None)):
+        return "of an open file pass the text: file.read()"
+    if isinstance(value, list | tuple | set | frozenset | Iterator):
+        return "pass each text by itself"
+    return "pass a string"
+
+
 def check_question(question: object, empty: bool = False) -> None:
     """Refuse what is not a text, and unless allowed, an empty one."""
     if isinstance(question, Mapping):
@@ -305,7 +335,7 @@ def check_question(question: object, empty: bool = False) -> None:
         )
     if not isinstance(question, str):
         raise RestoreKVError(
-            f"A question is text, not {type(question).__name__}; give several to ask, as a list."
+            f"A question is text, not {describe_type(question)}; {explain_text(question)}."
         )
     if not question.strip() and not empty:
         raise RestoreKVError("The question is empty; ask something.")
