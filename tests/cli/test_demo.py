@@ -124,6 +124,29 @@ def test_only_questions_are_shown_that_the_full_cache_answers_right():
     assert "6/6" in costs and "5/6" in costs
 
 
+def test_every_cache_is_timed_with_the_same_questions(tiny_tokenizer, monkeypatch):
+    """More questions in one batch take less time each."""
+    asked = []
+
+    def ask_cache(prepared, tokenizer, named, questions):
+        title, cache, seconds = named
+        asked.append((title, len(questions)))
+        seconds["ask"] = 1.0 if len(questions) == 2 else 9.0
+        return CacheAnswers(title, cache.nbytes, [""] * len(questions), seconds, [False] * 4)
+
+    monkeypatch.setattr(facts_demo, "ask_cache", ask_cache)
+    monkeypatch.setattr(facts_demo, "load_adapter", lambda *_, **__: None)
+    monkeypatch.setattr(facts_demo, "find_right_answers", lambda *_: [0, 2])
+    questions = tuple(Question(str(number), "a", "Who?", ("he",), 4) for number in range(4))
+    sample = Sample("one", "the red house is big. " * 12, questions)
+    shown = facts_demo.ask_text(build_model("qwen3"), tiny_tokenizer, sample, "0.5")
+    assert asked == [("full cache", 4), ("full cache", 2), ("KVzip, r = 0.5", 2)]
+    assert [len(each.answers) for each in shown.caches] == [4, 2]
+    table = printed(facts_demo.tabulate_costs([shown], "0.5"))
+    seconds = [line.split("│")[-2].strip() for line in table.splitlines() if "/2" in line]
+    assert seconds == ["0.50", "0.50"]
+
+
 def test_the_note_says_that_nothing_is_restored_only_where_that_was_seen():
     def show(caches):
         answered = [CacheAnswers(name, 100, []) for name in caches]

@@ -64,7 +64,7 @@ class ShownText:
         right_in_full: How many of them the full cache answers right.
         questions: Those that are shown.
         caches: The answers of every cache: the full one's to all questions, the others' to those
-            that are shown.
+            that are shown. Its seconds to answer are of the questions that are shown.
     """
 
     name: str
@@ -132,13 +132,18 @@ def ask_text(model: PreTrainedModel, tokenizer: Tokenizer, sample: Sample, ratio
     assert isinstance(prepared, ScoredContext), "the demo does not stream"
     # One reading of the text; each cache is made when the one before has answered.
     caches = evict_caches(prepared, EVICTOR, (float(exact),), with_full=True)
-    full = ask_cache(prepared, tokenizer, next(caches), sample.questions)
+    title, cache, making = next(caches)
+    full = ask_cache(prepared, tokenizer, (title, cache, dict(making)), sample.questions)
     right = find_right_answers(sample, full)
     shown = right[:SHOWN]
     answered = [full]
     # The small caches are asked only what the full one knows.
     if shown:
         questions = [sample.questions[index] for index in shown]
+        # The full one is asked the same once more, for its seconds: in a larger batch a question
+        # takes less time, and the first batch of all warms up the code.
+        timed = ask_cache(prepared, tokenizer, (title, cache, making), questions)
+        answered = [replace(full, seconds=timed.seconds)]
         answered += [ask_cache(prepared, tokenizer, each, questions) for each in caches]
     return ShownText(
         sample.id,
@@ -236,8 +241,7 @@ def tabulate_costs(texts: Sequence[ShownText], ratio: str) -> Table:
         caches = [text.caches[index] for text in texts]
         right = sum(each.right[title] for text in texts for each in text.questions)
         asking = sum(each.seconds.get("ask", 0.0) for each in caches)
-        asked = sum(len(each.answers) for each in caches)
         making = sum(sum(each.seconds.values()) for each in caches) - asking
         held = format_bytes(sum(each.nbytes for each in caches))
-        table.add_row(title, f"{right}/{count}", held, f"{making:.1f}", f"{asking / asked:.2f}")
+        table.add_row(title, f"{right}/{count}", held, f"{making:.1f}", f"{asking / count:.2f}")
     return table
