@@ -9,27 +9,27 @@ import typer
 from restorekv.cli import Commands, invoke
 
 COMMANDS = {
-    "compare": ("benchmarks.cli.compare", "Measure time and memory beside kvpress 0.5.5."),
+    "compare": ("benchmarks.cli.compare", "Compare time and memory with kvpress 0.5.5."),
     "scorers": (
         "benchmarks.cli.scorers",
-        "Measure what every method's scoring costs beside the prefill.",
+        "Compare the time of every method's scoring with that of the prefill.",
     ),
     "kernel": ("benchmarks.cli.kernel", "Time attention over a compressed cache on a GPU."),
     "device": (
         "benchmarks.cli.device",
-        "Compare a GPU with the CPU, and measure what its own paths save.",
+        "Compare a GPU with the CPU, and measure what the GPU's code paths save.",
     ),
     "efficiency": (
         "benchmarks.cli.efficiency",
-        "Measure what the restore pass costs on a model, and what it saves.",
+        "Measure what the restore pass costs, and what a compressed cache saves.",
     ),
     "memory": (
         "benchmarks.cli.memory",
-        "Measure the memory and growth of every phase of a compression.",
+        "Measure memory and time of every phase of a compression as texts grow.",
     ),
     "decode": (
         "benchmarks.cli.decode",
-        "Measure decode steps over a compressed cache, and many answers.",
+        "Measure decode steps over a compressed cache, and many questions at once.",
     ),
     "train": (
         "benchmarks.cli.train",
@@ -41,30 +41,30 @@ COMMANDS = {
     ),
     "book": (
         "benchmarks.cli.book",
-        "Ask a book that is compressed at once and in parts, beside transformers.",
+        "Compare a book compressed at once and in parts with transformers.",
     ),
     "serving": ("benchmarks.cli.serving", "Compare our server with transformers serve."),
     "vllm": (
         "benchmarks.cli.vllm",
-        "Measure whole and compressed documents in vLLM, in its environment.",
+        "Compare whole and compressed documents in vLLM (in its environment).",
     ),
     "vllm-answers": (
         "benchmarks.cli.vllm_answers",
-        "Compare answers from cache files in vLLM with those of ask, in its environment.",
+        "Compare answers from cache files in vLLM with those of ask (in its environment).",
     ),
     "vllm-kl": (
         "benchmarks.cli.vllm_kl",
-        "Compare distributions of vLLM over cache files with those of ask, in its environment.",
+        "Compare distributions of vLLM over cache files with those of ask (in its environment).",
     ),
     "vllm-scores": (
         "benchmarks.cli.vllm_scores",
-        "A benchmark's scores by ask, and by vLLM through HTTP.",
+        "Compare a benchmark's scores by ask with those by vLLM over HTTP.",
     ),
     "vllm-steps": (
         "benchmarks.cli.vllm_steps",
-        "Measure steps of vLLM with documents and without, in its environment.",
+        "Measure decode steps of vLLM with documents and without (in its environment).",
     ),
-    "charts": ("benchmarks.cli.charts", "Draw a chart of every benchmark's stored result."),
+    "charts": ("benchmarks.cli.charts", "Draw a chart of every stored result."),
 }
 
 

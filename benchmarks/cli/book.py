@@ -18,17 +18,18 @@ RATIOS = ["1", "0.2", "0.1"]
 
 def run(
     model: flags.Model = "gemma3-270m",
-    tokens: Annotated[int, typer.Option(min=1000, help="Length of the book.")] = 30_000,
+    tokens: Annotated[int, typer.Option(min=1000, help="Length of the book, in tokens.")] = 30_000,
     evictor: Annotated[str, typer.Option(help=flags.EVICTOR_HELP)] = "kvzip",
     ratio: Annotated[
-        list[str], typer.Option(help="Share of the KV pairs to hold; repeatable.")
+        list[str], typer.Option(help="Share of the KV pairs to keep; repeatable.")
     ] = RATIOS,
-    part: Annotated[int, typer.Option(min=64, help="Tokens of a part.")] = 2048,
-    answer: Annotated[int, typer.Option(min=1, help="Tokens of every answer.")] = 14,
+    part: Annotated[int, typer.Option(min=64, help="Length of a part, in tokens.")] = 2048,
+    answer: Annotated[int, typer.Option(min=1, help="Length of every answer, in tokens.")] = 14,
     folder: Annotated[
-        Path | None, typer.Option(help="Keeps what was measured, so that a later run goes on.")
+        Path | None,
+        typer.Option(help="Folder for what was measured, with which a later run continues."),
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
+    json: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
     if json:
         check_target(json)

@@ -15,12 +15,12 @@ RESULTS = Path("benchmarks/results")
 def run(
     files: Annotated[
         list[Path] | None,
-        typer.Argument(help=f"What a benchmark's --json wrote; {RESULTS}/*.json if none."),
+        typer.Argument(help=f"JSON files of benchmarks; {RESULTS}/*.json by default."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the charts, an SVG for every file.")] = Path(
+    out: Annotated[Path, typer.Option(help="Folder for the charts, an SVG of every file.")] = Path(
         "docs/charts"
     ),
-    png: Annotated[bool, typer.Option("--png", help="A PNG of each too.")] = False,
+    png: Annotated[bool, typer.Option("--png", help="Write a PNG of each, too.")] = False,
 ) -> None:
     given = files or sorted(RESULTS.glob("*.json"))
     if not given:

@@ -15,24 +15,31 @@ from restorekv.files import check_target
 KVPRESS = Path(".venv-kvpress/bin/python")  # made by `make bench`
 KvpressPython = Annotated[
     Path | None,
-    typer.Option(help=f"Python of an environment with kvpress; {KVPRESS} if there is one."),
+    typer.Option(
+        help=f"Python of an environment with kvpress; by default {KVPRESS}, if it is there."
+    ),
 ]
 
 
 def run(
-    tokens: Annotated[str, typer.Option(help="Context lengths T, with commas.")] = "2048,4096",
-    ratio: Annotated[str, typer.Option(help="Share of the KV pairs to hold, in (0, 1].")] = "0.05",
+    tokens: Annotated[
+        str, typer.Option(help="Context lengths T in tokens, separated by commas.")
+    ] = "2048,4096",
+    ratio: Annotated[
+        str, typer.Option(help="Share of the KV pairs to keep, above 0 and at most 1.")
+    ] = "0.05",
     layers: Annotated[
-        int, typer.Option(min=1, help="Fewer make a quick look; Qwen3-0.6B has 28.")
+        int, typer.Option(min=1, help="Number of layers; Qwen3-0.6B has 28, fewer are faster.")
     ] = 28,
     repeat: Annotated[
-        int, typer.Option(min=1, help="Measurements per side and T; medians are shown.")
+        int, typer.Option(min=1, help="Measurements of every side and T; medians are shown.")
     ] = 1,
     threads: Annotated[
-        int, typer.Option(min=0, help="CPU threads of both sides; 0 for PyTorch's own choice.")
+        int,
+        typer.Option(min=0, help="Number of CPU threads of both sides; 0 leaves it to PyTorch."),
     ] = 0,
     kvpress_python: KvpressPython = None,
-    json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
+    json: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
     if json:
         check_target(json)

@@ -16,26 +16,33 @@ from restorekv.files import check_target
 
 
 def run(
-    tokens: Annotated[int, typer.Option(help="Context length T of steps.")] = 32768,
+    tokens: Annotated[
+        int, typer.Option(help="Length T of the context of decode steps, in tokens.")
+    ] = 32768,
     ratio: Annotated[
-        list[float] | None, typer.Option(help="Repeatable; 1, 0.4, 0.2, 0.1 and 0.05 unless given.")
+        list[float] | None,
+        typer.Option(help="Ratio; repeatable. By default 1, 0.4, 0.2, 0.1 and 0.05."),
     ] = None,
-    repeat: Annotated[int, typer.Option(help="Rounds, of which medians are told.")] = 5,
+    repeat: Annotated[int, typer.Option(help="Rounds; medians are shown.")] = 5,
     questions: Annotated[
-        int, typer.Option(help="Questions asked of one document; 0 leaves this out.")
+        int, typer.Option(help="Questions asked about one document; 0 leaves this out.")
     ] = 16,
-    document: Annotated[int, typer.Option(help="Tokens of that document.")] = 4096,
+    document: Annotated[int, typer.Option(help="Length of that document, in tokens.")] = 4096,
     layers: Annotated[
-        int, typer.Option(min=1, help="Qwen3-0.6B has 28; fewer need less memory.")
+        int,
+        typer.Option(min=1, help="Number of layers; Qwen3-0.6B has 28, fewer need less memory."),
     ] = 28,
     threads: Annotated[
-        int, typer.Option(min=0, help="CPU threads; 0 for PyTorch's own choice.")
+        int, typer.Option(min=0, help="Number of CPU threads; 0 leaves it to PyTorch.")
     ] = 0,
     kvpress_python: KvpressPython = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="4 layers, 4,096 and 512 tokens, r = 1 and 0.05.")
+        bool,
+        typer.Option(
+            "--quick", help="Measure less: 4 layers, 4,096 and 512 tokens, r = 1 and 0.05."
+        ),
     ] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
+    json: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
     if json:
         check_target(json)

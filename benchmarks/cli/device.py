@@ -12,14 +12,19 @@ from restorekv.files import check_target
 
 
 def run(
-    device: Annotated[str, typer.Option(help="What is compared with the CPU.")] = "cuda",
-    texts: Annotated[int, typer.Option(min=1, help="Texts that both compress.")] = 4,
+    device: Annotated[str, typer.Option(help="Device to compare with the CPU.")] = "cuda",
+    texts: Annotated[int, typer.Option(min=1, help="Number of texts that both compress.")] = 4,
     tokens: Annotated[
-        int, typer.Option(min=2, help="Length T of what the shaped model compresses.")
+        int,
+        typer.Option(
+            min=2, help="Length T of the text that the random model compresses, in tokens."
+        ),
     ] = 32768,
-    layers: Annotated[int, typer.Option(min=1, help="Qwen3-0.6B has 28.")] = 28,
-    answer: Annotated[int, typer.Option(min=1, help="Tokens of the shaped model's answers.")] = 128,
-    json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers; Qwen3-0.6B has 28.")] = 28,
+    answer: Annotated[
+        int, typer.Option(min=1, help="Length of the random model's answers, in tokens.")
+    ] = 128,
+    json: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
     if json:
         check_target(json)

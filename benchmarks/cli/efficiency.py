@@ -21,35 +21,42 @@ from restorekv.evaluation.worker import open_model
 if TYPE_CHECKING:
     from restorekv.compression.budget import OnSmallBudget, PrefixPolicy
 
-Scorers = Annotated[list[str], typer.Option(help="A base scorer; repeatable.")]
+Scorers = Annotated[list[str], typer.Option(help="Evictor that scores; repeatable.")]
 # typer wants lists as defaults of options that are repeatable
 DEFAULT_SCORERS = [*SCORERS]
 
 
 def run(
     out: Annotated[
-        Path, typer.Option(help="The run folder; figures and their page go to OUT/efficiency.")
+        Path, typer.Option(help="Folder of the run; figures and their page go to OUT/efficiency.")
     ],
     page: Annotated[
-        bool, typer.Option("--page", help="Measure nothing; make the page of the stored figures.")
+        bool, typer.Option("--page", help="Only make the page of the stored figures.")
     ] = False,
     model: options.Model = "tiny",
     scorer: Scorers = DEFAULT_SCORERS,
-    tokens: Annotated[int, typer.Option(help="The context's length T.")] = 2048,
+    tokens: Annotated[int, typer.Option(help="Length T of the context, in tokens.")] = 2048,
     ratio: Annotated[
-        str, typer.Option(help="The ratio that eviction is timed at, in (0, 1].")
+        str, typer.Option(help="Ratio at which eviction is timed, above 0 and at most 1.")
     ] = "0.05",
-    repeat: Annotated[int, typer.Option(min=1, help="Compressions per measurement.")] = 3,
+    repeat: Annotated[
+        int, typer.Option(min=1, help="Number of compressions for each measurement.")
+    ] = 3,
     latency_context: Annotated[
         str,
-        typer.Option(help="prefill, or random keys and values for attention over a long context."),
+        typer.Option(
+            help="Cache whose attention is timed: prefill, or random (keys and values, for long "
+            "contexts)."
+        ),
     ] = "prefill",
     label: Annotated[
-        str | None, typer.Option(help="The name of the file; model and device unless given.")
+        str | None, typer.Option(help="Name of the file; model and device by default.")
     ] = None,
-    protocol: Annotated[str, typer.Option(help=f"{' or '.join(protocols.PROTOCOLS)}.")] = "kvpress",
+    protocol: Annotated[
+        str, typer.Option(help=f"Rules of the measurement: {' or '.join(protocols.PROTOCOLS)}.")
+    ] = "kvpress",
     prefix_policy: Annotated[
-        str | None, typer.Option(help="free or counted; the protocol's unless given.")
+        str | None, typer.Option(help="Prefix policy: free or counted; by default the protocol's.")
     ] = None,
     on_small_budget: options.ScoredOnSmallBudget = "fewer",
     allocation: options.Allocation = "global",

@@ -24,28 +24,32 @@ RESTORE: list[str] = [*RESTORE_CHOICES]
 def run(
     model: flags.Model = "smollm2",
     asked: Annotated[
-        str, typer.Option("--benchmark", help="Whose texts and questions are taken.")
+        str, typer.Option("--benchmark", help="Benchmark whose texts and questions are used.")
     ] = "fairytaleqa:length=1024,questions=4,count=8",
     evictor: Annotated[str, typer.Option(help=flags.EVICTOR_HELP)] = "kvzip",
-    ratio: Annotated[str, typer.Option(help="Share of the KV pairs to hold.")] = "0.1",
+    ratio: Annotated[str, typer.Option(help="Share of the KV pairs to keep.")] = "0.1",
     parts: Annotated[
         list[int] | None,
         typer.Option(
             min=1,
-            help="Parts that a text is read in; repeatable. [default: 2, 4, 8 and 16; with "
-            "--together none]",
+            help="Number of parts that a text is read in; repeatable. By default 2, 4, 8 and 16, "
+            "and none with --together.",
         ),
     ] = None,
     restore: Annotated[
-        list[str], typer.Option(help="What becomes of restore tokens; repeatable.")
+        list[str],
+        typer.Option(help=f"Restore tokens of earlier parts: {', '.join(RESTORE)}; repeatable."),
     ] = RESTORE,
     together: Annotated[
-        int, typer.Option(min=0, help="Compose this many texts; not with --parts.")
+        int, typer.Option(min=0, help="Number of texts to compose; not with --parts.")
     ] = 0,
     turns: Annotated[
-        int, typer.Option(min=0, help="Talk about so many tokens of a novel, too.")
+        int,
+        typer.Option(
+            min=0, help="Also hold a conversation about a novel of this many tokens; 0 does not."
+        ),
     ] = 0,
-    json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
+    json: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
     if json:
         check_target(json)

@@ -15,25 +15,29 @@ from restorekv.files import check_target
 
 
 def run(
-    tokens: Annotated[int, typer.Option(help="Context length T.")] = 32768,
+    tokens: Annotated[int, typer.Option(help="Length T of the context, in tokens.")] = 32768,
     ratio: Annotated[
-        list[float] | None, typer.Option(help="Repeatable; 1, 0.4, 0.2, 0.1 and 0.05 unless given.")
+        list[float] | None,
+        typer.Option(help="Ratio; repeatable. By default 1, 0.4, 0.2, 0.1 and 0.05."),
     ] = None,
     questions: Annotated[
-        int, typer.Option(help="Questions that decode together over the context.")
+        int, typer.Option(help="Number of questions that are answered together.")
     ] = 1,
     tail: Annotated[
-        int, typer.Option(help="Rows of restore cache, question and answer so far.")
+        int, typer.Option(help="Pairs of restore tokens, question and answer so far.")
     ] = 64,
-    layers: Annotated[int, typer.Option(help="Llama-3.1-8B has 32; fewer need less memory.")] = 32,
-    repeat: Annotated[int, typer.Option(help="Replays, of which the median is told.")] = 50,
+    layers: Annotated[
+        int, typer.Option(help="Number of layers; Llama-3.1-8B has 32, fewer need less memory.")
+    ] = 32,
+    repeat: Annotated[int, typer.Option(help="Number of replays; the median is shown.")] = 50,
     rehearse: Annotated[
         bool,
         typer.Option(
-            "--rehearse", help="A tiny shape on the CPU, in Triton's interpreter; no figures."
+            "--rehearse",
+            help="Run a tiny shape on the CPU in Triton's interpreter, without figures.",
         ),
     ] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
+    json: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
     if json:
         check_target(json)

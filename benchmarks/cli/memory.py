@@ -18,33 +18,41 @@ from restorekv.files import check_target
 
 def run(
     tokens: Annotated[
-        str, typer.Option(help="Context lengths T, with commas.")
+        str, typer.Option(help="Context lengths T in tokens, separated by commas.")
     ] = "2048,4096,8192,16384,32768",
-    layers: Annotated[int, typer.Option(min=1, help="Qwen3-0.6B has 28.")] = 4,
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers; Qwen3-0.6B has 28.")] = 4,
     mode: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(MODES)}; repeatable; all unless given.")
+        list[str] | None,
+        typer.Option(help=f"How to compress: {', '.join(MODES)}; repeatable. By default all."),
     ] = None,
-    evictor: Annotated[str, typer.Option(help="What scores.")] = "kvzip",
-    ratio: Annotated[str, typer.Option(help="Share of the KV pairs to hold, in (0, 1].")] = "0.05",
+    evictor: Annotated[str, typer.Option(help="Evictor that scores.")] = "kvzip",
+    ratio: Annotated[
+        str, typer.Option(help="Share of the KV pairs to keep, above 0 and at most 1.")
+    ] = "0.05",
     filled: Annotated[
-        bool, typer.Option("--filled", help="Random numbers instead of a prefill.")
+        bool,
+        typer.Option(
+            "--filled", help="Fill the cache with random numbers instead of reading a text."
+        ),
     ] = False,
     part: Annotated[
         int,
         typer.Option(
-            min=0, help="Tokens streamed at a time; 0 for 2,048, or half of the smallest T if less."
+            min=0,
+            help="Tokens that streaming reads at a time; 0 takes 2,048, or half of the smallest "
+            "T if that is less.",
         ),
     ] = 0,
     quick: Annotated[
-        bool, typer.Option("--quick", help="512, 1,024 and 2,048 tokens, one layer.")
+        bool, typer.Option("--quick", help="Measure less: 512, 1,024 and 2,048 tokens, one layer.")
     ] = False,
     on_paper: Annotated[
         bool, typer.Option("--on-paper", help="Only compute what larger models would need.")
     ] = False,
     threads: Annotated[
-        int, typer.Option(min=0, help="CPU threads; 0 for PyTorch's own choice.")
+        int, typer.Option(min=0, help="Number of CPU threads; 0 leaves it to PyTorch.")
     ] = 0,
-    json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
+    json: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
     if json:
         check_target(json)

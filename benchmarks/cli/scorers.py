@@ -14,19 +14,19 @@ from restorekv.files import check_target
 
 
 def run(
-    tokens: Annotated[int, typer.Option(help="Context length T.")] = 4096,
+    tokens: Annotated[int, typer.Option(help="Length T of the context, in tokens.")] = 4096,
     layers: Annotated[
-        int, typer.Option(min=1, help="Fewer make a quick look; Qwen3-0.6B has 28.")
+        int, typer.Option(min=1, help="Number of layers; Qwen3-0.6B has 28, fewer are faster.")
     ] = 28,
     method: Annotated[
         list[str] | None,
-        typer.Option(help="An evictor's name or am-fast; repeatable; all unless given."),
+        typer.Option(help="Name of an evictor, or am-fast; repeatable. By default all."),
     ] = None,
-    ratio: Annotated[float, typer.Option(help="The ratio that am-fast fits its cache for.")] = 0.05,
+    ratio: Annotated[float, typer.Option(help="Ratio for which am-fast fits its cache.")] = 0.05,
     threads: Annotated[
-        int, typer.Option(min=0, help="CPU threads; 0 for PyTorch's own choice.")
+        int, typer.Option(min=0, help="Number of CPU threads; 0 leaves it to PyTorch.")
     ] = 0,
-    json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
+    json: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
     if json:
         check_target(json)

@@ -14,13 +14,17 @@ from restorekv.files import check_target
 
 def run(
     model: flags.Model = "smollm2",
-    tokens: Annotated[int, typer.Option(help="Length of the document.")] = 2048,
-    questions: Annotated[int, typer.Option(min=1, help="Questions in all.")] = 32,
-    clients: Annotated[int, typer.Option(min=1, help="Clients that ask at once.")] = 8,
-    preset: Annotated[str, typer.Option(help="How the document is compressed.")] = "fast",
-    ratio: Annotated[str, typer.Option(help="Share of the KV pairs to hold.")] = "0.1",
-    answer: Annotated[int, typer.Option(help="Tokens of every answer at most.")] = 16,
-    json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
+    tokens: Annotated[int, typer.Option(help="Length of the document, in tokens.")] = 2048,
+    questions: Annotated[int, typer.Option(min=1, help="Number of questions in all.")] = 32,
+    clients: Annotated[
+        int, typer.Option(min=1, help="Number of clients that ask at the same time.")
+    ] = 8,
+    preset: Annotated[
+        str, typer.Option(help="Preset that compresses the document: fast or best.")
+    ] = "fast",
+    ratio: Annotated[str, typer.Option(help="Share of the KV pairs to keep.")] = "0.1",
+    answer: Annotated[int, typer.Option(help="Maximum length of every answer, in tokens.")] = 16,
+    json: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
     if json:
         check_target(json)

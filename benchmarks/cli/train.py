@@ -14,17 +14,17 @@ from restorekv.files import check_target
 
 
 def run(
-    tokens: Annotated[int, typer.Option(help="Context length T.")] = 2048,
+    tokens: Annotated[int, typer.Option(help="Length T of the context, in tokens.")] = 2048,
     layers: Annotated[
-        int, typer.Option(min=1, help="Fewer make a quick look; Qwen3-0.6B has 28.")
+        int, typer.Option(min=1, help="Number of layers; Qwen3-0.6B has 28, fewer are faster.")
     ] = 28,
-    questions: Annotated[int, typer.Option(help="Questions in the step.")] = 4,
-    answer: Annotated[int, typer.Option(help="Ids of every answer.")] = 128,
-    ratio: Annotated[float, typer.Option(help="The ratio that the step draws.")] = 0.1,
+    questions: Annotated[int, typer.Option(help="Number of questions in the step.")] = 4,
+    answer: Annotated[int, typer.Option(help="Length of every answer, in tokens.")] = 128,
+    ratio: Annotated[float, typer.Option(help="Ratio of the step.")] = 0.1,
     threads: Annotated[
-        int, typer.Option(min=0, help="CPU threads; 0 for PyTorch's own choice.")
+        int, typer.Option(min=0, help="Number of CPU threads; 0 leaves it to PyTorch.")
     ] = 0,
-    json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
+    json: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
     if json:
         check_target(json)

@@ -18,23 +18,25 @@ TOGETHER = [1, 8, 32]
 
 
 def run(
-    folder: Annotated[Path, typer.Option(help="Keeps model and documents.")],
+    folder: Annotated[Path, typer.Option(help="Folder for the model and the documents.")],
     model: Annotated[
-        str, typer.Option(help=f"A small decoder: smollm2, a folder, a hub id, or {RANDOM}.")
+        str, typer.Option(help=f"Small decoder: smollm2, a folder, a hub id or {RANDOM}.")
     ] = "smollm2",
-    tokens: Annotated[int, typer.Option(help="Length of every document.")] = 2048,
+    tokens: Annotated[int, typer.Option(help="Length of every document, in tokens.")] = 2048,
     documents: Annotated[
-        int, typer.Option(min=2, help="How many documents are asked in turn.")
+        int, typer.Option(min=2, help="Number of documents, which are asked in turn.")
     ] = 8,
     fitting: Annotated[
-        int, typer.Option(min=1, help="Whole documents for which the KV space is made.")
+        int, typer.Option(min=1, help="Number of whole documents that the KV space has room for.")
     ] = 4,
     ratio: Annotated[
-        list[str], typer.Option(help="A ratio of the compressed documents; repeatable.")
+        list[str], typer.Option(help="Ratio of the compressed documents; repeatable.")
     ] = RATIOS,
-    together: Annotated[list[int], typer.Option(help="Questions at once; repeatable.")] = TOGETHER,
-    answer: Annotated[int, typer.Option(help="Tokens of every answer.")] = 16,
-    json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
+    together: Annotated[
+        list[int], typer.Option(help="Number of questions asked at the same time; repeatable.")
+    ] = TOGETHER,
+    answer: Annotated[int, typer.Option(help="Length of every answer, in tokens.")] = 16,
+    json: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
     if json:
         check_target(json)

@@ -15,17 +15,17 @@ from restorekv.files import check_target
 
 def run(
     folder: Annotated[
-        Path, typer.Option(help="Keeps documents, answers and the modes that are done.")
+        Path, typer.Option(help="Folder for documents and answers; modes that are done are kept.")
     ],
-    documents: Annotated[int, typer.Option(min=1, help="How many documents are asked.")] = 30,
+    documents: Annotated[int, typer.Option(min=1, help="Number of documents.")] = 30,
     longest: Annotated[
-        int, typer.Option(min=SHORTEST, help="Leave out documents of more tokens.")
+        int, typer.Option(min=SHORTEST, help="Leave out documents of more tokens than this.")
     ] = LONGEST,
     mode: Annotated[
-        list[str] | None, typer.Option(help="A mode of the engine; repeatable. [default: all]")
+        list[str] | None, typer.Option(help="Mode of the engine; repeatable. By default all.")
     ] = None,
-    model: Annotated[str, typer.Option(help="A small decoder: smollm2, a folder.")] = "smollm2",
-    json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
+    model: Annotated[str, typer.Option(help="Small decoder: smollm2 or a folder.")] = "smollm2",
+    json: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
     if json:
         check_target(json)

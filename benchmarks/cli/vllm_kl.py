@@ -13,14 +13,14 @@ from restorekv.files import check_target
 
 
 def run(
-    folder: Annotated[Path, typer.Option(help="Gets model and documents.")],
-    model: Annotated[str, typer.Option(help="A small decoder: smollm2, a folder.")] = "smollm2",
-    dtype: Annotated[str, typer.Option(help="Of both sides.")] = "bfloat16",
-    documents: Annotated[int, typer.Option(min=2, help="How many documents are asked.")] = 4,
-    tokens: Annotated[int, typer.Option(help="Length of every document.")] = 1024,
-    ratio: Annotated[str, typer.Option(help="Of the documents.")] = "0.1",
-    answer: Annotated[int, typer.Option(min=1, help="Tokens of every answer.")] = 12,
-    json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
+    folder: Annotated[Path, typer.Option(help="Folder for the model and the documents.")],
+    model: Annotated[str, typer.Option(help="Small decoder: smollm2 or a folder.")] = "smollm2",
+    dtype: Annotated[str, typer.Option(help="Type of the weights of both sides.")] = "bfloat16",
+    documents: Annotated[int, typer.Option(min=2, help="Number of documents.")] = 4,
+    tokens: Annotated[int, typer.Option(help="Length of every document, in tokens.")] = 1024,
+    ratio: Annotated[str, typer.Option(help="Ratio of the documents.")] = "0.1",
+    answer: Annotated[int, typer.Option(min=1, help="Length of every answer, in tokens.")] = 12,
+    json: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
     if json:
         check_target(json)

@@ -15,16 +15,16 @@ from restorekv.tasks import make_benchmark
 
 
 def run(
-    folder: Annotated[Path, typer.Option(help="Keeps cache files and answers.")],
+    folder: Annotated[Path, typer.Option(help="Folder for cache files and answers.")],
     benchmark: Annotated[
-        str, typer.Option(help="The benchmark and its settings.")
+        str, typer.Option(help="Benchmark, with its settings.")
     ] = "ruler:length=1024,per_task=5",
     ratio: Annotated[
-        list[str] | None, typer.Option(help="A ratio; repeatable. [default: 0.1 and 0.05]")
+        list[str] | None, typer.Option(help="Ratio; repeatable. By default 0.1 and 0.05.")
     ] = None,
-    evictor: Annotated[str, typer.Option(help="An evictor or a preset.")] = "best",
-    model: Annotated[str, typer.Option(help="A small decoder: smollm2, a folder.")] = "smollm2",
-    json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
+    evictor: Annotated[str, typer.Option(help="Evictor or preset.")] = "best",
+    model: Annotated[str, typer.Option(help="Small decoder: smollm2 or a folder.")] = "smollm2",
+    json: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
     ratios = ratio or ["0.1", "0.05"]
     # Check the options before a model is loaded.

@@ -13,15 +13,17 @@ from restorekv.files import check_target
 
 
 def run(
-    folder: Annotated[Path, typer.Option(help="Keeps model and documents.")],
-    model: Annotated[str, typer.Option(help="A small decoder: smollm2, a folder.")] = "smollm2",
-    tokens: Annotated[int, typer.Option(help="Length of every document.")] = 4096,
-    documents: Annotated[int, typer.Option(min=1, help="Requests of a batch.")] = 8,
-    ratio: Annotated[str, typer.Option(help="Of the documents.")] = "0.1",
-    evictor: Annotated[str, typer.Option(help="Of the documents.")] = "snapkv",
-    answer: Annotated[int, typer.Option(min=3, help="Tokens of every answer.")] = 24,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each side is measured.")] = 12,
-    json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
+    folder: Annotated[Path, typer.Option(help="Folder for the model and the documents.")],
+    model: Annotated[str, typer.Option(help="Small decoder: smollm2 or a folder.")] = "smollm2",
+    tokens: Annotated[int, typer.Option(help="Length of every document, in tokens.")] = 4096,
+    documents: Annotated[int, typer.Option(min=1, help="Number of requests in a batch.")] = 8,
+    ratio: Annotated[str, typer.Option(help="Ratio of the documents.")] = "0.1",
+    evictor: Annotated[str, typer.Option(help="Evictor of the documents.")] = "snapkv",
+    answer: Annotated[int, typer.Option(min=3, help="Length of every answer, in tokens.")] = 24,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Number of times that each side is measured.")
+    ] = 12,
+    json: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
     if json:
         check_target(json)

@@ -79,6 +79,11 @@ def test_each_model_is_shown_what_it_can_read():
     assert story.id.startswith(STORY) and story.questions
 
 
+def test_the_help_names_the_numbers_of_documents():
+    said = " ".join(cli("demo", "--help").out.replace("│", " ").split())
+    assert f"by default {WORLD.count} for tiny, else {STORIES.count}." in said
+
+
 def test_only_questions_are_shown_that_the_full_cache_answers_right():
     questions = []
     for number, truth in enumerate(("Hall", "94", "oak", "1709", "Hoe", "Leeds", "sun", "tin")):

@@ -10,7 +10,8 @@ from restorekv.cli import COMMANDS, _load_command
 from tests.helpers.source import FILES, MODULES, find_imports, module_name
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
-FOREIGN = {  # flags of other programs, in the sentences that say how to call them
+# Flags of other programs, and of a command in chat, in the sentences that say how to call them.
+FOREIGN = {
     "--merge": "llama-gguf-split",
     "--force-reinstall": "pip",
     "--no-deps": "pip",
@@ -20,6 +21,7 @@ FOREIGN = {  # flags of other programs, in the sentences that say how to call th
     "--attention-config": "vllm serve",
     "--generation-config": "vllm serve",
     "--page": "benchmarks",
+    "--replace": "/save in chat",
 }
 # Sentences of the library that the server's own ones replace, or that it never reaches.
 ELSEWHERE = {

@@ -31,13 +31,13 @@ TRAIN = "Train"
 COMMANDS: dict[str, tuple[str, ...]] = {  # name: module, help, panel of `restorekv --help`
     "compress": ("restorekv.cli.compress", "Compress a text into a small cache file.", USE),
     "ask": ("restorekv.cli.ask", "Answer questions from a cache file.", USE),
-    "chat": ("restorekv.cli.chat", "Talk about a cache file in the terminal.", USE),
+    "chat": ("restorekv.cli.chat", "Have a conversation about a cache file in the terminal.", USE),
     "append": (
         "restorekv.cli.cache_files:append",
-        "Put a text behind a cache file, without the text that it was made of.",
+        "Add a text to a cache file, without reading its own text again.",
         USE,
     ),
-    "compose": ("restorekv.cli.cache_files:compose", "Make one cache file of several.", USE),
+    "compose": ("restorekv.cli.cache_files:compose", "Join several cache files into one.", USE),
     "serve": (
         "restorekv.cli.serve",
         "Serve OpenAI's API over documents that stay compressed.",
@@ -55,17 +55,17 @@ COMMANDS: dict[str, tuple[str, ...]] = {  # name: module, help, panel of `restor
     ),
     "verify": (
         "restorekv.cli.verify",
-        "Say of files whether they can be trusted to load, and what they are.",
+        "Check that files are intact and safe to load, and say what they are.",
         USE,
     ),
     "doctor": (
         "restorekv.cli.doctor",
-        "Check what this machine computes, and show what is used on it.",
+        "Test the code for this machine's CPU and GPUs, and show what is installed.",
         USE,
     ),
     "demo": (
         "restorekv.cli.demo",
-        "Ask a full cache and small ones about facts, side by side.",
+        "Compare the answers of a full cache with those of small ones, side by side.",
         USE,
     ),
     "eval": (
@@ -75,12 +75,12 @@ COMMANDS: dict[str, tuple[str, ...]] = {  # name: module, help, panel of `restor
     ),
     "report": (
         "restorekv.cli.eval:report",
-        "Write the results of a folder as one page of tables and charts.",
+        "Make a page of tables and charts from the results of eval.",
         MEASURE,
     ),
     "data": (
         "restorekv.cli.data",
-        "Build or show training data: documents, questions, the model's answers.",
+        "Build or show training data: documents, questions and the model's answers.",
         TRAIN,
     ),
     "train": ("restorekv.cli.train", "Train a restore adapter by self-distillation.", TRAIN),
@@ -154,7 +154,7 @@ def root(
         ),
     ] = False,
 ) -> None:
-    """Compress a long context once, restore what eviction lost, ask anything."""
+    """Compress the KV cache of a long text once, then ask as many questions as you like."""
 
 
 def main(args: Sequence[str] | None = None) -> None:

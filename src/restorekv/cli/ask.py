@@ -26,23 +26,28 @@ from restorekv.errors import RestoreKVError
 
 @options.add_options_of(options.SamplingFlags)
 def run(
-    file: Annotated[Path, typer.Argument(help="A cache file made by compress.")],
+    file: Annotated[Path, typer.Argument(help="Cache file made by compress.")],
     questions: Annotated[
         list[str],
         typer.Argument(
-            help="Further cache files (.rkv), then questions; - reads stdin, one per line."
+            help="More cache files (.rkv), if any, then the questions; - reads questions from "
+            "stdin, one per line."
         ),
     ],
-    max_new_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.")] = 128,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Maximum length of an answer, in tokens.")
+    ] = 128,
     answer_prefix: Annotated[
         str,
-        typer.Option(metavar="TEXT", help="Words that every answer goes on from, not printed."),
+        typer.Option(
+            metavar="TEXT", help="Words that every answer starts with; they are not printed."
+        ),
     ] = "",
     model: options.OtherModel = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     json: Annotated[
-        Path | None, options.make_json_option("Write questions and answers here, for programs.")
+        Path | None, options.make_json_option("JSON file for questions and answers.")
     ] = None,
     **flags: Any,
 ) -> None:

@@ -22,16 +22,17 @@ if TYPE_CHECKING:
 
 
 def append(
-    file: Annotated[Path, typer.Argument(help="A cache file made by compress; it stays as it is.")],
+    file: Annotated[Path, typer.Argument(help="Cache file made by compress; it is not changed.")],
     text: Annotated[
         str,
-        typer.Argument(help="The text, HTML, PDF or DOCX file to put behind it, or - for stdin."),
+        typer.Argument(help="Text, HTML, PDF or DOCX file to add at its end, or - for stdin."),
     ],
     out: options.CacheFile,
     restore: Annotated[
         str,
         typer.Option(
-            help="Restore tokens of earlier parts: last (replaced), every (kept as pairs) or none."
+            help="Restore tokens: last (new ones replace the earlier parts'), every (the earlier "
+            "parts' stay, too) or none."
         ),
     ] = "last",
     adapter: options.Adapter = "auto",
@@ -62,7 +63,8 @@ def append(
 
 def compose(
     files: Annotated[
-        list[Path], typer.Argument(help="Cache files of one model, in the order of their texts.")
+        list[Path],
+        typer.Argument(help="Cache files made with one model, in the order of their texts."),
     ],
     out: options.CacheFile,
     model: options.OtherModel = None,
@@ -84,11 +86,9 @@ def compose(
 
 def export(
     file: Annotated[
-        Path, typer.Argument(help="A cache file made by compress with --allocation per-head.")
+        Path, typer.Argument(help="Cache file made by compress with --allocation per-head.")
     ],
-    out: Annotated[
-        Path, options.make_output_option("The portable file to write.", "--output", "-o")
-    ],
+    out: Annotated[Path, options.make_output_option("Portable file to write.", "--output", "-o")],
     model: options.OtherModel = None,
 ) -> None:
     check_outputs_apart([out], (file, model))

@@ -12,24 +12,26 @@ from restorekv.errors import RestoreKVError
 
 @options.add_options_of(options.SamplingFlags)
 def run(
-    file: Annotated[Path, typer.Argument(help="A cache file made by compress.")],
+    file: Annotated[Path, typer.Argument(help="Cache file made by compress.")],
     resume: Annotated[
-        Path | None, typer.Option("--continue", help="Go on with a conversation that /save wrote.")
+        Path | None, typer.Option("--continue", help="Continue a conversation that /save wrote.")
     ] = None,
     system: Annotated[
-        str, typer.Option(help="What the model is told before the first question.")
+        str, typer.Option(help="System message, read before the first question.")
     ] = "",
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="The longest answer, in tokens.")
+        int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")
     ] = 128,
     fold: Annotated[
         bool,
         typer.Option(
-            help="Compress the turns before cache and turns hold more than the text's full cache."
+            help="Compress earlier turns before the cache and the turns together outgrow the "
+            "text's full cache."
         ),
     ] = True,
     adapter: Annotated[
-        str, typer.Option(help="What restores when turns are folded; as of restorekv append.")
+        str,
+        typer.Option(help=f"Restore adapter for turns that are compressed: {options.ADAPTER_HELP}"),
     ] = "auto",
     model: options.OtherModel = None,
     device: options.Device = "cpu",

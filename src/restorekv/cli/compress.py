@@ -24,17 +24,20 @@ from restorekv.restore.choices import RestoreFrom
 def run(
     file: Annotated[
         str,
-        typer.Argument(help="A text, HTML, PDF or DOCX file, - for stdin, or a folder of files."),
+        typer.Argument(help="Text, HTML, PDF or DOCX file, a folder of them, or - for stdin."),
     ],
     out: Annotated[
         Path,
-        typer.Option("--output", "-o", help="The cache file to write; for a folder, a folder."),
+        typer.Option(
+            "--output", "-o", help="Cache file to write; for a folder of texts, a folder."
+        ),
     ],
     ratio: Annotated[
-        str | None, typer.Option(help="Share of the KV pairs to hold, in (0, 1]; 0.1 unless given.")
+        str | None,
+        typer.Option(help="Share of the KV pairs to keep, above 0 and at most 1; 0.1 by default."),
     ] = None,
     tokens_per_head: Annotated[
-        int | None, typer.Option(help="Instead of a ratio: pairs per head, on average.")
+        int | None, typer.Option(help="Instead of --ratio: pairs to keep per head, on average.")
     ] = None,
     preset: options.Preset = None,
     evictor: options.Evictor = None,
@@ -54,14 +57,13 @@ def run(
     dtype: options.Dtype = "auto",
     on_long_text: options.OnLongText = "refuse",
     yarn: options.Yarn = None,
-    json: Annotated[
-        Path | None, options.make_json_option("Write the figures here, for programs.")
-    ] = None,
+    json: Annotated[Path | None, options.make_json_option("JSON file for the figures.")] = None,
     ray: Annotated[
-        str | None, typer.Option(help="Spread a folder over Ray: local, auto or an address.")
+        str | None,
+        typer.Option(help="Compress a folder on a Ray cluster: local, auto or its address."),
     ] = None,
     workers: Annotated[
-        int, typer.Option(min=1, help="With --ray, how many documents at once.")
+        int, typer.Option(min=1, help="Documents that --ray compresses at the same time.")
     ] = 2,
 ) -> None:
     # Check the options before PyTorch is imported and a model is loaded, which takes long.

@@ -25,23 +25,23 @@ app = typer.Typer(
 @app.command("build")
 @options.add_options_of(BuildConfig)
 def run(
-    out: Annotated[Path, typer.Option(help="Folder of the data.")],
+    out: Annotated[Path, typer.Option(help="Folder to write the data to.")],
     model: options.Model = options.DEFAULT_MODEL,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     exclude: Annotated[
-        list[str], typer.Option(help="Evaluation texts to keep out: a file or folder; repeatable.")
+        list[str], typer.Option(help="File or folder of evaluation texts to keep out; repeatable.")
     ] = NOTHING,
     permissive: Annotated[
         bool, typer.Option("--permissive", help="Short for --mixture permissive.")
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Finish the folder's unfinished data.")
+        bool, typer.Option("--resume", help="Continue the unfinished data in the folder.")
     ] = False,
     **settings: Any,
 ) -> None:
-    """Build a mixture: long documents, books and FLAN, questions and greedy answers of the model
-    itself.
+    """Build a mixture of long documents, books and FLAN, with questions and greedy answers of the
+    model itself.
     """
     config = BuildConfig(
         **{**settings, "mixture": "permissive" if permissive else settings["mixture"]}
@@ -78,7 +78,7 @@ def run(
 def show(
     folder: Annotated[Path, typer.Argument(help="Folder of the data.")],
     json: Annotated[
-        Path | None, options.make_json_option("Write the figures and the manifest here.")
+        Path | None, options.make_json_option("JSON file for the figures and the manifest.")
     ] = None,
 ) -> None:
     """Print the table of the paper's appendix for this data, next to the paper's numbers."""

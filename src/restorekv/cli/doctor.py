@@ -50,21 +50,30 @@ ON_CPU = {"graph": "here the same steps, without a graph"}
 
 def run(
     model: Annotated[
-        str, typer.Option(help=f"Whose shape to check; no weights are loaded. {options.MODEL_HELP}")
+        str,
+        typer.Option(
+            help=f"Model whose shape is tested, without its weights: {options.MODEL_HELP}"
+        ),
     ] = SMOLLM2,
     device: Annotated[
         str | None,
-        typer.Option(help="The device to check; unless given, the CPU and every kind of GPU here."),
+        typer.Option(help="Device to test; by default the CPU and one GPU of every kind."),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="auto (bfloat16 on a GPU), float32, bfloat16 or float16.")
+        str,
+        typer.Option(
+            help="Type to test: auto (bfloat16 on a GPU, float32 on a CPU), float32, bfloat16 or "
+            "float16."
+        ),
     ] = "auto",
     out: Annotated[
         Path | None,
-        options.make_json_option("Write all of it here, to attach to an issue.", "--output", "-o"),
+        options.make_json_option(
+            "JSON file for the report, to attach to an issue; it names no user.", "--output", "-o"
+        ),
     ] = None,
     again: Annotated[
-        bool, typer.Option("--again", help="Check everything now, whatever is remembered.")
+        bool, typer.Option("--again", help="Test everything again, even what has passed before.")
     ] = False,
 ) -> None:
     check_dtype(dtype)

@@ -24,8 +24,8 @@ from restorekv.compression.presets import resolve_preset
 from restorekv.errors import RestoreKVError, check_choice, import_extra
 
 BENCHMARK_HELP = (
-    f"{', '.join(list_benchmarks())}; "
-    "with settings as in ruler:length=8192,tasks=vt+cwe. Repeatable."
+    f"One of {', '.join(list_benchmarks())}; settings follow a colon: "
+    "ruler:length=8192,tasks=vt+cwe. Repeatable."
 )
 DEFAULT_EVICTORS = ["kvzip", "kvzip+"]
 DEFAULT_RATIOS = ["0.4", "0.2", "0.1", "0.05"]
@@ -40,35 +40,38 @@ def run(
     evictor: Annotated[
         list[str],
         typer.Option(
-            help="SPEC or SPEC@ADAPTER (a folder, a hub id, published, auto, none); repeatable. "
-            + options.EVICTOR_HELP
+            help="EVICTOR or EVICTOR@ADAPTER (a folder, a hub id, published, auto or none). "
+            f"{options.EVICTOR_HELP} Repeatable."
         ),
     ] = DEFAULT_EVICTORS,
     ratio: Annotated[
-        list[str], typer.Option(help="A ratio in (0, 1]; repeatable.")
+        list[str],
+        typer.Option(help="Share of the KV pairs to keep, above 0 and at most 1; repeatable."),
     ] = DEFAULT_RATIOS,
     protocol: Annotated[
-        list[str], typer.Option(help=f"{' or '.join(PROTOCOLS)}; repeatable.")
+        list[str],
+        typer.Option(help=f"Rules of the evaluation: {' or '.join(PROTOCOLS)}; repeatable."),
     ] = DEFAULT_PROTOCOLS,
     model: Annotated[
-        list[str], typer.Option(help=f"{options.MODEL_HELP} Repeatable.")
+        list[str], typer.Option(help=f"Model: {options.MODEL_HELP} Repeatable.")
     ] = DEFAULT_MODELS,
     out: Annotated[
-        Path, typer.Option(help="The run's folder; its cells are not run again.")
+        Path, typer.Option(help="Folder of the results; what is there is not computed again.")
     ] = Path("runs/eval"),
     set_aside: Annotated[
         bool,
         typer.Option(
             "--set-aside",
-            help="Ask anew what was made with something else, such as an older evictor; what is "
-            "there moves to set-aside/ in the folder.",
+            help="Compute results again that were made with other code, such as an older evictor; "
+            "the old ones move to set-aside/ in the folder.",
         ),
     ] = False,
     count: Annotated[
-        int | None, typer.Option(min=1, help="Contexts of each benchmark; else its own number.")
+        int | None,
+        typer.Option(min=1, help="Number of texts; by default as many as each benchmark has."),
     ] = None,
     seed: Annotated[
-        list[int] | None, typer.Option(help="Seed of each benchmark; repeatable.")
+        list[int] | None, typer.Option(help="Seed that draws each benchmark's texts; repeatable.")
     ] = None,
     restore_tokens: options.RestoreTokens = None,
     prefix_policy: options.ScoredPrefixPolicy = "free",
@@ -79,20 +82,21 @@ def run(
     kv_dtype: options.KvDtypes = DEFAULT_KV_DTYPES,
     streaming_chunk: options.StreamingChunk = None,
     max_context: Annotated[
-        int, typer.Option(min=0, help="Cut longer contexts; 0: at the tokenizer's limit.")
+        int,
+        typer.Option(min=0, help="Tokens after which texts are cut; 0 is the tokenizer's limit."),
     ] = 0,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     ray: Annotated[
-        str | None, typer.Option(help="Spread the work over Ray: local, auto or an address.")
+        str | None, typer.Option(help="Evaluate on a Ray cluster: local, auto or its address.")
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Number of Ray workers; {DEFAULT_WORKERS} unless given."),
+        typer.Option(min=1, help=f"Number of Ray workers; {DEFAULT_WORKERS} by default."),
     ] = None,
     json: Annotated[
         Path | None,
-        options.make_json_option("Also write rows, conventions and every answer here."),
+        options.make_json_option("JSON file for scores, settings and every answer."),
     ] = None,
 ) -> None:
     specs = [resolve_preset(each.partition("@")[0]) for each in evictor]
@@ -171,11 +175,9 @@ def run(
 
 
 def report(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The folder that eval --out wrote.")
-    ],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that eval --out wrote.")],
     out: Annotated[
-        Path | None, typer.Option(help="The folder of the page; DIR/report unless given.")
+        Path | None, typer.Option(help="Folder for the page; DIR/report by default.")
     ] = None,
 ) -> None:
     if not folder.is_dir():

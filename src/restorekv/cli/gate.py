@@ -20,34 +20,36 @@ from restorekv.train.gate_config import GateConfig
 
 @options.add_options_of(GateConfig)
 def train(
-    out: Annotated[Path, options.make_output_option("The gate file to write.")],
+    out: Annotated[Path, options.make_output_option("Gate file to write.")],
     data: Annotated[
         list[str],
         typer.Option(
-            help='tiny (its world), a mixture, or JSON lines {"context", "questions"}; repeatable.'
+            help="Training texts: tiny (the tiny model's world), a folder of `restorekv data "
+            'build`, or JSON lines with "context" and "questions"; repeatable.'
         ),
     ],
     count: Annotated[
         int,
         typer.Option(
             min=2,
-            help="Number of contexts of the tiny world; of other data the maximum, evenly spaced.",
+            help="Number of texts of the tiny world; of other data the maximum, evenly spaced.",
         ),
     ] = 200,
     shortest: Annotated[
-        int, typer.Option(min=64, help="Minimum tokens of a context of the tiny world.")
+        int, typer.Option(min=64, help="Minimum length of a text of the tiny world, in tokens.")
     ] = SHORTEST,
     longest: Annotated[
-        int, typer.Option(min=64, help="Maximum tokens of a context of the tiny world.")
+        int, typer.Option(min=64, help="Maximum length of a text of the tiny world, in tokens.")
     ] = LONGEST,
     features: Annotated[
         Path | None,
         typer.Option(
-            help="Folder that keeps attention inputs and scores; OUT.features by default."
+            help="Folder for attention inputs and scores, which --resume uses; OUT.features by "
+            "default."
         ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Use the features that are there already.")
+        bool, typer.Option("--resume", help="Use what the folder of --features has already.")
     ] = False,
     model: options.Model = options.DEFAULT_MODEL,
     device: options.Device = "cpu",
@@ -92,10 +94,11 @@ def convert(
     source: Annotated[
         str,
         typer.Argument(
-            help=f"A .pt file of Fast KVzip, a folder of KVzap, a hub id of KVzap, or {FAST_KVZIP}."
+            help="A .pt file of Fast KVzip, a folder or hub id of KVzap, or the hub id "
+            f"{FAST_KVZIP}."
         ),
     ],
-    out: Annotated[Path, options.make_output_option("The gate file to write.", "--output", "-o")],
+    out: Annotated[Path, options.make_output_option("Gate file to write.", "--output", "-o")],
     model: options.Model = options.DEFAULT_MODEL,
     dtype: options.Dtype = "auto",
 ) -> None:

@@ -15,18 +15,19 @@ from restorekv.cli.inputs import (
 
 
 def run(
-    file: Annotated[Path, typer.Argument(help="A cache file made by compress.")],
+    file: Annotated[Path, typer.Argument(help="Cache file made by compress.")],
     plot: Annotated[
-        Path | None, options.make_output_option("Draw the same as a picture: .png, .pdf or .svg.")
+        Path | None, options.make_output_option("Also draw it, into a .png, .pdf or .svg file.")
     ] = None,
-    json: Annotated[
-        Path | None, options.make_json_option("Write the figures here, for programs.")
-    ] = None,
+    json: Annotated[Path | None, options.make_json_option("JSON file for the figures.")] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Whose tokenizer shows the text; one that ships unless given."),
+        typer.Option(
+            help="Model whose tokenizer shows the text; not needed for smollm2, gemma3-270m and "
+            "tiny."
+        ),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=0, help="How many tokens of the text to show.")] = 400,
+    tokens: Annotated[int, typer.Option(min=0, help="Number of tokens of the text to show.")] = 400,
 ) -> None:
     if plot:
         check_plot_name(plot)

@@ -37,106 +37,151 @@ def _check_json(context: typer.Context, path: Path | None) -> Path | None:
 
 def make_json_option(help: str, *names: str) -> Any:
     """Return an option that names a file for figures, or "-" for stdout."""
-    return typer.Option(*names, help=f"{help} - is stdout.", callback=_check_json)
+    return typer.Option(*names, help=f"{help} Use - for stdout.", callback=_check_json)
 
 
-CacheFile = Annotated[Path, make_output_option("The cache file to write.", "--output", "-o")]
-EVICTOR_HELP = f"{', '.join(list_evictors())}; with settings as in snapkv:window=64,kernel=5."
+CacheFile = Annotated[Path, make_output_option("Cache file to write.", "--output", "-o")]
+EVICTOR_HELP = (
+    f"One of {', '.join(list_evictors())}; settings follow a colon: snapkv:window=64,kernel=5."
+)
 
 Evictor = Annotated[
     str | None,
-    typer.Option(help=f"{DEFAULT_EVICTOR} unless a preset or an evictor is named. {EVICTOR_HELP}"),
+    typer.Option(
+        help=f"Method that chooses which KV pairs stay; {DEFAULT_EVICTOR} without --preset. "
+        f"{EVICTOR_HELP}"
+    ),
 ]
 Preset = Annotated[
     str | None,
     typer.Option(
-        help="fast (fastkvzip: costs little more than reading) or best (kvzip), for --evictor."
+        help="Instead of --evictor: fast (fastkvzip, which takes little longer than reading the "
+        "text) or best (kvzip)."
     ),
 ]
-Adapter = Annotated[
-    str,
-    typer.Option(
-        help="auto (one that ships for the model, up to the ratio at which it helps), none, "
-        "published (by the paper's authors), a folder or a hub id."
-    ),
-]
+ADAPTER_HELP = (
+    "auto (the one that ships for the model, up to the ratio where it helps), none, published (by "
+    "the paper's authors), a folder or a hub id."
+)
+Adapter = Annotated[str, typer.Option(help=f"Restore adapter: {ADAPTER_HELP}")]
 DEFAULT_MODEL = "smollm2"  # everywhere; the toy is used where it is named
 STOP_REPEATS = 3  # as in conversations; 0 lets an answer repeat itself
 MODEL_HELP = "smollm2, gemma3-270m, tiny, a model folder, a GGUF file or a hub id."
-Model = Annotated[str, typer.Option(help=MODEL_HELP)]
+Model = Annotated[str, typer.Option(help=f"Model: {MODEL_HELP}")]
 OtherModel = Annotated[
     str | None,
-    typer.Option("--model", help=f"The model, needed unless it has a name here. {MODEL_HELP}"),
+    typer.Option(
+        "--model",
+        help="Model that made the cache file: a folder, a GGUF file or a hub id. Not needed for "
+        "smollm2, gemma3-270m and tiny.",
+    ),
 ]
 System = Annotated[
-    str, typer.Option(help="The system message before the text; unless given, the template's own.")
+    str, typer.Option(help="System message before the text; by default the chat template's own.")
 ]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.", callback=check_device)]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="Device that the model runs on: cpu, cuda, cuda:1 or mps.", callback=check_device
+    ),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="Type of the model's weights: auto (as stored), float32, bfloat16 or float16."
+    ),
+]
 PrefixPolicy = Annotated[
     str,
-    typer.Option(help="free: keep the chat prefix and do not count it; counted: let it compete."),
+    typer.Option(
+        help="The chat template's tokens before the text: free (kept in addition to the budget) or "
+        "counted (they compete with the text for it)."
+    ),
 ]
 # For scores: the default is how the shipped adapters were trained, whatever the protocol.
 ScoredPrefixPolicy = Annotated[
     str,
     typer.Option(
-        help="free, as the shipped adapters were trained; counted, as kvpress counts; or protocol, "
-        "the protocol's own."
+        help="The chat template's tokens before the text: free (kept in addition to the budget, as "
+        "the shipped adapters were trained), counted (they compete for it, as in kvpress) or "
+        "protocol (the protocol's rule)."
     ),
 ]
 OnSmallBudget = Annotated[
     str,
     typer.Option(
-        help="When the restore tokens exceed the budget: whole (keep the text whole), error, fewer "
-        "or clip."
+        help="If the restore tokens alone exceed the budget: whole (keep the whole text), error, "
+        "fewer (use as many as fit) or clip (exceed the budget)."
     ),
 ]
 # Scores are of caches of one size.
 ScoredOnSmallBudget = Annotated[
-    str, typer.Option(help="When the restore tokens exceed the budget: error, fewer or clip.")
+    str,
+    typer.Option(
+        help="If the restore tokens alone exceed the budget: error, fewer (use as many as fit) or "
+        "clip (exceed the budget)."
+    ),
 ]
-Allocation = Annotated[str, typer.Option(help=f"Which pairs compete: {', '.join(ALLOCATIONS)}.")]
+Allocation = Annotated[
+    str,
+    typer.Option(help=f"Which pairs compete with each other: {', '.join(ALLOCATIONS)}."),
+]
 RestoreFrom = Annotated[
     str,
     typer.Option(
-        help="What the restore pass reads: full, or evicted (a control; its adapter is trained so)."
+        help="Cache that the restore pass reads: full, or evicted (a control of the paper, for "
+        "adapters trained with it)."
     ),
 ]
 Offset = Annotated[
     int,
     typer.Option(
-        min=0, max=2**31, help="Positions between context and question (a control, no adapter)."
+        min=0,
+        max=2**31,
+        help="Positions to skip between text and question (a control of the paper, without an "
+        "adapter).",
     ),
 ]
-KV_DTYPE_HELP = f"Dtype of the kept pairs: {', '.join(KV_DTYPES)}; the ratio does not count it."
+KV_DTYPE_HELP = (
+    f"Type of the kept pairs: {', '.join(KV_DTYPES)}. It changes their bytes, not their number."
+)
 KvDtype = Annotated[str, typer.Option(help=KV_DTYPE_HELP)]
 KvDtypes = Annotated[list[str], typer.Option(help=f"{KV_DTYPE_HELP} Repeatable.")]
 StreamingChunk = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Compress while the prefill reads so many tokens at a time; an approximation."
+        min=1,
+        help="Tokens to read between two evictions, so that the full cache is never held; an "
+        "approximation.",
     ),
 ]
 Offload = Annotated[
     bool,
     typer.Option(
-        "--offload", help="Keep the full cache in a temporary file (on a GPU: the host's memory)."
+        "--offload",
+        help="While compressing, keep the full cache in a temporary file (of a GPU, in the host's "
+        "memory).",
     ),
 ]
 OnLongText = Annotated[
-    str, typer.Option(help="A context too long for the model's positions: refuse, or cut its end.")
+    str,
+    typer.Option(
+        help="If the text is longer than the model's positions: refuse, or cut (drop its end)."
+    ),
 ]
 Yarn = Annotated[
     float | None,
     typer.Option(
-        help="Stretch the model's positions by this factor; ask does the same with the file."
+        help="Factor by which YaRN stretches the model's positions, for longer texts; the cache "
+        "file records it."
     ),
 ]
 RestoreTokens = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Use the adapter's first so many restore tokens; train it with --nested."
+        min=1,
+        help="Use only this many of the adapter's restore tokens; for adapters trained with "
+        "--nested.",
     ),
 ]
 
@@ -148,7 +193,8 @@ class SamplingFlags:
     temperature: float = field(
         default=0.0,
         metadata={
-            "help": "How much chance decides; 0 takes the likeliest token.",
+            "help": "Randomness of the answer: 0 always takes the most likely token, 1 samples "
+            "from the model's own probabilities, higher is more random.",
             "min": 0,
             "max": 100,
         },
@@ -156,28 +202,43 @@ class SamplingFlags:
     top_p: float = field(
         default=1.0,
         metadata={
-            "help": "Sample from the likeliest tokens of this probability.",
+            "help": "Sample only from the most likely tokens whose probabilities add up to this; 1 "
+            "samples from all.",
             "min": 0,
             "max": 1,
         },
     )
     top_k: int = field(
-        default=0, metadata={"help": "Sample from so many likeliest tokens; 0 for all.", "min": 0}
+        default=0,
+        metadata={
+            "help": "Sample only from this many of the most likely tokens; 0 samples from all.",
+            "min": 0,
+        },
     )
     min_p: float = field(
         default=0.0,
         metadata={
-            "help": "Leave out tokens below this share of the likeliest one's.",
+            "help": "Sample only from tokens at least this fraction as likely as the most likely "
+            "one; 0 samples from all.",
             "min": 0,
             "max": 1,
         },
     )
     repetition_penalty: float = field(
         default=1.0,
-        metadata={"help": "Above 1, makes what was read or said rarer.", "min": 0, "max": 100},
+        metadata={
+            "help": "Above 1, makes tokens of the text, the question and the answer so far less "
+            "likely; 1 is off.",
+            "min": 0,
+            "max": 100,
+        },
     )
     seed: int = field(
-        default=0, metadata={"help": "The same seed gives the same answer.", "min": 0}
+        default=0,
+        metadata={
+            "help": "Seed of the sampling; the same seed gives the same answer.",
+            "min": 0,
+        },
     )
     stop: list[str] | None = field(
         default=None, metadata={"help": "End an answer before this text; repeatable."}
@@ -185,17 +246,19 @@ class SamplingFlags:
     stop_repeats: int = field(
         default=STOP_REPEATS,
         metadata={
-            "help": "End an answer that says the same so many times in a row, and keep it once; 0 "
-            "lets it go on.",
+            "help": "End an answer once it says the same thing this many times in a row, and keep "
+            "one copy; 0 lets it continue.",
             "min": 0,
             "max": 1000,
         },
     )
     json_schema: Path | None = field(
-        default=None, metadata={"help": "A file with the JSON schema of every answer."}
+        default=None,
+        metadata={"help": "File with a JSON schema that every answer follows."},
     )
     regex: str | None = field(
-        default=None, metadata={"help": "An expression that every answer matches as a whole."}
+        default=None,
+        metadata={"help": "Regular expression that every answer matches from start to end."},
     )
 
 

@@ -13,33 +13,34 @@ from restorekv.errors import AdapterError, check_choice
 
 def run(
     folder: Annotated[
-        Path, typer.Argument(help="The folder of a trained adapter, as runs/mine/adapter.")
+        Path, typer.Argument(help="Folder of a trained adapter, such as runs/mine/adapter.")
     ],
     repo: Annotated[
-        str, typer.Argument(help="OWNER/NAME on the hub, which is created if need be.")
+        str, typer.Argument(help="Repository OWNER/NAME on the hub; it is created if needed.")
     ],
     private: Annotated[
-        bool, typer.Option("--private", help="Only the owner sees the repository.")
+        bool, typer.Option("--private", help="Create a repository that only its owner sees.")
     ] = False,
     dtype: Annotated[
         str,
         typer.Option(
-            help=f"Type of the LoRA weights: auto (as they are), {', '.join(DTYPES[1:])}."
+            help="Type of the LoRA weights: auto (as they are), float32, bfloat16 or float16."
         ),
     ] = "auto",
     license: Annotated[
         str | None,
         typer.Option(
-            help="License by the hub's name for it; passed on from the data unless given."
+            help="License of the adapter, by the hub's name for it; by default that of its data."
         ),
     ] = None,
     results: Annotated[
         Path | None,
         typer.Option(
-            help="What `restorekv eval --json` wrote for this adapter; recorded in its folder."
+            help="JSON file of `restorekv eval --json` with this adapter's scores, for the model "
+            "card; the folder records them."
         ),
     ] = None,
-    message: Annotated[str | None, typer.Option(help="Message of the commit.")] = None,
+    message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the model card and publish nothing.")
     ] = False,

@@ -35,63 +35,88 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 def run(
     model: options.Model = "smollm2",
     preset: Annotated[
-        str, typer.Option(help="How uploads are compressed: fast, best or an evictor's name.")
+        str, typer.Option(help="How documents are compressed: fast, best or an evictor's name.")
     ] = "fast",
-    ratio: Annotated[str, typer.Option(help="Share of the KV pairs that uploads keep.")] = "0.1",
+    ratio: Annotated[
+        str,
+        typer.Option(help="Share of a document's KV pairs to keep, above 0 and at most 1."),
+    ] = "0.1",
     host: Annotated[
-        str, typer.Option(help="Where to listen; other machines reach 0.0.0.0.")
+        str,
+        typer.Option(help="Address to listen at; 0.0.0.0 lets other machines connect."),
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on.")] = 8080,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")
+    ] = 8080,
     api_key_file: Annotated[
-        Path | None, typer.Option(help="A file with the keys of clients, one per line.")
+        Path | None,
+        typer.Option(
+            help="File with the API keys that clients may use, one per line; without it no key is "
+            "needed."
+        ),
     ] = None,
     store: Annotated[
-        Path | None, typer.Option(help="The folder of documents.", show_default="restorekv-store")
+        Path | None,
+        typer.Option(help="Folder of the documents.", show_default="restorekv-store"),
     ] = None,
     memory: Annotated[
-        str, typer.Option(help="How much of the documents is held in memory.")
+        str, typer.Option(help="Maximum memory for documents, such as 512M or 4G.")
     ] = "4G",
-    disk: Annotated[str, typer.Option(help="How much of them is held on disk.")] = "100G",
+    disk: Annotated[
+        str,
+        typer.Option(help="Maximum disk space for compressed documents, such as 50G."),
+    ] = "100G",
     shared: Annotated[
-        str | None, typer.Option(help="A folder of caches for several servers, s3://... too.")
+        str | None,
+        typer.Option(help="Folder of caches that several servers share: a path or s3://..."),
     ] = None,
     waiting: Annotated[
-        int, typer.Option(min=1, help="Requests that may wait; more are refused with 429.")
+        int,
+        typer.Option(min=1, help="Maximum number of waiting requests; more are refused with 429."),
     ] = 256,
     engine: Annotated[
-        str, typer.Option(help="The inference engine: embedded (this library) or vllm.")
+        str, typer.Option(help="What writes the answers: embedded (this library) or vllm.")
     ] = "embedded",
     vllm_url: Annotated[
-        str | None, typer.Option(help="A vLLM server that runs: http://HOST:8000/v1.")
+        str | None,
+        typer.Option(help="Address of a running vLLM server, such as http://HOST:8000/v1."),
     ] = None,
     vllm_store: Annotated[
-        Path | None, typer.Option(help="The folder from which that server reads documents.")
+        Path | None, typer.Option(help="Folder from which that vLLM server reads documents.")
     ] = None,
     vllm_options: Annotated[
-        str | None, typer.Option(help="Arguments of vLLM's engine, as JSON.")
+        str | None, typer.Option(help="Arguments of vLLM's engine, as a JSON object.")
     ] = None,
     vllm_documents: Annotated[
         str | None,
         typer.Option(
-            help="What vLLM reads: ragged (caches as they are) or portable (heads of one length).",
+            help="What vLLM reads: ragged (caches as they are) or portable (heads of equal "
+            "length).",
             show_default="ragged",
         ),
     ] = None,
     documents_memory: Annotated[
         str | None,
-        typer.Option(help="How much of the documents vLLM holds.", show_default="1G"),
+        typer.Option(help="Maximum memory for documents in vLLM, such as 1G.", show_default="1G"),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 1024,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")
+    ] = 1024,
     temperature: Annotated[
         float,
-        typer.Option(min=0, max=2, help="Of answers whose request names none; 0 is greedy."),
+        typer.Option(
+            min=0,
+            max=2,
+            help="Temperature of requests that give none; 0 always takes the most likely token.",
+        ),
     ] = 1.0,
     stop_repeats: Annotated[
         int | None,
         typer.Option(
             min=0,
             max=1000,
-            help="End an answer that repeats a block so often; 0 never does.",
+            help="End an answer once it says the same thing this many times in a row; 0 lets it "
+            "continue.",
             show_default=str(options.STOP_REPEATS),
         ),
     ] = None,

@@ -21,25 +21,27 @@ from restorekv.train.config import TrainConfig
 from restorekv.train.run_folder import CHECKPOINT_FILE, LOG_FILE, check_folders, read_losses
 
 DATA_HELP = (
-    'tiny (its world), a mixture (restorekv data) or JSON lines {"context", "questions"}, with '
-    '"answers" as drafts of the model\'s own; repeatable.'
+    "Training data: tiny (the tiny model's world), a folder of `restorekv data build`, or JSON "
+    'lines with "context", "questions" and, if there are drafts, "answers"; repeatable.'
 )
 
 
 @options.add_options_of(TrainConfig)
 def run(
-    out: Annotated[Path, typer.Option(help="Folder of the run: adapter, losses, checkpoint.")],
+    out: Annotated[
+        Path, typer.Option(help="Folder of the run, for adapter, losses and checkpoint.")
+    ],
     data: Annotated[list[str], typer.Option(help=DATA_HELP)],
-    count: Annotated[int, typer.Option(min=1, help="Number of contexts of the tiny world.")] = 1000,
+    count: Annotated[int, typer.Option(min=1, help="Number of texts of the tiny world.")] = 1000,
     shortest: Annotated[
-        int, typer.Option(min=64, help="Minimum tokens of a context of the tiny world.")
+        int, typer.Option(min=64, help="Minimum length of a text of the tiny world, in tokens.")
     ] = SHORTEST,
     longest: Annotated[
-        int, typer.Option(min=64, help="Maximum tokens of a context of the tiny world.")
+        int, typer.Option(min=64, help="Maximum length of a text of the tiny world, in tokens.")
     ] = LONGEST,
     longest_context: Annotated[
         int | None,
-        typer.Option(min=64, help="Leave out contexts of more tokens, of any data."),
+        typer.Option(min=64, help="Leave out texts of more tokens than this, of any data."),
     ] = None,
     model: options.Model = options.DEFAULT_MODEL,
     device: options.Device = "cpu",
@@ -56,12 +58,14 @@ def run(
     store: Annotated[
         Path | None,
         typer.Option(
-            help="Folder that keeps scores and the teacher's answers for later steps and runs."
+            help="Folder for scores and the teacher's answers, which later steps and runs use."
         ),
     ] = None,
     store_prefill: Annotated[
         bool,
-        typer.Option("--store-prefill", help="Keep the full caches there too: for small models."),
+        typer.Option(
+            "--store-prefill", help="Keep the full caches in --store, too; for small models."
+        ),
     ] = False,
     **settings: Any,
 ) -> None:

@@ -15,7 +15,8 @@ from restorekv.errors import RestoreKVError
 
 def run(
     files: Annotated[
-        list[Path], typer.Argument(help="Cache files, gates, folders of adapters, data or results.")
+        list[Path],
+        typer.Argument(help="Cache files, gates, or folders of adapters, data or results."),
     ],
 ) -> None:
     refused = 0

@@ -59,13 +59,13 @@ class TrainConfig:
         "commas, each step draws one.",
     )
     prefix_policy: PrefixPolicy = setting(
-        "free", "free: the chat prefix is kept and not counted; counted."
+        "free", "Chat prefix: free (kept, and not counted in the budget) or counted."
     )
     allocation: str = setting(
         "global", "Which pairs compete: global, per-layer, per-head or adakv."
     )
     restore_from: RestoreFrom = setting(
-        "full", "full, or evicted: a control whose restore pass reads what is kept."
+        "full", "Cache that the restore pass reads: full, or evicted (a control of the paper)."
     )
     restore_tokens: int = setting(8, "Number n of restore tokens.")
     rank: int = setting(8, "Rank of the LoRA.")
@@ -77,11 +77,13 @@ class TrainConfig:
     init: str = setting(
         "", "Adapter to start from: a folder, a hub id or smollm2:NAME; a new one by default."
     )
-    embeddings: str = setting("learned", "learned, or fixed: a control with n line breaks.")
+    embeddings: str = setting(
+        "learned", "Restore embeddings: learned, or fixed (a control with n line breaks)."
+    )
     knows_ratio: bool = setting(
         False,
-        "Learn vectors that tell the restore tokens the ratio, so that they stand for much where "
-        "much was evicted and are silent where little was.",
+        "Learn vectors that tell the restore tokens the ratio, so that they carry much where much "
+        "was evicted and little where little was.",
     )
     lr: float = setting(2e-4, "Peak learning rate.")
     weight_decay: float = setting(0.01, "Weight decay of AdamW.")
@@ -92,13 +94,13 @@ class TrainConfig:
     questions: int = setting(4, "Maximum number of questions per context and step.")
     draws: int = setting(
         1,
-        "Ratios, each with its own questions, that every context of a step is evicted to; reading "
-        "it costs once.",
+        "Number of ratios that every context of a step is evicted to, each with its own questions; "
+        "the context is read once.",
     )
     ratio_min: float = setting(0.025, "Lowest share of the pairs kept that is drawn.")
     ratio_max: float = setting(0.25, "Highest share of the pairs kept that is drawn.")
     ratio_law: RatioLaw = setting(
-        "uniform", "uniform, or log-uniform, which draws low ratios more often."
+        "uniform", "How ratios are drawn: uniform, or log-uniform (low ratios more often)."
     )
     ratio_weight: float = setting(
         0.0,
@@ -113,9 +115,11 @@ class TrainConfig:
     nested: bool = setting(
         False, "Draw the number of restore tokens used, so that the first few work alone."
     )
-    kl: Direction = setting("symmetric", "symmetric; forward: KL(teacher, student); reverse.")
+    kl: Direction = setting(
+        "symmetric", "Divergence to minimize: symmetric, forward (KL(teacher, student)) or reverse."
+    )
     reduction: Reduction = setting(
-        "mean", "mean over the answer tokens, or sum, in which long answers weigh more."
+        "mean", "Loss of an answer: mean over its tokens, or sum (long answers weigh more)."
     )
     answer_decay: float = setting(
         0.0,
@@ -129,7 +133,7 @@ class TrainConfig:
         0.0, "Weight of matching the teacher's attention outputs at the answer."
     )
     max_new_tokens: int = setting(
-        512, "Maximum tokens of a teacher's answer, but for those that data build wrote."
+        512, "Maximum length of a teacher's answer in tokens, unless data build has written it."
     )
     seed: int = setting(0, "Seed of embeddings, LoRA, order and ratios.")
     keep: int = setting(

@@ -27,7 +27,7 @@ USED_SETTINGS = {
 class GateConfig:
     """The defaults are the authors' settings; a kind refuses the settings that it does not use."""
 
-    kind: str = setting("fastkvzip", f"{', '.join(KINDS)}.")
+    kind: str = setting("fastkvzip", f"Kind of gate: {', '.join(KINDS)}.")
     tokens: int = setting(500, "Tokens per context, drawn at random.")
     held_out: float = setting(0.05, "Share of the contexts to check on.")
     seed: int = setting(0, "Seed of draws and weights.")

@@ -18,9 +18,9 @@ def note_replicas(names: Iterable[str]) -> None:
     REPLICAS = frozenset(names)
 
 
-def option(default: object, text: str) -> Any:
-    """Return a field that is an option of the command."""
-    return field(default=default, metadata={"help": text})
+def option(default: object, text: str, **settings: object) -> Any:
+    """Return a field that is an option of the command; `settings` are typer's."""
+    return field(default=default, metadata={"help": text, **settings})
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,15 @@ class RayOptions:
     """Whether and how a server answers in replicas of Ray Serve."""
 
     ray: str | None = option(
-        None, "Answer in replicas of Ray Serve: local, auto or the address of a cluster."
+        None, "Answer with replicas on Ray Serve: local, auto or the address of a cluster."
     )
-    replicas: int = option(2, "How many replicas there are at least.")
-    max_replicas: int = option(0, "How many there are when much is asked; 0 for no more.")
-    replica_cpus: int = option(1, "The CPUs, and threads, of a replica.")
+    replicas: int = option(2, "Minimum number of replicas.")
+    max_replicas: int = option(
+        0, "Maximum number of replicas, when many questions come; 0 starts no more."
+    )
+    replica_cpus: int = option(1, "CPUs of a replica, and its threads.")
     replica_gpus: float = option(
-        -1.0, "The GPUs of a replica; unless given, one on cuda and none elsewhere."
+        -1.0, "GPUs of a replica; by default 1 with --device cuda, else 0.", show_default=False
     )
 
     def __post_init__(self) -> None:
