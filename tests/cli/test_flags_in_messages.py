@@ -7,6 +7,7 @@ import re
 from functools import cache
 
 from restorekv.cli import COMMANDS, _load_command
+from restorekv.cli.errors import FLAGS, name_flags
 from tests.helpers.source import FILES, MODULES, find_imports, module_name
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
@@ -32,6 +33,8 @@ ELSEWHERE = {
     "--json": "publishing an adapter, which no server does",
     "--restore-tokens": "publishing an adapter, which no server does",
     "--nested": "a warning about an adapter, in the log",
+    "--max-new-tokens": "FLAGS in cli/errors.py, which words a warning of ask",
+    "--restore-from": "FLAGS in cli/errors.py, which words a refusal of compress",
 }
 TREES = {module_name(path): ast.parse(path.read_text()) for path in FILES}
 
@@ -123,3 +126,23 @@ def test_the_flags_elsewhere_are_said_there():
     for flag in ELSEWHERE:
         assert any(flag in flags_in(module) for module in TREES), f"{flag} is said no more"
         assert flag not in flags_of("serve")
+
+
+def test_what_python_advises_is_advised_as_flags():
+    """Each part of a sentence that the command line rewords is in a sentence of the library."""
+    said = {
+        text
+        for module, tree in TREES.items()
+        if module.startswith("restorekv.") and not module.startswith("restorekv.cli")
+        for text in texts_of(tree)
+    }
+    for part in FLAGS:
+        # A value may be filled in, as in restore_from={...}.
+        assert any(part.partition("'")[0] in text for text in said), f"{part} is said no more"
+    assert name_flags("pass its folder, or adapter=None.") == "pass its folder, or --adapter none."
+    assert name_flags("restore_tokens needs an adapter; pass adapter=..., or drop it.") == (
+        "--restore-tokens needs an adapter; name one with --adapter, or drop it."
+    )
+    assert name_flags("(or use fewer of them with on_small_budget='fewer', in the shell --x)") == (
+        "(or use fewer of them with --x)"
+    )

@@ -103,7 +103,7 @@ Command = Any
 
 
 class Commands(TyperGroup):
-    """List every command by its line in `table` and imports only the one that runs."""
+    """List every command by its line in `table` and import only the one that runs."""
 
     table: dict[str, tuple[str, ...]] = COMMANDS
 
@@ -158,7 +158,7 @@ def root(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run a command and exits with 0, 1 (an error), 2 (wrong usage), 130 (Ctrl-C), 143 (SIGTERM)
+    """Run a command and exit with 0, 1 (an error), 2 (wrong usage), 130 (Ctrl-C), 143 (SIGTERM)
     or 129 (SIGHUP).
     """
     prepare_process()
@@ -173,7 +173,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def execute(args: list[str]) -> int:
-    """Run one command of restorekv and returns its exit code."""
+    """Run one command of restorekv and return its exit code."""
     return invoke(typer.main.get_command(app), args or ["--help"], "restorekv", COMMANDS)
 
 

@@ -25,8 +25,8 @@ FIXES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space or choose another place"),
     **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions or choose another place"),
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "check the path"),
-    errno.EFBIG: "choose a place that takes larger files",
-    errno.EROFS: "choose a place that can be written",
+    errno.EFBIG: "choose a place that allows larger files",
+    errno.EROFS: "choose a place that can be written to",
     errno.EISDIR: "give the name of a file",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
@@ -51,6 +51,19 @@ PLAIN = str.maketrans(SIGNS, ".:#@_.,-=+*.||--")
 CONTROL = {n: 0x2400 + n for n in range(32) if chr(n) not in "\t\n"}
 CONTROL[127] = 0x2421
 CONTROL |= dict.fromkeys(range(128, 160), 0xFFFD)
+# What the library's sentences say of Python, and how the same is said in the shell.
+FLAGS = {
+    CUT_END: "--on-long-text cut",
+    "adapter=None": "--adapter none",
+    "adapter=FOLDER": "--adapter FOLDER",
+    "pass adapter=...": "name one with --adapter",
+    "restore_from='evicted' needs": "--restore-from evicted needs",
+    "drop restore_from": "drop --restore-from",
+    "restore_tokens needs": "--restore-tokens needs",
+    "drop restore_tokens": "drop --restore-tokens",
+    "on_small_budget='fewer', in the shell ": "",
+    "reached max_new_tokens": "reached --max-new-tokens",
+}
 LONGEST = 400  # characters of a word in a message
 ENDINGS = ("SIGTERM", "SIGHUP")
 RECEIVED: list[int] = []  # signals that ended the command
@@ -74,8 +87,7 @@ def report_error(error: BaseException) -> int:
     text = str(error)
     if isinstance(error, MemoryError) or any(words in text for words in OUT_OF_MEMORY):
         return print_error(
-            "There is not enough memory; take a shorter context, a smaller model or another "
-            "device.",
+            "There is not enough memory; use a shorter text, a smaller model or another device.",
             1,
         )
     if isinstance(error, OSError) and error.errno is not None:
@@ -92,9 +104,11 @@ def report_error(error: BaseException) -> int:
 
 
 def name_flags(message: str) -> str:
-    """Return an error's message with the flags of the command line in place of Python's fixes."""
+    """Return a message with the flags of the command line in place of Python's fixes."""
+    for in_python, in_shell in FLAGS.items():
+        message = message.replace(in_python, in_shell)
     stretch = re.escape(STRETCH_ROPE).replace(re.escape("{}"), r"(\d+)")
-    return re.sub(stretch, r"--yarn \1", message.replace(CUT_END, "--on-long-text cut"))
+    return re.sub(stretch, r"--yarn \1", message)
 
 
 def _is_broken(text: str) -> bool:
@@ -105,7 +119,7 @@ def _is_broken(text: str) -> bool:
 
 
 def prepare_process() -> None:
-    """Refuse a closed stdout, prints signs that the terminal lacks as others, and lets signals end
+    """Refuse a closed stdout, print signs that the terminal lacks as others, and let signals end
     like Ctrl-C.
     """
     for number, mode in enumerate(("r", "w", "w")):
@@ -118,7 +132,7 @@ def prepare_process() -> None:
     if sys.stdout is None:
         sys.exit(
             print_error(
-                "The standard output is closed; send it to a file, for example /dev/null.", 1
+                "The standard output is closed; redirect it to a file, such as /dev/null.", 1
             )
         )
     codecs.register_error("plain", _replace_unencodable)
@@ -154,7 +168,7 @@ def _end_command(number: int, frame: FrameType | None) -> None:
 
 
 def print_error(text: str, code: int) -> int:
-    """Print a text as one line and returns the exit code."""
+    """Print a text as one line and return the exit code."""
     _flush_output()
     text = " ".join(make_visible(text).split())
     text = re.sub(rf"\S{{{LONGEST},}}", lambda word: f"{word[0][:60]}...{word[0][-20:]}", text)
@@ -173,7 +187,9 @@ def _flush_output() -> None:
 
 
 def show_warnings() -> None:
-    """Print our warnings as one line each on stderr and hides those of libraries."""
+    """Print our warnings as one line each on stderr and hide those of libraries."""
     warnings.simplefilter("ignore")
     warnings.simplefilter("default", RestoreKVWarning)
-    warnings.showwarning = lambda message, *_, **__: print("warning:", message, file=sys.stderr)
+    warnings.showwarning = lambda message, *_, **__: print(
+        "warning:", name_flags(str(message)), file=sys.stderr
+    )
