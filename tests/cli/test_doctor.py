@@ -98,7 +98,7 @@ def test_the_shape_is_the_model_s(tmp_path):
     assert result.code == 0, result.err
     text = (tmp_path / "r").read_text()
     assert json.loads(text)["shape"] == {
-        "model": "a file or folder of this machine",
+        "model": "a file or folder on this machine",
         "heads": 1,
         "groups": 4,
         "dim": 16,

@@ -75,7 +75,7 @@ def describe_machine() -> dict[str, str]:
         "system": platform.platform(),
         "processor": find_processor(),
         "cores": str(os.cpu_count()),
-        "threads of PyTorch": str(torch.get_num_threads()),
+        "PyTorch threads": str(torch.get_num_threads()),
         "memory": describe_memory(),
     }
 
@@ -158,17 +158,17 @@ def describe_places() -> dict[str, str]:
         else:
             shipping.append(f"{name} is missing: {get_install_command(name)}")
     return {
-        "models and self-tests of restorekv": str(folder or "nowhere, there is no home folder"),
-        "models of the hub": str(constants.HF_HUB_CACHE),
+        "models and self-tests of restorekv": str(folder or "nowhere (no home folder)"),
+        "models from the hub": str(constants.HF_HUB_CACHE),
         "the hub": check_hub(),
-        "what ships for models": ", ".join(shipping),
+        "packages for models": ", ".join(shipping),
     }
 
 
 def check_hub() -> str:
     """Say whether the hub can be reached, without waiting long for an answer."""
     if constants.HF_HUB_OFFLINE:
-        return "not asked: HF_HUB_OFFLINE is set"
+        return "not checked, because HF_HUB_OFFLINE is set"
     answers: list[bool] = []
     thread = threading.Thread(target=lambda: answers.append(is_hub_reachable()), daemon=True)
     thread.start()
@@ -290,8 +290,8 @@ def format_timings(figures: dict) -> dict[str, str]:
     return {
         compressed: f"{figures['compressed'] * 1e6:,.0f} us",
         f"full, {figures['tokens']:,} tokens (SDPA)": f"{figures['full'] * 1e6:,.0f} us",
-        "full / compressed": f"{figures['full / compressed']:.1f} times the time",
-        "memory copied": f"{figures['bytes per second'] / 1e9:,.1f} GB/s, read and written",
+        "full / compressed": f"{figures['full / compressed']:.1f} times as long",
+        "copying memory": f"{figures['bytes per second'] / 1e9:,.1f} GB/s, reads and writes",
     }
 
 
@@ -302,7 +302,7 @@ def hide_private_name(name: str) -> str:
     is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not os.path.exists(name)
     if to_canonical_name(name) in NAMES or is_hub_id:
         return name
-    return "a file or folder of this machine"
+    return "a file or folder on this machine"
 
 
 def remove_private_data(value: object) -> object:

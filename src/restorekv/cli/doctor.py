@@ -40,9 +40,8 @@ from restorekv.model.shape import CacheShape, get_dtype_name
 SMOLLM2_SHAPE = (3, 3, 64)  # KV heads, query heads for each, head dimension
 PLAIN = "reference"  # the component that everything else is replaced by
 CAPTION = (
-    "Error: of the case closest to what rounding explains (allowed). For 8-bit numbers, 1 is what "
-    "8 bits explain: "
-    "half a step between two codes."
+    "Error: that of the case that comes closest to what rounding explains (allowed). For 8-bit "
+    "numbers, 1 is half a step between two codes."
 )
 # What a self-test runs on a CPU, which has no CUDA.
 ON_CPU = {"graph": "here the same steps, without a graph"}
@@ -243,13 +242,12 @@ def _tabulate_checks(target: Target, rows: list[ComponentRow]) -> Table:
 
 
 def _report_problems(checks: list[dict]) -> None:
-    """Say what came of it; fails where nothing right is left to answer."""
+    """Say what came of it; fail where nothing right is left to answer."""
     broken = [each["device"] for each in checks if not _is_used(each, PLAIN)]
     if broken:
         raise RestoreKVError(
             f"PyTorch's own operations compute attention wrongly on {', '.join(broken)}; use "
-            "another device, and "
-            "attach the file of `restorekv doctor -o report.json` to an issue."
+            "another device, and attach the file of `restorekv doctor -o report.json` to an issue."
         )
     wrong = [
         f"{row['component']} on {each['device']}"
@@ -260,9 +258,8 @@ def _report_problems(checks: list[dict]) -> None:
     if wrong:
         output.print(
             Text(
-                f"Not used because it failed its self-test: {', '.join(wrong)}. Answers are right "
-                "and come more slowly; "
-                f"please {self_tests.REPORT}."
+                f"Not used because it failed its self-test: {', '.join(wrong)}. Answers stay right "
+                f"but take longer; please {self_tests.REPORT}."
             ),
             soft_wrap=True,
         )
