@@ -233,7 +233,7 @@ def test_a_conversation_does_not_write_over_its_document(world, tmp_path):
     before = made.read_bytes()
     lines = [QUESTION, f"/save {made}", f"/save {tmp_path / 'b.RKV'}"]
     told = cli("chat", made, *model, "--max-new-tokens", 9, stdin="\n".join(lines).encode())
-    assert compressed.code == 0 and "is also another file of this command" in told.err
+    assert compressed.code == 0 and "is the document that this conversation" in told.err
     assert made.read_bytes() == before
     assert open_cache_file(tmp_path / "b.RKV").context.text_tokens > 0
 

@@ -15,7 +15,7 @@ from typing import cast
 from rich.text import Text
 
 from restorekv.cli.errors import RECEIVED, make_visible, report_error
-from restorekv.cli.inputs import check_outputs_apart
+from restorekv.cli.inputs import is_same_file
 from restorekv.cli.terminal import notes, output
 from restorekv.context import CompressedContext, describe_bytes, format_bytes
 from restorekv.errors import RestoreKVError
@@ -329,7 +329,11 @@ def _save(chat: Chat, path: Path, replace: bool, adapter: str | None, files: Sav
         files: The conversation's own files, to which this one is added.
     """
     check_target(path)
-    check_outputs_apart([path], files.reads)
+    if any(is_same_file(path, each) for each in files.reads):
+        raise RestoreKVError(
+            f"{path} is the document that this conversation is about, which stays as it is; give "
+            "another name."
+        )
     saves_document = path.suffix.lower() == ".rkv"
     # Before the turns are folded, which takes long. A file of another kind is not replaced at all.
     if saves_document:

@@ -15,6 +15,7 @@ from typing import Any, cast
 import typer
 
 from restorekv.errors import CUT_END, STRETCH_ROPE, RestoreKVError, RestoreKVWarning
+from restorekv.spec import find_meant_arguments
 
 # The root of the usage errors of click or, since typer carries its own copy, of typer.
 UsageError: Any = next(
@@ -70,9 +71,25 @@ RECEIVED: list[int] = []  # signals that ended the command
 
 
 def explain_usage_error(error: Any) -> str:
-    """Return a usage error as one clause, with the names that typer suggests in brackets."""
+    """Return a usage error as one clause, with the names that may be meant in brackets."""
+    # Of an option, typer suggests names that have little in common with it.
+    if hasattr(error, "possibilities") and hasattr(error, "option_name") and error.ctx is not None:
+        near = _find_meant_options(error.option_name, error.ctx.command)
+        hint = f" (did you mean {', '.join(near)}?)" if near else ""
+        return f"No such option: {make_visible(error.option_name)}{hint}"
     suggestion = r"\.? \(?(?:Did you mean|Possible options:) (.+?)\??\)?$"
     return re.sub(suggestion, r" (did you mean \1?)", error.format_message().rstrip("."))
+
+
+def _find_meant_options(name: str, command: Any) -> list[str]:
+    """Return the options of a command that a name may stand for."""
+    options = {}
+    for parameter in command.params:
+        for option in (*parameter.opts, *parameter.secondary_opts):
+            if option.startswith("--"):
+                options[option.removeprefix("--").replace("-", "_")] = option
+    meant = find_meant_arguments(name.lstrip("-").replace("-", "_"), options)
+    return [options[each] for each in meant]
 
 
 def report_error(error: BaseException) -> int:

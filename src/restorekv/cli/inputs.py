@@ -94,7 +94,7 @@ def check_outputs_apart(
     for path in outputs:
         if path is None or str(path) == "-":
             continue
-        if any(_is_same_file(path, other) for other in others):
+        if any(is_same_file(path, other) for other in others):
             raise RestoreKVError(
                 f"{path} is also another file of this command; choose another name for the output."
             )
@@ -122,7 +122,7 @@ def find_files_in_specs(specs: Iterable[str]) -> list[str]:
     return [value for value in values if os.path.isfile(value)]
 
 
-def _is_same_file(path: Path | str, other: Path | str) -> bool:
+def is_same_file(path: Path | str, other: Path | str) -> bool:
     """Return whether two names, of files that may not exist yet, stand for one file."""
     if os.path.exists(path) and os.path.exists(other):
         return os.path.samefile(path, other)

@@ -448,9 +448,9 @@ class Chat:
             if type(turns) is not int or not 1 <= turns <= most:
                 if not most:
                     raise RestoreKVError("There is no turn to take back.")
+                can = "one turn" if most == 1 else f"up to {most} turns"
                 raise RestoreKVError(
-                    f"The number of turns to take back is a whole number from 1 to {most}, not "
-                    f"{turns!r}."
+                    f"{turns!r} turns cannot be taken back; this conversation can take back {can}."
                 )
             dropped_columns = 0
             for turn in self.turns[-turns:]:
