@@ -34,6 +34,7 @@ ELSEWHERE = {
     "--restore-tokens": "publishing an adapter, which no server does",
     "--nested": "a warning about an adapter, in the log",
     "--max-new-tokens": "FLAGS in cli/errors.py, which words a warning of ask",
+    "--allocation": "FLAGS in cli/errors.py, which words a refusal of export",
     "--restore-from": "FLAGS in cli/errors.py, which words a refusal of compress",
 }
 TREES = {module_name(path): ast.parse(path.read_text()) for path in FILES}

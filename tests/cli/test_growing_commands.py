@@ -415,4 +415,5 @@ def test_sampled_and_constrained_answers(world, document, tmp_path):
     answer = cli("ask", world.cache, QUESTION, "--json-schema", schema, "--model", world.model).out
     assert json.loads(answer) in ("yes", "no")
     broken = cli("ask", world.cache, QUESTION, "--json-schema", world.text, "--model", world.model)
-    assert broken.code == 1 and broken.err.startswith("error:")
+    assert broken.code == 1 and "is not JSON (" in broken.err
+    assert broken.err.endswith("); give a file with a JSON schema.\n")

@@ -119,7 +119,7 @@ def test_undo_and_fork(small):
     assert branch.ask("Green?", 6) == chat.ask("Green?", 6)
     branch.undo()
     assert len(branch.turns) == 3 and len(chat.turns) == 4
-    with pytest.raises(RestoreKVError, match="^5 turns cannot be taken back; .* up to 4 turns"):
+    with pytest.raises(RestoreKVError, match="5 turns cannot be taken back; this"):
         chat.undo(5)
 
 
@@ -182,7 +182,7 @@ def test_folding_frees_the_tail(small, tiny_tokenizer, tmp_path):
     chat.document.save(tmp_path / "folded.rkv")
     again = CompressedContext.load(tmp_path / "folded.rkv", small.model, tiny_tokenizer).chat()
     assert again.ask("Green?", 6) == chat.messages[-1]["content"]
-    with pytest.raises(RestoreKVError, match="^2 turns cannot be taken back; this conversation can take back one turn"):
+    with pytest.raises(RestoreKVError, match="this conversation can take back one turn"):
         chat.undo(2)
     chat.undo()
     with pytest.raises(RestoreKVError, match="no turn to take back"):

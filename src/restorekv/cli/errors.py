@@ -64,6 +64,7 @@ FLAGS = {
     "drop restore_tokens": "drop --restore-tokens",
     "on_small_budget='fewer', in the shell ": "",
     "reached max_new_tokens": "reached --max-new-tokens",
+    "evict with allocation='per-head'": "compress with --allocation per-head",
 }
 LONGEST = 400  # characters of a word in a message
 ENDINGS = ("SIGTERM", "SIGHUP")

@@ -132,4 +132,5 @@ def is_same_file(path: Path | str, other: Path | str) -> bool:
 def check_plot_name(path: Path) -> None:
     """Refuse an ending that no writer of pictures is known for."""
     if path.suffix.lower() not in PLOTS:
-        raise RestoreKVError(f"The plot {path} must end in {', '.join(PLOTS)}; give such a name.")
+        endings = f"{', '.join(PLOTS[:-1])} or {PLOTS[-1]}"
+        raise RestoreKVError(f"The plot {path} must end in {endings}; give such a name.")

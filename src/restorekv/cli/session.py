@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.cli import options
 from restorekv.cli.terminal import notes
 from restorekv.context import CompressedContext
-from restorekv.errors import RestoreKVError, make_printable
+from restorekv.errors import RestoreKVError, make_printable, summarize_error
 from restorekv.files import read_json
 from restorekv.generation.sampling import SamplingConfig
 from restorekv.model.load import check_dtype, load_model
@@ -111,6 +111,18 @@ def make_sampling(flags: options.SamplingFlags) -> SamplingConfig:
     """Return the `SamplingConfig` of a command's options, with the schema read from its file."""
     settings = {name: value for name, value in vars(flags).items() if value is not None}
     if flags.json_schema is not None:
-        schema = read_json(flags.json_schema, str(flags.json_schema))
-        settings["json_schema"] = json.dumps(schema)
+        settings["json_schema"] = json.dumps(_read_schema(flags.json_schema))
     return SamplingConfig.make(**settings)
+
+
+def _read_schema(path: Path) -> Any:
+    """Return the JSON of a schema's file, which a person wrote; refuse what is not JSON."""
+    try:
+        return read_json(path, str(path))
+    except RestoreKVError as error:
+        if not isinstance(error.__cause__, json.JSONDecodeError):
+            raise
+        raise RestoreKVError(
+            f"{path} is not JSON ({summarize_error(error.__cause__)}); give a file with a JSON "
+            "schema."
+        ) from error
