@@ -255,3 +255,28 @@ def test_merging_is_one_softmax():
     assert torch.allclose(merge(*parts[0], *parts[1]), logits.softmax(-1) @ values, atol=1e-12)
     nothing = torch.full((6,), -torch.inf, dtype=torch.float64)
     assert merge(*parts[0], parts[1][0], nothing).equal(parts[0][0])
+    assert torch.allclose(merge(parts[0][0], nothing, *parts[1]), parts[1][0], atol=1e-12)
+    # As in a head that was pruned, whose values are all zero.
+    zeros = torch.zeros_like(parts[0][0])
+    assert merge(zeros, nothing, zeros, nothing).equal(zeros)
+
+
+def test_a_head_without_a_value_and_without_a_document_is_zero(pool):
+    """No log-sum-exp can be measured of values that are all zero."""
+    backend = RaggedBackend()
+    run_kernel = backend.run
+    backend.run = lambda *args: measure_plainly(run_kernel(*args))
+    document = make_document([[3, 0]], DIM, 1)
+    pool.put("a", document)
+    query, kv_cache, metadata = make_step([(PLACEHOLDERS + 2, 2)])
+    kv_cache[:, 1, :, DIM:] = 0
+    worker_state.begin_step({int(metadata.block_table[0, 0]): "a"})
+    found = run(backend, 0, query, kv_cache, metadata)
+    assert found[:, 2:].equal(torch.zeros_like(found[:, 2:]))
+    assert found[:, :2].isfinite().all()
+
+
+def measure_plainly(part):
+    """As `measure_log_sum_exp` gives a part: -inf where it cannot measure."""
+    output, lse = part
+    return output, lse.masked_fill(output.square().sum(-1) == 0, -torch.inf)

@@ -110,7 +110,9 @@ def measure_log_sum_exp(
     plain, sunk = (output.float() for output in attend(SINKS[0]))
     norms = plain.square().sum(-1)
     lse = torch.full_like(norms, -torch.inf)
-    missing = norms > 0  # nothing but zero values: no weight changes the result
+    # Where every value is zero nothing can be measured. That is a head that was pruned, whose other
+    # part is zero, too.
+    missing = norms > 0
     for sink in SINKS:
         if not bool(missing.any()):
             break
@@ -127,6 +129,12 @@ def measure_log_sum_exp(
 
 
 def merge(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) -> Tensor:
-    """Return attention over both parts: outputs (..., D) weighed by e to their log-sum-exps."""
+    """Return attention over both parts: outputs (..., D) weighed by e to their log-sum-exps.
+
+    A part without a pair has the log-sum-exp -inf and any finite output. Of two such parts the
+    output is the first one's.
+    """
     weight = torch.sigmoid(second_lse - first_lse)
+    # The difference of -inf and -inf is NaN.
+    weight = weight.masked_fill(second_lse == -torch.inf, 0)
     return first + weight[..., None] * (second - first)
