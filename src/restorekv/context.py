@@ -39,7 +39,6 @@ from restorekv.model.prompt import (
     check_vocabulary,
     encode_text,
     get_default_separator,
-    hash_template,
     render_between_turns,
 )
 from restorekv.model.rope import count_positions
@@ -49,7 +48,7 @@ from restorekv.model.tokenize import check_model_and_tokenizer, get_padding_id, 
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.spec import drop_gate
 from restorekv.storage import cache_file, portable
-from restorekv.storage.cache_checks import check_model
+from restorekv.storage.cache_checks import check_model, check_tokenizer
 from restorekv.storage.cache_file import CacheFile, Manifest
 from restorekv.storage.portable import Portable
 
@@ -555,7 +554,7 @@ class CompressedContext:
 
 
 def check_fit(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -> None:
-    """Refuse a model other than the one that the cache was computed with."""
+    """Refuse a model or a tokenizer other than the one that the cache was computed with."""
     path = stored.path
     manifest = stored.manifest
     check_model(path, manifest, model)
@@ -566,11 +565,7 @@ def check_fit(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -
                 f"{path} has token ids that the model's vocabulary lacks; compress the context "
                 "again."
             )
-    if manifest.tokens_hash != hash_token_names(tokenizer, stored.context.ids):
-        raise CacheFileError(
-            f"{path} was made with another tokenizer; load it with the one that belongs to the "
-            "model."
-        )
+    check_tokenizer(path, manifest, stored.context, tokenizer)
     # `compress` makes no cache that reaches beyond the positions, but a file can say anything.
     reach = stored.context.num_tokens + manifest.offset
     limit = count_positions(model.config)
@@ -579,8 +574,6 @@ def check_fit(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -
             f"{path} moves questions to position {reach:,}, and the model has {limit:,}; compress "
             "the context again."
         )
-    if manifest.template != hash_template(tokenizer):
-        warn(f"{path} was made with another chat template; answers may suffer.")
 
 
 def format_bytes(count: float) -> str:

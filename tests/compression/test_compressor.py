@@ -34,6 +34,11 @@ from restorekv.storage.cache_file import open_cache_file
 from tests.helpers.compressing import QUESTIONS, TEXT, TOKENS, compress_with, make_adapter
 from tests.helpers.models import ONE_FAMILY, build_model
 
+# What a template writes before a conversation that has no system message.
+DEFAULT_SYSTEM = (
+    "{{% if messages[0]['role'] != 'system' %}}<|im_start|>system\n{}<|im_end|>\n{{% endif %}}"
+)
+
 
 @pytest.fixture
 def case(tiny_model, tiny_tokenizer):
@@ -186,7 +191,7 @@ def test_a_new_process_gives_the_same_answers(case, tmp_path):
     assert json.loads(printed.splitlines()[-1]) == made.ask(QUESTIONS, 12)
 
 
-def test_the_wrong_model_is_refused(case, tiny_tokenizer, tmp_path):
+def test_the_wrong_model_is_refused(case, tmp_path):
     model, tokenizer, text = case
     path = tmp_path / "doc.rkv"
     compress(model, tokenizer, text, ratio=0.2).save(path)
@@ -198,9 +203,38 @@ def test_the_wrong_model_is_refused(case, tiny_tokenizer, tmp_path):
         CompressedContext.load(path, build_model(family, rope_parameters=rope), tokenizer)
     with pytest.raises(CacheFileError, match="float32"):
         CompressedContext.load(path, build_model(family).bfloat16(), tokenizer)
-    other = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer)
-    with pytest.warns(RestoreKVWarning, match="chat template"):
-        CompressedContext.load(path, build_model(family), other)
+
+
+def test_another_chat_template_is_refused_where_it_writes_something_else(case, tmp_path):
+    """Its own system message is not read where the text has another one."""
+    model, tokenizer, text = case
+    own = copy.deepcopy(tokenizer)
+    turn = tokenizer.chat_template
+    own.chat_template = DEFAULT_SYSTEM.format("You are kind.") + turn
+    others = {
+        "before": "<|im_start|>" + own.chat_template,
+        "after": own.chat_template.replace("assistant", "model"),
+        "system message": DEFAULT_SYSTEM.format("You are brief.") + turn,
+        "none": None,
+    }
+    small = compress(model, own, text, ratio=0.2)
+    with_system = compress_with(model, own, text, ratio=0.2, system="You are odd.")
+    small.save(tmp_path / "plain.rkv")
+    with_system.save(tmp_path / "system.rkv")
+    for name, template in others.items():
+        other = copy.deepcopy(own)
+        other.chat_template = template
+        with pytest.raises(
+            CacheFileError, match=r"plain\.rkv was made with another chat template;"
+        ):
+            CompressedContext.load(tmp_path / "plain.rkv", model, other)
+        if name == "system message":
+            with pytest.warns(RestoreKVWarning, match="which writes the same around this text"):
+                loaded = CompressedContext.load(tmp_path / "system.rkv", model, other)
+            assert loaded.ask(QUESTIONS, 8) == with_system.ask(QUESTIONS, 8)
+        else:
+            with pytest.raises(CacheFileError, match="was made with another chat template;"):
+                CompressedContext.load(tmp_path / "system.rkv", model, other)
 
 
 def rename_tokens(tokenizer):

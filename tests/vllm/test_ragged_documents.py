@@ -1,5 +1,7 @@
 """Cache files as vLLM's documents, without vLLM: what is served, and what is never served."""
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -66,6 +68,36 @@ def test_a_prompt_is_placeholders_and_the_question(place, tiny_model, tiny_token
         "prompt_token_ids": prompt(file, QUESTION, tiny_tokenizer),
         "document": identify(file).name,
     }
+
+
+@pytest.mark.parametrize("portable", [False, True])
+def test_prompts_of_another_tokenizer_are_refused(
+    place, tiny_model, tiny_tokenizer, tmp_path, portable
+):
+    """They would ask other words, or close the user's turn with a text."""
+    paths = [place / "red.rkv"]
+    if portable:
+        config = CompressionConfig(allocation="per-head")
+        small = compress(
+            tiny_model, tiny_tokenizer, TEXTS["red"], ratio=0.3, adapter=None, config=config
+        )
+        paths = [tmp_path / "red.safetensors"]
+        small.portable().save(paths[0])
+    else:
+        paths.append([place / "blue.rkv", place / "red.rkv"])
+    with_template = copy.deepcopy(tiny_tokenizer)
+    with_template.chat_template = tiny_tokenizer.chat_template.replace("assistant", "model")
+    base = copy.deepcopy(tiny_tokenizer)
+    base.chat_template = None
+    trained = tiny_tokenizer.train_new_from_iterator(["assistant Ada tree house " * 9], 300)
+    for path in paths:
+        assert prompt(path, QUESTION, copy.deepcopy(tiny_tokenizer))
+        for other in (with_template, base):
+            for ask in (prompt, chat):
+                with pytest.raises(CacheFileError, match="was made with another chat template;"):
+                    ask(path, QUESTION, other)
+        with pytest.raises(CacheFileError, match="was made with another tokenizer;"):
+            prompt(path, QUESTION, trained)
 
 
 @pytest.mark.parametrize(

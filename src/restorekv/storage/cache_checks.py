@@ -16,15 +16,18 @@ from typing import TYPE_CHECKING, Any, TypedDict, get_type_hints
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache import quantized
 from restorekv.cache.quantized import KV_DTYPES, QUANTIZED_DTYPES, compute_scale_shapes
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.budget import ON_SMALL_BUDGET, PREFIX_POLICIES, parse_ratio
-from restorekv.errors import CacheFileError, RestoreKVError, make_printable
+from restorekv.errors import CacheFileError, RestoreKVError, make_printable, warn
 from restorekv.files import matches_type
 from restorekv.model.identity import identify_model
+from restorekv.model.prompt import Context, encode_text, hash_template, split_template
 from restorekv.model.shape import CacheShape, get_dtype_name
+from restorekv.model.tokenize import hash_token_names
 from restorekv.restore.choices import RESTORE_FROM
 from restorekv.seal import largest_number
 from restorekv.size_limits import (
@@ -216,6 +219,57 @@ def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> Non
         raise CacheFileError(
             f"{path} records a shape that is not the model's; compress the context again."
         )
+
+
+def check_tokenizer(
+    path: object, manifest: Manifest, context: Context, tokenizer: Tokenizer
+) -> None:
+    """Refuse a tokenizer that names the text's tokens otherwise, or whose chat template writes
+    something else around the text and its questions; warn of one that differs elsewhere.
+
+    Args:
+        path: The file, for the message.
+        manifest: Its record.
+        context: What it holds of the text and of what surrounds it. A portable file has no ids of
+            the text: what follows a question and the template's hash must do.
+        tokenizer: The one that will write questions.
+
+    Raises:
+        CacheFileError: Answers would be those to other words.
+    """
+    has_text = context.num_tokens > 0
+    if has_text:
+        reads_alike = manifest.tokens_hash == hash_token_names(tokenizer, context.ids)
+    else:
+        suffix_ids = encode_text(tokenizer, after=context.suffix_text)
+        reads_alike = suffix_ids.equal(context.suffix_ids)
+    if not reads_alike:
+        raise CacheFileError(
+            f"{path} was made with another tokenizer; use the one that belongs to the model."
+        )
+    if manifest.template == hash_template(tokenizer):
+        return
+    # The hash covers the template's own system message, which a text with another one does not
+    # have.
+    if not has_text or not _surrounds_alike(manifest, context, tokenizer):
+        raise CacheFileError(
+            f"{path} was made with another chat template; use the tokenizer that it was made with, "
+            "or compress the text again."
+        )
+    warn(
+        f"{path} was made with another chat template, which writes the same around this text and "
+        "its questions; conversations may suffer."
+    )
+
+
+def _surrounds_alike(manifest: Manifest, context: Context, tokenizer: Tokenizer) -> bool:
+    """Return whether a tokenizer's template writes what stands around a text and its questions."""
+    try:
+        before, after = split_template(tokenizer, manifest.system)
+    except RestoreKVError:  # it has no place for the system message
+        return False
+    prefix = context.ids[:, : context.prefix_length]
+    return after == context.suffix_text and encode_text(tokenizer, before=before).equal(prefix)
 
 
 def check_tensors(tensors: Mapping[str, Tensor], manifest: Manifest) -> None:

@@ -34,7 +34,13 @@ from restorekv.model.prompt import Context
 from restorekv.model.rope import shift_keys
 from restorekv.model.shape import get_vocabulary_size
 from restorekv.seal import FileKind
-from restorekv.storage.cache_checks import check_around, check_model, check_tensor, require
+from restorekv.storage.cache_checks import (
+    check_around,
+    check_model,
+    check_tensor,
+    check_tokenizer,
+    require,
+)
 from restorekv.storage.cache_file import Manifest, read_with_manifest, refuse_contradictions
 
 FIX = "make it with restorekv export"
@@ -104,8 +110,10 @@ class Portable:
         """Return input_ids and attention_mask (1, m + q); the answer is result[:,
         input_ids.shape[1]:].
 
-        `turns` are earlier questions with their answers.
+        `turns` are earlier questions with their answers. A tokenizer or a chat template other than
+        the context's is refused.
         """
+        check_tokenizer("The portable cache", self.manifest, self.context, tokenizer)
         asked = encode_conversation(
             tokenizer, self.context, turns, question, answer_prefix=answer_prefix
         )
@@ -120,9 +128,11 @@ class Portable:
         max_new_tokens: int = 128,
     ) -> str | list[str]:
         """Return the answer to a question, or those to several, in batches, as
-        `CompressedContext.ask` gives them; refuse a model that the cache was not made by.
+        `CompressedContext.ask` gives them; refuse a model that the cache was not made by, and
+        another tokenizer.
         """
         check_model("The portable cache", self.manifest, model)
+        check_tokenizer("The portable cache", self.manifest, self.context, tokenizer)
         support.prepare_model(model)
         cache = RaggedCache.from_full_cache(self.make_cache())
         several = [questions] if isinstance(questions, str) else questions

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.errors import RestoreKVError
 from restorekv.generation.chat import encode_conversation
 from restorekv.storage import cache_file
+from restorekv.storage.cache_checks import check_tokenizer
 from restorekv.storage.cache_file import CacheFile
 from restorekv.storage.portable import Portable, load_portable
 from restorekv.vllm import composition, ragged_documents
@@ -121,6 +122,10 @@ def prompt(
         tokenizer: The tokenizer of the document's model.
         answer_prefix: How the answer begins.
         turns: Earlier questions with their answers.
+
+    Raises:
+        CacheFileError: A file is damaged, or was made with another tokenizer or chat template.
+        RestoreKVError: The question is empty, or the documents cannot be asked at once.
     """
     return _identify_and_ask(document, question, tokenizer, answer_prefix, turns)[1]
 
@@ -146,6 +151,8 @@ def _identify_and_ask(
         files, names = _open_several(document)
         name = composition.name_composition(names)
         ids = composition.make_ids(names)
+    for file in files:
+        check_tokenizer(file.path, file.manifest, file.context, tokenizer)
     # A composed context asks as its first part does.
     context = files[0].context
     asked = encode_conversation(tokenizer, context, turns, question, answer_prefix=answer_prefix)
