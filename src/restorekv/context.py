@@ -423,6 +423,9 @@ class CompressedContext:
 
         With plain=True they go with compressed.cache.to_dynamic_cache(), which does not know how
         many tokens were seen. The answer is result[:, input_ids.shape[1]:].
+
+        The ids are those of text and question, after placeholders; with plain=True, which has
+        placeholders in place of the text, transformers' penalties count question and answer alone.
         """
         inputs = answers.make_generate_inputs(
             self.tokenizer, self.context, self.cache, question, answer_prefix, plain
@@ -441,9 +444,9 @@ class CompressedContext:
         configs = (config, getattr(self.model, "generation_config", None))
 
         # An option of the call goes before the same one in a config.
-        def find_option(name: str) -> Any:
+        def find_option(name: str, default: int = 1) -> Any:
             given = [options.get(name), *(getattr(each, name, None) for each in configs)]
-            return next((each for each in given if each is not None), 1)
+            return next((each for each in given if each is not None), default)
 
         for name in ASSISTED:
             if options.get(name) or any(getattr(each, name, None) for each in configs):
@@ -483,7 +486,15 @@ class CompressedContext:
         refuse_beyond(self.model, longest, "A question with the longest answer allowed")
         if options.get("stop_strings"):
             options.setdefault("tokenizer", self.tokenizer)  # which transformers finds them with
-        processors = [*(options.get("logits_processor") or ()), FiniteLogits()]
+        sizes = {name: find_option(name, 0) for name in answers.NGRAM_OPTIONS}
+        sizes = {name: size for name, size in sizes.items() if size}
+        placeholders = answers.count_placeholders(self.context, self.cache)
+        processors = [
+            *answers.make_ngram_processors(sizes, inputs["input_ids"], placeholders),
+            *(options.get("logits_processor") or ()),
+            FiniteLogits(),
+        ]
+        options |= dict.fromkeys(sizes, 0)  # which transformers would look for among placeholders
         with torch.no_grad():
             # PreTrainedModel has `generate` only in its subclasses that write text.
             model: Any = self.model

@@ -1,0 +1,125 @@
+"""Options of transformers' `generate` that look at ids see text, question and answer, as over the
+full model: no placeholder of a restore token or of a skipped position counts.
+"""
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    GenerationConfig,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from restorekv import CompressionConfig, compress
+from restorekv.generation.answers import NGRAM_OPTIONS, make_ngram_processors
+from restorekv.model.prompt import encode_question
+from tests.helpers.compressing import QUESTIONS, make_adapter
+from tests.helpers.models import build_model
+
+TEXT = "the code of the red house is seven; nobody lives there. " * 4
+TOKENS = 16
+QUESTION = QUESTIONS[0]
+
+
+@pytest.fixture(scope="module", params=["restore tokens", "an offset"])
+def small(request, tiny_tokenizer):
+    """A context with positions that have no token, and a tokenizer whose padding is what the model
+    answers with, as where padding is the EOS token.
+    """
+    model = build_model("qwen3")
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    options = {"adapter": make_adapter(model)}
+    if request.param == "an offset":
+        options = {"adapter": None, "config": CompressionConfig(offset=5)}
+    made = compress(model, tokenizer, TEXT, ratio=0.4, evictor="snapkv", **options)
+    written = made.ask(QUESTION, TOKENS, details=True).ids
+    known = set(made.context.ids[0].tolist() + list_question_ids(made))
+    # What is in text or question is penalized in any case.
+    padding = next(token for token in written if token not in known and token != 2)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding)
+    assert tokenizer.pad_token_id == padding
+    return made
+
+
+def list_question_ids(small):
+    return encode_question(small.tokenizer, small.context, QUESTION)[0].tolist()
+
+
+def ask(small, processor):
+    """Answer with a processor of transformers that sees what the full model would have read."""
+    return small.ask(QUESTION, TOKENS, processors=[processor])
+
+
+def generate(small, **options):
+    return small.generate(QUESTION, max_new_tokens=TOKENS, **options)
+
+
+def test_penalties_of_repetition_count_the_text(small):
+    plain = small.ask(QUESTION, TOKENS)
+    assert generate(small) == plain
+    wanted = ask(small, RepetitionPenaltyLogitsProcessor(8.0))
+    assert wanted != plain
+    assert generate(small, repetition_penalty=8.0) == wanted
+    config = GenerationConfig(repetition_penalty=8.0, max_new_tokens=TOKENS)
+    assert small.generate(QUESTION, generation_config=config) == wanted
+    assert small.ask(QUESTION, TOKENS, repetition_penalty=8.0) == wanted
+    read = small.context.ids.new_tensor([small.context.ids[0].tolist() + list_question_ids(small)])
+    # It raises what the prompt has, by the inverse of what a penalty takes.
+    wanted = ask(small, EncoderRepetitionPenaltyLogitsProcessor(4.0, read))
+    assert generate(small, encoder_repetition_penalty=4.0) == wanted
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_no_n_gram_is_of_placeholders(small, size):
+    wanted = ask(small, NoRepeatNGramLogitsProcessor(size))
+    assert generate(small, no_repeat_ngram_size=size) == wanted
+    config = GenerationConfig(no_repeat_ngram_size=size, max_new_tokens=TOKENS)
+    assert small.generate(QUESTION, generation_config=config) == wanted
+    assert generate(small, no_repeat_ngram_size=size, num_beams=2)
+    read = small.context.ids.new_tensor([small.context.ids[0].tolist() + list_question_ids(small)])
+    wanted = ask(small, EncoderNoRepeatNGramLogitsProcessor(size, read))
+    assert generate(small, encoder_no_repeat_ngram_size=size) == wanted
+
+
+def test_placeholders_make_no_n_gram_where_the_text_begins_with_an_ordinary_token():
+    """They repeat its first token, which a model without a template or a BOS may write twice."""
+    placeholders, text = [7, 7, 7], [7, 8, 9, 7]
+    ids = torch.tensor([placeholders + text])
+    scores = torch.zeros(1, 12)
+    sizes = dict.fromkeys(NGRAM_OPTIONS, 2)
+    for processor in make_ngram_processors(sizes, ids, len(placeholders)):
+        found = processor(ids, scores).isinf().nonzero()
+        assert found.tolist() == [[0, 8]]
+
+
+def test_words_that_are_bad_or_biased_may_begin_in_the_text(small):
+    """A word that began before the placeholders would never be found."""
+    first = small.ask(QUESTION, TOKENS, details=True).ids[0]
+    word = [int(small.context.ids[0, -1]), *list_question_ids(small), first]
+    plain = generate(small)
+    wanted = ask(small, NoBadWordsLogitsProcessor([word], [2]))
+    assert generate(small, bad_words_ids=[word]) == wanted != plain
+    wanted = ask(small, SequenceBiasLogitsProcessor([[word, -50.0]]))
+    assert generate(small, sequence_bias=[[word, -50.0]]) == wanted != plain
+
+
+def test_ids_of_the_text_and_of_the_question_follow_each_other(small):
+    ids = small.inputs(QUESTION)["input_ids"][0].tolist()
+    read = small.context.ids[0].tolist() + list_question_ids(small)
+    placeholders = len(ids) - len(read)
+    assert placeholders == small.cache.get_seq_length() - small.context.num_tokens > 0
+    assert ids[placeholders:] == read
+    assert set(ids) == set(read), "a placeholder would be penalized, too"
+
+
+def test_lengths_count_what_the_cache_has_seen(small):
+    """They are those of `inputs`, whose first ids stand for positions without a token."""
+    read = small.inputs(QUESTION)["input_ids"].shape[1]
+    assert generate(small, min_length=read + 3) == generate(small, min_new_tokens=3)
+    assert small.generate(QUESTION, max_length=read + 3) == small.ask(QUESTION, 3)
