@@ -34,6 +34,7 @@ from restorekv.model import attention, support
 from restorekv.model.cache_argument import pass_cache_to_generate
 from restorekv.model.prompt import (
     Context,
+    check_question_positions,
     check_system_message,
     check_token_ids,
     check_vocabulary,
@@ -43,7 +44,6 @@ from restorekv.model.prompt import (
 )
 from restorekv.model.rope import count_positions
 from restorekv.model.shape import CacheShape, get_vocabulary_size
-from restorekv.model.support import refuse_beyond
 from restorekv.model.tokenize import check_model_and_tokenizer, get_padding_id, hash_token_names
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.spec import drop_gate
@@ -430,6 +430,12 @@ class CompressedContext:
         inputs = answers.make_generate_inputs(
             self.tokenizer, self.context, self.cache, question, answer_prefix, plain
         )
+        # As in `ask`. Without positions of their own, ids span all that the cache has seen.
+        end = inputs["input_ids"].shape[1]
+        if plain:
+            end = int(inputs["position_ids"][0, -1]) + 1
+        first = self.cache.get_seq_length()
+        check_question_positions(self.model, [first], [end - first], [0])
         return {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
 
     def generate(self, question: str, answer_prefix: str = "", **options: Any) -> str:
@@ -476,14 +482,13 @@ class CompressedContext:
             defaults["do_sample"] = False
             if "max_length" not in options:
                 defaults["max_new_tokens"] = 128
-        # As in `ask`: all that the answer may come to has to be exact.
+        # As in `ask`: the ids span the context, so the question is what follows it.
         read = inputs["input_ids"].shape[1]
-        of_config = {} if config is None else vars(config)
-        limits = {**defaults, **of_config, **options}
-        longest = read + (limits.get("max_new_tokens") or 1)
-        if not limits.get("max_new_tokens"):
-            longest = max(longest, limits.get("max_length") or 0)
-        refuse_beyond(self.model, longest, "A question with the longest answer allowed")
+        first = self.cache.get_seq_length()
+        longest = options.get("max_new_tokens") or defaults.get("max_new_tokens")
+        longest = longest or find_option("max_new_tokens", 0)
+        longest = longest or max(find_option("max_length") - read, 1)
+        check_question_positions(self.model, [first], [read - first], [longest])
         if options.get("stop_strings"):
             options.setdefault("tokenizer", self.tokenizer)  # which transformers finds them with
         sizes = {name: find_option(name, 0) for name in answers.NGRAM_OPTIONS}

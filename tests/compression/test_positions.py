@@ -5,6 +5,7 @@ of it.
 import copy
 import json
 import re
+import warnings
 
 import pytest
 import torch
@@ -15,8 +16,14 @@ from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError, RestoreKVWarning, TextTooLongError
 from restorekv.many_contexts import compose
 from restorekv.model.load import load_model
-from restorekv.model.prompt import RESERVED_POSITIONS, fit_context, make_context
+from restorekv.model.prompt import (
+    RESERVED_POSITIONS,
+    encode_question,
+    fit_context,
+    make_context,
+)
 from restorekv.model.rope import NO_LIMIT, count_positions
+from restorekv.storage.portable import load_portable
 from tests.helpers.cli_world import cli
 from tests.helpers.compressing import compress_with
 from tests.helpers.models import build_model
@@ -108,6 +115,43 @@ def test_a_question_beyond_the_positions_is_refused(model, tiny_tokenizer):
     for questions in ("house " * 600, [fits, "house " * 600]):
         with pytest.raises(TextTooLongError, match=r"with the question needs .* ask less, or"):
             small.ask(questions, 2)
+
+
+def test_every_way_to_ask_counts_the_positions_of_the_text(model, tiny_tokenizer, tmp_path):
+    """Also where an engine sees fewer: a portable cache is m columns, as of a shorter text."""
+    options = {**SMALL, "allocation": "per-head"}
+    small = compress_with(model, tiny_tokenizer, TEXT[: len(TEXT) // 4], **options)
+    plain = small.portable()
+    plain.save(tmp_path / "doc.safetensors")
+    loaded = load_portable(tmp_path / "doc.safetensors", model)
+    first = small.cache.get_seq_length()
+    around = len(encode_question(tiny_tokenizer, small.context, "x")[0])
+    asking = {
+        "ask": lambda question: small.ask(question, 2),
+        "generate": lambda question: small.generate(question, max_new_tokens=2),
+        "generate to a length": lambda question: small.generate(question, max_length=POSITIONS),
+        "inputs": lambda question: small.inputs(question),
+        "plain inputs": lambda question: small.inputs(question, plain=True),
+        "portable": lambda question: plain.ask(model, tiny_tokenizer, question, 2),
+        "portable file": lambda question: loaded.ask(model, tiny_tokenizer, ["Who?", question], 2),
+    }
+    # Each capital letter is a token.
+    too_long = "x" + "Q" * (POSITIONS + 1 - first - around)
+    for ask in asking.values():
+        with pytest.raises(TextTooLongError, match="The context with the question needs 513 pos"):
+            ask(too_long)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RestoreKVWarning)
+            assert ask(too_long[:-3]) is not None
+    fits = too_long[:-2]
+    for ask in (
+        lambda: small.generate(fits, max_new_tokens=9),
+        lambda: small.generate(fits, max_length=POSITIONS + 8),
+        lambda: plain.ask(model, tiny_tokenizer, fits, 9),
+        lambda: loaded.ask(model, tiny_tokenizer, [fits], 9),
+    ):
+        with pytest.warns(RestoreKVWarning, match="longest answer allowed reaches beyond .* 512"):
+            ask()
 
 
 def test_preparing_a_long_context_is_told(model, tiny_tokenizer):

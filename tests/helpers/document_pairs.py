@@ -7,7 +7,7 @@ import torch
 
 from restorekv.model.rope import get_rope_settings
 from restorekv.model.shape import CacheShape
-from restorekv.vllm.document_store import EngineModel
+from restorekv.vllm.document_store import EngineModel, find_limit
 from restorekv.vllm.page_pool import DocumentPairs
 from tests.helpers.models import VOCABULARY
 
@@ -31,5 +31,6 @@ def describe_engine_model(model, **changed):
         rope=get_rope_settings(model.config),
         dtype="float32",
         vocabulary=VOCABULARY,
+        limit=find_limit(model.config),
     )
     return replace(facts, **changed)

@@ -19,7 +19,7 @@ from restorekv.model.shape import CacheShape
 from restorekv.storage.cache_file import open_cache_file
 from restorekv.storage.portable import load_portable
 from restorekv.vllm.composition import compose_files
-from restorekv.vllm.document_store import EngineModel
+from restorekv.vllm.document_store import EngineModel, find_limit
 from restorekv.vllm.portable_store import PortableStore
 from restorekv.vllm.ragged_documents import PLACEHOLDERS
 from restorekv.vllm.ragged_store import RaggedStore
@@ -35,7 +35,9 @@ class FakeVllm:
         facts = shape.layers, shape.heads, shape.head_dim, get_rope_settings(model.config)
         folder.mkdir(exist_ok=True)
         kinds = {"ragged": RaggedStore, "portable": PortableStore}
-        described = EngineModel(*facts, "float32", model.config.vocab_size)
+        described = EngineModel(
+            *facts, "float32", model.config.vocab_size, find_limit(model.config)
+        )
         self.store = kinds[form](folder, described) if form else None
         self.form = form
         support.prepare_model(model)

@@ -4,7 +4,7 @@ import pytest
 
 from restorekv.errors import RestoreKVWarning, TextTooLongError
 from restorekv.generation.sampling import SamplingConfig
-from restorekv.serve import embedded
+from restorekv.serve import caches, embedded
 from restorekv.serve.caches import NOTHING_MADE
 from restorekv.serve.embedded import SHARE, SLICE, EmbeddedEngine
 from restorekv.serve.engine import CacheState, ServedQuestion
@@ -31,7 +31,7 @@ def test_restore_tokens_take_positions_from_the_answer(engine, model, tiny_token
         question = ServedQuestion([object()], (), "Which code?", "", 8, SamplingConfig())
         prompt = engine.encode_question(question, small.context)
         positions = small.context.num_tokens + len(prompt) + room + 2
-        monkeypatch.setattr(embedded, "count_usable_positions", lambda model, most=positions: most)
+        monkeypatch.setattr(caches, "count_usable_positions", lambda model, most=positions: most)
         if room:
             engine.prepare(question)
             limits.append(question.limit)

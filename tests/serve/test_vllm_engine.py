@@ -21,6 +21,7 @@ from restorekv import compose, compress, load_model  # noqa: E402
 from restorekv.errors import RestoreKVError  # noqa: E402
 from restorekv.generation.decoding import get_stop_ids  # noqa: E402
 from restorekv.model.identity import fingerprint_model  # noqa: E402
+from restorekv.model.prompt import encode_question  # noqa: E402
 from restorekv.serve import vllm_client, vllm_engine  # noqa: E402
 from restorekv.serve.run import find_engine_class  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
@@ -46,6 +47,8 @@ from tests.helpers.serving import (  # noqa: E402
     until,
     upload,
 )
+
+TOO_LONG = "Documents and question are longer than the model's 512 positions; shorten them"
 
 
 @pytest.fixture(scope="module", params=["ragged", "portable"])
@@ -308,7 +311,7 @@ def succeeds(call) -> bool:
 
 def test_what_vllm_refuses_is_a_sentence(client, file, fake, tmp_path):
     with pytest.raises(openai.BadRequestError, match=rf"reads at most {LONGEST:,} tokens"):
-        ask(client, about(file, question="why " * LONGEST))
+        ask(client, about(file, question="Q" * LONGEST))
     own = fake.store
     fake.store = type(own)(tmp_path, own.model)
     try:
@@ -317,6 +320,39 @@ def test_what_vllm_refuses_is_a_sentence(client, file, fake, tmp_path):
     finally:
         fake.store = own
     assert ask(client, about(file)).choices[0].message.content
+
+
+def test_answers_end_with_the_models_positions(tiny_tokenizer, tmp_path, fake):
+    """vLLM counts placeholders, which are fewer than the document's tokens; the engine of the
+    library itself answers alike.
+    """
+    positions = 512
+    short = build_model("qwen3", max_position_embeddings=positions)
+    own = FakeVllm(short, tiny_tokenizer, tmp_path / "documents", fake.form)
+    small = small_of(short, tiny_tokenizer, fake.form)
+    room = positions - small.cache.get_seq_length() - count_question(small, QUESTION)
+    long_question = QUESTION + "Q" * room
+    found = []
+    with listening(own.app) as url:
+        for options in (engine(url, own), {}):
+            folder = tmp_path / f"store of {options.get('engine')}"
+            limits = Limits(tokens=2 * positions)
+            with serving(short, tiny_tokenizer, folder, limits=limits, **options) as address:
+                client = client_of(address)
+                file = upload(client)
+                answer = ask(client, about(file), max_tokens=2 * positions)
+                found.append(answer.usage.completion_tokens)
+                with pytest.raises(openai.BadRequestError, match=TOO_LONG):
+                    ask(client, about(file, question=long_question))
+                assert ask(client, about(file, question=long_question[:-1]), max_tokens=9)
+    assert [each["max_tokens"] for each in own.asked[-2:]] == [room, 1]
+    assert found[0] <= room
+    if fake.form == "ragged":
+        assert found[0] == found[1]
+
+
+def count_question(small, question):
+    return encode_question(small.tokenizer, small.context, question).shape[1]
 
 
 def test_a_restart_loads_and_portable_caches_are_others(

@@ -130,6 +130,7 @@ class World:
             request_id=name,
             prompt_token_ids=ids,
             num_tokens=len(ids),
+            max_tokens=16,
             kv_transfer_params=params,
             skip_reading_prefix_cache=False,
             sampling_params=None,
@@ -228,19 +229,44 @@ def test_engines_that_would_answer_wrongly_are_refused(connector, options, sente
         ({"prompt_logprobs": 1}, "prompt_logprobs is not possible"),
         ({"repetition_penalty": 1.5}, "leave it out, or use frequency_penalty"),
         ({}, "cannot skip the prefix cache"),
+        (None, "cannot be given more input later"),
     ],
 )
 def test_requests_that_would_be_answered_wrongly_are_refused(connector, options, sentence):
     scheduler = connector.make(Role.SCHEDULER)
     request = connector.request(connector.prompt(0))
+    request.resumable = options is None
     request.sampling_params = SimpleNamespace(
-        **{"prompt_logprobs": None, "repetition_penalty": 1.0, **options}
+        **{"prompt_logprobs": None, "repetition_penalty": 1.0, **(options or {})}
     )
     request.skip_reading_prefix_cache = not options
     schedule(scheduler, request, 0, [5, 6, 8, 10, 3, 0])
     [refused] = scheduler.build_connector_meta(None).loads
     assert refused.document is None and sentence in refused.problem
     assert not request.skip_reading_prefix_cache
+
+
+def test_a_request_beyond_the_models_positions_ends_and_answers_are_shortened(connector):
+    """The placeholders of the prompt are fewer than the positions of the text."""
+    ids = connector.prompt(0)
+    document = connector.documents[0]
+    end = document.manifest.positions + len(ids) - document.tokens
+    blocks = [5, 6, 8, 10, 3, 0]
+    for positions, longest in ((end + 99, 16), (end + 5, 5), (end, 1)):
+        connector.model.config.max_position_embeddings = positions
+        request = connector.request(ids)
+        scheduler = connector.make(Role.SCHEDULER)
+        schedule(scheduler, request, 0, blocks)
+        assert request.max_tokens == longest
+        # vLLM asks again about a request that it preempted.
+        schedule(scheduler, request, 0, blocks)
+        assert request.max_tokens == longest
+    connector.model.config.max_position_embeddings = end - 1
+    scheduler = connector.make(Role.SCHEDULER)
+    schedule(scheduler, connector.request(ids), 0, blocks)
+    [refused] = scheduler.build_connector_meta(None).loads
+    assert refused.document is None
+    assert f"needs {end} positions, and the model has {end - 1}; ask less" in refused.problem
 
 
 def test_two_layers_of_one_number_are_refused(connector):

@@ -4,7 +4,7 @@ import urllib.error
 
 import pytest
 
-from restorekv.vllm import chat
+from restorekv.vllm import chat, prompt
 from tests.helpers.engine import (
     TOKENS,
     answers,
@@ -147,6 +147,30 @@ def test_a_file_that_became_another_ends_the_request_that_waits_for_it(tmp_path)
         assert (outputs[0].text, outputs[0].finish_reason) == ("", "error")
         found = [outputs[1].text, *answers(llm, [world.prompt(1, 0)])]
         assert without_halves(found) == without_halves([world.expected[1][0]] * 2)
+
+
+def test_positions_are_those_of_the_text(tmp_path):
+    """A question beyond the model's ends its request, and an answer ends with them."""
+    text = "The code of the red house is seven; nobody lives there. " * 12
+    world = make_world(
+        tmp_path,
+        build_model("llama", hidden_size=128, head_dim=32, max_position_embeddings=512),
+        build_tokenizer(),
+        {"red": text},
+        ["Which code?"],
+        evictor="knorm",
+        tokens_per_head=40,
+    )
+    document = world.documents[0]
+    ids = world.prompt(0, 0)
+    room = 512 - document.manifest.positions - (len(ids) - document.tokens)
+    assert TOKENS < room < 300
+    too_long = prompt(document, "Which code?" + "Q" * (room + 1), world.tokenizer)
+    with engine(world, max_model_len=512) as llm:
+        found = ask(llm, [too_long, ids], max_tokens=room + 50, ignore_eos=True)
+        assert [each.finish_reason for each in found] == ["error", "length"]
+        assert len(found[1].token_ids) == room
+        assert without_halves(answers(llm, [ids])) == without_halves(world.expected[0])
 
 
 def preemptions(llm) -> float:

@@ -14,6 +14,7 @@ from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.vllm import prompt, ragged_config
+from restorekv.vllm.ragged_documents import PLACEHOLDERS
 from tests.helpers.engine import ENVIRONMENT, TOKENS, answers, ask, ask_and_leave, without_halves
 from tests.helpers.grown import GROWN, make_grown_documents
 from tests.helpers.models import build_model, build_tokenizer
@@ -267,6 +268,26 @@ def test_who_leaves_before_the_error_spoils_nothing(world, tmp_path):
         named = {"extra_args": {"kv_transfer_params": {"document": "red"}}}
         assert ask(llm, [ids])[0].finish_reason == "length"
         assert ask(llm, [ids], **named)[0].finish_reason == "error"
+
+
+def test_positions_are_those_of_the_text(tmp_path):
+    """A question beyond the model's ends its request, and an answer ends with them."""
+    model, tokenizer, _ = save_model(tmp_path, max_position_embeddings=512)
+    text = "The code of the red house is seven; nobody lives there. " * 12
+    small = compress(model, tokenizer, text, ratio=0.2, adapter=None)
+    path = tmp_path / "store" / "red.rkv"
+    small.save(path)
+    ids = prompt(path, QUESTIONS[0], tokenizer)
+    room = 512 - small.cache.get_seq_length() - len(ids[PLACEHOLDERS:])
+    assert TOKENS < room < 300
+    expected = small.ask(QUESTIONS[0], max_new_tokens=TOKENS)
+    world = RaggedWorld(tmp_path / "model", tmp_path / "store", [], [ids], [expected])
+    too_long = prompt(path, QUESTIONS[0] + "Q" * (room + 1), tokenizer)
+    with engine(world) as llm:
+        found = ask(llm, [too_long, ids], max_tokens=room + 50, ignore_eos=True)
+        assert [each.finish_reason for each in found] == ["error", "length"]
+        assert len(found[1].token_ids) == room
+        assert without_halves(answers(llm, [ids])) == without_halves([expected])
 
 
 def test_a_document_larger_than_the_pool_ends_its_request(world):

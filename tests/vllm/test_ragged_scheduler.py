@@ -28,6 +28,9 @@ class OneDocument:
     def find_document(self, ids, wanted=None):
         return DOCUMENT
 
+    def count_answer_room(self, document, ids):
+        return 7
+
 
 def make_half(workers):
     config = SimpleNamespace(
@@ -45,6 +48,7 @@ def make_request(name):
         request_id=name,
         prompt_token_ids=[*IDS, 1, 2, 3],
         num_tokens=len(IDS) + 3,
+        max_tokens=16,
         kv_transfer_params=None,
         skip_reading_prefix_cache=False,
         sampling_params=None,
@@ -94,6 +98,13 @@ def test_a_load_that_failed_on_one_worker_counts_nowhere():
     assert half.count_computed_tokens(second, 0) is None
     half.apply_report(LoadReport({("a", again.number): 1}))
     assert half.count_computed_tokens(second, 0) == PLACEHOLDERS
+
+
+def test_an_answer_is_shortened_to_the_positions_that_are_left():
+    half = make_half(workers=1)
+    request = make_request("one")
+    half.count_computed_tokens(request, 0)
+    assert request.max_tokens == OneDocument().count_answer_room(DOCUMENT, IDS)
 
 
 def test_reports_of_ranks_are_added():

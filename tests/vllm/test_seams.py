@@ -236,6 +236,7 @@ def test_requests_have_what_the_connector_reads():
         "kv_transfer_params",
         "skip_reading_prefix_cache",
         "sampling_params",
+        "max_tokens",
     }
     assert needed <= list_fields("v1/request.py", "Request")
     find("v1/request.py", "Request", "num_tokens")

@@ -15,7 +15,7 @@ from restorekv.model.rope import get_rope_settings
 from restorekv.model.shape import CacheShape
 from restorekv.storage.portable import KIND, load_portable
 from restorekv.vllm import prompt, transfer_config
-from restorekv.vllm.document_store import EngineModel, find_heads
+from restorekv.vllm.document_store import EngineModel, find_heads, find_limit
 from restorekv.vllm.portable_store import PortableStore
 from tests.helpers.models import VOCABULARY, build_model
 from tests.helpers.portables import QUESTION, TEXTS, portable_of
@@ -28,6 +28,7 @@ def expected_for(model, **more):
         "heads": shape.heads,
         "head_dim": shape.head_dim,
         "vocabulary": VOCABULARY,
+        "limit": find_limit(model.config),
     }
     return EngineModel(
         **{**facts, "rope": get_rope_settings(model.config), "dtype": "float32", **more}

@@ -33,12 +33,7 @@ from restorekv.generation.sampling import refuse_not_finite
 from restorekv.model.attention import install_attention
 from restorekv.model.attention.reference import make_causal_mask
 from restorekv.model.cache_argument import pass_cache
-from restorekv.model.prompt import (
-    check_vocabulary,
-    refuse_beyond_positions,
-    warn_if_beyond_positions,
-)
-from restorekv.model.rope import count_positions
+from restorekv.model.prompt import check_question_positions, check_vocabulary
 from restorekv.model.tokenize import decode_ids
 
 BATCH = 16
@@ -151,20 +146,10 @@ def generate_tokens(
     limits = parse_limits(max_new_tokens, len(prompts))
     if isinstance(caches, RaggedCache):
         caches = [caches] * len(prompts)
-    # Both checks look at the whole model, so they come once, for what reaches furthest.
-    furthest_question = 0
-    furthest_answer = 0
-    positions = count_positions(model.config)
-    for cache, prompt, limit in zip(caches, prompts, limits, strict=True):
+    for prompt in prompts:
         check_vocabulary(model, prompt)
-        seen = cache.get_seq_length()
-        end = seen + len(prompt)
-        # A context that is itself beyond the positions was warned of when it was prepared.
-        if seen <= positions:
-            furthest_question = max(furthest_question, end)
-        furthest_answer = max(furthest_answer, end + limit)
-    refuse_beyond_positions(model, furthest_question, "The context with the question", "ask less")
-    warn_if_beyond_positions(model, furthest_answer, "A question with the longest answer allowed")
+    firsts = [cache.get_seq_length() for cache in caches]
+    check_question_positions(model, firsts, [len(prompt) for prompt in prompts], limits)
     stop_ids = get_stop_ids(model, tokenizer)
     for start in range(0, len(prompts), batch):
         part = slice(start, start + batch)

@@ -30,7 +30,7 @@ from restorekv.errors import (
     check_choice,
     warn,
 )
-from restorekv.model.rope import count_positions, count_unstretched_positions
+from restorekv.model.rope import PositionLimit, count_positions, count_unstretched_positions
 from restorekv.model.shape import get_vocabulary_size
 from restorekv.model.support import get_support, refuse_beyond
 from restorekv.model.tokenize import (
@@ -54,6 +54,7 @@ TODAY = date(2026, 1, 1)  # for templates that print it: a cache made today is a
 NOW = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
 # Separates a question from the document, unless the tokenizer's config has another `separator`.
 DEFAULT_SEPARATOR = "\n\n"
+QUESTION_AND_CONTEXT = "The context with the question"  # needs positions, for messages
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,14 +241,67 @@ def refuse_beyond_positions(
         fix: What to do about it, besides stretching RoPE.
     """
     refuse_beyond(model, positions, what)
-    limit = count_positions(model.config)
-    if positions > limit:
-        factor = math.ceil(positions / count_unstretched_positions(model.config))
+    refuse_beyond_limit(PositionLimit.from_config(model.config), positions, what, fix)
+
+
+def refuse_beyond_limit(limit: PositionLimit, positions: int, what: str, fix: str) -> None:
+    """Refuse what reaches beyond a model's positions, where there is its limit alone.
+
+    Args:
+        limit: The model's.
+        positions: How many are needed.
+        what: What needs them, for the message.
+        fix: What to do about it, besides stretching RoPE.
+    """
+    if positions > limit.positions:
+        factor = math.ceil(positions / limit.unstretched)
         raise TextTooLongError(
-            f"{what} needs {positions:,} positions, and the model has {limit:,}; {fix}, "
+            f"{what} needs {positions:,} positions, and the model has {limit.positions:,}; {fix}, "
             "or compress all of it with the model's RoPE stretched "
             f"({STRETCH_ROPE.format(factor)})."
         )
+
+
+def refuse_long_question(limit: PositionLimit, first: int, question: int) -> None:
+    """Refuse a question that ends beyond a model's positions.
+
+    Whatever the engine, positions are those of the whole text: what eviction dropped has had some,
+    and placeholders that stand for a document have none of their own.
+
+    Args:
+        limit: The model's.
+        first: The position of the question's first token (`Manifest.positions`, or the
+            `get_seq_length` of a `RaggedCache`).
+        question: How many tokens the question has, with the template around it.
+    """
+    refuse_beyond_limit(limit, first + question, QUESTION_AND_CONTEXT, "ask less")
+
+
+def check_question_positions(
+    model: PreTrainedModel, firsts: Sequence[int], questions: Sequence[int], limits: Sequence[int]
+) -> None:
+    """Refuse questions that end beyond the model's positions, and warn of answers that may.
+
+    Both are refused where the model would see them otherwise than the package (support.py).
+
+    Args:
+        model: The model that answers.
+        firsts: The position of the first token of every question.
+        questions: How many tokens every question has, with the template around it.
+        limits: How many tokens every answer may have.
+    """
+    # Both checks look at the whole model, so they come once, for what reaches furthest.
+    furthest_question = 0
+    furthest_answer = 0
+    limit = PositionLimit.from_config(model.config)
+    for first, question, longest in zip(firsts, questions, limits, strict=True):
+        # A context that is itself beyond the positions was warned of when it was prepared.
+        if first <= limit.positions:
+            furthest_question = max(furthest_question, first + question)
+        furthest_answer = max(furthest_answer, first + question + longest)
+    refuse_beyond(model, furthest_question, QUESTION_AND_CONTEXT)
+    refuse_long_question(limit, 0, furthest_question)
+    warn_if_beyond_positions(model, furthest_answer, "A question with the longest answer allowed")
 
 
 def check_token_ids(tokenizer: Tokenizer, ids: Sequence[int] | Tensor) -> Tensor:

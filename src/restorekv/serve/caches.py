@@ -62,6 +62,8 @@ from restorekv.serve.variants import Variant
 # Seconds that the end waits for a thread. Files are written whole or not at all, so nothing
 # half-written stays.
 SHUTDOWN_SECONDS = 0.5
+# What a question to documents is told, with a place for the model's positions.
+DOCUMENTS_TOO_LONG = "Documents and question are longer than {}; shorten them."
 
 
 @dataclass(frozen=True)
@@ -250,6 +252,22 @@ class CacheEngine(Engine, Generic[Active]):
                 "and answer; shorten it."
             )
         return ids
+
+    def limit_answer(self, question: ServedQuestion, positions: int, too_long: str) -> None:
+        """Shorten a question's answers to the positions that the model has left.
+
+        Args:
+            question: Whose limit may become smaller.
+            positions: How many it takes with what it is asked about, restore tokens included.
+            too_long: The sentence if none are left, with a place for the model's positions.
+
+        Raises:
+            TextTooLongError: None are left.
+        """
+        most = count_usable_positions(self.model)
+        if positions >= most:
+            raise TextTooLongError(too_long.format(f"the model's {most:,} positions"))
+        question.limit = min(question.limit, most - positions)
 
     def take_place(self, question: ServedQuestion) -> AbstractAsyncContextManager[None]:
         """Wait until a question may be prepared and answered; an engine may bound how many are."""

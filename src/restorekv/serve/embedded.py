@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
-from restorekv.errors import TextTooLongError
 from restorekv.generation import decoding
 from restorekv.generation.sampling import make_samplers
 from restorekv.generation.scheduler import Request, Scheduler, StepOutput
@@ -32,6 +31,7 @@ from restorekv.model.prefill import make_empty_cache
 from restorekv.model.prompt import count_usable_positions
 from restorekv.model.shape import get_backbone
 from restorekv.serve.caches import (
+    DOCUMENTS_TOO_LONG,
     NO_CACHE,
     NOTHING_MADE,
     SHUTDOWN_SECONDS,
@@ -163,7 +163,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
             manifest = joined.manifest
             cost = CacheCost(manifest.pairs_held, manifest.bytes_held, manifest.seconds)
             computed = 0
-            too_long = "Documents and question are longer than {}; shorten them."
+            too_long = DOCUMENTS_TOO_LONG
         else:
             context, prompt = self.encode_plain(question, 0)
             cache = self._get_empty_cache()
@@ -173,10 +173,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
             too_long = "The conversation is longer than {}; shorten it."
         # Restore tokens have positions too; the empty cache has none of a plain conversation.
         positions = max(context.num_tokens, cache.get_seq_length())
-        room = most - positions - len(prompt)
-        if room < 1:
-            raise TextTooLongError(too_long.format(f"the model's {most:,} positions"))
-        question.limit = min(question.limit, room)
+        self.limit_answer(question, positions + len(prompt), too_long)
         # One row of the scheduler for every sample.
         sampling = question.sampling
         ids = torch.cat([context.ids[0], prompt])[None]

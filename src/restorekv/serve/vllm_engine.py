@@ -32,7 +32,13 @@ from restorekv.model import gguf
 from restorekv.model.identity import fingerprint_model
 from restorekv.model.prompt import Context, fit_context, get_default_separator, make_context
 from restorekv.model.shape import CacheShape, get_dtype_name
-from restorekv.serve.caches import NO_CACHE, ActiveQuestion, CacheCost, CacheEngine
+from restorekv.serve.caches import (
+    DOCUMENTS_TOO_LONG,
+    NO_CACHE,
+    ActiveQuestion,
+    CacheCost,
+    CacheEngine,
+)
 from restorekv.serve.document_checks import (
     compose_documents,
     explain_length,
@@ -253,6 +259,9 @@ class VllmEngine(CacheEngine[VllmQuestion]):
             )
         cache = compose_documents(caches)
         prompt = self.encode_question(question, cache.context)
+        # vLLM counts placeholders, and the positions of documents are those of their texts.
+        positions = cache.cache.get_seq_length() + len(prompt)
+        self.limit_answer(question, positions, DOCUMENTS_TOO_LONG)
         keys = []
         for document in question.documents:
             keys.append(self.make_key(document.sha256, document.variant))

@@ -90,6 +90,13 @@ class Manifest:
             del entries["windows"]
         return entries
 
+    @property
+    def positions(self) -> int:
+        """How many positions the context takes, with what eviction dropped and its restore tokens:
+        the first token of a question has this one.
+        """
+        return self.prefix + self.tokens + self.offset + self.restore_tokens
+
     def count_sliding_columns(self) -> list[int]:
         """Return how many columns of the text each layer with a window holds, in every head."""
         columns = self.prefix + self.tokens

@@ -27,10 +27,10 @@ from restorekv import seal
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import CacheFileError, RestoreKVError, reraise_as
 from restorekv.files import parse_path
-from restorekv.generation import answers
+from restorekv.generation import answers, decoding
 from restorekv.generation.chat import encode_conversation
 from restorekv.model import support
-from restorekv.model.prompt import Context
+from restorekv.model.prompt import Context, check_question_positions, encode_question
 from restorekv.model.rope import shift_keys
 from restorekv.model.shape import get_vocabulary_size
 from restorekv.seal import FileKind
@@ -128,14 +128,20 @@ class Portable:
         max_new_tokens: int = 128,
     ) -> str | list[str]:
         """Return the answer to a question, or those to several, in batches, as
-        `CompressedContext.ask` gives them; refuse a model that the cache was not made by, and
-        another tokenizer.
+        `CompressedContext.ask` gives them; refuse a model that the cache was not made by, another
+        tokenizer, and questions that end beyond the model's positions.
         """
         check_model("The portable cache", self.manifest, model)
         check_tokenizer("The portable cache", self.manifest, self.context, tokenizer)
         support.prepare_model(model)
-        cache = RaggedCache.from_full_cache(self.make_cache())
         several = [questions] if isinstance(questions, str) else questions
+        # The m columns stand at the first m positions, and yet are as far from the question as the
+        # tokens of the text are.
+        lengths = [encode_question(tokenizer, self.context, each).shape[1] for each in several]
+        firsts = [self.manifest.positions] * len(lengths)
+        limits = decoding.parse_limits(max_new_tokens, len(lengths))
+        check_question_positions(model, firsts, lengths, limits)
+        cache = RaggedCache.from_full_cache(self.make_cache())
         said = answers.answer_greedily(
             model, tokenizer, self.context, cache, several, max_new_tokens
         )

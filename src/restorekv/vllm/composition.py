@@ -196,6 +196,14 @@ def count_pairs(lengths: Sequence[Tensor], parts: Sequence[PartFacts]) -> Tensor
     return total
 
 
+def count_positions(parts: Sequence[PartFacts]) -> int:
+    """Return how many positions a composition takes: the chat prefix once, all texts, and the
+    restore tokens of the last one, which stay after them.
+    """
+    last = parts[-1].manifest
+    return last.prefix + sum(part.manifest.tokens for part in parts) + last.restore_tokens
+
+
 def compose_files(files: Sequence[CacheFile], rope_model: PreTrainedModel) -> RaggedCache:
     """Return the cache that `restorekv.compose` makes of cache files.
 

@@ -1,5 +1,5 @@
-"""What both KV connectors share: hooks of vLLM in which documents have no part, and how a request
-ends with an error.
+"""What both KV connectors share: hooks of vLLM in which documents have no part, how long an answer
+may be, and how a request ends with an error.
 
 A connector cannot refuse a request. So one that must end is promised all its tokens, as if they
 were being loaded; the workers report that the load is over and that the block of its last token was
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from restorekv.errors import RestoreKVError
+from restorekv.vllm.document_store import DocumentStore, StoredDocument
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,6 +57,11 @@ def find_request_problem(request: Request) -> str:
                 "frequency_penalty, which counts the answer. If the model's generation_config.json "
                 "sets it, start vLLM with --generation-config vllm."
             )
+    if getattr(request, "resumable", False):
+        return (
+            "A request about a document cannot be given more input later, which would be longer "
+            "than what was checked; ask in a request of its own."
+        )
     if request.skip_reading_prefix_cache:
         # vLLM would compute the whole prompt itself, placeholders included.
         return (
@@ -63,6 +69,15 @@ def find_request_problem(request: Request) -> str:
             "document; leave skip_reading_prefix_cache out."
         )
     return ""
+
+
+def shorten_answer(request: Request, store: DocumentStore, document: StoredDocument) -> None:
+    """Let a request's answer end at the last of the model's positions.
+
+    vLLM ends answers at max_model_len for that, and counts placeholders in place of the text.
+    """
+    room = store.count_answer_room(document, request.prompt_token_ids or ())
+    request.max_tokens = min(request.max_tokens, room)
 
 
 def refuse_engine(config: VllmConfig, obstacles: Sequence[tuple[bool, str]]) -> None:

@@ -10,14 +10,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from restorekv.errors import CacheFileError, RestoreKVError
-from restorekv.model.rope import get_rope_settings
+from restorekv.model.prompt import refuse_long_question
+from restorekv.model.rope import NO_LIMIT, PositionLimit, get_rope_settings
 from restorekv.model.shape import get_dtype_name
 from restorekv.storage.cache_file import Manifest
 from restorekv.storage.portable import MARK
@@ -37,6 +39,7 @@ class EngineModel:
         rope: The model's RoPE.
         dtype: The engine's, to which keys and values are cast.
         vocabulary: How many token ids there are.
+        limit: How many positions the model was made for.
         fingerprint: The fingerprint of the weights; None fits any.
     """
 
@@ -46,6 +49,7 @@ class EngineModel:
     rope: Mapping[str, Any]
     dtype: str
     vocabulary: int
+    limit: PositionLimit
     fingerprint: str | None = None
 
     @classmethod
@@ -60,6 +64,7 @@ class EngineModel:
             rope=get_rope_settings(text),
             dtype=get_dtype_name(model.dtype),
             vocabulary=text.vocab_size,
+            limit=find_limit(text),
             fingerprint=fingerprint,
         )
 
@@ -103,6 +108,18 @@ class EngineModel:
             )
 
 
+def find_limit(config: PretrainedConfig) -> PositionLimit:
+    """Return how many positions a model sees whole that vLLM was given.
+
+    In layers that all have a window, vLLM counts placeholders, which are fewer than the tokens of
+    the text. So a document is asked up to the window, as the library's own engine asks it.
+    Documents of models that have such layers and others are refused.
+    """
+    limit = PositionLimit.from_config(config)
+    window = getattr(config, "sliding_window", None)
+    return replace(limit, positions=min(limit.positions, window or NO_LIMIT))
+
+
 @dataclass(frozen=True)
 class StoredDocument:
     """A file of a store; one that cannot be read has nothing but a problem.
@@ -111,6 +128,7 @@ class StoredDocument:
         path: Where it is.
         name: A hash of its contents.
         ids: The placeholders that stand for it.
+        positions: How many positions its text takes, which are more than the placeholders.
         problem: Why the file is not served.
         lengths: (L, H), pairs of every head, if heads may differ in length.
         parts: What a composition is made of.
@@ -119,6 +137,7 @@ class StoredDocument:
     path: Path
     name: str = ""
     ids: tuple[int, ...] = ()
+    positions: int = 0
     problem: str = ""
     lengths: Tensor | None = None
     parts: tuple[StoredDocument, ...] = ()
@@ -181,7 +200,8 @@ class DocumentStore(ABC):
 
         Raises:
             RestoreKVError: The placeholders are of no document here, of one that does not fit, or
-                of another than `wanted`, or no question follows them.
+                of another than `wanted`, or no question follows them, or one that ends beyond the
+                model's positions.
         """
         # The first ids mark a document; a prompt that begins otherwise is an ordinary one.
         if list(ids[:MARK]) not in self.marks:
@@ -208,7 +228,24 @@ class DocumentStore(ABC):
         # Something must follow: the engine computes the last token of a prompt itself.
         if len(ids) <= len(document.ids):
             raise RestoreKVError(f"The prompt has placeholders of {path.name} and no question.")
+        self.refuse_long_prompt(document, ids)
         return document
+
+    def refuse_long_prompt(self, document: StoredDocument, ids: Sequence[int]) -> None:
+        """Raise RestoreKVError for a prompt whose question ends beyond the model's positions.
+
+        vLLM counts placeholders, and the positions of a document are those of its text.
+        """
+        question = len(ids) - len(document.ids)
+        refuse_long_question(self.model.limit, document.positions, question)
+
+    def count_answer_room(self, document: StoredDocument, ids: Sequence[int]) -> int:
+        """Return how many tokens an answer to a prompt may have, at least one.
+
+        The first token of an answer is read at the question's last position.
+        """
+        question = len(ids) - len(document.ids)
+        return max(self.model.limit.positions - document.positions - question, 1)
 
     def _find(self, is_asked: Callable[[StoredDocument], bool]) -> StoredDocument | None:
         """Return the document that is asked; look for new files if no known one is.

@@ -42,7 +42,13 @@ class PortableStore(DocumentStore):
             self.model.check(portable.manifest, path, portable.vocabulary)
         except CacheFileError as error:
             problem = str(error)
-        return StoredDocument(path, portable.name, tuple(portable.ids.tolist()), problem)
+        return StoredDocument(
+            path=path,
+            name=portable.name,
+            ids=tuple(portable.ids.tolist()),
+            positions=portable.manifest.positions,
+            problem=problem,
+        )
 
     def load_pairs(self, document: StoredDocument) -> tuple[Tensor, Tensor]:
         """Return a document's keys and values (L, H, m, D) in the engine's dtype.

@@ -36,6 +36,7 @@ from restorekv.vllm.connector_base import (
     get_options,
     refuse_engine,
     require_store,
+    shorten_answer,
 )
 from restorekv.vllm.document_store import EngineModel, StoredDocument, find_heads
 from restorekv.vllm.page_pool import DocumentPairs, PoolLedger, Residency
@@ -292,6 +293,7 @@ class SchedulerHalf:
         if problem:
             self._give_up(request.request_id, problem)
             return
+        shorten_answer(request, self.store, document)
         self.documents[request.request_id] = document
 
     def _pin_document(self, request: str, document: StoredDocument) -> Residency:

@@ -69,8 +69,7 @@ def identify(file: CacheFile) -> RaggedIdentity:
     # Over the tensors in the order of their names, so that two files of one content are one
     # document, wherever they lie. Of their records only the question's position counts.
     sha256 = hashlib.sha256(KIND)
-    seen = file.context.num_tokens + file.manifest.offset + file.manifest.restore_tokens
-    sha256.update(f"{seen} positions".encode())
+    sha256.update(f"{file.manifest.positions} positions".encode())
     for name, tensor in sorted(file.tensors.items()):
         sha256.update(name.encode())
         sha256.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -45,7 +45,8 @@ class RaggedStore(DocumentStore):
 
         Raises:
             RestoreKVError: The placeholders are of no document here, of some that do not fit, or
-                of another than `wanted`, or no question follows them.
+                of another than `wanted`, or no question follows them, or one that ends beyond the
+                model's positions.
         """
         short_names = composition.read_short_names(ids)
         if short_names is None:
@@ -62,6 +63,7 @@ class RaggedStore(DocumentStore):
                 "The prompt has placeholders of several documents one after the other; "
                 "restorekv.vllm.prompt makes one that asks them as one text."
             )
+        self.refuse_long_prompt(document, ids)
         return document
 
     def _find_names(
@@ -108,6 +110,7 @@ class RaggedStore(DocumentStore):
             path=self.folder / " + ".join(document.path.name for document in documents),
             name=name,
             ids=composition.make_ids(names),
+            positions=composition.count_positions(parts),
             lengths=composition.count_pairs(lengths, parts),
             parts=tuple(documents),
         )
@@ -139,7 +142,14 @@ class RaggedStore(DocumentStore):
             problem = str(error)
         if not problem:
             self.parts[identity.name] = composition.describe_part(file)
-        return StoredDocument(path, identity.name, identity.ids, problem, identity.lengths)
+        return StoredDocument(
+            path=path,
+            name=identity.name,
+            ids=identity.ids,
+            positions=file.manifest.positions,
+            problem=problem,
+            lengths=identity.lengths,
+        )
 
 
 def pages_of_largest_rank(lengths: Tensor, ranks: int, page_size: int) -> int:
