@@ -53,7 +53,7 @@ def test_a_method_is_compared_with_the_full_cache_of_its_own_seeds(tmp_path):
     assert recover() == pytest.approx(0.5)
     # One whose seed the full cache was not asked has nothing to be compared with.
     write_scores(tmp_path, seed_of(replace(SMALL, evictor="h2o"), 2), [[0, 0, 0]] * 6)
-    assert find_entry(tmp_path, "h2o").full is None
+    assert find_entry(tmp_path, "h2o").pool.full is None
 
 
 def test_seeds_of_two_adapters_are_not_pooled(tmp_path):

@@ -14,13 +14,8 @@ from matplotlib.image import imread
 from restorekv.cli import execute
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import charts, plots
-from restorekv.evaluation.frame import (
-    get_base,
-    get_condition,
-    get_method,
-    load_grid,
-    make_frame,
-)
+from restorekv.evaluation.conditions import Condition, Method
+from restorekv.evaluation.frame import load_grid, make_frame
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.report import write_report
 from restorekv.evaluation.results import ANSWERS, load_results
@@ -107,7 +102,7 @@ def answers(cell: Cell, folder: Path) -> list[ScoredAnswer]:
 def test_every_section_is_there(page):
     assert page.headings == [
         "Accuracy against ratio",
-        "Restored next to its base",
+        "Restored next to the evictor alone",
         "Answers kept",
         "Needle in a haystack",
         "What the caches held",
@@ -272,7 +267,7 @@ def test_unfinished_cells_are_said_to_run(tmp_path):
     write_report(tmp_path)
     page = Page((tmp_path / "report" / "index.html").read_text())
     assert "running (2 of 6 contexts)" in page.text and "running (0 of 6 contexts)" in page.text
-    assert "No pair of a base and its restored cell is finished yet." in page.text
+    assert "No pair of an evictor alone and restored is finished yet." in page.text
     assert "Still running and not drawn: 2." in page.pictures[0]
     assert {row["method"] for row in rows(tmp_path, "accuracy-qasper-1")} == {"KVzip"}
 
@@ -283,7 +278,7 @@ def test_sections_need_data(tmp_path):
     page = Page((tmp_path / "report" / "index.html").read_text())
     assert page.headings == [
         "Accuracy against ratio",
-        "Restored next to its base",
+        "Restored next to the evictor alone",
         "What the caches held",
         "Conventions and versions",
     ]
@@ -389,7 +384,7 @@ def test_texts_that_lost_their_ends_are_told_at_the_top(tmp_path, monkeypatch):
 def test_seeds_of_one_benchmark_are_one_condition(tmp_path):
     for spec in ("tiny:count=6", "tiny:count=6,seed=1", "tiny:count=6,seed=2"):
         report_world.write_cell(tmp_path, Cell("m", spec, "kvzip", "0.1"))
-    [condition] = {get_condition(result) for result in load_results(tmp_path)}
+    [condition] = {Condition.of_result(result) for result in load_results(tmp_path)}
     assert condition.benchmark == "tiny:count=6"
 
 
@@ -472,11 +467,11 @@ def test_kv_dtype_and_streaming_chunk_stand_behind_the_plain_method(tmp_path):
     alone = ["KVzip", "KVzip, fp8", "KVzip, int8", "KVzip, streamed 512 tokens at a time"]
     assert [entry.columns["method"] for entry in run.entries][:4] == alone
     assert len(run.entries) == 8
-    methods = [get_method(entry.pool.results[0].cell) for entry in run.entries]
+    methods = [Method.of_cell(entry.pool.results[0].cell) for entry in run.entries]
     for method in methods[4:]:
-        base = get_base(method)
-        assert base in methods[:4]
-        assert (base.kv_dtype, base.streaming_chunk) == (method.kv_dtype, method.streaming_chunk)
+        alone = method.evictor_alone
+        assert alone in methods[:4]
+        assert (alone.kv_dtype, alone.streaming_chunk) == (method.kv_dtype, method.streaming_chunk)
 
 
 def test_a_task_below_ten_on_the_full_cache_is_left_out_of_means_and_shown(tmp_path, monkeypatch):

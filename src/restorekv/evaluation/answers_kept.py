@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from restorekv.evaluation.conditions import FULL_CACHE
 from restorekv.evaluation.earlier import digest_line
-from restorekv.evaluation.frame import ASKED, FULL_CACHE, GridResults, Row
+from restorekv.evaluation.frame import ASKED, GridResults, Row
 from restorekv.evaluation.rows import SeedPool
 from restorekv.evaluation.stats import FEW, bootstrap_ratio
 from restorekv.evaluation.tables import Table, format_percent, make_slug
@@ -25,7 +26,8 @@ LENGTHS = (512, 1024, 2048, 4096, 8192)  # tokens of a context, upper ends of th
 NOTE = (
     "Questions that the full cache answers right by the references, and how many of them the small "
     "cache still does, with the share and its 95 % bootstrap interval over contexts, which fewer "
-    f"than {FEW} contexts do not have. Restored caches have the very same questions as their base."
+    f"than {FEW} contexts do not have. Restored caches have the very same questions as "
+    "the evictor alone."
 )
 
 
@@ -88,12 +90,13 @@ def collect_answers(grid: GridResults) -> AnswersByMethod:
     answers: AnswersByMethod = {}
     for entry in grid.entries:
         columns = entry.columns
-        if columns["method"] == FULL_CACHE or entry.full is None:
+        full = entry.pool.full
+        if columns["method"] == FULL_CACHE or full is None:
             continue
-        if entry.full.done and entry.pool.done:
+        if full.done and entry.pool.done:
             own = answers.setdefault((columns["method"], columns["ratio"]), [])
             asked = tuple(columns[each] for each in ASKED if each != "benchmark")
-            own.extend(compare_contexts(entry.pool, entry.full, columns["condition"], asked))
+            own.extend(compare_contexts(entry.pool, full, columns["condition"], asked))
     return answers
 
 

@@ -119,15 +119,15 @@ def compare_results(first: Result, second: Result, full: Result | None = None) -
     answers = [list_answers((line["sample"], line) for line in lines) for lines in (one, other)]
     check_same_questions(answers)
     left_out = find_tasks_without_loss(full.answers, by_context) if full is not None else []
-    base, changed = (drop_tasks(each, left_out) for each in answers)
-    gain, low, high = bootstrap_score(changed, base, by_context=by_context)
+    counted = [drop_tasks(each, left_out) for each in answers]
+    gain, low, high = bootstrap_score(counted[1], counted[0], by_context=by_context)
     divergence, kl_low, kl_high = compare_divergence(one, other)
     return {
         "contexts": len(one),
         "questions": len(answers[0]),
         "left_out": left_out,
-        "score_first": compute_mean_score(base, by_context),
-        "score_second": compute_mean_score(changed, by_context),
+        "score_first": compute_mean_score(counted[0], by_context),
+        "score_second": compute_mean_score(counted[1], by_context),
         "score_gain": gain,
         "score_low": low,
         "score_high": high,

@@ -45,7 +45,7 @@ class Cell:
     ratio.
 
     `evictor` is a spec, or "full" for the full cache; `adapter` is what `load_adapter` takes, None
-    for the base without restoring; `prefix_policy` None is the protocol's. `max_context` cuts
+    for the evictor alone; `prefix_policy` None is the protocol's. `max_context` cuts
     longer contexts at their end (0: at what the model takes). `streaming_chunk` is the number of
     tokens compressed at a time (0: all at once); see streaming.py.
     """
@@ -84,8 +84,8 @@ class Cell:
         return self.adapter is not None
 
     @property
-    def base(self) -> Self:
-        """The same evictor at the same ratio without restoring."""
+    def evictor_alone(self) -> Self:
+        """The same at the same ratio without restoring."""
         return replace(self, adapter=None, restore_tokens=None, restore_from="full")
 
     @property
@@ -190,8 +190,8 @@ class Grid:
                     "ratio": ratio,
                     "kv_dtype": kv_dtype,
                 }
-                # Without restoring first, so that every method has its base next to it.
-                yield Cell(**fields).base
+                # First without restoring, so that every method has its evictor alone next to it.
+                yield Cell(**fields).evictor_alone
                 adapter = source
                 if source == SHIPPED:
                     adapter = self._find_shipped(model, evictor)

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from restorekv.evaluation.answers_kept import make_kept_table
-from restorekv.evaluation.frame import ALL, FULL_CACHE, TASK, GridResults, Row
+from restorekv.evaluation.conditions import FULL_CACHE
+from restorekv.evaluation.frame import ALL, TASK, GridResults, Row
 from restorekv.evaluation.grid import group_by
 from restorekv.evaluation.results import Result
 from restorekv.evaluation.stats import ENOUGH, FEW, get_interval
@@ -17,8 +18,8 @@ from restorekv.evaluation.tables import (
 )
 
 SCORES = (
-    "Score and further metrics: points, 0 to 100. Gain: over the base at the same ratio, paired "
-    "(▲ restored scores higher, ▼ lower, ≈ either is possible), and the share of the base's loss "
+    "Score and further metrics: points, 0 to 100. Gain: over the evictor alone at the same ratio, "
+    "paired (▲ restored scores higher, ▼ lower, ≈ either is possible), and the share of its loss "
     "that came back, where it is a point or more. KL: mean KL(full || cache) in nats over the "
     "tokens of the full cache's own answers; same: answers with the very text of the full cache's. "
     f"In parentheses: 95 % bootstrap intervals over contexts; fewer than {FEW} contexts have none."
@@ -100,7 +101,7 @@ def make_scores_table(rows: Sequence[Row], kind: str = ALL) -> Table:
         notes.append("Both rows of a pair hold the same number of KV pairs, context by context.")
     elif paired:
         count = f"{len(paired) - sum(paired)} of {len(paired)} pairs"
-        notes.append(f"In {count} restored and base hold different numbers of KV pairs.")
+        notes.append(f"In {count} the two rows hold different numbers of KV pairs.")
     if left_out := own[0].get("left_out"):
         if left_out == ", ".join(dict.fromkeys(row["part"] for row in rows if row["kind"] == TASK)):
             notes.append(
@@ -143,7 +144,7 @@ def describe_cut_texts(results: Sequence[Result]) -> list[str]:
 
 
 def count_gains(rows: Sequence[Row]) -> str:
-    """Say how many pairs of a base and its restored cell improve, and how surely."""
+    """Say how many pairs of an evictor alone and restored improve, and how surely."""
     pairs = [row for row in rows if row["kind"] == ALL and "gain" in row]
     if not pairs:
         return ""

@@ -18,7 +18,8 @@ from restorekv.evaluation.charts import (
     set_ratio_axis,
     with_style,
 )
-from restorekv.evaluation.frame import ALL, FULL_CACHE, GridResults, Row
+from restorekv.evaluation.conditions import FULL_CACHE
+from restorekv.evaluation.frame import ALL, GridResults, Row
 from restorekv.evaluation.grid import group_by
 from restorekv.evaluation.stats import FEW, ScoredAnswer
 from restorekv.evaluation.tables import format_ratio, make_slug, name_evictor
@@ -90,8 +91,9 @@ def plot_needles(grid: GridResults) -> list[Chart]:
     groups = group_by(compressed, lambda each: (each.columns["name"], each.columns["ratio"]))
     for (name, ratio), own in groups.items():
         pools = {entry.columns["method"]: entry.pool for entry in own}
-        if own[0].full and own[0].full.done:
-            pools = {FULL_CACHE: own[0].full, **pools}
+        full = own[0].pool.full
+        if full and full.done:
+            pools = {FULL_CACHE: full, **pools}
         found = DataFrame(
             {"method": method, "ratio": ratio, **point}
             for method, pool in pools.items()

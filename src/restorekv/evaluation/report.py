@@ -96,13 +96,13 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     kept = make_kept_table(grid)
     gains = count_gains([row for rows in by_condition.values() for row in rows])
     gains = gains or (
-        "No pair of a base and its restored cell is finished yet. Two evictors are compared, "
+        "No pair of an evictor alone and restored is finished yet. Two evictors are compared, "
         "context by context, with compare_results of restorekv.evaluation.compare."
     )
     held = [make_held_table(rows) for rows in by_condition.values()]
     sections = [
         Section("Accuracy against ratio", plots.SCORES, [chart for chart in charts if chart]),
-        Section("Restored next to its base", gains, scores),
+        Section("Restored next to the evictor alone", gains, scores),
         Section("Answers kept", "", [kept] if kept else []),
         Section("Needle in a haystack", plots.NEEDLES, needles),
         Section("What the caches held", "", held),
@@ -123,19 +123,16 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
 def _make_conventions_table(results: Sequence[Result]) -> Table:
     """Return what cells were made with, first what differs; the CSV file has every cell."""
     cells = [{"cell": each.folder.name, **flatten_identity(each.identity)} for each in results]
-    rows = []
-    for key in dict.fromkeys(key for cell in cells for key in cell if key != "cell"):
-        values = dict.fromkeys(str(cell.get(key)) for cell in cells)
-        row = [key, "; ".join(values)]
-        rows.append((len(values) == 1, row))
-    rows.sort(key=lambda pair: pair[0])
-    differing = sum(not alike for alike, _ in rows)
+    names = dict.fromkeys(name for cell in cells for name in cell if name != "cell")
+    values = {name: dict.fromkeys(str(cell.get(name)) for cell in cells) for name in names}
+    differing = [name for name in values if len(values[name]) > 1]
+    alike = [name for name in values if len(values[name]) == 1]
     return Table(
         "conventions",
         "What all cells were made with",
         ["convention", "values"],
-        [row for _, row in rows],
-        f"{differing} of them differ between the {len(cells)} cells.",
+        [[name, "; ".join(values[name])] for name in (*differing, *alike)],
+        f"{len(differing)} of them differ between the {len(cells)} cells.",
         figures=cells,
         left=(0, 1),
     )

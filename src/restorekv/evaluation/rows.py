@@ -2,7 +2,6 @@
 seeds, as a cell's summary and as rows for programs.
 """
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,8 +10,10 @@ from typing import Any, Self
 import numpy as np
 
 from restorekv import tasks
+from restorekv.evaluation.conditions import Method
+from restorekv.evaluation.earlier import digest_line
 from restorekv.evaluation.fidelity import FIGURES, summarize_fidelity
-from restorekv.evaluation.grid import FULL, Cell
+from restorekv.evaluation.grid import FULL
 from restorekv.evaluation.results import Result, list_answers
 from restorekv.evaluation.stats import (
     LEAST_LOSS,
@@ -34,20 +35,29 @@ IDENTITY_COLUMNS = (
     "dtype",
     "device",
 )
+# What a context's line says of its cache.
+SIZES = ("tokens", "prefix", "pairs", "pairs_with_prefix", "bytes", "restore_tokens")
 # What a row takes over from the summary of its cell.
 SUMMARY_COLUMNS = ("pairs", "pairs_with_prefix", "bytes", "kept", "kept_with_prefix", "samples")
 
 
 @dataclass(frozen=True)
 class SeedPool:
-    """Results of one cell, pooled over the benchmark's seeds.
+    """Results of one cell, pooled over the benchmark's seeds, and what they are compared with.
 
-    Means skip the tasks in `left_out`, unless nothing else is asked for. Methods take `members`,
-    the tasks to use; empty means all.
+    Methods take `members`, the tasks to use; empty means all.
+
+    Attributes:
+        results: The cells, one for each seed.
+        left_out: Tasks that means skip, unless nothing else is asked for.
+        evictor_alone: The same without restoring, done and asked the same seeds, if there is one.
+        full: The full cache, asked the same seeds, if there is one.
     """
 
     results: tuple[Result, ...]
     left_out: tuple[str, ...] = ()
+    evictor_alone: Self | None = None
+    full: Self | None = None
 
     @property
     def identity(self) -> dict:
@@ -97,11 +107,9 @@ class SeedPool:
         lines: dict[int | str, dict] = {}
         for result in self.results:
             for line in result.lines:
-                # Every seed numbers its contexts from 0, so the name includes a hash of what was
-                # asked.
-                asked = [(answer["question"], answer["references"]) for answer in line["answers"]]
-                digest = hashlib.sha256(repr(asked).encode()).hexdigest()[:12]
-                lines.setdefault(f"{line['sample']} {line['context']} {digest}", line)
+                # Every seed numbers its contexts from 0, so a hash of what was asked names them.
+                name = digest_line(line) or f"{result.folder.name} {line['sample']}"
+                lines.setdefault(name, line)
         return lines
 
     @property
@@ -139,51 +147,40 @@ class SeedPool:
             [answer for answer in self.answers if answer.task in wanted], self.left_out
         )
 
-    def score_tasks(
-        self, members: Iterable[str] = (), base: Self | None = None, full: Self | None = None
-    ) -> dict[str, Any]:
+    def score_tasks(self, members: Iterable[str] = ()) -> dict[str, Any]:
         """Return score, interval and counts (see `stats.score_answers`).
 
-        With `base` they include the paired gain over it. With `full` too, they include `recovered`:
-        the gain as a share of what the base loses to the full cache, None if it loses less than
-        LEAST_LOSS.
+        Next to the evictor alone they include the paired gain over it; with the full cache too,
+        `recovered`: the gain as a share of what the evictor alone loses to the full cache, None if
+        it loses less than LEAST_LOSS.
         """
-        figures: dict[str, Any] = score_answers(
-            self.list_counted_answers(members),
-            base.list_counted_answers(members) if base else (),
-            self.averages_contexts,
-        )
-        if base and full:
-            # The loss is what the base lacks to the full cache, over the same tasks.
-            averages_contexts = self.averages_contexts
-            full_score = compute_mean_score(full.list_counted_answers(members), averages_contexts)
-            base_score = compute_mean_score(base.list_counted_answers(members), averages_contexts)
-            figures["recovered"] = None
-            if full_score - base_score >= LEAST_LOSS:
-                figures["recovered"] = figures["gain"] / (full_score - base_score)
+        by_context = self.averages_contexts
+        alone = []
+        if self.evictor_alone:
+            alone = self.evictor_alone.list_counted_answers(members)
+        figures = score_answers(self.list_counted_answers(members), alone, by_context)
+        # An unfinished full cache is not a reference: its mean is over fewer contexts.
+        if alone and self.full and self.full.done:
+            full = self.full.list_counted_answers(members)
+            loss = compute_mean_score(full, by_context) - compute_mean_score(alone, by_context)
+            figures["recovered"] = figures["gain"] / loss if loss >= LEAST_LOSS else None
         return figures
 
     def average_metrics(self, members: Iterable[str] = ()) -> dict[str, float]:
         """Return every further metric in points: the mean over tasks of the mean over questions."""
         chosen = {answer.task for answer in self.list_counted_answers(members)}
-        points = {}
-        for name, by_task in self._collect_metric_values(chosen).items():
-            # A task counts once, however many questions it has.
-            means = [np.mean(values) for values in by_task.values()]
-            points[name] = 100 * float(np.mean(means))
-        return points
-
-    def _collect_metric_values(self, chosen: set[str]) -> dict[str, dict[str, list[float]]]:
-        """Return the values of each metric by task, over the chosen tasks."""
-        by_metric: dict[str, dict[str, list[float]]] = {}
+        values: dict[str, dict[str, list[float]]] = {}  # by metric and task
         for line in self.lines:
             for answer in line["answers"]:
-                if answer["task"] not in chosen:
-                    continue
-                for name, value in answer.get("metrics", {}).items():
-                    by_task = by_metric.setdefault(name, {})
-                    by_task.setdefault(answer["task"], []).append(value)
-        return by_metric
+                if answer["task"] in chosen:
+                    for name, value in answer.get("metrics", {}).items():
+                        by_task = values.setdefault(name, {})
+                        by_task.setdefault(answer["task"], []).append(value)
+        # A task counts once, however many questions it has.
+        return {
+            name: 100 * float(np.mean([np.mean(own) for own in by_task.values()]))
+            for name, by_task in values.items()
+        }
 
     def summarize_fidelity(self, members: Iterable[str] = ()) -> dict[str, float]:
         """Return how far the answers are from the full cache's, {} where that was not recorded; see
@@ -191,14 +188,23 @@ class SeedPool:
         """
         return summarize_fidelity(self.lines, set(members or self.tasks))
 
+    def summarize(self, members: Iterable[str] = ()) -> dict[str, Any]:
+        """Return scores, and fidelity and further metrics as far as they were recorded."""
+        figures = self.score_tasks(members) | self.summarize_fidelity(members)
+        if metrics := self.average_metrics(members):
+            figures["metrics"] = metrics
+        return figures
+
     def get_values(self, key: str) -> np.ndarray:
-        """Return a figure of every context: pairs, pairs_with_prefix, bytes, tokens, prefix or
-        restore_tokens.
-        """
+        """Return a figure of every context, one of SIZES."""
         return np.array([line[key] for line in self.lines], dtype=float)
 
-    def average(self, key: str) -> float:
-        return float(self.get_values(key).mean())
+    def average_sizes(self, keys: Sequence[str] = SIZES) -> dict[str, float]:
+        """Return what caches held: means over contexts of these figures, and shares of pairs."""
+        figures = {key: float(self.get_values(key).mean()) for key in keys}
+        figures["kept"] = self.compute_kept_share()
+        figures["kept_with_prefix"] = self.compute_kept_share(with_prefix=True)
+        return figures
 
     def compute_kept_share(self, with_prefix: bool = False) -> float:
         """Return the share of pairs held, mean over contexts: of those in the budget, or of all
@@ -218,24 +224,11 @@ def summarize_cell(result: Result) -> dict:
     points.
     """
     pool = SeedPool((result,))
-
-    def summarize_extras(members: Sequence[str] = ()) -> dict[str, object]:
-        """Return fidelity and further metrics, if they were recorded."""
-        figures: dict[str, object] = dict(pool.summarize_fidelity(members))
-        if metrics := pool.average_metrics(members):
-            figures["metrics"] = metrics
-        return figures
-
-    by_task = {task: pool.score_tasks([task]) | summarize_extras([task]) for task in pool.tasks}
-
     return {
-        **pool.score_tasks(),
+        **pool.summarize(),
         "samples": len(pool.lines),
-        **{key: pool.average(key) for key in ("pairs", "pairs_with_prefix", "bytes")},
-        "kept": pool.compute_kept_share(),
-        "kept_with_prefix": pool.compute_kept_share(with_prefix=True),
-        **summarize_extras(),
-        "tasks": by_task,
+        **pool.average_sizes(("pairs", "pairs_with_prefix", "bytes")),
+        "tasks": {task: pool.summarize([task]) for task in pool.tasks},
         "groups": {name: pool.score_tasks(members) for name, members in pool.task_groups.items()},
     }
 
@@ -244,47 +237,44 @@ def make_rows(results: Sequence[Result]) -> list[dict]:
     """Return a row for every finished cell, in their order. Scores are in points; pairs and bytes
     are means.
     """
-    # A cell that still runs has no figures, and cannot be the base or the full cache of another.
+    # A cell that still runs has no figures, and nothing is compared with it.
     done_by_cell = {result.cell: result for result in results if result.done}
     # Reversed, so that the first full cache of a question set is the one that stays.
     full_by_questions = {
-        cell.question_set: result
+        cell.question_set: SeedPool((result,))
         for cell, result in reversed(done_by_cell.items())
         if cell.evictor == FULL
     }
-    return [
-        _make_row(result, done_by_cell.get(cell.base), full_by_questions.get(cell.question_set))
-        for cell, result in done_by_cell.items()
-    ]
+    rows = []
+    for cell, result in done_by_cell.items():
+        left_out = ()
+        full = full_by_questions.get(cell.question_set)
+        if full:
+            left_out = full.find_tasks_without_loss()
+            full = replace(full, left_out=left_out)
+        alone = None
+        # Over itself, a cell that restores nothing has no gain.
+        if cell.restored and cell.evictor_alone in done_by_cell:
+            alone = SeedPool((done_by_cell[cell.evictor_alone],), left_out)
+        rows.append(_make_row(SeedPool((result,), left_out, alone, full)))
+    return rows
 
 
-def _make_row(result: Result, base: Result | None, full: Result | None) -> dict:
-    """Return a cell's figures. `gain` is over the base; `recovered` is the gain as a share of what
-    the base loses to the full cache.
+def _make_row(pool: SeedPool) -> dict:
+    """Return a cell's figures, with its `gain` over the evictor alone.
 
     Means leave out the tasks on which the full cache scores below 10 (`left_out`); `tasks` holds
     every task, and fidelity is over all tasks. Figures of fidelity are None for a cell that was
     answered before they were recorded.
     """
+    (result,) = pool.results
     cell = result.cell
     identity = result.identity
     figures = result.summary
-    left_out = ()
-    if full:
-        left_out = SeedPool((full,)).find_tasks_without_loss()
-    # The same tasks are left out of all three, so that their means compare.
-    pool = SeedPool((result,), left_out)
-    base_pool = None
-    # A cell that restores nothing is its own base, over which there is no gain.
-    if base and cell.restored:
-        base_pool = SeedPool((base,), left_out)
-    full_pool = None
-    if full:
-        full_pool = SeedPool((full,), left_out)
-    score = pool.score_tasks(base=base_pool, full=full_pool)
+    score = pool.score_tasks()
     # The questions are those of all tasks, also of those that means leave out.
     score["questions"] = figures["questions"]
-    row = {
+    return {
         "model": cell.model,
         "benchmark": cell.benchmark,
         "protocol": cell.protocol,
@@ -292,47 +282,20 @@ def _make_row(result: Result, base: Result | None, full: Result | None) -> dict:
         "method": identity["method"],
         "restored": cell.restored,
         "adapter": identity["adapter"] and identity["adapter"]["hash"],
-        "label": describe_controls(cell),
+        "label": Method.of_cell(cell).describe_controls(),
         "ratio": cell.value,
         "kv_dtype": cell.kv_dtype,
         "streaming_chunk": cell.streaming_chunk,
         "max_context": cell.max_context,
         **{key: identity[key] for key in IDENTITY_COLUMNS},
         **{key: figures[key] for key in SUMMARY_COLUMNS},
-        **{key: value for key, value in score.items() if key != "recovered"},
+        **score,
         "metrics": pool.average_metrics(),
         **{key: figures.get(key) for key in FIGURES},
         "tasks": {task: each["score"] for task, each in figures["tasks"].items()},
-        "left_out": list(left_out),
-        "groups": {
-            name: pool.score_tasks(members, base_pool) for name, members in pool.task_groups.items()
-        },
+        "left_out": list(pool.left_out),
+        "groups": {name: pool.score_tasks(members) for name, members in pool.task_groups.items()},
     }
-    if "recovered" in score:
-        row["recovered"] = score["recovered"]
-    return row
-
-
-def describe_controls(cell: Cell) -> str:
-    """Say how a cell differs from others of its evictor: its adapter, the tokens it uses and its
-    controls.
-    """
-    parts = []
-    if cell.adapter and cell.adapter != "auto":
-        parts.append(cell.adapter)
-    if cell.restore_tokens:
-        parts.append(f"n = {cell.restore_tokens}")
-    if cell.allocation != "global":
-        parts.append(cell.allocation)
-    if cell.restore_from != "full":
-        parts.append("from the evicted cache")
-    if cell.streaming_chunk:
-        parts.append(f"streamed {cell.streaming_chunk} tokens at a time")
-    if cell.kv_dtype != "model":
-        parts.append(cell.kv_dtype)
-    if cell.offset:
-        parts.append(f"offset {cell.offset}")
-    return ", ".join(parts)
 
 
 def make_payload(results: Sequence[Result]) -> dict:

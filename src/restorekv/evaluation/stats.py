@@ -72,24 +72,22 @@ def drop_tasks(answers: Sequence[ScoredAnswer], left_out: Container[str]) -> lis
 
 
 def score_answers(
-    answers: Sequence[ScoredAnswer], base: Sequence[ScoredAnswer] = (), by_context: bool = False
+    answers: Sequence[ScoredAnswer], alone: Sequence[ScoredAnswer] = (), by_context: bool = False
 ) -> dict[str, Any]:
-    """Return a score with its interval; with the base's answers also the paired gain over it with
-    its own.
+    """Return a score with its interval; with the answers of the evictor alone also the paired gain
+    over it with its own.
     """
-    score = zip(
-        ("score", "low", "high"), bootstrap_score(answers, by_context=by_context), strict=True
-    )
-    figures: dict[str, Any] = dict(score) | {
+    score, low, high = bootstrap_score(answers, by_context=by_context)
+    figures: dict[str, Any] = {
+        "score": score,
+        "low": low,
+        "high": high,
         "questions": len(answers),
         "contexts": len({answer.context for answer in answers}),
     }
-    if base:
-        figures |= zip(
-            ("gain", "gain_low", "gain_high"),
-            bootstrap_score(answers, base, by_context=by_context),
-            strict=True,
-        )
+    if alone:
+        gain, low, high = bootstrap_score(answers, alone, by_context=by_context)
+        figures |= {"gain": gain, "gain_low": low, "gain_high": high}
     return figures
 
 
@@ -106,20 +104,20 @@ def get_interval(
 
 def bootstrap_score(
     answers: Sequence[ScoredAnswer],
-    base: Sequence[ScoredAnswer] | None = None,
+    reference: Sequence[ScoredAnswer] | None = None,
     seed: int = 0,
     by_context: bool = False,
 ) -> Estimate:
     """Return the mean over tasks in points with its 95 % interval, None over fewer than FEW
-    contexts; minus `base`, paired, if given.
+    contexts; minus that of `reference`, paired, if given.
 
     Raises RestoreKVError if the two were asked different questions.
     """
     sums, counts = tally_scores(answers, by_context)
-    if base is not None:
-        check_same_questions([answers, base])
+    if reference is not None:
+        check_same_questions([answers, reference])
         # Both were asked the same, so the difference of sums is the sum of differences.
-        sums = sums - tally_scores(base, by_context)[0]
+        sums = sums - tally_scores(reference, by_context)[0]
     mean = 100 * float(np.mean(sums.sum(0) / counts.sum(0)))
     if len(counts) < FEW:
         return mean, None, None

@@ -195,60 +195,45 @@ class Table:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[rich_table.Table]:
-        groups = self._split_columns(options.max_width)
+        width = options.max_width
+        # The first cell of a row names it and keeps one line.
+        texts = [[row[0], *(LINE_BREAK.sub("\n", cell) for cell in row[1:])] for row in self.rows]
+        sizes = [
+            measure_cells([title, *(row[column] for row in texts)])
+            for column, title in enumerate(self.columns)
+        ]
+        groups = self._group_columns([least for least, _ in sizes], width)
         for number, group in enumerate(groups):
-            title = self.title if number == 0 else ""
-            note = self.note if number == len(groups) - 1 else ""
-            yield self._draw_columns(group, options.max_width, title, note)
+            drawn = rich_table.Table(
+                title=Text(self.title) if self.title and number == 0 else None,
+                caption=Text(self.note) if self.note and number == len(groups) - 1 else None,
+                title_justify="left",
+                min_width=min(72, width),
+            )
+            widths = fit_widths([sizes[each] for each in group], _count_letters(width, group))
+            for column, own_width in zip(group, widths, strict=True):
+                justify = "left" if column in self.left else "right"
+                title = Text(self.columns[column])
+                drawn.add_column(title, justify=justify, overflow="fold", width=own_width)
+            for index, row in enumerate(texts):
+                cells = [Text(row[column]) for column in group]
+                drawn.add_row(*cells, style="bold" if index in self.strong else None)
+            yield drawn
 
-    def _split_columns(self, width: int) -> list[list[int]]:
+    def _group_columns(self, least: Sequence[int], width: int) -> list[list[int]]:
         """Return the columns of each table that a terminal shows: as many as have room for their
-        longest words.
+        longest words, whose letters are `least`.
         """
         keys = list(range(self.keys))
-        least = [self._measure_column(column)[0] for column in range(len(self.columns))]
-        groups: list[list[int]] = []
-        own: list[int] = []
+        groups: list[list[int]] = [keys]
         for column in range(self.keys, len(self.columns)):
-            together = [*keys, *own, column]
-            if own and sum(least[each] for each in together) > _count_letters(width, together):
-                groups.append([*keys, *own])
-                own = []
-            own.append(column)
-        return [*groups, [*keys, *own]]
-
-    def _measure_column(self, column: int) -> tuple[int, int]:
-        """Return the least width of a column, and the one at which no line breaks."""
-        cells = [self._break_cell(row[column], column) for row in self.rows]
-        return measure_cells([self.columns[column], *cells])
-
-    def _break_cell(self, cell: str, column: int) -> str:
-        """Return a cell's lines. The first cell names the row and keeps one; the others break
-        before gains and intervals.
-        """
-        return LINE_BREAK.sub("\n", cell) if column else cell
-
-    def _draw_columns(
-        self, group: Sequence[int], width: int, title: str, note: str
-    ) -> rich_table.Table:
-        """Return a table of some columns for a terminal of that width."""
-        sizes = [self._measure_column(column) for column in group]
-        widths = fit_widths(sizes, _count_letters(width, group))
-        table = rich_table.Table(
-            title=Text(title) if title else None,
-            caption=Text(note) if note else None,
-            title_justify="left",
-            min_width=min(72, width),
-        )
-        for column, own_width in zip(group, widths, strict=True):
-            justify = "left" if column in self.left else "right"
-            table.add_column(
-                Text(self.columns[column]), justify=justify, overflow="fold", width=own_width
-            )
-        for index, row in enumerate(self.rows):
-            cells = [Text(self._break_cell(row[column], column)) for column in group]
-            table.add_row(*cells, style="bold" if index in self.strong else None)
-        return table
+            group = [*groups[-1], column]
+            fits = sum(least[each] for each in group) <= _count_letters(width, group)
+            if fits or groups[-1] == keys:
+                groups[-1] = group
+            else:
+                groups.append([*keys, column])
+        return groups
 
 
 def measure_cells(cells: Sequence[str]) -> tuple[int, int]:
