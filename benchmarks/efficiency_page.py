@@ -10,7 +10,7 @@ from benchmarks.panels import Panel, make_bars, make_chart
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import charts
 from restorekv.evaluation.charts import Chart, Mark, plot_line, set_ratio_axis
-from restorekv.evaluation.report import Block, Details, Section, write_page
+from restorekv.evaluation.report import Block, Section, write_page
 from restorekv.evaluation.results import flatten_identity
 from restorekv.evaluation.tables import (
     UNKNOWN,
@@ -73,15 +73,15 @@ def load_results(folder: Path) -> list[dict]:
     return results
 
 
-def explain_result(found: Mapping) -> Details:
+def explain_result(found: Mapping) -> Section:
     """Return the file's own definitions and conventions."""
     conventions = [
         f"{key} {value}" for key, value in flatten_identity(found["conventions"]).items()
     ]
     definitions = [f"{key}: {words}" for key, words in found["definitions"].items()]
-    return Details(
+    return Section(
         f"Definitions and conventions: {found['label']}",
-        [definitions, "; ".join(conventions) + "."],
+        blocks=[definitions, "; ".join(conventions) + "."],
     )
 
 

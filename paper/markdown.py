@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from restorekv.evaluation.charts import Chart
-from restorekv.evaluation.report import SVG, Block, Details, Section
+from restorekv.evaluation.report import SVG, Block, Section
 from restorekv.evaluation.tables import Table
 
 
@@ -24,8 +24,8 @@ def render_blocks(blocks: Sequence[Block]) -> Iterator[str]:
     for block in blocks:
         if isinstance(block, Table):
             yield from filter(None, (f"### {block.title}", block.to_markdown(), block.note))
-        elif isinstance(block, Details):
-            yield f"### {block.summary}"
+        elif isinstance(block, Section):
+            yield from filter(None, (f"### {block.title}", block.intro))
             yield from render_blocks(block.blocks)
         elif isinstance(block, Chart):
             yield f"![{block.title}. {block.alt}.]({SVG}/{block.name}.svg)"

@@ -14,7 +14,7 @@ from paper.analysis.run import FOLDER
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import charts, survivor_plots
 from restorekv.evaluation.charts import Mark, plot_line, set_ticks
-from restorekv.evaluation.report import Block, Details, Section, write_page
+from restorekv.evaluation.report import Block, Section, write_page
 from restorekv.evaluation.tables import (
     UNKNOWN,
     Table,
@@ -334,10 +334,8 @@ def _show_restore_attention(
             "restore token",
             "tokens of the context, with the share of its attention on the context",
         ]
-        yield Details(
-            title,
-            [Table(make_slug(name, "context", document), title, head, rows, "", data, left=(0, 1))],
-        )
+        slug = make_slug(name, "context", document)
+        yield Section(title, blocks=[Table(slug, title, head, rows, "", data, left=(0, 1))])
 
 
 KINDS = {

@@ -26,7 +26,7 @@ from restorekv.evaluation.charts import (
 from restorekv.evaluation.frame import GridResults, make_frame
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.grid_tables import make_tables
-from restorekv.evaluation.report import Details, Section, mark_up_cell, render_page, write_page
+from restorekv.evaluation.report import Section, mark_up_cell, render_page, write_page
 from restorekv.evaluation.survivors import save_plot
 from restorekv.evaluation.tables import (
     Table,
@@ -97,7 +97,7 @@ def test_a_stranger_s_text_is_escaped_wherever_it_stands():
     figure, _ = make_figure([(evil, NARROW, 3.0)])
     blocks = [
         Table("t", evil, [evil], [[f"▲ {evil} ({evil})"]], evil),
-        Details(evil, [[evil]]),
+        Section(evil, blocks=[[evil]]),
         Chart("c", evil, figure, evil, evil, [{evil: evil}]),
     ]
     html = render_page(evil, [Section(evil, evil, blocks, evil)], [evil], evil)
@@ -107,7 +107,7 @@ def test_a_stranger_s_text_is_escaped_wherever_it_stands():
 def test_table_without_figures_writes_its_texts(tmp_path):
     rows = [["KVzip", "1,234", "80.0 " + format_gain(1.0, 0.5, 1.5)], ["x", "y", "z"]]
     made = Table("t", "T", ["method", "RULER 0.1", "RULER 0.05"], rows, strong=[1])
-    write_page(tmp_path / "out", "Title", [Section("S", blocks=[Details("more", [made])])])
+    write_page(tmp_path / "out", "Title", [Section("S", blocks=[Section("more", blocks=[made])])])
     with (tmp_path / "out" / "csv" / "t.csv").open(newline="") as file:
         assert list(csv.reader(file)) == [list(made.columns), *rows]
 

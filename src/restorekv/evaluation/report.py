@@ -45,24 +45,18 @@ SURE = re.compile(r"\(([+−])\S+ to \1")  # an interval that excludes zero
 
 
 @dataclass(frozen=True)
-class Details:
-    """Blocks that open on a click."""
-
-    summary: str
-    blocks: "Sequence[Block]"
-
-
-Block = str | Sequence[str] | Table | Chart | Details  # a sequence of texts is a list
-
-
-@dataclass(frozen=True)
 class Section:
-    """A heading, a paragraph, blocks; `verdict` stands next to the heading."""
+    """A heading, a paragraph, blocks; `verdict` stands next to the heading. One inside of another
+    opens on a click.
+    """
 
     title: str
     intro: str = ""
-    blocks: Sequence[Block] = ()
+    blocks: "Sequence[Block]" = ()
     verdict: str = ""
+
+
+Block = str | Sequence[str] | Table | Chart | Section  # a sequence of texts is a list
 
 
 def write_report(folder: Path, out: Path | None = None) -> Path:
@@ -90,7 +84,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
         kinds = {row["kind"] for row in rows}
         parts = [make_scores_table(rows, kind) for kind in (GROUP, TASK) if kind in kinds]
         if parts:
-            scores.append(Details(f"{condition}: by task", parts))
+            scores.append(Section(f"{condition}: by task", blocks=parts))
     charts = [plots.plot_scores(rows) for rows in by_condition.values()]
     needles = plots.plot_needles(grid)
     kept = make_kept_table(grid)
@@ -227,11 +221,11 @@ def mark_up_cell(text: str) -> Markup:
     return marked
 
 
-def _list_exhibits(sections: Sequence[Section | Details]) -> Iterator[Table | Chart]:
+def _list_exhibits(sections: Sequence[Section]) -> Iterator[Table | Chart]:
     """Yield every table and chart, in the order of the page."""
     for section in sections:
         for block in section.blocks:
-            if isinstance(block, Details):
+            if isinstance(block, Section):
                 yield from _list_exhibits([block])
             elif isinstance(block, (Table, Chart)):
                 yield block
