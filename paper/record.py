@@ -15,7 +15,7 @@ from restorekv.evaluation.grid import FULL, Cell
 from restorekv.evaluation.report import Block, Section
 from restorekv.evaluation.results import Result
 from restorekv.evaluation.rows import SUMMARY_COLUMNS
-from restorekv.evaluation.stats import FEW, LEAST, get_interval
+from restorekv.evaluation.stats import FEW, LEAST
 from restorekv.evaluation.tables import Table, format_number, format_score, name_method
 
 RULE = (
@@ -52,7 +52,7 @@ def _make_full_cache_table(done: Mapping[Cell, Result]) -> Table:
     for cell, result in done.items():
         for task, points in result.summary["tasks"].items() if cell.evictor == FULL else ():
             counts = points["score"] >= LEAST
-            shown = format_score(points["score"], *get_interval(points))
+            shown = format_score(points["score"], points["low"], points["high"])
             rows.append(
                 [
                     *_describe_benchmark(cell),

@@ -12,7 +12,6 @@ from restorekv.evaluation.stats import (
     bootstrap_score,
     compute_mean_score,
     compute_task_means,
-    get_interval,
     score_answers,
 )
 
@@ -88,9 +87,6 @@ def test_few_contexts_have_no_interval_to_show():
             assert (found[figure] is None) == (contexts < FEW)
         ratio = bootstrap_ratio(np.arange(contexts, dtype=float), np.ones(contexts))
         assert (ratio[1:] == (None, None)) == (contexts < FEW)
-        assert (get_interval(found) == get_interval(found, "gain_") == (None, None)) == (
-            contexts < FEW
-        )
         assert count_gains([{**found, "kind": "all"}]).startswith(
             f"1 of 1 paired cells improve, {int(contexts == FEW)} of them with"
         )

@@ -182,7 +182,7 @@ def _split_contexts(
 def _format_kept(row: Row) -> str:
     """Return the number kept, and where there are contexts enough, the share with its interval."""
     # A share of a handful of texts says nothing.
-    if row["contexts"] < FEW:
+    if row["low"] is None:
         return f"{row['kept']:,}"
     text = f"{row['kept']:,} ({format_percent(row['share'], 0)})"
     return f"{text}, {format_percent(row['low'], 0)} to {format_percent(row['high'], 0)}"

@@ -7,7 +7,7 @@ from restorekv.evaluation.conditions import FULL_CACHE
 from restorekv.evaluation.frame import ALL, TASK, GridResults, Row
 from restorekv.evaluation.grid import group_by
 from restorekv.evaluation.results import Result
-from restorekv.evaluation.stats import ENOUGH, FEW, get_interval
+from restorekv.evaluation.stats import ENOUGH, FEW
 from restorekv.evaluation.tables import (
     Table,
     format_gain,
@@ -33,7 +33,7 @@ HELD = (
 def _format_score(row: Row) -> str:
     if not row["done"]:
         return f"running ({row['answered']} of {row['of']} contexts)"
-    return format_score(row["score"], *get_interval(row))
+    return format_score(row["score"], row["low"], row["high"])
 
 
 def _format_gain(row: Row) -> str:
@@ -42,17 +42,25 @@ def _format_gain(row: Row) -> str:
     recovered = row.get("recovered")
     back = ""
     # As the interval: on a handful of texts a share says nothing.
-    few = row["contexts"] < FEW
+    few = row["gain_low"] is None
     if recovered is not None and not few:
         back = f"{format_percent(recovered, 0)} back"
-    return format_gain(row["gain"], *get_interval(row, "gain_"), back, few)
+    return format_gain(row["gain"], row["gain_low"], row["gain_high"], back, few)
 
 
-def _format_fidelity(row: Row, text: Callable[[Row], str]) -> str:
-    """Leave the full cache out, which the others are compared with."""
-    if "kl" in row and row["method"] != FULL_CACHE:
-        return text(row)
+def _has_fidelity(row: Row) -> bool:
+    """Whether a row has a distance to the full cache, which the full cache itself is not shown."""
+    return "kl" in row and row["method"] != FULL_CACHE
+
+
+def _format_divergence(row: Row) -> str:
+    if _has_fidelity(row):
+        return format_score(row["kl"], row["kl_low"], row["kl_high"], 3)
     return ""
+
+
+def _format_same(row: Row) -> str:
+    return format_percent(row["same"] / 100, 0) if _has_fidelity(row) else ""
 
 
 def _format_size(row: Row, size: str, share: str) -> str:
@@ -67,10 +75,8 @@ NAMES: Mapping[str, Callable[[Row], str]] = {
 SCORE_COLUMNS = NAMES | {
     "score": _format_score,
     "gain": _format_gain,
-    "KL": lambda row: _format_fidelity(
-        row, lambda row: format_score(row["kl"], *get_interval(row, "kl_"), 3)
-    ),
-    "same": lambda row: _format_fidelity(row, lambda row: format_percent(row["same"] / 100, 0)),
+    "KL": _format_divergence,
+    "same": _format_same,
 }
 HELD_COLUMNS = NAMES | {
     "pairs": lambda row: _format_size(row, "pairs", "kept"),
@@ -148,7 +154,7 @@ def count_gains(rows: Sequence[Row]) -> str:
     pairs = [row for row in rows if row["kind"] == ALL and "gain" in row]
     if not pairs:
         return ""
-    sure = [row for row in pairs if row["contexts"] >= FEW]
+    sure = [row for row in pairs if row["gain_low"] is not None]
     more = sum(row["gain"] > 0 for row in pairs)
     above = sum(row["gain_low"] > 0 for row in sure)
     below = sum(row["gain_high"] < 0 for row in sure)

@@ -6,7 +6,7 @@ percentile bootstraps over contexts, so questions of one context count as the de
 are. Differences are paired: every resampled set of contexts counts for both sides.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -89,17 +89,6 @@ def score_answers(
         gain, low, high = bootstrap_score(answers, alone, by_context=by_context)
         figures |= {"gain": gain, "gain_low": low, "gain_high": high}
     return figures
-
-
-def get_interval(
-    figures: Mapping[str, float], of: str = ""
-) -> tuple[float, float] | tuple[None, None]:
-    """Return the interval of a score, or of a "gain_", to be shown: none over fewer than FEW
-    contexts.
-    """
-    if figures["contexts"] < FEW:
-        return (None, None)
-    return (figures[f"{of}low"], figures[f"{of}high"])
 
 
 def bootstrap_score(
