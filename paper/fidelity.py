@@ -17,6 +17,7 @@ from paper.comparison_tables import ABSENT
 from paper.experiment import Comparison
 from paper.plan import Asked
 from paper.setting import Setting
+from restorekv.evaluation.fidelity import tally_divergence
 from restorekv.evaluation.grid import FULL
 from restorekv.evaluation.results import Result
 from restorekv.evaluation.stats import FEW, Estimate, draw_resamples
@@ -74,10 +75,9 @@ def load_fidelity(
         every = [told for answers in lines for told in answers]
         if not every or not all("kl" in told for told in every):
             return None
-        sums.append(
-            [sum(told["kl"] * told["answer_tokens"] for told in answers) for answers in lines]
-        )
-        tokens.append([sum(told["answer_tokens"] for told in answers) for answers in lines])
+        of_seed = tally_divergence(lines)
+        sums.append(of_seed[0])
+        tokens.append(of_seed[1])
         same.append(100 * float(np.mean([told["same"] for told in every])))
     return Fidelity(np.mean(sums, 0), np.mean(tokens, 0), float(np.mean(same)))
 

@@ -15,14 +15,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.evaluation import charts, survivor_plots
 from restorekv.evaluation.charts import Mark, plot_line, set_ticks
 from restorekv.evaluation.report import Block, Section, write_page
-from restorekv.evaluation.tables import (
-    UNKNOWN,
-    Table,
-    format_number,
-    format_percent,
-    format_range,
-    make_slug,
-)
+from restorekv.evaluation.tables import UNKNOWN, Table, format_percent, format_score, make_slug
 
 CACHES = {"full": Mark("full cache", charts.INK, dashed=True), "base": BASE, "restored": RESTORED}
 ALONE = Mark("restored: context alone", charts.SKY, "s")
@@ -171,12 +164,7 @@ def _format_range(row: Mapping, key: str, digits: int) -> str:
     """Return a figure of `numbers` with its interval, or a dash."""
     if row.get(key) is None:
         return UNKNOWN
-    text = format_number(row[key], digits)
-    low = row[f"{key}_low"]
-    high = row[f"{key}_high"]
-    if low is None or high is None:
-        return text
-    return f"{text} ({format_range(low, high, digits)})"
+    return format_score(row[key], row[f"{key}_low"], row[f"{key}_high"], digits)
 
 
 def _format_context_share(row: Mapping) -> str:

@@ -6,12 +6,10 @@ evictor is better than another is asked here.
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from restorekv import tasks
 from restorekv.errors import RestoreKVError, warn
 from restorekv.evaluation.earlier import digest_line
-from restorekv.evaluation.fidelity import summarize_fidelity
+from restorekv.evaluation.fidelity import summarize_fidelity, tally_divergence
 from restorekv.evaluation.grid import FULL
 from restorekv.evaluation.results import Result, check_result, list_answers
 from restorekv.evaluation.stats import (
@@ -82,25 +80,7 @@ def compare_results(first: Result, second: Result, full: Result | None = None) -
     """
     for each in (first, second, *([full] if full is not None else [])):
         check_result(each)
-    for name in ("protocol", "max_context"):
-        if getattr(first.cell, name) != getattr(second.cell, name):
-            raise RestoreKVError(
-                f"{first.folder.name} and {second.folder.name} were asked with another {name}; "
-                "compare cells of one."
-            )
-    conventions = ["dtype"]
-    if FULL not in (first.cell.evictor, second.cell.evictor):  # which holds everything
-        conventions.append("prefix_policy")
-    for name in conventions:
-        if first.identity[name] != second.identity[name]:
-            raise RestoreKVError(
-                f"{first.folder.name} and {second.folder.name} were made with another {name} "
-                f"({first.identity[name]} and {second.identity[name]}); compare cells of one."
-            )
-    if first.identity["fingerprint"] != second.identity["fingerprint"]:
-        raise RestoreKVError(
-            f"{first.folder.name} and {second.folder.name} are of two models; compare cells of one."
-        )
+    _check_comparable(first, second)
     one, other = select_common_lines(first, second)
     if len(one) < max(len(first.lines), len(second.lines)):
         warn(
@@ -139,6 +119,30 @@ def compare_results(first: Result, second: Result, full: Result | None = None) -
     }
 
 
+def _check_comparable(first: Result, second: Result) -> None:
+    """Refuse cells that were not asked and made alike, or are of two models."""
+    names = f"{first.folder.name} and {second.folder.name}"
+    own, other = (
+        {
+            "protocol": each.cell.protocol,
+            "max_context": each.cell.max_context,
+            "dtype": each.identity["dtype"],
+            "prefix_policy": each.identity["prefix_policy"],
+        }
+        for each in (first, second)
+    )
+    if FULL in (first.cell.evictor, second.cell.evictor):
+        del own["prefix_policy"]  # the full cache holds everything, whatever the policy
+    for name, value in own.items():
+        if value != other[name]:
+            raise RestoreKVError(
+                f"{names} were made with another {name} ({value} and {other[name]}); compare cells "
+                "of one."
+            )
+    if first.identity["fingerprint"] != second.identity["fingerprint"]:
+        raise RestoreKVError(f"{names} are of two models; compare cells of one.")
+
+
 def select_common_lines(first: Result, second: Result) -> tuple[list[dict], list[dict]]:
     """Return the contexts that two cells have both answered, in the order of the first.
 
@@ -159,12 +163,6 @@ def compare_divergence(first: Lines, second: Lines) -> Estimate:
     """Return how much further the second's answers are from the full cache than the first's, in
     nats per answer token, with a paired 95 % interval over the contexts, which are the same.
     """
-    differences = []
-    weights = []
-    for lines in zip(first, second, strict=True):
-        totals = []
-        for line in lines:
-            totals.append(sum(answer["kl"] * answer["answer_tokens"] for answer in line["answers"]))
-        differences.append(totals[1] - totals[0])
-        weights.append(sum(answer["answer_tokens"] for answer in lines[0]["answers"]))
-    return bootstrap_ratio(np.array(differences), np.array(weights, dtype=float))
+    sums, tokens = tally_divergence([line["answers"] for line in first])
+    others, _ = tally_divergence([line["answers"] for line in second])
+    return bootstrap_ratio(others - sums, tokens)

@@ -84,26 +84,31 @@ def summarize_fidelity(
     "same" is the percentage of answers with the full cache's exact text. `tasks` restricts the
     questions; None takes all of them.
     """
+    asked = []
+    for line in lines:
+        asked.append([each for each in line["answers"] if tasks is None or each["task"] in tasks])
+    answers = [answer for own in asked for answer in own]
+    # Cells that were answered before fidelity was recorded have none.
+    if not answers or not all("kl" in answer for answer in answers):
+        return {}
+    sums, tokens = tally_divergence(asked)
+    # Contexts that were not asked these tasks are none of the draws.
+    drawn = tokens > 0
+    kl, low, high = bootstrap_ratio(sums[drawn], tokens[drawn])
+    same = sum(answer["same"] for answer in answers)
+    figures = (kl, low, high, 100 * same / len(answers), int(tokens.sum()))
+    return dict(zip(FIGURES, figures, strict=True))
+
+
+def tally_divergence(contexts: Sequence[Sequence[Mapping]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the KL summed over the tokens of each context's answers, and how many tokens they
+    have, both (contexts,).
+    """
     # Weighted by tokens: an answer of forty tokens counts forty times an answer of one.
-    sums = np.zeros(len(lines))  # KL of each context, summed over the tokens of its answers
-    tokens = np.zeros(len(lines))
-    answers = 0
-    same = 0
-    for number, line in enumerate(lines):
-        for answer in line["answers"]:
-            if tasks is not None and answer["task"] not in tasks:
-                continue
-            # Cells that were answered before fidelity was recorded have none.
-            if "kl" not in answer:
-                return {}
+    sums = np.zeros(len(contexts))
+    tokens = np.zeros(len(contexts))
+    for number, answers in enumerate(contexts):
+        for answer in answers:
             sums[number] += answer["kl"] * answer["answer_tokens"]
             tokens[number] += answer["answer_tokens"]
-            answers += 1
-            same += answer["same"]
-    if not answers:
-        return {}
-    # Contexts that were not asked these tasks are none of the draws.
-    asked = tokens > 0
-    kl, low, high = bootstrap_ratio(sums[asked], tokens[asked])
-    figures = (kl, low, high, 100 * same / answers, int(tokens.sum()))
-    return dict(zip(FIGURES, figures, strict=True))
+    return sums, tokens
