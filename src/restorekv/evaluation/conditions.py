@@ -67,10 +67,8 @@ class Method:
         if cell.evictor == FULL:
             return cls(FULL)
         method = cls(**{each.name: getattr(cell, each.name) for each in fields(cls)})
-        if method.restored:
-            return method
-        # What is said of a restore pass does not matter; the questions are moved all the same.
-        return replace(method.evictor_alone, offset=method.offset)
+        # What is said of a restore pass does not matter where there is none.
+        return method if method.restored else method.evictor_alone
 
     @property
     def restored(self) -> bool:
@@ -80,12 +78,7 @@ class Method:
     def evictor_alone(self) -> Self:
         """The same eviction with nothing restored, over which restoring has its gain."""
         return replace(
-            self,
-            adapter=None,
-            restore_tokens=None,
-            on_small_budget="",
-            restore_from="full",
-            offset=0,
+            self, adapter=None, restore_tokens=None, on_small_budget="", restore_from="full"
         )
 
     def describe_controls(self) -> str:
