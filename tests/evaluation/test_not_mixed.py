@@ -11,8 +11,8 @@ from restorekv.evaluation.frame import GridResults, load_grid
 from restorekv.evaluation.grid import Cell, Grid
 from restorekv.evaluation.grid_tables import describe_cut_texts
 from restorekv.evaluation.kvpress_layout import LONGEST_NAME, export_kvpress
+from restorekv.evaluation.pools import SeedPool
 from restorekv.evaluation.results import CELL
-from restorekv.evaluation.rows import SeedPool
 from restorekv.evaluation.stats import ScoredAnswer
 from restorekv.tasks import make_benchmark
 from restorekv.tasks.longbench import CATEGORIES

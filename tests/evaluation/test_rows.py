@@ -13,8 +13,9 @@ from restorekv import tasks
 from restorekv.evaluation.frame import GridResults, load_grid
 from restorekv.evaluation.grid import Cell, Grid
 from restorekv.evaluation.grid_tables import make_tables
+from restorekv.evaluation.pools import SeedPool
 from restorekv.evaluation.results import SUMMARY, open_result
-from restorekv.evaluation.rows import SeedPool, make_payload, make_rows, summarize_cell
+from restorekv.evaluation.rows import make_payload, make_rows, summarize_cell
 from restorekv.evaluation.run import run_grid
 from restorekv.files import write_json
 from restorekv.restore.adapter import RestoreAdapter

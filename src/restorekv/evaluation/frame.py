@@ -7,22 +7,15 @@ DataFrame, which writes CSV and Markdown.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from restorekv.errors import RestoreKVError, import_extra
-from restorekv.evaluation.conditions import (
-    FULL_METHOD,
-    Condition,
-    Method,
-    label_conditions,
-    label_methods,
-)
-from restorekv.evaluation.grid import FULL
+from restorekv.evaluation.conditions import label_conditions, label_methods
+from restorekv.evaluation.pools import SeedPool, pool_seeds
 from restorekv.evaluation.results import CELLS, Result, check_result, load_results
-from restorekv.evaluation.rows import SeedPool
-from restorekv.evaluation.tables import METHOD_NAMES, make_slug
+from restorekv.evaluation.tables import make_slug
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -33,7 +26,6 @@ GROUP = "group"
 TASK = "task"
 ASKED = ("model", "dtype", "protocol", "benchmark", "max_context", "prefix_policy")
 Row = Mapping[str, Any]  # of columns of different types, by title
-PoolKey = tuple[Condition, Method, float]  # and the ratio
 
 
 @dataclass(frozen=True)
@@ -96,7 +88,7 @@ class GridResults:
     def __init__(self, results: Sequence[Result]) -> None:
         self.results = results
         self.entries: list[GridEntry] = []
-        pools = _pool_seeds(results)
+        pools = pool_seeds(results)
         titles = {
             condition: pool.identity["benchmark"]["title"]
             for (condition, _, _), pool in pools.items()
@@ -160,53 +152,3 @@ def load_grid(folder: Path) -> GridResults:
                     f"different {what} ({known} and {value}); report them from separate folders."
                 )
     return GridResults(results)
-
-
-def _pool_seeds(results: Sequence[Result]) -> dict[PoolKey, SeedPool]:
-    """Return the cells of every condition, method and ratio, in the order in which tables show
-    them, next to what they are compared with; of alike cells the first counts.
-    """
-    # Conditions that need a full cache to compare with.
-    compressed = {Condition.of_result(each) for each in results if each.cell.evictor != FULL}
-    seeds: dict[PoolKey, dict[str, Result]] = {}
-    for result in results:
-        own = Condition.of_result(result)
-        conditions = [own]
-        if result.cell.evictor == FULL:
-            # It holds every pair, so one full cache serves the conditions of all prefix policies.
-            policies = {replace(own, prefix_policy=policy) for policy in ("counted", "free")}
-            conditions = list(compressed & policies) or [own]
-        for condition in conditions:
-            key = condition, Method.of_cell(result.cell), result.cell.value
-            seeds.setdefault(key, {}).setdefault(result.identity["benchmark"]["spec"], result)
-
-    pools: dict[PoolKey, SeedPool] = {}
-    for key in sorted(seeds, key=_rank):
-        condition, method, ratio = key
-        pool = SeedPool(tuple(result for _, result in sorted(seeds[key].items())))
-        # In this order the full cache and each evictor alone come before what needs them.
-        if method == FULL_METHOD:
-            # An unfinished full cache has not shown yet where there is nothing to lose.
-            left_out = pool.find_tasks_without_loss() if pool.done else ()
-            pools[key] = replace(pool, left_out=left_out, full=pool)
-            continue
-        if full := pools.get((condition, FULL_METHOD, 1.0)):
-            # Other seeds of the full cache were asked other contexts.
-            pool = replace(pool, left_out=full.left_out, full=full.restrict(pool.specs))
-        if method.restored:
-            alone = pools.get((condition, method.evictor_alone, ratio))
-            if alone and alone.done and alone.specs == pool.specs:
-                pool = replace(pool, evictor_alone=alone)
-        pools[key] = pool
-    return pools
-
-
-def _rank(key: PoolKey) -> tuple:
-    """Order a condition's methods: the full cache, then each evictor alone, restored, variants."""
-    condition, method, ratio = key
-    # The paper's order; an evictor that it does not name comes after them.
-    evictors = (FULL, *METHOD_NAMES)
-    name = method.evictor.partition(":")[0]
-    place = evictors.index(name) if name in evictors else len(evictors)
-    variant = (method.describe_controls(), repr(method))
-    return (condition, place, method.evictor, method.restored, *variant, -ratio)

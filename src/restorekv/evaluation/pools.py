@@ -1,0 +1,258 @@
+"""The cells of a grid, pooled over the seeds of their benchmark, next to what they are compared
+with: the evictor alone and the full cache.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+
+from restorekv import tasks
+from restorekv.evaluation.conditions import FULL_METHOD, Condition, Method
+from restorekv.evaluation.earlier import digest_line
+from restorekv.evaluation.fidelity import summarize_fidelity
+from restorekv.evaluation.grid import FULL
+from restorekv.evaluation.results import Result, list_answers
+from restorekv.evaluation.stats import (
+    LEAST_LOSS,
+    ScoredAnswer,
+    compute_mean_score,
+    drop_tasks,
+    find_tasks_without_loss,
+    score_answers,
+)
+from restorekv.evaluation.tables import METHOD_NAMES
+
+# What a context's line says of its cache.
+SIZES = ("tokens", "prefix", "pairs", "pairs_with_prefix", "bytes", "restore_tokens")
+PoolKey = tuple[Condition, Method, float]  # and the ratio
+
+
+@dataclass(frozen=True)
+class SeedPool:
+    """Results of one cell, pooled over the benchmark's seeds, and what they are compared with.
+
+    Methods take `members`, the tasks to use; empty means all.
+
+    Attributes:
+        results: The cells, one for each seed.
+        left_out: Tasks that means skip, unless nothing else is asked for.
+        evictor_alone: The same without restoring, done and asked the same seeds, if there is one.
+        full: The full cache, asked the same seeds, if there is one.
+    """
+
+    results: tuple[Result, ...]
+    left_out: tuple[str, ...] = ()
+    evictor_alone: Self | None = None
+    full: Self | None = None
+
+    @property
+    def identity(self) -> dict:
+        return self.results[0].identity
+
+    @property
+    def specs(self) -> list[str]:
+        """The specs of the benchmark, one for each seed."""
+        return [result.identity["benchmark"]["spec"] for result in self.results]
+
+    def restrict(self, specs: Sequence[str]) -> Self | None:
+        """Return the pool of these seeds alone; None where one is missing."""
+        chosen = tuple(
+            result for result in self.results if result.identity["benchmark"]["spec"] in specs
+        )
+        return replace(self, results=chosen) if len(chosen) == len(specs) else None
+
+    @cached_property
+    def benchmark(self) -> tasks.Benchmark:
+        return tasks.make_benchmark(self.results[0].cell.benchmark)
+
+    @cached_property
+    def averages_contexts(self) -> bool:
+        """Whether scores are means over contexts instead of questions."""
+        return self.benchmark.averages_contexts(self.results[0].cell.protocol)
+
+    @cached_property
+    def done(self) -> bool:
+        return all(result.done for result in self.results)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Contexts answered so far, and contexts there are; in the end those that figures are of,
+        each once.
+        """
+        if self.done:
+            return len(self.lines), len(self.lines)
+        samples = sum(result.identity["benchmark"]["samples"] for result in self.results)
+        return sum(len(result.lines) for result in self.results), samples
+
+    @cached_property
+    def lines_by_context(self) -> dict[int | str, dict]:
+        """The line of every context, each context once: two seeds may have drawn the same one."""
+        # Samples of one cell have unique names already.
+        if len(self.results) == 1:
+            return {line["sample"]: line for line in self.results[0].lines}
+        lines: dict[int | str, dict] = {}
+        for result in self.results:
+            for line in result.lines:
+                # Every seed numbers its contexts from 0, so a hash of what was asked names them.
+                name = digest_line(line) or f"{result.folder.name} {line['sample']}"
+                lines.setdefault(name, line)
+        return lines
+
+    @property
+    def lines(self) -> list[dict]:
+        return list(self.lines_by_context.values())
+
+    @cached_property
+    def answers(self) -> list[ScoredAnswer]:
+        return list_answers(self.lines_by_context.items())
+
+    @property
+    def tasks(self) -> list[str]:
+        return list(dict.fromkeys(answer.task for answer in self.answers))
+
+    @property
+    def task_groups(self) -> dict[str, Sequence[str]]:
+        """The benchmark's groups of tasks of which any was asked, or all where it needs all."""
+        groups = {}
+        for name, members in self.benchmark.group_tasks().items():
+            asked = set(self.tasks).intersection(members)
+            needed = len(members) if self.benchmark.needs_whole_groups else 1
+            if len(asked) >= needed:
+                groups[name] = members
+        return groups
+
+    def find_tasks_without_loss(self) -> tuple[str, ...]:
+        """Return the tasks on which this full cache has nothing to lose."""
+        return tuple(find_tasks_without_loss(self.answers, self.averages_contexts))
+
+    def list_counted_answers(self, members: Iterable[str] = ()) -> list[ScoredAnswer]:
+        """Return the answers that means are taken over."""
+        # No members: all tasks.
+        wanted = set(members or self.tasks)
+        return drop_tasks(
+            [answer for answer in self.answers if answer.task in wanted], self.left_out
+        )
+
+    def score_tasks(self, members: Iterable[str] = ()) -> dict[str, Any]:
+        """Return score, interval and counts (see `stats.score_answers`).
+
+        Next to the evictor alone they include the paired gain over it; with the full cache too,
+        `recovered`: the gain as a share of what the evictor alone loses to the full cache, None if
+        it loses less than LEAST_LOSS.
+        """
+        by_context = self.averages_contexts
+        alone = []
+        if self.evictor_alone:
+            alone = self.evictor_alone.list_counted_answers(members)
+        figures = score_answers(self.list_counted_answers(members), alone, by_context)
+        # An unfinished full cache is not a reference: its mean is over fewer contexts.
+        if alone and self.full and self.full.done:
+            full = self.full.list_counted_answers(members)
+            loss = compute_mean_score(full, by_context) - compute_mean_score(alone, by_context)
+            figures["recovered"] = figures["gain"] / loss if loss >= LEAST_LOSS else None
+        return figures
+
+    def average_metrics(self, members: Iterable[str] = ()) -> dict[str, float]:
+        """Return every further metric in points: the mean over tasks of the mean over questions."""
+        chosen = {answer.task for answer in self.list_counted_answers(members)}
+        values: dict[str, dict[str, list[float]]] = {}  # by metric and task
+        for line in self.lines:
+            for answer in line["answers"]:
+                if answer["task"] in chosen:
+                    for name, value in answer.get("metrics", {}).items():
+                        by_task = values.setdefault(name, {})
+                        by_task.setdefault(answer["task"], []).append(value)
+        # A task counts once, however many questions it has.
+        return {
+            name: 100 * float(np.mean([np.mean(own) for own in by_task.values()]))
+            for name, by_task in values.items()
+        }
+
+    def summarize_fidelity(self, members: Iterable[str] = ()) -> dict[str, float]:
+        """Return how far the answers are from the full cache's, {} where that was not recorded; see
+        fidelity.py.
+        """
+        return summarize_fidelity(self.lines, set(members or self.tasks))
+
+    def summarize(self, members: Iterable[str] = ()) -> dict[str, Any]:
+        """Return scores, and fidelity and further metrics as far as they were recorded."""
+        figures = self.score_tasks(members) | self.summarize_fidelity(members)
+        if metrics := self.average_metrics(members):
+            figures["metrics"] = metrics
+        return figures
+
+    def get_values(self, key: str) -> np.ndarray:
+        """Return a figure of every context, one of SIZES."""
+        return np.array([line[key] for line in self.lines], dtype=float)
+
+    def average_sizes(self, keys: Sequence[str] = SIZES) -> dict[str, float]:
+        """Return what caches held: means over contexts of these figures, and shares of pairs."""
+        figures = {key: float(self.get_values(key).mean()) for key in keys}
+        figures["kept"] = self.compute_kept_share()
+        figures["kept_with_prefix"] = self.compute_kept_share(with_prefix=True)
+        return figures
+
+    def compute_kept_share(self, with_prefix: bool = False) -> float:
+        """Return the share of pairs held, mean over contexts: of those in the budget, or of all
+        with the prefix.
+        """
+        # L * H pairs for each column that competes: T, or S + T with the prefix counted.
+        heads = self.identity["shape"]["layers"] * self.identity["shape"]["heads"]
+        columns = self.get_values("tokens")
+        if with_prefix or self.identity["prefix_policy"] == "counted":
+            columns = columns + self.get_values("prefix")
+        pairs = self.get_values("pairs_with_prefix" if with_prefix else "pairs")
+        return float(np.mean(pairs / columns / heads))
+
+
+def pool_seeds(results: Sequence[Result]) -> dict[PoolKey, SeedPool]:
+    """Return the cells of every condition, method and ratio, in the order in which tables show
+    them, next to what they are compared with; of alike cells the first counts.
+    """
+    # Conditions that need a full cache to compare with.
+    compressed = {Condition.of_result(each) for each in results if each.cell.evictor != FULL}
+    seeds: dict[PoolKey, dict[str, Result]] = {}
+    for result in results:
+        own = Condition.of_result(result)
+        conditions = [own]
+        if result.cell.evictor == FULL:
+            # It holds every pair, so one full cache serves the conditions of all prefix policies.
+            policies = {replace(own, prefix_policy=policy) for policy in ("counted", "free")}
+            conditions = list(compressed & policies) or [own]
+        for condition in conditions:
+            key = condition, Method.of_cell(result.cell), result.cell.value
+            seeds.setdefault(key, {}).setdefault(result.identity["benchmark"]["spec"], result)
+
+    pools: dict[PoolKey, SeedPool] = {}
+    for key in sorted(seeds, key=_rank):
+        condition, method, ratio = key
+        pool = SeedPool(tuple(result for _, result in sorted(seeds[key].items())))
+        # In this order the full cache and each evictor alone come before what needs them.
+        if method == FULL_METHOD:
+            # An unfinished full cache has not shown yet where there is nothing to lose.
+            left_out = pool.find_tasks_without_loss() if pool.done else ()
+            pools[key] = replace(pool, left_out=left_out, full=pool)
+            continue
+        if full := pools.get((condition, FULL_METHOD, 1.0)):
+            # Other seeds of the full cache were asked other contexts.
+            pool = replace(pool, left_out=full.left_out, full=full.restrict(pool.specs))
+        if method.restored:
+            alone = pools.get((condition, method.evictor_alone, ratio))
+            if alone and alone.done and alone.specs == pool.specs:
+                pool = replace(pool, evictor_alone=alone)
+        pools[key] = pool
+    return pools
+
+
+def _rank(key: PoolKey) -> tuple:
+    """Order a condition's methods: the full cache, then each evictor alone, restored, variants."""
+    condition, method, ratio = key
+    # The paper's order; an evictor that it does not name comes after them.
+    evictors = (FULL, *METHOD_NAMES)
+    name = method.evictor.partition(":")[0]
+    place = evictors.index(name) if name in evictors else len(evictors)
+    variant = (method.describe_controls(), repr(method))
+    return (condition, place, method.evictor, method.restored, *variant, -ratio)
