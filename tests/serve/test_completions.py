@@ -112,7 +112,7 @@ def test_what_is_refused_half_way_is_not_written(client, monkeypatch):
 
 
 def test_more_prompts_than_may_wait_are_answered_in_turn(model, tiny_tokenizer, tmp_path):
-    limits = Limits(tokens=64, waiting=2)
+    limits = Limits(tokens=64, max_waiting=2)
     with serving(model, tiny_tokenizer, tmp_path, limits=limits) as url:
         answer = complete(client_of(url), [f"{TEXT} {number}" for number in range(40)])
     assert [each.index for each in answer.choices] == list(range(40))

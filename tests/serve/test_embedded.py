@@ -15,7 +15,7 @@ from tests.helpers.compressing import TEXT, compress_with, make_adapter
 @pytest.fixture
 def engine(model, tiny_tokenizer, tmp_path):
     store = Store(tmp_path / "store", 1 << 20)
-    yield EmbeddedEngine(model, tiny_tokenizer, store, memory=1 << 20, waiting=None)
+    yield EmbeddedEngine(model, tiny_tokenizer, store, memory=1 << 20, max_waiting=None)
     store.close()
 
 

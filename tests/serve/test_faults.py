@@ -45,7 +45,7 @@ MUCH, SHA = 1 << 30, "ab" * 32
 
 @pytest.fixture
 def client(model, tiny_tokenizer, tmp_path):
-    with serving(model, tiny_tokenizer, tmp_path, limits=Limits(tokens=64, waiting=8)) as url:
+    with serving(model, tiny_tokenizer, tmp_path, limits=Limits(tokens=64, max_waiting=8)) as url:
         yield client_of(url)
 
 

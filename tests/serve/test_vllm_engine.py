@@ -75,7 +75,7 @@ def client(model, tiny_tokenizer, fake, address, tmp_path_factory):
         model,
         tiny_tokenizer,
         tmp_path_factory.mktemp("store"),
-        limits=Limits(tokens=64, waiting=6),
+        limits=Limits(tokens=64, max_waiting=6),
         **options,
     ) as url:
         yield client_of(url)

@@ -154,7 +154,7 @@ def run(
             shared=_choose_shared_folder(shared, store, bool(ray_options.ray)),
             keys=keys,
             host_names=_list_host_names(host),
-            limits=server.Limits(tokens=max_tokens, waiting=waiting),
+            limits=server.Limits(tokens=max_tokens, max_waiting=waiting),
             defaults=server.AnswerDefaults(temperature, repeats),
             engine=engine,
             options=engine_options,

@@ -131,10 +131,10 @@ class CacheEngine(Engine, Generic[Active]):
         tokenizer: Tokenizer,
         store: Store,
         memory: int,
-        waiting: int | None,
+        max_waiting: int | None,
         compress_settings: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(waiting)
+        super().__init__(max_waiting)
         self.compress_settings = compress_settings or {}
         self.model = model
         self.tokenizer = tokenizer

@@ -70,7 +70,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         tokenizer: Its tokenizer.
         store: The documents on disk.
         memory: Bytes of documents in memory.
-        waiting: How many more questions may wait for a place; None is no limit. They hold no
+        max_waiting: How many more questions may wait for a place; None is no limit. They hold no
             document.
     """
 
@@ -80,9 +80,9 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         tokenizer: Tokenizer,
         store: Store,
         memory: int,
-        waiting: int | None,
+        max_waiting: int | None,
     ) -> None:
-        super().__init__(model, tokenizer, store, memory, waiting)
+        super().__init__(model, tokenizer, store, memory, max_waiting)
         self.places = asyncio.Semaphore(decoding.BATCH)
         self.preparers = ThreadPoolExecutor(PREPARING, "restorekv-prepare")
         self.prepared: queue.SimpleQueue[LocalQuestion | None] = queue.SimpleQueue()

@@ -198,7 +198,8 @@ class Engine(ABC):
 
     A question passes these stations, and at each of the first two it may have to wait:
 
-    1. `ask` refuses it if `waiting` questions wait already, and makes it a task of the event loop.
+    1. `ask` refuses it if `max_waiting` questions wait already, and makes it a task of the event
+       loop.
     2. The task waits for a place: in the library's engine at a semaphore (`take_place`), elsewhere
        inside vLLM or Ray, which schedule what they get.
     3. It is prepared in a thread, which may load documents from disk.
@@ -208,7 +209,7 @@ class Engine(ABC):
     5. Its future `done` gets the `Reply`.
 
     Args:
-        waiting: How many questions may wait; more are refused. None is no limit.
+        max_waiting: How many questions may wait; more are refused. None is no limit.
     """
 
     tokenizer: Tokenizer
@@ -217,8 +218,8 @@ class Engine(ABC):
     # moment.
     shutdown_grace: float = 0.0
 
-    def __init__(self, waiting: int | None) -> None:
-        self.waiting = waiting
+    def __init__(self, max_waiting: int | None) -> None:
+        self.max_waiting = max_waiting
         self.tasks: dict[asyncio.Task, ServedQuestion] = {}  # questions that are not answered yet
         self.ending = False
 
@@ -231,7 +232,7 @@ class Engine(ABC):
         """
         if self.ending:
             raise UnavailableError(ENDING)
-        if self.waiting is not None and self.count_waiting() >= self.waiting:
+        if self.max_waiting is not None and self.count_waiting() >= self.max_waiting:
             raise BusyError
         task = asyncio.get_running_loop().create_task(self.answer(question))
         self.tasks[task] = question

@@ -107,7 +107,7 @@ def build_app(model: PreTrainedModel, tokenizer: Tokenizer, settings: Settings) 
     check_default_method(model, Variant.parse(settings.default, settings.base))
     store = open_store(settings)
     engine = find_engine_class(settings.engine)(
-        model, tokenizer, store, settings.memory, settings.limits.waiting, **settings.options
+        model, tokenizer, store, settings.memory, settings.limits.max_waiting, **settings.options
     )
     return build_engine_app(engine, store, settings, lambda: check_loading(model, tokenizer))
 

@@ -46,13 +46,13 @@ class Limits:
         upload: Bytes of an upload or a body.
         tokens: Tokens of an answer.
         seconds: Seconds of a request.
-        waiting: How many requests may wait for documents, and as many questions for answers.
+        max_waiting: How many requests may wait for documents, and as many questions for answers.
     """
 
     upload: int = 64 << 20
     tokens: int = 1024
     seconds: float = 600.0
-    waiting: int = 256
+    max_waiting: int = 256
 
 
 class ApiError(Exception):
@@ -231,7 +231,7 @@ class Service:
             BusyError: Too many requests wait for theirs.
         """
         # Better refused at once than after minutes in a queue.
-        if self.waiting >= self.limits.waiting:
+        if self.waiting >= self.limits.max_waiting:
             raise BusyError
         self.waiting += 1
         try:

@@ -54,13 +54,13 @@ SHUTDOWN_GRACE = 30.0  # seconds that the replicas may take to end
 class RayEngine(Engine):
     """Sends documents and questions to replicas through a handle.
 
-    At most `waiting` questions are on their way.
+    At most `max_waiting` questions are on their way.
     """
 
     shutdown_grace = SHUTDOWN_GRACE
 
-    def __init__(self, handle: Any, waiting: int | None) -> None:
-        super().__init__(waiting)
+    def __init__(self, handle: Any, max_waiting: int | None) -> None:
+        super().__init__(max_waiting)
         self.handle = handle
         self.replica = import_module("restorekv.serve.ray.replica")
         self.errors = import_module("ray.exceptions")
@@ -327,7 +327,7 @@ def deploy_replicas(
         try:
             deployment = replica.make_deployment(options.replicas, most, resources)
             handle = serve.run(deployment.bind(config), name=name, route_prefix=None)
-            yield RayEngine(handle, settings.limits.waiting)
+            yield RayEngine(handle, settings.limits.max_waiting)
         finally:
             if address != LOCAL:
                 serve.delete(name)

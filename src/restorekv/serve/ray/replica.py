@@ -106,7 +106,7 @@ class Replica:
             shutil.rmtree(left, ignore_errors=True)
         self.store = Store(folder, config.disk, SharedFolder(config.shared))
         # The sender bounds how many questions wait.
-        self.engine = EmbeddedEngine(model, tokenizer, self.store, config.memory, waiting=None)
+        self.engine = EmbeddedEngine(model, tokenizer, self.store, config.memory, max_waiting=None)
         self.engine.start()
 
     def __del__(self) -> None:
