@@ -18,6 +18,7 @@ import pytest
 openai = pytest.importorskip("openai")
 
 import httpx2  # noqa: E402
+from fastapi import FastAPI  # noqa: E402
 from fastapi.testclient import TestClient  # noqa: E402
 from starlette.datastructures import URL  # noqa: E402
 
@@ -26,12 +27,14 @@ from restorekv.readers import extract  # noqa: E402
 from restorekv.readers.extract import extract_text  # noqa: E402
 from restorekv.readers.program import MAX_PAGES  # noqa: E402
 from restorekv.serve import document_checks, guard  # noqa: E402
+from restorekv.serve.app import add_errors  # noqa: E402
 from restorekv.serve.engine import Engine  # noqa: E402
 from restorekv.serve.requests import Message  # noqa: E402
 from restorekv.serve.responses import ResponseMemory  # noqa: E402
 from restorekv.serve.run import HTTP, Settings, build_app  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from restorekv.serve.store import Store  # noqa: E402
+from restorekv.serve.variants import UnknownModelError  # noqa: E402
 from tests.helpers.serving import (  # noqa: E402
     OTHER,
     QUESTION,
@@ -112,6 +115,26 @@ def test_a_body_that_is_too_large_gets_a_sentence(url, path, kind, start):
     assert (
         b" 413 " in answer.splitlines()[0] and b"The request is larger than 100,000 bytes" in answer
     )
+
+
+@pytest.mark.parametrize(
+    "error, status, code",
+    [
+        (UnknownModelError("There is no model x here; use tiny.", "model"), 404, "model_not_found"),
+        (RestoreKVError("There is no model of a house in this text; add one."), 400, None),
+    ],
+)
+def test_the_class_of_an_error_decides_its_status(error, status, code):
+    """Not the words of its sentence, which others may begin with."""
+    app = FastAPI()
+    add_errors(app, SimpleNamespace())
+
+    @app.get("/")
+    async def fail():
+        raise error
+
+    answer = TestClient(app).get("/")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
 
 
 def test_a_length_that_is_no_number_gets_a_sentence(model, tiny_tokenizer, tmp_path):

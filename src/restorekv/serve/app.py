@@ -38,7 +38,7 @@ from restorekv.serve.requests import ChatRequest
 from restorekv.serve.responses import CHAT_NAMES, add_responses
 from restorekv.serve.service import ApiError, Service
 from restorekv.serve.store import Upload
-from restorekv.serve.variants import Variant
+from restorekv.serve.variants import UnknownModelError, Variant
 
 LOG = logging.getLogger("restorekv.serve")
 # Asked without a key: they hold no data.
@@ -162,7 +162,7 @@ def add_errors(app: FastAPI, service: Service) -> None:
         option = error.option if isinstance(error, OptionError) else ""
         names = NAMES_OF_PATHS.get(request.scope["path"], {})
         param = rename_field(OPTION_FIELDS.get(option, option), names) or None
-        if str(error).startswith("There is no model"):
+        if isinstance(error, UnknownModelError):
             return make_problem_response(404, str(error), "model_not_found", param=param)
         # Clients look for this word, and shorten the conversation.
         code = "context_length_exceeded" if isinstance(error, TextTooLongError) else None

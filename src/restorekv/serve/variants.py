@@ -19,6 +19,10 @@ from restorekv.spec import hint_near_name
 WITHOUT_RESTORING = "-base"
 
 
+class UnknownModelError(OptionError):
+    """A model id that names neither the model of the server nor a variant of it."""
+
+
 def _list_names(base: str, rest: str) -> list[str]:
     """Return the model ids with the ratio that a wrong one seems to mean, to suggest one of."""
     found = re.search(r"0?\.\d+", rest)
@@ -57,7 +61,7 @@ class Variant:
         method, dash, ratio = rest.removesuffix(WITHOUT_RESTORING).rpartition("-")
         if before or not dash or not is_method(method):
             hint = hint_near_name(name, _list_names(base, rest))
-            raise OptionError(
+            raise UnknownModelError(
                 f"There is no model {name!r} here{hint}; use {base}, or {base}:METHOD-RATIO with "
                 f"an evictor or a preset ({' or '.join(PRESETS)}) and a ratio, such as "
                 f"{base}:fast-0.1.",
