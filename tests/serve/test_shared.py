@@ -108,6 +108,124 @@ def test_a_deleted_document_goes_everywhere(two):
     assert other.has_cache(KEY)
 
 
+def shared_caches(store):
+    return [name for name in names(store) if name.endswith(".rkv")]
+
+
+def test_a_deletion_is_heeded_before_anything_is_pushed(two, monkeypatch):
+    """Else a cache that waited for the folder comes back after its document was deleted."""
+    one, other = two
+    # The folder cannot be reached when the cache is written, so pushing it has to wait.
+    with monkeypatch.context() as patch:
+        patch.setattr(one.shared, "put_cache", lambda *_: None)
+        write(one)
+    assert one.index.select("select * from pending")
+    other.shared.remove_document(SHA)
+    one.sync_once()
+    assert not shared_caches(one)
+    assert not one.has_cache(KEY)
+    assert not one.index.select("select * from pending")
+
+
+def test_where_deletions_cannot_be_read_nothing_is_pushed(two, monkeypatch):
+    one, other = two
+    with monkeypatch.context() as patch:
+        patch.setattr(one.shared, "put_cache", lambda *_: None)
+        write(one)
+    other.shared.remove_document(SHA)
+    with monkeypatch.context() as patch:
+        patch.setattr(one.shared, "list_removed", lambda: None)
+        one.sync_once()
+        assert not shared_caches(one)
+    one.sync_once()
+    assert not shared_caches(one)
+    assert not one.has_cache(KEY)
+
+
+@pytest.mark.parametrize("when", ["before the copy", "after the copy"])
+def test_a_push_that_races_a_deletion_is_undone(two, monkeypatch, when):
+    one, other = two
+    put = one.shared.put_cache
+
+    def race(path, sha256, key):
+        if when == "before the copy":
+            other.shared.remove_document(sha256)
+        is_done = put(path, sha256, key)
+        if when == "after the copy":
+            other.shared.remove_document(sha256)
+        return is_done
+
+    monkeypatch.setattr(one.shared, "put_cache", race)
+    write(one)
+    assert not shared_caches(one)
+    assert not one.has_cache(KEY)
+    # A third server that fetched the copy in between drops it as well.
+    assert one.shared.list_removed()[SHA] <= time.time_ns()
+    assert not one.index.select("select * from pending")
+
+
+def test_a_deletion_that_races_a_push_removes_the_copy(two, monkeypatch):
+    """The cache arrives while the folder of the document is being deleted."""
+    one, other = two
+    files = other.shared.files
+    remove = files.rm
+    calls = []
+
+    def race(path, recursive=False):
+        remove(path, recursive=recursive)
+        calls.append(path)
+        if len(calls) == 1:
+            write(one, b"made meanwhile")
+
+    write(one)
+    monkeypatch.setattr(files, "rm", race)
+    other.shared.remove_document(SHA)
+    monkeypatch.undo()
+    one.sync_once()
+    assert not shared_caches(one)
+    assert not one.has_cache(KEY)
+
+
+def test_an_upload_keeps_its_cache_through_a_race(two, monkeypatch):
+    """Deleted there, uploaded here: the cache is needed, and others may have it."""
+    one, other = two
+    put = one.shared.put_cache
+
+    def race(path, sha256, key):
+        other.shared.remove_document(sha256)
+        return put(path, sha256, key)
+
+    made = one.add_upload("a.txt", "user_data", io.BytesIO(b"text"))
+    monkeypatch.setattr(one.shared, "put_cache", race)
+    write(one, sha256=made.sha256)
+    assert one.has_cache(KEY)
+    assert shared_caches(one) == [f"/{made.sha256}/{KEY}.rkv"]
+
+
+@pytest.mark.parametrize("when", ["during the copy", "after the copy"])
+def test_a_copy_that_was_fetched_while_it_was_deleted_goes(two, monkeypatch, when):
+    one, other = two
+    write(one)
+    get = other.shared.files.get_file
+
+    def race(source, target):
+        get(source, target)
+        one.shared.remove_document(SHA)
+
+    with monkeypatch.context() as patch:
+        if when == "during the copy":
+            patch.setattr(other.shared.files, "get_file", race)
+        found = other.find_or_fetch_file(KEY, SHA)
+    if when == "after the copy":
+        assert found
+        one.shared.remove_document(SHA)
+        other.sync_once()
+    else:
+        assert found is None
+    assert not other.has_cache(KEY)
+    assert not other.cache_path(KEY).exists()
+
+
 def test_a_disk_that_can_only_be_read_ends_nothing(two, monkeypatch):
     """Neither the thread that serves the shared folder nor the rest of a list of caches."""
     store, _ = two

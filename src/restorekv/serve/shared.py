@@ -145,18 +145,36 @@ class SharedFolder:
                 return False
             with replace_file(path, follow=False) as temporary:
                 self.files.get_file(source, str(temporary))
+                # On some file systems a file that is deleted can still be read to its end.
+                if not self.files.exists(source):
+                    raise FileNotFoundError(source)
         except FileNotFoundError:
             # It is not there, or was deleted while it was copied.
             return False
         return True
 
     @pause_on_error
-    def remove_document(self, sha256: str) -> bool:
-        """Delete all caches of a document and leave a note; return whether that is done."""
-        # First the caches, then the note: a server that sees the note finds nothing to fetch.
+    def remove_cache(self, sha256: str, key: str) -> bool:
+        """Delete one cache, if it is there; return whether that is done."""
         with suppress(FileNotFoundError):
-            self.files.rm(f"{self.root}/{sha256}", recursive=True)
-        self.files.pipe_file(f"{self.root}/deleted/{time.time_ns()}-{sha256}", b"")
+            self.files.rm_file(self.cache_path(sha256, key))
+        return True
+
+    @pause_on_error
+    def remove_document(self, sha256: str) -> bool:
+        """Delete all caches of a document and leave a note; return whether that is done.
+
+        Other servers copy caches meanwhile. One that pushes looks for notes afterwards, and what it
+        pushed before a note was there is deleted after that note. What was fetched before the last
+        note is older than it, so its server drops it.
+        """
+        notes = []
+        for _ in range(2):
+            notes.append(f"{self.root}/deleted/{time.time_ns()}-{sha256}")
+            self.files.pipe_file(notes[-1], b"")
+            with suppress(FileNotFoundError):
+                self.files.rm(f"{self.root}/{sha256}", recursive=True)
+        self.files.rm_file(notes[0])
         return True
 
     @pause_on_error

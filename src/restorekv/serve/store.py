@@ -21,7 +21,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -330,9 +330,10 @@ class Store:
         """Yield the path to write a cache to, and index the cache when the block ends without an
         error.
         """
+        made = time.time_ns()
         # If the block fails there is no row, and the next start removes the file.
         yield self.cache_path(key)
-        self._index_cache(key, sha256)
+        self._index_cache(key, sha256, made)
         if self.shared:
             with self.lock:
                 self.index.apply(
@@ -375,8 +376,10 @@ class Store:
         with self.fetching:
             if self.shared and not self.has_cache(key):
                 path = self.cache_path(key)
+                # What is deleted there from now on is deleted here, too.
+                started = time.time_ns()
                 if self.shared.get_cache(sha256, key, path, self.disk_quota):
-                    self._index_cache(key, sha256)
+                    self._index_cache(key, sha256, started)
                     self.unverified.add(key)
             return self.has_cache(key)
 
@@ -431,9 +434,20 @@ class Store:
             self.drop_caches([key])
             total -= size
 
-    def _index_cache(self, key: str, sha256: str) -> None:
-        """Add a cache that was written to the index."""
-        size = self.cache_path(key).stat().st_size
+    def _index_cache(self, key: str, sha256: str, made: int) -> None:
+        """Add a cache that was written to the index.
+
+        Args:
+            key: Its key.
+            sha256: The hash of its document.
+            made: When it was begun, in nanoseconds. A deletion in the shared folder that is later
+                than that is about this cache.
+        """
+        path = self.cache_path(key)
+        # File systems write times of another, coarser clock.
+        with suppress(OSError):
+            os.utime(path, ns=(made, made))
+        size = path.stat().st_size
         with self.lock:
             row = (key, sha256, size, time.time())
             self.index.apply(("insert or replace into caches values (?, ?, ?, ?)", row), late=True)
@@ -458,14 +472,58 @@ class Store:
             if not key:
                 is_done = shared.remove_document(sha256)
             elif self.cache_path(key).exists():
-                is_done = shared.put_cache(self.cache_path(key), sha256, key)
-            else:  # the cache has gone meanwhile
-                is_done = True
+                is_done = self._push_cache(shared, sha256, key)
+            else:
+                # The cache has gone meanwhile. An attempt that failed may have copied it.
+                is_done = shared.remove_cache(sha256, key)
             if is_done:
                 with self.lock:
                     if not self.closed:
                         delete = "delete from pending where sha256 = ? and key = ?"
                         self.index.apply((delete, row), late=True)
+
+    def _push_cache(self, shared: SharedFolder, sha256: str, key: str) -> bool | None:
+        """Copy a cache to the shared folder. If its document was deleted there meanwhile, delete
+        the copy again, and the cache here.
+
+        Returns:
+            Whether that is done; None where the folder cannot be reached.
+        """
+        if not shared.put_cache(self.cache_path(key), sha256, key):
+            return None
+        removed = shared.list_removed()
+        if removed is None:
+            return None
+        with self.lock:
+            is_removed = not self.closed and self._was_removed(key, sha256, removed)
+        if not is_removed:
+            return True
+        # With another note, so that servers that fetched the copy drop it.
+        if not shared.remove_document(sha256):
+            return None
+        with self.lock:
+            if not self.closed:
+                self.drop_caches([key])
+                self.on_delete(sha256)
+        return True
+
+    def _was_removed(self, key: str, sha256: str, removed: Mapping[str, int]) -> bool:
+        """Return whether a cache here is one that a deletion in the shared folder is about. The
+        caller holds the lock.
+
+        Args:
+            key: The key of the cache.
+            sha256: The hash of its document.
+            removed: What `SharedFolder.list_removed` returned.
+        """
+        if sha256 not in removed:
+            return False
+        # A document that was deleted elsewhere and uploaded here stays.
+        if self.index.select("select 1 from files where sha256 = ?", (sha256,)):
+            return False
+        # A cache that was made after the deletion stays.
+        path = self.cache_path(key)
+        return path.exists() and path.stat().st_mtime_ns < removed[sha256]
 
     def sync_loop(self) -> None:
         """Run `sync_once` every SYNC_SECONDS, and at once when there is something to push. Runs in
@@ -481,30 +539,26 @@ class Store:
             self.has_pending.clear()
 
     def sync_once(self) -> None:
-        """Push what is pending. Drop the caches of documents that were deleted there, unless an
-        upload here has the document.
+        """Drop the caches of documents that were deleted there, unless an upload here has the
+        document. Then push what is pending.
         """
         shared = self.shared
         if shared is None:
             return
-        with self.lock:
-            pending = [] if self.closed else self.index.select("select * from pending")
-        for sha256, key in pending:
-            self._push_pending(shared, sha256, key)
-        removed = shared.list_removed() or {}
+        removed = shared.list_removed()
+        # A cache that is pushed without knowing what was deleted may be one that was.
+        if removed is None:
+            return
         with self.lock:
             if self.closed:
                 return
-            uploaded = {row[0] for row in self.index.select("select sha256 from files")}
             for key, sha256 in self.index.select("select key, sha256 from caches"):
-                # A document that was deleted elsewhere and uploaded here stays.
-                if sha256 not in removed or sha256 in uploaded:
-                    continue
-                # A cache that was made after the deletion stays.
-                path = self.cache_path(key)
-                if path.exists() and path.stat().st_mtime_ns < removed[sha256]:
+                if self._was_removed(key, sha256, removed):
                     self.drop_caches([key])
                     self.on_delete(sha256)
+            pending = self.index.select("select * from pending")
+        for sha256, key in pending:
+            self._push_pending(shared, sha256, key)
 
 
 def _ignore(key: str) -> None:
