@@ -11,7 +11,7 @@ openai = pytest.importorskip("openai")
 from openai.types import completion_create_params  # noqa: E402
 
 from restorekv.serve import fields  # noqa: E402
-from restorekv.serve.completions import CompletionRequest  # noqa: E402
+from restorekv.serve.completions import CompletionRequest, TokenPlaces  # noqa: E402
 from restorekv.serve.engine import BusyError  # noqa: E402
 from restorekv.serve.questions import Questions  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
@@ -131,6 +131,27 @@ def test_log_probabilities_are_the_models(client, model, tiny_tokenizer):
     streamed = [piece.choices[0] for piece in complete(client, TEXT, logprobs=2, stream=True)]
     told = [each.logprobs.token_logprobs for each in streamed if each.logprobs]
     assert [value for values in told for value in values] == whole.logprobs.token_logprobs
+
+
+@pytest.mark.parametrize("is_held_back", [False, True])
+def test_a_stream_counts_characters_from_the_start_of_the_answer(client, is_held_back):
+    """Not from the start of a piece, which lags behind where it could become a stop string."""
+    options = {"logprobs": 0, "max_tokens": 48}
+    if is_held_back:
+        text = complete(client, TEXT, max_tokens=48).choices[0].text
+        options["stop"] = [f"{text[place]}~~" for place in range(0, len(text), 3)]
+    whole = complete(client, TEXT, **options).choices[0]
+    streamed = [piece.choices[0] for piece in complete(client, TEXT, stream=True, **options)]
+    told = [each.logprobs.text_offset for each in streamed if each.logprobs]
+    assert [place for places in told for place in places] == whole.logprobs.text_offset
+
+
+def test_tokens_of_one_character_begin_where_it_does(tiny_tokenizer):
+    ids = tiny_tokenizer("the caf\u00e9 \u2603 is", add_special_tokens=False).input_ids
+    places = TokenPlaces(tiny_tokenizer)
+    for count, token in enumerate(ids):
+        whole = tiny_tokenizer.decode(ids[:count]).rstrip("\ufffd")
+        assert places.add(token) == len(whole)
 
 
 @pytest.mark.parametrize(

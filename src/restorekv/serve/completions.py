@@ -19,6 +19,7 @@ from pydantic import Field, model_validator
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import OptionError
+from restorekv.model.tokenize import TextStream
 from restorekv.serve import fields, replies, schemas
 from restorekv.serve.engine import BusyError, Reply, ServedQuestion
 from restorekv.serve.questions import IsGone, PendingAnswer, Questions, format_event
@@ -145,13 +146,12 @@ async def _begin_in_turn(
 async def stream_text(pending: PendingAnswer, request: CompletionRequest) -> AsyncIterator[str]:
     """Yield the server-sent events of a continued text."""
     header = pending.header
-    offsets = [0] * len(pending.texts)
+    places = [TokenPlaces(each.tokenizer) for each in pending.texts]
     try:
         async for number, piece, rows in pending.iter_pieces():
             logprobs = None
             if request.logprobs is not None:
-                logprobs = list_logprobs(rows, pending.texts[number].tokenizer, offsets[number])
-                offsets[number] += len(piece)
+                logprobs = list_logprobs(rows, pending.texts[number].tokenizer, places[number])
             choice = schemas.TextChoice(index=number, text=piece, logprobs=logprobs)
             yield format_event(make_text_chunk(header, [choice]))
         reply = pending.reply.result()
@@ -196,7 +196,7 @@ def make_text_completion(
             logprobs = None
             if answer.logprobs is not None:
                 rows = zip(answer.ids, answer.logprobs, answer.top or (), strict=True)
-                logprobs = list_logprobs(rows, tokenizer, 0)
+                logprobs = list_logprobs(rows, tokenizer, TokenPlaces(tokenizer))
             choices.append(
                 schemas.TextChoice(
                     index=len(choices),
@@ -215,31 +215,46 @@ def make_text_completion(
     return completion
 
 
+class TokenPlaces:
+    """Finds where the tokens of an answer begin in its text, as they come.
+
+    The texts of single tokens do not add up to that: a tokenizer may drop the space before one, and
+    several tokens may make one character, which begins with the first of them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.stream = TextStream(tokenizer, skip_special_tokens=True)
+
+    def add(self, token: int) -> int:
+        """Return where the next token begins, in characters from the start of the answer."""
+        place = len(self.stream.certain)
+        self.stream.push(token)
+        return place
+
+
 def list_logprobs(
-    rows: Iterable[tuple[int, float, dict[int, float]]], tokenizer: Tokenizer, offset: int
+    rows: Iterable[tuple[int, float, dict[int, float]]], tokenizer: Tokenizer, places: TokenPlaces
 ) -> Logprobs:
     """Return log-probabilities in the form of this API: lists over the tokens.
 
     Args:
         rows: Ids with their log-probabilities and those of the likeliest ones.
         tokenizer: For the texts of tokens.
-        offset: Where the text of the first token begins.
+        places: Where tokens begin; it has seen all tokens before these.
     """
     texts: list[str] = []
     values: list[float] = []
     offsets: list[int] = []
     likeliest: list[dict[str, float]] = []
     for token, value, top in rows:
-        text = str(tokenizer.decode([token]))
-        texts.append(text)
+        texts.append(str(tokenizer.decode([token])))
         values.append(value)
-        offsets.append(offset)
+        offsets.append(places.add(token))
         texts_of_top: dict[str, float] = {}
         for other, each in top.items():
             # Tokens may look alike, such as parts of characters; the likeliest of them counts.
             texts_of_top.setdefault(str(tokenizer.decode([other])), each)
         likeliest.append(texts_of_top)
-        offset += len(text)
     return Logprobs(
         tokens=texts, token_logprobs=values, text_offset=offsets, top_logprobs=likeliest
     )
