@@ -856,6 +856,64 @@ def test_a_dot_in_a_name_is_no_ending(client):
     assert len(set(tokens)) == 1
 
 
+PAGE = b"<html><script>var x = 1</script><body><p>The blue house.</p></body></html>"
+
+
+def ask_about_data(client, data, **part):
+    inline = {"file_data": data, **part}
+    content = [{"type": "file", "file": inline}, {"type": "text", "text": QUESTION}]
+    return ask(client, [{"role": "user", "content": content}])
+
+
+def test_the_format_of_a_file_is_heeded(client):
+    """litellm says there what a data: URL says, or a name."""
+    encoded = base64.b64encode(PAGE).decode()
+    plain = ask_about_data(client, encoded, filename="page.html").usage.prompt_tokens
+    unknown = f"data:application/octet-stream;base64,{encoded}"
+    for data, part in (
+        (encoded, {"format": "text/html"}),
+        (encoded, {"format": "TEXT/HTML", "filename": "page"}),
+        (encoded, {"format": "application/xhtml+xml", "filename": "page v1.2"}),
+        (encoded, {"format": "text/html", "filename": "page.html"}),
+        (unknown, {"format": "text/html"}),
+        (f"data:text/html;base64,{encoded}", {"format": "text/html"}),
+        (f"DATA:Text/HTML;charset=UTF-8;base64,{encoded}", {}),
+        (encoded, {"format": "application/octet-stream", "filename": "page.html"}),
+    ):
+        assert ask_about_data(client, data, **part).usage.prompt_tokens == plain, part
+
+
+@pytest.mark.parametrize(
+    ("data", "part", "sentence"),
+    [
+        ("{}", {"format": "image/png"}, "type image/png cannot be read here"),
+        ("data:image/png;base64,{}", {}, "type image/png cannot be read here"),
+        ("data:application/msword;base64,{}", {"filename": "a"}, "application/msword cannot"),
+        ("{}", {"format": "pdf"}, "media type such as application/pdf"),
+        ("{}", {"format": "application/pdf", "filename": "page.html"}, "let them say the same"),
+        ("data:text/plain;base64,{}", {"format": "text/html"}, "let them say the same"),
+        ("data:text/html,{}", {}, "file_data is base64"),
+        ("text/html;base64,{}", {}, "file_data is base64"),
+        ("data:text/html;charset=iso-8859-1;base64,{}", {}, "save it as UTF-8"),
+    ],
+)
+def test_files_whose_kind_cannot_be_heeded_are_refused(client, data, part, sentence):
+    encoded = base64.b64encode(PAGE).decode()
+    with pytest.raises(openai.BadRequestError, match=sentence) as refused:
+        ask_about_data(client, data.format(encoded), **part)
+    assert refused.value.param == "messages"
+
+
+def test_the_format_of_an_upload_is_how_it_is_read(client, file):
+    part = {"type": "file", "file": {"file_id": file.id, "format": "text/plain"}}
+    text = {"type": "text", "text": QUESTION}
+    told = ask(client, [{"role": "user", "content": [part, text]}])
+    assert told.choices[0].message.content == ask(client, about(file)).choices[0].message.content
+    part["file"]["format"] = "application/pdf"
+    with pytest.raises(openai.BadRequestError, match=r"is not how doc\.txt is read"):
+        ask(client, [{"role": "user", "content": [part, text]}])
+
+
 @pytest.mark.parametrize(
     "wrong", [{"anchor": "created_at"}, {"anchor": "last_active_at", "seconds": 3600}]
 )

@@ -111,8 +111,6 @@ PART_REFUSED: Refused = {
         (), "this server fetches nothing from other sites", "upload the file and send its file_id"
     ),
 }
-# Fields of the file in a part: litellm says its kind, which its name or its data: URL says here.
-FILE_IDLE = frozenset({"format"})
 # By mark of a text as a document, OpenAI's and Anthropic's: the field that says its kind, and the
 # only kind that there is. How long a cache lasts is the server's matter.
 CACHE_MARKS = {

@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 from restorekv.errors import OptionError, RestoreKVError, name_option
 from restorekv.generation.sampling import LEAST_TEMPERATURE, SamplingConfig
 from restorekv.model.tokenize import check_unicode
+from restorekv.readers.extract import TEXT, find_kind, printable_name
 from restorekv.serve import fields
 from restorekv.serve.variants import Variant
 
@@ -27,10 +28,23 @@ DOCX = "application/vnd.openxmlformats-officedocument.wordprocessingml.document"
 # What the names of files get which have a type and no ending.
 ENDINGS = {
     "application/pdf": ".pdf",
+    "application/xhtml+xml": ".html",
     "text/html": ".html",
     "text/markdown": ".md",
     DOCX: ".docx",
 }
+# Types of texts, besides those that begin with "text/" or end in "+json" or "+xml".
+TEXT_TYPES = {
+    "application/javascript",
+    "application/json",
+    "application/toml",
+    "application/x-yaml",
+    "application/xml",
+    "application/yaml",
+}
+# What clients send where they know no type.
+UNKNOWN_TYPES = {"", "application/octet-stream"}
+CHARSETS = {"", "utf-8", "utf8", "us-ascii"}
 
 # Python's own, not the system's, so that a name means the same everywhere.
 KNOWN_ENDINGS = {*MimeTypes().types_map[True], *ENDINGS.values(), ".rkv"}
@@ -55,9 +69,10 @@ Text = Annotated[str, AfterValidator(_check_text)]
 
 @dataclass(frozen=True)
 class UploadedFile:
-    """A file by the id of its upload."""
+    """A file by the id of its upload, and how the request says that it is read, if it does."""
 
     id: str
+    kind: str | None = None
 
 
 @dataclass(frozen=True)
@@ -73,33 +88,88 @@ DocumentPart = str | UploadedFile | AttachedFile
 
 
 class FileReference(BaseModel):
-    """A file by its id, or the file itself: its name, and its bytes in base64 or as a data: URL."""
+    """A file by its id, or the file itself: its name, and its bytes in base64 or as a data: URL.
+
+    `format` is litellm's: the file's media type.
+    """
 
     file_id: Text | None = None
     filename: Text | None = None
     file_data: Text | None = None
+    format: Text | None = None
 
     def find_file(self) -> UploadedFile | AttachedFile:
         """Return the file; its id may be empty, where the request has neither id nor file."""
         if self.file_id and self.file_data:
             raise RestoreKVError("A file has a file_id or file_data, not both; leave one out.")
+        stated_type = (self.format or "").strip().lower()
+        stated_kind = find_kind_of_type(stated_type)
         if self.file_id or not self.file_data:
-            return UploadedFile(self.file_id or "")
-        header, _, encoded = self.file_data.rpartition(",")
-        try:
-            content = base64.b64decode(encoded, validate=True)
-        except ValueError:
-            raise RestoreKVError(
-                "file_data is base64, or a data: URL of it; encode the file."
-            ) from None
-        mime = header.removeprefix("data:").partition(";")[0]
+            return UploadedFile(self.file_id or "", stated_kind)
+        media_type, content = _decode_file(self.file_data)
         name = self.filename or "file"
         # The ending says how a file is read, and clients name files without one. What follows the
         # last dot may be none, as in "notes v1.2".
         suffix = PurePath(name).suffix.lower()
-        if not suffix or (mime in ENDINGS and suffix not in KNOWN_ENDINGS):
-            name += ENDINGS.get(mime, ".txt")
+        if suffix not in KNOWN_ENDINGS:
+            if media_type in UNKNOWN_TYPES:
+                media_type = stated_type
+            find_kind_of_type(media_type)  # refuses a picture and the like
+            if not suffix or media_type in ENDINGS:
+                name += ENDINGS.get(media_type, ".txt")
+        if stated_kind not in (None, find_kind(name)):
+            raise RestoreKVError(
+                f"The format of a file is {printable_name(stated_type)}, and its name or data: URL "
+                f"says that {printable_name(name)} is read otherwise; let them say the same."
+            )
         return AttachedFile(name, content)
+
+
+def find_kind_of_type(media_type: str) -> str | None:
+    """Return how files of a media type are read (extract.py), None where it does not say; refuse
+    types that cannot be read.
+    """
+    if media_type in UNKNOWN_TYPES:
+        return None
+    if media_type in ENDINGS:
+        return find_kind(f"file{ENDINGS[media_type]}")
+    is_text = media_type in TEXT_TYPES or media_type.endswith(("+json", "+xml"))
+    if is_text or media_type.startswith("text/"):
+        return TEXT
+    printable = printable_name(media_type)
+    if "/" not in media_type:
+        raise RestoreKVError(
+            f"A format is a media type such as application/pdf, not {printable!r}; send that."
+        )
+    raise RestoreKVError(
+        f"Files of the type {printable} cannot be read here; send a text, HTML, PDF or DOCX."
+    )
+
+
+def _decode_file(file_data: str) -> tuple[str, bytes]:
+    """Return the media type of base64 or a data: URL, "" without one, and the bytes.
+
+    Raises:
+        RestoreKVError: It is neither, or a text in another encoding than UTF-8.
+    """
+    wrong = RestoreKVError("file_data is base64, or a data: URL of it; encode the file.")
+    header, comma, encoded = file_data.rpartition(",")
+    media_type = ""
+    if comma:
+        scheme, _, rest = header.lower().partition(":")
+        media_type, *parameters = [part.strip() for part in rest.split(";")]
+        if scheme != "data" or "base64" not in parameters:
+            raise wrong
+        for parameter in parameters:
+            name, _, value = parameter.partition("=")
+            if name == "charset" and value.strip('"') not in CHARSETS:
+                raise RestoreKVError(
+                    f"file_data is a text in {printable_name(value)}; save it as UTF-8 first."
+                )
+    try:
+        return media_type, base64.b64decode(encoded, validate=True)
+    except ValueError:
+        raise wrong from None
 
 
 class MessagePart(FileReference):
@@ -122,9 +192,7 @@ class MessagePart(FileReference):
         if taken.get("file"):
             known = FileReference.model_fields
             refused = fields.PART_REFUSED
-            taken["file"] = fields.take_known(
-                taken["file"], known, fields.FILE_IDLE, refused, "file."
-            )
+            taken["file"] = fields.take_known(taken["file"], known, frozenset(), refused, "file.")
         return taken
 
     @property

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fastapi import UploadFile
 
-from restorekv.errors import CacheFileError, RestoreKVError
+from restorekv.errors import CacheFileError, OptionError, RestoreKVError
 from restorekv.readers.extract import CACHE, TEXT, extract_text, find_kind, printable_name
 from restorekv.serve.document_checks import start_document_hash
 from restorekv.serve.engine import (
@@ -246,6 +246,7 @@ class Service:
     async def _get_document(self, part: DocumentPart, variant: Variant) -> ServedDocument:
         """Return the document of one part of a request: an upload's, a file's or a text's."""
         if isinstance(part, UploadedFile):
+            self._check_kind(part)
             return await self.get_uploaded(part.id, variant)
         if isinstance(part, AttachedFile):
             # In a thread: extracting a PDF takes seconds, in which others are answered.
@@ -264,6 +265,16 @@ class Service:
             except DeletedError:
                 # An upload of the same text was deleted, and this one is still asked.
                 continue
+
+    def _check_kind(self, part: UploadedFile) -> None:
+        """Refuse a format of a file that is not how its upload is read."""
+        name = self.find_upload(part.id).name
+        if part.kind not in (None, find_kind(name)):
+            raise OptionError(
+                f"The format of {part.id} is not how {name} is read; leave the format out, or "
+                "upload the file under a name with the ending of its kind.",
+                "messages",
+            )
 
     async def get_uploaded(self, upload_id: str, variant: Variant) -> ServedDocument:
         """Return the document that was uploaded under an id."""
