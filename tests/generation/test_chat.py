@@ -10,13 +10,23 @@ import torch
 
 from restorekv import Chat, CompressedContext, compress
 from restorekv.errors import CacheFileError, RestoreKVError, RestoreKVWarning
+from restorekv.generation.chat import encode_conversation
 from restorekv.generation.decoding import get_stop_ids
 from tests.helpers.compressing import QUESTIONS, TEXT, make_small
+from tests.helpers.dictating import Dictate
+
+SPOKEN = "the house is blue; who lives in the house?"
 
 
 @pytest.fixture
 def small(tiny_tokenizer):
     return make_small(tiny_tokenizer)
+
+
+def speak_until(chat, question, stop):
+    """Return an answer of the words of SPOKEN, cut at a stop string."""
+    spoken = Dictate(chat.document.tokenizer, SPOKEN)
+    return chat.ask(question, 64, stop=stop, details=True, processors=[spoken])
 
 
 def tail_ids(chat):
@@ -292,6 +302,57 @@ def test_a_stop_string_is_no_part_of_the_turn(small):
     assert stop not in small.tokenizer.decode(cut.ids) or len(cut.ids) == 1
     assert chat.columns == small.cache.restore_length + len(chat.ids())
     chat.ask("And?", 4)
+
+
+# Stop strings that begin at the first letter, inside of a token, at its start, and in a space.
+CUTS = {"t": "", "he": "t", "ouse": "the h", "house": "the ", "who": "the house is blue; "}
+
+
+@pytest.mark.parametrize("stop, text", CUTS.items())
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_a_turn_is_cut_where_its_text_is(tiny_tokenizer, tmp_path, family, stop, text):
+    """The next turn reads what was returned, also where that ends inside of a token."""
+    small = make_small(tiny_tokenizer, family)
+    chat = small.chat()
+    turns = []
+    for question in QUESTIONS[:2]:
+        assert speak_until(chat, question, stop).text == text
+        turns.append((question, text))
+        assert chat.columns == small.cache.restore_length + len(chat.ids())
+    chat.save(tmp_path / "chat.json")
+    last = chat.ask(QUESTIONS[2], 8, details=True)
+    read = encode_conversation(tiny_tokenizer, small.context, turns, QUESTIONS[2])
+    assert tail_ids(chat)[: len(read)] == read.tolist()
+    with torch.no_grad():
+        ids = torch.tensor([[*read.tolist(), *last.ids]])
+        logits = small.model(ids, past_key_values=small.cache.fork(), use_cache=True).logits[0]
+    assert logits[len(read) - 1 : -1].argmax(-1).tolist() == list(last.ids)
+    again = Chat.load(tmp_path / "chat.json", small)
+    assert again.messages == chat.messages[:4]
+    assert again.ask(QUESTIONS[2], 8) == last.text
+    for each in (chat, again):
+        each.undo(3)
+        assert each.columns == small.cache.restore_length
+
+
+def test_a_streamed_turn_is_cut_where_its_text_is(small):
+    chat = small.chat()
+    whole = speak_until(chat, QUESTIONS[0], "ouse")
+    streamed = small.chat()
+    spoken = Dictate(small.tokenizer, SPOKEN)
+    pieces = streamed.ask(QUESTIONS[0], 64, stop="ouse", stream=True, processors=[spoken])
+    assert "".join(pieces) == whole.text
+    assert streamed.ids() == chat.ids()
+    assert streamed.ask(QUESTIONS[1], 8) == chat.ask(QUESTIONS[1], 8)
+
+
+def test_a_turn_that_was_cut_can_be_folded(small):
+    chat = small.chat()
+    speak_until(chat, QUESTIONS[0], "ouse")
+    read = encode_conversation(small.tokenizer, small.context, [(QUESTIONS[0], "the h")], "Green?")
+    chat.fold()
+    ids = [*chat.document.context.ids[0].tolist(), *chat.question_ids("Green?")]
+    assert ids == [*small.context.ids[0].tolist(), *read.tolist()]
 
 
 def test_without_a_chat_template(small, tiny_tokenizer):

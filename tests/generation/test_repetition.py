@@ -5,8 +5,6 @@ conversations, and what stays as it is.
 import random
 
 import pytest
-import torch
-from transformers import LogitsProcessor
 
 from restorekv import Chat, ask_many
 from restorekv.cli.options import SamplingFlags
@@ -19,25 +17,11 @@ from restorekv.generation.repetition import (
 )
 from restorekv.generation.sampling import SamplingConfig
 from tests.helpers.compressing import QUESTIONS, make_small
+from tests.helpers.dictating import Dictate
 
 SENTENCE = "The blue house has a green door, and nobody lives there."
 LOOP = f"Nobody knows. {' '.join([SENTENCE] * 12)}"
 CUT = f"Nobody knows. {SENTENCE}"
-
-
-class Dictate(LogitsProcessor):
-    """Makes the model write a text, whatever it would say."""
-
-    def __init__(self, tokenizer, text):
-        self.ids = tokenizer.encode(text, add_special_tokens=False)
-        self.first = None  # tokens that were read before the answer
-
-    def __call__(self, ids, scores):
-        if self.first is None:
-            self.first = ids.shape[1]
-        forced = torch.full_like(scores, -torch.inf)
-        forced[0, self.ids[ids.shape[1] - self.first]] = 0
-        return forced
 
 
 @pytest.fixture(scope="module")

@@ -118,12 +118,15 @@ class Turn:
         question: The text of the question.
         answer: The answer.
         prompt_ids: The ids that the model read for this turn: template and question.
+        answer_ids: The ids that the conversation holds of the answer, which are those of its text.
+            The last one is read with the next turn.
         seconds: Seconds to the first token of the answer and to the last.
     """
 
     question: str
     answer: Answer
     prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
     seconds: tuple[float, float] = (0.0, 0.0)
 
 
@@ -341,41 +344,79 @@ class Chat:
         yield from stream_text(tokenizer, tokens, stops, sampling)
         warn_if_beyond_positions(document.model, self.cache.get_seq_length(), "The conversation")
         answer = make_answer(tokenizer, written, stops, len(ids), sampler)
-        answer = self._drop_cut_tokens(answer, sampling, sampler)
-        # What the text lacks must not be read by the next turn, so its columns go too.
-        if len(answer.ids) < len(written):
-            self._cut_to(self.columns - len(written) + len(answer.ids))
+        turn = Turn(question, answer, tuple(ids), answer.ids, (times[0], times[-1]))
+        turn = self._drop_cut_tokens(turn, stops, sampling, sampler)
         # Before the turn is remembered: a warning may be raised as an error.
         warn_of_cut_forms([answer], sampling)
-        self.turns.append(Turn(question, answer, tuple(ids), (times[0], times[-1])))
+        self.turns.append(turn)
 
     def _drop_cut_tokens(
-        self, answer: Answer, sampling: SamplingConfig, sampler: TokenSampler | None
-    ) -> Answer:
-        """Return an answer without the tokens that its text lacks, of a stop string or of a
-        repetition: the next turn does not read them.
+        self, turn: Turn, stops: set[int], sampling: SamplingConfig, sampler: TokenSampler | None
+    ) -> Turn:
+        """Return a turn without what its answer's text lacks, of a stop string or of a repetition:
+        the cache loses it too, so that the next turn does not read it.
+
+        Args:
+            turn: The turn with all that was written, whose last id has no column yet.
+            stops: The EOS ids.
+            sampling: How the tokens were chosen.
+            sampler: What chose them; None if the likeliest ones were taken.
         """
-        ids = list(answer.ids)
-        end = len(ids)
+        answer = turn.answer
+        written = list(answer.ids)
+        end = len(written)
         if answer.finish == "repetition" and sampler is not None:
             end -= sampler.count_repeated()
-        decode = partial(decode_ids, self.document.tokenizer)
-        cut = find_first_stop(sampling.stop, decode(ids)) if sampling.stop else None
+        tokenizer = self.document.tokenizer
+        text = decode_ids(tokenizer, written[:end])
+        cut = find_first_stop(sampling.stop, text)
         if cut is not None:
-            # The stop string is among the last few tokens; at least one token stays.
-            end = max(len(ids) - 1, 1)
-            while end > 1 and len(decode(ids[:end])) > cut:
+            # The tokens that are part of the text as a whole, not half a character among them.
+            while end and not text[:cut].startswith(decode_ids(tokenizer, written[:end])):
                 end -= 1
-        return replace(
+        if end == len(written):
+            return turn
+        kept = written[:end]
+        answer = replace(
             answer,
-            ids=answer.ids[:end],
-            logprobs=answer.logprobs and answer.logprobs[:end],
-            top=answer.top and answer.top[:end],
+            # An answer has at least one id, even where a stop string is in the first.
+            ids=answer.ids[: max(end, 1)],
+            logprobs=answer.logprobs and answer.logprobs[: max(end, 1)],
+            top=answer.top and answer.top[: max(end, 1)],
         )
+        kept_text = decoding.decode_answer(tokenizer, kept, stops)
+        if not sampling.keeps_leading_space:
+            kept_text = kept_text.lstrip()
+        # Of the answer, all ids but the last one that was written have columns.
+        first = self.columns - len(turn.prompt_ids) - len(written) + 1
+        if kept_text == answer.text:
+            self._cut_to(first + len(turn.prompt_ids) + max(end - 1, 0))
+            return replace(turn, answer=answer, answer_ids=tuple(kept))
+        return self._read_cut_answer(replace(turn, answer=answer), written, first)
 
-    def question_ids(self, question: str) -> list[int]:
+    def _read_cut_answer(self, turn: Turn, written: list[int], first: int) -> Turn:
+        """Return a turn whose answer was cut inside of a token, with the ids of its text.
+
+        The cache reads those that it has no columns for.
+
+        Args:
+            turn: The turn.
+            written: All ids that the model wrote.
+            first: Columns of the tail before the turn.
+        """
+        ids = self.question_ids(turn.question, turn.answer.text)
+        known = [*turn.prompt_ids, *written[:-1]]
+        common = _count_common(known, ids[:-1])
+        self._cut_to(first + common)
+        if common < len(ids) - 1:
+            prefill(self.document.model, torch.tensor([ids[common:-1]]), into=self.cache)
+        # A token at the border of question and answer may differ from the one that was read.
+        border = _count_common(turn.prompt_ids, ids)
+        return replace(turn, prompt_ids=tuple(ids[:border]), answer_ids=tuple(ids[border:]))
+
+    def question_ids(self, question: str, answer: str = "") -> list[int]:
         """Return what the model reads next: what it wrote last and has not read, the template's
-        text, the question.
+        text, the question, and an answer if there is one already.
         """
         document = self.document
         check_question(question)
@@ -384,9 +425,10 @@ class Chat:
         # The first turn after the document: the document ends where a question begins.
         if len(self.turns) == self.folded:
             system = "" if self.turns or self.system == document.manifest.system else self.system
-            return encode_conversation(tokenizer, context, [], question, system).tolist()
+            return encode_conversation(tokenizer, context, [], question, system, answer).tolist()
+        between = render_between_turns(tokenizer)
         return self._follow_answer(
-            encode_text(tokenizer, question, render_between_turns(tokenizer), context.suffix_text)
+            encode_text(tokenizer, question, between, context.suffix_text, answer)
         )
 
     def _follow_answer(self, ids: Tensor) -> list[int]:
@@ -394,9 +436,11 @@ class Chat:
 
         An EOS is left out: the text between turns takes its place.
         """
-        last = self.turns[-1].answer.ids[-1]
+        # Nothing, where a stop string came first.
+        last = self.turns[-1].answer_ids[-1:]
         stops = decoding.get_stop_ids(self.document.model, self.document.tokenizer)
-        return ids[0].tolist() if last in stops else [last, *ids[0].tolist()]
+        unread = [each for each in last if each not in stops]
+        return [*unread, *ids[0].tolist()]
 
     def ids(self) -> list[int]:
         """Return the ids that the tail holds: all that was read and written, but the last id of
@@ -406,7 +450,7 @@ class Chat:
         # The last id of an answer is written but not read, so it has no column yet.
         for turn in self.turns[self.folded :]:
             ids += turn.prompt_ids
-            ids += turn.answer.ids[:-1]
+            ids += turn.answer_ids[:-1]
         return ids
 
     @property
@@ -455,7 +499,7 @@ class Chat:
             dropped_columns = 0
             for turn in self.turns[-turns:]:
                 # A column for each id of its question, and of its answer but the last one.
-                dropped_columns += len(turn.prompt_ids) + len(turn.answer.ids) - 1
+                dropped_columns += len(turn.prompt_ids) + len(turn.answer_ids[:-1])
             self._cut_to(self.columns - dropped_columns)
             del self.turns[-turns:]
 
@@ -516,7 +560,7 @@ class Chat:
                 "answer": turn.answer.text,
                 "finish": turn.answer.finish,
                 "read": turn.prompt_ids,
-                "written": turn.answer.ids,
+                "written": turn.answer_ids,
             }
             for turn in self.turns
         ]
@@ -544,13 +588,11 @@ class Chat:
         content = read_json(file, str(file))
         check_saved_turns(path, content, document)
         chat = cls(document, content["system"])
-        stops = decoding.get_stop_ids(document.model, document.tokenizer)
         for turn in content["turns"]:
-            answer = make_answer(
-                document.tokenizer, turn["written"], stops, len(turn["read"]), None
-            )
-            answer = replace(answer, text=turn["answer"], finish=turn["finish"])
-            chat.turns.append(Turn(turn["question"], answer, tuple(turn["read"])))
+            read = tuple(turn["read"])
+            written = tuple(turn["written"])
+            answer = Answer(turn["answer"], written, turn["finish"], len(read))
+            chat.turns.append(Turn(turn["question"], answer, read, written))
         if chat.turns:
             check_length(path, chat)
             # A file has ids and no pairs; reading the ids once more makes the same pairs.
@@ -583,6 +625,16 @@ def encode_conversation(
         ids.append(encode_text(tokenizer, asked, before, context.suffix_text, answered))
         before = render_between_turns(tokenizer)
     return torch.cat(ids, -1)[0]
+
+
+def _count_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return how many ids at the start of two sequences are the same."""
+    common = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        common += 1
+    return common
 
 
 def refuse_cache_file(path: Path) -> None:
@@ -639,7 +691,8 @@ def _is_saved_turn(turn: object) -> bool:
         return False
     if not all(matches_type(turn[name], SAVED[name]) for name in SAVED):
         return False
-    if not turn["read"] or not turn["written"]:
+    # An answer without ids is empty: a stop string came first.
+    if not turn["read"] or (turn["answer"] and not turn["written"]):
         return False
     if min(turn["read"] + turn["written"]) < 0:
         return False

@@ -1,0 +1,19 @@
+"""A model that writes a given text, whatever it would say."""
+
+import torch
+from transformers import LogitsProcessor
+
+
+class Dictate(LogitsProcessor):
+    """Makes the model write a text, whatever it would say."""
+
+    def __init__(self, tokenizer, text):
+        self.ids = tokenizer.encode(text, add_special_tokens=False)
+        self.first = None  # tokens that were read before the answer
+
+    def __call__(self, ids, scores):
+        if self.first is None:
+            self.first = ids.shape[1]
+        forced = torch.full_like(scores, -torch.inf)
+        forced[0, self.ids[ids.shape[1] - self.first]] = 0
+        return forced
