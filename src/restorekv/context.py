@@ -39,8 +39,6 @@ from restorekv.model.prompt import (
     check_token_ids,
     check_vocabulary,
     encode_text,
-    get_default_separator,
-    render_between_turns,
 )
 from restorekv.model.rope import count_positions
 from restorekv.model.shape import CacheShape, get_vocabulary_size
@@ -291,19 +289,7 @@ class CompressedContext:
         if not ids.shape[-1] or (isinstance(text, str) and not text.strip()):
             raise RestoreKVError("There is nothing to append; give a text with at least one word.")
         check_vocabulary(self.model, ids)
-        separator = None
-        if self._ends_with_a_fold():
-            # The user's next words were to follow at once; now they follow a text.
-            separator = get_default_separator(self.tokenizer)
-        return self.append_ids(ids, restore, adapter, evictor, separator)
-
-    def _ends_with_a_fold(self) -> bool:
-        """Return whether the text ends where a conversation's next question begins."""
-        if self.context.separator or not self.manifest.parts:
-            return False
-        opening = encode_text(self.tokenizer, before=render_between_turns(self.tokenizer))
-        end = self.context.ids[:, self.context.num_tokens - opening.shape[-1] :]
-        return end.equal(opening)
+        return self.append_ids(ids, restore, adapter, evictor)
 
     def append_ids(
         self,
@@ -321,7 +307,9 @@ class CompressedContext:
             restore: As in `append`.
             adapter: As in `append`.
             evictor: As in `append`.
-            separator: What separates the text from questions afterwards; None leaves it as it is.
+            separator: What separates the text from questions afterwards, if the new part is a
+                conversation that they follow. None is for a text: what separated questions from
+                the text before any conversation.
             fix: What a user can do where the new part is too short for its budget, for messages.
         """
         old = self.manifest
@@ -343,7 +331,14 @@ class CompressedContext:
         )
         cache = growth.run()
         context = growth.grown_context
-        if separator is not None:
+        # After a fold the user's next words follow at once; after a text that is appended to it
+        # they follow a text again.
+        before_fold = old.folded_separator
+        if before_fold is None:
+            before_fold = old.separator
+        if separator is None:
+            context = replace(context, separator=before_fold)
+        else:
             context = replace(context, separator=separator)
         # The grown cache is held as the old one was, in 8 bits too.
         attention.quantize_context(cache, old.kv_dtype, CacheShape.from_model(self.model).groups)
@@ -354,6 +349,7 @@ class CompressedContext:
             parts=[*(old.parts or [old.tokens]), ids.shape[-1]],
             earlier=growth.carried_restore_pairs,
             separator=context.separator,
+            folded_separator=None if separator is None else before_fold,
             tokens_hash=hash_token_names(self.tokenizer, context.ids),
             streaming_chunk=None,
             adapter=eviction.adapter and eviction.adapter.identity(),

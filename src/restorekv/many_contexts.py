@@ -194,6 +194,8 @@ def compose(contexts: Sequence[CompressedContext], *more: object) -> CompressedC
         # The restore pairs of all contexts but the last are ordinary pairs of the whole by now.
         earlier=restored - cache.restore_length,
         adapter=continued.manifest.adapter,
+        # The whole ends as the last text does.
+        folded_separator=manifests[-1].folded_separator,
     )
     return CompressedContext(
         first.model, first.tokenizer, context, cache, manifest, continued.compressor

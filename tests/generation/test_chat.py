@@ -8,11 +8,11 @@ import warnings
 import pytest
 import torch
 
-from restorekv import Chat, CompressedContext, compress
+from restorekv import Chat, CompressedContext, compose, compress
 from restorekv.errors import CacheFileError, RestoreKVError, RestoreKVWarning
 from restorekv.generation.chat import encode_conversation
 from restorekv.generation.decoding import get_stop_ids
-from tests.helpers.compressing import QUESTIONS, TEXT, make_small
+from tests.helpers.compressing import QUESTIONS, TEXT, compress_with, make_small
 from tests.helpers.dictating import Dictate
 
 SPOKEN = "the house is blue; who lives in the house?"
@@ -216,6 +216,69 @@ def test_a_text_appended_after_a_fold_is_separated_from_questions(small):
     again.ask(QUESTIONS[0], 8)
     again.fold()
     assert again.document.context.separator == ""
+
+
+@pytest.mark.parametrize("separator", ["\n\n", " | ", ""])
+@pytest.mark.parametrize("has_template", [True, False])
+@pytest.mark.parametrize("through", ["memory", "file"])
+def test_a_text_after_a_fold_is_asked_as_the_template_writes_it(
+    tiny_tokenizer, tmp_path, separator, has_template, through
+):
+    """The ids are those of the whole conversation, whatever separates texts from questions."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    if not has_template:
+        tokenizer.chat_template = None
+    small = make_small(tokenizer, separator=separator, adapter=None)
+    chat = small.chat()
+    # Ids of the answer that the tokenizer would choose for its text.
+    answer = speak_until(chat, QUESTIONS[0], ";").text
+    chat.fold()
+    folded = chat.document
+    if through == "file":
+        folded.save(tmp_path / "folded.rkv")
+        folded = CompressedContext.load(tmp_path / "folded.rkv", small.model, tokenizer)
+    said = f"{TEXT}{separator}{QUESTIONS[0]}"
+    more = "The code of the mill is 9."
+    longer = folded.append(more)
+    then = longer.chat()
+    asked = f"{more}{separator}{QUESTIONS[1]}"
+    if has_template:
+        messages = [
+            {"role": "user", "content": said},
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": asked},
+        ]
+        whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    else:
+        whole = f"{said}\n{answer}\n{asked}\n"
+    read = [*longer.context.ids[0].tolist(), *then.question_ids(QUESTIONS[1])]
+    assert tokenizer.decode(read) == whole
+    # Folded once more, the document ends where a question follows at once.
+    then.ask(QUESTIONS[1], 4)
+    then.fold()
+    assert then.document.context.separator == ""
+    assert then.document.append(more).context.separator == separator
+    assert longer.append(more).context.separator == separator
+
+
+def test_a_text_that_ends_like_a_turn_is_no_fold(small, tiny_tokenizer):
+    """Questions follow it as the settings say: at once."""
+    bare = copy.deepcopy(tiny_tokenizer)
+    bare.chat_template = None
+    plain = compress_with(small.model, bare, TEXT, ratio=0.4, adapter=None, separator="")
+    longer = plain.append("The code of the mill is 9.\n").append("And of the inn 8.")
+    assert longer.context.separator == ""
+
+
+def test_a_composed_text_ends_as_its_last_part_does(tiny_tokenizer):
+    small = make_small(tiny_tokenizer, adapter=None)
+    chat = small.chat()
+    chat.ask(QUESTIONS[0], 8)
+    chat.fold()
+    options = {"ratio": 0.4, "adapter": None, "separator": ""}
+    plain = compress_with(small.model, tiny_tokenizer, TEXT, **options)
+    assert compose([plain, chat.document]).append(TEXT).context.separator == "\n\n"
+    assert compose([chat.document, plain]).append(TEXT).context.separator == ""
 
 
 def test_options_and_limits(small):

@@ -67,7 +67,11 @@ FIELD_CHOICES = {
 PAIR_PARTS = ("keys", "values")
 LARGEST_COUNT = 2**62  # of pairs or bytes
 # Texts of several lines, with their most characters.
-TEXT_LIMITS = {"separator": AROUND_LETTERS, "system": SYSTEM_LETTERS}
+TEXT_LIMITS = {
+    "separator": AROUND_LETTERS,
+    "folded_separator": AROUND_LETTERS,
+    "system": SYSTEM_LETTERS,
+}
 COUNTED_SIZES = ("layers", "heads", "groups")
 SHAPE_LIMITS = dict.fromkeys(SHAPE_NAMES, WIDTH) | dict.fromkeys(COUNTED_SIZES, LAYERS)
 # What a record of the adapter holds; the first two are in every one.
@@ -133,6 +137,11 @@ def check_manifest(manifest: Manifest) -> None:
         require(
             in_parts == manifest.tokens,
             f"records {manifest.tokens} tokens, but {in_parts} in its parts",
+        )
+    if manifest.folded_separator is not None:
+        require(
+            bool(manifest.parts) and not manifest.separator,
+            "records a folded conversation that a question does not follow",
         )
     if manifest.streaming_chunk is not None:
         require(

@@ -82,12 +82,17 @@ class Manifest:
     # For a hybrid model: the window of every layer, 0 where a layer sees the whole text and is
     # among the `layers` of the shape. Files of other models do not have this field.
     windows: list[int] = field(default_factory=list)
+    # For a text that ends with a folded conversation, whose next question follows at once: what
+    # separates questions from a text that is appended to it. Other files do not have this field.
+    folded_separator: str | None = None
 
     def to_json(self) -> dict:
         """Return the manifest as files hold it."""
         entries = asdict(self)
         if not self.windows:
             del entries["windows"]
+        if self.folded_separator is None:
+            del entries["folded_separator"]
         return entries
 
     @property
@@ -227,8 +232,9 @@ def read_with_manifest(
     values = {name: entries.pop(name, None) for name in extra_fields}
     for name, type_ in extra_fields.items():
         require(type(values[name]) is type_, "has a damaged manifest")
-    # Files of ordinary models have no windows.
+    # Files of ordinary models have no windows, and ordinary texts end with no conversation.
     entries.setdefault("windows", [])
+    entries.setdefault("folded_separator", None)
     # Exactly the fields of this version: nothing would check an additional one.
     names = {each.name for each in fields(Manifest)}
     require(names == set(entries), "has a manifest with missing or unknown fields")
