@@ -2,6 +2,7 @@
 
 import json
 import sys
+from typing import Annotated, Literal
 
 import numpy
 import pytest
@@ -148,6 +149,74 @@ def test_objects_have_no_other_properties():
     for other in others:
         assert json.loads(close_objects(other)) == other
     assert close_objects("{no JSON") == "{no JSON"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["if", "not", "allOf", "anyOf", "oneOf", "$ref", "const", "enum", "default", "properties"],
+)
+def test_a_property_may_have_the_name_of_a_keyword(tokenizer, name):
+    """Its schema is one like others, and closed."""
+    inner = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    schema = {"type": "object", "properties": {name: inner}, "required": [name]}
+    closed = {**inner, "additionalProperties": False}
+    assert json.loads(close_objects(schema)) == {
+        "type": "object",
+        "properties": {name: closed},
+        "required": [name],
+        "additionalProperties": False,
+    }
+    by_pattern = {"patternProperties": {name: inner}, "$defs": {name: inner}}
+    assert json.loads(close_objects(by_pattern)) == {
+        "patternProperties": {name: closed},
+        "$defs": {name: closed},
+    }
+    assert is_allowed(tokenizer, json.dumps({name: {"a": 1}}), schema)
+    assert not is_allowed(tokenizer, json.dumps({name: {"a": 1, "b": 2}}), schema)
+    assert not is_allowed(tokenizer, json.dumps({name: {"a": 1}, "b": 2}), schema)
+
+
+def test_values_of_a_schema_are_no_schemas():
+    inner = {"type": "object", "properties": {"a": {}}}
+    joined = {"not": {}, "allOf": [{}, {}]}
+    schema = {"properties": {"x": inner, "y": {"enum": [joined]}, "z": {"const": joined}}}
+    closed = json.loads(close_objects(schema))
+    assert closed["properties"]["x"] == {**inner, "additionalProperties": False}
+    assert closed["properties"]["y"] == {"enum": [joined]}
+
+
+def test_a_one_of_is_not_made_exclusive_by_closing_it(tokenizer):
+    """{"a": 1} matches both schemas as they were given, since objects may have other names."""
+    first = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    second = {"type": "object", "properties": {"b": {"const": "x"}}}
+    schema = {"oneOf": [first, second]}
+    assert json.loads(close_objects(schema)) == schema
+    for wrong in (schema, {"oneOf": [{"type": "integer"}, {"type": "number"}]}):
+        with pytest.raises(RestoreKVError, match="use anyOf"):
+            is_allowed(tokenizer, "{", wrong)
+    assert is_allowed(tokenizer, '{"a": 1}', {"anyOf": [first, second]})
+
+
+def test_alternatives_of_pydantic_are_closed(tokenizer):
+    """Those that differ in a constant."""
+    pydantic = pytest.importorskip("pydantic")
+
+    class Red(pydantic.BaseModel):
+        kind: Literal["red"]
+        code: int
+
+    class Blue(pydantic.BaseModel):
+        kind: Literal["blue"]
+        owner: str
+
+    class House(pydantic.BaseModel):
+        door: Annotated[Red | Blue, pydantic.Field(discriminator="kind")]
+
+    schema = House.model_json_schema()
+    assert '"additionalProperties": false' in close_objects(schema)
+    text = '{"door": {"kind": "red", "code": 7}}'
+    assert is_allowed(tokenizer, text, schema)
+    assert not is_allowed(tokenizer, text.replace("7", '7, "b": 1'), schema)
 
 
 def test_an_answer_has_the_fields_of_its_class():

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 # allows any run of spaces and blank lines, in which a small model may lose itself to the limit. A
 # schema's own "x-guidance" goes before it.
 WHITESPACE = {"whitespace_pattern": r"( |\n {0,16})?"}
+# Keywords whose values are schemas by names that the author chose: these names are no keywords.
+NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+# Keywords whose values are no schemas, whatever keys they have.
+VALUES = {"const", "enum", "default", "examples", "required"}
 # llguidance's vocabularies, which take a second to make.
 VOCABULARIES: WeakKeyDictionary[Tokenizer, dict[tuple[int, tuple[int, ...]], Any]] = (
     WeakKeyDictionary()
@@ -69,6 +73,11 @@ class Constraint:
             wrong = kind.validate_grammar(grammar, vocabulary)
         except (ValueError, TypeError) as error:
             wrong = str(error)
+        if wrong and "oneOf constraints are not supported" in wrong:
+            wrong = (
+                "oneOf is taken where its schemas differ in their types or in a constant that they "
+                "require, so that no answer matches two of them; use anyOf"
+            )
         if wrong:
             what, option = "JSON schema", "json_schema"
             if regex is not None:
@@ -116,28 +125,62 @@ def close_objects(schema: str | dict[str, Any]) -> str:
 
     JSON Schema allows any others unless the schema says something of them, and a small model
     invents them up to the limit. Whatever matches the result matches the schema. One that joins
-    several schemas for one value stays as it is, since each would refuse the others' names.
+    several schemas for one value stays as it is, since each would refuse the others' names. So does
+    one with a oneOf that does not exclude two matches by itself: closed objects would, and their
+    answers could match two of the schemas that were given.
     """
     text = schema if isinstance(schema, str) else json.dumps(schema)
     try:
         parsed = json.loads(text)
     except ValueError:  # whoever reads it says what is wrong
         return text
-    return text if _joins_schemas(parsed) else json.dumps(_close(parsed))
+    if _joins_schemas(parsed) or (_has_alternatives(parsed) and not _is_taken(text)):
+        return text
+    return json.dumps(_close(parsed))
+
+
+def _list_inner_schemas(schema: Any) -> list[Any]:
+    """Return the schemas inside of a schema, or of a list of them."""
+    if isinstance(schema, list):
+        return schema
+    if not isinstance(schema, dict):
+        return []
+    inner = []
+    for name, value in schema.items():
+        if name in NAMED_SCHEMAS and isinstance(value, dict):
+            inner.extend(value.values())
+        elif name not in VALUES:
+            inner.append(value)
+    return inner
+
+
+def _has_alternatives(schema: Any) -> bool:
+    """Return whether exactly one of several schemas holds for a value, somewhere in a schema."""
+    if isinstance(schema, dict) and isinstance(schema.get("oneOf"), list):
+        return True
+    return any(map(_has_alternatives, _list_inner_schemas(schema)))
+
+
+def _is_taken(schema: str) -> bool:
+    """Return whether llguidance takes a JSON schema as it stands."""
+    try:
+        matcher = import_extra("llguidance", "constrained", "A JSON schema or regex").LLMatcher
+        return not matcher.validate_grammar(matcher.grammar_from_json_schema(schema))
+    except (ValueError, TypeError):
+        return False
 
 
 def _joins_schemas(schema: Any) -> bool:
     """Return whether several schemas hold for one value, or one does not, somewhere in a schema."""
-    if isinstance(schema, list):
-        return any(map(_joins_schemas, schema))
+    inner = _list_inner_schemas(schema)
     if not isinstance(schema, dict):
-        return False
+        return any(map(_joins_schemas, inner))
     joined = schema.get("allOf")
     several = isinstance(joined, list) and len(joined) > 1
     # What stands beside `properties` holds for the same value.
     beside = "properties" in schema and {"allOf", "anyOf", "oneOf", "$ref"} & schema.keys()
     conditional = {"if", "not", "dependentSchemas", "unevaluatedProperties"} & schema.keys()
-    return several or bool(beside or conditional) or any(map(_joins_schemas, schema.values()))
+    return several or bool(beside or conditional) or any(map(_joins_schemas, inner))
 
 
 def _close(schema: Any) -> Any:
@@ -148,9 +191,9 @@ def _close(schema: Any) -> Any:
         return schema
     closed = {}
     for name, value in schema.items():
-        if name in ("const", "enum", "default", "examples"):
-            closed[name] = value  # no schema, whatever keys it has
-        elif name in ("properties", "$defs", "definitions") and isinstance(value, dict):
+        if name in VALUES:
+            closed[name] = value
+        elif name in NAMED_SCHEMAS and isinstance(value, dict):
             closed[name] = {each: _close(own) for each, own in value.items()}
         else:
             closed[name] = _close(value)
