@@ -441,7 +441,8 @@ def encode_plain_chat(
         opening: What the model is made to begin its answer with.
 
     Raises:
-        RestoreKVError: The question is empty, or the template has no place for these messages.
+        RestoreKVError: The question is empty, the template has no place for these messages, or it
+            changes one that spells a control token.
     """
     check_question(question)
     texts = []
@@ -454,7 +455,7 @@ def encode_plain_chat(
         if system:
             roles.insert(0, "system")
             texts.insert(0, system)
-        template = _render_parts(tokenizer, roles)
+        template, texts = _split_chat(tokenizer, roles, texts)
     else:
         before, after = split_template(tokenizer)
         template = [before, after, *(render_between_turns(tokenizer), after) * len(turns)]
@@ -465,6 +466,70 @@ def encode_plain_chat(
         template.append("")
         texts.append(opening)
     return torch.tensor(tokenize_parts(tokenizer, template, texts), dtype=torch.long)
+
+
+def _split_chat(
+    tokenizer: Tokenizer, roles: Sequence[str], texts: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Return what the chat template itself writes of a conversation, and the texts between that.
+
+    A template may change texts: many trim them, and some drop the thoughts of earlier turns. Put
+    together, the result is what the template makes of the messages.
+
+    Args:
+        tokenizer: The model's.
+        roles: Whose messages they are.
+        texts: What the messages say.
+
+    Raises:
+        RestoreKVError: The template has no place for these messages, or its own text cannot be told
+            from one that spells a control token.
+    """
+    parts = _render_parts(tokenizer, roles)
+    messages = []
+    for role, text in zip(roles, texts, strict=True):
+        messages.append({"role": role, "content": text})
+    whole = _render_messages(tokenizer, messages)
+    written = _find_texts(parts, whole, texts)
+    if written is not None:
+        return parts, written
+    # The template wrote something else for these texts. All of it counts as the template's, which
+    # is safe where no text spells a control token.
+    refuse_control_tokens(
+        find_control_tokens(tokenizer).values(),
+        "\n".join(texts),
+        "conversation",
+        "the chat template, which changes the message",
+    )
+    return [whole, ""], [""]
+
+
+def _find_texts(parts: Sequence[str], whole: str, texts: Sequence[str]) -> list[str] | None:
+    """Return what a template made of texts: each as it is, without spaces at its ends, or a part of
+    it; None where it made something else of one.
+
+    Args:
+        parts: The template's text around and between messages.
+        whole: The template's text of the messages.
+        texts: What the messages say.
+    """
+    place = len(parts[0])
+    if not whole.startswith(parts[0]):
+        return None
+    written = []
+    for text, part in zip(texts, parts[1:], strict=True):
+        for candidate in (text, text.strip()):
+            # As a whole first: the text may spell what the template writes after it.
+            if whole.startswith(candidate + part, place):
+                break
+        else:
+            end = whole.find(part, place)
+            candidate = whole[place:end]
+            if end < 0 or candidate not in text:
+                return None
+        written.append(candidate)
+        place += len(candidate) + len(part)
+    return written if place == len(whole) else None
 
 
 def encode_whole_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
