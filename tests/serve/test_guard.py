@@ -25,7 +25,7 @@ from starlette.datastructures import URL  # noqa: E402
 from restorekv.errors import RestoreKVError  # noqa: E402
 from restorekv.readers import extract  # noqa: E402
 from restorekv.readers.extract import extract_text  # noqa: E402
-from restorekv.readers.program import MAX_PAGES  # noqa: E402
+from restorekv.readers.pdf_text import MAX_PAGES  # noqa: E402
 from restorekv.serve import document_checks, guard  # noqa: E402
 from restorekv.serve.app import add_errors  # noqa: E402
 from restorekv.serve.engine import Engine  # noqa: E402

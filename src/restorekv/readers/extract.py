@@ -1,19 +1,26 @@
 """The text of a file, by the ending of its name.
 
-UTF-8 and Markdown are taken as they are; HTML, PDF and DOCX are read by program.py.
+UTF-8 and Markdown are taken as they are; HTML, PDF and DOCX are read by program.py, which also says
+what in them it could not read.
 """
 
 from __future__ import annotations
 
 import builtins
+import json
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath
+from typing import Any
 
-from restorekv.errors import RestoreKVError, describe_missing_extra
+from restorekv.errors import RestoreKVError, describe_missing_extra, warn
 from restorekv.files import decode_text, read_bytes
-from restorekv.readers.program import EXIT_MISSING_LIBRARY, MAX_PAGES, TooManyPagesError
+from restorekv.readers.charsets import decode_page
+from restorekv.readers.pdf_text import MAX_PAGES, DynamicFormError, TooManyPagesError
+from restorekv.readers.program import EXIT_MISSING_LIBRARY
 from restorekv.size_limits import TEXT_BYTES
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -24,6 +31,13 @@ PACKAGES = {"pypdf": "pypdf", "docx": "python-docx"}
 MEMORY_BYTES = 2 << 30  # that reading a file may take
 READ_SLOTS = threading.BoundedSemaphore(2)  # processes that read at once
 LONGEST_NAME = 120  # characters
+NAMED_RANGES = 8  # of pages in a sentence
+# What is said of pages that could not be read, by the names of pdf_text.py's notices.
+UNREAD_PAGES = {
+    "damaged": "damaged",
+    "pictures": "pictures without text",
+    "unmapped": "in a font that does not say which characters it shows",
+}
 
 # Kinds of files that are read in this process.
 TEXT = "text"
@@ -38,8 +52,24 @@ def find_kind(name: str) -> str:
     return FILE_TYPES.get(ending, TEXT)
 
 
+@dataclass(frozen=True)
+class Extraction:
+    """The text of a file.
+
+    Attributes:
+        text: What could be read.
+        warning: A sentence about what could not be read, or "".
+    """
+
+    text: str
+    warning: str = ""
+
+
 def load_document(path: Path) -> str:
-    """Return the text of a file by its ending: HTML, PDF or DOCX, any other as UTF-8."""
+    """Return the text of a file by its ending: HTML, PDF or DOCX, any other as UTF-8.
+
+    Warns of what could not be read.
+    """
     name_in_messages = f"The file {path}"
     content = read_bytes(path, name_in_messages, TEXT_BYTES)
     if path.suffix.lower() in FILE_TYPES:
@@ -48,23 +78,83 @@ def load_document(path: Path) -> str:
 
 
 def extract_text(name: str, content: bytes) -> str:
-    """Return the text of a file; refuse one that has none."""
+    """Return the text of a file; refuse one that has none, and warn of what could not be read."""
+    extraction = read_document(name, content)
+    if extraction.warning:
+        warn(extraction.warning)
+    return extraction.text
+
+
+def read_document(name: str, content: bytes) -> Extraction:
+    """Return the text of a file, and a sentence about what could not be read.
+
+    Args:
+        name: The file's name, whose ending says how it is read.
+        content: Its bytes.
+
+    Raises:
+        RestoreKVError: It cannot be read, or has no text.
+    """
     kind = find_kind(name)
     name = printable_name(name)
+    notices: dict[str, Any] = {}
     if kind in ("pdf", "docx"):
-        text = _run_program(kind, name, content)
+        text, notices = _run_program(kind, name, content)
+    elif kind == "html":
+        text, notices = _run_program(kind, name, decode_page(content, name).encode())
     else:
         text = decode_text(content, name)
-        if kind == "html":
-            text = _run_program(kind, name, text.encode())
+    unread = _describe_unread(notices)
     if not text.strip():
+        if unread:
+            raise RestoreKVError(
+                f"{name} has no text that can be read: {unread}; run a program for OCR on it, or "
+                "give its text."
+            )
         raise RestoreKVError(f"{name} has no text; give one with at least one word.")
-    return text
+    warning = ""
+    if unread:
+        warning = f"Not all of {name} could be read: {unread}. Answers cannot know what is missing."
+    return Extraction(text, warning)
 
 
-def _run_program(kind: str, name: str, content: bytes) -> str:
-    """Return the text of a file that a separate process reads, so that a hostile file cannot harm
-    this one.
+def _describe_unread(notices: dict[str, Any]) -> str:
+    """Return what could not be read, as a part of a sentence; "" where all could be."""
+    parts = []
+    for kind, what in UNREAD_PAGES.items():
+        pages = notices.get(kind)
+        if pages:
+            verb = "page {} is" if len(pages) == 1 else "pages {} are"
+            parts.append(f"{verb.format(_describe_pages(pages))} {what}")
+    missing = notices.get("missing")
+    if missing:
+        verb = "page that it lists is" if missing == 1 else "pages that it lists are"
+        parts.append(f"{missing:,} {verb} missing")
+    symbols = notices.get("symbols")
+    if symbols:
+        verb = "symbol is" if symbols == 1 else "symbols are"
+        parts.append(f"{symbols:,} {verb} of a font whose characters are not known")
+    return ", ".join(parts)
+
+
+def _describe_pages(pages: Sequence[int]) -> str:
+    """Return numbers of pages, such as "1-3, 7"."""
+    ranges: list[list[int]] = []
+    for page in pages:
+        if ranges and ranges[-1][1] == page - 1:
+            ranges[-1][1] = page
+        else:
+            ranges.append([page, page])
+    named = [
+        f"{first}" if first == last else f"{first}-{last}" for first, last in ranges[:NAMED_RANGES]
+    ]
+    others = sum(last - first + 1 for first, last in ranges[NAMED_RANGES:])
+    return ", ".join(named) + (f" and {others:,} more" if others else "")
+
+
+def _run_program(kind: str, name: str, content: bytes) -> tuple[str, dict[str, Any]]:
+    """Return the text of a file and the notices about it, from a separate process, so that a
+    hostile file cannot harm this one.
     """
     command = [sys.executable, "-P", str(PROGRAM), kind, str(MEMORY_BYTES), str(CPU_SECONDS[kind])]
     too_much = RestoreKVError(f"{name} takes too long or too much memory to read; give its text.")
@@ -75,10 +165,11 @@ def _run_program(kind: str, name: str, content: bytes) -> str:
             )
     except subprocess.TimeoutExpired:
         raise too_much from None
+    last_line = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
     if done.returncode == 0:
-        return done.stdout.decode()
-    # The last line is the type of the error, or the package that is missing.
-    why = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        return done.stdout.decode(), json.loads(last_line)
+    # The type of the error, or the package that is missing.
+    why = last_line
     if done.returncode == EXIT_MISSING_LIBRARY:
         package = PACKAGES.get(why, why)
         raise RestoreKVError(describe_missing_extra(f"Reading {name}", package, "serve"))
@@ -89,6 +180,10 @@ def _run_program(kind: str, name: str, content: bytes) -> str:
     if why == TooManyPagesError.__name__:
         raise RestoreKVError(
             f"{name} has more than {MAX_PAGES:,} pages; split it, or give its text."
+        )
+    if why == DynamicFormError.__name__:
+        raise RestoreKVError(
+            f"{name} is a form that only Adobe's reader shows; print it to a PDF file first."
         )
     # What Python itself calls an error says nothing of the file.
     cause = "" if hasattr(builtins, why) else f" ({why[:60]})"

@@ -1,0 +1,404 @@
+"""The text of a PDF, and which of its pages could not be read.
+
+- Values of form fields ("name: value", "[x] name" for a ticked box) and the texts of free text
+  annotations follow the text of their page. Passwords and hidden fields are not read.
+- Pictures are not read: there is no OCR. Text in a font that does not say which characters its
+  codes are is left out, since the codes themselves would be other words.
+
+pypdf repairs what it can and only logs that it did, so the log is watched while a page is read, and
+compressed streams are checked again.
+"""
+
+import io
+import logging
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+MAX_PAGES = 20_000
+# A page with fewer letters and digits than this and a picture of as many pixels is taken for a
+# scanned one, on which a program has stamped a line.
+STAMP_LETTERS = 40
+SCAN_PIXELS = 1_000_000
+MANY_CURVES = 200  # of a page without text, whose letters may have been turned into drawings
+MAX_BAD_SHARE = 0.1  # of a page's characters
+CHECKED_BYTES = 1 << 20  # that are decompressed at a time
+MAX_DEPTH = 20  # of forms in forms, and of fields in fields
+# Codes of these fonts are known characters without a map: Unicode, and what pypdf can decode.
+KNOWN_CODES = re.compile(
+    r"/.*(?:UCS2|UTF16)|/(?:GBK?|GBpc)-EUC-|/GBK2K-|/ETen(?:ms)?-B5-|/90ms-RKSJ-"
+)
+# What pypdf writes for a glyph whose name is no character's.
+GLYPH_NAME = re.compile(r"/[A-Za-z_.]{0,8}\d+")
+# Flags of annotations that are not shown, and of fields.
+HIDDEN_FLAGS = 1 << 1 | 1 << 5
+PASSWORD, RADIO, PUSH_BUTTON = 1 << 13, 1 << 15, 1 << 16
+# What pypdf logs where text is lost: modules, and how a message of another one begins. All else is
+# about what it repairs without loss.
+LOSS_LOGS = ("pypdf.filters", "pypdf._page")
+LOSS_MESSAGE = "Expected StreamObject"
+
+
+class TooManyPagesError(Exception):
+    """A PDF has more than MAX_PAGES pages."""
+
+
+class DynamicFormError(Exception):
+    """A PDF has no pages but a program that draws them, which only Adobe's reader runs."""
+
+
+class LogWatch(logging.Handler):
+    """Notes whether pypdf has logged that it could not read something."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.has_loss = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note a record."""
+        if record.name.startswith(LOSS_LOGS) or str(record.msg).startswith(LOSS_MESSAGE):
+            self.has_loss = True
+
+
+def extract_pdf(content: bytes) -> tuple[str, dict[str, Any]]:
+    """Return the text of the pages, and which of them could not be read.
+
+    Returns:
+        The text, and numbers of pages from 1 on: "damaged", "pictures" for pages without text but
+        with pictures, and "unmapped" for those in fonts without a map to characters; "missing" is
+        how many pages the file lists and does not have.
+
+    Raises:
+        TooManyPagesError: There are more than MAX_PAGES pages; none is left out.
+        DynamicFormError: The pages are drawn by a program.
+    """
+    from pypdf import PdfReader
+
+    watch = LogWatch()
+    log = logging.getLogger("pypdf")
+    log.addHandler(watch)
+    log.propagate = False
+    reader = PdfReader(io.BytesIO(content))
+    pages = reader.pages
+    if len(pages) > MAX_PAGES:
+        raise TooManyPagesError
+    root = reader.trailer["/Root"].get_object()
+    if getattr(resolve(root.get("/NeedsRendering")), "value", False):
+        raise DynamicFormError
+    texts = []
+    notices: dict[str, Any] = {"damaged": [], "pictures": [], "unmapped": []}
+    checked: dict[Any, bool] = {}
+    for number, page in enumerate(pages, 1):
+        watch.has_loss = False
+        reading = PageReading(page, checked)
+        texts.append(reading.read())
+        if reading.is_damaged or watch.has_loss:
+            notices["damaged"].append(number)
+        elif reading.is_picture:
+            notices["pictures"].append(number)
+        if reading.is_unmapped:
+            notices["unmapped"].append(number)
+    listed = _count_pages(root)
+    if listed > len(texts):
+        notices["missing"] = listed - len(texts)
+    return "\n\n".join(texts), {name: value for name, value in notices.items() if value}
+
+
+def _count_pages(root: Any) -> int:
+    """Return how many pages a file says that it has."""
+    tree = resolve(root.get("/Pages"))
+    count = resolve(tree.get("/Count")) if isinstance(tree, dict) else None
+    return count if isinstance(count, int) else 0
+
+
+def resolve(value: Any) -> Any:
+    """Return what a reference leads to; None if it leads nowhere."""
+    from pypdf.generic import NullObject
+
+    found = value.get_object() if hasattr(value, "get_object") else value
+    return None if isinstance(found, NullObject) else found
+
+
+class PageReading:
+    """Reads a page.
+
+    Args:
+        page: The page.
+        checked: By the streams that were checked on former pages, whether they are whole.
+    """
+
+    def __init__(self, page: Any, checked: dict[Any, bool]) -> None:
+        self.page = page
+        self.checked = checked
+        self.is_damaged = False
+        self.is_picture = False
+        self.is_unmapped = False
+        self.pixels = 0  # of the largest picture
+        self.has_picture = False
+        self.has_unmapped_fonts = False
+
+    def read(self) -> str:
+        """Return the text of the page, and note what could not be read."""
+        text = ""
+        try:
+            self._look_at_resources(self.page, set(), 0)
+            text = self._extract_text()
+            self._look_at_content(text)
+        except MemoryError:
+            raise
+        except Exception:  # pypdf raises many kinds of errors on a damaged page
+            self.is_damaged = True
+        values = []
+        try:
+            values = list(iter_values(self.page))
+        except MemoryError:
+            raise
+        except Exception:
+            self.is_damaged = True
+        return "\n".join([text, *values] if text else values)
+
+    def _extract_text(self) -> str:
+        """Return the text of the page without what its fonts do not map to characters."""
+        if not self.has_unmapped_fonts:
+            text = self.page.extract_text()
+        else:
+            runs: list[tuple[str, Any]] = []
+
+            def note_run(text: str, _matrix: Any, _text_matrix: Any, font: Any, _size: Any) -> None:
+                runs.append((text, font))
+
+            text = self.page.extract_text(visitor_text=note_run)
+            text = self._leave_out_unmapped(text, runs)
+        text = text.encode("utf-8", "replace").decode()
+        bad = sum(map(is_bad_character, text)) + len(GLYPH_NAME.findall(text)) * 2
+        shown = sum(not letter.isspace() for letter in text)
+        # A few are bullets of a font of symbols.
+        if bad >= 3 and bad > MAX_BAD_SHARE * shown:
+            self.is_unmapped = True
+        return text
+
+    def _leave_out_unmapped(self, text: str, runs: list[tuple[str, Any]]) -> str:
+        """Return the text of a page without its runs in fonts that have no map."""
+        kept = []
+        position = 0
+        for run, font in runs:
+            shown = run.strip()
+            if not shown or font is None or is_mapped(font):
+                continue
+            self.is_unmapped = True
+            start = text.find(shown, position)
+            if start < 0:  # it was written in another order
+                return ""
+            kept.append(text[position:start])
+            position = start + len(shown)
+        return "".join(kept) + text[position:]
+
+    def _look_at_resources(self, holder: Any, seen: set[int], depth: int) -> None:
+        """Note the fonts and pictures of the page, or of a form on it, and check their streams."""
+        resources = resolve(holder.get("/Resources"))
+        if not isinstance(resources, dict) or id(resources) in seen:
+            return
+        seen.add(id(resources))
+        fonts = resolve(resources.get("/Font"))
+        for reference in fonts.values() if isinstance(fonts, dict) else ():
+            font = resolve(reference)
+            if not isinstance(font, dict):
+                continue
+            self.has_unmapped_fonts = self.has_unmapped_fonts or not is_mapped(font)
+            self._check_stream(font.get("/ToUnicode"))
+        objects = resolve(resources.get("/XObject"))
+        for reference in objects.values() if isinstance(objects, dict) else ():
+            found = resolve(reference)
+            if not isinstance(found, dict):
+                continue
+            if found.get("/Subtype") == "/Image":
+                self.has_picture = True
+                sides = [resolve(found.get(side)) for side in ("/Width", "/Height")]
+                if all(isinstance(side, int) for side in sides):
+                    self.pixels = max(self.pixels, sides[0] * sides[1])
+            elif found.get("/Subtype") == "/Form":
+                self._check_stream(reference)
+                if depth < MAX_DEPTH:
+                    self._look_at_resources(found, seen, depth + 1)
+
+    def _look_at_content(self, text: str) -> None:
+        """Check the content of the page, and note whether it shows pictures instead of text."""
+        reference = self.page.get("/Contents")
+        content = resolve(reference)
+        if content is None:
+            # A page may have no content, but not name one that is not there.
+            self.is_damaged = self.is_damaged or reference is not None
+            return
+        for part in content if isinstance(content, list) else [reference]:
+            self._check_stream(part)
+        letters = sum(letter.isalnum() for letter in text)
+        if letters == 0 and not self.has_picture and not self.is_unmapped:
+            data = self.page.get_contents().get_data()
+            has_inline_picture = re.search(rb"\bBI\b.{0,2000}?\bID\b", data, re.DOTALL)
+            curves = re.findall(rb"\d\s+[cvy]\s", data[: 1 << 22])
+            self.is_picture = bool(has_inline_picture) or len(curves) >= MANY_CURVES
+        elif self.has_picture:
+            is_scan = letters < STAMP_LETTERS and self.pixels >= SCAN_PIXELS
+            self.is_picture = letters == 0 or is_scan
+
+    def _check_stream(self, reference: Any) -> None:
+        """Note damage of a stream."""
+        stream = resolve(reference)
+        if stream is None or not hasattr(stream, "get_data"):
+            return
+        key = getattr(reference, "idnum", None) or id(stream)
+        if key not in self.checked:
+            self.checked[key] = is_whole(stream)
+        if not self.checked[key]:
+            self.is_damaged = True
+
+
+def is_whole(stream: Any) -> bool:
+    """Return whether a compressed stream ends as it should, which pypdf does not check."""
+    filters = resolve(stream.get("/Filter"))
+    first = resolve(filters[0]) if isinstance(filters, list) and filters else filters
+    # pypdf has no public name for the compressed bytes.
+    data = getattr(stream, "_data", b"")
+    if first not in ("/FlateDecode", "/Fl") or not data:
+        return True
+    try:
+        if _reaches_end(data, zlib.MAX_WBITS):
+            return True
+        # Some programs leave out the checksum at the end, without loss.
+        return _reaches_end(data[2:], -zlib.MAX_WBITS)
+    except zlib.error:
+        return False
+
+
+def _reaches_end(data: bytes, bits: int) -> bool:
+    """Return whether compressed data has its end; raise zlib.error where it is damaged."""
+    decompressor = zlib.decompressobj(bits)
+    while data and not decompressor.eof:
+        decompressor.decompress(data, CHECKED_BYTES)
+        data = decompressor.unconsumed_tail
+    return decompressor.eof
+
+
+def is_mapped(font: Any) -> bool:
+    """Return whether a font says which characters its codes are.
+
+    Fonts of one byte mostly have names for their codes. Those of several bytes number the shapes of
+    letters; without a map from these numbers, pypdf takes them for characters that they are not.
+    """
+    if resolve(font.get("/ToUnicode")) is not None:
+        return True
+    if font.get("/Subtype") == "/Type0":
+        encoding = resolve(font.get("/Encoding"))
+        return isinstance(encoding, str) and KNOWN_CODES.match(encoding) is not None
+    if font.get("/Subtype") == "/Type3":
+        names = resolve(font.get("/CharProcs"))
+        if isinstance(names, dict) and names:
+            return not all(GLYPH_NAME.fullmatch(str(name)) for name in names)
+    return True
+
+
+def is_bad_character(letter: str) -> bool:
+    """Return whether a character is one for private use, a sign for an unknown one, or none."""
+    code = ord(letter)
+    is_control = (code < 0x20 and not letter.isspace()) or 0x7F <= code < 0xA0
+    return is_control or 0xE000 <= code <= 0xF8FF or code == 0xFFFD or code >= 0xF0000
+
+
+# Values of fields and texts of annotations.
+
+
+def iter_values(page: Any) -> Iterator[str]:
+    """Yield the values of a page's form fields, and the texts of its free text annotations."""
+    seen = set()
+    annotations = resolve(page.get("/Annots"))
+    for reference in annotations if isinstance(annotations, list) else ():
+        annotation = resolve(reference)
+        if not isinstance(annotation, dict):
+            continue
+        flags = resolve(annotation.get("/F"))
+        if isinstance(flags, int) and flags & HIDDEN_FLAGS:
+            continue
+        line = ""
+        if annotation.get("/Subtype") == "/FreeText":
+            line = read_text(annotation.get("/Contents"))
+        elif annotation.get("/Subtype") == "/Widget":
+            line = read_field(annotation)
+        if line.strip() and line not in seen:
+            # A field with several places on a page is read once.
+            if annotation.get("/Subtype") == "/Widget":
+                seen.add(line)
+            yield line
+
+
+def read_text(value: Any) -> str:
+    """Return a text, which may be in a stream."""
+    found = resolve(value)
+    if hasattr(found, "get_data"):
+        data = found.get_data()
+        # As in strings: UTF-16 or UTF-8 with a mark, else Latin.
+        encoding = "utf-16" if data[:2] in (b"\xfe\xff", b"\xff\xfe") else "latin-1"
+        if data.startswith(b"\xef\xbb\xbf"):
+            encoding = "utf-8-sig"
+        found = data.decode(encoding, "replace")
+    if isinstance(found, bytes):
+        found = found.decode("latin-1")
+    if not isinstance(found, str):
+        return ""
+    return found.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def find_inherited(field: Any, name: str) -> Any:
+    """Return an entry of a field, which it may have from a field around it."""
+    for _ in range(MAX_DEPTH):
+        if not isinstance(field, dict):
+            break
+        value = resolve(field.get(name))
+        if value is not None:
+            return value
+        field = resolve(field.get("/Parent"))
+    return None
+
+
+def read_field(widget: Any) -> str:
+    """Return the name and value of a form field, or "" for one without a value."""
+    flags = find_inherited(widget, "/Ff")
+    flags = flags if isinstance(flags, int) else 0
+    kind = find_inherited(widget, "/FT")
+    label = find_inherited(widget, "/TU") or find_inherited(widget, "/T")
+    name = " ".join(read_text(label).split())
+    value = find_inherited(widget, "/V")
+    text = ""
+    if kind == "/Btn":
+        return "" if flags & PUSH_BUTTON else _read_button(widget, name, value, bool(flags & RADIO))
+    if kind == "/Tx" and not flags & PASSWORD:
+        text = read_text(value)
+    elif kind == "/Ch":
+        shown = _read_options(find_inherited(widget, "/Opt"))
+        chosen = [read_text(each) for each in (value if isinstance(value, list) else [value])]
+        text = ", ".join(shown.get(each, each) for each in chosen)
+    if not text.strip():
+        return ""
+    return f"{name}: {text}" if name else text
+
+
+def _read_button(widget: Any, name: str, value: Any, is_radio: bool) -> str:
+    """Return whether a box is ticked, or which of several round buttons is chosen."""
+    state = resolve(widget.get("/AS"))
+    if state is None:
+        state = value
+    is_on = isinstance(state, str) and state not in ("/Off", "")
+    if not is_radio:
+        return f"[x] {name}" if is_on else f"[ ] {name}"
+    chosen = str(state).removeprefix("/") if is_on else ""
+    return f"{name}: {chosen}" if chosen else ""
+
+
+def _read_options(options: Any) -> dict[str, str]:
+    """Return what a field of choices shows for each of its values."""
+    shown = {}
+    for reference in options if isinstance(options, list) else ():
+        option = resolve(reference)
+        if isinstance(option, list) and len(option) == 2:
+            shown[read_text(option[0])] = read_text(option[1])
+    return shown
