@@ -11,6 +11,7 @@ import pytest
 from restorekv import CompressedContext, compress, load_model, spec
 from restorekv.cli import folder as module
 from tests.helpers.cli_world import TEXT, build_world, cli
+from tests.helpers.pdf import make_pdf_with_a_damaged_page
 
 FLAGS = ("--ratio", "0.3", "--adapter", "none")
 TEXTS = {
@@ -175,6 +176,26 @@ def test_one_failure_does_not_stop_the_others(world, given, tmp_path):
     assert len(written(tmp_path / "out")) == 4
     (given / "empty.txt").write_text(TEXT)
     assert ": 1 written" in run(world, given).out
+
+
+def test_what_could_not_be_read_is_said_each_time(world, tmp_path):
+    pytest.importorskip("pypdf")
+    given = tmp_path / "given"
+    given.mkdir()
+    (given / "a.pdf").write_bytes(make_pdf_with_a_damaged_page(TEXT))
+    warning = "warning: Not all of a.pdf could be read: page 2 is damaged."
+    figures = tmp_path / "made.json"
+    for outcome in ("1 written", "1 already there"):
+        result = run(world, given, "--json", figures)
+        assert result.code == 0 and outcome in result.out, result
+        assert result.err.count(warning) == 1
+        row = json.loads(figures.read_text())["documents"]["a.pdf"]
+        assert f"warning: {row['warning']}".startswith(warning)
+    single = cli(
+        "compress", given / "a.pdf", "--model", world.model, "-o", tmp_path / "a.rkv", *FLAGS
+    )
+    assert single.code == 0
+    assert f"{given / 'a.pdf'} could be read: page 2 is damaged." in single.err
 
 
 def test_a_folder_stopped_in_the_middle_goes_on(world, given, tmp_path, monkeypatch):

@@ -28,6 +28,7 @@ from restorekv.serve.requests import AnswerDefaults, ChatRequest  # noqa: E402
 from restorekv.serve.run import Settings, build_app  # noqa: E402
 from restorekv.serve.service import Limits, Service  # noqa: E402
 from tests.helpers.models import build_model  # noqa: E402
+from tests.helpers.pdf import make_pdf_with_a_damaged_page  # noqa: E402
 from tests.helpers.serving import (  # noqa: E402
     KEY,
     OTHER,
@@ -315,6 +316,21 @@ def test_files_are_listed_given_back_and_kept_apart(client, file):
     assert bad.status == "error" and "is binary" in bad.status_details
     with pytest.raises(openai.BadRequestError, match="could not be processed"):
         ask(client, about(bad))
+
+
+def test_an_upload_says_what_of_it_could_not_be_read(client, caplog):
+    content = make_pdf_with_a_damaged_page(TEXT)
+    for name in ("first.pdf", "second.pdf"):  # the second one finds the cache of the first
+        made = upload(client, content, name)
+        assert made.status == "processed"
+        assert made.status_details.startswith(f"Not all of {name} could be read: page 2 is damaged")
+    assert ask(client, about(made)).choices
+    data = "data:application/pdf;base64," + base64.b64encode(content).decode()
+    part = {"type": "file", "file": {"filename": "third.pdf", "file_data": data}}
+    text = {"type": "text", "text": QUESTION}
+    with caplog.at_level("WARNING", "restorekv.serve"):
+        assert ask(client, [{"role": "user", "content": [part, text]}]).choices
+    assert "Not all of third.pdf could be read: page 2 is damaged" in caplog.text
 
 
 @pytest.mark.parametrize(

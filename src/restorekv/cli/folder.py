@@ -31,7 +31,7 @@ from restorekv.errors import RestoreKVError, make_printable, summarize_error
 from restorekv.files import check_target, list_files, read_bytes, read_record, write_json
 from restorekv.model.identity import identify_model
 from restorekv.pipeline import compress
-from restorekv.readers.extract import extract_text
+from restorekv.readers.extract import read_document
 from restorekv.seal import digest_file
 from restorekv.size_limits import TEXT_BYTES
 from restorekv.storage.cache_file import open_cache_file
@@ -75,12 +75,14 @@ class DocumentResult:
         held: Bytes of the small cache.
         full: Bytes of the full cache.
         reason: Why it failed.
+        warning: What of the document could not be read.
     """
 
     outcome: str
     held: int = 0
     full: int = 0
     reason: str = ""
+    warning: str = ""
 
 
 class DocumentCompressor:
@@ -156,10 +158,11 @@ class DocumentCompressor:
             return result
         target.parent.mkdir(parents=True, exist_ok=True)
         record.parent.mkdir(exist_ok=True)
+        extraction = read_document(name, content)
         compressed = compress(
             model,
             tokenizer,
-            extract_text(name, content),
+            extraction.text,
             config=self.recipe.config,
             **self.recipe.get_options(),
         )
@@ -173,9 +176,12 @@ class DocumentCompressor:
             "of": digest,
             "file": digest_file(target),
             "seconds": compressed.manifest.seconds,
+            "warning": extraction.warning,
         }
         write_json(record, entries, follow=False)
-        return DocumentResult("wrote", manifest.bytes_held, manifest.bytes_full)
+        return DocumentResult(
+            "wrote", manifest.bytes_held, manifest.bytes_full, warning=extraction.warning
+        )
 
 
 def _locate_record(target: Path) -> Path:
@@ -197,7 +203,11 @@ def _find_existing(target: Path, record: Path, digest: str) -> DocumentResult | 
             return None
     except (RestoreKVError, AttributeError):  # damaged: it is made again
         return None
-    return DocumentResult("kept", manifest.bytes_held, manifest.bytes_full)
+    # The document is not read again, and what it lacks is said again. Old records do not say it.
+    warning = entries.get("warning", "")
+    if not isinstance(warning, str) or not warning.isprintable():
+        return None
+    return DocumentResult("kept", manifest.bytes_held, manifest.bytes_full, warning=warning)
 
 
 def _list_documents(folder: Path) -> list[Path]:
@@ -348,6 +358,10 @@ def _compress_all(
             if result.outcome == "failed":
                 notes.print(
                     f"{name}: {result.reason}", markup=False, highlight=False, soft_wrap=True
+                )
+            if result.warning:
+                notes.print(
+                    f"warning: {result.warning}", markup=False, highlight=False, soft_wrap=True
                 )
             done = len(results)
             next_name = names[min(done, len(names) - 1)]

@@ -6,6 +6,7 @@ Questions about them are in questions.py.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import sqlite3
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 from fastapi import UploadFile
 
 from restorekv.errors import CacheFileError, OptionError, RestoreKVError
-from restorekv.readers.extract import CACHE, TEXT, extract_text, find_kind, printable_name
+from restorekv.readers.extract import CACHE, TEXT, find_kind, printable_name, read_document
 from restorekv.serve.document_checks import start_document_hash
 from restorekv.serve.engine import (
     ENDING,
@@ -105,6 +106,8 @@ class Service:
         self.tasks: set[asyncio.Task] = set()  # uploads that are being processed
         self.waiting = 0  # requests that wait for their documents
         self.ending = False
+        # By the ids of uploads that are being processed: what of them could not be read.
+        self.warnings: dict[str, str] = {}
 
     def end(self) -> None:
         """Refuse what has not begun."""
@@ -168,9 +171,11 @@ class Service:
             self.store.write_origin(origin)
 
     async def _process(self, upload: Upload) -> None:
-        """Compress an upload as the default variant."""
+        """Compress an upload as the default variant, and note what of it could not be read."""
+        warning = ""
         try:
             await self._compress_upload(upload, self.default)
+            warning = await self._find_warning(upload)
         except UnavailableError:
             if self.ending:  # the next start continues with it
                 return
@@ -181,7 +186,7 @@ class Service:
         except Exception as error:  # whatever it is, the file has not been processed
             self.store.set_status(upload, FAILED, explain_failure(error))
         else:
-            self.store.set_status(upload, PROCESSED)
+            self.store.set_status(upload, PROCESSED, warning)
 
     def find_upload(self, upload_id: str) -> Upload:
         """Return an upload by its id; raise ApiError where there is none."""
@@ -215,7 +220,18 @@ class Service:
         """Return the text of an upload; of a cache file, its path."""
         if find_kind(upload.name) == CACHE:
             return self.store.upload_path(upload.id)
-        return extract_text(upload.name, self.store.read_upload(upload.id))
+        extraction = read_document(upload.name, self.store.read_upload(upload.id))
+        if upload.status == UPLOADED:
+            self.warnings[upload.id] = extraction.warning
+        return extraction.text
+
+    async def _find_warning(self, upload: Upload) -> str:
+        """Return what of an upload could not be read, or ""."""
+        if upload.id not in self.warnings and find_kind(upload.name) not in (CACHE, TEXT):
+            # Its cache was there, made from another upload or by another server.
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(READERS, self._read_content, upload)
+        return self.warnings.pop(upload.id, "")
 
     # Documents of requests.
 
@@ -251,7 +267,10 @@ class Service:
         if isinstance(part, AttachedFile):
             # In a thread: extracting a PDF takes seconds, in which others are answered.
             loop = asyncio.get_running_loop()
-            text = await loop.run_in_executor(READERS, extract_text, part.name, part.content)
+            extraction = await loop.run_in_executor(READERS, read_document, part.name, part.content)
+            text = extraction.text
+            if extraction.warning:
+                LOG.warning(json.dumps({"problem": extraction.warning}))
         else:
             text = part
         # As files are read, whose byte order mark is not part of the text.

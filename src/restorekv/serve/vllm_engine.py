@@ -83,7 +83,7 @@ class VllmQuestion(ActiveQuestion):
 
 
 class VllmEngine(CacheEngine[VllmQuestion]):
-    """Answers questions as vLLM schedules them; at most `waiting` have no token yet.
+    """Answers questions as vLLM schedules them; at most `max_waiting` have no token yet.
 
     `url` is that of a vLLM server, which reads documents from `folder`; without one, vLLM runs in
     this process with `options` of its AsyncEngineArgs and `documents_memory` bytes of documents.
@@ -96,7 +96,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
         tokenizer: Tokenizer,
         store: Store,
         memory: int,
-        waiting: int | None,
+        max_waiting: int | None,
         *,
         url: str = "",
         folder: Path | None = None,
@@ -105,7 +105,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
         documents_memory: int | None = None,
     ) -> None:
         self.form = find_form(documents)
-        super().__init__(model, tokenizer, store, memory, waiting, self.form.compress_settings)
+        super().__init__(model, tokenizer, store, memory, max_waiting, self.form.compress_settings)
         self.texts: OrderedDict[str, Context] = OrderedDict()  # that vLLM reads, by their hash
         self.files = VllmFiles(folder or store.folder / self.form.name, memory, self.form)
         store.on_drop = self.files.forget
