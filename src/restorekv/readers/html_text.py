@@ -286,9 +286,9 @@ class PageReader(HTMLParser):
     def __init__(self, show_hidden: bool) -> None:
         super().__init__()
         self.show_hidden = show_hidden
-        # Documented as an attribute to set, though typeshed has it as final.
         raw = RAW_TAGS if show_hidden else (*RAW_TAGS, "noscript")
-        self.CDATA_CONTENT_ELEMENTS = raw  # pyright: ignore[reportAttributeAccessIssue]
+        # Documented as an attribute to set, though typeshed has it as final.
+        self.CDATA_CONTENT_ELEMENTS = raw  # pyright: ignore[reportGeneralTypeIssues]
         self.scopes = [Scope(Element(""))]
         self.tables: list[Table] = []
         self.raw_tag = ""

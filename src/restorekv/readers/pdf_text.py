@@ -83,7 +83,7 @@ def extract_pdf(content: bytes) -> tuple[str, dict[str, Any]]:
     pages = reader.pages
     if len(pages) > MAX_PAGES:
         raise TooManyPagesError
-    root = reader.trailer["/Root"].get_object()
+    root = resolve(reader.trailer["/Root"])
     if getattr(resolve(root.get("/NeedsRendering")), "value", False):
         raise DynamicFormError
     texts = []
