@@ -95,7 +95,7 @@ def test_a_pdf_without_readable_text_is_refused_with_its_pages():
         read_document("a.pdf", pdf.make())
     assert str(refusal.value) == (
         "a.pdf has no text that can be read: page 1 is pictures without text, page 2 is in a font "
-        "that does not say which characters it shows; run a program for OCR on it, or give its "
+        "that does not say which characters it shows; save it again or run OCR on it, or give its "
         "text."
     )
 

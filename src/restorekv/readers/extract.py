@@ -108,8 +108,8 @@ def read_document(name: str, content: bytes) -> Extraction:
     if not text.strip():
         if unread:
             raise RestoreKVError(
-                f"{name} has no text that can be read: {unread}; run a program for OCR on it, or "
-                "give its text."
+                f"{name} has no text that can be read: {unread}; save it again or run OCR on it, "
+                "or give its text."
             )
         raise RestoreKVError(f"{name} has no text; give one with at least one word.")
     warning = ""
