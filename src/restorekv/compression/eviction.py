@@ -23,7 +23,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.model import support
 from restorekv.model.offload import make_offloaded_cache
 from restorekv.model.prefill import make_full_cache
-from restorekv.model.prompt import Context, check_positions, make_context
+from restorekv.model.prompt import Context, check_reach, make_context
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.restore.choices import RestoreFrom
 
@@ -146,7 +146,7 @@ class Eviction(Compressor):
         begin_phase = begin_phase or (lambda phase: None)
         if isinstance(context, str):
             context = make_context(tokenizer, context)
-        check_positions(model, context.num_tokens, "The context")
+        check_reach(model, context.num_tokens, "The context")
         if self.config.streaming_chunk is not None:
             return StreamedContext(
                 model,

@@ -46,8 +46,8 @@ from restorekv.generation.sampling import (
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import (
     Context,
-    check_positions,
     check_question,
+    check_reach,
     check_system_message,
     check_vocabulary,
     encode_text,
@@ -342,7 +342,7 @@ class Chat:
         if sampling.copies:
             tokens = drop_repetition(tokens, tokenizer, sampling.copies)
         yield from stream_text(tokenizer, tokens, stops, sampling)
-        check_positions(document.model, self.cache.get_seq_length(), "The conversation")
+        check_reach(document.model, self.cache.get_seq_length(), "The conversation")
         answer = make_answer(tokenizer, written, stops, len(ids), sampler)
         turn = Turn(question, answer, tuple(ids), answer.ids, (times[0], times[-1]))
         turn = self._drop_cut_tokens(turn, stops, sampling, sampler)

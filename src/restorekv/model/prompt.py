@@ -215,7 +215,7 @@ def count_usable_positions(model: PreTrainedModel) -> int:
     return min(count_positions(model.config), get_support(model).positions)
 
 
-def check_positions(model: PreTrainedModel, positions: int, what: str) -> None:
+def check_reach(model: PreTrainedModel, positions: int, what: str) -> None:
     """Refuse what reaches beyond where the model sees as the package does (support.py), and warn of
     what reaches beyond the positions that the model was made for.
     """
@@ -300,7 +300,7 @@ def check_question_positions(
         furthest_answer = max(furthest_answer, first + question + longest)
     refuse_beyond(model, furthest_question, QUESTION_AND_CONTEXT)
     refuse_long_question(limit, 0, furthest_question)
-    check_positions(model, furthest_answer, "A question with the longest answer allowed")
+    check_reach(model, furthest_answer, "A question with the longest answer allowed")
 
 
 def check_token_ids(tokenizer: Tokenizer, ids: Sequence[int] | Tensor) -> Tensor:
