@@ -25,6 +25,7 @@ from typing import NamedTuple
 from tests.hostile import files
 from tests.hostile.serve import MODEL, Server
 
+BASE = MODEL.partition(":")[0]  # the model id alone, without a variant
 WORDS = b"The red house belongs to Ada. The code of the blue house is 482. " * 8
 UNEXPECTED, SECONDS, MEMORY = "its log says why", 400, 1500  # seconds of a case, MB of the server
 
@@ -323,8 +324,9 @@ def verdict(server: Server, case: Case) -> str:
             {"type": "file", "file": {"file_id": made["id"]}},
             {"type": "text", "text": "Who owns the red house?"},
         ]
+        # A cache is asked as it is; texts are compressed as the model id says.
         asked = {
-            "model": MODEL,
+            "model": BASE if case.name.endswith(b".rkv") else MODEL,
             "messages": [{"role": "user", "content": parts}],
             "max_tokens": 2,
             "temperature": 0,
