@@ -66,7 +66,7 @@ def test_refused_contexts(tiny_tokenizer, text):
         ("", "question is empty"),
         (" ", "question is empty"),
         (None, "is text"),
-        (["a?"], "is text, not list"),
+        (["a?"], "is text, not a list"),
     ],
 )
 def test_refused_questions(tiny_tokenizer, question, told):

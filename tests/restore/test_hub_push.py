@@ -371,7 +371,8 @@ def test_finishing_again_keeps_the_results_of_the_same_weights(measured, own):
 
 
 def test_eval_tells_of_published_adapters(world):
-    assert "published, auto, none" in " ".join(cli("eval", "--help").out.replace("│", " ").split())
+    shown = cli("eval", "--help").out.replace("│", " ")
+    assert "published, auto or none" in " ".join(shown.split())
     result = cli("eval", "--model", world.model, "--benchmark", "tiny", "--evictor", "kvzip@")
     assert result.code == 1 and "a hub id, published, auto or none after @" in result.err
 
