@@ -47,7 +47,8 @@ from restorekv.restore.adapter import RestoreAdapter
 from restorekv.spec import drop_gate
 from restorekv.storage import cache_file, portable
 from restorekv.storage.cache_checks import check_model, check_tokenizer
-from restorekv.storage.cache_file import CacheFile, Manifest
+from restorekv.storage.cache_file import CacheFile
+from restorekv.storage.manifest import Manifest
 from restorekv.storage.portable import Portable
 
 # Options of transformers' generate that let a draft write ahead.

@@ -19,7 +19,7 @@ from restorekv.model import attention
 from restorekv.model.prompt import hash_template
 from restorekv.model.shape import CacheShape
 from restorekv.model.tokenize import hash_token_names
-from restorekv.storage.cache_file import Manifest
+from restorekv.storage.manifest import Manifest
 
 Questions = list[str] | tuple[str, ...]
 # What composed contexts must have in common besides the model.

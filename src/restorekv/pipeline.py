@@ -47,8 +47,7 @@ from restorekv.model.shape import CacheShape
 from restorekv.model.tokenize import check_model_and_tokenizer, hash_token_names
 from restorekv.readers.extract import FILE_TYPES, load_document
 from restorekv.restore.adapter import RestoreAdapter
-from restorekv.storage.cache_checks import count_pairs_and_bytes
-from restorekv.storage.cache_file import Manifest
+from restorekv.storage.manifest import Manifest, count_pairs_and_bytes
 
 # What to write instead of arguments that other libraries have, or that belong elsewhere.
 ARGUMENT_HINTS = {

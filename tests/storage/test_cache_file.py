@@ -14,7 +14,8 @@ from restorekv.errors import CacheFileError
 from restorekv.files import HOST
 from restorekv.model.prompt import make_context
 from restorekv.model.shape import CacheShape
-from restorekv.storage.cache_file import Manifest, open_cache_file, write_cache_file
+from restorekv.storage.cache_file import open_cache_file, write_cache_file
+from restorekv.storage.manifest import Manifest
 from tests.helpers.decoding import TEXT, make_cache
 
 

@@ -17,7 +17,8 @@ from restorekv.files import read_json
 from restorekv.generation.sampling import SamplingConfig
 from restorekv.model.load import check_dtype, load_model
 from restorekv.model.names import find_known_name
-from restorekv.storage.cache_file import Manifest, open_cache_file
+from restorekv.storage.cache_file import open_cache_file
+from restorekv.storage.manifest import Manifest
 
 
 def silence_transformers() -> None:

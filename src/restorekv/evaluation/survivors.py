@@ -9,7 +9,8 @@ from torch import Tensor
 from restorekv.errors import RestoreKVError, import_extra
 from restorekv.files import replace_file
 from restorekv.model.prompt import Context
-from restorekv.storage.cache_file import Manifest, open_cache_file
+from restorekv.storage.cache_file import open_cache_file
+from restorekv.storage.manifest import Manifest
 
 FORMATS = (".png", ".pdf", ".svg")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -17,15 +17,13 @@ from restorekv.cache.tail import KeysValues
 from restorekv.model.attention.backend_self_test import explain_no_obstacle
 from restorekv.model.attention.self_tests import Component, Measurement, Target, register_component
 
-if TYPE_CHECKING:
-    from restorekv.model.offload import OffloadStore
-
 LAYERS = 4
 # Numbers of a layer's keys, about: enough that a copy takes longer than starting what reads it.
 COLUMNS = 4 << 20
 STEPS = (0.5, 0.25, 0.25)  # shares of the columns that a layer gains at a time
 ORDERS = ((0, 1, 2, 3), (3, 1, 2, 0), (2, 2, 3, 0, 1))  # in which layers are read
-MakeStore = Callable[..., "OffloadStore"]
+# Makes a store of offload.py, which imports this file.
+MakeStore = Callable[..., Any]
 
 
 def _measure_store(make_store: MakeStore, streams: bool, target: Target) -> Iterator[Measurement]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import fields
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypedDict, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -41,9 +41,7 @@ from restorekv.size_limits import (
     SYSTEM_LETTERS,
     WIDTH,
 )
-
-if TYPE_CHECKING:
-    from restorekv.storage.cache_file import Manifest
+from restorekv.storage.manifest import Manifest, count_pairs_and_bytes
 
 SHAPE_NAMES = {field.name for field in fields(CacheShape)}
 COUNT_FIELDS = (
@@ -404,37 +402,6 @@ def check_positions(positions: Tensor, offsets: list[int], columns: int) -> None
     grows = positions.diff() > 0
     grows[[start - 1 for start in offsets[1:-1] if 0 < start < len(positions)]] = True
     require(bool(grows.all()), "has positions that are not strictly increasing")
-
-
-class CacheCounts(TypedDict):
-    """What a record says of a cache's pairs and bytes."""
-
-    pairs: int
-    pairs_of_prefix: int
-    pairs_held: int
-    bytes_full: int
-    bytes_held: int
-
-
-def count_pairs_and_bytes(
-    cache: RaggedCache, prefix: int, columns: int, prefix_policy: str
-) -> CacheCounts:
-    """Return what a record says of a cache's pairs and bytes; the full cache has S = `prefix` of S
-    + T `columns`.
-    """
-    first = cache.full_attention[0]
-    of_prefix = cache.count_prefix_pairs(prefix)
-    # A full cache, too, holds no more than its window in a layer that has one.
-    held = len(cache.full_attention) * columns
-    held += sum(min(layer.window - 1, columns) for layer in cache.sliding)
-    numbers = held * first.heads * 2 * first.restore_keys.shape[-1]
-    return {
-        "pairs": cache.pairs_held - (of_prefix if prefix_policy == "free" else 0),
-        "pairs_of_prefix": of_prefix,
-        "pairs_held": cache.pairs_held,
-        "bytes_full": numbers * first.dtype.itemsize,
-        "bytes_held": cache.nbytes,
-    }
 
 
 def check_counts(manifest: Manifest, cache: RaggedCache) -> None:

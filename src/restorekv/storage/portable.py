@@ -41,7 +41,8 @@ from restorekv.storage.cache_checks import (
     check_tokenizer,
     require,
 )
-from restorekv.storage.cache_file import Manifest, read_with_manifest, refuse_contradictions
+from restorekv.storage.cache_file import read_with_manifest, refuse_contradictions
+from restorekv.storage.manifest import Manifest
 
 FIX = "make it with restorekv export"
 KIND = FileKind("restorekv-portable", "4", "a portable cache of restorekv", FIX)

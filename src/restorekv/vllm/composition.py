@@ -23,7 +23,8 @@ from restorekv.compression.growing import compose_caches
 from restorekv.errors import RestoreKVError
 from restorekv.many_contexts import refuse_unlike
 from restorekv.seal import short_hash
-from restorekv.storage.cache_file import CacheFile, Manifest
+from restorekv.storage.cache_file import CacheFile
+from restorekv.storage.manifest import Manifest
 from restorekv.storage.portable import FIRST_ID, MARK, make_placeholders
 from restorekv.vllm.ragged_documents import LARGEST_ID, PLACEHOLDERS
 

@@ -21,7 +21,7 @@ from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.model.prompt import refuse_long_question
 from restorekv.model.rope import NO_LIMIT, PositionLimit, get_rope_settings
 from restorekv.model.shape import get_dtype_name
-from restorekv.storage.cache_file import Manifest
+from restorekv.storage.manifest import Manifest
 from restorekv.storage.portable import MARK
 
 if TYPE_CHECKING:

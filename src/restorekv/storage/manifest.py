@@ -1,0 +1,141 @@
+"""What a cache file records of its cache: how it was made, and what it holds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypedDict
+
+import torch
+
+from restorekv.cache.ragged import RaggedCache
+from restorekv.model.prompt import Context
+
+
+class CacheCounts(TypedDict):
+    """What a record says of a cache's pairs and bytes."""
+
+    pairs: int
+    pairs_of_prefix: int
+    pairs_held: int
+    bytes_full: int
+    bytes_held: int
+
+
+def count_pairs_and_bytes(
+    cache: RaggedCache, prefix: int, columns: int, prefix_policy: str
+) -> CacheCounts:
+    """Return what a record says of a cache's pairs and bytes; the full cache has S = `prefix` of S
+    + T `columns`.
+    """
+    first = cache.full_attention[0]
+    of_prefix = cache.count_prefix_pairs(prefix)
+    # A full cache, too, holds no more than its window in a layer that has one.
+    held = len(cache.full_attention) * columns
+    held += sum(min(layer.window - 1, columns) for layer in cache.sliding)
+    numbers = held * first.heads * 2 * first.restore_keys.shape[-1]
+    return {
+        "pairs": cache.pairs_held - (of_prefix if prefix_policy == "free" else 0),
+        "pairs_of_prefix": of_prefix,
+        "pairs_held": cache.pairs_held,
+        "bytes_full": numbers * first.dtype.itemsize,
+        "bytes_held": cache.nbytes,
+    }
+
+
+# To add a field: set it in `pipeline.make_manifest`, check it in cache_checks.py, and raise the
+# version of KIND in cache_file.py.
+@dataclass(frozen=True)
+class Manifest:
+    """How a cache was made and what it holds."""
+
+    model: str  # name or path, for people
+    fingerprint: str  # of the base weights; must match on load
+    rope: dict[str, Any]  # must match on load
+    template: str  # hash of the chat template's text around the user's words
+    tokens_hash: str  # of the names of the text's tokens (tokenize.py); must match on load
+    dtype: str
+    shape: dict[str, int]  # layers, heads, groups, head_dim, hidden
+    prefix: int  # S
+    tokens: int  # T
+    restore_tokens: int  # n
+    ratio: str  # exact fraction, as "1/20"
+    prefix_policy: str
+    on_small_budget: str
+    allocation: str
+    restore_from: str
+    offset: int
+    evictor: str
+    # The record of the restore adapter: the fields of cache_checks.ADAPTER_ENTRIES.
+    adapter: dict[str, Any] | None
+    pairs: int  # what the budget counts: all held but, under "free", those of the prefix
+    pairs_of_prefix: int  # kept pairs that came from the chat prefix
+    pairs_held: int  # everything, prefix and restore cache included
+    bytes_full: int  # of the full cache, S + T columns
+    bytes_held: int  # of every tensor of the compressed cache
+    seconds: dict[str, float]  # per phase
+    versions: dict[str, str]  # of the libraries
+    kv_dtype: str  # of the retained pairs: "model" for the model's dtype, or "int8", "fp8"
+    streaming_chunk: int | None  # tokens of a chunk, if the context was evicted during its prefill
+    separator: str  # what stands before every question
+    # Tokens of the text's end that were left out because the model has no positions for them.
+    cut: int
+    system: str  # the system message before the text, where one was given
+    parts: list[int]  # tokens of each text of a context that grew or was composed
+    earlier: int  # restore pairs of earlier parts in every head, among the retained pairs
+    # For a hybrid model: the window of every layer, 0 where a layer sees the whole text and is
+    # among the `layers` of the shape. Files of other models do not have this field.
+    windows: list[int] = field(default_factory=list)
+    # For a text that ends with a folded conversation, whose next question follows at once: what
+    # separates questions from a text that is appended to it. Other files do not have this field.
+    folded_separator: str | None = None
+
+    def to_json(self) -> dict:
+        """Return the manifest as files hold it."""
+        entries = asdict(self)
+        if not self.windows:
+            del entries["windows"]
+        if self.folded_separator is None:
+            del entries["folded_separator"]
+        return entries
+
+    @property
+    def positions(self) -> int:
+        """How many positions the context takes, with what eviction dropped and its restore tokens:
+        the first token of a question has this one.
+        """
+        return self.prefix + self.tokens + self.offset + self.restore_tokens
+
+    def count_sliding_columns(self) -> list[int]:
+        """Return how many columns of the text each layer with a window holds, in every head."""
+        columns = self.prefix + self.tokens
+        # A layer with a window holds its last W - 1 columns, or the whole text if that is shorter.
+        return [min(window - 1, columns) for window in self.windows if window]
+
+    @property
+    def sliding_pairs(self) -> int:
+        """Pairs of the layers with a window, restore cache included, which no budget counts."""
+        held = self.count_sliding_columns()
+        return self.shape["heads"] * (sum(held) + len(held) * self.restore_tokens)
+
+    @property
+    def sliding_bytes(self) -> int:
+        """Bytes of these pairs, which are always in the model's dtype."""
+        width = self.shape["head_dim"] * getattr(torch, self.dtype).itemsize
+        return 2 * self.sliding_pairs * width
+
+    def for_derived_cache(self, context: Context, cache: RaggedCache, **changed: Any) -> Manifest:
+        """Return the manifest of a cache that was derived from this one's cache (grown, composed).
+
+        The cache gives all counts; pass every other field that differs as `changed`.
+        """
+        counted = count_pairs_and_bytes(
+            cache, context.prefix_length, context.num_tokens, self.prefix_policy
+        )
+        return replace(
+            self,
+            prefix=context.prefix_length,
+            tokens=context.text_tokens,
+            restore_tokens=cache.restore_length,
+            **counted,
+            **changed,
+        )
