@@ -93,7 +93,7 @@ def test_the_signature_stays_that_of_the_function():
 
 def test_files_and_messages_in_the_wrong_places(model, tiny_tokenizer, tmp_path):
     small = call(model, tiny_tokenizer)
-    with pytest.raises(RestoreKVError, match=r"read the file first: Path\('more.txt'\)"):
+    with pytest.raises(RestoreKVError, match=r"read the file first: .*Path\('more.txt'\)"):
         small.append(Path("more.txt"))
     message = {"role": "user", "content": "What?"}
     with pytest.raises(RestoreKVError, match=r"not a message with a role.*chat\(\)"):

@@ -58,6 +58,7 @@ def test_one_result_is_selected_or_none(cells):
     (full, kvzip, random, knorm), other = cells
     every = [full, kvzip, random, knorm, other]
     assert select_result(every, evictor="random", ratio="0.3", adapter=None) is random
+    assert select_result(every, evictor="random", ratio=0.3, adapter=None) is random
     assert select_result(every, evictor="full") is full
     assert select_result(every, evictor="kvzip", benchmark=kvzip.cell.benchmark) is kvzip
     said = (

@@ -11,7 +11,7 @@ import pytest
 
 from restorekv import tasks
 from restorekv.evaluation.frame import GridResults, load_grid
-from restorekv.evaluation.grid import Cell, Grid
+from restorekv.evaluation.grid import SHIPPED, Cell, Grid, find_unrestored
 from restorekv.evaluation.grid_tables import make_tables
 from restorekv.evaluation.pools import SeedPool
 from restorekv.evaluation.results import SUMMARY, open_result
@@ -229,3 +229,12 @@ def test_a_task_with_nothing_to_lose_is_shown_and_left_out_of_means(tmp_path, mo
     below = make_rows(hopeless)
     assert below[0]["score"] == pytest.approx(4.5) and below[0]["left_out"] == ["a", "b"]
     assert "scores say little" in make_tables(GridResults(hopeless))[0].note
+
+
+def test_evictors_without_a_shipped_adapter_are_named_for_each_model():
+    methods = [("knorm", SHIPPED), ("kvzip", SHIPPED), ("random", None)]
+    cells = Grid(["smollm2", "other"], methods, ["tiny"], ratios=["0.2"]).list_cells()
+    expected = [("smollm2", "knorm"), ("other", "knorm"), ("other", "kvzip")]
+    assert find_unrestored(cells, methods) == expected
+    with_offset = Grid(["other"], methods, ["tiny"], ratios=["0.2"], common={"offset": 4})
+    assert find_unrestored(with_offset.list_cells(), methods) == []

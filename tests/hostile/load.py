@@ -32,6 +32,7 @@ LONGEST = 60  # tokens of an answer
 NUMBERS = range(60)
 LIVE = 40
 GROWTH = 1.03
+GONE = "has gone while the question waited"
 SPARE = 24 << 20  # bytes that the allocators may keep
 POOL = {
     # As the library, which writes on where an answer repeats itself.
@@ -132,17 +133,21 @@ class Load:
             except openai.RateLimitError:
                 self.counts["times 429"] += 1
                 await asyncio.sleep(self.chance.random())
-            except openai.NotFoundError as error:
-                # Right for a document that was deleted on the way.
-                if all(
-                    self.live.get(number) == name
-                    for number, name in zip(numbers, names, strict=True)
-                ):
-                    self.note_wrong(f"document {numbers}: {error}")
-                self.counts["questions about deleted documents"] += 1
             except openai.APIError as error:
+                # Right for a document that was deleted on the way: 404 before its question was
+                # taken, and 503 between that and its turn.
+                is_about_gone = isinstance(error, openai.NotFoundError) or GONE in str(error)
+                if is_about_gone and self.was_deleted(numbers, names):
+                    self.counts["questions about deleted documents"] += 1
+                    continue
                 kind = type(error).__name__
                 self.note_wrong(f"document {numbers}: {kind}: {error} ({error.__cause__!r})")
+
+    def was_deleted(self, numbers: tuple[int, ...], names: list[str]) -> bool:
+        """Return whether one of the documents has been deleted since it was chosen."""
+        return any(
+            self.live.get(number) != name for number, name in zip(numbers, names, strict=True)
+        )
 
     async def ask(self, numbers: tuple[int, ...], names: list[str]) -> None:
         """Ask a question at random, and compare what was read of its answer."""

@@ -566,7 +566,7 @@ def test_who_leaves_ends_the_writing(client, engine, file):
 @pytest.mark.slow
 def test_too_many_and_wrong_requests_are_refused(client, engine, file, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(engine, "waiting", 0)
+        patched.setattr(engine, "max_waiting", 0)
         with pytest.raises(openai.RateLimitError, match="Too many questions"):
             ask(client, about(file))
     with pytest.raises(openai.BadRequestError, match=r"regex|schema|JSON"):

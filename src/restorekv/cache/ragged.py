@@ -353,8 +353,8 @@ class RaggedCache(Cache):
         # transformers has one length per layer and no bias, so only a rectangle can be handed over.
         if len(self.lengths.unique()) > 1 or any(layer.bias is not None for layer in layers):
             raise RestoreKVError(
-                "A plain cache needs heads of one length and no bias; "
-                "evict with allocation='per-head'."
+                "A plain cache needs heads of one length, and pairs without weights, which am-fast "
+                "fits; evict with allocation='per-head', not with am-fast."
             )
         plain = DynamicCache()
         for index, layer in enumerate(layers):

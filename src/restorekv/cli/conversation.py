@@ -255,7 +255,7 @@ def _run_command(chat: Chat, line: str, adapter: str | None, files: SaveRecord) 
                 raise RestoreKVError("Give a number of turns after /undo, or nothing for one.")
             count = int(rest or 1)
             chat.undo(count)
-            notes.print(f"Turns taken back: {count}; {len(chat.turns)} are left.")
+            notes.print(f"Turns taken back: {count}; turns left: {len(chat.turns)}.")
         case "/history":
             for message in chat.messages:
                 said = Text.assemble(

@@ -22,6 +22,7 @@ from restorekv.cli.terminal import notes, output, print_written, show_progress_s
 from restorekv.compression.budget import parse_ratio
 from restorekv.compression.presets import resolve_preset
 from restorekv.errors import RestoreKVError, check_choice, import_extra
+from restorekv.model.names import SHIPPING
 
 BENCHMARK_HELP = (
     f"One of {', '.join(list_benchmarks())}; settings follow a colon: "
@@ -145,10 +146,12 @@ def run(
         model, methods, benchmark, protocol, ratio, seed or (), count, kv_dtype, common
     ).list_cells()
     check_cells(cells)
-    for name in find_unrestored(cells, methods):
+    for name, spec in find_unrestored(cells, methods):
+        hint = ""
+        if name not in SHIPPING:
+            hint = f"; if it is a copy of a model that has one, {spec}@auto takes that"
         notes.print(
-            f"No adapter ships under the name {name}, so it is asked without restoring; of a copy "
-            "of a model that has one, SPEC@auto takes it.",
+            f"No adapter for {spec} ships for {name}, so it is scored without restoring{hint}.",
             markup=False,
             highlight=False,
             soft_wrap=True,

@@ -5,8 +5,10 @@ evictor is better than another is asked here.
 """
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 from restorekv import tasks
+from restorekv.compression.budget import parse_ratio
 from restorekv.errors import RestoreKVError, warn
 from restorekv.evaluation.earlier import digest_line
 from restorekv.evaluation.fidelity import summarize_fidelity, tally_divergence
@@ -25,6 +27,13 @@ from restorekv.evaluation.stats import (
 Lines = Sequence[dict]
 
 
+def _is_same(name: str, own: object, wanted: object) -> bool:
+    """Return whether a cell's field has a value; a ratio may be a number, too."""
+    if name == "ratio" and isinstance(wanted, float | Fraction):
+        return isinstance(own, str) and parse_ratio(own) == parse_ratio(wanted)
+    return own == wanted
+
+
 def select_result(results: Sequence[Result], **fields: object) -> Result:
     """Return the one result whose cell has these fields, of those that `load_results` lists.
 
@@ -41,7 +50,7 @@ def select_result(results: Sequence[Result], **fields: object) -> Result:
         unknown = sorted(fields.keys() - own.keys())
         if unknown:
             raise RestoreKVError(f"A cell has no field {unknown[0]!r}; it has {', '.join(own)}.")
-        if all(own[name] == value for name, value in fields.items()):
+        if all(_is_same(name, own[name], value) for name, value in fields.items()):
             found.append(result)
     asked = ", ".join(f"{name}={value!r}" for name, value in fields.items())
     if not found:

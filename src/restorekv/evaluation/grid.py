@@ -217,12 +217,21 @@ class Grid:
             ).spec
 
 
-def find_unrestored(cells: Sequence[Cell], methods: Sequence[tuple[str, str | None]]) -> list[str]:
-    """Return the models for which no shipped adapter was found, where one was looked for."""
-    if all(source != SHIPPED for _, source in methods):
-        return []
-    restored = {cell.model for cell in cells if cell.restored}
-    return [name for name in dict.fromkeys(cell.model for cell in cells) if name not in restored]
+def find_unrestored(
+    cells: Sequence[Cell], methods: Sequence[tuple[str, str | None]]
+) -> list[tuple[str, str]]:
+    """Return the models and evictors for which no shipped adapter was found, where one was looked
+    for.
+    """
+    looked_for = {make_compressor(spec).spec for spec, source in methods if source == SHIPPED}
+    restored = {(cell.model, cell.evictor) for cell in cells if cell.restored}
+    found = []
+    for cell in cells:
+        pair = (cell.model, cell.evictor)
+        # With an offset nothing ever is restored, so no adapter was looked for.
+        if cell.evictor in looked_for and pair not in restored and not cell.offset:
+            found.append(pair)
+    return list(dict.fromkeys(found))
 
 
 def _write_ratio(ratio: str) -> str:

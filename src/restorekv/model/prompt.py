@@ -309,7 +309,8 @@ def check_token_ids(tokenizer: Tokenizer, ids: Sequence[int] | Tensor) -> Tensor
         ids = torch.tensor(ids, dtype=torch.long)
     if isinstance(ids, PurePath):
         raise RestoreKVError(
-            f"A text is added, not a file; read the file first: Path({str(ids)!r}).read_text()."
+            "A text is added, not a file; read the file first: "
+            f"restorekv.readers.extract.load_document(Path({str(ids)!r}))."
         )
     if isinstance(ids, list | tuple) and all(isinstance(each, str) for each in ids):
         raise RestoreKVError(
