@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from restorekv import CompressedContext, compress, load_model, spec
-from restorekv.cli import folder as module
+from restorekv.cli import document_compressor, folder
 from tests.helpers.cli_world import TEXT, build_world, cli
 from tests.helpers.pdf import make_pdf_with_a_damaged_page
 
@@ -71,7 +71,7 @@ def test_documents_in_a_linked_folder_count(given, tmp_path):
     (tmp_path / "outside" / "e.txt").write_text(TEXT)
     (given / "linked").symlink_to(tmp_path / "outside")
     (tmp_path / "outside" / "back").symlink_to(given)
-    names = {str(name) for name in module._list_documents(given)}
+    names = {str(name) for name in folder._list_documents(given)}
     assert names == {*TEXTS, "linked/e.txt"}
 
 
@@ -123,7 +123,7 @@ def test_a_record_is_of_the_file_beside_it(world, given, tmp_path, monkeypatch):
     for named in (entries, {name: value for name, value in entries.items() if name != "file"}):
         record.write_text(json.dumps(named))
         with monkeypatch.context() as broken:
-            broken.setattr(module, "write_json", killed)
+            broken.setattr(document_compressor, "write_json", killed)
             assert run(world, given).code == 130 and written(out)["a.txt.rkv"] != first["a.txt.rkv"]
         (given / "a.txt").write_text(TEXT)
         assert ": 1 written" in run(world, given).out and written(out) == first
@@ -199,7 +199,7 @@ def test_what_could_not_be_read_is_said_each_time(world, tmp_path):
 
 
 def test_a_folder_stopped_in_the_middle_goes_on(world, given, tmp_path, monkeypatch):
-    made, count = module.compress, []
+    made, count = document_compressor.compress, []
 
     def stopping(*given, **options):
         count.append(1)
@@ -207,7 +207,7 @@ def test_a_folder_stopped_in_the_middle_goes_on(world, given, tmp_path, monkeypa
             raise KeyboardInterrupt
         return made(*given, **options)
 
-    monkeypatch.setattr(module, "compress", stopping)
+    monkeypatch.setattr(document_compressor, "compress", stopping)
     assert run(world, given).code == 130 and len(written(tmp_path / "out")) == 2
     assert ": 2 written" in run(world, given).out and len(count) == 5
     assert not [path for path in (tmp_path / "out").rglob("*") if path.suffix == ".tmp"]

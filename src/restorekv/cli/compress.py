@@ -90,7 +90,8 @@ def run(
 
     # These imports load PyTorch; the checks above must not need it.
     from restorekv.cli.compress_text import compress_text
-    from restorekv.cli.folder import CompressionRecipe, compress_folder
+    from restorekv.cli.document_compressor import CompressionRecipe
+    from restorekv.cli.folder import compress_folder
     from restorekv.compression.config import CompressionConfig
     from restorekv.compression.eviction import make_compressor
 

@@ -4,7 +4,7 @@ import time
 from fractions import Fraction
 from pathlib import Path
 
-from restorekv.cli.folder import CompressionRecipe
+from restorekv.cli.document_compressor import CompressionRecipe
 from restorekv.cli.session import describe_method, open_model
 from restorekv.cli.terminal import print_figures, show_progress_share, write_figures
 from restorekv.context import CompressedContext, describe_bytes, format_bytes

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from restorekv.cli.folder import CompressionRecipe, DocumentCompressor, DocumentResult
+from restorekv.cli.document_compressor import CompressionRecipe, DocumentCompressor, DocumentResult
 from restorekv.evaluation.ray_pool import RayWorkers, WorkerProcess
 
 
