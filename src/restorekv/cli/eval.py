@@ -22,7 +22,6 @@ from restorekv.cli.terminal import notes, output, print_written, show_progress_s
 from restorekv.compression.budget import parse_ratio
 from restorekv.compression.presets import resolve_preset
 from restorekv.errors import RestoreKVError, check_choice, import_extra
-from restorekv.model.names import SHIPPING
 
 BENCHMARK_HELP = (
     f"One of {', '.join(list_benchmarks())}; settings follow a colon: "
@@ -129,6 +128,7 @@ def run(
     from restorekv.evaluation.kvpress_layout import export_kvpress
     from restorekv.evaluation.rows import make_payload
     from restorekv.evaluation.run import check_cells, run_grid
+    from restorekv.model.names import SHIPPING
 
     common = {
         "prefix_policy": None if prefix_policy == "protocol" else prefix_policy,
