@@ -54,7 +54,7 @@ def test_a_conversation_in_a_pipe(world, document, tmp_path):
     for part in (
         "read ",
         "pairs per head: cache",
-        "Turns taken back: 1; 1 are left",
+        "Turns taken back: 1; turns left: 1",
         "no command /never",
         "/fold",
     ):
