@@ -424,15 +424,20 @@ class CompressedContext:
         The ids are those of text and question, after placeholders; with plain=True, which has
         placeholders in place of the text, transformers' penalties count question and answer alone.
         """
-        inputs = answers.make_generate_inputs(
-            self.tokenizer, self.context, self.cache, question, answer_prefix, plain
-        )
+        inputs = self._make_inputs(question, answer_prefix, plain)
         # As in `ask`. Without positions of their own, ids span all that the cache has seen.
         end = inputs["input_ids"].shape[1]
         if plain:
             end = int(inputs["position_ids"][0, -1]) + 1
         first = self.cache.get_seq_length()
         check_question_positions(self.model, [first], [end - first], [0])
+        return inputs
+
+    def _make_inputs(self, question: str, answer_prefix: str, plain: bool) -> dict[str, Tensor]:
+        """Return what `inputs` returns, before its positions are checked."""
+        inputs = answers.make_generate_inputs(
+            self.tokenizer, self.context, self.cache, question, answer_prefix, plain
+        )
         return {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
 
     def generate(self, question: str, answer_prefix: str = "", **options: Any) -> str:
@@ -464,7 +469,8 @@ class CompressedContext:
             raise RestoreKVError(
                 "generate returns one text; for more, call model.generate with `inputs` yourself."
             )
-        inputs = self.inputs(question, answer_prefix)
+        # Positions are checked below, with those of the answer.
+        inputs = self._make_inputs(question, answer_prefix, plain=False)
         check_vocabulary(self.model, inputs["input_ids"])
         attention.install_attention(self.model)
         stops = decoding.get_stop_ids(self.model, self.tokenizer)

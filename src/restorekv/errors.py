@@ -6,7 +6,7 @@ The message is one sentence that names the cause and the fix.
 import importlib
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -159,6 +159,12 @@ def warn(message: str) -> None:
         level += 1
         frame = frame.f_back
     warnings.warn(message, RestoreKVWarning, stacklevel=level)
+
+
+def join_words(words: Sequence[str], conjunction: str) -> str:
+    """Return words as a sentence lists them: "a, b or c", with the conjunction before the last."""
+    *others, last = words
+    return f"{', '.join(others)} {conjunction} {last}" if others else last
 
 
 def summarize_error(error: BaseException) -> str:

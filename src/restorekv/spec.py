@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar, get_type_hints
 
-from restorekv.errors import RestoreKVError, summarize_error, warn
+from restorekv.errors import RestoreKVError, join_words, summarize_error, warn
 
 Named = TypeVar("Named")
 _SOURCE_DIGEST = re.compile(r"#[0-9a-f]{12}$")
@@ -116,8 +116,7 @@ def suggest_argument(name: str, known: Sequence[str], other_names: Mapping[str, 
         return other_names[name]
     near = find_meant_arguments(name, known)
     if near:
-        *others, last = near
-        return f"did you mean {', '.join(others)} or {last}?" if others else f"did you mean {last}?"
+        return f"did you mean {join_words(near, 'or')}?"
     return f"use some of {', '.join(known)}."
 
 

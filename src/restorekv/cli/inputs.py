@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from restorekv.cli.choices import OUTPUT_KINDS
-from restorekv.errors import CacheFileError, RestoreKVError, reraise_as
+from restorekv.errors import CacheFileError, RestoreKVError, join_words, reraise_as
 from restorekv.files import (
     FETCH_AGAIN,
     check_replaceable,
@@ -132,5 +132,5 @@ def is_same_file(path: Path | str, other: Path | str) -> bool:
 def check_plot_name(path: Path) -> None:
     """Refuse an ending that no writer of pictures is known for."""
     if path.suffix.lower() not in PLOTS:
-        endings = f"{', '.join(PLOTS[:-1])} or {PLOTS[-1]}"
+        endings = join_words(PLOTS, "or")
         raise RestoreKVError(f"The plot {path} must end in {endings}; give such a name.")

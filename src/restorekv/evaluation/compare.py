@@ -29,7 +29,7 @@ Lines = Sequence[dict]
 
 def _is_same(name: str, own: object, wanted: object) -> bool:
     """Return whether a cell's field has a value; a ratio may be a number, too."""
-    if name == "ratio" and isinstance(wanted, float | Fraction):
+    if name == "ratio" and isinstance(wanted, int | float | Fraction):
         return isinstance(own, str) and parse_ratio(own) == parse_ratio(wanted)
     return own == wanted
 

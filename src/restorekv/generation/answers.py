@@ -20,7 +20,7 @@ from transformers import (
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
-from restorekv.errors import RestoreKVError, warn
+from restorekv.errors import RestoreKVError, join_words, warn
 from restorekv.generation import decoding
 from restorekv.generation.repetition import drop_repetition
 from restorekv.generation.sampling import (
@@ -261,11 +261,10 @@ def warn_of_idle_options(sampling: SamplingConfig, details: bool = True) -> None
         )
     idle = [name for name in OF_CHANCE if getattr(sampling, name) != getattr(GREEDY, name)]
     if not sampling.temperature and idle:
-        *others, last = idle
-        names = f"{', '.join(others)} and {last} have" if others else f"{last} has"
+        verb = "has" if len(idle) == 1 else "have"
         warn(
-            f"{names} no effect, because temperature 0 always takes the most likely token; give a "
-            "temperature above 0, such as 0.7."
+            f"{join_words(idle, 'and')} {verb} no effect, because temperature 0 always takes the "
+            "most likely token; give a temperature above 0, such as 0.7."
         )
     if sampling.logprobs is not None and not details:
         warn("The log-probabilities are in Answer objects; pass details=True to get them.")

@@ -19,6 +19,7 @@ from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope
 
+from restorekv.errors import join_words
 from restorekv.files import parse_float, parse_int, parse_object
 from restorekv.readers.extract import printable_name
 from restorekv.serve.engine import explain_resource_shortage
@@ -145,7 +146,7 @@ def _check_form(form: FormData) -> None:
 
 def _make_form_error(why: str, param: str | None = None, code: str | None = None) -> BodyError:
     """Return the error of a form that is refused, which says what a form may have."""
-    known = f"{', '.join(FORM[1:-1])} and {FORM[-1]}"
+    known = join_words(FORM[1:], "and")
     message = (
         f"The form cannot be used ({why}); send one file and, of at most {FIELD:,} bytes each, "
         f"{known}."

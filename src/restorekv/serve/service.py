@@ -262,7 +262,8 @@ class Service:
     async def _get_document(self, part: DocumentPart, variant: Variant) -> ServedDocument:
         """Return the document of one part of a request: an upload's, a file's or a text's."""
         if isinstance(part, UploadedFile):
-            self._check_kind(part)
+            if part.kind is not None:
+                self._check_kind(part.id, part.kind)
             return await self.get_uploaded(part.id, variant)
         if isinstance(part, AttachedFile):
             # In a thread: extracting a PDF takes seconds, in which others are answered.
@@ -285,12 +286,12 @@ class Service:
                 # An upload of the same text was deleted, and this one is still asked.
                 continue
 
-    def _check_kind(self, part: UploadedFile) -> None:
+    def _check_kind(self, upload_id: str, kind: str) -> None:
         """Refuse a format of a file that is not how its upload is read."""
-        name = self.find_upload(part.id).name
-        if part.kind not in (None, find_kind(name)):
+        name = self.find_upload(upload_id).name
+        if kind != find_kind(name):
             raise OptionError(
-                f"The format of {part.id} is not how {name} is read; leave the format out, or "
+                f"The format of {upload_id} is not how {name} is read; leave the format out, or "
                 "upload the file under a name with the ending of its kind.",
                 "messages",
             )
