@@ -65,7 +65,6 @@ from restorekv.train.teacher import Teacher, TeacherTarget
 
 WORDING = "Question: {question}\nAnswer:"
 LONGEST = 1300  # tokens of a context in the search, so that its caches fit on a disk
-TRAINED = 240  # contexts
 GENRES = 40
 MADE = 8
 RATIOS = (0.5, 0.3, 0.1, 0.05)  # that are measured
@@ -82,7 +81,7 @@ class Variant:
 
     restore_tokens: int = 4
     rank: int = 12
-    # The shipped adapter to begin with; none: a new one
+    # The shipped adapter to begin with, extended where it has fewer tokens; none: a new one
     init: str = "kvzip"
     lr: float = 5e-4
     questions: int = 4
@@ -102,7 +101,6 @@ VARIANTS = {
     FIRST: Variant(),
     "ratios to .25": Variant(ratio_max=0.25),
     "weight 1": Variant(ratio_weight=1.0),
-    "root": Variant(loss_power=0.5),
     "relative": Variant(loss_power=0.0),
     "hidden": Variant(hidden_weight=0.5),
     "knows r": Variant(knows_ratio=True),
@@ -112,6 +110,9 @@ VARIANTS = {
     "2 questions": Variant(questions=2),
     "nothing made": Variant(made=False),
     "means": Variant(means=True),
+    "root, n 4": Variant(loss_power=0.5),
+    "root, n 8": Variant(loss_power=0.5, restore_tokens=8),
+    "root, n 16": Variant(loss_power=0.5, restore_tokens=16),
     "scratch": Variant(init="", lr=1e-3),
     "scratch, n 8": Variant(init="", lr=1e-3, restore_tokens=8),
     "scratch, n 16": Variant(init="", lr=1e-3, restore_tokens=16),
@@ -258,6 +259,8 @@ class Restorer:
             self.adapter = RestoreAdapter.from_pretrained(
                 bench.model, shipped_path("smollm2", "adapters", variant.init)
             )
+            if variant.restore_tokens > self.adapter.restore_tokens:
+                self.adapter = self.adapter.extend(variant.restore_tokens)
         else:
             n = variant.restore_tokens
             rank = variant.rank
@@ -420,7 +423,7 @@ def prepare_cases(options: argparse.Namespace) -> None:
         lines = []
         for case in read_answered_cases(options.corpus, options.data, bench.tokenizer):
             tokens = make_context(bench.tokenizer, case.text).text_tokens
-            if case.questions and tokens <= LONGEST and len(lines) < TRAINED:
+            if case.questions and tokens <= LONGEST and len(lines) < options.contexts:
                 ids = [each[:ANSWER_TOKENS] for each in case.answer_ids]
                 lines.append({**asdict(case), "answer_ids": ids})
         training.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
@@ -644,6 +647,7 @@ def main(args: Sequence[str] | None = None) -> None:
     first.add_argument("folder", type=Path)
     first.add_argument("--corpus", type=Path, required=True)
     first.add_argument("--data", type=Path, nargs="+", required=True)
+    first.add_argument("--contexts", type=int, default=240, help="To train on, at most.")
     first.set_defaults(call=prepare_cases)
     second = commands.add_parser("run")
     second.add_argument("folder", type=Path)

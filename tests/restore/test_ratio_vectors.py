@@ -125,6 +125,31 @@ def test_the_vectors_survive_the_disk_and_count_as_weights(tiny_model, tmp_path)
     assert short.ratio_vectors.equal(adapter.ratio_vectors[:2])
 
 
+def test_an_extended_adapter_begins_as_it_was(tiny_model, tiny_tokenizer):
+    adapter = make_adapter(tiny_model)
+    n = adapter.restore_tokens
+    longer = adapter.extend(2 * n + 1)
+    assert longer.restore_tokens == longer.card.restore_tokens == 2 * n + 1
+    rows = [*range(n), *range(n), 0]
+    assert longer.embeddings.equal(adapter.embeddings[rows])
+    assert longer.ratio_vectors.equal(adapter.ratio_vectors[rows])
+    # The pass is causal: the first n tokens leave the pairs that they left before.
+    prepared = Eviction.make("kvzip").prepare(tiny_model, tiny_tokenizer, TEXT * 3)
+    with torch.no_grad():
+        shorter_cache = prepared.with_restore_cache(adapter).evict("0.3")
+        longer_cache = prepared.with_restore_cache(longer).evict("0.3", n)
+        full_length = prepared.with_restore_cache(longer).evict("0.3")
+    for shorter, same in zip(shorter_cache.layers, longer_cache.layers, strict=True):
+        assert torch.allclose(shorter.restore_keys, same.restore_keys, atol=1e-5)
+        assert torch.allclose(shorter.restore_values, same.restore_values, atol=1e-5)
+        assert shorter.context_keys.equal(same.context_keys)
+    keys = full_length.layers[0].restore_keys
+    assert not keys[:, :n].equal(keys[:, n : 2 * n]), "the same input, at later positions"
+    assert adapter.extend(n) is adapter
+    with pytest.raises(AdapterError, match=f"of {n} restore tokens cannot be extended to {n - 1}"):
+        adapter.extend(n - 1)
+
+
 @pytest.mark.parametrize("shape, dtype", (((2, 8), torch.float32), (None, torch.float64)))
 def test_vectors_that_do_not_fit_are_refused(tiny_model, tmp_path, shape, dtype):
     adapter = make_adapter(tiny_model)

@@ -73,7 +73,7 @@ def test_a_run_goes_on_from_an_adapter(tiny_model, tiny_tokenizer, tmp_path):
     more = replace(still, init=str(tmp_path / "named" / "adapter"))
     further = train_adapter(tiny_model, tiny_tokenizer, named, more, tmp_path / "further")
     assert [row["source"] for row in further.card.data] == ["mine"], "the same data is named once"
-    for wrong in ({"restore_tokens": 3}, {"rank": 4}, {"alpha": 8}, {"targets": ("q_proj",)}):
+    for wrong in ({"restore_tokens": 1}, {"rank": 4}, {"alpha": 8}, {"targets": ("q_proj",)}):
         with pytest.raises(AdapterError, match=place):
             make_initial_adapter(tiny_model, tiny_tokenizer, replace(still, **wrong))
 
@@ -111,13 +111,27 @@ def test_all_that_differs_from_the_first_adapter_is_said_at_once(tiny_tokenizer,
     first = replace(CONFIG, restore_tokens=3, rank=2, knows_ratio=True, targets=("q_proj",))
     make_initial_adapter(model, tiny_tokenizer, first).save_pretrained(tmp_path)
     other = replace(
-        first, restore_tokens=4, rank=5, knows_ratio=False, targets=("v_proj",), init=str(tmp_path)
+        first, restore_tokens=2, rank=5, knows_ratio=False, targets=("v_proj",), init=str(tmp_path)
     )
     with pytest.raises(AdapterError) as raised:
         make_initial_adapter(model, tiny_tokenizer, other)
     flags = "--restore-tokens 3 --rank 2 --targets q_proj --knows-ratio"
     assert str(raised.value).endswith(f"train it on with {flags}.")
     make_initial_adapter(model, tiny_tokenizer, replace(first, init=str(tmp_path)))
+
+
+def test_a_run_may_add_restore_tokens_to_the_adapter_that_it_begins_with(tiny_tokenizer, tmp_path):
+    model, config = build_model("llama"), replace(CONFIG, init=str(tmp_path))
+    first = make_initial_adapter(model, tiny_tokenizer, replace(config, init=""))
+    first.save_pretrained(tmp_path)
+    n = first.restore_tokens
+    longer = replace(config, restore_tokens=2 * n, steps=2)
+    out = tmp_path / "longer"
+    trained = train_adapter(model, tiny_tokenizer, EXAMPLES, longer, out)
+    assert trained.restore_tokens == trained.card.restore_tokens == 2 * n
+    assert not trained.embeddings[:n].equal(trained.embeddings[n:]), "the copies have moved apart"
+    resumed = train_adapter(model, tiny_tokenizer, EXAMPLES, longer, out, resume=True)
+    assert resumed.embeddings.equal(trained.embeddings)
 
 
 def test_every_adapter_weight_that_can_learn_does(tiny_tokenizer, tmp_path):

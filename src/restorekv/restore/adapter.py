@@ -249,17 +249,43 @@ class RestoreAdapter(nn.Module):
             )
         # What was measured, was measured with all of the tokens.
         card = replace(self.card, restore_tokens=count, results=None)
-        embeddings = self.embeddings.detach()[:count].clone()
+        # The same LoRA: the restore pass is causal, so the first tokens do not see the others.
+        return self._with_tokens(torch.arange(count), card)
+
+    def extend(self, count: int) -> RestoreAdapter:
+        """Return an untrained start for `count` restore tokens, with this adapter's n as the first.
+
+        Each further token reads what an earlier one reads, in turn: token i reads as token i - n.
+        Its pairs differ all the same, because it is at a later position and sees those before it,
+        so training can move the two apart. The first n do not see the others (the pass is
+        causal): truncated to n, it is this adapter again until it is trained.
+
+        Raises:
+            AdapterError: For fewer than the adapter's n.
+        """
+        n = self.restore_tokens
+        if count < n:
+            raise AdapterError(
+                f"An adapter of {n} restore tokens cannot be extended to {count}; pass {n} or more."
+            )
+        if count == n:
+            return self
+        source = torch.arange(count) % n
+        card = replace(self.card, restore_tokens=count, results=None)
+        return self._with_tokens(source, card)
+
+    def _with_tokens(self, source: Tensor, card: AdapterCard) -> RestoreAdapter:
+        """Return an adapter with the same LoRA whose token i reads what token `source[i]` reads."""
+        source = source.to(self.embeddings.device)
+        embeddings = self.embeddings.detach()[source].clone()
         vectors = None
         if self.ratio_vectors is not None:
-            vectors = self.ratio_vectors.detach()[:count].clone()
-        short = type(self)(self.model, self.lora_config, embeddings, card, vectors)
-        # The same LoRA: the restore pass is causal, so the first tokens do not see the others.
-        short.load_lora(
-            card.model, {name: value.detach() for name, value in self.lora_parameters.items()}
-        )
-        short._folder = self._folder
-        return short
+            vectors = self.ratio_vectors.detach()[source].clone()
+        other = type(self)(self.model, self.lora_config, embeddings, card, vectors)
+        lora = {name: value.detach() for name, value in self.lora_parameters.items()}
+        other.load_lora(card.model, lora)
+        other._folder = self._folder
+        return other
 
     def add_ratio_vectors(self) -> None:
         """Add zero ratio vectors, so that training can make the pass depend on the ratio."""

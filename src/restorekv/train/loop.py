@@ -291,10 +291,12 @@ def make_initial_adapter(
     model: PreTrainedModel, tokenizer: Tokenizer, config: TrainConfig
 ) -> RestoreAdapter:
     """Return an untrained adapter, or the one that `config.init` names, which must have the
-    settings' shape.
+    settings' shape. It may have fewer restore tokens: then further ones are added.
     """
     if config.init:
         adapter = RestoreAdapter.from_pretrained(model, config.init)
+        if adapter.restore_tokens < config.restore_tokens:
+            adapter = adapter.extend(config.restore_tokens)
         _check_same_shape(adapter, config)
     else:
         adapter = _make_untrained_adapter(model, tokenizer, config)
