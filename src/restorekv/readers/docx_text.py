@@ -46,7 +46,10 @@ def extract_docx(content: bytes) -> tuple[str, dict[str, Any]]:
 
     reader = DocumentReader(Document(io.BytesIO(content)).part)
     text = "\n\n".join(reader.read())
-    return text, {"symbols": reader.unknown_symbols} if reader.unknown_symbols else {}
+    notices = {}
+    if reader.unknown_symbols:
+        notices["symbols"] = reader.unknown_symbols
+    return text, notices
 
 
 def is_on(element: Any) -> bool:
@@ -56,8 +59,12 @@ def is_on(element: Any) -> bool:
 
 def get_number(element: Any, default: int = 0) -> int:
     """Return the value of an element as a number from 0 to MAX_COLUMNS."""
-    value = "" if element is None else element.get(WORD + "val", "")
-    return min(int(value[:9]), MAX_COLUMNS) if value.isdecimal() else default
+    if element is None:
+        return default
+    value = element.get(WORD + "val", "")
+    if not value.isdecimal():
+        return default
+    return min(int(value[:9]), MAX_COLUMNS)
 
 
 def choose_form(alternatives: Any) -> Any | None:
@@ -162,7 +169,9 @@ class DocumentReader:
         from docx.oxml import parse_xml
 
         element = getattr(part, "element", None)
-        return parse_xml(part.blob) if element is None else element
+        if element is None:
+            return parse_xml(part.blob)
+        return element
 
     def _read_vertical_styles(self) -> dict[str, str]:
         """Return which styles of characters are raised or lowered."""
@@ -192,11 +201,14 @@ class DocumentReader:
     def _read_margins(self, body: Any, kind: str) -> Iterator[str]:
         """Yield the texts of all headers or footers that are shown, each once."""
         settings = self._find_related("settings")
-        evens = None if settings is None else settings.find(WORD + "evenAndOddHeaders")
-        shown = {"default", "even"} if is_on(evens) else {"default"}
+        shown = {"default"}
+        if settings is not None and is_on(settings.find(WORD + "evenAndOddHeaders")):
+            shown.add("even")
         seen = set()
         for section in body.iter(WORD + "sectPr"):
-            kinds = {*shown, "first"} if is_on(section.find(WORD + "titlePg")) else shown
+            kinds = set(shown)
+            if is_on(section.find(WORD + "titlePg")):
+                kinds.add("first")
             for reference in section.findall(WORD + kind):
                 relation = self.part.rels.get(reference.get(RELATION, ""))
                 if reference.get(WORD + "type", "default") not in kinds or relation is None:
@@ -259,8 +271,9 @@ class DocumentReader:
             properties = row.find(WORD + "trPr")
             if properties is not None and properties.find(WORD + "del") is not None:
                 continue
-            before = None if properties is None else properties.find(WORD + "gridBefore")
-            values = [""] * get_number(before)
+            values = []
+            if properties is not None:
+                values = [""] * get_number(properties.find(WORD + "gridBefore"))
             span = 1
             for cell in iter_parts(row, ("tc",)):
                 span = self._add_cell(cell, values, above)
@@ -311,7 +324,9 @@ class DocumentReader:
         name = str(element.tag).removeprefix(WORD)
         if name == "r":
             return join_pieces(self._iter_run(element))
-        return join_pieces(self._iter_pieces(element)) if name in AROUND else ""
+        if name in AROUND:
+            return join_pieces(self._iter_pieces(element))
+        return ""
 
     def _iter_run(self, run: Any) -> Iterator[Piece]:
         """Yield the text of a run, which is raised or lowered as a whole."""

@@ -24,7 +24,9 @@ def write_fraction(top: str, bottom: str, has_bar: bool = True) -> str:
 
 def write_scripts(base: str, lower: str = "", upper: str = "") -> str:
     """Return a base with what stands below and above it at its end."""
-    base = enclose_if_long(base) if base.strip() else ""
+    base = base.strip()
+    if base:
+        base = enclose_if_long(base)
     return base + mark(INDEX, lower.strip()) + mark(RAISED, upper.strip())
 
 
@@ -48,7 +50,9 @@ def write_function(name: str, argument: str) -> str:
 def write_accent(base: str, accent: str) -> str:
     """Return a letter with an accent above it, or "accent(base)" for a longer base."""
     base = base.strip()
-    return base + accent if len(base) == 1 else f"{enclose(base)}{accent}"
+    if len(base) != 1:
+        base = enclose(base)
+    return base + accent
 
 
 def write_rows(rows: Iterable[Sequence[str]]) -> str:
@@ -68,7 +72,9 @@ class MathElement:
     def render(self) -> str:
         """Return the element as text."""
         if self.tag in SILENT:
-            return " " if self.tag == "mspace" else ""
+            if self.tag == "mspace":
+                return " "
+            return ""
         parts = self.render_children()
         if self.tag in ("semantics", "maction"):
             # The others say the same in other forms.

@@ -145,11 +145,17 @@ def _describe_pages(pages: Sequence[int]) -> str:
             ranges[-1][1] = page
         else:
             ranges.append([page, page])
-    named = [
-        f"{first}" if first == last else f"{first}-{last}" for first, last in ranges[:NAMED_RANGES]
-    ]
+    named = []
+    for first, last in ranges[:NAMED_RANGES]:
+        if first == last:
+            named.append(f"{first}")
+        else:
+            named.append(f"{first}-{last}")
+    listed = ", ".join(named)
     others = sum(last - first + 1 for first, last in ranges[NAMED_RANGES:])
-    return ", ".join(named) + (f" and {others:,} more" if others else "")
+    if others:
+        return f"{listed} and {others:,} more"
+    return listed
 
 
 def _run_program(kind: str, name: str, content: bytes) -> tuple[str, dict[str, Any]]:
@@ -186,7 +192,9 @@ def _run_program(kind: str, name: str, content: bytes) -> tuple[str, dict[str, A
             f"{name} is a form that only Adobe's reader shows; print it to a PDF file first."
         )
     # What Python itself calls an error says nothing of the file.
-    cause = "" if hasattr(builtins, why) else f" ({why[:60]})"
+    cause = ""
+    if not hasattr(builtins, why):
+        cause = f" ({why[:60]})"
     raise RestoreKVError(
         f"{name} is not a file of its kind that can be read{cause}; save it again."
     )

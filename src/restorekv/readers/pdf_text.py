@@ -108,16 +108,44 @@ def extract_pdf(content: bytes) -> tuple[str, dict[str, Any]]:
 def _count_pages(root: Any) -> int:
     """Return how many pages a file says that it has."""
     tree = resolve(root.get("/Pages"))
-    count = resolve(tree.get("/Count")) if isinstance(tree, dict) else None
-    return count if isinstance(count, int) else 0
+    if not isinstance(tree, dict):
+        return 0
+    return resolve_number(tree.get("/Count"))
 
 
 def resolve(value: Any) -> Any:
     """Return what a reference leads to; None if it leads nowhere."""
     from pypdf.generic import NullObject
 
-    found = value.get_object() if hasattr(value, "get_object") else value
-    return None if isinstance(found, NullObject) else found
+    if hasattr(value, "get_object"):
+        value = value.get_object()
+    if isinstance(value, NullObject):
+        return None
+    return value
+
+
+def resolve_number(value: Any) -> int:
+    """Return the whole number that a reference leads to; 0 for anything else."""
+    found = resolve(value)
+    if isinstance(found, int):
+        return found
+    return 0
+
+
+def resolve_list(value: Any) -> list:
+    """Return the list that a reference leads to; an empty one for anything else."""
+    found = resolve(value)
+    if isinstance(found, list):
+        return found
+    return []
+
+
+def resolve_entries(value: Any) -> list:
+    """Return the values of the dictionary that a reference leads to; none for anything else."""
+    found = resolve(value)
+    if isinstance(found, dict):
+        return list(found.values())
+    return []
 
 
 class PageReading:
@@ -200,15 +228,13 @@ class PageReading:
         if not isinstance(resources, dict) or id(resources) in seen:
             return
         seen.add(id(resources))
-        fonts = resolve(resources.get("/Font"))
-        for reference in fonts.values() if isinstance(fonts, dict) else ():
+        for reference in resolve_entries(resources.get("/Font")):
             font = resolve(reference)
             if not isinstance(font, dict):
                 continue
             self.has_unmapped_fonts = self.has_unmapped_fonts or not is_mapped(font)
             self._check_stream(font.get("/ToUnicode"))
-        objects = resolve(resources.get("/XObject"))
-        for reference in objects.values() if isinstance(objects, dict) else ():
+        for reference in resolve_entries(resources.get("/XObject")):
             found = resolve(reference)
             if not isinstance(found, dict):
                 continue
@@ -230,7 +256,11 @@ class PageReading:
             # A page may have no content, but not name one that is not there.
             self.is_damaged = self.is_damaged or reference is not None
             return
-        for part in content if isinstance(content, list) else [reference]:
+        # The content is one stream, or a list of its parts.
+        parts = [reference]
+        if isinstance(content, list):
+            parts = content
+        for part in parts:
             self._check_stream(part)
         letters = sum(letter.isalnum() for letter in text)
         if letters == 0 and not self.has_picture and not self.is_unmapped:
@@ -256,8 +286,9 @@ class PageReading:
 
 def is_whole(stream: Any) -> bool:
     """Return whether a compressed stream ends as it should, which pypdf does not check."""
-    filters = resolve(stream.get("/Filter"))
-    first = resolve(filters[0]) if isinstance(filters, list) and filters else filters
+    first = resolve(stream.get("/Filter"))
+    if isinstance(first, list) and first:
+        first = resolve(first[0])
     # pypdf has no public name for the compressed bytes.
     data = getattr(stream, "_data", b"")
     if first not in ("/FlateDecode", "/Fl") or not data:
@@ -311,8 +342,7 @@ def is_bad_character(letter: str) -> bool:
 def iter_values(page: Any) -> Iterator[str]:
     """Yield the values of a page's form fields, and the texts of its free text annotations."""
     seen = set()
-    annotations = resolve(page.get("/Annots"))
-    for reference in annotations if isinstance(annotations, list) else ():
+    for reference in resolve_list(page.get("/Annots")):
         annotation = resolve(reference)
         if not isinstance(annotation, dict):
             continue
@@ -362,24 +392,30 @@ def find_inherited(field: Any, name: str) -> Any:
 
 def read_field(widget: Any) -> str:
     """Return the name and value of a form field, or "" for one without a value."""
-    flags = find_inherited(widget, "/Ff")
-    flags = flags if isinstance(flags, int) else 0
+    flags = resolve_number(find_inherited(widget, "/Ff"))
     kind = find_inherited(widget, "/FT")
     label = find_inherited(widget, "/TU") or find_inherited(widget, "/T")
     name = " ".join(read_text(label).split())
     value = find_inherited(widget, "/V")
     text = ""
     if kind == "/Btn":
-        return "" if flags & PUSH_BUTTON else _read_button(widget, name, value, bool(flags & RADIO))
+        if flags & PUSH_BUTTON:
+            return ""
+        return _read_button(widget, name, value, bool(flags & RADIO))
     if kind == "/Tx" and not flags & PASSWORD:
         text = read_text(value)
     elif kind == "/Ch":
         shown = _read_options(find_inherited(widget, "/Opt"))
-        chosen = [read_text(each) for each in (value if isinstance(value, list) else [value])]
+        values = [value]
+        if isinstance(value, list):
+            values = value
+        chosen = [read_text(each) for each in values]
         text = ", ".join(shown.get(each, each) for each in chosen)
     if not text.strip():
         return ""
-    return f"{name}: {text}" if name else text
+    if not name:
+        return text
+    return f"{name}: {text}"
 
 
 def _read_button(widget: Any, name: str, value: Any, is_radio: bool) -> str:
@@ -389,15 +425,20 @@ def _read_button(widget: Any, name: str, value: Any, is_radio: bool) -> str:
         state = value
     is_on = isinstance(state, str) and state not in ("/Off", "")
     if not is_radio:
-        return f"[x] {name}" if is_on else f"[ ] {name}"
-    chosen = str(state).removeprefix("/") if is_on else ""
-    return f"{name}: {chosen}" if chosen else ""
+        box = "[x]" if is_on else "[ ]"
+        return f"{box} {name}"
+    chosen = ""
+    if is_on:
+        chosen = str(state).removeprefix("/")
+    if not chosen:
+        return ""
+    return f"{name}: {chosen}"
 
 
 def _read_options(options: Any) -> dict[str, str]:
     """Return what a field of choices shows for each of its values."""
     shown = {}
-    for reference in options if isinstance(options, list) else ():
+    for reference in resolve_list(options):
         option = resolve(reference)
         if isinstance(option, list) and len(option) == 2:
             shown[read_text(option[0])] = read_text(option[1])

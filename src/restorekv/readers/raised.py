@@ -88,7 +88,10 @@ def write_plainly(text: str) -> str:
 def _write_typed_fraction(match: re.Match[str]) -> str:
     """Return "2 1/2" for 2 and a fraction of raised and lowered digits."""
     before, top, bottom = match.groups()
-    return f"{before} {top}/{bottom}" if before else f"{top}/{bottom}"
+    fraction = f"{top}/{bottom}"
+    if before:
+        return f"{before} {fraction}"
+    return fraction
 
 
 def _find_next(pieces: list[str], number: int) -> str:
@@ -146,7 +149,10 @@ def _write_fraction(inner: str, before: str, following: str) -> str:
     """Return an equation's fraction, apart from what stands next to it."""
     is_mixed = before.isdigit() and re.fullmatch(r"\d+/\d+", inner)
     if following.isalnum() or following in (RAISED, INDEX, LOWERED, FRACTION, "("):
-        return f" ({inner})" if is_mixed else f"({inner})"
+        inner = f"({inner})"
+        if is_mixed:
+            return f" {inner}"
+        return inner
     if is_mixed:
         return f" {inner}"
     if before.isalnum() or before in ("^", "_", ")", "/"):
@@ -160,7 +166,10 @@ def enclose(text: str) -> str:
     for position, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
         if depth == 0:
-            return text if position == len(text) - 1 and letter == ")" else f"({text})"
+            # The first pair ends here.
+            if position == len(text) - 1 and letter == ")":
+                return text
+            break
     return f"({text})"
 
 

@@ -44,10 +44,14 @@ def read_equation(element: Any, read_other: ReadOther) -> str:
     return "".join(read_equation(child, read_other) for child in element)
 
 
-def _read_part(element: Any, name: str, read_other: ReadOther) -> str:
-    """Return the text of an element's part, or "" where it has none."""
+def _read_part(element: Any, name: str, read_other: ReadOther, hidden: str = "") -> str:
+    """Return the text of an element's part, or "" where it has none or the property `hidden` says
+    that it is not shown.
+    """
     part = element.find(MATH + name)
-    return "" if part is None else read_equation(part, read_other)
+    if part is None or (hidden and _has_property(element, hidden)):
+        return ""
+    return read_equation(part, read_other)
 
 
 def _read_parts(element: Any, name: str, read_other: ReadOther) -> list[str]:
@@ -59,7 +63,9 @@ def _find_property(element: Any, name: str, default: str) -> str:
     """Return a property of an element, such as the sign of a sum; `default` if it is not given."""
     local = str(element.tag).removeprefix(MATH)
     found = element.find(f"{MATH}{local}Pr/{MATH}{name}")
-    return default if found is None else found.get(MATH + "val", "")
+    if found is None:
+        return default
+    return found.get(MATH + "val", "")
 
 
 def _has_property(element: Any, name: str) -> bool:
@@ -89,13 +95,13 @@ def _write_scripts_before(element: Any, read_other: ReadOther) -> str:
 
 
 def _write_root(element: Any, read_other: ReadOther) -> str:
-    degree = "" if _has_property(element, "degHide") else _read_part(element, "deg", read_other)
+    degree = _read_part(element, "deg", read_other, hidden="degHide")
     return write_root(_read_part(element, "e", read_other), degree)
 
 
 def _write_operator(element: Any, read_other: ReadOther) -> str:
-    lower = "" if _has_property(element, "subHide") else _read_part(element, "sub", read_other)
-    upper = "" if _has_property(element, "supHide") else _read_part(element, "sup", read_other)
+    lower = _read_part(element, "sub", read_other, hidden="subHide")
+    upper = _read_part(element, "sup", read_other, hidden="supHide")
     operand = _read_part(element, "e", read_other)
     return write_operator(_find_property(element, "chr", "∫"), lower, upper, operand)
 
