@@ -373,7 +373,9 @@ class CompressedContext:
                 adapter=made.adapter if adapter == "auto" else None,
             )
         manifest = self.manifest
-        name = resolve_preset(evictor) if evictor else drop_gate(manifest.evictor)
+        name = drop_gate(manifest.evictor)
+        if evictor:
+            name = resolve_preset(evictor)
         eviction = make_compressor(name)
         if not isinstance(eviction, Eviction):
             raise RestoreKVError(

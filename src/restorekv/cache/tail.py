@@ -212,9 +212,11 @@ class TailLayer(CompressedLayer):
         # A fork has no buffers before its first append, and a full buffer has no room.
         if not self.can_write(end):
             # The first append gets exactly what it needs, since it may be the last.
-            is_first = start == self.restore_length
-            # A quarter more each time: n appends copy a number of columns proportional to n.
-            self.reserve_columns(end if is_first else end + max(end // 4, SPARE))
+            spare = 0
+            if start != self.restore_length:
+                # A quarter more each time: n appends copy a number of columns proportional to n.
+                spare = max(end // 4, SPARE)
+            self.reserve_columns(end + spare)
         key_buffer, value_buffer = self._get_buffers()
         key_buffer[:, :, start:end] = key_states
         value_buffer[:, :, start:end] = value_states
@@ -304,7 +306,9 @@ class TailLayer(CompressedLayer):
         to `length` positions of cache in all.
         """
         # Newer versions of transformers pass only numbers of 0 or less, older ones both.
-        end = self.columns + length if length <= 0 else length - self.seen
+        end = length - self.seen
+        if length <= 0:
+            end = self.columns + length
         end = min(max(end, 0), self.columns)
         if self.buffers:
             self.set_end(end)

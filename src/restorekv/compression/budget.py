@@ -150,16 +150,22 @@ def parse_ratio(ratio: float | str | Fraction) -> Fraction:
     try:
         # Fraction takes seconds to expand numbers such as 1e999999, and reads 1_0 as 10.
         endless = len(text) == 60 or re.search(r"_|e[-+]?\d{3}", text, re.IGNORECASE)
-        exact = ratio if isinstance(ratio, Fraction) else Fraction(0 if endless else text)
+        if isinstance(ratio, Fraction):
+            exact = ratio
+        elif endless:
+            exact = Fraction(0)
+        else:
+            exact = Fraction(text)
     except (ValueError, ZeroDivisionError):
         exact = Fraction(0)
     if not 0 < exact <= 1:
         hint = ""
+        number = text
         percent = re.fullmatch(r"\s*(\d{1,2}(?:\.\d+)?)\s*%\s*", text)
         if percent:
-            exact = Fraction(percent[1])
+            number = percent[1]
+            exact = Fraction(number)
         if percent or 1 < exact <= 100:
-            number = percent[1] if percent else text
             hint = f"; it is the share that stays, so write {float(exact / 100):g} for {number} %"
         raise BudgetError(f"The ratio is a number above 0 and at most 1, not {text.strip()}{hint}.")
     return exact

@@ -189,11 +189,10 @@ class ScoredContext(PreparedContext):
         seconds = dict(self.seconds)
         # A view shares the full cache and joins one layer at a time; a ragged cache reads it in
         # place.
-        cache = (
-            read_only_view(self.full)
-            if self._may_join_layers()
-            else RaggedCache.from_full_cache(self.full)
-        )
+        if self._may_join_layers():
+            cache = read_only_view(self.full)
+        else:
+            cache = RaggedCache.from_full_cache(self.full)
         with time_phase(seconds, "restore"):
             adapter.run_restore_pass(cache, ratio=ratio)
         return replace(

@@ -154,7 +154,10 @@ class RestoreAdapter(nn.Module):
         # The caller's own random state is left as it was.
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
-            tokens = torch.randint(len(weight), (n,)) if fixed is None else torch.full((n,), fixed)
+            if fixed is None:
+                tokens = torch.randint(len(weight), (n,))
+            else:
+                tokens = torch.full((n,), fixed)
             return cls(model, config, layer(tokens.to(weight.device)), card)
 
     @classmethod
@@ -411,8 +414,12 @@ class RestoreAdapter(nn.Module):
         """
         if helps_up_to is None:
             helps_up_to = self.card.helps_up_to
-        also = self.card.also_for if also_for is None else list(also_for)
-        lowest = self.card.helps_from if helps_from is None else dict(helps_from) or None
+        also = self.card.also_for
+        if also_for is not None:
+            also = list(also_for)
+        lowest = self.card.helps_from
+        if helps_from is not None:
+            lowest = dict(helps_from) or None
         self.card = replace(
             self.card,
             results=to_plain_json(results),
@@ -583,6 +590,6 @@ def make_card(n: int, identity: ModelIdentity) -> AdapterCard:
 
 def _warn_of_change(what: str, trained: str, used: str) -> None:
     """Warn that an adapter is used otherwise than it was trained; an empty text is shown as ''."""
-    before = make_printable(trained) if trained else "''"
-    now = make_printable(used) if used else "''"
+    before = make_printable(trained) or "''"
+    now = make_printable(used) or "''"
     warn(f"The adapter was trained with the {what} {before}, not {now}; expect worse answers.")

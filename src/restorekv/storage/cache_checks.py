@@ -346,9 +346,10 @@ def check_layer(
     if f"{layer}.bias" in tensors:
         # A bias has the model's dtype or float32; anything else is compared with float32, and so
         # refused.
+        bias_dtype = torch.float32
         model_dtype = getattr(torch, manifest.dtype)
-        has_model_dtype = tensors[f"{layer}.bias"].dtype == model_dtype
-        bias_dtype = model_dtype if has_model_dtype else torch.float32
+        if tensors[f"{layer}.bias"].dtype == model_dtype:
+            bias_dtype = model_dtype
         check_tensor(tensors, f"{layer}.bias", bias_dtype, (rows,))
         names.add(f"{layer}.bias")
     return names

@@ -291,10 +291,16 @@ def draw_document(
     parts = []
     # The order of draws decides the document.
     if kind in ("needles", "mixed"):
-        size = rng.choice((3, 4, 5, 6)) if large else rng.randint(2, max(tokens // 20, 2))
+        if large:
+            size = rng.choice((3, 4, 5, 6))
+        else:
+            size = rng.randint(2, max(tokens // 20, 2))
         parts.append(draw_needles(rng, size))
     if kind in ("people", "mixed"):
-        size = rng.choice((2, 3)) if large else rng.randint(1, max(tokens // 40, 1))
+        if large:
+            size = rng.choice((2, 3))
+        else:
+            size = rng.randint(1, max(tokens // 40, 1))
         parts.append(draw_people(rng, size))
     if kind in ("links", "mixed"):
         parts.append(draw_links(rng, 2 if large else 1))

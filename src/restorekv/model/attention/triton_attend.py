@@ -138,7 +138,9 @@ def launch_kernels(
     hiding = (0, 0, 0)
     if mask is not None:
         # One mask for all questions has the stride 0 between them.
-        question_stride = mask.stride(0) if mask.shape[0] > 1 else 0
+        question_stride = 0
+        if mask.shape[0] > 1:
+            question_stride = mask.stride(0)
         hiding = (question_stride, *mask.stride()[2:])
     with torch.cuda.device_of(query):
         # Triton annotates a launch like the kernel, with neither num_warps nor ints as constants.
@@ -180,8 +182,14 @@ def launch_kernels(
             num_warps=warps,
             num_stages=stages,
         )
-        few = batch * rows * heads <= wanted
-        m, columns = (1, min(block_d, 32)) if few else (8, min(block_d, 128))
+        m = 8
+        columns = min(block_d, 128)
+        merged = MERGED // 4
+        # With few rows, smaller tiles keep the device busy.
+        if batch * rows * heads <= wanted:
+            m = 1
+            columns = min(block_d, 32)
+            merged = MERGED
         launch_merge: Any = merge[
             (triton.cdiv(batch * rows, m), heads, triton.cdiv(width, columns))
         ]
@@ -200,7 +208,7 @@ def launch_kernels(
             groups,
             width,
             m,
-            MERGED if few else MERGED // 4,
+            merged,
             columns,
             sinks is not None,
         )
@@ -227,9 +235,17 @@ def _count_wanted_programs(device: torch.device) -> int:
 
 def choose_resources(dtype: torch.dtype, block_d: int, rows: int) -> tuple[int, int, int]:
     """Return the rows of a program, its warps and its stages, such that no register spills."""
-    m = min(max(triton.next_power_of_2(rows), 16), 16 if dtype == torch.float32 else 64)
-    warps = 8 if dtype == torch.float32 or m * block_d >= 1 << 13 else 4
-    return m, warps, 2 if m > 32 or block_d > 128 else 3
+    most_rows = 64
+    if dtype == torch.float32:
+        most_rows = 16
+    m = min(max(triton.next_power_of_2(rows), 16), most_rows)
+    warps = 4
+    if dtype == torch.float32 or m * block_d >= 1 << 13:
+        warps = 8
+    stages = 3
+    if m > 32 or block_d > 128:
+        stages = 2
+    return m, warps, stages
 
 
 def count_pairs_at_once(block_d: int, dtype: torch.dtype) -> int:
