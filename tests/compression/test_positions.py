@@ -242,7 +242,8 @@ def test_yarn_stretches_the_layers_that_see_the_whole_text(tiny_tokenizer, tmp_p
         assert not torch.equal(stretched(ids).logits, plain(ids).logits)
     stretched.save_pretrained(tmp_path / "stretched")
     tiny_tokenizer.save_pretrained(tmp_path / "stretched")
-    with pytest.raises(RestoreKVError, match="stretched already"):
+    # The oldest versions of transformers cannot read what they wrote of such a model.
+    with pytest.raises(RestoreKVError, match=r"stretched already|original_max_position_embeddings"):
         load_model(str(tmp_path / "stretched"), rope=2)
     with pytest.raises(RestoreKVError, match="no RoPE of the kind 'far'"):
         load_model(str(tmp_path), rope={"full_attention": {}, "far": {}})

@@ -20,7 +20,7 @@ from restorekv.errors import ModelError, RestoreKVWarning
 from restorekv.model import gguf, gguf_header, gguf_tokenizer, load
 from restorekv.model.load import load_tokenizer
 from restorekv.model.names import SMOLLM2_ID, find_known_name
-from tests.helpers import gguf_world
+from tests.helpers import decoders, gguf_world
 from tests.helpers.models import build_model
 from tests.hostile.damage import EVIL, RAN, evil_model
 
@@ -236,6 +236,10 @@ def test_a_place_on_the_authors_machine_does_not_matter(folder):
         "fast_tokenizer_files": [],
     }
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+    if decoders.IS_OLD:  # those versions look for the author's place
+        with pytest.raises(ModelError, match="Cannot load the model"):
+            load_tokenizer(str(folder))
+        return
     assert load_tokenizer(str(folder))
 
 
