@@ -76,11 +76,13 @@ def test_documents_in_a_linked_folder_count(given, tmp_path):
 
 
 def test_what_is_there_is_kept(world, given, tmp_path):
-    """Unless the text, the settings, the model or the file itself changed."""
+    """Unless the text changed or the file itself is damaged."""
     run(world, given)
     first = written(out := tmp_path / "out")
     stamps = {name: (out / name).stat().st_mtime_ns for name in first}
     assert "0 written, 4 already there" in run(world, given).out
+    same = ("--ratio", "0.30", "--adapter", "none")
+    assert "0 written, 4 already there" in run(world, given, flags=same).out
     assert {name: (out / name).stat().st_mtime_ns for name in first} == stamps
     (given / "a.txt").write_text(f"{TEXT} And more.")
     (out / "c.html.rkv").write_bytes(first["c.html.rkv"][:-9])
@@ -90,14 +92,52 @@ def test_what_is_there_is_kept(world, given, tmp_path):
     assert {name for name, content in written(out).items() if content != first[name]} == {
         "a.txt.rkv"
     }
-    assert ": 4 written" in run(world, given, flags=("--ratio", "0.4", "--adapter", "none")).out
-    assert (
-        ": 4 written" in run(world, given, flags=("--ratio", "0.4", "--adapter", world.adapter)).out
+
+
+def test_files_of_other_settings_are_replaced_only_where_that_is_asked(world, given, tmp_path):
+    run(world, given)
+    out = tmp_path / "out"
+    first = written(out)
+    (given / "new.txt").write_text(TEXT)
+    other = ("--ratio", "0.4", "--adapter", "none")
+    refused = run(world, given, flags=other)
+    assert refused.code == 1 and "written" not in refused.out, refused
+    assert refused.err.splitlines()[-1] == (
+        f"error: The folder {out} has cache files that these settings did not make: D.TXT.rkv, "
+        "a.txt.rkv, below/b.md.rkv, c.html.rkv. Give another folder, or --replace to make them "
+        "anew."
     )
-    again = cli(
-        "compress", given, "--model", world.other, "-o", out, "--ratio", "0.4", "--adapter", "none"
-    )
-    assert ": 4 written" in again.out
+    # Not even the new document is compressed, so that a folder has files of one kind.
+    assert written(out) == first
+
+    assert ": 5 written" in run(world, given, "--replace", flags=other).out
+    assert "0 written, 5 already there" in run(world, given, flags=other).out
+    with_adapter = ("--ratio", "0.4", "--adapter", world.adapter)
+    assert ": 5 written" in run(world, given, "--replace", flags=with_adapter).out
+    of_other_model = ("compress", given, "--model", world.other, "-o", out, *other)
+    assert "--replace" in cli(*of_other_model).err
+    assert ": 5 written" in cli(*of_other_model, "--replace").out
+
+
+def test_a_file_that_no_run_made_is_replaced_only_where_that_is_asked(world, given, tmp_path):
+    run(world, given)
+    out = tmp_path / "out"
+    first = written(out)
+    own = out / "a.txt.rkv"
+    # Another cache in the place of one that was made, and one that has no record.
+    for content in (first["D.TXT.rkv"], Path(world.cache).read_bytes()):
+        own.write_bytes(content)
+        refused = run(world, given)
+        assert refused.code == 1 and "did not make: a.txt.rkv. Give" in refused.err, refused
+        assert own.read_bytes() == content
+        (out / ".made" / "a.txt.rkv.json").unlink(missing_ok=True)
+    assert ": 1 written" in run(world, given, "--replace").out and written(out) == first
+    # What is not a cache is never replaced, as with a single text.
+    own.write_text("notes")
+    for flags in ((), ("--replace",)):
+        refused = run(world, given, *flags)
+        assert refused.code == 1 and "is not a restorekv cache" in refused.err, refused
+    assert own.read_text() == "notes"
 
 
 def test_files_of_another_version_of_the_evictor_are_made_anew(world, given, tmp_path, monkeypatch):
@@ -109,16 +149,18 @@ def test_files_of_another_version_of_the_evictor_are_made_anew(world, given, tmp
 
 
 def test_a_record_is_of_the_file_beside_it(world, given, tmp_path, monkeypatch):
-    """Whether a run was killed between the two or a file was put there by hand; old records do not
-    name the file.
-    """
+    """Also where a run was killed between the two; old records do not name the file."""
     run(world, given)
     first, record = written(out := tmp_path / "out"), out / ".made" / "a.txt.rkv.json"
     entries = json.loads(record.read_text())
     (given / "a.txt").write_text(f"{TEXT} And more.")
 
-    def killed(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+    write_json = document_compressor.write_json
+
+    def killed(path: Path, entries: dict, **options: object) -> None:
+        if "of" in entries:  # the file is written
+            raise KeyboardInterrupt
+        write_json(path, entries, **options)
 
     for named in (entries, {name: value for name, value in entries.items() if name != "file"}):
         record.write_text(json.dumps(named))
@@ -129,9 +171,8 @@ def test_a_record_is_of_the_file_beside_it(world, given, tmp_path, monkeypatch):
         assert ": 1 written" in run(world, given).out and written(out) == first
         (given / "a.txt").write_text(f"{TEXT} And more.")
     (given / "a.txt").write_text(TEXT)
-    (out / "a.txt.rkv").write_bytes(first["D.TXT.rkv"])
-    assert ": 1 written" in run(world, given).out and written(out) == first
-    record.write_text(json.dumps({"of": entries["of"], "seconds": {}}))
+    del entries["file"], entries["warning"]
+    record.write_text(json.dumps(entries))
     assert ": 0 written" in run(world, given).out
 
 

@@ -65,6 +65,12 @@ def run(
     workers: Annotated[
         int, typer.Option(min=1, help="Documents that --ray compresses at the same time.")
     ] = 2,
+    replace: Annotated[
+        bool,
+        typer.Option(
+            "--replace", help="In a folder, replace cache files that other settings made."
+        ),
+    ] = False,
 ) -> None:
     # Check the options before PyTorch is imported and a model is loaded, which takes long.
     if ratio is not None and tokens_per_head is not None:
@@ -124,6 +130,6 @@ def run(
         config=config,
     )
     if is_folder:
-        compress_folder(Path(file), out, recipe, ray, workers, json)
+        compress_folder(Path(file), out, recipe, ray, workers, json, replace)
     else:
         compress_text(text, out, recipe, json)

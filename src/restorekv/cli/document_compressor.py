@@ -84,47 +84,70 @@ class DocumentCompressor:
         self.model_and_tokenizer: tuple[PreTrainedModel, Tokenizer] | None = None
         # JSON of all that decides a cache file, except the document.
         self.recipe_identity = ""
+        # A digest of the part of it that the user chooses.
+        self.settings_digest = ""
 
     def open(self) -> None:
         """Open the model, at the first call, and record the identity of model and settings."""
         if self.model_and_tokenizer is None:
             recipe = self.recipe
             opened = open_model(recipe.model, recipe.dtype, recipe.device, recipe.yarn)
-            self.recipe_identity = self._identify(*opened)
+            self._identify(*opened)
             self.model_and_tokenizer = opened
 
-    def _identify(self, model: PreTrainedModel, tokenizer: Tokenizer) -> str:
-        """Return JSON of what decides every cache file; refuse an adapter that does not fit."""
+    def _identify(self, model: PreTrainedModel, tokenizer: Tokenizer) -> None:
+        """Record what decides every cache file; refuse an adapter that does not fit."""
         recipe = self.recipe
         config = recipe.config
         compressor = make_compressor(recipe.evictor, config)
         identity = identify_model(model, tokenizer)
         separator = config.choose_separator(tokenizer)
+        ratio = parse_ratio(recipe.ratio) if recipe.ratio else None
         adapter = load_adapter(
             model,
             recipe.adapter,
             compressor,
             config.restore_tokens,
             separator,
-            parse_ratio(recipe.ratio) if recipe.ratio else None,
+            ratio,
             identity,
         )
         settings = {**recipe.get_options(), **vars(config), **config.to_json()}
+        settings["ratio"] = ratio and str(ratio)  # 0.1 and 0.10 are one
         # The text that is used is listed below.
         del settings["separator"]
-        deciding = [
-            __version__,
+        chosen = [
             identity.fingerprint,
             identity.rope,
             identity.template,
             str(model.dtype),
             separator,
             compressor.identity(model),
-            compressor.digest_code(),
             adapter and adapter.identity(),
             settings,
         ]
-        return json.dumps(deciding, sort_keys=True, default=str)
+        deciding = [__version__, compressor.digest_code(), *chosen]
+        self.recipe_identity = json.dumps(deciding, sort_keys=True, default=str)
+        settings_identity = json.dumps(chosen, sort_keys=True, default=str)
+        self.settings_digest = hashlib.sha256(settings_identity.encode()).hexdigest()
+
+    def is_foreign_file(self, target: str) -> bool:
+        """Return whether an intact cache file is there that no run with these settings made: its
+        user may need it.
+        """
+        self.open()
+        path = Path(target)
+        if not path.exists():
+            return False
+        try:
+            entries = read_record(locate_record(path), target)
+            # A run that is killed may leave a record that does not name the file's bytes.
+            is_own = entries.get("settings") == self.settings_digest and (
+                entries.get("file") in (None, digest_file(path))
+            )
+        except (RestoreKVError, AttributeError):  # without a record, or with a damaged one
+            is_own = False
+        return not is_own and _is_intact(path)
 
     def compress_document(self, source: str, name: str, target: str) -> DocumentResult:
         """Write the cache file of a document, unless it is there already."""
@@ -159,12 +182,13 @@ class DocumentCompressor:
         )
         # Without its seconds, a cache file has the same bytes, whoever makes it.
         manifest = replace(compressed.manifest, seconds={})
-        # The record is deleted before the cache file is replaced and written afterwards, so that a
-        # run that is killed in between leaves no record.
-        record.unlink(missing_ok=True)
+        # Until the cache file is replaced, the record says only that these settings make it: a run
+        # that is killed in between leaves no record of a document, so the file is made again.
+        write_json(record, {"settings": self.settings_digest}, follow=False)
         replace(compressed, manifest=manifest).save(target)
         entries = {
             "of": digest,
+            "settings": self.settings_digest,
             "file": digest_file(target),
             "seconds": compressed.manifest.seconds,
             "warning": extraction.warning,
@@ -178,6 +202,15 @@ class DocumentCompressor:
 def locate_record(target: Path) -> Path:
     """Return where the record of a cache file is."""
     return target.parent / ".made" / f"{target.name}.json"
+
+
+def _is_intact(path: Path) -> bool:
+    """Return whether a file is a cache file that can be used."""
+    try:
+        open_cache_file(path)
+    except RestoreKVError:
+        return False
+    return True
 
 
 def _find_existing(target: Path, record: Path, digest: str) -> DocumentResult | None:

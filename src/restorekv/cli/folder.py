@@ -3,7 +3,7 @@ Ray cluster.
 """
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from restorekv.cli.document_compressor import (
     DocumentResult,
     locate_record,
 )
-from restorekv.cli.inputs import check_json_output, check_outputs_apart
+from restorekv.cli.inputs import check_json_output, check_output_kind, check_outputs_apart
 from restorekv.cli.terminal import notes, output, show_progress_share, write_figures
 from restorekv.context import format_bytes
 from restorekv.errors import RestoreKVError, make_printable
@@ -22,6 +22,8 @@ from restorekv.files import check_target, list_files
 
 ENDINGS = {".txt", ".text", ".md", ".markdown", ".html", ".htm", ".pdf", ".docx"}
 SHOWN_NAMES = 5  # of files that are left out, or that have no document any more
+# Calls a method of a `DocumentCompressor` once for each tuple of arguments, and yields the results.
+CallEach = Callable[[str, Iterable[tuple]], Iterator[Any]]
 
 
 def _list_documents(folder: Path) -> list[Path]:
@@ -81,6 +83,7 @@ def compress_folder(
     ray: str | None,
     workers: int,
     figures: Path | None,
+    replace: bool,
 ) -> None:
     """Compress every document of a folder.
 
@@ -91,9 +94,11 @@ def compress_folder(
         ray: A Ray cluster; None is this process.
         workers: How many documents at once, with `ray`.
         figures: A file for the figures.
+        replace: Whether cache files that other settings made are made anew.
 
     Raises:
-        RestoreKVError: At the end, if some could not be compressed.
+        RestoreKVError: At the end, if some could not be compressed; before, if there are cache
+            files that other settings made.
     """
     names = _list_documents(folder)
     if out.exists() and not out.is_dir():
@@ -107,10 +112,15 @@ def compress_folder(
         work.append((str(source), str(name), str(target)))
     sources_and_targets = [path for source, _, target in work for path in (source, target)]
     check_outputs_apart([figures], sources_and_targets)
+    for _, _, target in work:
+        check_output_kind(Path(target), "restorekv-cache")
     check_json_output(figures)
 
     start = time.perf_counter()
-    results = _compress_all(names, work, folder, recipe, ray, workers)
+    with _open_compressors(recipe, ray, workers) as call_each:
+        if not replace:
+            _check_foreign_files(out, names, [target for _, _, target in work], call_each)
+        results = _compress_all(names, work, folder, call_each)
     seconds = time.perf_counter() - start
 
     counts = {"wrote": 0, "kept": 0, "failed": 0}
@@ -151,23 +161,31 @@ def compress_folder(
         )
 
 
+def _check_foreign_files(
+    out: Path, names: Sequence[Path], targets: Sequence[str], call_each: CallEach
+) -> None:
+    """Refuse to replace cache files that other settings made, or that no run over a folder made."""
+    given = [(target,) for target in targets]
+    foreign = []
+    for name, is_foreign in zip(names, call_each("is_foreign_file", given), strict=True):
+        if is_foreign:
+            foreign.append(Path(f"{name}.rkv"))
+    if foreign:
+        raise RestoreKVError(
+            f"The folder {out} has cache files that these settings did not make: "
+            f"{_name_some(foreign)}. Give another folder, or --replace to make them anew."
+        )
+
+
 def _compress_all(
-    names: list[Path],
-    work: list[tuple[str, str, str]],
-    folder: Path,
-    recipe: CompressionRecipe,
-    ray: str | None,
-    workers: int,
+    names: list[Path], work: list[tuple[str, str, str]], folder: Path, call_each: CallEach
 ) -> list[DocumentResult]:
     """Return what became of every document, in order; show progress by the sizes of the files."""
     sizes = [(folder / name).stat().st_size + 1 for name in names]
     results: list[DocumentResult] = []
-    with (
-        _open_compressors(recipe, ray, workers) as compress_each,
-        show_progress_share("compressing") as update,
-    ):
+    with show_progress_share("compressing") as update:
         update(str(names[0]), 0.0)
-        for name, result in zip(names, compress_each(work), strict=True):
+        for name, result in zip(names, call_each("compress_document", work), strict=True):
             results.append(result)
             if result.outcome == "failed":
                 notes.print(
@@ -185,17 +203,17 @@ def _compress_all(
 
 
 @contextmanager
-def _open_compressors(recipe: CompressionRecipe, ray: str | None, workers: int) -> Iterator[Any]:
-    """Yield a function that takes (source, name, target) of every document and yields what became
-    of each.
-    """
+def _open_compressors(
+    recipe: CompressionRecipe, ray: str | None, workers: int
+) -> Iterator[CallEach]:
+    """Yield what calls a method of a compressor for each document, here or on a Ray cluster."""
     if ray is None:
         compressor = DocumentCompressor(recipe)
         compressor.open()
-        yield lambda work: (compressor.compress_document(*each) for each in work)
+        yield lambda method, given: (getattr(compressor, method)(*each) for each in given)
         return
     from restorekv.cli.ray_folder import RayCompressorPool  # Ray is an optional extra
 
     with RayCompressorPool(recipe, workers, ray) as pool:
         next(pool.run_calls([("open", ())]))  # a model that cannot be opened ends all
-        yield lambda work: pool.run_calls([("compress_document", each) for each in work])
+        yield lambda method, given: pool.run_calls([(method, each) for each in given])
