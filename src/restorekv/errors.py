@@ -17,7 +17,13 @@ STRETCH_ROPE = "load_model(..., rope={})"  # with the factor
 
 
 class RestoreKVError(ValueError):
-    """A user error. The command line prints only the message and exits with a nonzero status."""
+    """A user error. The command line prints only the message and exits with a nonzero status.
+
+    Attributes:
+        option: The option, or the field of a request, that is at fault; "" where none is named.
+    """
+
+    option: str = ""
 
 
 class BudgetError(RestoreKVError):

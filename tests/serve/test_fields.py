@@ -197,6 +197,11 @@ FILE_PART = {"type": "file", "file": {"file_id": ""}}
 TWO_FILES = {"type": "file", "file": {"file_id": "file-a", "file_data": "YQ=="}}
 PAGES = {"type": "file", "file": {"file_id": "file-a", "format": "text/plain", "pages": "1-3"}}
 SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}
+HELLO = {"role": "user", "content": "Hello."}
+HI = {"type": "text", "text": "Hi."}
+FLAT = {"type": "input_file"}
+EMPTY = {"type": "text", "text": "", "cache_control": {"type": "ephemeral"}}
+NOT_BASE64 = {"type": "file", "file": {"filename": "a.txt", "file_data": "%"}}
 
 
 @pytest.mark.parametrize(
@@ -208,14 +213,25 @@ SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}
         ({"stop": [""]}, "stop"),
         ({"stop_repeats": 1}, "stop_repeats"),
         ({"model": "tiny:kvzip-7"}, "model"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [FILE_PART]}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [TWO_FILES]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [FILE_PART]}]}, "messages.0.content.0.file"),
+        ({"messages": [{"role": "user", "content": [TWO_FILES]}]}, "messages.0.content.0.file"),
+        ({"messages": [HELLO, {"role": "user", "content": [FLAT]}]}, "messages.1.content.0"),
+        ({"messages": [{"role": "user", "content": [EMPTY]}]}, "messages.0.content.0.text"),
+        ({"messages": [{"role": "user", "content": [NOT_BASE64]}]}, "messages.0.content.0.file"),
+        (
+            {"messages": [HELLO, {"role": "assistant", "content": [HI, EMPTY]}]},
+            "messages.1.content.1",
+        ),
         (
             {"messages": [{"role": "user", "content": [PAGES]}]},
             "messages.0.content.0.file.pages",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content.0.type",
+        ),
+        ({"messages": [{"role": "system", "content": "Be brief."}]}, "messages"),
         ({"response_format": SCHEMA}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         (
@@ -231,6 +247,59 @@ def test_a_refusal_names_its_field(url, file, more, param):
 
 def user(*parts: object) -> list[dict]:
     return [{"role": "user", "content": list(parts)}]
+
+
+ABSENT = {"type": "file", "file": {"file_id": "file-absent"}}
+DAMAGED = {"type": "input_file", "filename": "a.pdf", "file_data": "YQ=="}
+ENDLESS_TEXT = {"type": "text", "text": "hello " * 4000, "cache_control": {"type": "ephemeral"}}
+
+
+@pytest.mark.parametrize("kind, field", [("chat", "messages"), ("responses", "input")])
+@pytest.mark.parametrize(
+    "part, status, inner",
+    [
+        (ABSENT, 404, "content.1.file"),
+        (DAMAGED, 400, "content.1"),
+        (ENDLESS_TEXT, 400, "content.1.text"),
+    ],
+)
+def test_a_refusal_names_the_document_that_is_at_fault(url, file, kind, field, part, status, inner):
+    good = {"type": "file", "file": {"file_id": file.id}}
+    messages = [HELLO, {"role": "assistant", "content": "Hi."}, *user(good, part, HI)]
+    code, error = sent(url, *request_of(kind, file, **{field: messages}))
+    assert (code, error["param"]) == (status, f"{field}.2.{inner}"), error
+
+
+def test_a_refused_response_does_not_count_what_it_has_besides_its_input(url, client):
+    """Instructions and earlier turns are messages before those of the input."""
+    made = client.files.create(file=("a.txt", TEXT.encode()), purpose="user_data")
+    client.files.wait_for_processing(made.id)
+    good = {"type": "input_file", "file_id": made.id}
+    first = sent(url, *request_of("responses", made, input=user(good, HI)))[1]
+    more = {"instructions": "Be brief.", "previous_response_id": first["id"]}
+    status, error = sent(url, *request_of("responses", made, input=user(HI, ABSENT), **more))
+    assert (status, error["param"]) == (404, "input.0.content.1.file"), error
+    unknown = {**more, "previous_response_id": "resp-absent"}
+    status, error = sent(url, *request_of("responses", made, input="Why?", **unknown))
+    assert (status, error["param"]) == (404, "previous_response_id"), error
+    # The file of the earlier turn is not part of this request.
+    client.files.delete(made.id)
+    status, error = sent(url, *request_of("responses", made, input="Why?", **more))
+    assert (status, error["param"]) == (404, "previous_response_id"), error
+
+
+@pytest.mark.parametrize(
+    "path, field, value",
+    [
+        ("chat/completions", "messages", [{"role": "user", "content": "hello " * 4000}]),
+        ("responses", "input", "hello " * 4000),
+        ("completions", "prompt", "hello " * 4000),
+        ("completions", "prompt", [10**9]),
+    ],
+)
+def test_a_refused_question_names_its_field(url, path, field, value):
+    status, error = sent(url, path, {"model": "tiny", field: value})
+    assert (status, error["param"]) == (400, field), error
 
 
 @pytest.mark.parametrize(
@@ -345,7 +414,7 @@ ENDLESS = {"type": "json_schema", "schema": {"enum": ["x" * 40_000]}}
         ({"input": ["hi"]}, "input.0"),
         ({"input": [{"role": "system", "content": "Be brief."}]}, "input"),
         ({"input": user(WITH_URL)}, "input.0.content.0.file_url"),
-        ({"input": user({"type": "input_image"})}, "input"),
+        ({"input": user({"type": "input_image"})}, "input.0.content.0.type"),
         ({"text": {"format": "json"}}, "text.format"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),

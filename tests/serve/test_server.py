@@ -917,7 +917,7 @@ def test_files_whose_kind_cannot_be_heeded_are_refused(client, data, part, sente
     encoded = base64.b64encode(PAGE).decode()
     with pytest.raises(openai.BadRequestError, match=sentence) as refused:
         ask_about_data(client, data.format(encoded), **part)
-    assert refused.value.param == "messages"
+    assert refused.value.param == "messages.0.content.0.file"
 
 
 def test_the_format_of_an_upload_is_how_it_is_read(client, file):

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
-from restorekv.errors import OptionError, RestoreKVError, TextTooLongError
+from restorekv.errors import RestoreKVError, TextTooLongError, UnlikeContextsError
 from restorekv.serve import replies, schemas
 from restorekv.serve.body import FORM, BodyError, CheckedRoute
 from restorekv.serve.completions import add_completions
@@ -47,7 +47,7 @@ BYTES = "application/octet-stream"
 # Requests call some options of `SamplingConfig` by other names.
 OPTION_FIELDS = {"json_schema": "response_format", "samples": "n"}
 # By path: what its requests call the fields of the chat request that they are turned into.
-NAMES_OF_PATHS = {"/v1/responses": CHAT_NAMES}
+NAMES_OF_PATHS = {"/v1/responses": CHAT_NAMES, "/v1/completions": {"messages": "prompt"}}
 PLACES = ("body", "query")  # where FastAPI found a field
 FORMS_OF_FIELDS = ("str", "int", "float", "bool")  # as pydantic names them
 NO_OBJECT = ("dict_type", "model_type", "model_attributes_type")  # pydantic's errors
@@ -130,7 +130,9 @@ def add_errors(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(ApiError)
     async def answer_api_error(_: Request, error: ApiError) -> Response:
-        return make_problem_response(error.status, error.message, error.code, error.headers)
+        return make_problem_response(
+            error.status, error.message, error.code, error.headers, error.param or None
+        )
 
     @app.exception_handler(BusyError)
     async def answer_busy(_: Request, error: BusyError) -> Response:
@@ -138,7 +140,7 @@ def add_errors(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(DeletedError)
     async def answer_deleted(_: Request, error: DeletedError) -> Response:
-        return make_problem_response(404, str(error), "file_not_found")
+        return make_problem_response(404, str(error), "file_not_found", param=error.option or None)
 
     @app.exception_handler(UnavailableError)
     async def answer_away(_: Request, error: UnavailableError) -> Response:
@@ -159,7 +161,9 @@ def add_errors(app: FastAPI, service: Service) -> None:
         lack = explain_resource_shortage(error)
         if lack:
             return make_problem_response(*lack)
-        option = error.option if isinstance(error, OptionError) else ""
+        option = error.option
+        if not option and isinstance(error, TextTooLongError | UnlikeContextsError):
+            option = "messages"  # all of them together
         names = NAMES_OF_PATHS.get(request.scope["path"], {})
         param = rename_field(OPTION_FIELDS.get(option, option), names) or None
         if isinstance(error, UnknownModelError):

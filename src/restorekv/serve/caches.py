@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.prepared_cache import PreparedContextCache
 from restorekv.context import CompressedContext
-from restorekv.errors import CacheFileError, RestoreKVError, TextTooLongError
+from restorekv.errors import CacheFileError, OptionError, RestoreKVError, TextTooLongError
 from restorekv.generation import decoding
 from restorekv.generation.answers import Answer, make_answer
 from restorekv.generation.chat import encode_conversation
@@ -243,8 +243,9 @@ class CacheEngine(Engine, Generic[Active]):
         elif all(0 <= token < len(self.tokenizer) for token in prompt):
             ids = prompt
         else:
-            raise RestoreKVError(
-                f"A prompt of ids has numbers from 0 to {len(self.tokenizer) - 1}; send a text."
+            raise OptionError(
+                f"A prompt of ids has numbers from 0 to {len(self.tokenizer) - 1}; send a text.",
+                "prompt",
             )
         if len(ids) >= most:
             raise TextTooLongError(

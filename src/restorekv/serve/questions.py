@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -62,13 +62,20 @@ class Questions:
         answer = replies.make_completion(pending.header, reply, tokenizer, request.logprobs)
         return JSONResponse(schemas.to_json(answer))
 
-    async def ask(self, request: ChatRequest, kind: str, is_gone: IsGone) -> PendingAnswer:
+    async def ask(
+        self,
+        request: ChatRequest,
+        kind: str,
+        is_gone: IsGone,
+        names: Sequence[str] | None = None,
+    ) -> PendingAnswer:
         """Hand a request to the engine.
 
         Args:
             request: What is asked.
             kind: How the id of the answer begins.
             is_gone: Returns whether the client has gone.
+            names: The fields of the messages, as `parse_chat` takes them.
 
         Returns:
             The answer; perhaps nothing of it is written yet.
@@ -80,7 +87,7 @@ class Questions:
             TimeoutError: The documents took too long.
         """
         service = self.service
-        chat = parse_chat(request, service.base, service.limits.tokens, service.defaults)
+        chat = parse_chat(request, service.base, service.limits.tokens, service.defaults, names)
         service.check_open()
 
         # Compressing may outlast the server, whose end is then the answer.

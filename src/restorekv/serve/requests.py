@@ -49,6 +49,8 @@ CHARSETS = {"", "utf-8", "utf8", "us-ascii"}
 # Python's own, not the system's, so that a name means the same everywhere.
 KNOWN_ENDINGS = {*MimeTypes().types_map[True], *ENDINGS.values(), ".rkv"}
 
+EARLIER = "previous_response_id"  # the field that stands for the messages up to an answer
+
 WHOSE_DOCUMENTS = (
     "Documents are in messages of the user or the system, not of the assistant; move the part to "
     "one of these."
@@ -85,6 +87,14 @@ class AttachedFile:
 
 # A document of a request; a text is its own.
 DocumentPart = str | UploadedFile | AttachedFile
+
+
+@dataclass(frozen=True)
+class RequestedDocument:
+    """A document of a request, and the field that names it, such as "messages.0.content.1.file"."""
+
+    part: DocumentPart
+    field: str
 
 
 class FileReference(BaseModel):
@@ -201,6 +211,13 @@ class MessagePart(FileReference):
         # `check_cache_marks` has refused marks that are neither null nor of the known kind.
         is_marked = bool(self.cache_control or self.prompt_cache_breakpoint)
         return "file" in self.type or is_marked
+
+    @property
+    def document_field(self) -> str:
+        """The field that has the document; "" where the part itself names its file."""
+        if "file" not in self.type:
+            return "text"
+        return "file" if self.type == "file" or self.file else ""
 
     def find_document(self) -> DocumentPart:
         """Return the document that this part is; raise RestoreKVError where it is nothing."""
@@ -419,7 +436,7 @@ class ParsedChat:
         limit: How many tokens an answer may have.
     """
 
-    documents: Sequence[DocumentPart]
+    documents: Sequence[RequestedDocument]
     system: str
     turns: Sequence[tuple[str, str]]
     question: str
@@ -430,7 +447,11 @@ class ParsedChat:
 
 
 def parse_chat(
-    request: ChatRequest, base: str, most_tokens: int, defaults: AnswerDefaults
+    request: ChatRequest,
+    base: str,
+    most_tokens: int,
+    defaults: AnswerDefaults,
+    names: Sequence[str] | None = None,
 ) -> ParsedChat:
     """Return what a request asks: system messages, then user and assistant in turn.
 
@@ -444,14 +465,19 @@ def parse_chat(
         base: The name of the server's model.
         most_tokens: The server's limit on answers.
         defaults: What an answer gets where the request does not say.
+        names: The fields of the messages, for errors; "messages.0" and so on by default.
+
+    Raises:
+        OptionError: A message cannot be used; `option` is the field.
     """
-    documents: list[DocumentPart] = []
+    if names is None:
+        names = [f"messages.{number}" for number in range(len(request.messages))]
+    documents: list[RequestedDocument] = []
     system: list[str] = []
     roles: list[str] = []
     texts: list[str] = []
-    for message in request.messages:
-        with name_option("messages"):
-            text = _read_message(message, documents)
+    for message, name in zip(request.messages, names, strict=True):
+        text = _read_message(message, name, documents)
         role = message.role
         if role in ("system", "developer"):
             if not roles:
@@ -497,25 +523,46 @@ def _choose(asked: float | None, default: float) -> float:
 
 def read_text(message: Message) -> str:
     """Return the text of a message, without its documents."""
-    return _read_message(message, [])
+    return _read_message(message, "messages.0", [])
 
 
-def _read_message(message: Message, documents: list[DocumentPart]) -> str:
-    """Return the text of a message, and add its documents to those of the conversation."""
+def _read_message(message: Message, name: str, documents: list[RequestedDocument]) -> str:
+    """Return the text of a message, and add its documents to those of the conversation.
+
+    Args:
+        message: What was sent.
+        name: Its field, for errors.
+        documents: Gets its documents.
+
+    Raises:
+        OptionError: The message cannot be used; `option` is the field.
+    """
+    content = _name_inside(name, "content")
     if message.content is None and message.role != "assistant":
-        raise RestoreKVError("Only an assistant's message may have no content; give a text.")
+        raise OptionError("Only an assistant's message may have no content; give a text.", content)
     if not isinstance(message.content, list):
         return message.content or ""
     texts = []
-    for part in message.content:
-        part.check_type()
+    for number, part in enumerate(message.content):
+        name_of_part = _name_inside(content, str(number))
+        with name_option(_name_inside(name_of_part, "type")):
+            part.check_type()
         if not part.is_document:
             texts.append(part.text or "")
         elif message.role == "assistant":
-            raise RestoreKVError(WHOSE_DOCUMENTS)
+            raise OptionError(WHOSE_DOCUMENTS, name_of_part)
         else:
-            documents.append(part.find_document())
+            field = _name_inside(name_of_part, part.document_field)
+            with name_option(field):
+                documents.append(RequestedDocument(part.find_document(), field))
     return "\n".join(texts)
+
+
+def _name_inside(name: str, inner: str) -> str:
+    """Return the name of a field inside of another one; there is none inside of earlier messages,
+    since the request has the id of their answer alone.
+    """
+    return f"{name}.{inner}" if inner and name != EARLIER else name
 
 
 def _join_texts(texts: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, model_validator
 from restorekv.serve import fields, replies, schemas
 from restorekv.serve.engine import Reply
 from restorekv.serve.questions import PendingAnswer, Questions
-from restorekv.serve.requests import ChatRequest, Message, Text, read_text
+from restorekv.serve.requests import EARLIER, ChatRequest, Message, Text, read_text
 from restorekv.serve.service import ApiError, explain_error
 
 REMEMBERED = 1000  # answers whose turns are known
@@ -74,6 +74,14 @@ class ResponsesRequest(BaseModel):
             given, cls.model_fields, fields.RESPONSES_IDLE, fields.RESPONSES_REFUSED
         )
 
+    def name_messages(self, earlier: Sequence[Message]) -> list[str]:
+        """Return the field that each message of `to_chat` is from."""
+        names = ["instructions"] if self.instructions else []
+        names += [EARLIER] * len(earlier)
+        if isinstance(self.input, str):
+            return [*names, "input"]
+        return names + [f"input.{number}" for number in range(len(self.input))]
+
     def to_chat(self, earlier: list[Message]) -> ChatRequest:
         """Return the same question as a chat request, after earlier messages."""
         messages: list[Message] = []
@@ -113,10 +121,10 @@ class ResponseMemory:
         self.sizes: dict[int, int] = {}
 
     def find(self, name: str | None) -> list[Message]:
-        """Return the messages up to and with an answer."""
+        """Return the messages up to and with an answer that a request names."""
         if name is None:
             return []
-        self._check(name, "send the turns again")
+        self._check(name, "send the turns again", EARLIER)
         return self.turns[name]
 
     def find_answer(self, name: str) -> dict[str, Any]:
@@ -124,10 +132,13 @@ class ResponseMemory:
         self._check(name, "ask again")
         return self.answers[name]
 
-    def _check(self, name: str, remedy: str) -> None:
-        """Raise ApiError for an answer that is not remembered."""
+    def _check(self, name: str, remedy: str, param: str = "") -> None:
+        """Raise ApiError for an answer that is not remembered; `param` is the field that names
+        it.
+        """
         if name not in self.turns:
-            raise ApiError(404, f"There is no response {name[:60]!r} here any more; {remedy}.")
+            message = f"There is no response {name[:60]!r} here any more; {remedy}."
+            raise ApiError(404, message, param=param)
 
     def add(self, name: str, messages: list[Message], text: str, answer: dict[str, Any]) -> None:
         """Remember an answer to messages.
@@ -183,8 +194,10 @@ def add_responses(app: FastAPI, questions: Questions) -> None:
 
     @app.post("/v1/responses", responses=schemas.describe_stream(schemas.Response))
     async def respond(request: Request, asked: ResponsesRequest) -> Response:
-        chat = asked.to_chat(memory.find(asked.previous_response_id))
-        pending = await questions.ask(chat, "resp", request.is_disconnected)
+        earlier = memory.find(asked.previous_response_id)
+        chat = asked.to_chat(earlier)
+        names = asked.name_messages(earlier)
+        pending = await questions.ask(chat, "resp", request.is_disconnected, names)
 
         def finish(reply: Reply) -> schemas.Response:
             response = make_response(pending, asked, reply)

@@ -9,14 +9,16 @@ import asyncio
 import json
 import logging
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fastapi import UploadFile
 
-from restorekv.errors import CacheFileError, OptionError, RestoreKVError
+from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.readers.extract import CACHE, TEXT, find_kind, printable_name, read_document
 from restorekv.serve.document_checks import start_document_hash
 from restorekv.serve.engine import (
@@ -29,7 +31,13 @@ from restorekv.serve.engine import (
     explain_resource_shortage,
 )
 from restorekv.serve.index import FAILED, PROCESSED, UPLOADED
-from restorekv.serve.requests import AnswerDefaults, AttachedFile, DocumentPart, UploadedFile
+from restorekv.serve.requests import (
+    AnswerDefaults,
+    AttachedFile,
+    DocumentPart,
+    RequestedDocument,
+    UploadedFile,
+)
 from restorekv.serve.store import Store, Upload
 from restorekv.serve.variants import Variant
 
@@ -64,16 +72,23 @@ class ApiError(Exception):
         message: A sentence for the client.
         code: A word for programs.
         headers: Headers of the answer, such as Retry-After.
+        param: The field of the request that is at fault; "" where none is named.
     """
 
     def __init__(
-        self, status: int, message: str, code: str | None = None, headers: dict | None = None
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        headers: dict | None = None,
+        param: str = "",
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.code = code
         self.headers = headers
+        self.param = param
 
 
 class Service:
@@ -236,7 +251,7 @@ class Service:
     # Documents of requests.
 
     async def get_documents(
-        self, parts: Sequence[DocumentPart], variant: Variant
+        self, requested: Sequence[RequestedDocument], variant: Variant
     ) -> list[ServedDocument]:
         """Return a request's documents, from memory, from disk, or compressed now.
 
@@ -252,8 +267,9 @@ class Service:
         self.waiting += 1
         try:
             documents: dict[str, ServedDocument] = {}
-            for part in parts:
-                document = await self._get_document(part, variant)
+            for each in requested:
+                with _name_field(each.field):
+                    document = await self._get_document(each.part, variant)
                 documents.setdefault(document.sha256, document)
             return list(documents.values())
         finally:
@@ -290,10 +306,9 @@ class Service:
         """Refuse a format of a file that is not how its upload is read."""
         name = self.find_upload(upload_id).name
         if kind != find_kind(name):
-            raise OptionError(
+            raise RestoreKVError(
                 f"The format of {upload_id} is not how {name} is read; leave the format out, or "
-                "upload the file under a name with the ending of its kind.",
-                "messages",
+                "upload the file under a name with the ending of its kind."
             )
 
     async def get_uploaded(self, upload_id: str, variant: Variant) -> ServedDocument:
@@ -324,6 +339,23 @@ class Service:
             # Whoever uploaded it knows the file by its name, and not where the server keeps it.
             place = str(self.store.upload_path(upload.id))
             raise CacheFileError(str(error).replace(place, upload.name)) from error
+
+
+@contextmanager
+def _name_field(field: str) -> Iterator[None]:
+    """Let an error of the block name a field of the request, unless it names one already."""
+    try:
+        yield
+    except ApiError as error:
+        error.param = error.param or field
+        raise
+    except RestoreKVError as error:
+        if error.option:
+            raise
+        # Others may wait for the same document, and have it in another field.
+        named = copy(error)
+        named.option = field
+        raise named from error
 
 
 def explain_failure(error: Exception) -> str:
