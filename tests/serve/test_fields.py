@@ -303,6 +303,45 @@ def test_a_refused_question_names_its_field(url, path, field, value):
 
 
 @pytest.mark.parametrize(
+    "path, more, param",
+    [
+        ("chat/completions", {"stream": "yes"}, "stream"),
+        ("chat/completions", {"stream": 1}, "stream"),
+        ("chat/completions", {"logprobs": "on"}, "logprobs"),
+        (
+            "chat/completions",
+            {"stream": True, "stream_options": {"include_usage": "no"}},
+            "stream_options.include_usage",
+        ),
+        (
+            "completions",
+            {"stream": True, "stream_options": {"include_obfuscation": 0}},
+            "stream_options.include_obfuscation",
+        ),
+        ("completions", {"stream": "no"}, "stream"),
+        ("responses", {"stream": "true"}, "stream"),
+        ("responses", {"store": 0}, "store"),
+    ],
+)
+def test_what_must_be_a_boolean_is_nothing_else(url, path, more, param):
+    """The word "no" was taken for true in one place, and for false in others."""
+    text = {"chat/completions": {"messages": [HELLO]}, "responses": {"input": "Hello."}}
+    request = {"model": "tiny", **text.get(path, {"prompt": "Hello."}), **more}
+    status, error = sent(url, path, request)
+    assert (status, error["param"]) == (400, param), error
+    assert error["message"].startswith(param) and "boolean" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+def test_a_stream_of_null_is_none(url, path):
+    text = {"chat/completions": {"messages": [HELLO]}, "responses": {"input": "Hello."}}
+    request = {"model": "tiny", **text.get(path, {"prompt": "Hello."}), "stream": None}
+    if path != "responses":
+        request["stream_options"] = {"include_usage": None}
+    assert sent(url, path, request)[0] == 200
+
+
+@pytest.mark.parametrize(
     "more, param, example, kind",
     [
         ({"messages": ["hi"]}, "messages.0", '{"role": "user", "content": "..."}', "a string"),

@@ -180,8 +180,12 @@ def take_request(
     """Return a request that may be streamed without the fields that have no effect."""
     taken = take_known(given, honored, idle, refused)
     if isinstance(taken, dict):
-        options = taken.get("stream_options")
-        take_known(options, dict.fromkeys(STREAM), frozenset(), {}, "stream_options.")
+        place = "stream_options"
+        options = take_known(taken.get(place), dict.fromkeys(STREAM), frozenset(), {}, f"{place}.")
+        for name, value in options.items() if isinstance(options, dict) else ():
+            if not isinstance(value, bool | None):
+                why = "must be a boolean, true or false"
+                raise make_field_error("invalid_value", f"{place}.{name}", why)
     return taken
 
 

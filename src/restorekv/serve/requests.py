@@ -12,7 +12,7 @@ from mimetypes import MimeTypes
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, StrictBool, model_validator
 
 from restorekv.errors import OptionError, RestoreKVError, name_option
 from restorekv.generation.sampling import LEAST_TEMPERATURE, SamplingConfig
@@ -320,7 +320,7 @@ class AnswerDefaults:
 class SamplingRequest(BaseModel):
     """How answers are written and sent: what all requests for completions have."""
 
-    stream: bool = False
+    stream: StrictBool | None = None
     stream_options: dict[str, Any] | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     # 0 is the likeliest token alone, as in OpenAI's API.
@@ -380,7 +380,7 @@ class ChatRequest(SamplingRequest):
     model: Text
     messages: list[Message] = Field(min_length=1, max_length=1000)
     max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
+    logprobs: StrictBool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: Format | None = None
 

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from openai.types import responses as types
 from openai.types.responses.response import IncompleteDetails
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, StrictBool, model_validator
 
 from restorekv.serve import fields, replies, schemas
 from restorekv.serve.engine import Reply
@@ -58,12 +58,12 @@ class ResponsesRequest(BaseModel):
     input: Text | list[Message]
     instructions: Text | None = None
     previous_response_id: str | None = None
-    stream: bool = False
+    stream: StrictBool | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     max_output_tokens: int | None = Field(None, ge=1)
     text: TextOptions | None = None
-    store: bool | None = None
+    store: StrictBool | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)
 
     @model_validator(mode="before")
