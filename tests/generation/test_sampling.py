@@ -13,7 +13,8 @@ from transformers import GenerationConfig
 from transformers.generation import StoppingCriteria
 
 from restorekv import ask_many, compress
-from restorekv.errors import RestoreKVError
+from restorekv.errors import OptionError, RestoreKVError
+from restorekv.generation.constraint import begins_with_space
 from restorekv.generation.sampling import SamplingConfig, SamplingOptions, TokenSampler
 from restorekv.readers.extract import extract_text
 from tests.helpers.compressing import QUESTIONS, TEXT, make_adapter
@@ -208,6 +209,50 @@ def test_grammars_hold(small):
     ):
         with pytest.raises(RestoreKVError, match=f"The {what} cannot be used"):
             small.ask(QUESTIONS[0], **wrong)
+
+
+@pytest.mark.parametrize(
+    "regex, sentence",
+    [
+        ("(", "The regular expression '(' cannot be used: unclosed group; correct it."),
+        (
+            "[z-a]+",
+            "The regular expression '[z-a]+' cannot be used: invalid character class range, the "
+            "start must be <= the end; correct it.",
+        ),
+        (
+            r"(a)\1",
+            r"The regular expression '(a)\1' cannot be used: backreferences are not supported; "
+            "write it without.",
+        ),
+        (
+            r"\bfoo\b",
+            r"The regular expression '\bfoo\b' cannot be used: look-around, such as \b, ^ and $ "
+            "between characters, is not supported; write it without.",
+        ),
+    ],
+)
+def test_a_regular_expression_that_is_none_says_why_in_one_sentence(small, regex, sentence):
+    """It showed the library's own error over several lines, with places in a grammar."""
+    with pytest.raises(OptionError) as refused:
+        small.ask(QUESTIONS[0], regex=regex)
+    assert (str(refused.value), refused.value.option) == (sentence, "regex")
+
+
+def test_a_long_regular_expression_is_named_by_its_start(small):
+    with pytest.raises(OptionError) as refused:
+        small.ask(QUESTIONS[0], regex="(" + "a\n" * 200)
+    assert len(str(refused.value)) < 250 and "\n" not in str(refused.value)
+
+
+def test_no_regular_expression_takes_all_memory(small):
+    """Large counts, and what two libraries read differently, ended the process."""
+    assert begins_with_space("[ a]{1000000000}")
+    assert not begins_with_space("a{1000000000}")
+    assert begins_with_space("a{0,1000000000} b")
+    assert not begins_with_space("(?R)a")
+    with pytest.raises(OptionError, match="cannot be used"):
+        small.ask(QUESTIONS[0], regex="(" * 20_000)
 
 
 def test_without_llguidance_one_sentence(small, monkeypatch):

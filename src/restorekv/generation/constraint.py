@@ -5,6 +5,7 @@ next.
 from __future__ import annotations
 
 import json
+import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.errors import OptionError, RestoreKVError, import_extra
+from restorekv.errors import OptionError, RestoreKVError, import_extra, make_printable
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -27,6 +28,11 @@ WHITESPACE = {"whitespace_pattern": r"( |\n {0,16})?"}
 NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 # Keywords whose values are no schemas, whatever keys they have.
 VALUES = {"const", "enum", "default", "examples", "required"}
+# How often something comes in a regular expression, such as {2,5}.
+COUNT = re.compile(r"\{[\d,]+\}")
+# What llguidance says is wrong with a regular expression, after a drawing of the place.
+CAUSE = re.compile(r"^error: (.+)$", re.MULTILINE)
+LOOK_AROUND = "look-around, such as \\b, ^ and $ between characters, is not supported"
 # llguidance's vocabularies, which take a second to make.
 VOCABULARIES: WeakKeyDictionary[Tokenizer, dict[tuple[int, tuple[int, ...]], Any]] = (
     WeakKeyDictionary()
@@ -79,12 +85,9 @@ class Constraint:
                 "require, so that no answer matches two of them; use anyOf"
             )
         if wrong:
-            what, option = "JSON schema", "json_schema"
             if regex is not None:
-                what, option = "regular expression", "regex"
-                # As the user wrote it, without what was put around it.
-                wrong = wrong.replace(_allow_space(regex), _drop_anchors(regex))
-            raise OptionError(f"The {what} cannot be used: {_shorten(wrong)}", option)
+                raise _make_regex_error(regex, wrong)
+            raise OptionError(f"The JSON schema cannot be used: {_shorten(wrong)}", "json_schema")
         return cls(kind(vocabulary, grammar), vocabulary.vocab_size)
 
     @property
@@ -115,8 +118,10 @@ class Constraint:
     def take(self, token: int) -> None:
         """Continues after a token."""
         if not self.matcher.consume_token(token):
+            # After that comes the state of the matcher, over many lines.
+            why = (self.matcher.get_error() or "unknown").partition("<state>")[0]
             raise RestoreKVError(
-                f"The answer left its grammar: {_shorten(self.matcher.get_error() or 'unknown')}"
+                f"The answer left its grammar: {_shorten(why)}; give a simpler regex or schema."
             )
 
 
@@ -228,11 +233,34 @@ def _drop_anchors(regex: str) -> str:
 @lru_cache(maxsize=64)
 def begins_with_space(expression: str) -> bool:
     """Return whether what matches a regular expression may begin with white space."""
+    # What may come first does not depend on how often it comes, and compiling {1000000000} would
+    # take all memory.
+    once = COUNT.sub(lambda count: re.sub(r"\d+", _cap_count, count[0]), _drop_anchors(expression))
     try:
-        pattern = regex_library.compile(_drop_anchors(expression))
-    except regex_library.error:  # llguidance says what is wrong with it
+        pattern = regex_library.compile(once)
+        return any(pattern.fullmatch(each, partial=True) for each in " \n\t\r")
+    # Of what is no regular expression, or another one to this library, which knows recursion:
+    # llguidance says what is wrong with it.
+    except (regex_library.error, RecursionError, MemoryError):
         return False
-    return any(pattern.fullmatch(each, partial=True) for each in " \n\t\r")
+
+
+def _cap_count(number: re.Match[str]) -> str:
+    """Return a number of times as 0 or 1."""
+    return "1" if number[0].strip("0") else "0"
+
+
+def _make_regex_error(regex: str, wrong: str) -> OptionError:
+    """Return the error of a regular expression, by what llguidance says of it."""
+    cause = CAUSE.search(wrong)
+    if "lookarounds not supported" in wrong:
+        why = LOOK_AROUND
+    else:
+        why = _shorten(cause[1] if cause else wrong)
+    fix = "write it without" if "not supported" in why else "correct it"
+    return OptionError(
+        f"The regular expression '{make_printable(regex)}' cannot be used: {why}; {fix}.", "regex"
+    )
 
 
 def _shorten(text: str) -> str:
