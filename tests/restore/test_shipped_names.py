@@ -2,7 +2,7 @@
 
 import pytest
 
-from restorekv import load_model
+from restorekv import compress, load_model
 from restorekv.errors import AdapterError
 from restorekv.model.names import shipped_path
 from restorekv.restore import shipped
@@ -10,6 +10,7 @@ from restorekv.restore.adapter import RestoreAdapter
 from restorekv.restore.hub import fetch_adapter
 from restorekv.train.config import TrainConfig
 from restorekv.train.loop import make_initial_adapter
+from tests.helpers.models import build_model
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +27,50 @@ def test_adapters_that_ship_have_names(tiny):
 def test_no_other_name_finds_an_adapter(name):
     with pytest.raises(AdapterError, match=r"No adapter .* ships for tiny; use one of .*snapkv"):
         fetch_adapter(f"tiny:{name}")
+
+
+def test_a_name_with_a_slip_gets_a_hint():
+    with pytest.raises(
+        AdapterError, match=r"ships for tiny \(did you mean tiny:kvzip\?\); use one"
+    ):
+        fetch_adapter("tiny:kvzpi")
+
+
+@pytest.mark.parametrize(
+    "name, hint",
+    [
+        ("foo", ""),
+        ("kvzpi", " (did you mean tiny:kvzip?)"),
+        ("KVzip", " (did you mean tiny:kvzip?)"),
+        ("tini:snapkv", " (did you mean tiny:snapkv?)"),
+    ],
+)
+def test_an_unknown_name_shows_those_that_ship_for_the_model(tiny, name, hint):
+    with pytest.raises(AdapterError) as refused:
+        compress(*tiny, "The code of the red house is seven. " * 9, ratio=0.3, adapter=name)
+    ours = ", ".join(f"tiny:{each}" for each in shipped.list_names("tiny"))
+    assert str(refused.value) == (
+        f"There is no adapter folder {name!r}, nor can it be fetched from the hub{hint}; use "
+        f"{ours}, a folder or a hub id."
+    )
+
+
+def test_a_copy_of_a_model_shows_those_of_the_model(tiny, tmp_path):
+    model, tokenizer = tiny
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(AdapterError, match=r"\(did you mean tiny:kvzip\?\); use tiny"):
+        RestoreAdapter.from_pretrained(load_model(tmp_path)[0], "kvzip")
+
+
+def test_of_a_model_without_adapters_no_names_are_shown():
+    with pytest.raises(AdapterError, match=r"from the hub; use a folder or a hub id\."):
+        RestoreAdapter.from_pretrained(build_model("qwen3"), "foo")
+
+
+def test_a_missing_folder_is_no_name(tiny, tmp_path):
+    with pytest.raises(AdapterError, match=r"from the hub; use a folder or a hub id that is there"):
+        RestoreAdapter.from_pretrained(tiny[0], tmp_path / "kvzip")
 
 
 def test_a_name_too_long_for_a_path_gets_a_sentence():

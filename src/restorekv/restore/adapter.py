@@ -189,9 +189,9 @@ class RestoreAdapter(nn.Module):
         Raises:
             AdapterError: For an adapter that is missing, damaged or for another model.
         """
-        folder = fetch_adapter(name, revision, token, cache_dir)
-        stored = adapter_file.read_adapter(folder)
         identity = identity or identify_model(model)
+        folder = fetch_adapter(name, revision, token, cache_dir, identity)
+        stored = adapter_file.read_adapter(folder)
         n, hidden = stored.embeddings.shape
         model_hidden = identity.shape.hidden
         # Another width cannot be this model, whatever the card says.

@@ -9,8 +9,9 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from restorekv.errors import AdapterError
+from restorekv.model.identity import ModelIdentity
 from restorekv.restore.adapter_file import FILES, AdapterCard
-from restorekv.restore.shipped import find_named_adapter
+from restorekv.restore.shipped import explain_unknown_adapter, find_named_adapter
 
 AUTHORS = "higokri/"
 MODELS = ("Llama-3.1-8B-Instruct", "Qwen3-8B")
@@ -42,6 +43,7 @@ def fetch_adapter(
     revision: str | None = None,
     token: str | None = None,
     cache_dir: str | Path | None = None,
+    identity: ModelIdentity | None = None,
 ) -> Path:
     """Return the folder of an adapter: `name` itself, one that ships, or a copy from the hub.
 
@@ -50,6 +52,7 @@ def fetch_adapter(
         revision: A revision of the hub's repository; a folder has none.
         token: For a private repository.
         cache_dir: Where the hub's client keeps the files; its own cache unless given.
+        identity: That of the model, if known: the error of a wrong name shows the right ones.
 
     Raises:
         AdapterError: Where there is none of these.
@@ -75,8 +78,10 @@ def fetch_adapter(
     except Exception as error:
         # A malformed id, no network and no such repository raise a dozen kinds.
         at = f" at revision {revision!r}" if revision else ""
+        choices = explain_unknown_adapter(str(name), identity)
         raise AdapterError(
-            f"There is no adapter folder {str(name)!r}, nor can it be fetched from the hub{at}."
+            f"There is no adapter folder {str(name)[:120]!r}, nor can it be fetched from the hub"
+            f"{at}{choices}."
         ) from error
     return Path(folder)
 

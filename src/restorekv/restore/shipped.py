@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from restorekv.errors import AdapterError, warn
+from restorekv.errors import AdapterError, join_words, warn
 from restorekv.files import read_record
 from restorekv.model.base_weights import find_made_for
 from restorekv.model.identity import ModelIdentity
@@ -16,7 +17,7 @@ from restorekv.model.names import (
     to_canonical_name,
 )
 from restorekv.restore.adapter_file import CARD
-from restorekv.spec import drop_gate, split_specs
+from restorekv.spec import drop_gate, find_near_name, hint_near_name, split_specs
 
 
 def find_shipped_adapter(model: str, evictor: str, allocation: str = "global") -> Path | None:
@@ -35,7 +36,7 @@ def find_shipped_adapter(model: str, evictor: str, allocation: str = "global") -
         )
         return None
     # Compared with what is there, so that no name leads out of the folder.
-    names = _list_names(name)
+    names = list_names(name)
     for each in (f"{evictor}.{allocation}", evictor):
         if each in names:
             return shipped_path(name, "adapters", each)
@@ -53,7 +54,7 @@ def recognize_weights(identity: ModelIdentity) -> str | None:
     """
     candidates = []
     for name in SHIPPING:
-        for each in _list_names(name):
+        for each in list_names(name):
             path = shipped_path(name, "adapters", each) / CARD
             record = read_record(path, str(path))
             candidates.append((name, record.get("fingerprint"), record.get("weights")))
@@ -78,12 +79,37 @@ def find_named_adapter(name: str) -> Path | None:
         )
     folder = find_shipped_adapter(model, adapter)
     if folder is None:
-        names = ", ".join(_list_names(model))
-        raise AdapterError(f"No adapter {adapter[:60]!r} ships for {model}; use one of {names}.")
+        names = list_names(model)
+        near = hint_near_name(adapter[:60], names).replace("mean ", f"mean {model}:")
+        raise AdapterError(
+            f"No adapter {adapter[:60]!r} ships for {model}{near}; use one of {', '.join(names)}."
+        )
     return folder
 
 
-def _list_names(model: str) -> list[str]:
+def explain_unknown_adapter(name: str, identity: ModelIdentity | None) -> str:
+    """Return a hint at what a name that is no adapter may mean, and what to use instead.
+
+    Args:
+        name: What a user took for an adapter.
+        identity: That of the model; None where it is not known.
+    """
+    if os.sep in name or "/" in name:
+        return "; use a folder or a hub id that is there"
+    model = ""
+    if identity is not None:
+        model = to_canonical_name(identity.name)
+        if model not in SHIPPING:
+            model = recognize_weights(identity) or ""
+    names = list_names(model) if model else []
+    # Also where the name of the model was left out.
+    near = find_near_name(name.rpartition(":")[2], names)
+    hint = f" (did you mean {model}:{near}?)" if near else ""
+    choices = [*(f"{model}:{each}" for each in names), "a folder", "a hub id"]
+    return f"{hint}; use {join_words(choices, 'or')}"
+
+
+def list_names(model: str) -> list[str]:
     """Return the names of a model's adapters."""
     folder = shipped_path(model, "adapters")
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
