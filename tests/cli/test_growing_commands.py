@@ -70,6 +70,30 @@ def test_a_conversation_in_a_pipe(world, document, tmp_path):
     assert again.out == f"{second}\n"
 
 
+def test_undo_does_not_count_what_was_folded(world, tmp_path):
+    """Folded turns are part of the document and cannot be taken back."""
+    made, model = tmp_path / "a.rkv", ("--model", world.model)
+    options = (*model, "--ratio", 0.4, "--adapter", "none")
+    assert cli("compress", world.text, *options, "-o", made).code == 0
+
+    def chat(*lines: str) -> str:
+        stdin = "\n".join(lines).encode()
+        return cli("chat", made, *model, "--max-new-tokens", 9, stdin=stdin).err
+
+    twice = [QUESTION, QUESTION, "/fold"]
+    told = chat(*twice, QUESTION, "/undo", "/undo", "/fold")
+    assert "Turns taken back: 1; turns left: 0, besides 2 that are folded.\n" in told
+    assert (
+        "error: There is no turn to take back: those so far are folded into the document.\n" in told
+    )
+    assert "error: There are no turns to fold; ask something first.\n" in told
+    told = chat(*twice, QUESTION, "/undo 3")
+    assert (
+        "error: 3 turns cannot be taken back; this conversation can take back one turn, since 2 "
+        "are folded into the document.\n" in told
+    )
+
+
 def test_nothing_is_folded_before_the_first_turn(world):
     result = cli("chat", world.cache, "--model", world.model, stdin=b"/fold")
     assert result.code == 0 and "There are no turns to fold" in result.err

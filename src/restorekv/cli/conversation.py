@@ -255,7 +255,11 @@ def _run_command(chat: Chat, line: str, adapter: str | None, files: SaveRecord) 
                 raise RestoreKVError("Give a number of turns after /undo, or nothing for one.")
             count = int(rest or 1)
             chat.undo(count)
-            notes.print(f"Turns taken back: {count}; turns left: {len(chat.turns)}.")
+            left = str(len(chat.turns) - chat.folded)
+            if chat.folded:
+                verb = "is" if chat.folded == 1 else "are"
+                left += f", besides {chat.folded} that {verb} folded"
+            notes.print(f"Turns taken back: {count}; turns left: {left}.", soft_wrap=True)
         case "/history":
             for message in chat.messages:
                 said = Text.assemble(
@@ -263,7 +267,7 @@ def _run_command(chat: Chat, line: str, adapter: str | None, files: SaveRecord) 
                 )
                 output.print(said, soft_wrap=True)
         case "/fold":
-            if not chat.turns:
+            if len(chat.turns) == chat.folded:
                 raise RestoreKVError("There are no turns to fold; ask something first.")
             before = chat.nbytes
             chat.fold(adapter=adapter)

@@ -491,8 +491,12 @@ class Chat:
             most = len(self.turns) - self.folded
             if type(turns) is not int or not 1 <= turns <= most:
                 if not most:
-                    raise RestoreKVError("There is no turn to take back.")
+                    why = ": those so far are folded into the document" if self.folded else ""
+                    raise RestoreKVError(f"There is no turn to take back{why}.")
                 can = "one turn" if most == 1 else f"up to {most} turns"
+                if self.folded:
+                    verb = "is" if self.folded == 1 else "are"
+                    can += f", since {self.folded} {verb} folded into the document"
                 raise RestoreKVError(
                     f"{turns!r} turns cannot be taken back; this conversation can take back {can}."
                 )
