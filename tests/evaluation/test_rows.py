@@ -10,9 +10,9 @@ from math import floor
 import pytest
 
 from restorekv import tasks
-from restorekv.evaluation.frame import GridResults, load_grid
+from restorekv.evaluation.frame import ALL, GridResults, load_grid
 from restorekv.evaluation.grid import SHIPPED, Cell, Grid, find_unrestored
-from restorekv.evaluation.grid_tables import make_tables
+from restorekv.evaluation.grid_tables import make_scores_table, make_tables
 from restorekv.evaluation.pools import SeedPool
 from restorekv.evaluation.results import SUMMARY, open_result
 from restorekv.evaluation.rows import make_payload, make_rows, summarize_cell
@@ -53,6 +53,21 @@ def measured(world, folder, methods, ratios=("0.4", "0.2"), **common):
     return results, {
         (row["evictor"], row["restored"], row["ratio"]): row for row in make_rows(results)
     }
+
+
+@pytest.mark.parametrize(
+    ("recovered", "low", "is_said"), [(0.4, 1.0, True), (0.4, None, False), (None, 1.0, False)]
+)
+def test_the_share_that_came_back_is_explained_where_it_is_printed(recovered, low, is_said):
+    """Few texts have no interval, and no share of the loss either."""
+    row: dict[str, object] = dict.fromkeys(("part", "name", "condition", "method"), "x")
+    row |= {"kind": ALL, "ratio": 0.2, "done": True, "contexts": 20}
+    row |= {"score": 50.0, "low": None, "high": None, "recovered": recovered}
+    row |= {"gain": 4.0, "gain_low": low, "gain_high": low and 7.0}
+    table = make_scores_table([row])
+    assert ("40 % back" in table.to_markdown()) == is_said
+    assert ("share of its loss that came back" in table.note) == is_said
+    assert "paired (▲ restored scores higher" in table.note
 
 
 @pytest.mark.parametrize("policy", ["free", "counted"])

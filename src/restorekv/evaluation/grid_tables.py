@@ -19,11 +19,13 @@ from restorekv.evaluation.tables import (
 
 SCORES = (
     "Score and further metrics: points, 0 to 100. Gain: over the evictor alone at the same ratio, "
-    "paired (▲ restored scores higher, ▼ lower, ≈ either is possible), and the share of its loss "
-    "that came back, where it is a point or more. KL: mean KL(full || cache) in nats over the "
-    "tokens of the full cache's own answers; same: answers with the very text of the full cache's. "
+    "paired (▲ restored scores higher, ▼ lower, ≈ either is possible){back}. KL: mean "
+    "KL(full || cache) in nats over the tokens of the full cache's own answers; same: answers with "
+    "the very text of the full cache's. "
     f"In parentheses: 95 % bootstrap intervals over contexts; fewer than {FEW} contexts have none."
 )
+# In place of {back}, where a row says it.
+BACK = ", and the share of its loss that came back, where it is a point or more"
 HELD = (
     "Means over contexts, and what that is of the full cache's: of the pairs that compete for the "
     "budget, of all pairs with the prefix, of the bytes. Bytes count whatever a cache holds."
@@ -36,15 +38,20 @@ def _format_score(row: Row) -> str:
     return format_score(row["score"], row["low"], row["high"])
 
 
+def _says_what_came_back(row: Row) -> bool:
+    """Whether the share of the loss that came back is shown. As with the interval: on a handful of
+    texts it says nothing.
+    """
+    return row.get("recovered") is not None and row["gain_low"] is not None
+
+
 def _format_gain(row: Row) -> str:
     if "gain" not in row:
         return ""
-    recovered = row.get("recovered")
     back = ""
-    # As the interval: on a handful of texts a share says nothing.
+    if _says_what_came_back(row):
+        back = f"{format_percent(row['recovered'], 0)} back"
     few = row["gain_low"] is None
-    if recovered is not None and not few:
-        back = f"{format_percent(recovered, 0)} back"
     return format_gain(row["gain"], row["gain_low"], row["gain_high"], back, few)
 
 
@@ -98,7 +105,8 @@ def make_scores_table(rows: Sequence[Row], kind: str = ALL) -> Table:
     for key in dict.fromkeys(key for row in own for key in row if key.startswith("metric ")):
         title = key.removeprefix("metric ").replace("_", " ")
         columns[title] = lambda row, key=key: format_number(row.get(key))
-    notes = [SCORES]
+    back = BACK if any(map(_says_what_came_back, own)) else ""
+    notes = [SCORES.format(back=back)]
     if max(row.get("contexts", 0) for row in own) < ENOUGH:
         notes.append(f"Fewer than {ENOUGH} contexts are a glimpse, which ranks nothing.")
     # A reader compares gains only where both rows hold the same number of pairs.
