@@ -23,6 +23,7 @@ from restorekv.model.prefill import prefill
 from restorekv.restore import adapter_file
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.seal import seal_record
+from tests.helpers import decoders
 from tests.helpers.models import SHAPE, VOCABULARY, build_model
 
 FILES = ("adapter_config.json", "adapter_model.safetensors", "restore_embeddings.safetensors")
@@ -531,6 +532,33 @@ def test_a_model_with_foreign_adapters_is_refused():
     get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(AdapterError, match="PEFT adapters already"):
         RestoreAdapter.create(model, 2)
+
+
+def test_targets_are_the_linear_layers_of_these_names_and_no_experts(tmp_path):
+    """PEFT would put LoRA on the experts instead, which no file of an adapter holds."""
+    model = decoders.build("glm4_moe")
+    kind = model.config.model_type
+    adapter = RestoreAdapter.create(model, 2, rank=3, targets=("q_proj", "gate_proj", "up_proj"))
+    linear = {
+        path
+        for path, module in model.named_modules()
+        if path.endswith((".q_proj", ".gate_proj", ".up_proj"))
+        and isinstance(module, torch.nn.Linear)
+    }
+    found = {name.rsplit(".", 2)[0] for name in adapter.lora_parameters}
+    assert found == linear
+    assert any(".shared_experts." in path for path in found)
+    # One rank everywhere, and the model's own config as it was.
+    ranks = {value.shape[0] for name, value in adapter.lora_parameters.items() if "lora_A" in name}
+    assert ranks == {3}
+    assert model.config.model_type == adapter.adapted_model.config.model_type == kind
+    adapter.save_pretrained(tmp_path)
+    again = RestoreAdapter.from_pretrained(model, tmp_path)
+    assert hash_of(again) == hash_of(adapter)
+    # Of this model's experts, no layer has the name.
+    model = decoders.build("qwen3_moe")
+    with pytest.raises(AdapterError, match="no linear layer 'gate_proj' for LoRA"):
+        RestoreAdapter.create(model, 2, targets=("q_proj", "gate_proj", "up_proj"))
 
 
 def test_saving_into_a_file_is_refused(tiny_model, tmp_path):

@@ -6,6 +6,9 @@ meanwhile.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from peft import LoraConfig, inject_adapter_in_model
@@ -136,7 +139,8 @@ def attach_lora(
     adapted = make_twin(model)
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
-        inject_adapter_in_model(config, adapted, NAME)
+        with _take_targets_as_named(adapted):
+            inject_adapter_in_model(config, adapted, NAME)
     except (ValueError, TypeError) as error:
         raise AdapterError(
             f"The adapter's LoRA does not fit {type(model).__name__} ({summarize_error(error)}); "
@@ -157,6 +161,24 @@ def attach_lora(
         for part in (layer.lora_A[NAME], layer.lora_B[NAME]):
             part.float().requires_grad_(True)
     return adapted, layers
+
+
+@contextmanager
+def _take_targets_as_named(adapted: PreTrainedModel) -> Iterator[None]:
+    """Let PEFT put LoRA on the linear layers that the targets name, and on nothing else, in the
+    block.
+
+    Of models whose experts transformers 5 holds in one tensor, PEFT 0.21 takes "gate_proj" for a
+    part of that tensor: other layers of that name get no LoRA, ranks change, and no adapter's file
+    describes the result. It knows such a model by its type.
+    """
+    own_config = adapted.config
+    adapted.config = copy.copy(own_config)
+    adapted.config.model_type = ""
+    try:
+        yield
+    finally:
+        adapted.config = own_config
 
 
 def _drop_other_parts(adapted: PreTrainedModel, layers: dict[str, Any]) -> None:
