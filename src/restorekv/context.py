@@ -505,6 +505,9 @@ class CompressedContext:
             FiniteLogits(),
         ]
         options |= dict.fromkeys(sizes, 0)  # which transformers would look for among placeholders
+        # Without it, as models are often saved after a training, transformers would read the whole
+        # prompt into the cache again for every token.
+        options["use_cache"] = True
         with torch.no_grad():
             # PreTrainedModel has `generate` only in its subclasses that write text.
             model: Any = self.model

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from restorekv import CompressionConfig, compress
+from restorekv.errors import ModelError
 from restorekv.generation.answers import NGRAM_OPTIONS, make_ngram_processors
 from restorekv.model.prompt import encode_question
 from tests.helpers.compressing import QUESTIONS, make_adapter
@@ -116,6 +117,26 @@ def test_ids_of_the_text_and_of_the_question_follow_each_other(small):
     assert placeholders == small.cache.get_seq_length() - small.context.num_tokens > 0
     assert ids[placeholders:] == read
     assert set(ids) == set(read), "a placeholder would be penalized, too"
+
+
+def test_a_model_that_was_saved_without_a_cache_reads_it_all_the_same(small, monkeypatch):
+    """Otherwise the prompt would be read into the cache once more for every token."""
+    plain = small.ask(QUESTION, TOKENS)
+    assert generate(small, use_cache=False) == plain
+    config = GenerationConfig(use_cache=False, max_new_tokens=TOKENS)
+    assert small.generate(QUESTION, generation_config=config) == plain
+    monkeypatch.setattr(small.model.generation_config, "use_cache", False)
+    monkeypatch.setattr(small.model.config, "use_cache", False, raising=False)
+    assert generate(small) == plain
+    assert small.ask(QUESTION, TOKENS) == plain
+    inputs = small.inputs(QUESTION)
+    with pytest.raises(ModelError, match="pass use_cache=True to generate"):
+        small.model.generate(**inputs, past_key_values=small.cache.fork(), max_new_tokens=2)
+    # A single pass reads nothing twice.
+    asked = inputs["input_ids"][:, small.cache.get_seq_length() :]
+    for use_cache in (False, True):
+        logits = small.model(asked, past_key_values=small.cache.fork(), use_cache=use_cache).logits
+        assert logits.equal(small.model(asked, past_key_values=small.cache.fork()).logits)
 
 
 def test_lengths_count_what_the_cache_has_seen(small):
