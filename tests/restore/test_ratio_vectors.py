@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from restorekv import CompressionConfig, compress
 from restorekv.compression.eviction import Eviction
-from restorekv.errors import AdapterError
+from restorekv.errors import AdapterError, RestoreKVWarning
 from restorekv.restore import adapter_file
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.seal import seal_record
@@ -148,6 +148,31 @@ def test_an_extended_adapter_begins_as_it_was(tiny_model, tiny_tokenizer):
     assert adapter.extend(n) is adapter
     with pytest.raises(AdapterError, match=f"of {n} restore tokens cannot be extended to {n - 1}"):
         adapter.extend(n - 1)
+
+
+def test_an_extended_adapter_has_no_record_of_what_was_measured_without_it(tiny_model, tmp_path):
+    adapter = make_adapter(tiny_model)
+    data = [{"source": "mine", "license": "cc-by-sa-4.0", "contexts": 1, "examples": 1}]
+    adapter.record_training(
+        evictor="kvzip", ratio_range=(0.1, 0.2), settings={"nested": True}, data=data
+    )
+    adapter.record_results([{"benchmark": "mine"}], 0.3, ["snapkv"], {"snapkv": 0.1})
+    adapter.save_pretrained(tmp_path)
+    longer = RestoreAdapter.from_pretrained(tiny_model, tmp_path).extend(9)
+    longer.save_pretrained(tmp_path / "longer")
+    card = RestoreAdapter.from_pretrained(tiny_model, tmp_path / "longer").card
+    assert (card.helps_up_to, card.also_for, card.helps_from, card.results) == (None,) * 4
+    # What it began with decides for what it is, and how it is licensed.
+    assert (card.evictor, card.ratio_range, card.data) == ("kvzip", (0.1, 0.2), data)
+    assert card.license == "cc-by-sa-4.0"
+    with pytest.warns(RestoreKVWarning, match="not trained to work with 6 of its 9"):
+        longer.truncate(6)
+    # A copy of a published adapter, without a word on its license, has its authors'.
+    (tmp_path / "README.md").unlink()
+    copy = RestoreAdapter.from_pretrained(tiny_model, tmp_path)
+    copy.card = replace(copy.card, source="higokri/RestoreKV-Qwen3-8B", license=None)
+    extended = copy.extend(9).card
+    assert (extended.source, extended.license) == (None, "cc-by-nc-4.0")
 
 
 @pytest.mark.parametrize("shape, dtype", (((2, 8), torch.float32), (None, torch.float64)))

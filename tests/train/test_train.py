@@ -127,7 +127,10 @@ def test_a_run_may_add_restore_tokens_to_the_adapter_that_it_begins_with(tiny_to
     n = first.restore_tokens
     longer = replace(config, restore_tokens=2 * n, steps=2)
     out = tmp_path / "longer"
-    trained = train_adapter(model, tiny_tokenizer, EXAMPLES, longer, out)
+    notices = []
+    trained = train_adapter(model, tiny_tokenizer, EXAMPLES, longer, out, notice=notices.append)
+    assert f"has {n} restore tokens and gets {n} more" in notices[0]
+    assert f"--restore-tokens {n}" in notices[0]
     assert trained.restore_tokens == trained.card.restore_tokens == 2 * n
     assert not trained.embeddings[:n].equal(trained.embeddings[n:]), "the copies have moved apart"
     resumed = train_adapter(model, tiny_tokenizer, EXAMPLES, longer, out, resume=True)

@@ -263,6 +263,9 @@ class RestoreAdapter(nn.Module):
         so training can move the two apart. The first n do not see the others (the pass is
         causal): truncated to n, it is this adapter again until it is trained.
 
+        What was trained and measured with n tokens says nothing of the result, so its record has
+        no settings and no measurements. Data and license stay, as those of what it began with.
+
         Raises:
             AdapterError: For fewer than the adapter's n.
         """
@@ -274,7 +277,19 @@ class RestoreAdapter(nn.Module):
         if count == n:
             return self
         source = torch.arange(count) % n
-        card = replace(self.card, restore_tokens=count, results=None)
+        # A copy of a published adapter has its license by its source, which the result is no copy
+        # of.
+        self._look_up_license()
+        card = replace(
+            self.card,
+            restore_tokens=count,
+            source=None,
+            settings=None,
+            results=None,
+            helps_up_to=None,
+            also_for=None,
+            helps_from=None,
+        )
         return self._with_tokens(source, card)
 
     def _with_tokens(self, source: Tensor, card: AdapterCard) -> RestoreAdapter:

@@ -129,7 +129,7 @@ def train_adapter(
     # Everything that can be refused is refused before the folder is made.
     checkpoint.check_folders(folder, resume, store)
     model.requires_grad_(False)
-    adapter = make_initial_adapter(model, tokenizer, config)
+    adapter = make_initial_adapter(model, tokenizer, config, notice)
     # Fixed embeddings are no parameters of the optimizer.
     parameters = [parameter for parameter in adapter.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
@@ -288,15 +288,34 @@ def _take_optimizer_step(run: TrainingRun, step: int) -> None:
 
 
 def make_initial_adapter(
-    model: PreTrainedModel, tokenizer: Tokenizer, config: TrainConfig
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    config: TrainConfig,
+    notice: Callable[[str], None] = lambda text: None,
 ) -> RestoreAdapter:
     """Return an untrained adapter, or the one that `config.init` names, which must have the
     settings' shape. It may have fewer restore tokens: then further ones are added.
+
+    Args:
+        model: The model that it is for.
+        tokenizer: The model's own.
+        config: The settings of the run.
+        notice: Gets a sentence where restore tokens are added.
+
+    Raises:
+        AdapterError: The adapter that the settings name has another shape than they say.
     """
     if config.init:
         adapter = RestoreAdapter.from_pretrained(model, config.init)
-        if adapter.restore_tokens < config.restore_tokens:
+        first = adapter.restore_tokens
+        if first < config.restore_tokens:
+            # Whoever does not set the number gets the default, which may be more than meant.
             adapter = adapter.extend(config.restore_tokens)
+            notice(
+                f"The adapter {config.init} has {first} restore tokens and gets "
+                f"{config.restore_tokens - first} more, which begin as copies of its own; "
+                f"--restore-tokens {first} trains it on with those that it has."
+            )
         _check_same_shape(adapter, config)
     else:
         adapter = _make_untrained_adapter(model, tokenizer, config)
