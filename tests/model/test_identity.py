@@ -119,6 +119,15 @@ def test_settings_that_change_every_pass_are_noticed(kind, one, other):
     assert len(made) == 2
 
 
+def test_a_config_without_a_size_of_its_feed_forward_layers_has_an_identity():
+    """A model of experts alone may name theirs instead."""
+    model = decoders.build("kolibri1")
+    assert not hasattr(model.config, "intermediate_size")
+    found = identify_model(model)
+    assert found.fingerprint == fingerprint_model(copy.deepcopy(model))
+    assert found.weights["architecture"]["intermediate_size"] is None
+
+
 def test_the_scaling_of_an_active_lora_is_noticed():
     model = build_model("qwen3")
     add_active_lora(model)

@@ -153,7 +153,7 @@ def _describe_computation(model: PreTrainedModel, shape: CacheShape) -> str:
     facts = [
         config.model_type,
         config.vocab_size,
-        config.intermediate_size,
+        getattr(config, "intermediate_size", None),
         repr(shape),
         json.dumps(get_rope_settings(model.config), sort_keys=True),
     ]
