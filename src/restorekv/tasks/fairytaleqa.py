@@ -48,6 +48,7 @@ class FairytaleQA(Reading):
     source = "FairytaleQA's validation set (uci-soe/FairytaleQAData at a24ddc17)"
     license = "Apache-2.0; the stories are in the public domain"
     metric = "token F1; in addition ROUGE-L; both best over two annotators"
+    further_metric = ("rouge_l", longest_common_f1)
 
     length: int = 1024
     split: str = EVALUATION
@@ -83,11 +84,6 @@ class FairytaleQA(Reading):
                     f"{row['id']}/{number} of {len(passages)}" if len(passages) > 1 else row["id"]
                 )
                 yield Sample(name, text, tuple(choose_spread(questions, self.questions)))
-
-    def compute_metrics(self, question: Question, prediction: str) -> dict[str, float]:
-        return {
-            "rouge_l": max(longest_common_f1(prediction, answer) for answer in question.answers)
-        }
 
     def to_json(self) -> dict[str, object]:
         return {**super().to_json(), "split": self.split}

@@ -7,10 +7,10 @@ after. Small models answer few of the exercises, even with the full cache, so th
 says more there than the score.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from restorekv.tasks.base import Question, Sample
+from restorekv.tasks.base import Sample
 from restorekv.tasks.metrics import longest_common_f1
 from restorekv.tasks.reading import Reading, choose_spread
 from restorekv.tasks.rows import get_field, get_texts
@@ -27,6 +27,7 @@ class Genres(Reading):
     shipped = "genres/evaluation.jsonl.gz"
     source = "80 passages of 38 genres of a corpus, kept out of training"
     metric = "token F1; in addition ROUGE-L"
+    further_metric = ("rouge_l", longest_common_f1)
     license = "each passage's own, all free: public domain, CC0, CC BY and permissive ones"
 
     def parse_row(self, row: dict, size: Callable[[str], int]) -> Iterator[Sample]:
@@ -41,8 +42,3 @@ class Genres(Reading):
             for number, asked in enumerate(row["questions"], 1)
         ]
         yield Sample(row["id"], row["context"], tuple(choose_spread(questions, self.questions)))
-
-    def compute_metrics(self, question: Question, prediction: str) -> Mapping[str, float]:
-        return {
-            "rouge_l": max(longest_common_f1(prediction, answer) for answer in question.answers)
-        }

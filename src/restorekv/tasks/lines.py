@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from restorekv.errors import RestoreKVError
 from restorekv.tasks.base import Question, Sample
-from restorekv.tasks.metrics import contains_reference, normalize
+from restorekv.tasks.metrics import contains_words, normalize
 from restorekv.tasks.reading import Reading, choose_spread
 from restorekv.tasks.rows import FieldError, Rows, check_form, get_field, get_texts, load_rows
 
@@ -30,6 +30,7 @@ class Lines(Reading):
     source = "a file of the user's"
     license = "not known"
     metric = "token F1, best over the answers; in addition whether one is contained"
+    further_metric = ("contained", contains_words)
 
     questions: int = 0
 
@@ -74,6 +75,3 @@ class Lines(Reading):
             if not normalize(answer) and line == answer.strip(" .").casefold():
                 return 1.0
         return super().score(question, prediction)
-
-    def compute_metrics(self, question: Question, prediction: str) -> dict[str, float]:
-        return {"contained": float(contains_reference(prediction, question.answers))}

@@ -50,14 +50,18 @@ def token_f1(prediction: str, reference: str) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def contains_reference(prediction: str, references: Iterable[str]) -> bool:
-    """Return whether the normalized words of one reference are in the prediction, in their order.
+def contains_words(prediction: str, reference: str) -> float:
+    """Return whether the normalized words of the reference are in the prediction, in their order.
 
     A reference without words, such as an article alone, is in nothing.
     """
-    said = f" {normalize(prediction)} "
-    wanted = [normalize(reference) for reference in references]
-    return any(f" {words} " in said for words in wanted if words)
+    words = normalize(reference)
+    return float(words != "" and f" {words} " in f" {normalize(prediction)} ")
+
+
+def contains_reference(prediction: str, references: Iterable[str]) -> bool:
+    """Return whether the prediction contains the words of one of the references."""
+    return any(contains_words(prediction, reference) for reference in references)
 
 
 def match_exactly(prediction: str, reference: str) -> float:
@@ -73,17 +77,8 @@ def longest_common_f1(prediction: str, reference: str) -> float:
     """
     said = WORDS.findall(prediction.lower())
     wanted = WORDS.findall(reference.lower())
-    lengths = [0] * (len(wanted) + 1)  # of the words of `said` so far and each prefix of `wanted`
-    # One row of the table of longest common subsequences at a time.
-    for word in said:
-        diagonal = 0
-        for place, other in enumerate(wanted, 1):
-            above = lengths[place]
-            lengths[place] = diagonal + 1 if word == other else max(above, lengths[place - 1])
-            diagonal = above
-    if lengths[-1]:
-        return 2 * lengths[-1] / (len(said) + len(wanted))
-    return 0.0
+    common = len(longest_common_subsequence(said, wanted))
+    return 2 * common / ((len(said) + len(wanted)) or 1)
 
 
 def rouge_l(prediction: str, reference: str) -> float:

@@ -47,6 +47,8 @@ class Reading(Benchmark):
 
     shipped: ClassVar[str]  # path below TEXTS
     source: ClassVar[str]
+    # Name and function of what is reported in addition, best over the references.
+    further_metric: ClassVar[tuple[str, Callable[[str, str], float]]]
     metric = "token F1, best over the references"
     correct_threshold = 0.5  # half of the words in common
 
@@ -120,6 +122,10 @@ class Reading(Benchmark):
 
     def score(self, question: Question, prediction: str) -> float:
         return max(token_f1(prediction, answer) for answer in question.answers)
+
+    def compute_metrics(self, question: Question, prediction: str) -> Mapping[str, float]:
+        name, compare = self.further_metric
+        return {name: max(compare(prediction, answer) for answer in question.answers)}
 
     def describe_data(self) -> str:
         return self.path or f"{self.source}, as it ships"
