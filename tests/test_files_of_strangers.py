@@ -197,6 +197,22 @@ def test_types_of_json_values(hint, right, wrong):
     assert not any(files.matches_type(value, hint) for value in wrong)
 
 
+def test_the_first_wrong_entry_of_an_object_is_named():
+    hints = {"name": str, "files": [{"sha256": str, "bytes": int}]}
+    right = {"name": "a", "files": [{"sha256": "1f", "bytes": 3, "more": None}]}
+    assert files.find_wrong_entry(right, hints) is None
+    assert files.find_wrong_entry({"name": "a", "files": []}, hints) is None
+    for value, wrong in [
+        ([], "name"),
+        ({"files": []}, "name"),
+        ({**right, "name": 1}, "name"),
+        ({**right, "files": {}}, "files"),
+        ({**right, "files": [{"sha256": "1f"}]}, "files"),
+        ({**right, "files": [{"sha256": "1f", "bytes": True}]}, "files"),
+    ]:
+        assert files.find_wrong_entry(value, hints) == wrong
+
+
 def test_a_file_that_shrinks_while_it_is_read_is_refused(good):
     with open(good, "rb") as file:
         assert stat.S_ISREG(os.fstat(file.fileno()).st_mode)

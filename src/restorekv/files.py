@@ -18,7 +18,7 @@ import shutil
 import stat
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
@@ -572,11 +572,25 @@ def check_option(
         raise OptionError(f"{name} is {wanted}, not {repr(value)[:60]}.", name)
 
 
+def find_wrong_entry(value: object, hints: Mapping[str, Any]) -> str | None:
+    """Return the first of these entries that a JSON object lacks or that is of another type, or
+    None where all are right.
+    """
+    entries = value if isinstance(value, dict) else {}
+    for name, hint in hints.items():
+        if name not in entries or not matches_type(entries[name], hint):
+            return name
+    return None
+
+
 def matches_type(value: object, hint: Any) -> bool:
-    """Return whether a JSON value is of an annotated type.
+    """Return whether a JSON value is of an annotated type, or a list of objects with the entries
+    of [{name: type}].
 
     True is not an integer, and an integer is a float.
     """
+    if isinstance(hint, list):
+        return isinstance(value, list) and not any(find_wrong_entry(e, hint[0]) for e in value)
     origin = typing.get_origin(hint)
     parts = typing.get_args(hint)
     if hint in (Any, object):

@@ -56,7 +56,7 @@ def run(
     from restorekv.data.build import build_mixture
     from restorekv.data.sources import select_sources
 
-    packages = ["pyarrow", "pydantic"]
+    packages = ["pyarrow"]
     # Only what comes from the hub is read through `datasets`.
     if any(not Path(getattr(config, source.name)).exists() for source in select_sources(config)):
         packages.append("datasets")

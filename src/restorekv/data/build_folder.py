@@ -10,10 +10,11 @@ import shutil
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from restorekv import __version__
-from restorekv.errors import RestoreKVError, import_extra, make_printable
-from restorekv.files import check_not_link, read_json, write_json
+from restorekv.errors import RestoreKVError
+from restorekv.files import check_not_link, find_wrong_entry, read_json, write_json
 
 FORMAT = "restorekv-data"
 VERSION = 1
@@ -22,6 +23,37 @@ BUILD_FILE = "build.json"
 PARTS_FOLDER = "parts"
 LOCK_FILE = ".build.json.lock"
 LIBRARIES = ("torch", "transformers", "datasets", "pyarrow")
+# What the JSON files hold at least, by type.
+Counts = dict[str, int]
+FILE_HASH = {"name": str, "sha256": str}
+MANIFEST = {
+    "mixture": str,
+    "model": dict[str, Any],
+    "seed": int,
+    "longest": int,
+    "sources": dict[str, dict[str, Any]],
+    "licenses": Counts,
+}
+SOURCE = {
+    "title": str,
+    "examples": int,
+    "contexts": int,
+    "licenses": Counts,
+    "rows": int,
+    "attempts": int,
+    "dropped": Counts,
+    "dropped_attempts": Counts,
+    "from": dict[str, Any],
+    "file": dict[str, Any],
+}
+HUB_ORIGIN = {"hub": str, "revision": str}
+FILES_ORIGIN = {"files": [FILE_HASH]}
+BUILD_RECORD = {
+    "config": dict[str, Any],
+    "sources": dict[str, dict[str, Any]],
+    "exclude": [FILE_HASH],
+    "model": dict[str, Any],
+}
 
 
 def list_versions() -> dict[str, str]:
@@ -43,28 +75,41 @@ def read_manifest(folder: Path) -> dict:
         if (folder / BUILD_FILE).is_file():
             fix = "finish it with restorekv data build --resume"
         raise RestoreKVError(f"There is no {path}; {fix}.")
-    try:
-        manifest = read_json(path, "It")
-        number = manifest["version"]
-        known = manifest["format"] == FORMAT and {"model", "sources"} <= set(manifest)
-    except (RestoreKVError, KeyError, TypeError) as error:
+    manifest = read_json(path, str(path))
+    if find_wrong_entry(manifest, {"format": str, "version": int}) or manifest["format"] != FORMAT:
         raise RestoreKVError(
-            f"{path} is damaged or not a manifest of restorekv; build the data again."
-        ) from error
-    if not known:
-        raise RestoreKVError(
-            f"{path} is not a manifest of restorekv's data; give a folder of restorekv data build."
+            f"{path} is damaged or not a manifest of restorekv's data; give a folder of restorekv "
+            "data build."
         )
-    if number != VERSION:
+    if manifest["version"] != VERSION:
         raise RestoreKVError(
-            f"{path} has version {make_printable(number)}, not {VERSION}; use another restorekv "
-            "or build again."
+            f"{path} has version {manifest['version']}, not {VERSION}; use another restorekv or "
+            "build again."
         )
-    schema = import_extra("restorekv.data.schema", "data")
-    problem = schema.find_problem(schema.Manifest, manifest)
+    problem = _find_manifest_fault(manifest)
     if problem:
         raise RestoreKVError(f"{path} is damaged ({problem}); build the data again.")
     return manifest
+
+
+def _find_manifest_fault(manifest: dict) -> str | None:
+    """Return what is wrong with a manifest, or None."""
+    wrong = find_wrong_entry(manifest, MANIFEST)
+    if wrong:
+        return f"its {wrong}"
+    for name, source in manifest["sources"].items():
+        wrong = find_wrong_entry(source, SOURCE)
+        if wrong is None:
+            origin = source["from"]
+            wrong = find_wrong_entry(origin, HUB_ORIGIN if "hub" in origin else FILES_ORIGIN)
+        if wrong is None:
+            wrong = find_wrong_entry(source["file"], FILE_HASH)
+        if wrong is not None or source["examples"] < 1:
+            return f"its sources.{name}.{wrong or 'examples'}"
+        # Another name than the builder gives might lead out of the folder.
+        if source["file"]["name"] != f"{name}.parquet":
+            return f"its sources.{name}.file has another name"
+    return None
 
 
 def check_folder(out: Path, resume: bool) -> None:
@@ -102,7 +147,7 @@ def read_earlier_build(out: Path) -> dict | None:
         origins = {}
         for name, source in manifest["sources"].items():
             # What the manifest calls "from" is what a build calls a source.
-            origin = dict(source.get("from", {}))
+            origin = dict(source["from"])
             origin.pop("given", None)
             origins[name] = origin
         return {
@@ -118,8 +163,7 @@ def read_earlier_build(out: Path) -> dict | None:
         record = read_json(out / BUILD_FILE, "The record")
     except RestoreKVError:
         record = None
-    schema = import_extra("restorekv.data.schema", "data")
-    if schema.find_problem(schema.BuildRecord, record):
+    if find_wrong_entry(record, BUILD_RECORD):
         raise RestoreKVError(
             f"{out / BUILD_FILE} is damaged or not written by restorekv; build into another folder."
         )

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -21,12 +22,20 @@ from restorekv.data.documents import DropRow, SourceDocument
 from restorekv.data.overlap import EvaluationIndex, split_words
 from restorekv.data.self_study import SelfStudy
 from restorekv.data.sources import Source
-from restorekv.errors import RestoreKVError, import_extra
-from restorekv.files import check_not_link, open_without_links, parse_json, read_bytes
+from restorekv.errors import RestoreKVError
+from restorekv.files import (
+    check_not_link,
+    find_wrong_entry,
+    open_without_links,
+    parse_json,
+    read_bytes,
+)
 from restorekv.model.prompt import Context, encode_text, make_context
 from restorekv.model.rope import count_positions
 from restorekv.seal import short_hash
 
+# What a line of such a file holds: name and hash of a context, and what was asked about it.
+ATTEMPT_LINE = {"context": list[str], "attempts": list[dict[str, Any]]}
 # Limit of the file with the answers to one source.
 ATTEMPTS_BYTES = 4 << 30
 # Contexts whose answers a GPU writes in one batch.
@@ -53,12 +62,10 @@ class AttemptFile:
             os.truncate(path, len(complete))
 
     def _parse_lines(self, content: bytes) -> list[dict]:
-        schema = import_extra("restorekv.data.schema", "data")
         try:
             lines = [parse_json(line, str(self.path)) for line in content.split(b"\n")[:-1]]
-            for line in lines:
-                if schema.find_problem(schema.AttemptLine, line):
-                    raise ValueError("a line has other entries")
+            if any(find_wrong_entry(line, ATTEMPT_LINE) for line in lines):
+                raise ValueError("a line has other entries")
         except ValueError as error:
             raise RestoreKVError(
                 f"{self.path} is damaged; delete it to ask its contexts again."

@@ -21,11 +21,12 @@ from restorekv.data.self_study import PROMPT, QUESTION_PROMPTS
 from restorekv.data.sources import ASKED_ONCE, LICENSES
 from restorekv.data.teacher import check_model
 from restorekv.errors import RestoreKVError, import_extra
-from restorekv.files import read_bytes, replace_file
+from restorekv.files import find_wrong_entry, read_bytes, replace_file
 
 TEXT_COLUMNS = ("source", "document", "context", "kind", "question", "answer", "license")
 NUMBER_COLUMNS = ("context_tokens", "question_tokens", "answer_tokens")
-COLUMNS = (*TEXT_COLUMNS, *NUMBER_COLUMNS, "answer_ids")
+ROW = dict.fromkeys(TEXT_COLUMNS, str) | dict.fromkeys(NUMBER_COLUMNS, int)
+ROW |= {"answer_ids": list[int]}
 KNOWN_KINDS = {
     *QUESTION_PROMPTS,
     PROMPT,
@@ -115,9 +116,6 @@ def _read_checked_rows(
     """Yield at most one row more than `count`."""
     # One row more than the manifest names, to notice that there are more.
     for number, row in enumerate(islice(read_parquet_rows(path, raw), count + 1), 1):
-        for name in COLUMNS:
-            if name not in row:
-                raise RestoreKVError(f"{path} lacks the column {name}; build the data again.")
         problem = _find_row_fault(row, source, limit)
         if problem:
             raise RestoreKVError(
@@ -128,12 +126,9 @@ def _read_checked_rows(
 
 def _find_row_fault(row: dict, source: str, limit: int) -> str | None:
     """Return what is wrong with a row, or None."""
-    for name in TEXT_COLUMNS:
-        if not isinstance(row[name], str):
-            return f"has no text in the column {name}"
-    for name in NUMBER_COLUMNS:
-        if not isinstance(row[name], int):
-            return f"has no whole number in the column {name}"
+    wrong = find_wrong_entry(row, ROW)
+    if wrong:
+        return f"lacks a valid {wrong}"
     ids = row["answer_ids"]
     if row["source"] != source:
         return f"belongs to {row['source']!r}, not {source!r}"
@@ -149,8 +144,8 @@ def _find_row_fault(row: dict, source: str, limit: int) -> str | None:
         return "has an empty question"
     if not row["answer"].strip() or not ids:
         return "has an empty answer"
-    if not isinstance(ids, list) or any(not isinstance(i, int) or i < 0 for i in ids):
-        return "has invalid answer ids"
+    if min(ids) < 0:
+        return "has an answer id below 0"
     if len(ids) != row["answer_tokens"]:
         return "has another number of answer ids than it says"
     if row["context_tokens"] > limit:
@@ -190,7 +185,7 @@ def summarize_sources(manifest: dict) -> list[dict]:
             written = "answers"
         account = {
             "source": source["title"],
-            **_identify_dataset(source.get("from", {})),
+            **_identify_dataset(source["from"]),
             "seed": manifest["seed"],
             "contexts": source["contexts"],
             "examples": source["examples"],

@@ -27,7 +27,7 @@ from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.stats import ScoredAnswer
 from restorekv.files import (
     check_not_link,
-    matches_type,
+    find_wrong_entry,
     open_without_links,
     parse_json,
     read_bytes,
@@ -182,14 +182,10 @@ def _parse_object(path: Path, text: bytes, hints: dict[str, Any]) -> dict:
 
 def _check_types(path: Path, value: object, hints: dict[str, Any]) -> None:
     """Refuse a JSON value that is no object with entries of these types."""
-    own = value if isinstance(value, dict) else {}
-    wrong = [
-        key for key, hint in hints.items() if key not in own or not matches_type(own[key], hint)
-    ]
+    wrong = find_wrong_entry(value, hints)
     if wrong:
         raise RestoreKVError(
-            f"{path} is damaged ({wrong[0]} is missing or of another type); remove it and start "
-            "again."
+            f"{path} is damaged ({wrong} is missing or of another type); remove it and start again."
         )
 
 
