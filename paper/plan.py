@@ -13,8 +13,9 @@ from paper.setting import Bench, Setting
 from paper.study import Study
 from paper.training import Training
 from restorekv.evaluation.grid import Cell
-from restorekv.evaluation.results import SECONDS, Result, load_lines
+from restorekv.evaluation.results import SECONDS, Result
 from restorekv.evaluation.stats import ScoredAnswer, find_tasks_without_loss
+from restorekv.files import load_lines
 
 Experiment = Comparison | Study
 Asked = tuple[str, str, float]  # a row, a benchmark of the paper, a ratio

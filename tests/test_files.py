@@ -9,12 +9,13 @@ import pytest
 
 from restorekv import files
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.results import append_line
 from restorekv.files import (
     HOST,
+    append_line,
     file_lock,
     folder_lock,
     list_files,
+    load_lines,
     make_unique_name,
     open_without_links,
     replace_file,
@@ -232,3 +233,19 @@ def test_a_folder_that_is_hidden_counts_where_it_is_linked(tmp_path):
     (tmp_path / "shown").symlink_to(tmp_path / ".store")
     assert list_files(tmp_path, hidden=False) == [tmp_path / "shown" / "a.txt"]
     assert list_files(tmp_path) == [tmp_path / ".b.txt", tmp_path / ".store" / "a.txt"]
+
+
+def test_lines_are_read_back_but_for_one_that_was_being_written(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    assert list(load_lines(path)) == []
+    append_line(path, {"a": "ü"})
+    append_line(path, {"b": [1]})
+    with path.open("ab") as file:
+        file.write(b'{"c": ')
+    assert list(load_lines(path)) == [{"a": "ü"}, {"b": [1]}]
+    append_line(path, {})
+    assert list(load_lines(path)) == [{"a": "ü"}, {"b": [1]}, {}]
+    for damaged in (b"7\n", b"{\n"):
+        path.write_bytes(damaged)
+        with pytest.raises(RestoreKVError, match=r"lines\.jsonl is damaged \(.*\); fetch or make"):
+            list(load_lines(path))

@@ -21,14 +21,8 @@ from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.protocols import AskingProtocol
-from restorekv.evaluation.results import (
-    append_line,
-    describe_changes,
-    identify_setup,
-    load_lines,
-    make_label,
-)
-from restorekv.files import write_json
+from restorekv.evaluation.results import describe_changes, identify_setup, make_label
+from restorekv.files import append_line, load_lines, write_json
 from restorekv.model.identity import identify_model
 from restorekv.model.names import get_model_name
 from restorekv.tasks import Benchmark, Sample

@@ -33,9 +33,10 @@ from restorekv.evaluation.charts import (
     with_style,
 )
 from restorekv.evaluation.report import Block
-from restorekv.evaluation.results import load_lines, make_label
+from restorekv.evaluation.results import make_label
 from restorekv.evaluation.stats import FEW
 from restorekv.evaluation.tables import Table, format_number
+from restorekv.files import load_lines
 from restorekv.model.load import load_model
 from restorekv.tasks import Benchmark
 

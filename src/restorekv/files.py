@@ -25,7 +25,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from restorekv.errors import OptionError, RestoreKVError, explain_write_errors, summarize_error
-from restorekv.size_limits import DEPTH, HEADER_BYTES, HEADER_ELEMENTS, JSON_BYTES, JSON_ELEMENTS
+from restorekv.size_limits import (
+    DEPTH,
+    HEADER_BYTES,
+    HEADER_ELEMENTS,
+    JSON_BYTES,
+    JSON_ELEMENTS,
+    LINES_BYTES,
+)
 
 # Several machines may write to one disk.
 HOST = re.sub(r"[^0-9A-Za-z]", "", platform.node()) or "here"
@@ -315,7 +322,41 @@ def write_json(path: Path, content: object, follow: bool = True) -> None:
         temporary.write_text(text, "utf-8", "backslashreplace")
 
 
+def format_line(content: object) -> bytes:
+    """Return JSON in one line, with its end."""
+    return json.dumps(content, ensure_ascii=False).encode() + b"\n"
+
+
+def append_line(path: Path, content: object) -> None:
+    """Add a line of JSON at the end of a file; it is on the disk before this returns.
+
+    What a killed process left half-written there goes.
+    """
+    with open_without_links(path) as file:
+        # A line without a line break at its end was being written when the process died.
+        end = file.seek(0, os.SEEK_END)
+        if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(format_line(content))
+        file.flush()
+        os.fsync(file.fileno())
+
+
 # Reading files of strangers
+
+
+def load_lines(path: Path) -> Iterator[dict]:
+    """Yield the objects that `append_line` wrote, none where there is no file; a half-written line
+    at the end is left out.
+    """
+    if not path.exists():
+        return
+    for line in read_bytes(path, str(path), LINES_BYTES).split(b"\n")[:-1]:
+        content = parse_json(line, str(path))
+        if not isinstance(content, dict):
+            raise RestoreKVError(f"{path} is damaged (a line is no object); {FETCH_AGAIN}.")
+        yield content
 
 
 def read_bytes(path: Path, what: str, limit: int = JSON_BYTES, follow: bool = True) -> bytes:

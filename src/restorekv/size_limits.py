@@ -15,6 +15,8 @@ HEADER_ELEMENTS = 100_000  # a checkpoint of an adapter for 126 layers has about
 # Elements of a line of data, or of a file with all of its rows, that a user chose to train on.
 ROW_ELEMENTS = 30_000_000
 
+LINES_BYTES = 4 << 30  # of a file of JSON lines that this package wrote, line by line
+
 TEXT_BYTES = 1 << 30  # of a text to compress; a model reads less
 
 # What a file says of a cache.

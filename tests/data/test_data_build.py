@@ -19,6 +19,7 @@ import restorekv.data.build
 from restorekv.data.build import SHIPPED_TEXTS, build_mixture
 from restorekv.data.config import BuildConfig
 from restorekv.data.documents import SourceDocument
+from restorekv.data.gather import AttemptFile
 from restorekv.data.mixture import read_mixture
 from restorekv.data.self_study import QUESTION_PROMPTS, SelfStudy
 from restorekv.data.sources import MIXTURES
@@ -585,3 +586,12 @@ def test_what_cannot_work_leaves_nothing_behind(
 def test_settings_that_mean_nothing_are_refused(changes, message):
     with pytest.raises(RestoreKVError, match=message):
         BuildConfig(**changes)
+
+
+def test_damaged_attempts_are_refused(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('{"context": ["a", "1f"], "attempts": [{"kind": "lookup"}]}\n{"context"')
+    assert len(AttemptFile(path).done) == 1
+    path.write_text('{"context": "a", "attempts": []}\n')
+    with pytest.raises(RestoreKVError, match="is damaged; delete it to ask its contexts again"):
+        AttemptFile(path)

@@ -19,7 +19,7 @@ from restorekv.evaluation.grid import FULL, Cell, group_jobs
 from restorekv.evaluation.rows import make_rows
 from restorekv.evaluation.run import LOCK, run_grid
 from restorekv.evictors.kvzip import KVzip
-from restorekv.files import file_lock
+from restorekv.files import append_line, file_lock
 from restorekv.generation.decoding import decode_answer, generate_ids, get_stop_ids
 from restorekv.model.load import load_model
 from restorekv.model.prompt import encode_question
@@ -277,12 +277,12 @@ def test_lines_are_added_to_a_long_file_without_reading_it(tmp_path):
         file.truncate(2**40)  # a hole, which takes hours to read
         file.seek(0, 2)
         file.write(wanted)
-    results.append_line(path, {"sample": "ünï"})
+    append_line(path, {"sample": "ünï"})
     with path.open("rb") as file:
         file.seek(2**40)
         assert file.read() == wanted + '{"sample": "ünï"}\n'.encode()
     path.write_bytes(b"whole\nhalf")
-    results.append_line(path, {})
+    append_line(path, {})
     assert path.read_bytes() == b"whole\n{}\n"
 
 

@@ -6,8 +6,6 @@ build loses at most the context it was working on and asks nothing twice.
 """
 
 import hashlib
-import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,21 +21,13 @@ from restorekv.data.overlap import EvaluationIndex, split_words
 from restorekv.data.self_study import SelfStudy
 from restorekv.data.sources import Source
 from restorekv.errors import RestoreKVError
-from restorekv.files import (
-    check_not_link,
-    find_wrong_entry,
-    open_without_links,
-    parse_json,
-    read_bytes,
-)
+from restorekv.files import append_line, check_not_link, find_wrong_entry, load_lines
 from restorekv.model.prompt import Context, encode_text, make_context
 from restorekv.model.rope import count_positions
 from restorekv.seal import short_hash
 
 # What a line of such a file holds: name and hash of a context, and what was asked about it.
 ATTEMPT_LINE = {"context": list[str], "attempts": list[dict[str, Any]]}
-# Limit of the file with the answers to one source.
-ATTEMPTS_BYTES = 4 << 30
 # Contexts whose answers a GPU writes in one batch.
 AT_ONCE_PADDED = 24
 # Positions reserved for the wording around the longest question.
@@ -52,25 +42,9 @@ class AttemptFile:
         self.path = path
         for place in (path.parent, path):
             check_not_link(place)
-        content = b""
-        if path.exists():
-            content = read_bytes(path, str(path), ATTEMPTS_BYTES)
-        # Only whole lines count; the rest was being written when the process died.
-        complete = content[: content.rfind(b"\n") + 1]
-        self.done = self._parse_lines(complete)
-        if len(complete) < len(content):  # a killed process left half a line
-            os.truncate(path, len(complete))
-
-    def _parse_lines(self, content: bytes) -> list[dict]:
-        try:
-            lines = [parse_json(line, str(self.path)) for line in content.split(b"\n")[:-1]]
-            if any(find_wrong_entry(line, ATTEMPT_LINE) for line in lines):
-                raise ValueError("a line has other entries")
-        except ValueError as error:
-            raise RestoreKVError(
-                f"{self.path} is damaged; delete it to ask its contexts again."
-            ) from error
-        return lines
+        self.done = list(load_lines(path))
+        if any(find_wrong_entry(line, ATTEMPT_LINE) for line in self.done):
+            raise RestoreKVError(f"{path} is damaged; delete it to ask its contexts again.")
 
     def find_attempts(self, index: int, document: SourceDocument) -> list[dict] | None:
         """Return the attempts at context number `index`, None before it was asked; refuse another
@@ -88,13 +62,8 @@ class AttemptFile:
     def append_attempts(self, document: SourceDocument, attempts: list[dict]) -> None:
         """Append a line; it is on disk when this returns."""
         entry = {"context": identify_document(document), "attempts": attempts}
-        line = json.dumps(entry, ensure_ascii=False) + "\n"
-        with open_without_links(self.path) as file:
-            file.write(line.encode())
-            file.flush()
-            # On disk before the next context is asked.
-            os.fsync(file.fileno())
-        self.done.append(json.loads(line))
+        append_line(self.path, entry)
+        self.done.append(entry)
 
 
 def identify_document(document: SourceDocument) -> list[str]:

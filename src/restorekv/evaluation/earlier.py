@@ -19,8 +19,8 @@ from restorekv.evaluation.results import (
     SECONDS,
     Result,
     describe_changes,
-    load_lines,
 )
+from restorekv.files import load_lines
 from restorekv.tasks import Question, Sample
 
 EarlierLine = tuple[dict, dict[str, float]]  # a context's answers, and what they took

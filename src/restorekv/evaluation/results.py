@@ -8,9 +8,8 @@ DIR/set-aside/<name>-<n>/       a cell that was made with something else, where 
 """
 
 import json
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -26,9 +25,11 @@ from restorekv.errors import RestoreKVError, summarize_error
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.stats import ScoredAnswer
 from restorekv.files import (
+    append_line,
     check_not_link,
     find_wrong_entry,
-    open_without_links,
+    format_line,
+    load_lines,
     parse_json,
     read_bytes,
     replace_file,
@@ -43,7 +44,6 @@ CELL = "cell.json"
 ANSWERS = "answers.jsonl"
 SECONDS = "seconds.jsonl"
 SUMMARY = "summary.json"
-LINES_LIMIT = 1 << 30  # bytes
 # Schemas: what the files hold at least, by type.
 FACTS = dict[str, Any]
 CONVENTIONS_SCHEMA = {
@@ -145,7 +145,7 @@ class Result:
         if [line["sample"] for line in lines] == [line["sample"] for line in self.lines]:
             return
         with replace_file(self.folder / ANSWERS, follow=False) as temporary:
-            temporary.write_bytes(b"".join(map(_format_line, lines)))
+            temporary.write_bytes(b"".join(map(format_line, lines)))
         self.__dict__.pop("lines", None)
 
 
@@ -166,13 +166,6 @@ def list_answers(contexts: Iterable[tuple[int | str, dict]]) -> list[ScoredAnswe
     ]
 
 
-def load_lines(path: Path) -> Iterator[dict]:
-    """Yield the whole lines of a file of JSON lines; a half-written line at its end is left out."""
-    if path.exists():
-        for line in read_bytes(path, str(path), LINES_LIMIT).split(b"\n")[:-1]:
-            yield _parse_object(path, line, {})
-
-
 def _parse_object(path: Path, text: bytes, hints: dict[str, Any]) -> dict:
     """Return the JSON object of a file or line, which has entries of these types."""
     parsed = parse_json(text, str(path))
@@ -187,24 +180,6 @@ def _check_types(path: Path, value: object, hints: dict[str, Any]) -> None:
         raise RestoreKVError(
             f"{path} is damaged ({wrong} is missing or of another type); remove it and start again."
         )
-
-
-def _format_line(line: dict) -> bytes:
-    return json.dumps(line, ensure_ascii=False).encode() + b"\n"
-
-
-def append_line(path: Path, line: dict) -> None:
-    """Add one line of JSON at the end of the file; it is on the disk before this returns."""
-    with open_without_links(path) as file:
-        # A line without a line break at its end was being written when the process died.
-        end = file.seek(0, os.SEEK_END)
-        if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)
-        file.write(_format_line(line))
-        file.flush()
-        # A context may have taken minutes.
-        os.fsync(file.fileno())
 
 
 def open_result(folder: Path, cell: Cell, facts: dict, set_aside: bool = False) -> Result:
