@@ -14,7 +14,7 @@ from restorekv.generation import chat
 from restorekv.restore import adapter_file
 from restorekv.seal import FileKind, read_sealed, read_tensors
 from restorekv.storage import cache_file, portable
-from restorekv.train import checkpoint, features, teacher_cache
+from restorekv.train import checkpoint, teacher_cache
 
 
 def describe_file(path: Path) -> str:
@@ -110,7 +110,7 @@ def _describe_run(folder: Path) -> str:
     return f"a training run at step {metadata.get('step', '?')[:20]} with {len(tensors)} tensors"
 
 
-OF_TRAINING = (checkpoint.KIND, teacher_cache.KIND, features.KIND)
+OF_TRAINING = (checkpoint.KIND, teacher_cache.KIND)
 FILES: dict[str, Callable[[Path], str]] = {
     cache_file.KIND.format: _describe_cache,
     portable.KIND.format: _describe_portable,

@@ -8,9 +8,9 @@ has its own file, so an interruption loses at most one.
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,11 +25,8 @@ from restorekv.model.observer import LayerView, observe_layers
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, fit_context, make_context
 from restorekv.model.shape import CacheShape
-from restorekv.seal import FileKind, Sizes, short_hash
-from restorekv.train.teacher_cache import describe_teacher
+from restorekv.train.teacher_cache import TensorStore, describe_teacher, hash_ids
 
-FIX = "delete that file, then use --resume"
-KIND = FileKind("restorekv-features", "2", "a file of features", FIX)
 # The dtype of the attention inputs, which are nearly all of a file: half of float32, and precise
 # enough to learn from.
 HIDDEN_DTYPE = torch.bfloat16
@@ -89,20 +86,19 @@ def collect_features(
         progress: Called after each text.
 
     Raises:
-        RestoreKVError: `folder` holds features already, or other ones.
+        RestoreKVError: `folder` holds features already, or a damaged file of them.
     """
-    if folder.is_dir() and any(folder.glob("*.safetensors")) and not resume:
+    if folder.is_dir() and any(folder.glob("features/*.safetensors")) and not resume:
         raise RestoreKVError(
             f"{folder} holds features already; use them with --resume or name another --features."
         )
     folder.mkdir(parents=True, exist_ok=True)
     support.prepare_model(model)
     shape = CacheShape.from_model(model)
-    # What decides the features of any text; with the text's ids it names the origin of a file.
     # Evictors read what the template puts after a question, and their code decides their scores.
+    store = TensorStore(folder, describe_teacher(model, tokenizer))
     evictor = evictors.make_evictor(target)
-    code = spec.digest_code(type(evictor))
-    facts = [describe_teacher(model, tokenizer), evictor.identity(model), code, tokens, seed]
+    key = {"evictor": evictor.identity(model), "code": spec.digest_code(type(evictor))}
     contexts = [fit_context(model, make_context(tokenizer, text))[0] for text in texts]
     rows = [min(tokens, context.text_tokens) for context in contexts]
     # Filled context by context, since a list of them beside the whole would take twice the memory.
@@ -110,19 +106,17 @@ def collect_features(
     scores = torch.empty(sum(rows), shape.layers, shape.heads, dtype=torch.float32)
     start = 0
     for index, context in enumerate(contexts):
-        path = folder / f"{index:05d}.safetensors"
-        content = json.dumps([facts, context.ids.tolist()])
-        origin = short_hash(content)
-        # Files of an earlier run with the same settings are read again below.
-        if not path.exists():
-            columns = _draw_columns(context, tokens, f"{seed} {index}")
-            tensors = observe_context(model, tokenizer, context, target, columns)
-            seal.write_sealed(path, KIND, tensors, {"origin": origin}, follow=False)
+        columns = _draw_columns(context, tokens, f"{seed} {index}")
         sizes = {
             "hidden": (HIDDEN_DTYPE, (rows[index], shape.layers, shape.hidden)),
             "target": (torch.float32, (rows[index], shape.layers, shape.heads)),
         }
-        part = read_features(path, origin, sizes)
+        part = store.load_or_compute(
+            "features",
+            key | {"ids": hash_ids(context.ids), "columns": hash_ids(columns)},
+            partial(seal.has_sizes, sizes=sizes),
+            partial(observe_context, model, tokenizer, context, target, columns),
+        )
         end = start + rows[index]
         hidden[start:end] = part["hidden"]
         scores[start:end] = part["target"]
@@ -166,16 +160,3 @@ def observe_context(
         "hidden": hidden[:, context.prefix_length + columns].transpose(0, 1).to(HIDDEN_DTYPE).cpu(),
         "target": scores[..., columns].permute(2, 0, 1).contiguous().cpu(),
     }
-
-
-def read_features(path: Path, origin: str, sizes: Sizes) -> dict[str, Tensor]:
-    """Read a context's file; refuse one that was made with other settings."""
-    what = f"The file of features {path}"
-    metadata, tensors = seal.read_sealed(path, KIND, what, finite=True)
-    if metadata.get("origin") != origin:
-        raise RestoreKVError(
-            f"{path} is from other data, settings or another model; name another --features."
-        )
-    if not seal.has_sizes(tensors, sizes):
-        raise RestoreKVError(f"{what} holds other tensors than such a file; {FIX}.")
-    return tensors

@@ -87,7 +87,7 @@ class TensorStore:
         """Return an entry's tensors, which are computed and written if it does not exist.
 
         Args:
-            kind: The subfolder: "scores", "prefill" or "teacher".
+            kind: The subfolder: "scores", "prefill", "teacher" or "features".
             key: What the entry depends on besides `identity`.
             is_valid: Checks names, dtypes and shapes of tensors that were read.
             compute: Computes the tensors.
@@ -191,7 +191,7 @@ class TeacherCache:
         if self.store is None:
             return _score_context(eviction, self.model, self.tokenizer, context)
         # Scores depend on text and evictor, a prefill on the text alone: two entries.
-        prefill_key = {"ids": _hash_ids(context.ids)}
+        prefill_key = {"ids": hash_ids(context.ids)}
         scores_key = {
             **prefill_key,
             "evictor": eviction.identity(self.model),
@@ -251,7 +251,7 @@ class TeacherCache:
         # What a target depends on: the text, the questions, their known answers, and what is
         # recorded.
         key = {
-            "ids": _hash_ids(prepared.context.ids),
+            "ids": hash_ids(prepared.context.ids),
             "questions": list(example.questions),
             "drafts": list(example.drafts),
             "answers": example.answer_ids and [list(ids) for ids in example.answer_ids],
@@ -300,7 +300,7 @@ def describe_teacher(model: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, 
     }
 
 
-def _hash_ids(ids: Tensor) -> str:
+def hash_ids(ids: Tensor) -> str:
     """Return the hash of a context's ids, chat prefix included."""
     return hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()
 
