@@ -13,7 +13,6 @@ from restorekv.evaluation import kvpress_layout
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.kvpress_layout import export_kvpress
 from restorekv.evaluation.results import SUMMARY
-from restorekv.files import HOST
 from restorekv.tasks import Question
 from tests.helpers import leaderboard
 from tests.helpers.grid_results import finished
@@ -108,13 +107,10 @@ def test_ratios_that_print_alike_do_not_overwrite_one_another(tmp_path, order):
         places = export_kvpress(tmp_path)
     base = "ruler__4096__Qwen--Qwen3-8B__kvzip__0.88__fraction0.001"
     assert names(tmp_path) == [base, f"{base}/1"]
-    ratios = {
-        yaml.safe_load((place / "config.yaml").read_text())["compression_ratio"]: place
-        for place in places
-    }
-    assert sorted(ratios) == [0.875, 0.88]
-    first = ratios[1 - float(order[0])]
-    assert first.name == base, "who was there first stays"
+    ratios = [
+        yaml.safe_load((place / "config.yaml").read_text())["compression_ratio"] for place in places
+    ]
+    assert ratios == [0.875, 0.88], "in the order of the cells, whenever they were done"
 
 
 def test_what_kvpress_itself_wrote_stays(tmp_path):
@@ -126,34 +122,14 @@ def test_what_kvpress_itself_wrote_stays(tmp_path):
     assert (own / "config.yaml").read_text() == "dataset: ruler\n"
 
 
-@pytest.mark.parametrize("place", ["", "1"])
-def test_a_folder_with_what_a_killed_process_left_is_free(tmp_path, place):
-    first = tmp_path / "kvpress" / "ruler__4096__Qwen--Qwen3-8B__kvzip__0.95__fraction0.001"
-    own = first / place
-    own.mkdir(parents=True)
-    if place:
-        (first / "config.yaml").write_text("dataset: ruler\n")  # as kvpress itself wrote it
-    # No process has that number.
-    (own / f".restorekv.json.{HOST}-{2**22 + 1}-0.tmp").write_text("half")
-    finished(tmp_path, cell(), ASKED, **OFFICIAL)
-    assert export_kvpress(tmp_path) == [own]
-    assert not any(entry.name.startswith(".") for entry in own.iterdir())
-
-
-def test_writing_again_changes_nothing_and_mends_what_is_unfinished(tmp_path):
+def test_writing_again_mends_what_is_unfinished(tmp_path):
     finished(tmp_path, cell(), ASKED, **OFFICIAL)
     (place,) = export_kvpress(tmp_path)
-    before = {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in place.iterdir()}
-    assert export_kvpress(tmp_path) == [place]
-    assert {
-        file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in place.iterdir()
-    } == before
+    before = {file.name: file.read_bytes() for file in place.iterdir()}
     (place / "config.yaml").unlink()
     (place / "predictions.csv").write_text("half")
     assert export_kvpress(tmp_path) == [place]
-    assert {file.name: file.read_bytes() for file in place.iterdir()} == {
-        name: content for name, (content, _) in before.items()
-    }
+    assert {file.name: file.read_bytes() for file in place.iterdir()} == before
 
 
 def test_only_finished_cells_of_kvpresss_protocol(tmp_path):

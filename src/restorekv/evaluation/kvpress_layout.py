@@ -11,8 +11,8 @@ DIR/kvpress/{dataset}__{data_dir}__{model, -- for /}__{press_name}__{compression
     restorekv.json    the cell, what it was made with and its figures; not part of kvpress's layout
 
 compression_ratio is 1 - r. LongBench gets a folder for each task, as kvpress runs them. Where
-another cell has the name (ratios 0.12 and 0.125 print alike), a numbered folder inside it is used,
-as kvpress does.
+another cell has the name (ratios 0.12 and 0.125 print alike), or kvpress itself wrote a folder of
+that name, a numbered folder inside it is used, as kvpress does.
 
 The leaderboard (Hugging Face space nvidia/kvpress-leaderboard, src/data.py) reads "string_match" of
 every task from folders directly below its own whose fraction is 1, and refuses keys of config.yaml
@@ -28,7 +28,6 @@ and its settings. Only RULER's official rows are data_dir "4096"; generated ones
 import csv
 import hashlib
 import io
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ from restorekv.compression.budget import parse_ratio
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.grid import FULL, Cell, group_by
 from restorekv.evaluation.results import Result, load_readable_cells
-from restorekv.files import cut_name, read_json, remove_stale_files, replace_file, write_json
+from restorekv.files import cut_name, replace_file, write_json
 from restorekv.tasks.longbench import LongBench
 from restorekv.tasks.ruler.benchmark import HUB as RULER_ROWS
 from restorekv.tasks.ruler.benchmark import Ruler
@@ -81,20 +80,17 @@ class KvpressRun:
 
 
 def export_kvpress(folder: Path) -> list[Path]:
-    """Write the finished cells that are not written yet; returns every folder of the layout, in the
-    cells' order.
-    """
-    # Only what kvpress also asks: its protocol, and finished cells.
-    done = [
-        result
-        for result in load_readable_cells(folder)
-        if result.done and result.cell.protocol == "kvpress" and _is_readable(result)
-    ]
-    return [
-        _write_run(folder / FOLDER, result, part)
-        for result in done
-        for part in _split_result(result)
-    ]
+    """Write all finished cells, and return every folder of the layout, in the cells' order."""
+    written: list[Path] = []
+    for result in load_readable_cells(folder):
+        # Only what kvpress also asks: its protocol, and finished cells.
+        if result.done and result.cell.protocol == "kvpress" and _is_readable(result):
+            for part in _split_result(result):
+                settings = _make_settings(result, part)
+                path = _find_free_folder(folder / FOLDER / _name_folder(settings), written)
+                _write_run(path, result, part, settings)
+                written.append(path)
+    return written
 
 
 def _is_readable(result: Result) -> bool:
@@ -142,38 +138,26 @@ def _mean_points(answers: Sequence[Mapping]) -> float:
     return round(sum(answer["score"] for answer in answers) / len(answers) * 100, 2)
 
 
-def _write_run(folder: Path, result: Result, part: KvpressRun) -> Path:
-    """Fill the part's folder, unless it is complete, and returns it."""
-    config = _make_settings(result, part)
-    own = {"cell": result.cell.to_dict(), "facts": result.identity, **result.summary}
-    path = _find_free_folder(folder / _name_folder(config), result.cell)
-    # Complete already: the folder says the same of its cell.
-    if (path / CONFIG).exists() and _load_own(path) == own:
-        return path
+def _write_run(path: Path, result: Result, part: KvpressRun, settings: Mapping) -> None:
+    """Fill the folder of a part."""
     path.mkdir(parents=True, exist_ok=True)
     (path / CONFIG).unlink(missing_ok=True)  # written last: a folder without it is not finished
+    own = {"cell": result.cell.to_dict(), "facts": result.identity, **result.summary}
     write_json(path / OURS, own, follow=False)
-    _write_kvpress_files(path, part, config)
-    return path
-
-
-def _write_kvpress_files(path: Path, part: KvpressRun, config: Mapping) -> None:
     # Only columns that the rows have: longbench calls its references answers.
     known = {key: column for key, column in COLUMNS.items() if key in part.answers[0]}
     if part.dataset == "longbench":
         known["references"] = "answers"
-    rows = [
-        [answer[key] for key in known] + [config["compression_ratio"]] for answer in part.answers
-    ]
+    ratio = settings["compression_ratio"]
+    rows = [[*(answer[key] for key in known), ratio] for answer in part.answers]
     predictions = io.StringIO(newline="")
     table = csv.writer(predictions, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
     table.writerows([[*known.values(), "compression_ratio"], *rows])
     with replace_file(path / "predictions.csv", follow=False) as temporary:
         temporary.write_text(predictions.getvalue(), encoding="utf-8", newline="")
-    with replace_file(path / "metrics.json", follow=False) as temporary:
-        temporary.write_text(json.dumps(part.metrics, indent=4), encoding="utf-8")
+    write_json(path / "metrics.json", part.metrics, follow=False)
     with replace_file(path / CONFIG, follow=False) as temporary:
-        temporary.write_text(yaml.dump(config, sort_keys=False), encoding="utf-8")
+        temporary.write_text(yaml.dump(settings, sort_keys=False), encoding="utf-8")
 
 
 def _make_settings(result: Result, part: KvpressRun) -> dict:
@@ -266,31 +250,16 @@ def _name_folder(config: Mapping) -> str:
     return f"{cut_name(name, LONGEST_NAME - 9)}_{digest}"
 
 
-def _find_free_folder(path: Path, cell: Cell) -> Path:
-    """Return the first of `path`, `path`/1, `path`/2 ... that holds the cell or nothing."""
-
-    def taken(folder: Path) -> bool:
-        remove_stale_files(folder / OURS)  # what a killed process left there is nothing
-        return (
-            folder.exists()
-            and _load_own(folder).get("cell") != cell.to_dict()
-            and any(folder.iterdir())
-        )
-
+def _find_free_folder(path: Path, written: Sequence[Path]) -> Path:
+    """Return the first of `path`, `path`/1, `path`/2 ... that is not among those `written` now and
+    that kvpress itself has not written.
+    """
     free = path
     number = 0
-    while taken(free):
+    while free in written or ((free / CONFIG).exists() and not (free / OURS).exists()):
         number += 1
         free = path / str(number)
     return free
-
-
-def _load_own(path: Path) -> dict:
-    """Return what a folder's restorekv.json holds; {} for a folder that kvpress wrote."""
-    found = {}
-    if (path / OURS).exists():
-        found = read_json(path / OURS, str(path / OURS))
-    return found if isinstance(found, dict) else {}
 
 
 def _make_safe(text: str) -> str:
