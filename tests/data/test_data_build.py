@@ -398,7 +398,7 @@ def test_a_begun_folder_takes_the_same_build_only(whole, files, model, tiny_toke
                 build_model("qwen3", seed=1), tiny_tokenizer, settings(files), folder, resume=True
             )
         with pytest.raises(
-            RestoreKVError, match=r"--exclude nothing \(now new\.jsonl [0-9a-f]{8}\); give"
+            RestoreKVError, match=r"--exclude nothing \(now new\.jsonl [0-9a-f]{16}\); give"
         ):
             build_mixture(
                 model, tiny_tokenizer, settings(files), folder, [str(others)], resume=True
@@ -425,7 +425,7 @@ def test_a_finished_folder_is_of_the_files_it_was_made_from(model, tiny_tokenize
     made = again([held_out])
     assert again([held_out]) == made
     with pytest.raises(
-        RestoreKVError, match=r"--exclude held_out\.jsonl [0-9a-f]{8} \(now nothing\)"
+        RestoreKVError, match=r"--exclude held_out\.jsonl [0-9a-f]{16} \(now nothing\)"
     ):
         again([])
     write_jsonl(held_out, [{"context": "Something else."}])

@@ -142,6 +142,7 @@ def test_any_other_change_is_damage(data, made):
             lambda m: m["sources"]["flan"]["file"].update(name="../a.parquet"),
             "its sources.flan.file has another name",
         ),
+        (lambda m: m["exclusion"].update(files=["a"]), r"\(its exclusion\)"),
         (lambda m: m["licenses"].update(MIT="1"), r"\(its licenses\)"),
     ],
 )

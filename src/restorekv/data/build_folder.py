@@ -5,6 +5,7 @@ While it is built the folder holds build.json (what is being built) and parts/ (
 manifest comes last and replaces them, so a folder with a manifest is complete.
 """
 
+import hashlib
 import platform
 import shutil
 from contextlib import suppress
@@ -33,6 +34,8 @@ MANIFEST = {
     "longest": int,
     "sources": dict[str, dict[str, Any]],
     "licenses": Counts,
+    "settings": dict[str, Any],
+    "exclusion": dict[str, Any],
 }
 SOURCE = {
     "title": str,
@@ -95,7 +98,9 @@ def read_manifest(folder: Path) -> dict:
 def _find_manifest_fault(manifest: dict) -> str | None:
     """Return what is wrong with a manifest, or None."""
     wrong = find_wrong_entry(manifest, MANIFEST)
-    if wrong:
+    if wrong is None and find_wrong_entry(manifest["exclusion"], FILES_ORIGIN):
+        wrong = "exclusion"
+    if wrong is not None:
         return f"its {wrong}"
     for name, source in manifest["sources"].items():
         wrong = find_wrong_entry(source, SOURCE)
@@ -151,9 +156,9 @@ def read_earlier_build(out: Path) -> dict | None:
             origin.pop("given", None)
             origins[name] = origin
         return {
-            "config": manifest.get("settings", {}),
+            "config": manifest["settings"],
             "sources": origins,
-            "exclude": manifest.get("exclusion", {}).get("files", []),
+            "exclude": manifest["exclusion"]["files"],
             "model": manifest["model"],
         }
     if not (out / BUILD_FILE).exists():
@@ -208,52 +213,46 @@ def check_same_build(out: Path, before: dict | None, now: dict) -> None:
     """
     if before is None:
         return
-    changes = _list_changed_values("--{}", before["config"], now.get("config", {}))
-    # A model may have another name, but not other weights.
-    changes += _list_changed_values("the model's {}", before["model"], now.get("model", {}))
+    compared = []
+    for name, value in now.get("config", {}).items():
+        compared.append((f"--{name.replace('_', '-')}", before["config"].get(name), value))
+    for name, value in now.get("model", {}).items():
+        # A model may have another name, but not other weights.
+        if name != "name":
+            compared.append((f"the model's {name}", before["model"].get(name), value))
     if "exclude" in now:
-        changes += _list_changed_files("--exclude", before["exclude"], now["exclude"])
+        excluded = [_describe_origin({"files": each["exclude"]}) for each in (before, now)]
+        compared.append(("--exclude", *excluded))
     for name, source in now.get("sources", {}).items():
         earlier = before["sources"].get(name, {})
-        changes += _list_changed_files(f"--{name}", _list_files(earlier), _list_files(source))
+        compared.append((f"--{name}", _describe_origin(earlier), _describe_origin(source)))
+    changes = []
+    for option, earlier, value in compared:
+        if earlier != value:
+            changes.append(f"{option} {earlier} (now {value})")
     if changes:
         raise RestoreKVError(
             f"{out} was made with {', '.join(changes)}; give the same or another folder."
         )
 
 
-def _list_changed_values(label: str, before: dict, now: dict) -> list[str]:
-    """Return one text per change, as "--seed 0 (now 7)"; a model's name may change."""
-    changes = []
-    for name, value in now.items():
-        if name != "name" and before.get(name) != value:
-            option = label.format(name.replace("_", "-"))
-            changes.append(f"{option} {before.get(name)} (now {value})")
-    return changes
+def _describe_origin(origin: dict) -> str:
+    """Return the name of a source with the beginning of its hash or revision."""
+    if not origin.get("hub") and not origin.get("files"):
+        return "nothing"
+    name, digest = identify_dataset(origin).values()
+    return f"{name} {digest[:16]}"
 
 
-def _list_changed_files(option: str, before: list[dict], now: list[dict]) -> list[str]:
-    """Return the text for files that are gone, new or in another order; nothing for the same."""
-    if before == now:
-        return []
-    gone = [file for file in before if file not in now]
-    new = [file for file in now if file not in before]
-    if not gone and not new:  # the same files in another order
-        gone = before
-        new = now
-    return [f"{option} {_join_file_names(gone)} (now {_join_file_names(new)})"]
-
-
-def _list_files(source: dict) -> list[dict]:
-    """Return a source's files; a dataset of the hub counts as one file with its commit as hash."""
-    if "files" not in source and "hub" in source:
-        return [{"name": source["hub"], "sha256": source["revision"]}]
-    return source.get("files", [])
-
-
-def _join_file_names(files: list[dict]) -> str:
-    """Return up to three names with the beginning of their hashes, and how many more there are."""
-    names = [f"{file['name']} {file['sha256'][:8]}" for file in files[:3]]
-    if len(files) > 3:
-        names.append(f"{len(files) - 3} more")
-    return " and ".join(names) or "nothing"
+def identify_dataset(origin: dict) -> dict[str, str]:
+    """Return a source's name, with its revision or hash; of several files it is their number, with
+    the hash of their hashes in order.
+    """
+    if "hub" in origin:
+        return {"dataset": origin["hub"], "revision": origin["revision"]}
+    files = origin["files"]
+    if len(files) == 1:
+        return {"dataset": files[0]["name"], "sha256": files[0]["sha256"]}
+    joined = "".join(file["sha256"] for file in files)
+    digest = hashlib.sha256(joined.encode()).hexdigest()
+    return {"dataset": f"{len(files)} files", "sha256": digest}

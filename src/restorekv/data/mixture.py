@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data import exercises, made
-from restorekv.data.build_folder import read_manifest
+from restorekv.data.build_folder import identify_dataset, read_manifest
 from restorekv.data.files import read_parquet_rows
 from restorekv.data.passages import FACT, HUMAN, LISTED, REPEAT
 from restorekv.data.self_study import PROMPT, QUESTION_PROMPTS
@@ -185,7 +185,7 @@ def summarize_sources(manifest: dict) -> list[dict]:
             written = "answers"
         account = {
             "source": source["title"],
-            **_identify_dataset(source["from"]),
+            **identify_dataset(source["from"]),
             "seed": manifest["seed"],
             "contexts": source["contexts"],
             "examples": source["examples"],
@@ -194,15 +194,3 @@ def summarize_sources(manifest: dict) -> list[dict]:
         }
         accounts.append(account)
     return accounts
-
-
-def _identify_dataset(origin: dict) -> dict[str, str]:
-    """Return the dataset's name, with its revision or hash."""
-    if "hub" in origin:
-        return {"dataset": origin["hub"], "revision": origin["revision"]}
-    files = origin.get("files", [])
-    if len(files) == 1:
-        return {"dataset": files[0]["name"], "sha256": files[0]["sha256"]}
-    joined = "".join(file["sha256"] for file in files)
-    digest = hashlib.sha256(joined.encode()).hexdigest()
-    return {"dataset": f"{len(files)} files", "sha256": digest}
