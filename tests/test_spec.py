@@ -174,7 +174,7 @@ def test_an_entry_point_cannot_take_a_name_that_is_another_ones(monkeypatch, nam
     assert [str(each.message) for each in told] == (
         [
             "mine:Own, an entry point of restorekv.evictors, cannot be loaded (the name 'kvzip' of "
-            "its class is taken; give it a `name` of its own); fix or remove its package."
+            "its class is taken; give it another `name`); fix or remove its package."
         ]
         if taken
         else []

@@ -389,7 +389,7 @@ class CompressedContext:
         recorded = manifest.adapter
         if adapter is None or (adapter == "auto" and recorded is None):
             return eviction
-        # After a fold nothing separates text and question, which is no other use of an adapter.
+        # After a fold nothing separates text and question; for an adapter that is the same use.
         loaded = load_adapter(self.model, adapter, eviction, None, manifest.separator or None)
         if recorded is None:
             return replace(eviction, adapter=loaded)

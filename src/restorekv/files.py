@@ -355,7 +355,7 @@ def load_lines(path: Path) -> Iterator[dict]:
     for line in read_bytes(path, str(path), LINES_BYTES).split(b"\n")[:-1]:
         content = parse_json(line, str(path))
         if not isinstance(content, dict):
-            raise RestoreKVError(f"{path} is damaged (a line is no object); {FETCH_AGAIN}.")
+            raise RestoreKVError(f"{path} is damaged (a line is not an object); {FETCH_AGAIN}.")
         yield content
 
 

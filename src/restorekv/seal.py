@@ -1,4 +1,4 @@
-"""Sealed safetensors: how restorekv keeps tensors of its own, and how it reads those of anybody.
+"""Sealed safetensors: how restorekv writes its own tensors, and how it reads any tensors.
 
 Context caches, portable caches, gates, checkpoints and the other files of a training are sealed.
 The metadata of such a file holds its `format` and `version` (see `FileKind`), what this kind of

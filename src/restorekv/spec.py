@@ -131,7 +131,7 @@ def find_meant_arguments(name: str, known: Iterable[str]) -> list[str]:
         starts_one = each.startswith(name) or any(word.startswith(name) for word in words)
         if len(name) >= SHORTEST_WORD and starts_one:
             meant.append(each)
-    # More than a few are no hint.
+    # A list of more than a few is not a hint.
     if 0 < len(meant) <= MOST_MEANT:
         return meant
     return get_close_matches(name, known, 1, MISSPELLED)
@@ -232,7 +232,7 @@ def _load_entry_point(entry: EntryPoint, classes: dict[str, type]) -> None:
         found = entry.load()
         if classes.setdefault(found.name, found) is not found:
             raise ValueError(
-                f"the name {found.name!r} of its class is taken; give it a `name` of its own"
+                f"the name {found.name!r} of its class is taken; give it another `name`"
             )
     except Exception as error:  # another package's code may raise anything
         reason = summarize_error(error) or type(error).__name__
@@ -272,7 +272,7 @@ def digest_code(cls: type, own: bool = True) -> str:
         if source:
             found = True
             digest.update(source.encode() + b"\0")
-        # The classes of a notebook have no file of their own.
+        # The classes of a notebook have no file.
         if name != "__main__":
             seen.add(name)
     return digest.hexdigest()[:12] if found else ""

@@ -179,7 +179,7 @@ def test_an_index_of_weights_names_safetensors_beside_it_and_nothing_else(
     torch.save({"a": torch.ones(1)}, folder / "weights.bin")
     (folder / "sub").mkdir()
     os.mkfifo(folder / "sub" / "x.safetensors")
-    with pytest.raises(ModelError, match="which is no safetensors file beside it"):
+    with pytest.raises(ModelError, match="which is not a safetensors file next to"):
         load_model(str(folder))
     assert load_tokenizer(str(folder))
 

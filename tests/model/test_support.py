@@ -183,7 +183,7 @@ def test_sinks_that_only_the_class_knows_are_seen(monkeypatch):
 
         return with_sink
 
-    with pytest.raises(ModelError, match="in a way of its own, such as with a cap or another sink"):
+    with pytest.raises(ModelError, match="in another way, such as with a cap or another sink"):
         support.get_support(with_eager(monkeypatch, change))
 
 

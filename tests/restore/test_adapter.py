@@ -67,7 +67,7 @@ def test_zero_lora_equals_a_plain_forward_of_the_embeddings(tiny_model):
 
 @pytest.mark.parametrize("token", [-1, 10**9])
 def test_a_fixed_token_that_the_model_lacks_is_refused(tiny_model, token):
-    with pytest.raises(AdapterError, match=f"fixed token {token} is none of the model's"):
+    with pytest.raises(AdapterError, match=f"fixed token {token} is not one of the model's"):
         RestoreAdapter.create(tiny_model, 3, fixed=token)
 
 

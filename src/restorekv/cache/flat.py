@@ -81,7 +81,7 @@ class FlatLayer(ManyContextsLayer):
 def share_tail(layer: ContextLayer) -> ContextLayer:
     """Return a layer with the same context that shares the tail until either of them grows."""
     # A shallow copy shares the context. Assigning the pair drops the copy's claim on the buffers,
-    # so that its next append makes buffers of its own instead of writing into the other's.
+    # so that its next append makes new buffers instead of writing into the other's.
     other = copy.copy(layer)
     other.keys, other.values = layer.keys_and_values
     return other

@@ -219,7 +219,7 @@ def _quantize_head(
     # Without scales per channel, one number per row is enough to find the largest of the group.
     if not per_channel:
         magnitudes = magnitudes.amax(-1, keepdim=True)
-    # Groups have `size` rows each, the last one what is left.
+    # Each group has `size` rows; the last one has the rest.
     groups = -(-len(rows) // size)
     lengths = torch.full((groups,), min(size, len(rows)), device=rows.device)
     lengths[-1] = len(rows) - size * (groups - 1)

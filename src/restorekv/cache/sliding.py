@@ -1,4 +1,4 @@
-"""Layers with a sliding window, beside the layers that see the whole text.
+"""Layers with a sliding window, in models that also have layers that see the whole text.
 
 A token in such a layer sees itself and the W - 1 tokens before it. So nothing is evicted there: of
 a context only the last W - 1 columns matter, and they stay dense, in every head. What follows is an

@@ -297,7 +297,7 @@ class TailLayer(CompressedLayer):
         """Reduce the tail to the restore cache, for `batch` rows, which share it until they are
         written.
         """
-        # `expand` repeats without a copy; the first append of a row makes room of its own.
+        # `expand` repeats without a copy; the first append makes separate room for each row.
         self.keys = self.restore_keys.expand(batch, -1, -1, -1)
         self.values = self.restore_values.expand(batch, -1, -1, -1)
 

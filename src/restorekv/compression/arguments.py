@@ -60,7 +60,7 @@ def explain_fields(hints: Mapping[str, str], usage: str) -> Callable[[C], C]:
     the fields.
 
     Args:
-        hints: By the name of an argument that is no field, what to write instead.
+        hints: By the name of an argument that is not a field, what to write instead.
         usage: How the class is called, for calls that Python refuses for another reason.
     """
 

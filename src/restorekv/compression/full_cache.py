@@ -163,7 +163,7 @@ class ScoredContext(PreparedContext):
     streaming_chunk: None = field(default=None, init=False)
     scores: Tensor
     restore_tokens: int = 0
-    # Its restore pass is run anew for every ratio: it reads the evicted cache, or depends on r.
+    # Its restore pass is run again for every ratio: it reads the evicted cache, or depends on r.
     per_ratio_adapter: RestoreAdapter | None = None
     restore_cache: tuple[tuple[Tensor, Tensor], ...] = ()
 
@@ -179,7 +179,7 @@ class ScoredContext(PreparedContext):
             raise RestoreKVError(
                 "An offset is the control without restore states; prepare without it to restore."
             )
-        # Each evicted cache then gets a restore pass of its own, in `evict`.
+        # Each evicted cache then gets its own restore pass, in `evict`.
         if self.config.restore_from == "evicted" or adapter.knows_ratio:
             return replace(self, per_ratio_adapter=adapter, restore_tokens=adapter.restore_tokens)
         return self._with_restore_pass(adapter)

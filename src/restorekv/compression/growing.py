@@ -1,13 +1,13 @@
 """Contexts that grow: a text appended to a small cache, and independently compressed caches joined
 end to end.
 
-An appended part is prefilled at its own positions over the chat prefix and all that is kept, scored
-as streaming scores a part, and evicted to what is left of the grown context's budget; what was kept
-before stays. The part reads the restore pairs of the parts before it, and `restore` decides what
-becomes of them: "last" drops them when the part has its own, "every" turns them into context pairs,
-"none" drops them and makes no new ones. Caches to compose were compressed independently: their keys
-are rotated to where the text would be in the whole (model/rope.py), and every restore cache but the
-last becomes context.
+An appended part is prefilled at its own positions over the chat prefix and the retained cache,
+scored as streaming scores a part, and evicted to the rest of the grown context's budget; the pairs
+retained before stay. The part reads the restore pairs of the parts before it, and `restore` decides
+what becomes of them: "last" drops them when the part has its own, "every" turns them into context
+pairs, "none" drops them and makes no new ones. Caches to compose were compressed independently:
+their keys are rotated to where the text would be in the whole (model/rope.py), and every restore
+cache but the last becomes context.
 
 Restore pairs among the context's rows have the positions from S + T on, which no token of the text
 has.
@@ -126,7 +126,7 @@ class Growth:
         support.prepare_model(self.model)
         room = self._count_room()
         tokens = self.budget.restore_tokens
-        # The part is read over all that is kept, scored as a context of its own, and evicted to
+        # The part is read over all that is kept, scored as a separate context, and evicted to
         # what the budget leaves. The restore pass comes before or after that, as the config says.
         read, scores = prefill_and_score(
             self.model, self.tokenizer, evictor, part, self._make_reading_cache(), self.seconds

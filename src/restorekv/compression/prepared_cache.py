@@ -95,7 +95,7 @@ class PreparedContextCache:
         compressor: Compressor,
         begin_phase: BeginPhase,
     ) -> PreparedContext:
-        """Return what the compressor would prepare: of the kept context, or anew.
+        """Return what the compressor would prepare: of the kept context, or from the start.
 
         Args:
             model: The model that reads.

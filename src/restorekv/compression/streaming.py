@@ -2,10 +2,10 @@
 the context are held.
 
 The context is read in parts of at most `chunk` tokens, all of one size. A part is prefilled over
-what is kept of the parts before it, at its own positions; then its pairs get scores, and the best
-of all pairs stay, as many as the whole budget allows. So what stays in the end is what the
-allocation would choose among all scores at once: nothing that is dropped on the way could have
-stayed. It still only approximates compressing at once:
+the retained pairs of the parts before it, at its own positions; then its pairs get scores, and the
+best of all pairs stay, as many as the whole budget allows. So the pairs that stay at the end are
+those that the allocation would choose among all scores together: no pair that is dropped on the way
+could have stayed. It still only approximates compressing the whole text at once:
 
 - the keys and values of later parts come from a model that reads the kept pairs instead of all;
 - a pair is scored once, when its part is the newest, as if prefix and part were the whole text.
@@ -91,7 +91,7 @@ class StreamedContext(PreparedContext):
     `streaming_chunk` tokens at a time.
     """
 
-    # There never is a full cache: the field of the base class is no argument here.
+    # There never is a full cache: the field of the base class is not an argument here.
     full: None = field(default=None, init=False)
     _: KW_ONLY
     tokenizer: Tokenizer
@@ -170,7 +170,7 @@ class Stream:
                 "The adapter learned to read full caches; with streaming_chunk it reads what is "
                 "held at the end; expect worse answers."
             )
-        # Each part is read over what is held and scored, then all that is held competes anew. The
+        # Each part is read over what is held and scored, then all that is held competes again. The
         # restore pass comes before the last eviction, or after it where it reads evicted caches.
         cache: RaggedCache | None = None
         for number, part in enumerate(parts, 1):

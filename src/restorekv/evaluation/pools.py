@@ -140,7 +140,7 @@ class SeedPool:
         """Return score, interval and counts (see `stats.score_answers`).
 
         Next to the evictor alone they include the paired gain over it; with the full cache too,
-        `recovered`: the gain as a share of what the evictor alone loses to the full cache, None if
+        "recovered": the gain as a share of what the evictor alone loses to the full cache, None if
         it loses less than LEAST_LOSS.
         """
         by_context = self.averages_contexts

@@ -191,7 +191,7 @@ def _find_problem(root: Path) -> str | None:
         if "RESTOREKV_CACHE" not in os.environ and _is_own(root.stat()):
             # A self-test that was kept first made it as the umask says.
             root.chmod(root.stat().st_mode & ~WRITABLE_BY_OTHERS)
-        # Only a try shows whether a file can be written: permissions do not tell about full or
+        # Only a try shows whether a file can be written: permissions say nothing about full or
         # read-only disks.
         with tempfile.TemporaryFile(dir=root):
             pass

@@ -208,7 +208,7 @@ def _read_tensors(
     alignment = known.get("general.alignment", 32)
     if type(alignment) is not int or not 1 <= alignment <= WIDTH or alignment & (alignment - 1):
         raise ValueError("its alignment is not a power of two")
-    # The bytes that are left after the padding behind the header.
+    # The bytes that remain after the header and its padding.
     room = cursor.left - -(size - cursor.left) % alignment
     # Offsets are relative to the first tensor.
     if max(ends, default=0) > room or total > max(room, 0):

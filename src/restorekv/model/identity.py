@@ -191,7 +191,7 @@ def _list_base_parameters(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
 
 
 def _list_active_lora(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
-    """Return the weights of the LoRA layers that are active and are no restore adapter's."""
+    """Return the weights of the LoRA layers that are active, without those of restore adapters."""
     found = []
     for place, module in model.named_modules():
         own = module.named_parameters()
@@ -209,7 +209,7 @@ def _list_active_lora(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
 
 
 def _sample_weights(wanted: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
-    """Return so many evenly spaced values of each weight in bfloat16, on the CPU.
+    """Return n evenly spaced values of each weight in bfloat16, on the CPU.
 
     All values are collected on the device of the first weight and leave it in one transfer. The
     places are computed on the CPU, since devices round float64 differently, and go to a device once

@@ -121,8 +121,8 @@ def _check_index(path: Path, names: list[str] | None = None) -> None:
         inside = isinstance(name, str) and name.endswith(_SAFE) and name == PurePosixPath(name).name
         if not inside or (names is not None and name not in names):
             raise ModelError(
-                f"{path} names '{make_printable(name)}', which is no safetensors file beside it; "
-                "fetch it again."
+                f"{path} names '{make_printable(name)}', which is not a safetensors file next to "
+                "it; fetch it again."
             )
 
 
@@ -202,7 +202,7 @@ def check_hub(name: str, local: bool) -> None:
 
 
 def explain_adapter(name: str) -> str:
-    """Return why a folder or repository with an adapter is no model, as a sentence."""
+    """Return why a folder or repository with an adapter is not a model, as a sentence."""
     return (
         f"{name} holds a LoRA adapter ({ADAPTER}), which names another model to be loaded; "
         "give that model, or a folder into which the adapter was merged."

@@ -22,9 +22,9 @@ def tiny_path(*parts: str) -> Path:
 
 
 def shipped_path(name: str, *parts: str) -> Path:
-    """Return a path in the folder of what ships for a model; nothing needs to be there.
+    """Return a path in the folder of the files that ship for a model; it may not exist.
 
-    The files are data in a distribution of their own: `restorekv-tiny` has the package
+    The files are data in a separate distribution: `restorekv-tiny` has the package
     `restorekv_tiny` with `model`, `adapters/EVICTOR` and `gates/KIND.safetensors`.
     """
     package = f"restorekv_{name}"

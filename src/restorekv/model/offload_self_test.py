@@ -1,8 +1,8 @@
 """A small prefill through a store of `offload.py`, compared number by number with what was written.
 
 Every layer grows in several steps, as in a prefill, and is then read in several orders. What a
-reader gets is copied at once on the device and compared in the end, so that a copy that has not
-arrived yet, or memory that is used again too early, shows as wrong numbers.
+reader gets is copied on the device right away and compared at the end, so a copy that has not
+arrived yet, or memory that is reused too early, shows as wrong numbers.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _measure_wrong_share(found: KeysValues, wanted: KeysValues, end: int) -> flo
 
 
 def _require_gpu(device: torch.device, dtype: torch.dtype) -> str:
-    """Say why there is no offloading without a second stream on a device, or nothing."""
+    """Return why a device without a second stream cannot offload; "" where it can."""
     if device.type == "cpu":
         return "it is for GPUs; a CPU offloads into temporary files"
     return ""

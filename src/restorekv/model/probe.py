@@ -1,8 +1,8 @@
 """Ask a model whether RestoreKV computes what it computes, and up to which position.
 
-A config does not tell: Mistral has a window without saying so for any layer, other models add
-sinks, caps or biases to their attention, compress their keys, keep states that are no pairs, or
-rotate old keys anew when a text gets long. So the real model reads seven tokens in three kinds of
+The config alone does not say: Mistral has a window that it names for no layer, and other models add
+sinks, caps or biases to their attention, compress their keys, keep states that are not KV pairs, or
+rotate old keys again when a text gets long. So the real model reads seven tokens in three kinds of
 passes:
 
 1. by transformers alone, where every layer has to call the registered attention function once, with
@@ -14,10 +14,10 @@ passes:
    this is repeated at the lengths that the config names.
 
 Which pairs a layer sees at any distance is asked of the function that transformers makes its masks
-from: it takes indices, so no long text has to be read. The first position that does not see the
-whole text is the end of what is exact. In a hybrid model, layers with a window alternate with
-others (shape.py): the function of the former has to show exactly the window that the config names,
-and only the latter can end what is exact.
+from: it takes indices, so no long text has to be read. RestoreKV is exact up to the first position
+that does not see the whole text. In a hybrid model, layers with a window alternate with others
+(shape.py): the function of the windowed layers has to show exactly the window that the config
+names, and only the other layers can limit the positions.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _make_refusal(model: PreTrainedModel, why: str) -> ModelError:
 
 
 def _check_layers(model: PreTrainedModel, backbone: nn.Module) -> None:
-    """Refuse a model whose layers are not where observers look for them, or that is no decoder."""
+    """Refuse a model that is not a decoder, or whose layers are not where observers look."""
     layers = getattr(backbone, "layers", None)
     if isinstance(layers, nn.ModuleList) and all(hasattr(layer, "self_attn") for layer in layers):
         return
@@ -293,7 +293,7 @@ class _Probe:
         weights = compute_weights(logits, sinks)
         if not torch.allclose(result.float(), (weights @ values).transpose(1, 2), atol=1e-3):
             raise self.make_refusal(
-                "computes its attention in a way of its own, such as with a cap or another sink"
+                "computes its attention in another way, such as with a cap or another sink"
             )
 
     def check_positions(self, cache: Any) -> None:

@@ -1,9 +1,9 @@
 """Up to which position RestoreKV computes what a model computes; probe.py asks the model itself.
 
 A model's class and config decide, so each pair of them is probed once per process. Up to
-`Support.positions` a window hides nothing and RoPE rotates alike, and the model is used; a longer
-text is refused. In a hybrid model the layers with a window are computed as such, and only the
-others can end what is exact.
+`Support.positions`, windows hide nothing and RoPE rotates every key the same way, so the model is
+used; a longer text is refused. In a hybrid model the windowed layers are computed as such, so only
+its other layers can limit the positions.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def check_model_and_tokenizer(model: object, tokenizer: object) -> None:
             f"The tokenizer has {written:,} tokens and the model {known:,}; pass the tokenizer "
             "that belongs to the model."
         )
-    # Models pad their embeddings, by some hundred rows as a rule. More is no error: a model of
+    # Models pad their embeddings, usually by a few hundred rows. More is not an error: a model of
     # random weights may have any tokenizer, as in the benchmarks.
     if known > LARGEST_PADDING * len(cast("Tokenizer", tokenizer)):
         warn(
@@ -210,7 +210,7 @@ class TextStream:
         # A step without a piece has bytes that are still missing.
         self.certain += piece or ""
         self.pending = piece is None
-        # A wrong byte can turn the characters before it, which the stream has left behind, into
+        # A wrong byte can turn the characters before it, which the stream has already passed, into
         # replacements.
         if piece and REPLACEMENT in piece and self.certain != self._decode_all():
             self.stream = None
@@ -346,7 +346,7 @@ def _remember(
 ) -> Remembered:
     """Return what `make` returned for this tokenizer.
 
-    It is made anew if tokens were added or the template changed since.
+    It is made again if tokens were added or the template changed since.
     """
     # A token added later, or another template, changes which names are control tokens.
     state = (len(tokenizer), str(tokenizer.chat_template))

@@ -22,8 +22,8 @@ from restorekv.readers.raised import LOWERED, RAISED, mark, remove_signs, write_
 from restorekv.readers.symbol_fonts import UNKNOWN, find_symbol, is_symbol_font
 from restorekv.readers.word_equations import MATH, read_equation
 
-# Names of a Word document's XML: what stands around paragraphs, rows and cells, or around a part of
-# a paragraph, and is no text itself; what holds the text of a paragraph; and signs.
+# Names of a Word document's XML: elements around paragraphs, rows and cells, or around a part of a
+# paragraph, that are not text themselves; elements that hold the text of a paragraph; and signs.
 WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 AROUND = ("sdt", "sdtContent", "customXml", "ins", "moveTo")
 INSIDE = ("hyperlink", "smartTag", "fldSimple", "bdo", "dir", "ruby", "rubyBase")
@@ -79,7 +79,7 @@ def choose_form(alternatives: Any) -> Any | None:
 
 def iter_parts(container: Any, names: Sequence[str]) -> Iterator[Any]:
     """Yield the elements of some names in an element, also those inside of content controls and
-    the like.
+    similar wrappers.
     """
     for element in container:
         name = str(element.tag).removeprefix(WORD)
@@ -320,7 +320,7 @@ class DocumentReader:
                 yield "", read_equation(child, self._read_in_equation)
 
     def _read_in_equation(self, element: Any) -> str:
-        """Return the text of what stands in an equation and is not of its own kind."""
+        """Return the text of an element in an equation that is not one of an equation's own."""
         name = str(element.tag).removeprefix(WORD)
         if name == "r":
             return join_pieces(self._iter_run(element))

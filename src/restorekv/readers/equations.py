@@ -38,7 +38,7 @@ def write_root(radicand: str, degree: str = "") -> str:
 
 
 def write_operator(sign: str, lower: str, upper: str, operand: str) -> str:
-    """Return a sum, an integral or the like, such as "∑_(i=1)^n i"."""
+    """Return a sum, an integral or a similar operator, such as "∑_(i=1)^n i"."""
     return f"{write_scripts(sign, lower, upper)} {operand.strip()}"
 
 

@@ -132,7 +132,7 @@ class Element:
         hidden: Whether nothing in it is shown.
         invisible: Whether only what is made visible again is shown in it.
         kind: FLOW or PREFORMATTED.
-        sign: What begins its text, if its text is raised or the like.
+        sign: The sign before its text, if the text is raised, lowered or an index.
         start: How many parts there are before it.
         links_to_place: Whether it is a link to a place of a page.
     """

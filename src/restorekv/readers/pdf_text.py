@@ -29,7 +29,7 @@ MAX_DEPTH = 20  # of forms in forms, and of fields in fields
 KNOWN_CODES = re.compile(
     r"/.*(?:UCS2|UTF16)|/(?:GBK?|GBpc)-EUC-|/GBK2K-|/ETen(?:ms)?-B5-|/90ms-RKSJ-"
 )
-# What pypdf writes for a glyph whose name is no character's.
+# What pypdf writes for a glyph whose name is not that of a character.
 GLYPH_NAME = re.compile(r"/[A-Za-z_.]{0,8}\d+")
 # Flags of annotations that are not shown, and of fields.
 HIDDEN_FLAGS = 1 << 1 | 1 << 5

@@ -140,7 +140,7 @@ def _is_joined_when_raised(inner: str, before: str) -> bool:
     """Return whether raised text is an ending of a number, or a sign such as ° or *."""
     if before.isdigit() and inner.lower() in ORDINALS:
         return True
-    if inner.startswith("[") and inner.endswith("]"):  # a mark of a note that is no link
+    if inner.startswith("[") and inner.endswith("]"):  # a note mark that is not a link
         return True
     return not any(letter.isalnum() or letter in "+-\u2212" for letter in inner)
 

@@ -148,7 +148,7 @@ class RestoreAdapter(nn.Module):
         weight = layer.weight
         if fixed is not None and not 0 <= fixed < len(weight):
             raise AdapterError(
-                f"The fixed token {fixed} is none of the model's, which go from 0 to "
+                f"The fixed token {fixed} is not one of the model's, which go from 0 to "
                 f"{len(weight) - 1}."
             )
         # The caller's own random state is left as it was.
@@ -202,7 +202,7 @@ class RestoreAdapter(nn.Module):
             )
         card = stored.card
         if card is None:
-            # An adapter of others has no record; what is known of a published one is filled in.
+            # An adapter that another program wrote has no record; for a published one it is known.
             card = recognize_copy(make_card(n, identity), name, folder)
         else:
             base_weights.check_base(f"adapter {name}", card, identity, AdapterError)
@@ -230,7 +230,7 @@ class RestoreAdapter(nn.Module):
 
     @property
     def adapted_model(self) -> PreTrainedModel:
-        """The model with LoRA in it: modules of its own over the model's weights."""
+        """The model with LoRA in it: separate modules over the same weights."""
         return self._models[1]
 
     def truncate(self, count: int) -> RestoreAdapter:
@@ -604,7 +604,7 @@ def make_card(n: int, identity: ModelIdentity) -> AdapterCard:
 
 
 def _warn_of_change(what: str, trained: str, used: str) -> None:
-    """Warn that an adapter is used otherwise than it was trained; an empty text is shown as ''."""
+    """Warn that an adapter is not used as it was trained; an empty text is shown as ''."""
     before = make_printable(trained) or "''"
     now = make_printable(used) or "''"
     warn(f"The adapter was trained with the {what} {before}, not {now}; expect worse answers.")

@@ -6,7 +6,8 @@ restore_embeddings.safetensors                   "restore_embeddings" (n, d), an
 restorekv.json                                   the record of its training, with checksums
 README.md                                        the model card
 
-Adapters of others lack the record. Only publishing reads the model card, for a license.
+Adapters that other programs wrote lack the record. Only publishing reads the model card, for a
+license.
 """
 
 import errno
@@ -259,7 +260,7 @@ def read_adapter(folder: Path) -> StoredAdapter:
         try:
             stored = _read_files(folder)
         except AdapterError:
-            # Files that another process moved meanwhile are no damage.
+            # Files that another process has moved in the meantime are not damage.
             if _identify_files(folder) == before:
                 raise
             continue

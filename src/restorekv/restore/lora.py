@@ -193,12 +193,12 @@ def _drop_other_parts(adapted: PreTrainedModel, layers: dict[str, Any]) -> None:
 
 
 def _check_targets(model: PreTrainedModel, config: LoraConfig, layers: dict[str, Any]) -> None:
-    """Refuse the name of a target that is no layer of the model; PEFT wants one that is."""
+    """Refuse a target that is not the name of a layer; PEFT needs only one that is."""
     if not isinstance(config.target_modules, set | list):
         return
     for name in sorted(config.target_modules):
         if not any(f".{path}".endswith(f".{name}") for path in layers):
-            # The others may be there: experts, for one, are no linear layers, and attention has
+            # The others may be there: experts, for one, are not linear layers, and attention has
             # some.
             found = sorted({path.rpartition(".")[2] for path in layers})
             such = f", such as {', '.join(found)}" if found else ""

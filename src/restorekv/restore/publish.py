@@ -241,7 +241,7 @@ def push_adapter(
 def _download_card(api: HfApi, repo: str, folder: Path) -> Path:
     """Return the repository's README.md, or a path to nothing."""
     try:
-        # Into a folder of its own, so that it cannot overwrite the card just written.
+        # Into a separate folder, so that it cannot overwrite the card just written.
         return Path(api.hf_hub_download(repo, README, local_dir=folder / "hub"))
     except EntryNotFoundError:
         return folder / "hub" / README

@@ -88,7 +88,7 @@ def find_named_adapter(name: str) -> Path | None:
 
 
 def explain_unknown_adapter(name: str, identity: ModelIdentity | None) -> str:
-    """Return a hint at what a name that is no adapter may mean, and what to use instead.
+    """Return what a name that is not an adapter may mean, and what to use instead.
 
     Args:
         name: What a user took for an adapter.

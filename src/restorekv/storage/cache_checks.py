@@ -286,7 +286,7 @@ def check_tensors(tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
     dtype = getattr(torch, manifest.dtype)
     check_tensor(tensors, "context_ids", torch.int32, (1, columns))
     check_tensor(tensors, "suffix_ids", torch.int32, (1, None))
-    columns += manifest.earlier  # whose positions are behind the text's
+    columns += manifest.earlier  # whose positions come after the text's
     check_tensor(tensors, "offsets", torch.int32, (layers, heads + 1))
     expected = {"context_ids", "suffix_ids", "offsets", "restore_keys", "restore_values"}
     for name in ("restore_keys", "restore_values"):

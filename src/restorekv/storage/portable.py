@@ -46,7 +46,7 @@ from restorekv.storage.manifest import Manifest
 
 FIX = "make it with restorekv export"
 KIND = FileKind("restorekv-portable", "4", "a portable cache of restorekv", FIX)
-# Fewer columns have too few placeholders to tell one document from another.
+# Fewer columns have too few placeholders to distinguish documents.
 LEAST_COLUMNS = 12
 MARK = 4  # ids at the start that tell placeholders from a text
 FIRST_ID = 64  # placeholders leave out the lowest ids, where control tokens often are
@@ -150,8 +150,11 @@ class Portable:
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, or nothing."""
-        beside = {"suffix_text": self.context.suffix_text, "vocabulary": self.vocabulary}
-        described = {**self.manifest.to_json(), **beside}
+        description = {
+            **self.manifest.to_json(),
+            "suffix_text": self.context.suffix_text,
+            "vocabulary": self.vocabulary,
+        }
         tensors = {
             "keys": self.keys,
             "values": self.values,
@@ -159,7 +162,9 @@ class Portable:
             "suffix_ids": self.context.suffix_ids,
         }
         with reraise_as(CacheFileError):
-            seal.write_sealed(parse_path(path), KIND, tensors, {"manifest": json.dumps(described)})
+            seal.write_sealed(
+                parse_path(path), KIND, tensors, {"manifest": json.dumps(description)}
+            )
 
 
 def make_portable(

@@ -1,10 +1,10 @@
 """Several cache files in one request: their placeholders, and their pairs as one cache.
 
 The placeholders of a composition fill as many positions as those of one document: a mark, a hash
-of the documents' names, how many there are, and of each name as much as two ids can say. The store
-knows the names that begin so, and the hash tells which of them are meant. So a prompt says all
-that the connector must know, and two requests share their first block in vLLM's pool only if they
-ask the same documents in the same order. Pairs are those of `restorekv.compose`.
+of the documents' names, their number, and the beginning of each name, as much as two ids can hold.
+The store knows the names with these beginnings, and the hash decides which of them are meant. So a
+prompt says all that the connector must know, and two requests share their first block in vLLM's
+pool only if they ask the same documents in the same order. Pairs are those of `restorekv.compose`.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class RestoreKVConnector(DocumentConnector):
         folder = require_store(options, "portable documents")
         model = EngineModel.from_vllm(vllm_config, options.get("fingerprint"))
         speculation = vllm_config.speculative_config
-        drafts = "with a draft model, which has layers of its own; leave out the speculative config"
+        drafts = "with a draft model, which has its own layers; leave out the speculative config"
         # Drafts from n-grams of the text have no layers.
         refuse_engine(
             vllm_config, [(speculation is not None and speculation.method != "ngram", drafts)]

@@ -39,7 +39,7 @@ class DocumentConnector(KVConnectorBase_V1):
 def find_request_problem(request: Request) -> str:
     """Return why a request about a document cannot be answered, "" if it can.
 
-    Its prompt begins with placeholders, which are no text.
+    Its prompt begins with placeholders, which are not text.
     """
     sampling = request.sampling_params
     if sampling is not None:
@@ -60,7 +60,7 @@ def find_request_problem(request: Request) -> str:
     if getattr(request, "resumable", False):
         return (
             "A request about a document cannot be given more input later, which would be longer "
-            "than what was checked; ask in a request of its own."
+            "than what was checked; ask in a separate request."
         )
     if request.skip_reading_prefix_cache:
         # vLLM would compute the whole prompt itself, placeholders included.

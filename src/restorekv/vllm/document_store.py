@@ -1,8 +1,8 @@
 """Documents of a folder, and which of them a prompt asks; needs no vLLM.
 
-Both kinds of documents are found alike: a prompt begins with a mark and with placeholders that
-follow from a document's contents. What files there are and how one is read is said by a store of
-the kind: `PortableStore`, `RaggedStore`.
+Both kinds of documents are found the same way: a prompt begins with a mark and with placeholders
+that follow from a document's contents. Each kind has a store that lists its files and reads them:
+`PortableStore` and `RaggedStore`.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class PagePool:
         return table
 
     def drop(self, name: str) -> None:
-        """Free the pages of a document; one that is not here is no error."""
+        """Free the pages of a document; one that is not here is not an error."""
         table = self.tables.pop(name, None)
         if table is not None:
             self._give_back(table.pages.tolist())
@@ -158,7 +158,7 @@ class PagePool:
                 inside = torch.arange(self.page_size)
                 slots.append((own[:, None] * self.page_size + inside).flatten()[:pairs])
             of_layer = table.unique().long().to(device)
-            # A kernel multiplies what lies behind the last pair by 0, and 0 * nan is nan.
+            # A kernel multiplies what comes after the last pair by 0, and 0 * nan is nan.
             self.pages[of_layer] = 0
             self.writer(
                 self.pages,

@@ -196,7 +196,7 @@ class RaggedAttention:
         tail = Sequences(
             starts=make_starts(row_counts, device),
             lengths=torch.tensor(row_tails, dtype=torch.int32, device=device),
-            # A request begins with so many placeholders, which stand for the document: whole blocks
+            # A request begins with PLACEHOLDERS ids that stand for the document: whole blocks
             # whose pairs are never attended to.
             table=metadata.block_table[table_rows, PLACEHOLDERS // block_size :].contiguous(),
             most_queries=max(row_counts),
@@ -210,7 +210,7 @@ class RaggedAttention:
         tokens = index_tokens(rows)
         return StepPlan(
             tokens=tokens.to(device),
-            # Padding of a CUDA graph is no token.
+            # The padding of a CUDA graph is not a token.
             plain=len(tokens) < metadata.num_actual_tokens,
             tail=tail,
             batch=self._make_batch(counts, device),

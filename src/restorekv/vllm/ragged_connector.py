@@ -2,9 +2,9 @@
 
 The scheduler's half finds the document that a prompt's placeholders stand for, promises vLLM that
 the placeholders are computed, and decides which documents are in the workers' pools. A request
-whose document is not there yet waits, while others go on. The worker's half reads documents in a
-thread and tells the attention backend, at every step, which requests ask which document. Into
-vLLM's own pool nothing is written.
+whose document is not there yet waits, while others continue. The worker's half reads documents in a
+thread and reports to the attention backend, at every step, which requests ask which document.
+Nothing is written into vLLM's own pool.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ HAND_OVER = 0.002  # seconds that a step waits for documents that are read
 
 @dataclass(frozen=True)
 class LoadOrder:
-    """A document to load. The number tells this load from earlier ones of the same document.
+    """A document to load. The number distinguishes it from earlier loads of the same document.
 
     Args:
         name: The document.
@@ -328,7 +328,7 @@ class SchedulerHalf:
             if number != self.newest_load.get(name):
                 continue  # of a load that failed elsewhere, and was dropped everywhere
             self.finished_workers[name] = self.finished_workers.get(name, 0) + count
-            # Requests go on when every rank has the document, not before.
+            # Requests continue once every rank has the document.
             if self.finished_workers[name] >= self.workers:
                 self.ledger.finish_load(name)
         for (name, number), problem in report.failed.items():
@@ -453,7 +453,7 @@ class WorkerHalf:
 def refuse_unsupported(config: VllmConfig, cache: KVCacheConfig) -> None:
     """Raise RestoreKVError for engines whose attention over documents is not known to be right."""
     block_size = config.cache_config.block_size
-    # What stands in the way, and what to do about it.
+    # The obstacles, and what to do about each.
     obstacles = [
         (
             config.parallel_config.pipeline_parallel_size > 1,

@@ -108,7 +108,7 @@ def build_rope_model(config: PretrainedConfig) -> PreTrainedModel:
     for name in ONE_EXPERT:
         if isinstance(getattr(small, name, None), int):
             setattr(small, name, 1)
-    # The engine's own random numbers go on as if nothing had been drawn here.
+    # The engine's own random state stays as if nothing had been drawn here.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()

@@ -76,7 +76,7 @@ def index_tokens(rows: Sequence[DocumentRows]) -> Tensor:
 def index_heads_as_sequences(counts: Sequence[int], heads: int) -> list[Tensor]:
     """Return how (R, H) pairs of token and KV head are ordered by document, head, token.
 
-    Attention over a document sees every KV head as a sequence of its own, whose queries are the
+    Attention over a document takes every KV head for a separate sequence, whose queries are the
     tokens that ask the document.
 
     Args:

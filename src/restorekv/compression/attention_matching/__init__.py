@@ -1,3 +1,3 @@
-"""Methods that write a compact cache of their own instead of choosing among the pairs of the full
+"""Methods that write a new compact cache instead of choosing among the pairs of the full
 one.
 """

@@ -214,7 +214,7 @@ class MatchedContext(ScoredContext):
         assert isinstance(keys, Tensor) and isinstance(values, Tensor), "quantized afterwards"
         bias = keys.new_zeros(len(keys))
         for head in range(layer.heads):
-            # The prefix of a head is kept as it is; the fit is about the article's rows.
+            # The prefix of a head is kept as it is; only the rows of the article are fitted.
             rows = slice(layer.bounds[head] + self.context.prefix_length, layer.bounds[head + 1])
             # Nothing to fit where a head kept no pair of the article or all of them.
             if 0 < rows.stop - rows.start < self.context.text_tokens:

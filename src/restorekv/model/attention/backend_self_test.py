@@ -138,7 +138,7 @@ CASES = (
         "several short questions with a bias", batch=4, queries=3, tail=5, first_length=5, bias=True
     ),
     AttentionCase(
-        "one token with a bias, behind a full tile",
+        "one token with a bias, after a full tile",
         batch=1,
         queries=1,
         tail=65,

@@ -319,7 +319,7 @@ def attend_layer(
         replacement = callback(module, query, key, value, attention_mask, scale, sinks)
     # Over a ragged layer the callback observes, and replaces nothing.
     if isinstance(key, RaggedLayer):
-        # Llama 4 has chunks in place of windows, and tells no function of them.
+        # Llama 4 has chunks in place of windows, which it passes to no function.
         chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
         window = kwargs.get("sliding_window") or chunk
         if window is not None:

@@ -14,7 +14,7 @@ import triton.language as tl
 NOTHING, BIAS, CAUSAL, MASK = (tl.constexpr(kind) for kind in range(4))
 LOG2E = tl.constexpr(1.4426950408889634)
 
-# Triton compiles a kernel anew for every pattern of 1s and multiples of 16 among its integers,
+# Triton compiles a kernel again for every pattern of 1s and multiples of 16 among its integers,
 # except these.
 VARYING = (
     "skipped context_programs context_blocks tail_blocks pieces piece_rows begin count batch "
