@@ -149,10 +149,10 @@ def compress(
         prepared = prepared_cache.prepare(
             model, identity, tokenizer, tokenized, compressor, begin_phase
         )
-        if prepared.full is not None:
-            begin_phase("evict")
         keeps_full = prepared_cache.holds(prepared)
-        cache, seconds = prepared.evict_timed(budget, consume=not keeps_full)
+        cache, seconds = prepared.evict_timed(
+            budget, consume=not keeps_full, begin_phase=begin_phase
+        )
         # Quantizing the retained pairs is counted as a part of the eviction.
         with time_phase(seconds, "evict"):
             attention.quantize_context(cache, config.kv_dtype, shape.groups)

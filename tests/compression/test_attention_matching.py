@@ -439,6 +439,14 @@ def output_errors(made, prefix):
     )
 
 
+def evict_alone(matched, ratio):
+    """The pairs that a matched context keeps, with neither bias nor fitted values."""
+    plain = ScoredContext(
+        matched.model, matched.context, matched.full, matched.scores, config=matched.config
+    )
+    return plain.evict(ratio)
+
+
 def mass_errors(made, prefix):
     """Root mean square error of the log mass, for every layer and head."""
     pairs = zip(every_head(made, prefix), of_the_full_cache(prefix), strict=True)
@@ -455,7 +463,7 @@ def test_every_head_matches_better_than_as_many_evicted_pairs(ratio):
     for prefix in (0, whole.context.prefix_length):
         error = output_errors(made, prefix)
         assert error.shape == (4 * 3,)
-        for evicted in (ScoredContext.evict(whole, ratio), kvzip.evict(ratio)):
+        for evicted in (evict_alone(whole, ratio), kvzip.evict(ratio)):
             assert evicted.lengths.equal(made.lengths)
             assert (error < 0.75 * output_errors(evicted, prefix)).all()
 
@@ -463,7 +471,7 @@ def test_every_head_matches_better_than_as_many_evicted_pairs(ratio):
 def test_the_bias_is_what_matches_the_mass():
     whole, _ = tiny()
     prefix = whole.context.prefix_length
-    made, evicted = whole.evict(0.1), ScoredContext.evict(whole, 0.1)
+    made, evicted = whole.evict(0.1), evict_alone(whole, 0.1)
     assert (mass_errors(made, prefix) < 0.9 * mass_errors(evicted, prefix)).all()
 
 
@@ -471,6 +479,6 @@ def test_the_values_are_what_matches_the_outputs():
     whole, _ = tiny()
     prefix = whole.context.prefix_length
     made, plain = whole.evict(0.1), whole.evict(0.1)
-    for layer, evicted in zip(plain.layers, ScoredContext.evict(whole, 0.1).layers, strict=True):
+    for layer, evicted in zip(plain.layers, evict_alone(whole, 0.1).layers, strict=True):
         layer.context_values = evicted.context_values
     assert (output_errors(made, prefix) < 0.75 * output_errors(plain, prefix)).all()

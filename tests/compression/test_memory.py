@@ -1,8 +1,10 @@
 """What compression holds at once: never the full cache beside its ragged copy."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaConfig
 
 from benchmarks.memory_on_paper import SCORES
 from restorekv.compression import allocate
@@ -77,8 +79,9 @@ def scored(policy):
     )
     for layer in range(4):
         full.update(torch.ones(1, 2, 500_003, 1), torch.ones(1, 2, 500_003, 1), layer)
+    config = LlamaConfig(num_hidden_layers=4, num_attention_heads=2, hidden_size=2)
     return ScoredContext(
-        None,
+        SimpleNamespace(config=config),
         context,
         full,
         torch.rand(4, 2, 500_000),

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from restorekv import CompressionConfig, compress
 from restorekv.compression.eviction import Eviction
-from restorekv.errors import AdapterError, RestoreKVWarning
+from restorekv.errors import AdapterError, BudgetError, RestoreKVWarning
 from restorekv.restore import adapter_file
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.seal import seal_record
@@ -77,6 +77,35 @@ def test_the_time_of_the_restore_pass_is_its_own(tiny_model, tiny_tokenizer):
     with torch.no_grad():
         assert restored.evict_timed("0.5")[1].keys() == {"restore", "evict"}
         assert restored.evict_timed("0.5", 0)[1].keys() == {"evict"}
+
+
+@pytest.mark.parametrize(
+    "restore_from, last", (("full", ["restore", "evict"]), ("evicted", ["evict", "restore"]))
+)
+def test_phases_are_named_when_they_run(tiny_model, tiny_tokenizer, restore_from, last):
+    phases = []
+    compress(
+        tiny_model,
+        tiny_tokenizer,
+        TEXT * 3,
+        ratio="0.5",
+        adapter=make_adapter(tiny_model),
+        config=CompressionConfig(restore_from=restore_from),
+        progress=lambda phase, _: phases.append(phase),
+    )
+    named = list(dict.fromkeys(phases))
+    assert named[:2] == ["prefill", "score"] and named[2:4] == last, named
+
+
+def test_a_budget_says_how_many_restore_tokens_it_reserves(tiny_model, tiny_tokenizer):
+    prepared = Eviction.make("kvzip").prepare(tiny_model, tiny_tokenizer, TEXT * 3)
+    restored = prepared.with_restore_cache(make_adapter(tiny_model))
+    budget = restored.make_budget("0.5", 2)
+    with torch.no_grad():
+        assert restored.evict(budget).restore_length == 2
+        assert restored.evict(budget, 2).restore_length == 2
+        with pytest.raises(BudgetError, match="reserves 2 restore tokens, not 1; pass a ratio"):
+            restored.evict(budget, 1)
 
 
 @pytest.mark.parametrize("config", (CompressionConfig(), CompressionConfig(streaming_chunk=60)))

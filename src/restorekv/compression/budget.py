@@ -112,7 +112,7 @@ class Budget:
         """Refuse a budget with room for more restore tokens than there are.
 
         Raises:
-            BudgetError: So it is; without an adapter there are none.
+            BudgetError: The budget reserves more than `restore_tokens`.
         """
         if self.restore_tokens > restore_tokens:
             raise BudgetError(

@@ -19,13 +19,18 @@ from transformers.cache_utils import Cache
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.budget import Budget
 from restorekv.compression.config import CompressionConfig, RatioOrBudget
-from restorekv.errors import AdapterError
+from restorekv.errors import AdapterError, BudgetError
 from restorekv.model.prompt import Context
+from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.spec import digest_code
 
 # Called with the name of a phase when it begins.
 BeginPhase = Callable[[str], None]
+
+
+def ignore_phase(phase: str) -> None:
+    """Do nothing when a phase begins."""
 
 
 class Compressor(ABC):
@@ -86,9 +91,10 @@ class Compressor(ABC):
         model: PreTrainedModel,
         tokenizer: Tokenizer,
         context: str | Context,
-        begin_phase: BeginPhase | None = None,
+        begin_phase: BeginPhase = ignore_phase,
     ) -> PreparedContext:
-        """Do everything expensive that no budget changes: prefill, scores, restore pass.
+        """Do everything expensive that no budget changes: prefill, scores and, unless it depends on
+        the ratio or reads evicted caches, the restore pass.
 
         Args:
             model: The model that will answer.
@@ -121,10 +127,38 @@ class PreparedContext(ABC):
         return replace(self, config=config)
 
     @abstractmethod
-    def with_restore_cache(self, adapter: RestoreAdapter) -> Self:
+    def with_restore_cache(
+        self, adapter: RestoreAdapter, begin_phase: BeginPhase = ignore_phase
+    ) -> Self:
         """Return the same context with the adapter's restore cache; this one stays without."""
 
     @abstractmethod
+    def count_restore_tokens(self) -> int:
+        """Return how many restore tokens a cache can have: the adapter's n, 0 without one."""
+
+    def make_budget(self, ratio: RatioOrBudget, restore_tokens: int | None = None) -> Budget:
+        """Return the `Budget` for `ratio`; a Budget is checked and returned as it is.
+
+        `restore_tokens` is how many restore tokens to reserve room for; None reserves for all.
+
+        Raises:
+            BudgetError: The Budget is for another context or has room for other restore tokens, or
+                the restore tokens do not fit.
+        """
+        if restore_tokens is None:
+            restore_tokens = self.count_restore_tokens()
+        elif isinstance(ratio, Budget) and restore_tokens != ratio.restore_tokens:
+            raise BudgetError(
+                f"The budget reserves {ratio.restore_tokens} restore tokens, not {restore_tokens}; "
+                "pass a ratio, or make another budget."
+            )
+        shape = CacheShape.from_model(self.model)
+        budget = self.config.make_budget(
+            ratio, self.context, shape.layers, shape.heads, restore_tokens
+        )
+        budget.require_at_most(self.count_restore_tokens())
+        return budget
+
     def evict(
         self, budget: RatioOrBudget, restore_tokens: int | None = None, consume: bool = False
     ) -> RaggedCache:
@@ -136,16 +170,18 @@ class PreparedContext(ABC):
             consume: Free the full cache layer by layer on the way. No other cache can be made from
                 it afterwards.
         """
+        cache, _ = self.evict_timed(budget, restore_tokens, consume)
+        return cache
 
+    @abstractmethod
     def evict_timed(
-        self, budget: RatioOrBudget, restore_tokens: int | None = None, consume: bool = False
+        self,
+        budget: RatioOrBudget,
+        restore_tokens: int | None = None,
+        consume: bool = False,
+        begin_phase: BeginPhase = ignore_phase,
     ) -> tuple[RaggedCache, dict[str, float]]:
         """Return the cache that `evict` makes, and the seconds of every phase of the call."""
-        # Streaming reads the text again for every budget and therefore overrides this.
-        seconds: dict[str, float] = {}
-        with time_phase(seconds, "evict"):
-            cache = self.evict(budget, restore_tokens, consume)
-        return cache, seconds
 
 
 @contextmanager

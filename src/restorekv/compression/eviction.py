@@ -14,7 +14,12 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv import evictors, spec
 from restorekv.compression.attention_matching.method import AttentionMatching
 from restorekv.compression.budget import Budget, OnSmallBudget, PrefixPolicy
-from restorekv.compression.compressor import BeginPhase, Compressor, PreparedContext
+from restorekv.compression.compressor import (
+    BeginPhase,
+    Compressor,
+    PreparedContext,
+    ignore_phase,
+)
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.full_cache import ScoredContext, prefill_and_score, prefill_unscored
 from restorekv.compression.presets import PRESETS
@@ -76,7 +81,8 @@ class Eviction(Compressor):
         offload: bool = False,
     ) -> Eviction:
         """Make an eviction from an evictor's spec; the other settings are those of
-        `CompressionConfig`.
+        `CompressionConfig`, except that a budget without room for the restore tokens is refused:
+        training and studies compare caches of one size.
         """
         if evictor.partition(":")[0] in COMPRESSORS:
             raise RestoreKVError(
@@ -138,12 +144,11 @@ class Eviction(Compressor):
         model: PreTrainedModel,
         tokenizer: Tokenizer,
         context: str | Context,
-        begin_phase: BeginPhase | None = None,
+        begin_phase: BeginPhase = ignore_phase,
     ) -> PreparedContext:
-        """Prefill, score and, with an adapter, run the restore pass. A context that streams is left
-        to `evict`.
+        """Prefill, score and, with an adapter, run the restore pass, unless it depends on the
+        ratio. A context that streams is left to `evict`.
         """
-        begin_phase = begin_phase or (lambda phase: None)
         if isinstance(context, str):
             context = make_context(tokenizer, context)
         check_reach(model, context.num_tokens, "The context")
@@ -156,7 +161,6 @@ class Eviction(Compressor):
                 config=self.config,
                 streaming_chunk=self.config.streaming_chunk,
                 adapter=self.adapter,
-                begin_phase=begin_phase,
             )
         support.prepare_model(model)
         seconds: dict[str, float] = {}
@@ -175,9 +179,8 @@ class Eviction(Compressor):
         prepared = ScoredContext(model, context, full, scores, config=self.config, seconds=seconds)
         if self.adapter is None:
             return prepared
-        begin_phase("restore")
         # Outside of `no_grad`: training differentiates the restore pass.
-        return prepared.with_restore_cache(self.adapter)
+        return prepared.with_restore_cache(self.adapter, begin_phase)
 
 
 def make_compressor(text: str, config: CompressionConfig = CompressionConfig()) -> Compressor:

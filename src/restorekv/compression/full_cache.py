@@ -1,16 +1,18 @@
 """The standard path from a context to a small cache: it holds the full cache on the way.
 
     prefill and score    one pass of the model over S + T columns, and scores (L, H, T) of all pairs
-    restore pass         n more columns over the full cache (Eq. 5); of an adapter that knows the
-                         ratio, once for every ratio
+    restore pass         n more columns over the full cache (Eq. 5)
     evict                B = floor(r * T_b * L * H); the B - n*L*H best pairs stay (Eqs. 1-3, 6)
 
 The first two are expensive and do not depend on the ratio. `evict` chooses pairs and gathers them.
+It also runs the restore pass of an adapter that knows the ratio, once for each cache, and one that
+reads the evicted cache instead of the full one.
 streaming.py is the other path, which never holds the full cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -24,8 +26,14 @@ from transformers.cache_utils import Cache
 
 from restorekv.cache.dense import list_dense_layers, list_full_attention
 from restorekv.cache.ragged import RaggedCache
+from restorekv.cache.tail import KeysValues
 from restorekv.compression.budget import Budget
-from restorekv.compression.compressor import BeginPhase, PreparedContext, time_phase
+from restorekv.compression.compressor import (
+    BeginPhase,
+    PreparedContext,
+    ignore_phase,
+    time_phase,
+)
 from restorekv.compression.config import RatioOrBudget
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import Evictor
@@ -47,7 +55,7 @@ def prefill_and_score(
     context: Context,
     cache: AnyCache,
     seconds: dict[str, float],
-    begin_phase: BeginPhase = lambda phase: None,
+    begin_phase: BeginPhase = ignore_phase,
 ) -> tuple[AnyCache, Tensor]:
     """Read a context once and score its pairs.
 
@@ -140,7 +148,7 @@ def prefill_unscored(
     context: Context,
     cache: AnyCache,
     seconds: dict[str, float],
-    begin_phase: BeginPhase = lambda phase: None,
+    begin_phase: BeginPhase = ignore_phase,
 ) -> tuple[AnyCache, Tensor]:
     """Read a context once, with the score 0 for every pair: enough where all of them stay."""
     begin_phase("prefill")
@@ -165,11 +173,13 @@ class ScoredContext(PreparedContext):
     restore_tokens: int = 0
     # Its restore pass is run again for every ratio: it reads the evicted cache, or depends on r.
     per_ratio_adapter: RestoreAdapter | None = None
-    restore_cache: tuple[tuple[Tensor, Tensor], ...] = ()
+    restore_cache: tuple[KeysValues, ...] = ()
 
-    def with_restore_cache(self, adapter: RestoreAdapter) -> Self:
+    def with_restore_cache(
+        self, adapter: RestoreAdapter, begin_phase: BeginPhase = ignore_phase
+    ) -> Self:
         """Run the restore pass over the full cache, unless it reads evicted caches or depends on
-        the ratio. Gradients reach the adapter.
+        the ratio: then `evict` runs it. Gradients reach the adapter.
         """
         if self.restore_tokens:
             raise RestoreKVError(
@@ -179,38 +189,31 @@ class ScoredContext(PreparedContext):
             raise RestoreKVError(
                 "An offset is the control without restore states; prepare without it to restore."
             )
-        # Each evicted cache then gets its own restore pass, in `evict`.
         if self.config.restore_from == "evicted" or adapter.knows_ratio:
             return replace(self, per_ratio_adapter=adapter, restore_tokens=adapter.restore_tokens)
-        return self._with_restore_pass(adapter)
-
-    def _with_restore_pass(self, adapter: RestoreAdapter, ratio: Fraction | None = None) -> Self:
-        """Return the same context with the restore cache of a pass over the full cache."""
+        begin_phase("restore")
         seconds = dict(self.seconds)
+        with time_phase(seconds, "restore"):
+            restore_cache = self._read_full_cache(adapter)
+        return replace(
+            self,
+            restore_cache=restore_cache,
+            restore_tokens=adapter.restore_tokens,
+            seconds=seconds,
+        )
+
+    def _read_full_cache(
+        self, adapter: RestoreAdapter, ratio: Fraction | None = None
+    ) -> tuple[KeysValues, ...]:
+        """Return the restore cache that a restore pass over the full cache leaves."""
         # A view shares the full cache and joins one layer at a time; a ragged cache reads it in
         # place.
         if self._may_join_layers():
             cache = read_only_view(self.full)
         else:
             cache = RaggedCache.from_full_cache(self.full)
-        with time_phase(seconds, "restore"):
-            adapter.run_restore_pass(cache, ratio=ratio)
-        return replace(
-            self,
-            restore_cache=tuple((layer.keys, layer.values) for layer in list_dense_layers(cache)),
-            restore_tokens=adapter.restore_tokens,
-            per_ratio_adapter=None,
-            seconds=seconds,
-        )
-
-    def _with_restore_pass_for(self, budget: Budget) -> Self:
-        """Return the same context with the restore cache for a budget's ratio, if it is not there
-        yet and the pass reads the full cache.
-        """
-        adapter = self.per_ratio_adapter
-        if adapter is None or self.config.restore_from == "evicted" or not budget.restore_tokens:
-            return self
-        return self._with_restore_pass(adapter, budget.ratio)
+        adapter.run_restore_pass(cache, ratio=ratio)
+        return tuple((layer.keys, layer.values) for layer in list_dense_layers(cache))
 
     def _may_join_layers(self) -> bool:
         """Return whether a restore pass may join a layer's pairs with its own, which copies them.
@@ -223,20 +226,16 @@ class ScoredContext(PreparedContext):
         copied = (layer.keys.nbytes + layer.values.nbytes) * shape.groups
         return not torch.is_grad_enabled() or copied <= dispatch.MAX_COPY_BYTES
 
-    def make_budget(self, ratio: RatioOrBudget, restore_tokens: int | None = None) -> Budget:
-        """Return the `Budget` for `ratio`.
+    def count_restore_tokens(self) -> int:
+        return self.restore_tokens
 
-        `restore_tokens` is how many restore tokens to reserve room for; None reserves for all.
-        """
-        layers, heads, _ = self.scores.shape
-        tokens = restore_tokens
-        if tokens is None:
-            tokens = self.restore_tokens
-        return self.config.make_budget(ratio, self.context, layers, heads, tokens)
-
-    def evict(
-        self, budget: RatioOrBudget, restore_tokens: int | None = None, consume: bool = False
-    ) -> RaggedCache:
+    def evict_timed(
+        self,
+        budget: RatioOrBudget,
+        restore_tokens: int | None = None,
+        consume: bool = False,
+        begin_phase: BeginPhase = ignore_phase,
+    ) -> tuple[RaggedCache, dict[str, float]]:
         """Choose the pairs that stay and gather them, with the restore cache as the tail.
 
         With fewer restore tokens, the evictor gets their share of the budget.
@@ -246,40 +245,41 @@ class ScoredContext(PreparedContext):
                 "The full cache was used up by evict(..., consume=True); prepare the context again."
             )
         budget = self.make_budget(budget, restore_tokens)
-        budget.require_at_most(self.restore_tokens)
-        restored = self._with_restore_pass_for(budget).restore_cache
-        # From here on: choose pairs by score, gather them layer by layer, then add the restore
-        # cache.
+        restore_cache = self.restore_cache
+        adapter = None
+        if budget.restore_tokens:
+            adapter = self.per_ratio_adapter
+        seconds: dict[str, float] = {}
+        if adapter is not None and self.config.restore_from == "full":
+            begin_phase("restore")
+            with time_phase(seconds, "restore"):
+                restore_cache = self._read_full_cache(adapter, budget.ratio)
+        begin_phase("evict")
+        with time_phase(seconds, "evict"):
+            cache = self._gather_pairs(budget, restore_cache, consume)
+        if adapter is not None and self.config.restore_from == "evicted":
+            begin_phase("restore")
+            with time_phase(seconds, "restore"):
+                adapter.run_restore_pass(cache, budget.restore_tokens, budget.ratio)
+                cache.commit_tail()
+        # The budget is exact, in every head, layer and allocation.
+        assert self.config.count_pairs(cache, self.context) == budget.pairs
+        return cache, seconds
+
+    def _gather_pairs(
+        self, budget: Budget, restore_cache: Sequence[KeysValues], consume: bool
+    ) -> RaggedCache:
+        """Return the best pairs of the full cache, with the restore cache as the tail."""
         keep = self.config.mark_kept(self.competing_scores(), budget.retained)
         # Columns that do not compete stay.
         uncounted = self.config.first_competing_column(self.context)
         keep = torch.nn.functional.pad(keep, (uncounted, 0), value=True)
         # The restore pass is causal: its first columns are those of a shorter one.
         first = budget.restore_tokens
-        tail = [(keys[:, :, :first], values[:, :, :first]) for keys, values in restored]
-        cache = RaggedCache.from_kept_pairs(
+        tail = [(keys[:, :, :first], values[:, :, :first]) for keys, values in restore_cache]
+        return RaggedCache.from_kept_pairs(
             self.full, keep, tail or None, self.config.offset, consume
         )
-        if self.per_ratio_adapter and budget.restore_tokens and not restored:
-            self.per_ratio_adapter.run_restore_pass(cache, budget.restore_tokens, budget.ratio)
-            cache.commit_tail()
-        # The budget is exact, in every head, layer and allocation.
-        assert self.config.count_pairs(cache, self.context) == budget.pairs
-        return cache
-
-    def evict_timed(
-        self, budget: RatioOrBudget, restore_tokens: int | None = None, consume: bool = False
-    ) -> tuple[RaggedCache, dict[str, float]]:
-        """Return the cache that `evict` makes, and the seconds of the restore pass for its ratio,
-        if it needs one, and of the eviction.
-        """
-        budget = self.make_budget(budget, restore_tokens)
-        ready = self._with_restore_pass_for(budget)
-        cache, seconds = super(ScoredContext, ready).evict_timed(budget, consume=consume)
-        before = self.seconds.get("restore", 0.0)
-        if ready is not self:
-            seconds["restore"] = ready.seconds["restore"] - before
-        return cache, seconds
 
     def competing_scores(self) -> Tensor:
         """Return the scores of the pairs that compete: (L, H, T), or (L, H, S + T) with the prefix

@@ -128,8 +128,7 @@ class PreparedContextCache:
             self.kept = (asked, prepared)
         if compressor.adapter is None:
             return prepared
-        begin_phase("restore")
-        return prepared.with_restore_cache(compressor.adapter)
+        return prepared.with_restore_cache(compressor.adapter, begin_phase)
 
     def _find(
         self, asked: PreparedKey, context: Context, compressor: Eviction

@@ -35,7 +35,12 @@ from restorekv.cache.ragged import ContextPairs, RaggedCache, RaggedLayer
 from restorekv.cache.sliding import RecentLayer, SlidingLayer
 from restorekv.cache.tail import KeysValues
 from restorekv.compression.budget import Budget
-from restorekv.compression.compressor import BeginPhase, PreparedContext, time_phase
+from restorekv.compression.compressor import (
+    BeginPhase,
+    PreparedContext,
+    ignore_phase,
+    time_phase,
+)
 from restorekv.compression.config import RatioOrBudget
 from restorekv.compression.full_cache import GONE, pin_prefix, prefill_and_score
 from restorekv.errors import RestoreKVError, warn
@@ -98,30 +103,28 @@ class StreamedContext(PreparedContext):
     evictor: Evictor
     streaming_chunk: int
     adapter: RestoreAdapter | None = None
-    begin_phase: BeginPhase = lambda phase: None
 
-    def with_restore_cache(self, adapter: RestoreAdapter) -> Self:
+    def with_restore_cache(
+        self, adapter: RestoreAdapter, begin_phase: BeginPhase = ignore_phase
+    ) -> Self:
         """Return this context with an adapter, whose restore pass `evict` runs."""
         return replace(self, adapter=adapter)
 
-    def evict(
-        self, budget: RatioOrBudget, restore_tokens: int | None = None, consume: bool = False
-    ) -> RaggedCache:
-        """Read the context part by part. `consume` is ignored: no full cache is held."""
-        return self.evict_timed(budget, restore_tokens)[0]
+    def count_restore_tokens(self) -> int:
+        if self.adapter is None:
+            return 0
+        return self.adapter.restore_tokens
 
     def evict_timed(
-        self, budget: RatioOrBudget, restore_tokens: int | None = None, consume: bool = False
+        self,
+        budget: RatioOrBudget,
+        restore_tokens: int | None = None,
+        consume: bool = False,
+        begin_phase: BeginPhase = ignore_phase,
     ) -> tuple[RaggedCache, dict[str, float]]:
-        """Return the cache and the seconds of every phase of reading."""
-        shape = CacheShape.from_model(self.model)
-        if restore_tokens is None:
-            restore_tokens = self.adapter.restore_tokens if self.adapter else 0
-        budget = self.config.make_budget(
-            budget, self.context, shape.layers, shape.heads, restore_tokens
-        )
+        """Read the context part by part. `consume` is ignored: no full cache is held."""
         # A new pass over the text for every budget: nothing of an earlier one is kept.
-        stream = Stream(self, budget)
+        stream = Stream(self, self.make_budget(budget, restore_tokens), begin_phase)
         return stream.run(), stream.seconds
 
 
@@ -134,6 +137,7 @@ class Stream:
     Args:
         source: The context that is read.
         budget: What may be held at the end.
+        begin_phase: Called with the name of each phase when it begins.
         seconds: Gets the seconds of every phase.
         peak_pairs: The largest number of pairs held at once, in all heads of the layers without a
             window.
@@ -141,6 +145,7 @@ class Stream:
 
     source: StreamedContext
     budget: Budget
+    begin_phase: BeginPhase = ignore_phase
     seconds: dict[str, float] = field(default_factory=dict)
     peak_pairs: int = 0
 
@@ -163,7 +168,6 @@ class Stream:
         )
         adapter = self.source.adapter
         tokens = self.budget.restore_tokens
-        self.budget.require_at_most(0 if adapter is None else adapter.restore_tokens)
         reads_before_eviction = tokens > 0 and self.config.restore_from == "full"
         if reads_before_eviction and len(parts) > 1:
             warn(
@@ -175,7 +179,7 @@ class Stream:
         cache: RaggedCache | None = None
         for number, part in enumerate(parts, 1):
             last = number == len(parts)
-            self.source.begin_phase(f"part {number} of {len(parts)}")
+            self.begin_phase(f"part {number} of {len(parts)}")
             cache = self._read_part(cache, part)
             self._update_peak(cache)
             restored: list[KeysValues] = []

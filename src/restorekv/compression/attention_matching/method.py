@@ -24,6 +24,7 @@ context at once. Where this differs from the authors' conversation:
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -36,10 +37,17 @@ from transformers.cache_utils import Cache
 from restorekv import spec
 from restorekv.cache.dense import list_full_attention
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
+from restorekv.cache.tail import KeysValues
 from restorekv.compression.allocate import GLOBAL, UNIFORM, HeadShares, load_shares
 from restorekv.compression.attention_matching.matching import Targets, fit_head, observe_layer
-from restorekv.compression.compressor import BeginPhase, Compressor, time_phase
-from restorekv.compression.config import CompressionConfig, RatioOrBudget
+from restorekv.compression.budget import Budget
+from restorekv.compression.compressor import (
+    BeginPhase,
+    Compressor,
+    ignore_phase,
+    time_phase,
+)
+from restorekv.compression.config import CompressionConfig
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.errors import AdapterError, RestoreKVError
 from restorekv.model import support
@@ -124,10 +132,9 @@ class AttentionMatching(Compressor):
         model: PreTrainedModel,
         tokenizer: Tokenizer,
         context: str | Context,
-        begin_phase: BeginPhase | None = None,
+        begin_phase: BeginPhase = ignore_phase,
     ) -> MatchedContext:
         """Prefill, and read the article once more for queries, masses and outputs."""
-        begin_phase = begin_phase or (lambda phase: None)
         support.prepare_model(model)
         shape = CacheShape.from_model(model)
         # HeadShares needs L and H to know the names that a file must have.
@@ -189,18 +196,20 @@ class MatchedContext(ScoredContext):
         """Return the same context: its allocation is the method's own."""
         return self
 
-    def with_restore_cache(self, adapter: RestoreAdapter) -> MatchedContext:
+    def with_restore_cache(
+        self, adapter: RestoreAdapter, begin_phase: BeginPhase = ignore_phase
+    ) -> MatchedContext:
         """Refuses: there is no restore cache to add."""
         raise AdapterError("am-fast restores nothing; leave out the adapter.")
 
     @torch.no_grad()
-    def evict(
-        self, budget: RatioOrBudget, restore_tokens: int | None = None, consume: bool = False
+    def _gather_pairs(
+        self, budget: Budget, restore_cache: Sequence[KeysValues], consume: bool
     ) -> RaggedCache:
         """Return the kept keys of each head with bias and fitted values; a head that loses nothing
         is unchanged.
         """
-        cache = super().evict(budget, restore_tokens, consume)
+        cache = super()._gather_pairs(budget, restore_cache, consume)
         for layer, targets in zip(cache.full_attention, self.targets, strict=True):
             self.match(layer, targets)
         return cache
