@@ -20,7 +20,7 @@ WORD = "a-secret-word-of-mine"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Two cases of attention, and short benchmarks."""
+    """Two cases of attention, and no hub."""
     monkeypatch.setattr(backend_self_test, "CASES", backend_self_test.CASES[:2])
     monkeypatch.setattr(
         backend_self_test, "explain_missing_kernels", lambda device, dtype: "it is for CUDA devices"
@@ -39,9 +39,6 @@ def quick(monkeypatch):
                     kernel.measure,
                 ),
             )
-    monkeypatch.setattr(diagnosis, "TOKENS", 256)
-    monkeypatch.setattr(diagnosis, "COPIED", 1 << 16)
-    monkeypatch.setattr(diagnosis, "BENCHMARK_SECONDS", 0.0)
     monkeypatch.setattr(diagnosis, "is_hub_reachable", lambda: False)
 
 
@@ -64,9 +61,6 @@ def test_a_healthy_machine(tmp_path):
         rows["reference"]["self_test"]["error"]
         <= rows["reference"]["self_test"]["tolerance"]
         < 1e-3
-    )
-    assert (
-        check["benchmark"]["backend"] == "cascade" and check["benchmark"]["full / compressed"] > 0
     )
     assert report["shape"] == {"model": "smollm2", "heads": 3, "groups": 3, "dim": 64}
     assert {
@@ -138,7 +132,6 @@ def test_a_device_that_is_wrong_itself_is_a_failure(monkeypatch, tmp_path):
 def test_again_checks_again(monkeypatch, tmp_path):
     """On a device that remembers."""
     fake_device.install(monkeypatch, tmp_path / "cache")
-    monkeypatch.setattr(diagnosis, "time_attention", lambda target: {"problem": "not now"})
     calls, component = [], COMPONENTS["reference"]
 
     def measure(target):

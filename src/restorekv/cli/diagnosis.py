@@ -1,28 +1,20 @@
-"""What `restorekv doctor` finds out about a machine, and a benchmark of seconds."""
+"""What `restorekv doctor` finds out about a machine."""
 
 import getpass
 import os
 import platform
 import re
 import threading
-import time
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
-from statistics import median
 
 import torch
 from huggingface_hub import constants
 from packaging.requirements import Requirement
-from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from restorekv.context import format_bytes
-from restorekv.errors import summarize_error
 from restorekv.files import find_cache_folder
-from restorekv.model import attention
-from restorekv.model.attention import self_tests, tiles
-from restorekv.model.attention.backend_self_test import make_layer
-from restorekv.model.attention.self_tests import Target
+from restorekv.model.attention import self_tests
 from restorekv.model.load import is_hub_reachable
 from restorekv.model.names import (
     NAMES,
@@ -45,12 +37,6 @@ PACKAGES = (
 )
 # Seconds to wait for the hub: resolving its name can take longer than the request's own timeout.
 HUB_SECONDS = 6.0
-# The benchmark: a decode step over a context of so many tokens at the ratio RATIO, with a tail.
-TOKENS = 8192
-TAIL = 64
-RATIO = 0.1
-COPIED = 64 << 20  # bytes that are copied between memory and device
-BENCHMARK_SECONDS = 0.3  # for each of the sides
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 # Shorter values are too common in other words to be taken out of a report.
 SHORTEST_SECRET = 6
@@ -213,86 +199,6 @@ def _is_installed(name: str) -> bool:
     except PackageNotFoundError:
         return False
     return True
-
-
-def time_attention(target: Target) -> dict[str, float | str]:
-    """Return what `_time_step` measures, or the problem that a device has with it."""
-    try:
-        return _time_step(target)
-    # Any error: a device may compute wrongly or have too little memory.
-    except Exception as error:
-        return {"problem": summarize_error(error)}
-
-
-def _time_step(target: Target) -> dict[str, float | str]:
-    """Time one layer of a decode step: over a compressed cache as it is used here, and over the
-    full one with SDPA.
-    """
-    device = target.device
-    dtype = target.dtype
-    heads = target.heads
-    dim = target.dim
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu").to(
-            device, dtype
-        )
-
-    kept = int(TOKENS * RATIO)
-    # Uneven, on average `kept`.
-    lengths = [2 * kept * (head + 1) // (heads + 1) for head in range(heads)]
-    edges = [sum(lengths[:head]) for head in range(heads + 1)]
-    context = draw(edges[-1], dim), draw(edges[-1], dim)
-    layer = make_layer(*context, edges, draw(1, heads, TAIL, dim), draw(1, heads, TAIL, dim), None)
-    query = draw(1, heads * target.groups, 1, dim)
-    full = draw(1, heads, TOKENS + TAIL, dim), draw(1, heads, TOKENS + TAIL, dim)
-    source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
-    copy = torch.empty_like(source)
-    with torch.no_grad():
-        grouped = query.unflatten(1, (heads, -1))
-        backend = attention.choose_backend(grouped, layer)
-        tiles.plan_tiles([layer])
-        ours = measure_seconds(lambda: backend(grouped, layer, None, dim**-0.5), device)
-        dense = measure_seconds(lambda: sdpa(query, *full, enable_gqa=True), device)
-        copying = measure_seconds(lambda: copy.copy_(source), device)
-    return {
-        "backend": backend.__module__.rpartition(".")[2],
-        "tokens": TOKENS,
-        "ratio": RATIO,
-        "compressed": ours,
-        "full": dense,
-        "full / compressed": dense / ours,
-        "bytes per second": 2 * COPIED / copying,
-    }
-
-
-def measure_seconds(step: Callable[[], object], device: torch.device) -> float:
-    """Return the median of runs that take BENCHMARK_SECONDS together, after one that is not
-    counted.
-    """
-    step()
-    self_tests.synchronize_device(device)
-    took: list[float] = []
-    while not took or (sum(took) < BENCHMARK_SECONDS and len(took) < 200):
-        start = time.perf_counter()
-        step()
-        self_tests.synchronize_device(device)
-        took.append(time.perf_counter() - start)
-    return median(took)
-
-
-def format_timings(figures: dict) -> dict[str, str]:
-    """Return the figures of a benchmark as texts."""
-    if "problem" in figures:
-        return {"not measured": figures["problem"]}
-    compressed = f"compressed to {figures['ratio']:g} ({figures['backend']})"
-    return {
-        compressed: f"{figures['compressed'] * 1e6:,.0f} us",
-        f"full, {figures['tokens']:,} tokens (SDPA)": f"{figures['full'] * 1e6:,.0f} us",
-        "full / compressed": f"{figures['full / compressed']:.1f} times as long",
-        "copying memory": f"{figures['bytes per second'] / 1e9:,.1f} GB/s, reads and writes",
-    }
 
 
 def hide_private_name(name: str) -> str:

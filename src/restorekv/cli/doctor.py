@@ -106,17 +106,14 @@ def run(
         target = Target(each, heads, groups, dim, _choose_dtype(each, dtype))
         with notes.status(f"checking {each}"):
             checked = _check_device(target, again)
-            figures = diagnosis.time_attention(target)
         report["checks"].append(
             {
                 "device": str(each),
                 "dtype": get_dtype_name(target.dtype),
                 "components": checked,
-                "benchmark": figures,
             }
         )
         output.print(_tabulate_checks(target, checked))
-        print_figures(f"a decode step's attention on {each}", diagnosis.format_timings(figures))
     print_figures("places", report["places"])
     print_figures("optional extras", report["extras"])
     if out:
