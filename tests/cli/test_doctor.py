@@ -3,7 +3,6 @@ tells.
 """
 
 import json
-import threading
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ WORD = "a-secret-word-of-mine"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Two cases of attention, and no hub."""
+    """Two cases of attention."""
     monkeypatch.setattr(backend_self_test, "CASES", backend_self_test.CASES[:2])
     monkeypatch.setattr(
         backend_self_test, "explain_missing_kernels", lambda device, dtype: "it is for CUDA devices"
@@ -39,7 +38,6 @@ def quick(monkeypatch):
                     kernel.measure,
                 ),
             )
-    monkeypatch.setattr(diagnosis, "is_hub_reachable", lambda: False)
 
 
 def test_a_healthy_machine(tmp_path):
@@ -197,27 +195,6 @@ def test_common_words_are_not_taken_for_names(monkeypatch):
     monkeypatch.setattr(diagnosis.getpass, "getuser", lambda: "root")
     monkeypatch.setattr(diagnosis.platform, "node", lambda: "localhost")
     assert diagnosis.remove_private_text("the root of localhost") == "the root of localhost"
-
-
-@pytest.mark.parametrize(
-    ("offline", "word"), [(True, "HF_HUB_OFFLINE is set"), (False, "cannot be reached")]
-)
-def test_the_hub_is_asked_once_at_most(monkeypatch, offline, word):
-    asked = []
-    monkeypatch.setattr(diagnosis.constants, "HF_HUB_OFFLINE", offline)
-    monkeypatch.setattr(diagnosis, "is_hub_reachable", lambda: asked.append(1) and False)
-    assert word in diagnosis.check_hub() and len(asked) == (not offline)
-
-
-def test_a_hub_that_does_not_answer_holds_nothing_up(monkeypatch):
-    gate = threading.Event()
-    monkeypatch.setattr(diagnosis.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(diagnosis, "HUB_SECONDS", 0.05)
-    monkeypatch.setattr(diagnosis, "is_hub_reachable", lambda: gate.wait(30))
-    try:
-        assert diagnosis.check_hub() == "no answer within 0.05 seconds"
-    finally:
-        gate.set()
 
 
 @pytest.mark.parametrize(

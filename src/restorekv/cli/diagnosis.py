@@ -4,7 +4,6 @@ import getpass
 import os
 import platform
 import re
-import threading
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from packaging.requirements import Requirement
 from restorekv.context import format_bytes
 from restorekv.files import find_cache_folder
 from restorekv.model.attention import self_tests
-from restorekv.model.load import is_hub_reachable
 from restorekv.model.names import (
     NAMES,
     SHIPPING,
@@ -35,8 +33,6 @@ PACKAGES = (
     "huggingface-hub",
     "vllm",
 )
-# Seconds to wait for the hub: resolving its name can take longer than the request's own timeout.
-HUB_SECONDS = 6.0
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 # Shorter values are too common in other words to be taken out of a report.
 SHORTEST_SECRET = 6
@@ -135,7 +131,7 @@ def describe_devices() -> list[dict[str, object]]:
 
 
 def describe_places() -> dict[str, str]:
-    """Return where models, caches and self-tests are looked for, and whether the hub answers."""
+    """Return where models, caches and self-tests are looked for."""
     folder = find_cache_folder()
     shipping = []
     for name in SHIPPING:
@@ -146,22 +142,8 @@ def describe_places() -> dict[str, str]:
     return {
         "models and self-tests of restorekv": str(folder or "nowhere (no home folder)"),
         "models from the hub": str(constants.HF_HUB_CACHE),
-        "the hub": check_hub(),
         "packages for models": ", ".join(shipping),
     }
-
-
-def check_hub() -> str:
-    """Say whether the hub can be reached, without waiting long for an answer."""
-    if constants.HF_HUB_OFFLINE:
-        return "not checked, because HF_HUB_OFFLINE is set"
-    answers: list[bool] = []
-    thread = threading.Thread(target=lambda: answers.append(is_hub_reachable()), daemon=True)
-    thread.start()
-    thread.join(HUB_SECONDS)
-    if not answers:
-        return f"no answer within {HUB_SECONDS:g} seconds"
-    return "reachable" if answers[0] else "cannot be reached"
 
 
 def check_extras() -> dict[str, str]:
