@@ -305,7 +305,7 @@ def test_train_resume_and_use_the_adapter(world, tmp_path):
     run.parent.mkdir()
     common = ("train", "--data", world.data, "--model", world.model, "--out", run, *TRAIN)
     done = cli(*common, "--steps", 2, "--checkpoint-every", 1)
-    assert done.code == 0 and "step 2/2" in done.err, done.err
+    assert done.code == 0 and "2/2 loss" in done.err, done.err
     assert f"Wrote {run / 'adapter'}\n" in done.out
     again = cli(*common, "--steps", 2, "--resume")
     assert again.code == 0, again.err

@@ -64,7 +64,7 @@ def run(
         import_extra(package, "data", "Building data")
     loaded, tokenizer = open_model(model, dtype, device)
     try:
-        with show_progress_bar("asking and answering", lines=True) as progress:
+        with show_progress_bar("asking and answering") as progress:
             build_mixture(loaded, tokenizer, config, out, exclude, resume, progress)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(

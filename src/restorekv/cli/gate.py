@@ -80,7 +80,7 @@ def train(
     )
     texts = [*(example.context for example in made), *read]
     try:
-        with show_progress_bar("training a gate", lines=True) as progress:
+        with show_progress_bar("training a gate") as progress:
             gate = train_gate(loaded, tokenizer, texts, config, out, folder, resume, progress)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(

@@ -69,11 +69,9 @@ def _make_progress(done: ProgressColumn) -> Progress:
 
 
 @contextmanager
-def show_progress_bar(title: str, lines: bool = False) -> Iterator[Callable[..., None]]:
-    """Show a progress bar on a terminal's stderr; the block gets the callback (done, total,
-    what=title).
-
-    With `lines`, print a line for every tenth where there is no terminal.
+def show_progress_bar(title: str) -> Iterator[Callable[..., None]]:
+    """Show a progress bar on a terminal's stderr, elsewhere a line for every tenth; the block gets
+    the callback (done, total, what=title).
     """
     with _make_progress(MofNCompleteColumn()) as progress:
         task = progress.add_task(title, total=None)
@@ -81,7 +79,7 @@ def show_progress_bar(title: str, lines: bool = False) -> Iterator[Callable[...,
         def update(done: int, total: int, what: str = title) -> None:
             progress.update(task, completed=done, total=total, description=what)
             is_tenth = done % max(total // 10, 1) == 0 or done == total
-            if lines and is_tenth and not notes.is_terminal:
+            if is_tenth and not notes.is_terminal:
                 notes.print(f"{done}/{total} {what}")
 
         yield update

@@ -1,7 +1,6 @@
 """`restorekv train --data tiny --out DIR`: TrainConfig's fields are options."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
@@ -125,7 +124,7 @@ def run(
                 config,
                 out,
                 resume,
-                _make_reporter(show, config.checkpoint_every),
+                lambda step, steps, loss: show(step, steps, f"loss {loss:.4f}"),
                 store=store,
                 store_prefill=store_prefill,
                 group=group,
@@ -181,22 +180,3 @@ def _explain_resume(out: Path) -> Iterator[None]:
         if (out / CHECKPOINT_FILE).exists():
             fix = f"continue from the last checkpoint in {out} with --resume"
         raise KeyboardInterrupt(f"Interrupted; {fix}.") from None
-
-
-def _make_reporter(show: Callable[..., None], every: int) -> Callable[[int, int, float], None]:
-    """Return `progress` of a run: the bar on a terminal, a line every `every` steps elsewhere."""
-    begun = time.monotonic()
-    done = 0
-
-    def report(step: int, steps: int, loss: float) -> None:
-        nonlocal done
-        done += 1
-        show(step, steps, f"loss {loss:.4f}")
-        if not notes.is_terminal and (step % every == 0 or step == steps):
-            left = (steps - step) * (time.monotonic() - begun) / done
-            line = f"step {step}/{steps}  loss {loss:.4f}"
-            if step < steps:
-                line += f"  {left:.0f} s to go"
-            notes.print(line)
-
-    return report
