@@ -364,8 +364,8 @@ class CompressedContext:
         """Return the eviction that made this cache, or one like it for a cache that was loaded."""
         made = self.compressor
         if isinstance(made, Eviction) and evictor is None and adapter in ("auto", None):
-            # The very objects of before. The new part is read at once, and its scores are needed
-            # even where the first part kept everything.
+            # The very objects of before. The new part is read at once, and may need scores even
+            # where the first part kept everything.
             return replace(
                 made,
                 config=replace(made.config, streaming_chunk=None),

@@ -10,7 +10,9 @@ from transformers import AttentionInterface
 
 from restorekv import CompressedContext, CompressionConfig, compose, compress
 from restorekv.cache.sliding import SlidingLayer
+from restorekv.compression.growing import Growth
 from restorekv.errors import BudgetError, RestoreKVError, RestoreKVWarning
+from restorekv.evictors import EVICTORS
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import make_context
 from restorekv.model.rope import shift_keys
@@ -19,6 +21,10 @@ from tests.helpers.compressing import QUESTIONS, TEXT, compress_with, make_adapt
 from tests.helpers.models import build_model
 
 LONG = TEXT * 2
+# Those that score a part by itself, and need no trained gate.
+STREAMING_EVICTORS = [
+    name for name, kind in EVICTORS.items() if kind.streams and name not in ("fastkvzip", "kvzap")
+]
 N = 4
 
 
@@ -54,6 +60,58 @@ def test_with_all_kept_an_append_is_the_whole(family, tiny_tokenizer):
             assert ours.positions.equal(theirs.positions) and ours.offsets.equal(theirs.offsets)
     assert grown.ask(QUESTIONS, 8) == whole.ask(QUESTIONS, 8)
     assert grown.manifest.parts == [90, 50, len(second) - 50]
+
+
+@pytest.mark.parametrize("spec", [*STREAMING_EVICTORS, "kvzip per-head", "kvzip counted"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_what_is_kept_whole_is_not_scored(family, spec, tiny_tokenizer, monkeypatch):
+    """The scores of KVzip take as long as reading the text twice; the same bits come without."""
+    model, (first, second) = build_model(family), halves(tiny_tokenizer)
+    evictor, _, variant = spec.partition(" ")
+    options = {
+        "per-head": {"allocation": "per-head"},
+        "counted": {"prefix_policy": "counted"},
+    }.get(variant, {})
+    small = compress_with(
+        model, tiny_tokenizer, first, ratio=1, adapter=None, evictor=evictor, **options
+    )
+    scored = []
+    kind = type(small.compressor.evictor)
+    score = kind.score
+
+    def count_scores(self, *given, **named):
+        scored.append(self)
+        return score(self, *given, **named)
+
+    monkeypatch.setattr(kind, "score", count_scores)
+    grown = small.append(second)
+    assert not scored and grown.kept.all() and "score" not in grown.manifest.seconds
+    # With scores, the same pairs stay, and each has the same bits.
+    monkeypatch.setattr(Growth, "_keeps_all", lambda self, part, room: False)
+    again = small.append(second)
+    assert scored
+    for ours, theirs in zip(grown.cache.layers, again.cache.layers, strict=True):
+        assert ours.context_keys.equal(theirs.context_keys)
+        assert ours.context_values.equal(theirs.context_values)
+        if not isinstance(ours, SlidingLayer):
+            assert ours.positions.equal(theirs.positions) and ours.offsets.equal(theirs.offsets)
+    # Where some of a part has to go, it is scored.
+    scored.clear()
+    compress_with(
+        model, tiny_tokenizer, first, ratio=0.5, adapter=None, evictor=evictor, **options
+    ).append(second)
+    assert scored
+
+
+def test_a_text_shorter_than_a_window_can_be_kept_whole(model, tiny_tokenizer):
+    """The window of SnapKV asks questions of what is ranked, and here nothing is."""
+    options = {"adapter": None, "evictor": "snapkv:window=64"}
+    first, second = halves(tiny_tokenizer)
+    grown = compress_with(model, tiny_tokenizer, first, ratio=1, **options).append(second[:9])
+    assert grown.kept.all() and grown.manifest.parts == [90, 9]
+    small = compress_with(model, tiny_tokenizer, first, ratio=0.8, **options)
+    with pytest.raises(RestoreKVError, match="always keeps the latest 9 tokens"):
+        small.append(second[:9])
 
 
 def test_new_pairs_come_from_a_model_that_reads_what_was_kept(model, tiny_tokenizer):

@@ -75,13 +75,9 @@ def prefill_and_score(
     # Some evictors see the layers while the prefill runs, others read the cache afterwards.
     observer = evictor.make_observer(model, context)
     observing = observe_layers(model, observer.on_layer) if observer else nullcontext()
-    ids = context.ids
-    # The prefix is in the cache's tail already.
-    if isinstance(cache, RaggedCache):
-        ids = ids[:, context.prefix_length :]
     begin_phase("prefill")
     with time_phase(seconds, "prefill"), observing:
-        full = prefill(model, ids, into=cache)
+        full = prefill(model, _select_unread_ids(context, cache), into=cache)
     begin_phase("score")
     before = _note_versions(full)
     with time_phase(seconds, "score"):
@@ -93,6 +89,13 @@ def prefill_and_score(
             "its score() change copies only."
         )
     return full, scores
+
+
+def _select_unread_ids(context: Context, cache: AnyCache) -> Tensor:
+    """Return the ids of a context that a cache lacks; a ragged one has the prefix in its tail."""
+    if isinstance(cache, RaggedCache):
+        return context.ids[:, context.prefix_length :]
+    return context.ids
 
 
 def _note_versions(full: Cache) -> list[tuple[Tensor, int]]:
@@ -150,10 +153,13 @@ def prefill_unscored(
     seconds: dict[str, float],
     begin_phase: BeginPhase = ignore_phase,
 ) -> tuple[AnyCache, Tensor]:
-    """Read a context once, with the score 0 for every pair: enough where all of them stay."""
+    """Read a context once, with the score 0 for every pair: enough where all of them stay.
+
+    Its arguments are those of `prefill_and_score`.
+    """
     begin_phase("prefill")
     with time_phase(seconds, "prefill"):
-        full = prefill(model, context.ids, into=cache)
+        full = prefill(model, _select_unread_ids(context, cache), into=cache)
     shape = CacheShape.from_model(model)
     return full, torch.zeros(
         shape.layers, shape.heads, context.text_tokens, dtype=torch.float32, device=model.device

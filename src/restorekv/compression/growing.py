@@ -33,7 +33,7 @@ from restorekv.cache.tail import KeysValues
 from restorekv.compression.budget import Budget
 from restorekv.compression.compressor import time_phase
 from restorekv.compression.eviction import Eviction
-from restorekv.compression.full_cache import prefill_and_score
+from restorekv.compression.full_cache import prefill_and_score, prefill_unscored
 from restorekv.compression.streaming import run_restore_pass
 from restorekv.errors import BudgetError, RestoreKVError, UnlikeContextsError, check_choice
 from restorekv.model import support
@@ -117,20 +117,25 @@ class Growth:
         # As in streaming, the evictor takes the prefix and the new part for the whole text.
         part = replace(self.context, ids=torch.cat([prefix, self.ids], -1))
         evictor = self.eviction.evictor.for_later_part(part)
+        room = self._count_room()
+        keeps_all = self._keeps_all(part, room)
         pinned = evictor.count_pinned_tail(part)
-        if pinned >= part.text_tokens:
+        if pinned >= part.text_tokens and not keeps_all:
             raise RestoreKVError(
                 f"{evictor.spec} always keeps the latest {pinned} tokens, and the new text has "
                 f"{part.text_tokens}; {self.fix}."
             )
         support.prepare_model(self.model)
-        room = self._count_room()
         tokens = self.budget.restore_tokens
         # The part is read over all that is kept, scored as a separate context, and evicted to
         # what the budget leaves. The restore pass comes before or after that, as the config says.
-        read, scores = prefill_and_score(
-            self.model, self.tokenizer, evictor, part, self._make_reading_cache(), self.seconds
-        )
+        reading = self._make_reading_cache()
+        if keeps_all:
+            read, scores = prefill_unscored(self.model, part, reading, self.seconds)
+        else:
+            read, scores = prefill_and_score(
+                self.model, self.tokenizer, evictor, part, reading, self.seconds
+            )
         restored: list[KeysValues] = []
         if adapter is not None and tokens and config.restore_from == "full":
             restored = run_restore_pass(adapter, read, self.budget, self.seconds)
@@ -165,6 +170,13 @@ class Growth:
         if self.restore == "last":
             return not self.budget.restore_tokens
         return self.restore == "every"
+
+    def _keeps_all(self, part: Context, room: int) -> bool:
+        """Return whether all pairs of a part have room, whatever their scores are, as at ratio
+        1.
+        """
+        shape = CacheShape.from_model(self.model)
+        return room >= shape.layers * shape.heads * part.text_tokens
 
     def _count_room(self) -> int:
         """Return how many pairs of the new part may stay: what the budget leaves after all that is
