@@ -22,7 +22,8 @@ from restorekv.errors import RestoreKVError  # noqa: E402
 from restorekv.generation import decoding  # noqa: E402
 from restorekv.generation.decoding import decode_answer, generate_ids, get_stop_ids  # noqa: E402
 from restorekv.model.shape import get_backbone  # noqa: E402
-from restorekv.readers.extract import extract_text  # noqa: E402
+from restorekv.readers.extract import extract_text, read_document  # noqa: E402
+from restorekv.serve import service  # noqa: E402
 from restorekv.serve.replies import describe_logprobs  # noqa: E402
 from restorekv.serve.requests import AnswerDefaults, ChatRequest  # noqa: E402
 from restorekv.serve.run import Settings, build_app  # noqa: E402
@@ -318,12 +319,20 @@ def test_files_are_listed_given_back_and_kept_apart(client, file):
         ask(client, about(bad))
 
 
-def test_an_upload_says_what_of_it_could_not_be_read(client, caplog):
+def test_an_upload_says_what_of_it_could_not_be_read(client, caplog, monkeypatch):
     content = make_pdf_with_a_damaged_page(TEXT)
+    read = []
+
+    def note_reading(name, content):
+        read.append(name)
+        return read_document(name, content)
+
+    monkeypatch.setattr(service, "read_document", note_reading)
     for name in ("first.pdf", "second.pdf"):  # the second one finds the cache of the first
         made = upload(client, content, name)
         assert made.status == "processed"
         assert made.status_details.startswith(f"Not all of {name} could be read: page 2 is damaged")
+    assert read == ["first.pdf"]
     assert ask(client, about(made)).choices
     data = "data:application/pdf;base64," + base64.b64encode(content).decode()
     part = {"type": "file", "file": {"filename": "third.pdf", "file_data": data}}

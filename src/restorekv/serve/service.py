@@ -244,6 +244,10 @@ class Service:
         """Return what of an upload could not be read, or ""."""
         if upload.id not in self.warnings and find_kind(upload.name) not in (CACHE, TEXT):
             # Its cache was there, made from another upload or by another server.
+            twin = self.store.find_twin(upload)
+            if twin is not None:
+                # The sentence begins with the name that its file has.
+                return twin.problem.replace(twin.name, upload.name, 1)
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(READERS, self._read_content, upload)
         return self.warnings.pop(upload.id, "")

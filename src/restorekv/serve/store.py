@@ -31,7 +31,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.files import check_not_link, read_bytes, replace_file
 from restorekv.readers.extract import find_kind
 from restorekv.serve.document_checks import start_document_hash
-from restorekv.serve.index import FILE, KEY, UPLOADED, Index, Status
+from restorekv.serve.index import FILE, KEY, PROCESSED, UPLOADED, Index, Status
 from restorekv.serve.shared import SharedFolder
 
 LOG = logging.getLogger("restorekv.serve")
@@ -231,6 +231,15 @@ class Store:
                 f"select * from files where {NOT_EXPIRED} {order}", (int(time.time()),)
             )
         return [Upload(*row) for row in rows]
+
+    def find_twin(self, upload: Upload) -> Upload | None:
+        """Return another upload of the same content that was processed."""
+        with self.lock:
+            rows = self.index.select(
+                "select * from files where sha256 = ? and id != ? and status = ?",
+                (upload.sha256, upload.id, PROCESSED),
+            )
+        return Upload(*rows[0]) if rows else None
 
     def read_upload(self, upload_id: str) -> bytes:
         """Return what was uploaded."""
