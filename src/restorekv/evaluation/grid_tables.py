@@ -48,9 +48,10 @@ def _says_what_came_back(row: Row) -> bool:
 def _format_gain(row: Row) -> str:
     if "gain" not in row:
         return ""
+    recovered = row.get("recovered")
     back = ""
     if _says_what_came_back(row):
-        back = f"{format_percent(row['recovered'], 0)} back"
+        back = f"{format_percent(recovered, 0)} back"
     few = row["gain_low"] is None
     return format_gain(row["gain"], row["gain_low"], row["gain_high"], back, few)
 
