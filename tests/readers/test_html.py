@@ -126,7 +126,60 @@ def test_nothing_merges_words(page, text):
     assert read(page) == text
 
 
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        ("<ol><li>a<li>b</li></ol>c", "1. a\n2. b\nc"),
+        ("<ol start=5><li>a<li value=9>b<li>c</ol>", "5. a\n9. b\n10. c"),
+        ("<ol start=-1><li>a<li>b<li>c</ol>", "-1. a\n0. b\n1. c"),
+        ("<ol start=x><li>a</ol>", "1. a"),
+        ("<ol reversed><li>a<li>b<li>c</ol>", "3. a\n2. b\n1. c"),
+        ("<ol reversed start=10><li>a<li>b</ol>", "10. a\n9. b"),
+        ("<ol reversed><li>a<li value=7>b<li>c</ol>", "3. a\n7. b\n6. c"),
+        ("<ol type=a start=26><li>a<li>b</ol>", "z. a\naa. b"),
+        ("<ol type=I><li>a<li type=i>b<li value=4>c</ol>", "I. a\nii. b\nIV. c"),
+        ("<ol style='list-style-type: upper-latin'><li>a</ol>", "A. a"),
+        ("<ol style='list-style: none'><li>a</ol>", "a"),
+        (
+            "<ol style='list-style: inside'><li>a<li style='list-style-type: square'>b</ol>",
+            "1. a\nb",
+        ),
+        ("<ol><li style='display: inline'>a<li>b</ol>", "a\n2. b"),
+        ("<ul><li>a<li type=1>b</ul>", "a\n2. b"),
+        # Each list counts for itself, and goes on after what is inside of it.
+        (
+            "<ol><li>a<ul><li>b</ul><li>c<ol><li>d<li>e</ol>f<li>g</ol><ol><li>h</ol>",
+            "1. a\nb\n2. c\n1. d\n2. e\nf\n3. g\n1. h",
+        ),
+        ("<ol reversed><li>a<ol reversed><li>b<li>c</ol><li>d</ol>", "2. a\n2. b\n1. c\n1. d"),
+        ("<ol><li><ol><li>a</ol></ol>", "1. 1. a"),
+        # A number is in the line of its item's first words.
+        ("<ol><li>\n<p>a<p>b</li>\n<li><div><b>c</b></div></ol>", "1. a\nb\n2. c"),
+        ("<ol><li><input type=checkbox>a<li><math><mn>3</mn></math></ol>", "1. [ ] a\n2. 3"),
+        ("<ol><li><pre>a\n  b</pre></ol>", "1.\na\n  b"),
+        ("<ol><li><table><tr><td>a<td>b</table>c</ol>", "1.\na\tb\nc"),
+        ("<ol><li><a href='#n'><sup>1</sup></a> a<li><sup>2</sup>b</ol>", "1. [1] a\n2. ^(2)b"),
+        # What has no text has no number, and what is hidden is not counted.
+        ("<ol><li></li><li>a<li> <br></ol>b", "2. a\nb"),
+        (
+            "<ol reversed><li hidden>no<li>a<li style='visibility: hidden'>no<li>b</ol>",
+            "3. a\n1. b",
+        ),
+        ("<li>a<p>b", "a\nb"),
+        ("<ol><li>a<table><tr><td><li>b</table></ol>", "1. a\nb"),
+        ("<table><tr><td>a<td><ol><li>b<li>c</ol></table>", "a\t1. b 2. c"),
+        ("<ol></ul><li>a</ol></ol><ol reversed><li>b", "1. a\n1. b"),
+    ],
+)
+def test_items_of_a_list_have_their_numbers(page, text):
+    assert read(page) == text
+
+
 def test_deep_pages_take_no_long_time():
+    words = read("<ol>" + "<div>" * 2_000 + "<li>a" * 2_000)
+    assert words.endswith("\n2000. a")
+    words = read("<ol reversed><li>" * 2_000 + "a")
+    assert words == "1. " * 2_000 + "a"
     words = read("<sup>" * 2000 + "<div><table><tr><td>" * 300 + "words")
     assert words == "words" or words.count("words") == 1
 

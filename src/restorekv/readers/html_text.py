@@ -7,6 +7,7 @@
   value stays in its column and every row says what it belongs to. A row of a single cell, and cells
   that hold tables or preformatted text, as in a page that is laid out by a table, are read one
   after the other with their own lines.
+- Items of a list have the numbers that a browser shows.
 - Raised and lowered text, and links to notes, are written as in raised.py.
 - Of forms, the values that a browser shows are read, "[x]" for a ticked box and "[ ]" for an empty
   one, and "[x]" before a chosen option. Pictures are read by their alt text.
@@ -22,6 +23,7 @@ from operator import itemgetter
 from typing import Any
 
 from restorekv.readers.equations import MathElement
+from restorekv.readers.list_numbers import KINDS, ItemNumber, ListCounter, write_number
 from restorekv.readers.raised import END, LOWERED, NOTE, RAISED, remove_signs, write_plainly
 
 # Their content is not text of the page. It runs to their own end tag, whatever is in between.
@@ -52,6 +54,16 @@ IMPLIED_ENDS = {
     "optgroup": (("option", "optgroup"), ("select",)),
     "rt": (("rt", "rp"), ("ruby",)),
     "rp": (("rt", "rp"), ("ruby",)),
+}
+# What styles call kinds of numbers; all others are signs, or numbers that are not known here.
+NUMBER_STYLES = {
+    "decimal": "1",
+    "lower-alpha": "a",
+    "lower-latin": "a",
+    "upper-alpha": "A",
+    "upper-latin": "A",
+    "lower-roman": "i",
+    "upper-roman": "I",
 }
 # Elements that are not shown, whatever they say. What was deleted would run into what replaces it.
 HIDDEN_TAGS = ("template", "del", "datalist")
@@ -135,6 +147,8 @@ class Element:
         sign: The sign before its text, if the text is raised, lowered or an index.
         start: How many parts there are before it.
         links_to_place: Whether it is a link to a place of a page.
+        counter: Of a list, what counts its items; None of all others.
+        number: The number of an item of a list.
     """
 
     tag: str
@@ -144,6 +158,8 @@ class Element:
     sign: str = ""
     start: int = 0
     links_to_place: bool = False
+    counter: ListCounter | None = None
+    number: ItemNumber | None = None
 
 
 @dataclass
@@ -156,6 +172,10 @@ class Scope:
     parts: list[Part] = field(default_factory=list)
     elements: list[Element] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    # The counters of the open lists, the innermost last.
+    counters: list[ListCounter] = field(default_factory=list)
+    # Open items of lists whose numbers are not written yet, as they have no text so far.
+    unnumbered: list[Element] = field(default_factory=list)
 
     def get_top(self) -> Element:
         """Return the innermost open element."""
@@ -173,6 +193,28 @@ class Scope:
             self.counts[element.tag] -= 1
             if element.sign:
                 self.parts.append((END, element.kind))
+            if element.counter is not None:
+                self._write_deferred_numbers(self.counters.pop())
+            # One without any text gets no number.
+            if self.unnumbered and self.unnumbered[-1] is element:
+                self.unnumbered.pop()
+
+    def write_numbers(self) -> None:
+        """Write the numbers of items before the first text in them."""
+        for item in self.unnumbered:
+            number = item.number
+            assert number is not None
+            if number.is_relative:
+                place = (len(self.parts), number.value, number.kind)
+                number.counter.places.append(place)
+            self.parts.append((f"{write_number(number.value, number.kind)}. ", item.kind))
+        self.unnumbered.clear()
+
+    def _write_deferred_numbers(self, counter: ListCounter) -> None:
+        """Write the numbers of a list that counts down to 1, now that its end is known."""
+        for index, difference, kind in counter.places:
+            number = write_number(counter.items + difference, kind)
+            self.parts[index] = (f"{number}. ", self.parts[index][1])
 
     def close_tag(self, tags: Sequence[str], borders: Sequence[str] = ()) -> None:
         """End the innermost element of some tags, unless one of the borders is inside of it."""
@@ -329,6 +371,11 @@ class PageReader(HTMLParser):
             self._read_void(tag, attributes, element)
         else:
             self._begin(element)
+            if tag in LISTS:
+                element.counter = _make_counter(tag, attributes)
+                scope.counters.append(element.counter)
+            elif tag == "li":
+                self._count_item(element, attributes)
             if tag == "option" and "selected" in attributes:
                 self._add("[x] ", element)
 
@@ -373,7 +420,24 @@ class PageReader(HTMLParser):
         if element.hidden or element.invisible:
             self.has_hidden = self.has_hidden or bool(text.strip())
         else:
+            if self.scopes[-1].unnumbered and text.strip():
+                self.scopes[-1].write_numbers()
             self.scopes[-1].parts.append((text, element.kind))
+
+    def _count_item(self, item: Element, attributes: Attributes) -> None:
+        """Count an item of a list, which is the innermost open element."""
+        scope = self.scopes[-1]
+        # As in browsers, what is not shown is not counted.
+        if not scope.counters or item.hidden:
+            return
+        counter = scope.counters[-1]
+        kind = _find_number_kind(attributes, counter.kind)
+        number = counter.count_item(_parse_whole_number(attributes, "value"), kind)
+        # What is shown as a block or within a line has no number.
+        display = parse_style(attributes.get("style", "")).get("display", "list-item")
+        if kind and display == "list-item" and not item.invisible:
+            item.number = number
+            scope.unnumbered.append(item)
 
     def _make_element(self, tag: str, attributes: Attributes, parent: Element) -> Element:
         """Return an element, which is hidden if it or its parent is."""
@@ -402,6 +466,8 @@ class PageReader(HTMLParser):
     def _begin(self, element: Element) -> None:
         """Open an element, with the sign that begins its text."""
         scope = self.scopes[-1]
+        if scope.unnumbered and (element.sign or element.links_to_place):
+            scope.write_numbers()
         element.start = len(scope.parts)
         if element.hidden or element.invisible:
             element.sign = ""
@@ -510,6 +576,7 @@ class PageReader(HTMLParser):
         self._add("\n", table.base)
         lines = table.render()
         if lines:
+            self.scopes[-1].write_numbers()
             self.scopes[-1].parts.append(("\n".join(lines), ROWS))
             self._add("\n", table.base)
 
@@ -577,6 +644,38 @@ def parse_style(style: str) -> dict[str, str]:
         if value.strip():
             declarations[name.strip()] = value.split("!")[0].strip()
     return declarations
+
+
+def _make_counter(tag: str, attributes: Attributes) -> ListCounter:
+    """Return the counter of a list's items."""
+    if tag != "ol":
+        return ListCounter(_find_number_kind(attributes, ""))
+    kind = _find_number_kind(attributes, "1")
+    start = _parse_whole_number(attributes, "start")
+    if "reversed" not in attributes:
+        return ListCounter(kind, 1 if start is None else start)
+    if start is None:
+        return ListCounter(kind, 0, -1, is_relative=True)
+    return ListCounter(kind, start, -1)
+
+
+def _find_number_kind(attributes: Attributes, default: str) -> str:
+    """Return the kind of numbers of a list or an item, "" for none."""
+    style = parse_style(attributes.get("style", ""))
+    words = f"{style.get('list-style', '')} {style.get('list-style-type', '')}".split()
+    for word in words:
+        if word in NUMBER_STYLES:
+            return NUMBER_STYLES[word]
+    if any(word not in ("inside", "outside") for word in words):
+        return ""
+    kind = attributes.get("type", "")
+    return kind if kind in KINDS else default
+
+
+def _parse_whole_number(attributes: Attributes, name: str) -> int | None:
+    """Return the whole number of an attribute as browsers read it; None without one."""
+    found = re.match(r"\s*([+-]?\d{1,9})", attributes.get(name, ""))
+    return int(found[1]) if found else None
 
 
 def _parse_number(attributes: Attributes, name: str) -> int:
