@@ -58,6 +58,115 @@ def row(*cells: str, properties: str = "") -> str:
     return f"<w:tr><w:trPr>{properties}</w:trPr>{''.join(cells)}</w:tr>"
 
 
+def level(number: int, kind: str, text: str, more: str = "") -> str:
+    return (
+        f'<w:lvl w:ilvl="{number}"><w:start w:val="1"/><w:numFmt w:val="{kind}"/>'
+        f'<w:lvlText w:val="{text}"/>{more}</w:lvl>'
+    )
+
+
+OUTLINE = level(0, "decimal", "%1.") + level(1, "decimal", "%1.%2") + level(2, "lowerLetter", "%3)")
+DEFINITIONS = {
+    900: OUTLINE,
+    901: level(0, "bullet", "•") + level(1, "decimal", "%2."),
+    902: level(0, "upperRoman", "Part %1") + level(1, "decimal", "%1-%2", "<w:isLgl/>"),
+    903: level(0, "lowerLetter", "%1)"),
+    904: level(0, "decimal", "%1.") + level(1, "decimal", "%2.", '<w:lvlRestart w:val="0"/>'),
+    905: level(0, "chicago", "%1."),
+    906: level(0, "decimal", "%1.", "<w:rPr><w:vanish/></w:rPr>"),
+}
+OUTLINED = [("a", 900), ("b", 900, 1), ("c", 900, 1), ("d", 900, 2)]
+OUTLINED += [("e", 900), ("f", 900, 1), ("g", 900, 2)]
+# By list: its definition and overrides.
+LISTS = {
+    **{number: (number, "") for number in DEFINITIONS},
+    910: (900, ""),
+    911: (900, '<w:lvlOverride w:ilvl="0"><w:startOverride w:val="1"/></w:lvlOverride>'),
+}
+
+
+def add_lists(document) -> None:
+    """Add the lists above to a document."""
+    numbering = document.part.numbering_part.element
+    for number, levels in DEFINITIONS.items():
+        numbering.append(
+            docx.oxml.parse_xml(
+                f'<w:abstractNum {NAMED} w:abstractNumId="{number}">{levels}</w:abstractNum>'
+            )
+        )
+    for number, (definition, more) in LISTS.items():
+        numbering.append(
+            docx.oxml.parse_xml(
+                f'<w:num {NAMED} w:numId="{number}"><w:abstractNumId w:val="{definition}"/>{more}'
+                "</w:num>"
+            )
+        )
+
+
+def item(text: str, number: int, at: int = 0, more: str = "") -> str:
+    numbered = f'<w:numPr><w:ilvl w:val="{at}"/><w:numId w:val="{number}"/></w:numPr>'
+    return f"<w:p><w:pPr>{numbered}{more}</w:pPr>{run(text) if text else ''}</w:p>"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "text"),
+    [
+        ([item("a", 900), item("b", 900), paragraph(run("c")), item("d", 900)], "1. a|2. b|c|3. d"),
+        (
+            [item(*each) for each in OUTLINED],
+            "1. a|1.1 b|1.2 c|a) d|2. e|2.1 f|a) g",
+        ),
+        # Lists of one definition are counted together, unless one says where it starts.
+        ([item("a", 900), item("b", 910), item("c", 911), item("d", 911)], "1. a|2. b|1. c|2. d"),
+        ([item("a", 901), item("b", 901, 1), item("c", 901, 1)], "a|1. b|2. c"),
+        ([item("a", 902), item("b", 902), item("c", 902, 1)], "Part I a|Part II b|2-1 c"),
+        (
+            [item("a", 904), item("b", 904, 1), item("c", 904), item("d", 904, 1)],
+            "1. a|1. b|2. c|2. d",
+        ),
+        # An empty paragraph counts, and a hidden one does not; what was deleted is gone.
+        ([item("a", 900), item("", 900), item("b", 900)], "1. a||3. b"),
+        ([item("", 900, 0, "<w:rPr><w:vanish/></w:rPr>"), item("b", 900)], "|1. b"),
+        ([item("a", 900, 0, "<w:rPr><w:del/></w:rPr>"), item("b", 900)], "1. ab"),
+        (["<w:tbl>", row(cell("x")), "</w:tbl>", item("a", 0), item("b", 999)], "x|a|b"),
+        # Where Word's number is not certain, there is none.
+        ([item("a", 900, 1), item("b", 900)], "a|1. b"),
+        ([item("a", 905), item("b", 906), item("c", 900, 7)], "a|b|c"),
+    ],
+)
+def test_items_of_lists_have_their_numbers(blocks, text):
+    assert read(*blocks, prepare=add_lists).replace("\n\n", "|").strip("|") == text.strip("|")
+
+
+def test_letters_end_where_word_doubles_them():
+    text = read(*[item("x", 903)] * 27, prepare=add_lists).split("\n\n")
+    assert text[0] == "a) x" and text[25] == "z) x" and text[26] == "x"
+
+
+def test_lists_are_named_by_styles_too():
+    def prepare(document):
+        for text in ("a", "b"):
+            document.add_paragraph(text, style="List Number")
+        add_lists(document)
+        heading = document.styles["Heading 2"].element.get_or_add_pPr()
+        heading.append(docx.oxml.parse_xml(f'<w:numPr {NAMED}><w:numId w:val="900"/></w:numPr>'))
+        definition = document.part.numbering_part.element.xpath(
+            "w:abstractNum[@w:abstractNumId='900']/w:lvl[@w:ilvl='1']"
+        )[0]
+        style = docx.oxml.parse_xml(f'<w:pStyle {NAMED} w:val="Heading2"/>')
+        definition.insert(2, style)
+        document.add_paragraph("c", style="Heading 2")
+        document.add_paragraph("d", style="List Bullet")
+
+    assert read(item("First", 900), prepare=prepare) == "1. First\n\n1. a\n\n2. b\n\n1.1 c\n\nd"
+
+
+def test_definitions_that_boxes_use_have_no_numbers():
+    box = f"<w:r><w:pict><w:txbxContent>{item('b', 900)}</w:txbxContent></w:pict></w:r>"
+    text = read(item("a", 900), paragraph(box), item("c", 903), prepare=add_lists)
+    assert text.split("\n\n") == ["a", "", "b", "a) c"]
+
+
 def test_values_of_tables_stay_in_their_columns():
     first = '<w:vMerge w:val="restart"/>'
     down = "<w:vMerge/>"
