@@ -91,7 +91,7 @@ def prefill_and_score(
     return full, scores
 
 
-def _select_unread_ids(context: Context, cache: AnyCache) -> Tensor:
+def _select_unread_ids(context: Context, cache: Cache) -> Tensor:
     """Return the ids of a context that a cache lacks; a ragged one has the prefix in its tail."""
     if isinstance(cache, RaggedCache):
         return context.ids[:, context.prefix_length :]
