@@ -60,9 +60,7 @@ class Fidelity:
 def load_fidelity(
     by_seed: Mapping[int | None, Sequence[Result]], tasks: Sequence[str]
 ) -> Fidelity | None:
-    """Over some of the tasks (none: all of them); None where an answer was recorded without its
-    fidelity.
-    """
+    """Over some of the tasks (none: all of them); None where none of them was asked."""
     sums = []
     tokens = []
     same = []
@@ -73,7 +71,7 @@ def load_fidelity(
             for line in result.lines
         ]
         every = [told for answers in lines for told in answers]
-        if not every or not all("kl" in told for told in every):
+        if not every:
             return None
         of_seed = tally_divergence(lines)
         sums.append(of_seed[0])

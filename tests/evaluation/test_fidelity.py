@@ -12,11 +12,12 @@ import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from restorekv import CompressionConfig, compress, tasks
+from restorekv.errors import RestoreKVError
 from restorekv.evaluation import results, worker
-from restorekv.evaluation.fidelity import FIGURES, summarize_fidelity
+from restorekv.evaluation.fidelity import summarize_fidelity
 from restorekv.evaluation.frame import GridResults
 from restorekv.evaluation.grid_tables import make_tables
-from restorekv.evaluation.rows import make_payload, make_rows
+from restorekv.evaluation.rows import make_payload
 from restorekv.evaluation.run import run_grid
 from restorekv.generation.decoding import generate_ids
 from restorekv.model.load import load_model
@@ -197,29 +198,18 @@ def test_every_token_weighs_alike():
         summarize_fidelity(lines, {"a"})["kl"] == pytest.approx(9 / 19)
         and summarize_fidelity(lines, {"b"})["answer_tokens"] == 1
     )
-    assert summarize_fidelity(lines, {"c"}) == {}
     assert summarize_fidelity(lines)["kl_low"] is None, "two contexts have no interval"
     many = summarize_fidelity(lines * 3)
     assert 0 <= many["kl_low"] < 0.6 < many["kl_high"] <= 1.2
 
 
-def test_cells_answered_before_fidelity_was_recorded_still_load(world, tmp_path):
+def test_a_line_without_fidelity_is_damaged(world, tmp_path):
     done = run_grid(grid(str(world / "model"), "plain", ratios=("0.5",)), tmp_path)
     assert any(
         "KL" in table.columns for table in make_tables(GridResults(done))
     ) and "kl" in json.dumps(make_payload(done))
-    for result in done:
-        answers, summary = result.folder / results.ANSWERS, result.folder / results.SUMMARY
-        answers.write_text("".join(json.dumps(stripped(line)) + "\n" for line in result.lines))
-        summary.write_text(json.dumps(stripped(result.summary)))
-    old = results.load_results(tmp_path)
-    assert all(row[key] is None for row in make_rows(old) for key in FIGURES)
-    scores, held = make_tables(GridResults(old))
-    assert "KL" not in scores.columns and "bytes" in held.columns
-
-
-def stripped(value):
-    """Without what fidelity records."""
-    if isinstance(value, dict):
-        return {key: stripped(each) for key, each in value.items() if key not in FIGURES}
-    return [stripped(each) for each in value] if isinstance(value, list) else value
+    (line, *_) = done[1].lines
+    del line["answers"][0]["kl"]
+    (done[1].folder / results.ANSWERS).write_text(json.dumps(line) + "\n")
+    with pytest.raises(RestoreKVError, match=r"damaged \(kl is missing or of another type\)"):
+        make_tables(GridResults(results.load_results(tmp_path)))

@@ -179,6 +179,10 @@ def by_hand(folder, cell, means):
             {
                 "id": f"{name}-{task}",
                 "task": task,
+                "question": task,
+                "answer_prefix": "",
+                "max_new_tokens": 8,
+                "references": [],
                 "prediction": "",
                 "score": mean,
                 "metrics": {"half": mean / 2},
@@ -189,6 +193,8 @@ def by_hand(folder, cell, means):
             for task, mean in means.items()
         ]
         held = {
+            "context": f"text {name}",
+            "cut": 0,
             "tokens": 100,
             "prefix": 3,
             "pairs": 60,

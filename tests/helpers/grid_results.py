@@ -27,8 +27,12 @@ def finished(
             **describe_question(question),
             "prediction": said,
             "score": scored.score(question, said),
+            "kl": 0.0,
+            "answer_tokens": 1,
+            "same": True,
         }
         figures = {
+            "context": f"text {turn}",
             "tokens": 100,
             "prefix": 3,
             "cut": 0,

@@ -60,7 +60,8 @@ def finished(folder: Path, cell: Cell, said: Mapping[str, Sequence[tuple[float, 
     lines = []
     for turn in range(len(next(iter(said.values())))):
         answers = [answer(f"{task}-{turn}", task, *figures[turn]) for task, figures in said.items()]
-        lines.append(json.dumps({"sample": str(turn), **held, "answers": answers}) + "\n")
+        line = {"sample": str(turn), "context": f"text {turn}", **held, "answers": answers}
+        lines.append(json.dumps(line) + "\n")
     (place / ANSWERS).write_text("".join(lines))
     (place / SECONDS).write_text("")
     made = Result(place, cell, facts)
@@ -68,17 +69,20 @@ def finished(folder: Path, cell: Cell, said: Mapping[str, Sequence[tuple[float, 
     return made
 
 
-def answer(name: str, task: str, score: float, *fidelity: float) -> dict:
+def answer(
+    name: str, task: str, score: float, kl: float = 0.0, tokens: int = 1, same: bool = True
+) -> dict:
     """As a worker tells it."""
-    told = {
+    return {
         "id": name,
         "task": task,
         "question": name,
+        "answer_prefix": "",
+        "max_new_tokens": 8,
+        "references": [name],
         "prediction": digest_samples([]),
         "score": score,
+        "kl": kl,
+        "answer_tokens": tokens,
+        "same": bool(same),
     }
-    return (
-        told | dict(zip(("kl", "answer_tokens", "same"), fidelity, strict=True))
-        if fidelity
-        else told
-    )

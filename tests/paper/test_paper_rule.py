@@ -259,17 +259,8 @@ def test_seeds_are_alike_in_fidelity():
     assert told.kl == pytest.approx(0.3) and told.same == 50
 
 
-def test_answers_from_before_have_no_fidelity(setting, measure):
+def test_without_answers_there_is_no_fidelity(setting):
     (fast,) = choose_experiments("fast-kvzip", setting)
-    told = answers({"single": 0.8, "cwe": 0.5})
-    told[(*KVZIP, SUITE)] = {"single": [(0.5,)] * 6, "cwe": [(0.5,)] * 6}
-    known = fidelity.collect_fidelity(
-        fast, setting, plan.find_measured(fast, setting, measure(fast, told))
-    )
-    assert {row for row, *_ in known} == {"fastkvzip", "fastkvzip restored"}
-    assert "| KVzip | not measured | not measured |" in texts(
-        fidelity.make_tables(fast, setting, known, "ruler")
-    )
     assert (
         list(fidelity.make_tables(fast, setting, {}, "ruler"))
         == []

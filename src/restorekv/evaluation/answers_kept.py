@@ -78,8 +78,7 @@ def compare_contexts(
         right = [answer["id"] for answer in line["answers"] if is_right(answer)]
         if right:
             kept = sum(is_right(own[question]) for question in right)
-            name = digest_line(line) or (title, sample)
-            yield ContextAnswers(name, title, line["tokens"], len(right), kept, asked)
+            yield ContextAnswers(digest_line(line), title, line["tokens"], len(right), kept, asked)
 
 
 def collect_answers(grid: GridResults) -> AnswersByMethod:

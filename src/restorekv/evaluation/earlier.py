@@ -55,15 +55,10 @@ def digest_sample(sample: Sample) -> str:
     return _digest_asked(sample.id, digest_text(sample.context), questions)
 
 
-def digest_line(line: Mapping[str, Any]) -> str | None:
-    """Return `digest_sample` of the sample that a stored line answers; None for a line that does
-    not say all of it.
-    """
-    try:
-        questions = [{key: answer[key] for key in QUESTION_KEYS} for answer in line["answers"]]
-        return _digest_asked(line["sample"], line["context"], questions)
-    except KeyError:
-        return None
+def digest_line(line: Mapping[str, Any]) -> str:
+    """Return `digest_sample` of the sample that a stored line answers."""
+    questions = [{key: answer[key] for key in QUESTION_KEYS} for answer in line["answers"]]
+    return _digest_asked(line["sample"], line["context"], questions)
 
 
 def _digest_asked(sample_id: str | int, context: str, questions: Sequence[dict]) -> str:
@@ -112,7 +107,6 @@ def find_contained_cells(results: Sequence[Result]) -> list[Result]:
     def is_within(small: Result, large: Result) -> bool:
         return (
             large.done
-            and None not in digests[small.folder]
             and digests[small.folder] <= digests[large.folder]
             and _answers_alike(small, large)
         )

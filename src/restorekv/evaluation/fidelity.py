@@ -77,8 +77,7 @@ def _compute_hidden_states(
 def summarize_fidelity(
     lines: Sequence[Mapping], tasks: Container[str] | None = None
 ) -> dict[str, Any]:
-    """Return FIGURES over the contexts of `lines`, or {} if an answer was recorded without its
-    fidelity.
+    """Return FIGURES over the contexts of `lines`.
 
     "kl" weighs every token of the full cache's answers alike, with a 95 % bootstrap over contexts;
     "same" is the percentage of answers with the full cache's exact text. `tasks` restricts the
@@ -87,16 +86,12 @@ def summarize_fidelity(
     asked = []
     for line in lines:
         asked.append([each for each in line["answers"] if tasks is None or each["task"] in tasks])
-    answers = [answer for own in asked for answer in own]
-    # Cells that were answered before fidelity was recorded have none.
-    if not answers or not all("kl" in answer for answer in answers):
-        return {}
     sums, tokens = tally_divergence(asked)
     # Contexts that were not asked these tasks are none of the draws.
     drawn = tokens > 0
     kl, low, high = bootstrap_ratio(sums[drawn], tokens[drawn])
-    same = sum(answer["same"] for answer in answers)
-    figures = (kl, low, high, 100 * same / len(answers), int(tokens.sum()))
+    same = [answer["same"] for answers in asked for answer in answers]
+    figures = (kl, low, high, 100 * sum(same) / len(same), int(tokens.sum()))
     return dict(zip(FIGURES, figures, strict=True))
 
 

@@ -145,7 +145,7 @@ def describe_cut_texts(results: Sequence[Result]) -> list[str]:
     """Say for each benchmark how many of its texts were too long and lost their ends."""
     counts = {}
     for result in results:
-        cut = sum(bool(line.get("cut")) for line in result.lines)
+        cut = sum(line["cut"] > 0 for line in result.lines)
         if cut:
             title = result.identity["benchmark"]["title"]
             counts[title] = max(counts.get(title, (0, 0)), (cut, len(result.lines)))

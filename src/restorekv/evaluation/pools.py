@@ -97,8 +97,7 @@ class SeedPool:
         for result in self.results:
             for line in result.lines:
                 # Every seed numbers its contexts from 0, so a hash of what was asked names them.
-                name = digest_line(line) or f"{result.folder.name} {line['sample']}"
-                lines.setdefault(name, line)
+                lines.setdefault(digest_line(line), line)
         return lines
 
     @property
@@ -171,15 +170,12 @@ class SeedPool:
             for name, by_task in values.items()
         }
 
-    def summarize_fidelity(self, members: Iterable[str] = ()) -> dict[str, float]:
-        """Return how far the answers are from the full cache's, {} where that was not recorded; see
-        fidelity.py.
-        """
-        return summarize_fidelity(self.lines, set(members or self.tasks))
-
     def summarize(self, members: Iterable[str] = ()) -> dict[str, Any]:
-        """Return scores, and fidelity and further metrics as far as they were recorded."""
-        figures = self.score_tasks(members) | self.summarize_fidelity(members)
+        """Return scores, fidelity to the full cache (see fidelity.py), and further metrics if the
+        benchmark has any.
+        """
+        figures = self.score_tasks(members)
+        figures |= summarize_fidelity(self.lines, set(members or self.tasks))
         if metrics := self.average_metrics(members):
             figures["metrics"] = metrics
         return figures

@@ -61,14 +61,29 @@ CONVENTIONS_SCHEMA = {
 }
 LINE_SCHEMA = {
     "sample": str | int,
+    "context": str,
+    "cut": int,
     "tokens": int,
     "prefix": int,
+    "restore_tokens": int,
     "pairs": float,
     "pairs_with_prefix": float,
     "bytes": float,
     "answers": list[dict[str, Any]],
 }
-ANSWER_SCHEMA = {"task": str, "id": str | int, "prediction": str, "score": float}
+ANSWER_SCHEMA = {
+    "id": str | int,
+    "task": str,
+    "question": str,
+    "answer_prefix": str,
+    "max_new_tokens": int,
+    "references": list[str],
+    "prediction": str,
+    "score": float,
+    "kl": float,
+    "answer_tokens": int,
+    "same": bool,
+}
 SUMMARY_SCHEMA = {
     "questions": int,
     "samples": int,
@@ -79,6 +94,11 @@ SUMMARY_SCHEMA = {
     "bytes": float,
     "kept": float,
     "kept_with_prefix": float,
+    "kl": float,
+    "kl_low": float | None,
+    "kl_high": float | None,
+    "same": float,
+    "answer_tokens": int,
 }
 PACKAGES = ("restorekv", "torch", "transformers", "peft")
 

@@ -54,8 +54,7 @@ def _make_row(pool: SeedPool) -> dict:
     """Return a cell's figures, with its `gain` over the evictor alone.
 
     Means leave out the tasks on which the full cache scores below 10 (`left_out`); `tasks` holds
-    every task, and fidelity is over all tasks. Figures of fidelity are None for a cell that was
-    answered before they were recorded.
+    every task, and fidelity is over all tasks.
     """
     (result,) = pool.results
     cell = result.cell
@@ -81,7 +80,7 @@ def _make_row(pool: SeedPool) -> dict:
         **{key: figures[key] for key in SUMMARY_COLUMNS},
         **score,
         "metrics": pool.average_metrics(),
-        **{key: figures.get(key) for key in FIGURES},
+        **{key: figures[key] for key in FIGURES},
         "tasks": {task: each["score"] for task, each in figures["tasks"].items()},
         "left_out": list(pool.left_out),
         "groups": {name: pool.score_tasks(members) for name, members in pool.task_groups.items()},
