@@ -33,6 +33,7 @@ from benchmarks.compress_cost import (
     measure_apart,
 )
 from benchmarks.measure import name_processor
+from benchmarks.workload import make_label
 from restorekv import evictors
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.budget import parse_ratio
@@ -40,7 +41,7 @@ from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.results import describe_changes, identify_setup, make_label
+from restorekv.evaluation.results import describe_changes, identify_setup
 from restorekv.files import read_json, write_json
 from restorekv.model import attention
 from restorekv.model.identity import identify_model

@@ -7,6 +7,7 @@ Nothing is downloaded: time and memory depend on shapes, not on what the weights
 import contextlib
 import gzip
 import platform
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -117,3 +118,12 @@ def cut_texts(tokenizer: Tokenizer, tokens: int, count: int = 1) -> list[str]:
         decode_ids(tokenizer, ids[start : start + tokens])
         for start in range(0, count * tokens, tokens)
     ]
+
+
+def make_label(*parts: str) -> str:
+    """Return a name for a file, as "tiny-kvzip"; of a path or a hub id it takes the last part."""
+    names = []
+    for part in parts:
+        last = part.rstrip("/").rsplit("/", 1)[-1]
+        names.append(re.sub(r"[^\w.+=-]+", "-", last).strip("-"))
+    return "-".join(names)

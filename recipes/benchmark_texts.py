@@ -15,10 +15,19 @@ import gzip
 import io
 import json
 import random
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
-from restorekv.data.exercises import draw_checked_exercises
+from restorekv.data.exercises import (
+    BLANK,
+    LEAST_WORDS,
+    QUOTED_WORDS,
+    WORDINGS,
+    leave_gap,
+    quote_words,
+    split_pieces,
+)
 from restorekv.files import replace_file
 from restorekv.tasks.metrics import token_f1
 from restorekv.tasks.splits import EVALUATION, EVALUATION_NOVEL, split_corpus, split_factbook
@@ -39,6 +48,59 @@ COPIED = {  # from the data to the package
 PER_GENRE = 2  # passages
 LONGEST_PASSAGE = 6000  # characters
 QUESTIONS = 6  # of a passage
+CHECKED = ("blank", "continue", "after", "before")  # exercises whose answer is in the text
+LEAST_PLACES = 2  # of a text that is worth asking about
+
+
+def draw_checked_exercises(text: str, rng: random.Random, count: int) -> list[tuple[str, str, str]]:
+    """Draw exercises whose answer is in the text: what comes next, before or after, and what is
+    left out.
+
+    Args:
+        text: The context.
+        rng: The source of every choice.
+        count: How many exercises are wanted; a text with too few sentences or lines gives none.
+
+    Returns:
+        Kind, question and answer of each.
+    """
+    pieces = split_pieces(text)
+    places = _find_checkable_places(pieces)
+    if len(places) < LEAST_PLACES:
+        return []
+    exercises = []
+    for number in range(count):
+        kind = CHECKED[number % len(CHECKED)]
+        place = rng.choice(places)
+        words = pieces[place].split()
+        quoted = min(rng.randint(*QUOTED_WORDS), len(words))
+        gapped, missing = leave_gap(pieces[place], rng)
+        quote = " ".join(words[:quoted])
+        answers = {
+            "continue": " ".join(words[quoted:]) or pieces[place + 1],
+            "blank": missing,
+            "after": pieces[place + 1],
+            "before": pieces[place - 1],
+        }
+        question = rng.choice(WORDINGS[kind]).format(quote=quote, gapped=gapped)
+        exercises.append((kind, question, answers[kind]))
+    return exercises
+
+
+def _find_checkable_places(pieces: list[str]) -> list[int]:
+    """Return the pieces that a quotation of their first words names, and whose neighbors can be
+    answers.
+    """
+    beginnings = Counter(quote_words(piece, QUOTED_WORDS[0]) for piece in pieces)
+    places = []
+    # Neither the first nor the last, since "before" and "after" need a neighbor.
+    for place in range(1, len(pieces) - 1):
+        around = pieces[place - 1 : place + 2]
+        long_enough = all(len(piece.split()) >= LEAST_WORDS for piece in around)
+        is_unique = beginnings[quote_words(pieces[place], QUOTED_WORDS[0])] == 1
+        if long_enough and is_unique and BLANK not in pieces[place]:
+            places.append(place)
+    return places
 
 
 def select_factbook(path: Path) -> bytes:

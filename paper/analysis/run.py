@@ -14,6 +14,7 @@ from typing import Self
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from benchmarks.workload import make_label
 from paper.analysis import attention_mass, divergence, restore_attention, survivors
 from paper.analysis.case import Case, DocumentFigures
 from restorekv.compression.budget import parse_ratio
@@ -21,7 +22,7 @@ from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.protocols import AskingProtocol
-from restorekv.evaluation.results import describe_changes, identify_setup, make_label
+from restorekv.evaluation.results import describe_changes, identify_setup
 from restorekv.files import append_line, load_lines, write_json
 from restorekv.model.identity import identify_model
 from restorekv.model.names import get_model_name

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from benchmarks import efficiency as cost
 from benchmarks import efficiency_page as charts
+from benchmarks.workload import make_label
 from paper.scores import FAILS, HOLDS, MISSING, JudgedClaim
 from paper.setting import Setting
 from paper.study import Study, Tell, load_figures
 from restorekv.compression.config import CompressionConfig
 from restorekv.evaluation import protocols
 from restorekv.evaluation.report import Block
-from restorekv.evaluation.results import make_label
 from restorekv.evaluation.tables import Table, format_number, name_method
 from restorekv.model.load import load_model
 from restorekv.restore.shipped import find_shipped_adapter

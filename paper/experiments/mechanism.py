@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.workload import make_label
 from paper.analysis.attention_mass import compute_profile_divergence
 from paper.analysis.case import DocumentFigures
 from paper.analysis.page import shade_gain
@@ -33,7 +34,6 @@ from restorekv.evaluation.charts import (
     with_style,
 )
 from restorekv.evaluation.report import Block
-from restorekv.evaluation.results import make_label
 from restorekv.evaluation.stats import FEW
 from restorekv.evaluation.tables import Table, format_number
 from restorekv.files import load_lines

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 
+from recipes.benchmark_texts import draw_checked_exercises
 from restorekv.data import exercises, made, passages
 from restorekv.data.build import build_mixture
 from restorekv.data.corpus import identify_license, read_corpus
@@ -168,7 +169,7 @@ def test_checked_exercises_know_the_answer():
     flat = [" ".join(line.split()) for line in lines]
     asked_lines = set()
     for seed in range(40):
-        drawn = exercises.draw_checked_exercises(HARD_PLACES, random.Random(seed), 8)
+        drawn = draw_checked_exercises(HARD_PLACES, random.Random(seed), 8)
         assert len(drawn) == 8
         for kind, question, answer in drawn:
             gap = next(

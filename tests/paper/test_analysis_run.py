@@ -6,13 +6,13 @@ from typing import ClassVar
 
 import pytest
 
+from benchmarks.workload import make_label
 from paper.analysis.cli import choose_analyses
 from paper.analysis.page import write_analyses
 from paper.analysis.run import ANALYSES, analyze
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.protocols import PROTOCOLS
-from restorekv.evaluation.results import make_label
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks import Benchmark, Question, Sample
 from tests.helpers import analysis_world

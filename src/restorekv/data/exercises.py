@@ -9,7 +9,6 @@ has lost little. None of their wordings is one of a benchmark's.
 import json
 import random
 import re
-from collections import Counter
 from pathlib import Path
 
 WORDINGS: dict[str, list[str]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
@@ -17,13 +16,11 @@ EXERCISE_KINDS = tuple(WORDINGS)
 VERBATIM = ("repeat_start", "repeat_end", "repeat_part", "continue")
 OPEN = ("extract", "list")
 LOCAL = ("after", "before", "blank", "compare")
-CHECKED = ("blank", "continue", "after", "before")
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 QUOTED_WORDS = (6, 14)  # of a quotation that names a place of the text
 GAP_WORDS = (1, 4)  # that a blank leaves out
 BLANK = "____"
 LEAST_WORDS = 4  # of a sentence or line that is worth asking about
-LEAST_PLACES = 2  # of a text that is worth asking about
 
 
 def draw_exercises(text: str, rng: random.Random, count: int) -> list[tuple[str, str]]:
@@ -52,67 +49,16 @@ def draw_exercises(text: str, rng: random.Random, count: int) -> list[tuple[str,
     return exercises[:count]
 
 
-def draw_checked_exercises(text: str, rng: random.Random, count: int) -> list[tuple[str, str, str]]:
-    """Draw exercises whose answer is in the text: what comes next, before or after, and what is
-    left out.
-
-    Args:
-        text: The context.
-        rng: The source of every choice.
-        count: How many exercises are wanted; a text with too few sentences or lines gives none.
-
-    Returns:
-        Kind, question and answer of each.
-    """
-    pieces = _split_pieces(text)
-    places = _find_checkable_places(pieces)
-    if len(places) < LEAST_PLACES:
-        return []
-    exercises = []
-    for number in range(count):
-        kind = CHECKED[number % len(CHECKED)]
-        place = rng.choice(places)
-        words = pieces[place].split()
-        quoted = min(rng.randint(*QUOTED_WORDS), len(words))
-        gapped, missing = _leave_gap(pieces[place], rng)
-        quote = " ".join(words[:quoted])
-        answers = {
-            "continue": " ".join(words[quoted:]) or pieces[place + 1],
-            "blank": missing,
-            "after": pieces[place + 1],
-            "before": pieces[place - 1],
-        }
-        question = rng.choice(WORDINGS[kind]).format(quote=quote, gapped=gapped)
-        exercises.append((kind, question, answers[kind]))
-    return exercises
-
-
-def _split_pieces(text: str) -> list[str]:
+def split_pieces(text: str) -> list[str]:
     """Return all sentences of a text, or its lines where these are shorter."""
     return [piece.strip() for piece in SENTENCE_END.split(text) if piece.strip()]
-
-
-def _find_checkable_places(pieces: list[str]) -> list[int]:
-    """Return the pieces that a quotation of their first words names, and whose neighbors can be
-    answers.
-    """
-    beginnings = Counter(_quote_words(piece, QUOTED_WORDS[0]) for piece in pieces)
-    places = []
-    # Neither the first nor the last, since "before" and "after" need a neighbor.
-    for place in range(1, len(pieces) - 1):
-        around = pieces[place - 1 : place + 2]
-        long_enough = all(len(piece.split()) >= LEAST_WORDS for piece in around)
-        is_unique = beginnings[_quote_words(pieces[place], QUOTED_WORDS[0])] == 1
-        if long_enough and is_unique and BLANK not in pieces[place]:
-            places.append(place)
-    return places
 
 
 def split_units(text: str) -> list[str]:
     """Return the sentences of a text, or its lines where these are shorter, without the shortest of
     them.
     """
-    return [unit for unit in _split_pieces(text) if len(unit.split()) >= LEAST_WORDS]
+    return [unit for unit in split_pieces(text) if len(unit.split()) >= LEAST_WORDS]
 
 
 def _write_exercise(kind: str, units: list[str], rng: random.Random) -> str | None:
@@ -123,21 +69,21 @@ def _write_exercise(kind: str, units: list[str], rng: random.Random) -> str | No
     # Two different places of the text, in their order.
     first, second = sorted(rng.sample(range(1, len(units) - 1), 2))
     count = str(rng.choice((20, 40, 60)))
-    quote = _quote_words(units[first], rng.randint(*QUOTED_WORDS))
-    other = _quote_words(units[second], rng.randint(*QUOTED_WORDS))
-    gapped, _ = _leave_gap(units[first], rng)
+    quote = quote_words(units[first], rng.randint(*QUOTED_WORDS))
+    other = quote_words(units[second], rng.randint(*QUOTED_WORDS))
+    gapped, _ = leave_gap(units[first], rng)
     # Otherwise "Which comes first" would have one answer.
     if kind == "compare" and (first + second) % 2:
         quote, other = other, quote
     return wording.format(count=count, quote=quote, other=other, gapped=gapped)
 
 
-def _quote_words(unit: str, count: int) -> str:
+def quote_words(unit: str, count: int) -> str:
     """Return the first words of a sentence or line."""
     return " ".join(unit.split()[:count])
 
 
-def _leave_gap(unit: str, rng: random.Random) -> tuple[str, str]:
+def leave_gap(unit: str, rng: random.Random) -> tuple[str, str]:
     """Return a sentence or line, at most 30 words of it, with a blank instead of a few of its
     words, and these words.
     """

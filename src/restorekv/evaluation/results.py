@@ -8,7 +8,6 @@ DIR/set-aside/<name>-<n>/       a cell that was made with something else, where 
 """
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -330,12 +329,3 @@ def identify_setup(
         "threads": torch.get_num_threads(),
         "versions": {name: version(name) for name in PACKAGES},
     }
-
-
-def make_label(*parts: str) -> str:
-    """Return a name for a file, as "tiny-kvzip"; of a path or a hub id it takes the last part."""
-    names = []
-    for part in parts:
-        last = part.rstrip("/").rsplit("/", 1)[-1]
-        names.append(re.sub(r"[^\w.+=-]+", "-", last).strip("-"))
-    return "-".join(names)
