@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from restorekv.errors import RestoreKVError
 from restorekv.model.identity import describe_weights, fingerprint_model
 from restorekv.model.shape import get_backbone
-from restorekv.train import checkpoint, parallel
+from restorekv.train import checkpoint, loop, parallel
 from restorekv.train.config import TrainConfig
 from restorekv.train.examples import TrainingContext
 from restorekv.train.loop import train_adapter
@@ -244,11 +244,16 @@ def test_who_has_no_gradient_counts_as_zero_and_a_failure_ends_all():
     assert isinstance(first, RestoreKVError) and "Another process" in str(first)
 
 
-def test_adapters_that_differ_are_refused():
-    def job(group):
-        group.average_gradients([torch.nn.Parameter(torch.full((3,), float(group.rank)))])
+def test_adapters_that_differ_are_refused(tiny_tokenizer, tmp_path, monkeypatch):
+    make = loop.make_initial_adapter
 
-    assert all("different adapters" in str(error) for error in together(job, seconds=60))
+    def make_own(model, tokenizer, config):
+        return make(model, tokenizer, replace(config, seed=int(os.environ["RANK"])))
+
+    monkeypatch.setattr(loop, "make_initial_adapter", make_own)
+    errors = together(run, tiny_tokenizer, tmp_path / "run", CONFIG, False)
+    assert all("different settings, models, adapters or data" in str(error) for error in errors)
+    assert not (tmp_path / "run").exists()
 
 
 def test_passes_pair_up_however_many_each_process_makes():

@@ -141,11 +141,12 @@ def train_adapter(
         optimizer,
         checkpoint.describe_origin(model, tokenizer, examples, config, group.size),
     )
-    # Processes with different data or settings would average gradients of different runs.
+    # Processes with different data, settings or adapters would average gradients of different runs.
     group.check_same(config.to_json() + json.dumps(run.origin))
     check_example_lengths(model, tokenizer, examples, config)
     teachers = TeacherCache(model, tokenizer, examples, config, store, store_prefill)
     start = _resume_and_check(folder, run, teachers, resume, group, notice)
+    group.check_same(adapter.to_stored().weights_hash())
     # Only now is the folder made: everything that may be refused has been checked.
     lock = folder_lock(folder) if group.rank == 0 else nullcontext()
     with lock:

@@ -39,7 +39,6 @@ class ProcessGroup:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device
-        self._same_start_checked = False
         self.rank = 0
         self.size = 1
         # A single process needs no communication and has no device of its own.
@@ -55,8 +54,6 @@ class ProcessGroup:
         if self.size == 1:
             return
         parameters = list(parameters)
-        if not self._same_start_checked:
-            self._check_same_start(parameters)
         # One vector: all gradients, then a flag for each that this process has.
         parts = []
         flags = []
@@ -76,27 +73,6 @@ class ProcessGroup:
             if processes:
                 parameter.grad = (total / self.size).view_as(parameter).to(parameter.dtype)
 
-    def _check_same_start(self, parameters: list[nn.Parameter]) -> None:
-        """Refuse adapters that differ before the first step: averaged gradients would mean
-        nothing.
-        """
-        # All processes must begin with the same weights, or averaged gradients would drift apart.
-        own = torch.cat([p.detach().float().flatten() for p in parameters])
-        first = own.clone()
-        dist.broadcast(first, 0)
-        if not self._holds_everywhere(torch.equal(own, first)):
-            raise RestoreKVError(
-                "The processes start from different adapters; give all of them one model and one "
-                "shared folder."
-            )
-        self._same_start_checked = True
-
-    def _holds_everywhere(self, fact: bool) -> bool:
-        """Return whether `fact` holds in all processes."""
-        facts = torch.tensor([float(fact)], device=self.device)
-        dist.all_reduce(facts, dist.ReduceOp.MIN)
-        return bool(facts.item())
-
     def average_loss(self, loss: float) -> float:
         """Return the mean over the processes."""
         if self.size == 1:
@@ -106,18 +82,20 @@ class ProcessGroup:
         return total.item() / self.size
 
     def check_same(self, text: str) -> None:
-        """Raise RestoreKVError unless all processes have the same text: settings and data must be
-        the same.
+        """Raise RestoreKVError unless all processes have the same text, which says what they
+        begin with.
         """
         if self.size == 1:
             return
         # The first process's text goes to all others, each of which compares its own.
-        first = [text if self.rank == 0 else None]
+        first = [text]
         dist.broadcast_object_list(first, 0)
-        if not self._holds_everywhere(first[0] == text):
+        same = torch.tensor([float(first[0] == text)], device=self.device)
+        dist.all_reduce(same, dist.ReduceOp.MIN)
+        if not same.item():
             raise RestoreKVError(
-                "The processes were started with different settings, models or data; give all of "
-                "them the same."
+                "The processes were started with different settings, models, adapters or data; "
+                "give all of them the same, and one shared folder."
             )
 
     def wait(self) -> None:
