@@ -127,8 +127,8 @@ def test_mistakes_are_told(tiny_tokenizer, tmp_path):
         "needle:lengths=0": "Lengths are numbers of ids",
         "needle:depths=1": "at least 2 depths",
         "needle:lengths=20": "no room for the needle",
-        f"needle:path={tmp_path}": "no .txt file with text",
-        f"needle:path={tmp_path / 'none'}": "no .txt file with text",
+        f"needle:path={tmp_path}": "has no words; give texts",
+        f"needle:path={tmp_path / 'none'}": "There is no file or folder",
     }.items():
         with pytest.raises(RestoreKVError, match=told):
             make_benchmark(spec).choose_samples(tiny_tokenizer, "kvzip")

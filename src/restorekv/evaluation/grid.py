@@ -17,7 +17,7 @@ from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor
 from restorekv.compression.presets import resolve_preset
 from restorekv.errors import RestoreKVError
-from restorekv.files import cut_name, matches_type
+from restorekv.files import cut_name, find_wrong_entry
 from restorekv.model.names import TINY, tiny_path, to_canonical_name
 from restorekv.restore.choices import RestoreFrom
 from restorekv.restore.shipped import find_shipped_adapter
@@ -110,11 +110,9 @@ class Cell:
     def from_dict(cls, stored: dict) -> Self:
         """Read what `to_dict` wrote."""
         cell = cls(**stored)
-        hints = get_type_hints(cls)
-        if wrong := [
-            name for name, hint in hints.items() if not matches_type(getattr(cell, name), hint)
-        ]:
-            raise TypeError(f"{wrong[0]} has another type")
+        wrong = find_wrong_entry(cell.to_dict(), get_type_hints(cls))
+        if wrong:
+            raise TypeError(f"{wrong} has another type")
         return cell
 
     @property

@@ -123,10 +123,6 @@ class SeedPool:
                 groups[name] = members
         return groups
 
-    def find_tasks_without_loss(self) -> tuple[str, ...]:
-        """Return the tasks on which this full cache has nothing to lose."""
-        return tuple(find_tasks_without_loss(self.answers, self.averages_contexts))
-
     def list_counted_answers(self, members: Iterable[str] = ()) -> list[ScoredAnswer]:
         """Return the answers that means are taken over."""
         # No members: all tasks.
@@ -229,8 +225,10 @@ def pool_seeds(results: Sequence[Result]) -> dict[PoolKey, SeedPool]:
         # In this order the full cache and each evictor alone come before what needs them.
         if method == FULL_METHOD:
             # An unfinished full cache has not shown yet where there is nothing to lose.
-            left_out = pool.find_tasks_without_loss() if pool.done else ()
-            pools[key] = replace(pool, left_out=left_out, full=pool)
+            left_out = []
+            if pool.done:
+                left_out = find_tasks_without_loss(pool.answers, pool.averages_contexts)
+            pools[key] = replace(pool, left_out=tuple(left_out), full=pool)
             continue
         if full := pools.get((condition, FULL_METHOD, 1.0)):
             # Other seeds of the full cache were asked other contexts.

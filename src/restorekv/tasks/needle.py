@@ -9,15 +9,13 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle
-from pathlib import Path
 
 from restorekv.errors import RestoreKVError
-from restorekv.files import read_bytes
 from restorekv.model.tokenize import tokenize_text
-from restorekv.size_limits import TEXT_BYTES
 from restorekv.tasks import prose
 from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, separate_question
 from restorekv.tasks.metrics import contains_text
+from restorekv.tasks.rows import load_texts
 
 NEEDLE = (
     "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny "
@@ -93,7 +91,7 @@ class Needle(Benchmark):
     def _draw_parts(self) -> Iterator[str]:
         """Yield the haystack in parts, without end."""
         if self.path:
-            yield from cycle(_load_essays(Path(self.path)))
+            yield from cycle(load_texts(self.path))
         for number, sentence in enumerate(
             prose.draw_sentences(random.Random(f"needle {self.seed}")), 1
         ):
@@ -110,24 +108,6 @@ class Needle(Benchmark):
 
     def describe_license(self) -> str:
         return "as the files" if self.path else "Apache-2.0"
-
-
-def _load_essays(folder: Path) -> list[str]:
-    """Return the texts of a folder in the order of their file names."""
-    try:
-        texts = [
-            read_bytes(file, str(file), TEXT_BYTES).decode("utf-8-sig")
-            for file in sorted(folder.glob("*.txt"))
-        ]
-    except UnicodeDecodeError as error:
-        raise RestoreKVError(
-            f"A file of {folder} is not UTF-8 text ({error}); convert or remove it."
-        ) from error
-    if not "".join(texts).strip():
-        raise RestoreKVError(
-            f"{folder} has no .txt file with text; give a folder of essays as path=FOLDER."
-        )
-    return texts
 
 
 def _take_ids(parts: Iterator[str], tokenizer: Tokenizer, size: int) -> list[int]:

@@ -32,6 +32,20 @@ def load_rows(where: str | Path) -> Rows:
         yield from load_file_rows(file)
 
 
+def load_texts(where: str) -> list[str]:
+    """Return the texts of a file, or of all files below a folder in the order of their names: plain
+    ones, or the field `text` of JSON.
+    """
+    with check_form(
+        f"{where} holds something other than texts or JSON with the field text",
+        "give plain text, or JSON rows with a field 'text'",
+    ):
+        texts = [get_field(row, "text") for _, row in load_rows(where)]
+    if not any(text.strip() for text in texts):
+        raise RestoreKVError(f"{where} has no words; give texts.")
+    return texts
+
+
 def load_file_rows(file: Path) -> Rows:
     """Yield the rows of a file, which is JSON if its name ends unlike others."""
     return ((f"{file}, {place}", row) for place, row in iterate_values(file))

@@ -29,6 +29,7 @@ from restorekv.tasks.rows import (
     group_by_context,
     load_hub_rows,
     load_rows,
+    load_texts,
     parse_kvpress_row,
 )
 from restorekv.tasks.ruler import documents
@@ -388,12 +389,5 @@ class Ruler(Benchmark):
 
 def _load_sentences(where: str) -> list[str]:
     """Return the sentences of a file or folder of texts, all white space made one."""
-    with check_form(
-        f"{where} holds something other than texts or JSON with the field text",
-        "give plain text, or JSON rows with a field 'text'",
-    ):
-        texts = [get_field(row, "text") for _, row in load_rows(where)]
-    text = " ".join(" ".join(texts).split())
-    if not text:
-        raise RestoreKVError(f"{where} has no words; give essays.")
+    text = " ".join(" ".join(load_texts(where)).split())
     return SENTENCE_END.split(text)
