@@ -78,7 +78,7 @@ def test_a_folder_has_one_worker_at_a_time(tmp_path):
         ):
             pass
         assert list((tmp_path / "new").iterdir())
-    assert not list((tmp_path / "new").iterdir())
+    assert not (tmp_path / "new").exists()
     with folder_lock(tmp_path / "new"):
         pass
 
@@ -249,3 +249,17 @@ def test_lines_are_read_back_but_for_one_that_was_being_written(tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(RestoreKVError, match=r"lines\.jsonl is damaged \(.*\); fetch or make"):
             list(load_lines(path))
+
+
+@pytest.mark.parametrize("existed", [False, True])
+@pytest.mark.parametrize("written", [False, True])
+def test_a_folder_that_was_locked_in_vain_is_gone(tmp_path, existed, written):
+    folder = tmp_path / "new"
+    if existed:
+        folder.mkdir()
+    with pytest.raises(ValueError, match="no"), folder_lock(folder):
+        if written:
+            (folder / "file").touch()
+        raise ValueError("no")
+    assert folder.exists() == (existed or written)
+    assert not (folder / ".lock").exists()

@@ -19,7 +19,7 @@ import stat
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -192,7 +192,11 @@ def make_unique_name(path: Path) -> Path:
 
 @contextmanager
 def folder_lock(folder: Path, name: str = ".lock") -> Iterator[None]:
-    """Lock a folder, which is created if needed; refuse a second process that works in it."""
+    """Lock a folder, which is created if needed; refuse a second process that works in it.
+
+    A folder that was created and in which nothing was written is removed again.
+    """
+    existed = folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     with file_lock(folder / name) as acquired:
         if not acquired:
@@ -204,6 +208,9 @@ def folder_lock(folder: Path, name: str = ".lock") -> Iterator[None]:
             yield
         finally:
             (folder / name).unlink(missing_ok=True)
+            if not existed:
+                with suppress(OSError):  # there are files in it
+                    folder.rmdir()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from restorekv.evaluation import results, worker
 from restorekv.evaluation.frame import load_grid
 from restorekv.evaluation.grid import FULL, Cell, group_jobs
 from restorekv.evaluation.rows import make_rows
-from restorekv.evaluation.run import LOCK, run_grid
+from restorekv.evaluation.run import run_grid
 from restorekv.evictors.kvzip import KVzip
 from restorekv.files import append_line, file_lock
 from restorekv.generation.decoding import decode_answer, generate_ids, get_stop_ids
@@ -308,8 +308,8 @@ def test_a_folder_that_another_run_fills_is_refused(world, tmp_path):
     cells, folder = grid(model_of(world), "plain"), tmp_path / "run"
     folder.mkdir()
     with (
-        file_lock(folder / LOCK) as mine,
-        pytest.raises(RestoreKVError, match="Another run") as raised,
+        file_lock(folder / ".lock") as mine,
+        pytest.raises(RestoreKVError, match="Another process is at work in") as raised,
     ):
         assert mine
         run_grid(cells, folder)

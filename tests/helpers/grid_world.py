@@ -18,7 +18,7 @@ import torch
 
 from restorekv.evaluation import results
 from restorekv.evaluation.grid import Cell
-from restorekv.evaluation.run import LOCK, run_grid
+from restorekv.evaluation.run import run_grid
 from restorekv.evaluation.worker import Worker
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks import Benchmark, Question, Sample
@@ -107,7 +107,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     files = (
         path
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name not in (results.SECONDS, LOCK)
+        if path.is_file() and path.name not in (results.SECONDS, ".lock")
     )
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 

@@ -193,8 +193,6 @@ def discard_empty_build(out: Path) -> None:
     """Leave nothing behind after a failure if nothing has been asked yet."""
     if not any((out / PARTS_FOLDER).iterdir()):
         delete_build_files(out)
-    if all(path.name == LOCK_FILE for path in out.iterdir()):
-        shutil.rmtree(out, ignore_errors=True)
 
 
 def delete_build_files(out: Path) -> None:

@@ -1,7 +1,6 @@
 """Runs a grid: answers the cells and contexts that a folder lacks, and none of them twice."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -19,7 +18,6 @@ from restorekv.evaluation.earlier import (
 )
 from restorekv.evaluation.grid import FULL, Cell, Job, group_jobs
 from restorekv.evaluation.results import (
-    CELLS,
     SUMMARY,
     Result,
     identify_setup,
@@ -28,11 +26,10 @@ from restorekv.evaluation.results import (
 )
 from restorekv.evaluation.rows import summarize_cell
 from restorekv.evaluation.worker import Line, Worker
-from restorekv.files import file_lock, write_json
+from restorekv.files import folder_lock, write_json
 from restorekv.model.load import check_dtype
 from restorekv.tasks.base import digest_samples
 
-LOCK = ".lock"
 Identities = dict[Cell, dict]  # what each cell is made with
 Digests = dict[str, str]  # what each sample asks, by its id
 EarlierLines = dict[Cell, dict[str, EarlierLine]]  # by the id of their sample
@@ -165,32 +162,10 @@ def run_grid(
             folder whose cells were made with something else or that another process is filling.
     """
     check_cells(cells)
-    with _lock_folder(folder):
+    # A second run would add every answer again.
+    with folder_lock(folder):
         results = _run_jobs(group_jobs(cells), folder, pool or LocalPool(), on_progress, set_aside)
     return [results[cell] for cell in cells]
-
-
-@contextmanager
-def _lock_folder(folder: Path) -> Iterator[None]:
-    """Refuse a second run, which would add every answer again; remove the folder if no cell was
-    opened in it.
-    """
-    existed = folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    # The lock goes with the process, so a run that was killed locks nobody out.
-    with file_lock(folder / LOCK) as acquired:
-        if not acquired:
-            raise RestoreKVError(
-                f"Another run is filling {folder}; wait until it ends or choose another folder."
-            )
-        try:
-            yield
-        finally:
-            # A mistake in the arguments leaves nothing behind.
-            if not (folder / CELLS).exists():
-                (folder / LOCK).unlink()
-                if not existed:
-                    folder.rmdir()
 
 
 def _run_jobs(
