@@ -21,7 +21,7 @@ from restorekv.files import (
     replace_file,
     write_json,
 )
-from restorekv.train.checkpoint import begin_log
+from restorekv.train.checkpoint import start_log
 
 KILLED = """
 import os, signal, sys
@@ -188,7 +188,7 @@ def test_a_new_run_replaces_a_link_in_the_place_of_its_log(tmp_path):
     victim.write_text("")  # which is the start of a log
     run.mkdir()
     (run / "loss.csv").symlink_to(victim)
-    begin_log(run)
+    start_log(run, 0)
     assert victim.read_text() == "" and not (run / "loss.csv").is_symlink()
 
 

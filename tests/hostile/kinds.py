@@ -186,7 +186,7 @@ def read_checkpoint(folder: Path) -> str:
     run = a_run(4)
     step = checkpoint.load_checkpoint(folder, run)
     if step:
-        checkpoint.trim_log(folder, step)
+        checkpoint.start_log(folder, step)
     states = run.optimizer.state_dict()["state"]
     moments = {
         f"{index}.{name}": value for index, state in states.items() for name, value in state.items()

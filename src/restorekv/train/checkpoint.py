@@ -35,7 +35,6 @@ from restorekv.train.run_folder import (
     CHECKPOINT_FILE,
     HEADER,
     LOG_FILE,
-    check_folders,
     read_log_lines,
 )
 from restorekv.train.teacher_cache import describe_teacher
@@ -55,14 +54,6 @@ class TrainingRun:
     adapter: RestoreAdapter
     optimizer: torch.optim.Optimizer
     origin: dict[str, object]
-
-
-def begin_log(folder: Path) -> None:
-    """Start the log of a new run."""
-    check_folders(folder)
-    path = folder / LOG_FILE
-    with explain_write_errors(path), replace_file(path, follow=False) as temporary:
-        temporary.write_text(HEADER)
 
 
 def describe_origin(
@@ -193,9 +184,9 @@ def _is_run_state(run: TrainingRun, tensors: dict[str, torch.Tensor], step: int)
     return True
 
 
-def trim_log(folder: Path, step: int) -> None:
-    """Drop the log's lines of steps that the checkpoint does not hold; warn of those that the log
-    lacks.
+def start_log(folder: Path, step: int) -> None:
+    """Make the log of a run that begins with `step`: it keeps the lines of the steps before it, and
+    lacks none of them without a warning.
     """
     path = folder / LOG_FILE
     lines = read_log_lines(path)
@@ -214,7 +205,7 @@ def trim_log(folder: Path, step: int) -> None:
             f"The log {path} lacks {step - len(kept)} of the {step} steps done; the run continues "
             "without these lines."
         )
-    with replace_file(path, follow=False) as temporary:
+    with explain_write_errors(path), replace_file(path, follow=False) as temporary:
         temporary.write_text(HEADER + "".join(kept))
 
 

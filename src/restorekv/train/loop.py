@@ -39,6 +39,7 @@ from restorekv.train.loss import (
     weigh_answer_tokens,
 )
 from restorekv.train.parallel import SINGLE_PROCESS, ProcessGroup
+from restorekv.train.run_folder import check_folders
 from restorekv.train.teacher import TeacherTarget
 from restorekv.train.teacher_cache import TeacherCache
 
@@ -127,7 +128,7 @@ def train_adapter(
             "Gradients of long answers vanish in float16; train with --dtype bfloat16 or float32."
         )
     # Everything that can be refused is refused before the folder is made.
-    checkpoint.check_folders(folder, resume, store)
+    check_folders(folder, resume, store)
     model.requires_grad_(False)
     adapter = make_initial_adapter(model, tokenizer, config, notice)
     # Fixed embeddings are no parameters of the optimizer.
@@ -151,10 +152,7 @@ def train_adapter(
     lock = folder_lock(folder) if group.rank == 0 else nullcontext()
     with lock:
         if group.rank == 0:
-            if start:
-                checkpoint.trim_log(folder, start)
-            else:
-                checkpoint.begin_log(folder)
+            checkpoint.start_log(folder, start)
         _take_steps(run, teachers, folder, start, progress, group)
         _save_adapter(adapter, teachers, folder, group)
     return adapter
