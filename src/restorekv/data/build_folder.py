@@ -105,8 +105,8 @@ def _find_manifest_fault(manifest: dict) -> str | None:
     for name, source in manifest["sources"].items():
         wrong = find_wrong_entry(source, SOURCE)
         if wrong is None:
-            origin = source["from"]
-            wrong = find_wrong_entry(origin, HUB_ORIGIN if "hub" in origin else FILES_ORIGIN)
+            origin = HUB_ORIGIN if "hub" in source["from"] else FILES_ORIGIN
+            wrong = find_wrong_entry(source["from"], origin)
         if wrong is None:
             wrong = find_wrong_entry(source["file"], FILE_HASH)
         if wrong is not None or source["examples"] < 1:

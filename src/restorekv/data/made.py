@@ -253,10 +253,10 @@ def make_markdown_table(rng: random.Random, characters: int) -> MadeDocument:
 def make_json(rng: random.Random, characters: int) -> MadeDocument:
     table = draw_table(rng, characters // 2)
     records = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
-    lines = [json.dumps(record) for record in records]
-    text = (
-        "\n".join(lines) if rng.random() < 0.5 else json.dumps(records, indent=rng.choice((1, 2)))
-    )
+    if rng.random() < 0.5:
+        text = "\n".join(json.dumps(record) for record in records)
+    else:
+        text = json.dumps(records, indent=rng.choice((1, 2)))
     return MadeDocument(text, ask_table(table, rng))
 
 

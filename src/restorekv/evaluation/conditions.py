@@ -117,9 +117,10 @@ def label_methods(methods: Sequence[Method]) -> dict[Method, str]:
         name = name_evictor(method.evictor)
         if method.restored:
             name = f"{name} + RestoreKV"
-        one_adapter = len({each.adapter for each in kin}) <= 1
-        controls = (replace(method, adapter="auto") if one_adapter else method).describe_controls()
-        parts = [name, controls]
+        shown = method
+        if len({each.adapter for each in kin}) <= 1:
+            shown = replace(method, adapter="auto")
+        parts = [name, shown.describe_controls()]
         if method.restored and len({each.on_small_budget for each in kin}) > 1:
             parts.append(f"{method.on_small_budget} where tight")
         labels[method] = ", ".join(filter(None, parts))

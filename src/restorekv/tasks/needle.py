@@ -68,11 +68,9 @@ class Needle(Benchmark):
             hay = haystack[: length - len(needle)]
             for step in range(self.depths):
                 depth = 100 * step / (self.depths - 1)
-                place = (
-                    find_sentence_end(tokenizer, hay, int(len(hay) * depth / 100))
-                    if depth < 100
-                    else len(hay)
-                )
+                place = len(hay)
+                if depth < 100:
+                    place = find_sentence_end(tokenizer, hay, int(len(hay) * depth / 100))
                 ids = hay[:place] + needle + hay[place:]
                 text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)).strip()
                 name = f"{length}-{depth:g}"

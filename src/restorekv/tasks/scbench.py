@@ -212,9 +212,10 @@ def score_option(prediction: str, reference: str) -> float:
     if "(" in prediction and "(" in reference:
         answer, right = (text.split("(")[1].split(")")[0] for text in (prediction, reference))
         return float(answer == right)
-    return contains_text(
-        prediction, reference.split(")")[1].strip() if reference.startswith("(") else reference
-    )
+    option = reference
+    if reference.startswith("("):
+        option = reference.split(")")[1].strip()
+    return contains_text(prediction, option)
 
 
 def score_found_or_f1(prediction: str, reference: str) -> float:

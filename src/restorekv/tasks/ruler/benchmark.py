@@ -249,11 +249,10 @@ class Ruler(Benchmark):
         if self._find_file(name):
             sentences = _load_sentences(self._find_file(name))
         if not sentences or self.source != NOVEL:
-            essays = Essays(
-                cycle(sentences)
-                if sentences
-                else prose.draw_sentences(Random(f"{self.seed} prose"))
-            )
+            source = prose.draw_sentences(Random(f"{self.seed} prose"))
+            if sentences:
+                source = cycle(sentences)
+            essays = Essays(source)
             return lambda index: essays
         ends = list(accumulate(len(sentence.split()) for sentence in sentences))
         # Starts of excerpts that stop before the end.

@@ -70,12 +70,16 @@ def find_most_units(size: Callable[[int], int], limit: int, least: int, most: in
     step = 0
     while high - low > 1:
         sizes[guess] = size(guess)
-        low, high = (guess, high) if sizes[guess] <= limit else (low, guess)
+        if sizes[guess] <= limit:
+            low = guess
+        else:
+            high = guess
         slope = max((sizes[guess] - sizes[last]) / (guess - last), 0.01)
         last = guess
         step = step + 1
-        halve = step % 4 == 0 and high in sizes
-        guess = (low + high) // 2 if halve else low + int((limit - sizes[low]) / slope)
+        guess = low + int((limit - sizes[low]) / slope)
+        if step % 4 == 0 and high in sizes:
+            guess = (low + high) // 2
         guess = min(max(guess, low + 1), high - 1)
     return low
 
