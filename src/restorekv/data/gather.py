@@ -230,7 +230,7 @@ class SourceBuilder:
         # Attempts that are on disk are taken; a batch that lacks one is asked again as a whole.
         if len(attempts) < len(waiting):
             if source.asked_once:
-                attempts = [teacher.answer_prompt(context, item) for item, context in waiting]
+                attempts = [teacher.answer_prompt(context) for _, context in waiting]
             else:
                 attempts = teacher.study_contexts([(context, item) for item, context in waiting])
             for place, (document, _) in enumerate(waiting):

@@ -95,7 +95,7 @@ class SelfStudy:
             attempts[owner].append(attempt)
         return attempts
 
-    def answer_prompt(self, context: Context, document: SourceDocument) -> list[dict]:
+    def answer_prompt(self, context: Context) -> list[dict]:
         """Make the one attempt at a context that asks itself."""
         asked = StudyQuestion(context, self._make_full_cache(context), PROMPT, "")
         return self._answer_questions([asked], [self.config.flan_answer_tokens])

@@ -190,10 +190,15 @@ def _run_jobs(
         }
         # What the folder lacks, context by context; what is there is never asked again.
         missing = _find_missing(results, list(digests))
+        others = []
+        if missing:
+            others = load_readable_cells(folder)
+        earlier: EarlierLines = {}
         for cell in {cell for _, cells in missing for cell in cells}:
             # The summary of a finished cell whose answers were lost is not true any more.
             (results[cell].folder / SUMMARY).unlink(missing_ok=True)
-        earlier = _find_earlier(folder, results, missing, digests)
+            # What other cells of the folder have answered.
+            earlier[cell] = find_earlier_lines(others, results[cell], digests)
         done = len(digests) - len(missing)
         for lines in _answer_missing(pool, job, missing, earlier):
             # Lines of a context are written together, when all its cells have answered.
@@ -208,17 +213,6 @@ def _run_jobs(
                 write_json(result.folder / SUMMARY, summarize_cell(result), follow=False)
         finished |= results
     return finished
-
-
-def _find_earlier(
-    folder: Path, results: dict[Cell, Result], missing: Missing, digests: Digests
-) -> EarlierLines:
-    """Return what other cells of the folder have answered, for every cell that lacks an answer."""
-    lacking = {cell for _, cells in missing for cell in cells}
-    if not lacking:
-        return {}
-    others = load_readable_cells(folder)
-    return {cell: find_earlier_lines(others, results[cell], digests) for cell in lacking}
 
 
 def _answer_missing(

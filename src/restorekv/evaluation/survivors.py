@@ -69,15 +69,10 @@ class Survivors:
 
 def save_plot(survivors: Survivors, path: Path, title: str) -> None:
     """Write a chart of what survived as PNG, PDF or SVG, by the ending of the name."""
-    check_plot_path(path)
+    if path.suffix.lower() not in FORMATS:
+        raise RestoreKVError(f"The plot {path} must end in {', '.join(FORMATS)}; give such a name.")
     chart = import_extra("restorekv.evaluation.survivor_plots", "eval").plot_survivors(
         survivors, title
     )
     with replace_file(path) as temporary:
         temporary.write_bytes(chart.render(path.suffix[1:].lower()))
-
-
-def check_plot_path(path: Path) -> None:
-    """Refuse an ending that no writer is known for."""
-    if path.suffix.lower() not in FORMATS:
-        raise RestoreKVError(f"The plot {path} must end in {', '.join(FORMATS)}; give such a name.")
