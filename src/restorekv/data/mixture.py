@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -25,8 +26,11 @@ from restorekv.files import find_wrong_entry, read_bytes, replace_file
 
 TEXT_COLUMNS = ("source", "document", "context", "kind", "question", "answer", "license")
 NUMBER_COLUMNS = ("context_tokens", "question_tokens", "answer_tokens")
-ROW = dict.fromkeys(TEXT_COLUMNS, str) | dict.fromkeys(NUMBER_COLUMNS, int)
-ROW |= {"answer_ids": list[int]}
+ROW: dict[str, Any] = {
+    **dict.fromkeys(TEXT_COLUMNS, str),
+    **dict.fromkeys(NUMBER_COLUMNS, int),
+    "answer_ids": list[int],
+}
 KNOWN_KINDS = {
     *QUESTION_PROMPTS,
     PROMPT,
