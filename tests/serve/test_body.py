@@ -12,8 +12,8 @@ import pytest
 openai = pytest.importorskip("openai")
 
 from restorekv.serve import body  # noqa: E402
-from restorekv.serve.body import BodyError, parse_body  # noqa: E402
-from restorekv.serve.service import Limits  # noqa: E402
+from restorekv.serve.body import parse_body  # noqa: E402
+from restorekv.serve.service import ApiError, Limits  # noqa: E402
 from tests.helpers.serving import TEXT, VARIANT, client_of, serving  # noqa: E402
 
 HALF = "\ud800"
@@ -132,9 +132,9 @@ def test_what_cannot_be_computed_with_is_refused(url, path, number):
     ],
 )
 def test_json_that_is_no_data_gets_a_sentence(raw, message):
-    with pytest.raises(BodyError) as caught:
+    with pytest.raises(ApiError) as caught:
         parse_body(raw)
-    assert message in caught.value.message and caught.value.status_code == 400
+    assert message in caught.value.detail and caught.value.status_code == 400
 
 
 def test_json_that_is_data_passes():
@@ -203,7 +203,7 @@ def test_a_refused_form_that_has_arrived_is_answered_at_once():
 
     content_type = f"multipart/form-data; boundary={EDGE}".encode()
     scope = {"type": "http", "app": None, "headers": [(b"content-type", content_type)]}
-    with pytest.raises(BodyError, match="The form cannot be used"):
+    with pytest.raises(ApiError, match="The form cannot be used"):
         asyncio.run(body.CheckedRequest(scope, receive).form())
 
 

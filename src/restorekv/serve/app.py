@@ -21,7 +21,7 @@ from starlette.routing import Match, Route
 
 from restorekv.errors import RestoreKVError, TextTooLongError, UnlikeContextsError
 from restorekv.serve import replies, schemas
-from restorekv.serve.body import FORM, BodyError, CheckedRoute
+from restorekv.serve.body import FORM, CheckedRoute
 from restorekv.serve.completions import add_completions
 from restorekv.serve.engine import (
     BusyError,
@@ -130,9 +130,7 @@ def add_errors(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(ApiError)
     async def answer_api_error(_: Request, error: ApiError) -> Response:
-        return make_problem_response(
-            error.status, error.message, error.code, error.headers, error.param or None
-        )
+        return make_problem_response(error.status_code, error.detail, error.code, param=error.param)
 
     @app.exception_handler(BusyError)
     async def answer_busy(_: Request, error: BusyError) -> Response:
@@ -179,12 +177,6 @@ def add_errors(app: FastAPI, service: Service) -> None:
     ) -> Response:
         names = NAMES_OF_PATHS.get(request.scope["path"], {})
         return describe_validation_error(error, names)
-
-    @app.exception_handler(BodyError)
-    async def answer_body_error(_: Request, error: BodyError) -> Response:
-        return make_problem_response(
-            error.status_code, error.message, error.code, param=error.param
-        )
 
     @app.exception_handler(HTTPException)
     async def answer_unknown(request: Request, error: HTTPException) -> Response:

@@ -24,31 +24,13 @@ from restorekv.files import parse_float, parse_int, parse_object
 from restorekv.readers.extract import printable_name
 from restorekv.serve.engine import explain_resource_shortage
 from restorekv.serve.guard import drain_body
+from restorekv.serve.service import ApiError
 
 DEPTH = 100  # levels of a body; the schema of an answer needs some 30
 VALUES = 2_000_000  # commas and brackets of a body, so that it is parsed within a second
 LARGE = 1 << 16  # bytes of a body that is parsed in a thread
 FORM = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")  # fields of an upload
 FIELD = 1024  # bytes of a field that is not a file
-
-
-class BodyError(HTTPException):
-    """A body that is refused.
-
-    Args:
-        status: The HTTP status.
-        message: A sentence for the client.
-        param: The field at fault, if there is one.
-        code: A word for programs, as OpenAI's API has it.
-    """
-
-    def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None
-    ) -> None:
-        super().__init__(status, message)
-        self.message = message
-        self.param = param
-        self.code = code
 
 
 class CheckedRequest(Request):
@@ -70,7 +52,7 @@ class CheckedRequest(Request):
             await drain_body(self.receive)
 
     async def json(self) -> Any:
-        """Return the body as JSON; raise BodyError."""
+        """Return the body as JSON; raise ApiError."""
         # Parsed once, however many handlers ask.
         if not hasattr(self, "_checked"):
             raw = await self.body()
@@ -85,7 +67,7 @@ class CheckedRequest(Request):
     async def form(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, **_: object
     ) -> FormData:
-        """Return the form of an upload, which has one file and small fields; raise BodyError."""
+        """Return the form of an upload, which has one file and small fields; raise ApiError."""
         try:
             form = await super().form(max_files=1, max_fields=len(FORM), max_part_size=FIELD)
         except HTTPException as error:
@@ -97,10 +79,10 @@ class CheckedRequest(Request):
             if lack is None:
                 raise
             await self.drain()
-            raise BodyError(*lack) from None
+            raise ApiError(*lack) from None
         try:
             _check_form(form)
-        except BodyError:
+        except ApiError:
             # Removes the temporary file of the upload.
             await form.close()
             raise
@@ -123,12 +105,12 @@ class CheckedRoute(APIRoute):
         return handle
 
 
-def _make_query_error(name: str, known: Sequence[str]) -> BodyError:
+def _make_query_error(name: str, known: Sequence[str]) -> ApiError:
     """Return the error of a query with a parameter that would be ignored."""
     printable = printable_name(name)[:60]
     takes = f"takes {' and '.join(known)}" if known else "takes none"
     message = f"{printable} is not a parameter of this path, which {takes}; leave it out."
-    return BodyError(400, message, printable, "unknown_parameter")
+    return ApiError(400, message, "unknown_parameter", printable)
 
 
 def _check_form(form: FormData) -> None:
@@ -144,22 +126,22 @@ def _check_form(form: FormData) -> None:
             raise _make_form_error(f"the field {name} comes {count} times", name)
 
 
-def _make_form_error(why: str, param: str | None = None, code: str | None = None) -> BodyError:
+def _make_form_error(why: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Return the error of a form that is refused, which says what a form may have."""
     known = join_words(FORM[1:], "and")
     message = (
         f"The form cannot be used ({why}); send one file and, of at most {FIELD:,} bytes each, "
         f"{known}."
     )
-    return BodyError(400, message, param, code)
+    return ApiError(400, message, code, param)
 
 
 def parse_body(raw: bytes) -> Any:
-    """Return the JSON value of a body; raise BodyError for what no program should work with."""
+    """Return the JSON value of a body; raise ApiError for what no program should work with."""
     # Counted in the bytes, since a small body can hold millions of values, which take minutes.
     marks = raw.count(b",") + raw.count(b"[") + raw.count(b"{")
     if marks > VALUES:
-        raise BodyError(
+        raise ApiError(
             400,
             f"The body has more than {VALUES:,} commas and brackets; send a document as a file.",
         )
@@ -173,13 +155,13 @@ def parse_body(raw: bytes) -> Any:
             parse_int=parse_int,
         )
     except json.JSONDecodeError as error:
-        raise BodyError(400, f"The body is not valid JSON (at character {error.pos}).") from None
+        raise ApiError(400, f"The body is not valid JSON (at character {error.pos}).") from None
     except UnicodeDecodeError as error:
-        raise BodyError(400, f"The body is not UTF-8 (at byte {error.start}).") from None
+        raise ApiError(400, f"The body is not UTF-8 (at byte {error.start}).") from None
     except RecursionError:
         raise _make_depth_error() from None
     except ValueError as error:  # of the hooks
-        raise BodyError(400, f"The body cannot be used: {error}.") from None
+        raise ApiError(400, f"The body cannot be used: {error}.") from None
     _check_value(value)
     return value
 
@@ -214,16 +196,16 @@ def _check_text(text: str, field: str | None) -> None:
     except UnicodeEncodeError as error:
         name = field.encode(errors="replace").decode()[:60] if field else None
         where = f"The field {name}" if name else "The body"
-        raise BodyError(
+        raise ApiError(
             400,
             f"{where} is not Unicode at character {error.start + 1} of a text; write whole "
             "characters, not halves of pairs.",
-            name,
+            param=name,
         ) from None
 
 
-def _make_depth_error(field: str | None = None) -> BodyError:
+def _make_depth_error(field: str | None = None) -> ApiError:
     """Return the error of a body that is nested too deep."""
     name = None if field is None else field[:60]
     where = f"The field {name}" if name else "The body"
-    return BodyError(400, f"{where} has more than {DEPTH} levels; send it with fewer.", name)
+    return ApiError(400, f"{where} has more than {DEPTH} levels; send it with fewer.", param=name)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fastapi import UploadFile
+from starlette.exceptions import HTTPException
 
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.readers.extract import CACHE, TEXT, find_kind, printable_name, read_document
@@ -64,30 +65,21 @@ class Limits:
     max_waiting: int = 256
 
 
-class ApiError(Exception):
+class ApiError(HTTPException):
     """An answer other than success, as OpenAI's API writes it.
 
     Args:
         status: The HTTP status.
         message: A sentence for the client.
-        code: A word for programs.
-        headers: Headers of the answer, such as Retry-After.
-        param: The field of the request that is at fault; "" where none is named.
+        code: A word for programs, as OpenAI's API has it.
+        param: The field at fault, if there is one.
     """
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        code: str | None = None,
-        headers: dict | None = None,
-        param: str = "",
+        self, status: int, message: str, code: str | None = None, param: str | None = None
     ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
+        super().__init__(status, message)
         self.code = code
-        self.headers = headers
         self.param = param
 
 
