@@ -30,6 +30,7 @@ from restorekv.serve.engine import (
     explain_resource_shortage,
 )
 from restorekv.serve.guard import AROUND, Guard, OpenRequests, make_problem_response
+from restorekv.serve.index import Upload
 from restorekv.serve.page import PATHS, add_page
 from restorekv.serve.questions import Questions
 from restorekv.serve.reference import PATH as REFERENCE_PATH
@@ -37,7 +38,6 @@ from restorekv.serve.reference import add_reference
 from restorekv.serve.requests import ChatRequest
 from restorekv.serve.responses import CHAT_NAMES, add_responses
 from restorekv.serve.service import ApiError, Service
-from restorekv.serve.store import Upload
 from restorekv.serve.variants import UnknownModelError, Variant
 
 LOG = logging.getLogger("restorekv.serve")

@@ -10,10 +10,12 @@ import re
 import sqlite3
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from restorekv.errors import RestoreKVError, make_printable
 
@@ -44,19 +46,16 @@ Status = Literal["uploaded", "processed", "error"]
 UPLOADED: Status = "uploaded"
 PROCESSED: Status = "processed"
 FAILED: Status = "error"
+Hash = Annotated[str, Field(pattern=f"^{SHA256}$")]
+STRICT = ConfigDict(strict=True)  # a row has the types that the store writes; fields are columns
 
 
-class IndexRow(BaseModel):
-    """A row as the store writes it; its fields are the columns."""
+@dataclass(frozen=True, config=STRICT)
+class Upload:
+    """A file that a client sent; times are in seconds since 1970."""
 
-    model_config = ConfigDict(strict=True)
-
-
-class FileRow(IndexRow):
-    """An upload; times are in seconds since 1970."""
-
-    id: str = Field(pattern=f"^{FILE}$")
-    sha256: str = Field(pattern=f"^{SHA256}$")
+    id: Annotated[str, Field(pattern=f"^{FILE}$")]
+    sha256: Hash
     name: str
     purpose: str
     bytes: int
@@ -66,23 +65,25 @@ class FileRow(IndexRow):
     problem: str
 
 
-class CacheRow(IndexRow):
+@dataclass(frozen=True, config=STRICT)
+class CacheRow:
     """A cache on disk, and when it was used last."""
 
-    key: str = Field(pattern=f"^{KEY}$")
-    sha256: str = Field(pattern=f"^{SHA256}$")
+    key: Annotated[str, Field(pattern=f"^{KEY}$")]
+    sha256: Hash
     bytes: int
     used: int | float
 
 
-class PendingRow(IndexRow):
+@dataclass(frozen=True, config=STRICT)
+class PendingRow:
     """A change that the shared folder does not know yet."""
 
-    sha256: str = Field(pattern=f"^{SHA256}$")
-    key: str = Field(pattern=f"^({KEY})?$")
+    sha256: Hash
+    key: Annotated[str, Field(pattern=f"^({KEY})?$")]
 
 
-ROWS: dict[str, type[IndexRow]] = {"files": FileRow, "caches": CacheRow, "pending": PendingRow}
+ROWS: dict[str, Any] = {"files": Upload, "caches": CacheRow, "pending": PendingRow}
 
 
 class Index:
@@ -119,10 +120,10 @@ class Index:
     def _check_rows(self) -> None:
         """Refuse rows that no server wrote, before any of them names a file."""
         for table, kind in ROWS.items():
-            columns = list(kind.model_fields)
+            columns = [column.name for column in fields(kind)]
             for row in self.memory.execute(f"select {', '.join(columns)} from {table}"):
                 try:
-                    kind.model_validate(dict(zip(columns, row, strict=True)))
+                    kind(**dict(zip(columns, row, strict=True)))
                 except ValidationError as error:
                     column = error.errors()[0]["loc"][0]
                     raise _make_foreign_error(

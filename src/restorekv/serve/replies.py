@@ -24,7 +24,7 @@ from restorekv.generation.answers import Answer
 from restorekv.model.tokenize import REPLACEMENT
 from restorekv.serve import schemas
 from restorekv.serve.engine import Engine, Reply, ServedDocument
-from restorekv.serve.store import Upload
+from restorekv.serve.index import Upload
 
 SECONDS = (0.01, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # of requests, borders of what is counted apart
 

@@ -31,7 +31,7 @@ from restorekv.serve.engine import (
     UnavailableError,
     explain_resource_shortage,
 )
-from restorekv.serve.index import FAILED, PROCESSED, UPLOADED
+from restorekv.serve.index import FAILED, PROCESSED, UPLOADED, Upload
 from restorekv.serve.requests import (
     AnswerDefaults,
     AttachedFile,
@@ -39,7 +39,7 @@ from restorekv.serve.requests import (
     RequestedDocument,
     UploadedFile,
 )
-from restorekv.serve.store import Store, Upload
+from restorekv.serve.store import Store
 from restorekv.serve.variants import Variant
 
 LOG = logging.getLogger("restorekv.serve")

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from pathlib import Path
 from typing import BinaryIO
 
@@ -31,7 +31,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.files import check_not_link, read_bytes, replace_file
 from restorekv.readers.extract import find_kind
 from restorekv.serve.document_checks import start_document_hash
-from restorekv.serve.index import FILE, KEY, PROCESSED, UPLOADED, Index, Status
+from restorekv.serve.index import FILE, KEY, PROCESSED, UPLOADED, Index, Status, Upload
 from restorekv.serve.shared import SharedFolder
 
 LOG = logging.getLogger("restorekv.serve")
@@ -43,24 +43,6 @@ NOT_EXPIRED = "(expires is null or expires > ?)"
 CHUNK_BYTES = 1 << 20  # of an upload, read at once
 # Names of files that this module makes.
 OWN_NAME = re.compile(rf"\.?({FILE}|{KEY}\.rkv)(\..*\.tmp)?")
-
-
-@dataclass(frozen=True)
-class Upload:
-    """A file as the index knows it, its fields in the order of the columns.
-
-    Times are in seconds since 1970.
-    """
-
-    id: str
-    sha256: str
-    name: str
-    purpose: str
-    bytes: int
-    created: int
-    expires: int | None
-    status: Status
-    problem: str
 
 
 class Store:
