@@ -10,8 +10,9 @@ openai = pytest.importorskip("openai")
 
 from openai.types import completion_create_params  # noqa: E402
 
+from restorekv.model.tokenize import TextStream  # noqa: E402
 from restorekv.serve import fields  # noqa: E402
-from restorekv.serve.completions import CompletionRequest, TokenPlaces  # noqa: E402
+from restorekv.serve.completions import CompletionRequest, list_logprobs  # noqa: E402
 from restorekv.serve.engine import BusyError  # noqa: E402
 from restorekv.serve.questions import Questions  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
@@ -148,10 +149,10 @@ def test_a_stream_counts_characters_from_the_start_of_the_answer(client, is_held
 
 def test_tokens_of_one_character_begin_where_it_does(tiny_tokenizer):
     ids = tiny_tokenizer("the caf\u00e9 \u2603 is", add_special_tokens=False).input_ids
-    places = TokenPlaces(tiny_tokenizer)
-    for count, token in enumerate(ids):
-        whole = tiny_tokenizer.decode(ids[:count]).rstrip("\ufffd")
-        assert places.add(token) == len(whole)
+    answer = TextStream(tiny_tokenizer, skip_special_tokens=True)
+    places = list_logprobs([(token, 0.0, {}) for token in ids], answer).text_offset
+    wholes = [tiny_tokenizer.decode(ids[:count]).rstrip("\ufffd") for count in range(len(ids))]
+    assert places == [len(whole) for whole in wholes]
 
 
 @pytest.mark.parametrize(

@@ -146,12 +146,12 @@ async def _begin_in_turn(
 async def stream_text(pending: PendingAnswer, request: CompletionRequest) -> AsyncIterator[str]:
     """Yield the server-sent events of a continued text."""
     header = pending.header
-    places = [TokenPlaces(each.tokenizer) for each in pending.texts]
+    streams = [TextStream(each.tokenizer, skip_special_tokens=True) for each in pending.texts]
     try:
         async for number, piece, rows in pending.iter_pieces():
             logprobs = None
             if request.logprobs is not None:
-                logprobs = list_logprobs(rows, pending.texts[number].tokenizer, places[number])
+                logprobs = list_logprobs(rows, streams[number])
             choice = schemas.TextChoice(index=number, text=piece, logprobs=logprobs)
             yield format_event(make_text_chunk(header, [choice]))
         reply = pending.reply.result()
@@ -196,7 +196,7 @@ def make_text_completion(
             logprobs = None
             if answer.logprobs is not None:
                 rows = zip(answer.ids, answer.logprobs, answer.top or (), strict=True)
-                logprobs = list_logprobs(rows, tokenizer, TokenPlaces(tokenizer))
+                logprobs = list_logprobs(rows, TextStream(tokenizer, skip_special_tokens=True))
             choices.append(
                 schemas.TextChoice(
                     index=len(choices),
@@ -215,33 +215,16 @@ def make_text_completion(
     return completion
 
 
-class TokenPlaces:
-    """Finds where the tokens of an answer begin in its text, as they come.
-
-    The texts of single tokens do not add up to that: a tokenizer may drop the space before one, and
-    several tokens may make one character, which begins with the first of them.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.stream = TextStream(tokenizer, skip_special_tokens=True)
-
-    def add(self, token: int) -> int:
-        """Return where the next token begins, in characters from the start of the answer."""
-        place = len(self.stream.certain)
-        self.stream.push(token)
-        return place
-
-
 def list_logprobs(
-    rows: Iterable[tuple[int, float, dict[int, float]]], tokenizer: Tokenizer, places: TokenPlaces
+    rows: Iterable[tuple[int, float, dict[int, float]]], answer: TextStream
 ) -> Logprobs:
     """Return log-probabilities in the form of this API: lists over the tokens.
 
     Args:
         rows: Ids with their log-probabilities and those of the likeliest ones.
-        tokenizer: For the texts of tokens.
-        places: Where tokens begin; it has seen all tokens before these.
+        answer: The text of the answer before these tokens, which it gets.
     """
+    tokenizer = answer.tokenizer
     texts: list[str] = []
     values: list[float] = []
     offsets: list[int] = []
@@ -249,7 +232,10 @@ def list_logprobs(
     for token, value, top in rows:
         texts.append(str(tokenizer.decode([token])))
         values.append(value)
-        offsets.append(places.add(token))
+        # The texts of single tokens do not add up to this: a tokenizer may drop the space before
+        # one, and several tokens may make one character, which begins with the first of them.
+        offsets.append(len(answer.certain))
+        answer.push(token)
         texts_of_top: dict[str, float] = {}
         for other, each in top.items():
             # Tokens may look alike, such as parts of characters; the likeliest of them counts.
