@@ -37,11 +37,6 @@ FREE_PADDING = 64  # columns of padding that are always allowed in a row
 TAIL_CAPACITY = 32  # columns for answers that a block of tails is made with
 
 
-def _never_cancelled() -> bool:
-    """Return False: somebody always waits for a request without a `cancelled` of its own."""
-    return False
-
-
 class IsolatedSampler:
     """A row's sampler whose errors end its own request and no other.
 
@@ -92,7 +87,7 @@ class Request:
     prompt: Tensor
     limit: int
     samplers: Sequence[TokenSampler]
-    cancelled: Callable[[], bool] = _never_cancelled
+    cancelled: Callable[[], bool] = bool  # by default, never
     label: object = None
     # The scheduler sets all below.
     error: Exception | None = None  # of one of its rows

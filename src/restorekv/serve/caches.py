@@ -114,10 +114,6 @@ class ActiveQuestion:
 Active = TypeVar("Active", bound=ActiveQuestion)
 
 
-def _do_nothing() -> None:
-    """Mark the end of a queue of jobs."""
-
-
 class CacheEngine(Engine, Generic[Active]):
     """Holds documents in memory up to `memory` bytes, and on disk in a store.
 
@@ -178,8 +174,8 @@ class CacheEngine(Engine, Generic[Active]):
     def close(self) -> None:
         """End; documents that wait to be compressed get an UnavailableError."""
         self.stop_asking()
-        # One thread works the queue off in order, so this empty job ends after all others.
-        wait([self.compressor.submit(_do_nothing)], timeout=SHUTDOWN_SECONDS)
+        # One thread works the queue off in order, so a job that does nothing ends after all others.
+        wait([self.compressor.submit(bool)], timeout=SHUTDOWN_SECONDS)
         self.compressor.shutdown(wait=False)
 
     # Questions: each is prepared in a thread, written by the engine, and settled with a reply.

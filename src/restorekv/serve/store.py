@@ -68,9 +68,9 @@ class Store:
         self.has_pending = threading.Event()
         self.closed = False
         # Takes the key of every cache that is dropped.
-        self.on_drop: Callable[[str], object] = _ignore
+        self.on_drop: Callable[[str], object] = bool  # which does nothing
         # Takes the SHA-256 of every content that no upload has any more.
-        self.on_delete: Callable[[str], object] = _ignore
+        self.on_delete: Callable[[str], object] = bool
 
         _prepare_folder(folder)
         self.index = Index(folder / "index.sqlite")
@@ -550,10 +550,6 @@ class Store:
             pending = self.index.select("select * from pending")
         for sha256, key in pending:
             self._push_pending(shared, sha256, key)
-
-
-def _ignore(key: str) -> None:
-    """Do nothing: nobody wants to know."""
 
 
 def _prepare_folder(folder: Path) -> None:
