@@ -104,22 +104,16 @@ def test_the_port_is_held_while_the_model_is_loaded(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "host, here, other, names",
-    [
-        ("127.0.0.1", "127.0.0.1", None, ()),
-        ("0.0.0.0", "localhost", "192.0.2.7", ("my-machine",)),
-    ],
+    "host, here, names",
+    [("127.0.0.1", "127.0.0.1", ()), ("0.0.0.0", "localhost", ("my-machine",))],
 )
-def test_addresses_are_printed_that_the_server_accepts(
-    tmp_path, monkeypatch, host, here, other, names
-):
+def test_addresses_are_printed_that_the_server_accepts(tmp_path, monkeypatch, host, here, names):
     found = []
     monkeypatch.setattr(session, "open_model", lambda *_, **__: (None, None))
     monkeypatch.setattr(run, "build_app", lambda *given: found.append(given[-1]))
     monkeypatch.setattr(run, "serve_app", lambda _, listeners: found.append(listeners[0]))
     monkeypatch.setattr(run, "exit_after_signal", lambda _: None)
     monkeypatch.setattr(serve, "_find_own_name", lambda: "my-machine")
-    monkeypatch.setattr(serve, "_find_own_address", lambda _: "192.0.2.7")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -128,8 +122,6 @@ def test_addresses_are_printed_that_the_server_accepts(
     assert result.code == 0, result.err
     assert f"Serving tiny:fast-0.1 at http://{here}:{port}/v1\n" in result.err
     assert f"The page is at http://{here}:{port}/\n" in result.err
-    told = f"Other machines reach it at http://{other}:{port}/\n"
-    assert (told in result.err) if other else ("Other machines" not in result.err)
     assert "0.0.0.0" not in result.err and found[0].host_names == names
 
 

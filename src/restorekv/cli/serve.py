@@ -25,9 +25,8 @@ SHORTEST_KEY = 16  # characters
 BACKLOG = 2048  # connections that wait to be accepted, as many as uvicorn has
 LOSES_FACTS = 0.2  # a ratio below which single facts of short texts are lost (docs/choosing.md)
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")  # values of --host that other machines do not reach
-# By what listens at every address of the machine: what this machine calls that, and an address of
-# no machine, to which the system has a route if it has one to others.
-EVERYWHERE = {"0.0.0.0": ("localhost", "192.0.2.1"), "::": ("[::1]", "2001:db8::1")}
+# Addresses at which a server listens and which no client can use, and what this machine calls them.
+EVERYWHERE = {"0.0.0.0": "localhost", "::": "[::1]"}
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -234,29 +233,16 @@ def _find_own_name() -> str | None:
     return name
 
 
-def _find_own_address(listening: str) -> str | None:
-    """Return the address at which other machines reach a server that listens at all of them."""
-    family = socket.AF_INET6 if ":" in listening else socket.AF_INET
-    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Chooses the address from which others are reached; nothing is sent.
-        probe.connect((EVERYWHERE[listening][1], 9))
-        return probe.getsockname()[0]
-    return None  # there is no network
-
-
 def _print_address(default: str, host: str, listener: socket.socket, ratio: str) -> None:
     """Say where the server is reached, and what its ratio loses."""
     listening, port = listener.getsockname()[:2]
-    name = f"[{host}]" if ":" in host else host
-    other = None
-    if listening in EVERYWHERE:  # which is no address that a client can use
-        name = EVERYWHERE[listening][0]
-        other = _find_own_address(listening)
+    name = host
+    if listening in EVERYWHERE:
+        name = EVERYWHERE[listening]
+    elif ":" in host:
+        name = f"[{host}]"
     address = f"http://{name}:{port}"
     _print_note(f"Serving {default} at {address}/v1\nThe page is at {address}/")
-    if other:
-        other = f"[{other}]" if ":" in other else other
-        _print_note(f"Other machines reach it at http://{other}:{port}/")
     if parse_ratio(ratio) < LOSES_FACTS:
         _print_note(
             f"A short text full of facts loses some of them at {ratio}; --ratio 0.3 keeps more."
