@@ -184,18 +184,12 @@ def _collect_engine_options(
     documents_memory: str | None,
 ) -> dict[str, Any]:
     """Return the options of vLLM's engine that were given, by the names that it has for them."""
-    found: dict[str, Any] = {}
-    if url:
-        found["url"] = url
-    if folder:
-        found["folder"] = folder
+    given: dict[str, Any] = {"url": url, "folder": folder, "documents": documents}
     if arguments:
-        found["options"] = _parse_json_object("--vllm-options", arguments)
-    if documents:
-        found["documents"] = documents
+        given["options"] = _parse_json_object("--vllm-options", arguments)
     if documents_memory:
-        found["documents_memory"] = _parse_size("--documents-memory", documents_memory)
-    return found
+        given["documents_memory"] = _parse_size("--documents-memory", documents_memory)
+    return {name: value for name, value in given.items() if value}
 
 
 def _choose_shared_folder(shared: str | None, store: Path, uses_ray: bool) -> str | None:
