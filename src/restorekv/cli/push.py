@@ -2,13 +2,16 @@
 hub.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from restorekv.cli.choices import DTYPES
-from restorekv.errors import AdapterError, check_choice
+from restorekv.cli.terminal import notes, output
+from restorekv.errors import AdapterError, check_choice, reraise_as
+from restorekv.files import read_bytes
 
 
 def run(
@@ -49,15 +52,38 @@ def run(
         raise AdapterError(f"{folder} is not a folder; pass that of a trained adapter.")
     check_choice("The dtype", dtype, DTYPES)
 
-    from restorekv.cli.upload import publish_folder  # which imports PyTorch
+    # From here on PyTorch is imported.
+    import torch
 
-    publish_folder(
-        folder,
-        repo,
-        private=private,
-        dtype=dtype,
-        license=license,
-        results=results,
-        message=message,
-        dry_run=dry_run,
-    )
+    from restorekv.restore import adapter_file, model_card, publish
+
+    stored = adapter_file.read_adapter(folder)
+    card = stored.card
+    if card is None:
+        raise AdapterError(
+            f"{folder} has no restorekv.json, which names the model; load it with "
+            "RestoreAdapter.from_pretrained and save it first."
+        )
+    if results:
+        card = publish.merge_results(card, publish.read_results(results, stored))
+        stored = replace(stored, card=card)
+        if not dry_run:
+            publish.save_adapter(folder, stored)
+    card = publish.add_license(card, folder)
+    stored = replace(stored, card=card)
+    if dtype != "auto":
+        lora = {name: tensor.to(getattr(torch, dtype)) for name, tensor in stored.lora.items()}
+        stored = replace(stored, lora=lora, card=replace(card, dtype=dtype))
+    path = folder / adapter_file.README
+    readme = None
+    if not model_card.is_generated_card(path):  # a person wrote it
+        with reraise_as(AdapterError):
+            readme = read_bytes(path, str(path), publish.README_LIMIT).decode("utf-8", "replace")
+    if dry_run:
+        typer.echo(publish.prepare_upload(repo, stored, license, readme)[1], nl=False)
+        return
+    with notes.status(f"publishing {repo}"):
+        address = publish.push_adapter(
+            repo, stored, private=private, license=license, readme=readme, commit_message=message
+        )
+    output.print(f"Published {address}", markup=False)
