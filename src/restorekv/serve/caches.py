@@ -168,9 +168,6 @@ class CacheEngine(Engine, Generic[Active]):
                 "are for --engine vllm; add it or leave them out."
             )
 
-    def start(self) -> None:
-        """Start nothing: the thread that compresses starts with the first document."""
-
     def close(self) -> None:
         """End; documents that wait to be compressed get an UnavailableError."""
         self.stop_asking()

@@ -258,9 +258,8 @@ class Engine(ABC):
         """
         self.ending = True
 
-    @abstractmethod
-    def start(self) -> None:
-        """Start what runs beside the event loop."""
+    def start(self) -> None:  # noqa: B027  (some engines have nothing to start)
+        """Start what runs beside the event loop; nothing, unless an engine says otherwise."""
 
     @abstractmethod
     def close(self) -> None:

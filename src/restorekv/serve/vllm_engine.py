@@ -150,7 +150,6 @@ class VllmEngine(CacheEngine[VllmQuestion]):
 
     def start(self) -> None:
         """Start or find vLLM."""
-        super().start()
         self.client.start()
 
     def close(self) -> None:

@@ -70,9 +70,6 @@ class RayEngine(Engine):
         self.states: dict[str, CacheState] = {}  # of the documents that are being made, by key
         self.reports: dict[str, Any] = {}  # the last ReplicaReport of every replica
 
-    def start(self) -> None:
-        """Do nothing: the replicas have started."""
-
     def close(self) -> None:
         """Wait until the questions that nobody waits for have been broken off.
 
