@@ -11,7 +11,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx2
 
@@ -46,37 +46,11 @@ class Piece:
     cached: int | None = None
 
 
-class VllmClient(Protocol):
-    """Has vLLM write answers.
-
-    `longest` is how many tokens a prompt and its answer may have, None where vLLM does not say.
-    """
-
-    longest: int | None
-
-    def start(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def generate(
-        self, ids: list[int], params: Mapping[str, Any], schema: str | dict | None
-    ) -> AsyncGenerator[Piece]:
-        """Yield pieces of the answers to a prompt; whoever closes the generator ends the writing.
-
-        Args:
-            ids: The prompt.
-            params: How to write, in the names of vLLM's SamplingParams.
-            schema: A JSON schema that answers follow.
-
-        Raises:
-            RestoreKVError: The prompt cannot be answered.
-            UnavailableError: vLLM does not answer.
-        """
-        ...
-
-
 class InProcessVllm:
-    """vLLM's asynchronous engine, whose scheduler and workers are separate processes."""
+    """vLLM's asynchronous engine, whose scheduler and workers are separate processes.
+
+    `longest` is how many tokens a prompt and its answer may have; None before it has started.
+    """
 
     def __init__(
         self,
@@ -147,7 +121,17 @@ class InProcessVllm:
     async def generate(
         self, ids: list[int], params: Mapping[str, Any], schema: str | dict | None
     ) -> AsyncGenerator[Piece]:
-        """Yield pieces of the answers to a prompt; see `VllmClient`."""
+        """Yield pieces of the answers to a prompt; whoever closes the generator ends the writing.
+
+        Args:
+            ids: The prompt.
+            params: How to write, in the names of vLLM's SamplingParams.
+            schema: A JSON schema that answers follow.
+
+        Raises:
+            RestoreKVError: The prompt cannot be answered.
+            UnavailableError: vLLM does not answer.
+        """
         sampling = import_module("vllm.sampling_params")
         exceptions = import_module("vllm.v1.engine.exceptions")
         client_error = import_module("vllm.exceptions").VLLMClientError
@@ -242,7 +226,10 @@ def _likely_of_output(output: Any) -> list[Likely]:
 
 
 class RemoteVllm:
-    """A vLLM server, reached through its completions API."""
+    """A vLLM server, reached through its completions API.
+
+    `longest` is how many tokens a prompt and its answer may have; None where it does not say.
+    """
 
     def __init__(self, url: str, store: Path, vocabulary: int, form: DocumentForm) -> None:
         self.url = url.rstrip("/")
@@ -298,7 +285,7 @@ class RemoteVllm:
     async def generate(
         self, ids: list[int], params: Mapping[str, Any], schema: str | dict | None
     ) -> AsyncGenerator[Piece]:
-        """Yield pieces of the answers to a prompt; see `VllmClient`."""
+        """Yield pieces of the answers to a prompt, as `InProcessVllm.generate` does."""
         body = {
             **params,
             "model": self.model,

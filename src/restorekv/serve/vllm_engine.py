@@ -55,7 +55,7 @@ from restorekv.serve.engine import (
 )
 from restorekv.serve.store import Store
 from restorekv.serve.variants import Variant
-from restorekv.serve.vllm_client import InProcessVllm, Piece, RemoteVllm, VllmClient
+from restorekv.serve.vllm_client import InProcessVllm, Piece, RemoteVllm
 from restorekv.serve.vllm_documents import DEFAULT, find_form
 from restorekv.serve.vllm_files import VllmFiles
 
@@ -109,7 +109,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
         self.texts: OrderedDict[str, Context] = OrderedDict()  # that vLLM reads, by their hash
         self.files = VllmFiles(folder or store.folder / self.form.name, memory, self.form)
         store.on_drop = self.files.forget
-        self.client: VllmClient
+        self.client: InProcessVllm | RemoteVllm
         if url:
             embeddings: Any = model.get_input_embeddings()
             vocabulary = embeddings.weight.shape[0]
