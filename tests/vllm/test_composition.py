@@ -20,6 +20,7 @@ from restorekv.vllm.composition import (
     read_short_names,
     refuse_unlike_parts,
 )
+from restorekv.vllm.page_pool import count_pages
 from restorekv.vllm.ragged_documents import (
     PLACEHOLDERS,
     build_rope_model,
@@ -118,7 +119,7 @@ def test_several_documents_are_what_compose_makes(tiny_model, tiny_tokenizer, tm
         pairs = gather_pairs(cache, rope_model, slice(None), torch.float32)
         wanted = gather_pairs(whole.cache, rope_model, slice(None), torch.float32)
         assert pairs.lengths.equal(wanted.lengths) and pairs.lengths.equal(found.lengths)
-        assert pages_of_largest_rank(found.lengths, 1, 32) == pairs.count_pages(32)
+        assert pages_of_largest_rank(found.lengths, 1, 32) == count_pages(pairs.lengths, 32)
         for own, other in zip(pairs.keys, wanted.keys, strict=True):
             assert torch.allclose(own, other, atol=1e-6)
         assert all(map(torch.equal, pairs.values, wanted.values))

@@ -47,7 +47,7 @@ def test_heads_of_any_lengths_lie_in_their_pages():
         check_contents(pool, name, document)
     assert pool.tables["a"].lengths[1].tolist() == [4, 1] and pool.tables["a"].longest == [9, 4]
     assert pool.tables["a"].empty[0] is None and pool.tables["a"].empty[1].tolist() == [False, True]
-    used = sum(document.count_pages(PAGE) for document in documents.values())
+    used = sum(count_pages(document.lengths, PAGE) for document in documents.values())
     assert used == (1 + 3 + 1 + 1) + (1 + 1 + 2 + 1) == 20 - len(pool.free)
 
 
@@ -76,7 +76,7 @@ def test_documents_come_and_go():
     held = {}
     for number in range(200):
         document = make_document([[chance.randrange(20) for _ in range(3)]] * 2, DIM, number)
-        while document.count_pages(PAGE) > len(pool.free):
+        while count_pages(document.lengths, PAGE) > len(pool.free):
             name = chance.choice(sorted(held))
             pool.drop(name)
             del held[name]
@@ -84,7 +84,7 @@ def test_documents_come_and_go():
         held[str(number)] = document
         for name in chance.sample(sorted(held), 1):
             check_contents(pool, name, held[name])
-    taken = sum(document.count_pages(PAGE) for document in held.values())
+    taken = sum(count_pages(document.lengths, PAGE) for document in held.values())
     assert taken + len(pool.free) == 60
 
 

@@ -34,10 +34,6 @@ class DocumentPairs:
     values: Sequence[Tensor]
     lengths: Tensor
 
-    def count_pages(self, page_size: int) -> int:
-        """Return the number of pages that `PagePool.put` takes for these pairs."""
-        return count_pages(self.lengths, page_size)
-
 
 def count_pages(lengths: Tensor, page_size: int) -> int:
     """Return the pages for all heads, which have `lengths` pairs."""
@@ -98,11 +94,6 @@ class PagePool:
         self.free = list(range(pages - 1, -1, -1))
         self.tables: dict[str, PageTable] = {}
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page."""
-        return self.pages[0].nbytes
-
     def put(self, name: str, document: DocumentPairs) -> PageTable:
         """Write a document's pairs into free pages.
 
@@ -111,7 +102,7 @@ class PagePool:
         """
         # A document that is loaded again replaces what is here of it.
         self.drop(name)
-        wanted = document.count_pages(self.page_size)
+        wanted = count_pages(document.lengths, self.page_size)
         if wanted > len(self.free):
             raise RestoreKVError(
                 f"The document {name} needs {wanted} pages and {len(self.free)} are free."
