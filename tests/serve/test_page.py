@@ -16,11 +16,10 @@ openai = pytest.importorskip("openai")
 from restorekv import compress  # noqa: E402
 from restorekv.compression import adapters  # noqa: E402
 from restorekv.errors import RestoreKVError  # noqa: E402
-from restorekv.model.tokenize import tokenize_text  # noqa: E402
+from restorekv.model.tokenize import split_into_pieces, tokenize_text  # noqa: E402
 from restorekv.serve import (  # noqa: E402
     caches,
     page,
-    survivors,
 )
 from restorekv.serve.run import Settings, build_app  # noqa: E402
 from restorekv.serve.variants import Variant  # noqa: E402
@@ -85,7 +84,7 @@ def shares(found: dict, tokenizer) -> list[tuple[int, float]]:
     return [
         (size, share)
         for (_, size), (_, share) in zip(
-            survivors.split_into_pieces(tokenizer, ids_of(tokenizer)), found["pieces"], strict=True
+            split_into_pieces(tokenizer, ids_of(tokenizer)), found["pieces"], strict=True
         )
     ]
 
@@ -167,7 +166,7 @@ def test_what_survives_is_what_the_cache_keeps(url, file, model, tiny_tokenizer,
 
 def test_pieces_are_whole_characters(tiny_tokenizer):
     text = "Zoë said 日本 and 🙂🙂 in a café — twice."
-    pieces = survivors.split_into_pieces(tiny_tokenizer, tuple(tokenize_text(tiny_tokenizer, text)))
+    pieces = split_into_pieces(tiny_tokenizer, tuple(tokenize_text(tiny_tokenizer, text)))
     assert "".join(piece for piece, _ in pieces) == text
     assert not any("\ufffd" in piece for piece, _ in pieces)
     assert sum(tokens for _, tokens in pieces) == len(tokenize_text(tiny_tokenizer, text))

@@ -1,7 +1,6 @@
 """What a cache file holds, and which tokens survived, as tables and text."""
 
 import math
-from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from restorekv.evaluation.survivors import Survivors, save_plot
 from restorekv.model.load import load_tokenizer
 from restorekv.model.names import TINY, find_known_name
 from restorekv.model.prompt import hash_template
+from restorekv.model.tokenize import split_into_pieces
 
 SHADES = " ░▒▓█"
 STEPS = " ▁▂▃▄▅▆▇█"
@@ -157,7 +157,11 @@ def show_text(survivors: Survivors, tokenizer: Tokenizer, limit: int) -> Text:
         "The first tokens of the text; what no head keeps is a dot\n", style="bold", end="\n"
     )
     ids = survivors.context.ids[0, start : start + limit].tolist()
-    for piece, part in _split_characters(tokenizer, ids, share.tolist()):
+    first = 0
+    for characters, tokens in split_into_pieces(tokenizer, tuple(ids)):
+        piece = make_visible(characters)
+        part = float(share[first : first + tokens].max())
+        first += tokens
         if part == 0:
             blank = piece[: len(piece) - len(piece.lstrip())]
             text.append(blank + GONE, style="not bold grey50")
@@ -166,20 +170,6 @@ def show_text(survivors: Survivors, tokenizer: Tokenizer, limit: int) -> Text:
     if limit < len(share):
         text.append(f" ... ({len(share) - limit:,} more)", style="not bold")
     return text
-
-
-def _split_characters(
-    tokenizer: Tokenizer, ids: Sequence[int], shares: Sequence[float]
-) -> Iterator[tuple[str, float]]:
-    """Yield pieces of whole characters, each the text of as many tokens as it takes, with their
-    highest share.
-    """
-    start = 0
-    for end in range(1, len(ids) + 1):
-        piece = str(tokenizer.decode(list(ids[start:end])))
-        if end == len(ids) or not piece.endswith("\ufffd"):
-            yield make_visible(piece), max(shares[start:end])
-            start = end
 
 
 def _choose_shade(part: float) -> str:

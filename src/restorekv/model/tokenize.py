@@ -15,6 +15,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -30,6 +31,7 @@ from restorekv.seal import short_hash
 
 LARGEST_PADDING = 2  # a model's embeddings for each token of its tokenizer
 REPLACEMENT = "\ufffd"  # of bytes that make no character
+CHARACTER_TOKENS = 8  # at most, of one character
 
 Remembered = TypeVar("Remembered")
 # What is remembered of a tokenizer, with the state of the tokenizer that it was made in.
@@ -238,6 +240,28 @@ def decode_ids(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bo
     """Return the text of token ids."""
     # For the ids of one text, `decode` returns a string; its annotation covers batches, too.
     return str(tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+
+@lru_cache(maxsize=8)
+def split_into_pieces(tokenizer: Tokenizer, ids: tuple[int, ...]) -> list[tuple[str, int]]:
+    """Return the text of each token, with 1, or of n that make whole characters only together."""
+    pieces: list[tuple[str, int]] = []
+    # Decoding begins one piece early, which keeps the space between words.
+    before = 0
+    start = 0
+    for end in range(1, len(ids) + 1):
+        known = decode_ids(tokenizer, ids[before:start])
+        text = decode_ids(tokenizer, ids[before:end])
+        is_broken = text.endswith(REPLACEMENT) and end < len(ids)
+        if is_broken and end - start < CHARACTER_TOKENS:
+            continue
+        piece = text.removeprefix(known)
+        if not text.startswith(known):  # the tokenizer cleans spaces: it changed an earlier one
+            piece = decode_ids(tokenizer, ids[start:end])
+        pieces.append((piece, end - start))
+        before = start
+        start = end
+    return pieces
 
 
 def get_padding_id(tokenizer: Tokenizer) -> int:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError
-
-LONGEST = 8  # tokens that one character may take
+from restorekv.model.tokenize import split_into_pieces
 
 
 def describe_survivors(
@@ -62,28 +58,3 @@ def _choose(name: str, index: int | None, size: int) -> slice:
             f"{name} is a number from 0 to {size - 1}; leave it out for all of them."
         )
     return slice(index, index + 1)
-
-
-@lru_cache(maxsize=8)
-def split_into_pieces(tokenizer: Tokenizer, ids: tuple[int, ...]) -> list[tuple[str, int]]:
-    """Return the text of each token, with 1, or of n that make whole characters only together."""
-    pieces: list[tuple[str, int]] = []
-    # Decoding begins one piece early, which keeps the space between words.
-    before = 0
-    start = 0
-    for end in range(1, len(ids) + 1):
-        known = _decode(tokenizer, ids[before:start])
-        text = _decode(tokenizer, ids[before:end])
-        if text.endswith("\ufffd") and end - start < LONGEST and end < len(ids):
-            continue
-        piece = text.removeprefix(known)
-        if not text.startswith(known):  # the tokenizer cleans spaces: it changed an earlier one
-            piece = _decode(tokenizer, ids[start:end])
-        pieces.append((piece, end - start))
-        before = start
-        start = end
-    return pieces
-
-
-def _decode(tokenizer: Tokenizer, ids: tuple[int, ...]) -> str:
-    return str(tokenizer.decode(list(ids)))
