@@ -35,7 +35,7 @@ def run(
         ),
     ],
     max_new_tokens: Annotated[
-        int, typer.Option(help="Maximum length of an answer, in tokens.")
+        int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")
     ] = 128,
     answer_prefix: Annotated[
         str,
@@ -61,8 +61,6 @@ def run(
     if not all(word.strip() for word in words):
         raise RestoreKVError("A question is empty; ask something.")
     _refuse_file_names(words)
-    if max_new_tokens < 1:
-        raise RestoreKVError(f"--max-new-tokens is a number of at least 1, not {max_new_tokens}.")
     check_outputs_apart([json], (*files, flags["json_schema"], model))
     check_json_output(json)
     check_cache_files(files)
