@@ -522,17 +522,12 @@ def sample_ids(logits: Tensor, samplers: Sequence[Sampler]) -> tuple[Tensor, lis
     """
     if not samplers:
         ids, marked = find_likeliest(logits)
-        return ids, to_finite_ids(marked)
+        likeliest = marked[:, 0].tolist()
+        if min(likeliest) < 0:
+            refuse_not_finite()
+        return ids, likeliest
     tokens = [sampler.sample(row) for sampler, row in zip(samplers, logits, strict=True)]
     return torch.tensor(tokens, device=logits.device)[:, None], tokens
-
-
-def to_finite_ids(marked: Tensor) -> list[int]:
-    """Return the ids (B, 1) that `find_likeliest` marked as numbers; refuse a row without one."""
-    chosen = marked[:, 0].tolist()
-    if min(chosen) < 0:
-        refuse_not_finite()
-    return chosen
 
 
 def decode_answer(tokenizer: Tokenizer, ids: Sequence[int], stop_ids: set[int]) -> str:

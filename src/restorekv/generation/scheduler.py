@@ -304,13 +304,10 @@ class Scheduler:
             request: A request with `can_use_row`.
             outputs: Gets the first token of a sample that begins.
         """
-        if request.preempted:
-            self.resume_sample(request)
-        else:
+        if not request.preempted:
             self.begin_sample(request, outputs)
-
-    def resume_sample(self, request: Request) -> None:
-        """Give the sample of a request that was preempted first its row back."""
+            return
+        # The sample that was preempted first gets its row back.
         selection = request.preempted.popleft()
         for row in selection.rows:
             row.preempted = False
