@@ -14,13 +14,7 @@ from packaging.requirements import Requirement
 from restorekv.context import format_bytes
 from restorekv.files import find_cache_folder
 from restorekv.model.attention import self_tests
-from restorekv.model.names import (
-    NAMES,
-    SHIPPING,
-    get_install_command,
-    is_shipping_installed,
-    to_canonical_name,
-)
+from restorekv.model.names import NAMES, to_canonical_name
 
 PACKAGES = (
     "restorekv",
@@ -132,17 +126,10 @@ def describe_devices() -> list[dict[str, object]]:
 
 def describe_places() -> dict[str, str]:
     """Return where models, caches and self-tests are looked for."""
-    folder = find_cache_folder()
-    shipping = []
-    for name in SHIPPING:
-        if is_shipping_installed(name):
-            shipping.append(name)
-        else:
-            shipping.append(f"{name} is missing: {get_install_command(name)}")
+    folder = find_cache_folder() or "nowhere (no home folder)"
     return {
-        "models and self-tests of restorekv": str(folder or "nowhere (no home folder)"),
+        "models and self-tests of restorekv": str(folder),
         "models from the hub": str(constants.HF_HUB_CACHE),
-        "packages for models": ", ".join(shipping),
     }
 
 
