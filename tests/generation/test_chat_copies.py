@@ -3,7 +3,6 @@
 import asyncio
 import copy
 import json
-import pickle
 import time
 
 import pytest
@@ -45,14 +44,13 @@ def test_a_cancelled_task_ends_its_generation(small, whole):
 def test_a_conversation_can_be_copied(small):
     chat = small.chat()
     chat.ask(QUESTIONS[0], 6)
-    others = [copy.copy(chat), copy.deepcopy(chat), pickle.loads(pickle.dumps(chat))]
+    other = copy.copy(chat)
     expected = chat.ask(QUESTIONS[1], 6)
-    for other in others:
-        assert other.ask(QUESTIONS[1], 6) == expected and other.messages == chat.messages
+    assert other.ask(QUESTIONS[1], 6) == expected and other.messages == chat.messages
     pieces = chat.ask(QUESTIONS[2], 6, stream=True)
     next(pieces)
     with pytest.raises(RestoreKVError, match="still being written"):
-        copy.deepcopy(chat)
+        copy.copy(chat)
 
 
 def test_a_system_message_is_a_text_or_none(small, tmp_path):

@@ -148,14 +148,6 @@ class Chat:
         self.cache = self.document.cache.fork()
         self.running = threading.Lock()
 
-    def __getstate__(self) -> dict[str, Any]:
-        with self._hold_turn():
-            # A lock cannot be pickled, and a copy begins with no turn being written.
-            return {name: value for name, value in vars(self).items() if name != "running"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, running=threading.Lock())
-
     @overload
     def ask(
         self,
