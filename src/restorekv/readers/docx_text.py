@@ -6,8 +6,6 @@
 - A table has a line for each row and a tab between two cells, also empty ones. A cell over several
   columns is followed by empty cells, and one over several rows is repeated in each, so that every
   value stays in its column and every row says what it belongs to.
-- Items of lists and numbered headings begin with the numbers that Word shows, as far as
-  word_numbers.py knows them.
 - Of tracked changes, what was inserted is read, and what was deleted is not. Hidden text and the
   codes of fields are not read either.
 - Raised and lowered text is written as in raised.py, and equations as in equations.py.
@@ -23,10 +21,10 @@ from typing import Any
 from restorekv.readers.raised import LOWERED, RAISED, mark, remove_signs, write_plainly
 from restorekv.readers.symbol_fonts import UNKNOWN, find_symbol, is_symbol_font
 from restorekv.readers.word_equations import MATH, read_equation
-from restorekv.readers.word_numbers import WORD, ListNumbers, is_on
 
 # Names of a Word document's XML: elements around paragraphs, rows and cells, or around a part of a
 # paragraph, that are not text themselves; elements that hold the text of a paragraph; and signs.
+WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 AROUND = ("sdt", "sdtContent", "customXml", "ins", "moveTo")
 INSIDE = ("hyperlink", "smartTag", "fldSimple", "bdo", "dir", "ruby", "rubyBase")
 SIGNS = {"tab": "\t", "ptab": "\t", "cr": "\n", "br": "\n", "noBreakHyphen": "-"}
@@ -52,6 +50,11 @@ def extract_docx(content: bytes) -> tuple[str, dict[str, Any]]:
     if reader.unknown_symbols:
         notices["symbols"] = reader.unknown_symbols
     return text, notices
+
+
+def is_on(element: Any) -> bool:
+    """Return whether a property that is on or off is there and on."""
+    return element is not None and element.get(WORD + "val", "1") not in ("0", "off", "false")
 
 
 def get_number(element: Any, default: int = 0) -> int:
@@ -141,17 +144,12 @@ class DocumentReader:
         self.notes: list[tuple[str, str]] = []  # kinds and ids, in the order of their numbers
         self.numbers: dict[tuple[str, str], int] = {}
         self.vertical_styles = self._read_vertical_styles()
-        # Counts the paragraphs of lists, in the document itself.
-        self.list_numbers: ListNumbers | None = None
 
     def read(self) -> Iterator[str]:
         """Yield the paragraphs and tables of the document and of what belongs to it."""
         body = self.part.element.body
         yield from self._read_margins(body, "headerReference")
-        self.list_numbers = self._make_list_numbers(body)
-        story = self._read_story(body)
-        self.list_numbers = None
-        yield from story
+        yield from self._read_story(body)
         yield from self._read_margins(body, "footerReference")
         notes = {**self._find_notes("footnote"), **self._find_notes("endnote")}
         # The list may grow meanwhile, as a note may name further ones.
@@ -174,14 +172,6 @@ class DocumentReader:
         if element is None:
             return parse_xml(part.blob)
         return element
-
-    def _make_list_numbers(self, body: Any) -> ListNumbers:
-        """Return what counts the paragraphs of the document's lists."""
-        in_boxes = []
-        for box in body.iter(WORD + "txbxContent"):
-            in_boxes.extend(box.iter(WORD + "p"))
-        numbering = self._find_related("numbering")
-        return ListNumbers(numbering, self._find_related("styles"), in_boxes)
 
     def _read_vertical_styles(self) -> dict[str, str]:
         """Return which styles of characters are raised or lowered."""
@@ -268,24 +258,11 @@ class DocumentReader:
                 # The end of the paragraph was deleted, so the next one continues it.
                 before = text
             else:
-                text = self._number_paragraph(block, text)
                 yield write_plainly(text).strip("\n")
-            list_numbers = self.list_numbers
-            self.list_numbers = None
             for box in iter_boxes(block):
                 yield from self.read_blocks(box)
-            self.list_numbers = list_numbers
         if before:
             yield write_plainly(before)
-
-    def _number_paragraph(self, element: Any, text: str) -> str:
-        """Return the text of a paragraph with its number, if it has one."""
-        # Word counts an empty paragraph, unless it is hidden.
-        is_hidden = is_on(element.find(f"{WORD}pPr/{WORD}rPr/{WORD}vanish"))
-        if self.list_numbers is None or (is_hidden and not text.strip()):
-            return text
-        number = self.list_numbers.count_paragraph(element)
-        return f"{remove_signs(number)} {text}" if number and text.strip() else text
 
     def _read_rows(self, table: Any) -> Iterator[str]:
         """Yield the lines of a table."""
