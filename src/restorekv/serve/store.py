@@ -130,7 +130,8 @@ class Store:
         """Raise OSError where the folder can only be read."""
         for name in ("files", "caches"):
             if not os.access(self.folder / name, os.W_OK):
-                raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+                number = errno.EROFS if _is_read_only(self.folder) else errno.EACCES
+                raise OSError(number, os.strerror(number))
 
     def close(self) -> None:
         """Close the index. What the shared folder does not know yet is pushed after the next
@@ -571,3 +572,10 @@ def _prepare_folder(folder: Path) -> None:
 def _is_own(path: Path) -> bool:
     """Return whether a name is one that the store gives; users' own files may be in the folder."""
     return bool(OWN_NAME.fullmatch(path.name))
+
+
+def _is_read_only(folder: Path) -> bool:
+    """Return whether the file system of a folder is mounted read-only."""
+    if not hasattr(os, "statvfs"):
+        return False
+    return bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
