@@ -8,7 +8,7 @@ for an issue: it names no user, no home folder, no machine and no secret.
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, NotRequired, TypedDict, cast
+from typing import Annotated, Any, cast
 
 import torch
 import typer
@@ -157,44 +157,25 @@ def _choose_dtype(device: torch.device, name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-class ComponentRow(TypedDict):
-    """What the report says of a component on a device."""
-
-    component: str
-    title: str
-    used: bool
-    why: str
-    self_test: NotRequired[dict[str, Any]]
-
-
-def _check_device(target: Target, again: bool) -> list[ComponentRow]:
+def _check_device(target: Target, again: bool) -> list[dict[str, Any]]:
     """Return a row for each component: whether it is used on the device, and what its self-test
     found.
     """
-    rows: list[ComponentRow] = []
+    rows = []
     for component in COMPONENTS.values():
-        reason = component.unavailable_reason(target.device, target.dtype)
-        if reason:
-            rows.append(
-                {
-                    "component": component.name,
-                    "title": component.title,
-                    "used": False,
-                    "why": reason,
-                }
-            )
-            continue
-        found = _find_self_test(component, target, again)
-        why = "" if found.passed else f"{found.reason()}. {component.instead}"
-        rows.append(
-            {
-                "component": component.name,
-                "title": component.title,
-                "used": found.passed,
-                "why": why,
-                "self_test": asdict(found),
-            }
-        )
+        row: dict[str, Any] = {
+            "component": component.name,
+            "title": component.title,
+            "used": False,
+            "why": component.unavailable_reason(target.device, target.dtype),
+        }
+        if not row["why"]:
+            found = _find_self_test(component, target, again)
+            row["used"] = found.passed
+            row["self_test"] = asdict(found)
+            if not found.passed:
+                row["why"] = f"{found.reason()}. {component.instead}"
+        rows.append(row)
     return rows
 
 
@@ -208,7 +189,7 @@ def _find_self_test(component: Component, target: Target, again: bool) -> SelfTe
     return self_tests.run_cases(component, target)
 
 
-def _tabulate_checks(target: Target, rows: list[ComponentRow]) -> Table:
+def _tabulate_checks(target: Target, rows: list[dict[str, Any]]) -> Table:
     """Show the components of a device, each with the case that came closest to what is allowed."""
     shape = (
         f"{target.heads} KV heads, {target.groups} query heads each, head dimension {target.dim}"
