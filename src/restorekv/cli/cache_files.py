@@ -11,7 +11,6 @@ from restorekv.cli.inputs import (
     check_cache_files,
     check_output_kind,
     check_outputs_apart,
-    check_text_file,
     read_text,
 )
 from restorekv.cli.terminal import notes, print_figures
@@ -44,7 +43,6 @@ def append(
     check_outputs_apart([out], (file, text, model))
     check_output_kind(out, "restorekv-cache")
     check_cache_files([file])
-    check_text_file(text)
     added = read_text(text)
 
     from restorekv.cli.compress_text import summarize_cache  # which imports PyTorch

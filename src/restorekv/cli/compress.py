@@ -11,7 +11,6 @@ from restorekv.cli.inputs import (
     check_json_output,
     check_output_kind,
     check_outputs_apart,
-    check_text_file,
     read_text,
 )
 from restorekv.compression.budget import OnSmallBudget, PrefixPolicy, parse_ratio
@@ -87,7 +86,6 @@ def run(
             raise RestoreKVError(
                 "--ray needs a folder of documents; leave it out for a single text."
             )
-        check_text_file(file)
         check_target(out)
         check_outputs_apart((out, json), (file, model))
         check_output_kind(out, "restorekv-cache")

@@ -30,22 +30,9 @@ def check_readable(path: Path) -> None:
         pass
 
 
-def check_text_file(name: str) -> None:
-    """Refuse a file that is missing, not a file, or a cache file; "-" is stdin."""
-    if name == "-":
-        return
-    with open_with_size(Path(name), f"The file {name}") as (_, size):
-        if size == 0:
-            raise RestoreKVError(f"The file {name} is empty; give a text.")
-    if name.lower().endswith(".rkv"):
-        raise RestoreKVError(
-            f"{name} is a cache file, compressed already; ask it with restorekv ask."
-        )
-
-
 def read_text(name: str) -> str:
     """Return the text of a file by its ending: UTF-8, HTML, PDF or DOCX; of stdin when the name is
-    "-".
+    "-". Refuse a cache file, and a text without a word.
     """
     if name == "-":
         # As for a program that was started without any streams.
@@ -53,6 +40,10 @@ def read_text(name: str) -> str:
             raise RestoreKVError("The standard input is closed; give a file or pipe a text in.")
         source = "The input"
         text = decode_text(sys.stdin.buffer.read(), source)
+    elif name.lower().endswith(".rkv"):
+        raise RestoreKVError(
+            f"{name} is a cache file, compressed already; ask it with restorekv ask."
+        )
     else:
         source = f"The file {name}"
         text = load_document(Path(name))
