@@ -12,9 +12,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
@@ -55,34 +53,13 @@ output = Terminal()
 notes = Terminal(stderr=True)
 
 
-def _make_progress(done: ProgressColumn) -> Progress:
-    """Return a progress display on stderr, shown on a terminal only; `done` says how far it is."""
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        done,
-        TextColumn("to go"),
-        TimeRemainingColumn(),
-        console=notes,
-        disable=not notes.is_terminal,
-    )
-
-
 @contextmanager
 def show_progress_bar(title: str) -> Iterator[Callable[..., None]]:
-    """Show a progress bar on a terminal's stderr, elsewhere a line for every tenth; the block gets
-    the callback (done, total, what=title).
+    """Show a progress bar for equal parts of work; the block gets the callback (done, total,
+    what=title).
     """
-    with _make_progress(MofNCompleteColumn()) as progress:
-        task = progress.add_task(title, total=None)
-
-        def update(done: int, total: int, what: str = title) -> None:
-            progress.update(task, completed=done, total=total, description=what)
-            is_tenth = done % max(total // 10, 1) == 0 or done == total
-            if is_tenth and not notes.is_terminal:
-                notes.print(f"{done}/{total} {what}")
-
-        yield update
+    with show_progress_share(title) as show:
+        yield lambda done, total, what=title: show(f"{done}/{total} {what}", done / max(total, 1))
 
 
 @contextmanager
@@ -90,16 +67,26 @@ def show_progress_share(title: str, lines: bool = True) -> Iterator[Callable[[st
     """Show a progress bar for work of unequal parts; the block gets the callback (current part,
     share done).
 
-    With `lines`, print a line for every tenth where there is no terminal.
+    It is on stderr. With `lines`, print a line for every tenth where that is not a terminal.
     """
-    with _make_progress(TaskProgressColumn()) as progress:
+    progress = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("to go"),
+        TimeRemainingColumn(),
+        console=notes,
+        disable=not notes.is_terminal,
+    )
+    with progress:
         task = progress.add_task(title, total=1.0)
         printed = 0.0
 
         def update(what: str, share: float) -> None:
             nonlocal printed
             progress.update(task, completed=share, description=what)
-            if lines and not notes.is_terminal and share - printed >= 0.1:
+            # A new phase begins at 0 again. Rounded, since ten tenths of floating point are not 1.
+            if lines and not notes.is_terminal and round(abs(share - printed), 9) >= 0.1:
                 printed = share
                 notes.print(f"{share:.0%} {what}", highlight=False)
 
