@@ -82,7 +82,7 @@ def run(
         silence_transformers()
         with notes.status(f"loading {model}"):
             loaded, tokenizer = open_model(model, dtype, device, rules.name)
-        with show_progress_bar("measuring time and memory", lines=True) as update:
+        with show_progress_bar("measuring time and memory") as update:
             paths.append(
                 measure_efficiency(loaded, tokenizer, out, settings, conventions, label, update)
             )

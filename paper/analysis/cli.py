@@ -88,7 +88,7 @@ def run(
             "restore_attention is left out: without an adapter there are no restore tokens."
         )
     eviction = replace(eviction, adapter=adapter)
-    with show_progress_bar("analyzing documents", lines=True) as update:
+    with show_progress_bar("analyzing documents") as update:
         paths = analyze(
             loaded, tokenizer, eviction, rules, documents, ratios, out, chosen, label, update
         )
