@@ -17,9 +17,10 @@ from transformers import (
 )
 
 from restorekv import CompressionConfig, compress
-from restorekv.errors import ModelError
 from restorekv.generation.answers import NGRAM_OPTIONS, make_ngram_processors
+from restorekv.model.cache_argument import pass_cache_to_generate
 from restorekv.model.prompt import encode_question
+from tests.helpers import decoders
 from tests.helpers.compressing import QUESTIONS, make_adapter
 from tests.helpers.models import build_model
 
@@ -129,14 +130,22 @@ def test_a_model_that_was_saved_without_a_cache_reads_it_all_the_same(small, mon
     monkeypatch.setattr(small.model.config, "use_cache", False, raising=False)
     assert generate(small) == plain
     assert small.ask(QUESTION, TOKENS) == plain
-    inputs = small.inputs(QUESTION)
-    with pytest.raises(ModelError, match="pass use_cache=True to generate"):
-        small.model.generate(**inputs, past_key_values=small.cache.fork(), max_new_tokens=2)
-    # A single pass reads nothing twice.
-    asked = inputs["input_ids"][:, small.cache.get_seq_length() :]
-    for use_cache in (False, True):
-        logits = small.model(asked, past_key_values=small.cache.fork(), use_cache=use_cache).logits
-        assert logits.equal(small.model(asked, past_key_values=small.cache.fork()).logits)
+
+
+def test_a_class_that_tells_attention_nothing_of_the_cache_reads_it(tiny_tokenizer):
+    """Its layers get use_cache=False whatever `generate` passes."""
+    model = decoders.build("laguna", max_position_embeddings=512)
+    made = compress(model, tiny_tokenizer, TEXT, ratio=0.4, evictor="snapkv", adapter=None)
+    answer = made.ask(QUESTION, TOKENS)
+    assert made.generate(QUESTION, max_new_tokens=TOKENS) == answer
+    written = model.generate(
+        **made.inputs(QUESTION),
+        **pass_cache_to_generate(made.cache.fork()),
+        max_new_tokens=TOKENS,
+        do_sample=False,
+    )
+    written = written[0, made.inputs(QUESTION)["input_ids"].shape[1] :]
+    assert tiny_tokenizer.decode(written, skip_special_tokens=True).lstrip() == answer
 
 
 def test_lengths_count_what_the_cache_has_seen(small):

@@ -324,8 +324,6 @@ def attend_layer(
         window = kwargs.get("sliding_window") or chunk
         if window is not None:
             _refuse_beyond_window(key, attention_mask, window)
-        if kwargs.get("use_cache") is False:
-            _refuse_second_reading(key, query.shape[-2])
         return _attend_ragged(query, key, attention_mask, scale, kwargs), None
     if replacement is not None:
         return replacement, None
@@ -383,17 +381,6 @@ def _refuse_beyond_window(layer: RaggedLayer, attention_mask: Tensor | None, win
             f"Every layer of the model sees {window:,} positions, and the cache has "
             f"{layer.get_seq_length():,} with the question; ask a shorter question, or compress "
             "less of the text (on_long_text='cut')."
-        )
-
-
-def _refuse_second_reading(layer: RaggedLayer, queries: int) -> None:
-    """Refuse a pass of model.generate with use_cache=False after the first one: it reads the whole
-    prompt again, and the cache has it already.
-    """
-    if layer.columns > layer.restore_length + queries:
-        raise ModelError(
-            "With use_cache=False, transformers reads the whole prompt again for every token, and "
-            "the compressed cache has it already; pass use_cache=True to generate."
         )
 
 
