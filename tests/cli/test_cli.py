@@ -87,6 +87,22 @@ def test_a_checkout_s_programs_have_the_same_short_help(program):
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "warns"),
+    [
+        (["Who", "lives", "there?"], True),
+        (["Who?", "When?", "Where?"], False),
+        (["Who lives there?", "When", "Why"], False),
+        (["谁?", "什么?", "哪里?"], False),
+        (["Who", "When"], False),
+    ],
+)
+def test_a_question_without_quotation_marks_is_pointed_out(world, words, warns):
+    result = cli("ask", world.cache, *words, "--model", world.model, "--max-new-tokens", 2)
+    assert result.code == 0
+    assert ('put one question into quotation marks: "Who lives there?"' in result.err) == warns
+
+
 def test_compress_then_ask_as_the_library_does(world, tmp_path):
     out, figures = tmp_path / "doc.rkv", tmp_path / "figures.json"
     told = compress(world, out, "--ratio", "0.3", "--adapter", world.adapter, "--json", figures)

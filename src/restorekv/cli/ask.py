@@ -23,6 +23,8 @@ from restorekv.cli.inputs import (
 from restorekv.cli.terminal import STDOUT, notes, output, write_figures
 from restorekv.errors import RestoreKVError
 
+FEWEST_WORDS = 3  # of a question that was probably meant as one
+
 
 @options.add_options_of(options.SamplingFlags)
 def run(
@@ -69,6 +71,7 @@ def run(
     asked = _read_questions(words)
     if not asked:
         raise RestoreKVError("There is no question in the input; ask something.")
+    _warn_of_unquoted_question(words)
 
     # From here on PyTorch is imported.
     from restorekv.cli.session import make_sampling, open_documents
@@ -149,6 +152,21 @@ def _refuse_file_names(questions: list[str]) -> None:
             f"{question} is a {kind} here; cache files come first and end in .rkv, and a question "
             f"that is the name of a {kind} needs a question mark."
         )
+
+
+def _warn_of_unquoted_question(words: list[str]) -> None:
+    """Warn of several words each of which is a question, as one without quotation marks becomes."""
+    # Not of "Who? When?", nor of languages that put no spaces between words.
+    are_words = all(word.isascii() and word.isprintable() and " " not in word for word in words)
+    if len(words) < FEWEST_WORDS or not are_words or words[0].endswith("?") or "-" in words:
+        return
+    notes.print(
+        f"warning: each of these {len(words)} words is asked as a question of its own; put one "
+        f'question into quotation marks: "{" ".join(words)}"',
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _read_questions(words: list[str]) -> list[str]:
