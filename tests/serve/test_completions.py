@@ -112,6 +112,13 @@ def test_what_is_refused_half_way_is_not_written(client, monkeypatch):
     assert [each.cancelled for each in begun] == [True, True]
 
 
+def test_more_prompts_than_may_wait_are_answered_in_turn(model, tiny_tokenizer, tmp_path):
+    limits = Limits(tokens=64, max_waiting=2)
+    with serving(model, tiny_tokenizer, tmp_path, limits=limits) as url:
+        answer = complete(client_of(url), [f"{TEXT} {number}" for number in range(40)])
+    assert [each.index for each in answer.choices] == list(range(40))
+
+
 def test_log_probabilities_are_the_models(client, model, tiny_tokenizer):
     ids = tiny_tokenizer(TEXT).input_ids
     whole = complete(client, TEXT, logprobs=2).choices[0]

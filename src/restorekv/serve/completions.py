@@ -6,7 +6,9 @@ the tokenizer reads it, control tokens included: it is the whole of what the mod
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, Self
 
 from fastapi import FastAPI, Request
@@ -19,7 +21,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.errors import OptionError
 from restorekv.model.tokenize import TextStream
 from restorekv.serve import fields, replies, schemas
-from restorekv.serve.engine import Reply, ServedQuestion
+from restorekv.serve.engine import BusyError, Reply, ServedQuestion
 from restorekv.serve.questions import IsGone, PendingAnswer, Questions, format_event
 from restorekv.serve.requests import AnswerDefaults, SamplingRequest, Text
 from restorekv.serve.service import explain_error
@@ -114,7 +116,7 @@ async def complete_text(
         return await first.start_stream(stream_text(first, request))
     try:
         for prompt in prompts:
-            pending.append(begin(prompt))
+            pending.append(await _begin_in_turn(partial(begin, prompt), pending))
         parts = [await each.wait_for_reply() for each in pending]
     finally:
         # Where one fails or is refused, nobody waits for the others.
@@ -122,6 +124,23 @@ async def complete_text(
             each.question.cancelled = True
     whole = make_text_completion(pending[0].header, parts, service.engine.tokenizer)
     return JSONResponse(schemas.to_json(whole))
+
+
+async def _begin_in_turn(
+    begin: Callable[[], PendingAnswer], earlier: Sequence[PendingAnswer]
+) -> PendingAnswer:
+    """Begin an answer; where too many wait, when an earlier one of its request is there.
+
+    So a request may have more prompts than may wait.
+
+    Raises:
+        BusyError: Too many answers of other requests wait.
+    """
+    for each in earlier:
+        with suppress(BusyError):
+            return begin()
+        await each.wait_for_reply()
+    return begin()
 
 
 async def stream_text(pending: PendingAnswer, request: CompletionRequest) -> AsyncIterator[str]:
