@@ -32,6 +32,7 @@ from benchmarks.each import measure_each
 from benchmarks.measure import Peak
 from benchmarks.timing import time_block
 from restorekv.compression.budget import parse_ratio
+from restorekv.compression.compressor import BeginPhase, ignore_phase
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.context import format_bytes
 from restorekv.errors import RestoreKVError
@@ -91,7 +92,9 @@ class Options:
 class Ready(ScoredContext):
     """A context whose restore pass has been measured already."""
 
-    def with_restore_cache(self, adapter: RestoreAdapter) -> Ready:
+    def with_restore_cache(
+        self, adapter: RestoreAdapter, begin_phase: BeginPhase = ignore_phase
+    ) -> Ready:
         return self
 
 

@@ -4,6 +4,7 @@ It imports no PyTorch, so that a command that is refused ends at once.
 """
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +50,7 @@ class Terminal(Console):
 
 
 STDOUT = Path("-")
+LINE_SECONDS = 60  # between two lines of progress, at most
 output = Terminal()
 notes = Terminal(stderr=True)
 
@@ -62,12 +64,52 @@ def show_progress_bar(title: str) -> Iterator[Callable[..., None]]:
         yield lambda done, total, what=title: show(f"{done}/{total} {what}", done / max(total, 1))
 
 
+class ShareMeter:
+    """Decides when a share of work that is done is worth a line, and estimates the rest."""
+
+    def __init__(self) -> None:
+        self.start: tuple[float, float] | None = None  # seconds and share at the first report
+        self.last = 0.0  # the last share
+        self.printed = 0.0, time.monotonic()  # the share and seconds of the last line
+
+    def is_due(self, share: float) -> bool:
+        """Return whether a tenth of the work or a minute has passed since the last line."""
+        now = time.monotonic()
+        before, moment = self.printed
+        # Work that is continued begins with a share; a new phase begins at 0 again.
+        if self.start is None or share < self.last:
+            self.start = now, share
+        self.last = share
+        # Rounded, since ten tenths of floating point are not 1.
+        if round(abs(share - before), 9) < 0.1 and now - moment < LINE_SECONDS:
+            return False
+        self.printed = share, now
+        return True
+
+    def describe_rest(self, share: float) -> str:
+        """Return how long the rest will take, as ", 40 s to go"; "" where nothing tells."""
+        if self.start is None or not self.start[1] < share < 1:
+            return ""
+        begun, first = self.start
+        left = (1 - share) * (time.monotonic() - begun) / (share - first)
+        return f", {format_seconds(left)} to go"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a time in the largest unit that has two or more of it, as "40 s" or "3 min"."""
+    for unit, length in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 @contextmanager
 def show_progress_share(title: str, lines: bool = True) -> Iterator[Callable[[str, float], None]]:
     """Show a progress bar for work of unequal parts; the block gets the callback (current part,
     share done).
 
-    It is on stderr. With `lines`, print a line for every tenth where that is not a terminal.
+    It is on stderr. With `lines`, where that is not a terminal, print a line with the time to go
+    for every tenth and at least every minute.
     """
     progress = Progress(
         TextColumn("{task.description}", markup=False),
@@ -80,15 +122,12 @@ def show_progress_share(title: str, lines: bool = True) -> Iterator[Callable[[st
     )
     with progress:
         task = progress.add_task(title, total=1.0)
-        printed = 0.0
+        meter = ShareMeter()
 
         def update(what: str, share: float) -> None:
-            nonlocal printed
             progress.update(task, completed=share, description=what)
-            # A new phase begins at 0 again. Rounded, since ten tenths of floating point are not 1.
-            if lines and not notes.is_terminal and round(abs(share - printed), 9) >= 0.1:
-                printed = share
-                notes.print(f"{share:.0%} {what}", highlight=False)
+            if lines and not notes.is_terminal and meter.is_due(share):
+                notes.print(f"{share:.0%} {what}{meter.describe_rest(share)}", highlight=False)
 
         yield update
 

@@ -448,7 +448,7 @@ class TokenSampler:
     logprobs: list[float] = field(default_factory=list)
     top: list[dict[int, float]] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
-    cancelled: Callable[[], bool] = bool  # by default, never
+    cancelled: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         self.random = torch.Generator().manual_seed(self.seed)

@@ -87,7 +87,7 @@ class Request:
     prompt: Tensor
     limit: int
     samplers: Sequence[TokenSampler]
-    cancelled: Callable[[], bool] = bool  # by default, never
+    cancelled: Callable[[], bool] = lambda: False
     label: object = None
     # The scheduler sets all below.
     error: Exception | None = None  # of one of its rows

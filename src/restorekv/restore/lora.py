@@ -173,8 +173,9 @@ def _take_targets_as_named(adapted: PreTrainedModel) -> Iterator[None]:
     describes the result. It knows such a model by its type.
     """
     own_config = adapted.config
-    adapted.config = copy.copy(own_config)
-    adapted.config.model_type = ""
+    config: Any = copy.copy(own_config)
+    config.model_type = ""  # declared for the class alone
+    adapted.config = config
     try:
         yield
     finally:

@@ -157,7 +157,7 @@ class ServedQuestion:
     system: str
     limit: int
     sampling: SamplingConfig
-    on_token: Callable[..., object] = bool
+    on_token: Callable[..., object] = lambda *_: None
     done: Future[Reply] = field(default_factory=Future)
     started: bool = False
     cancelled: bool = False

@@ -119,7 +119,7 @@ def open_store(settings: Settings) -> Store:
 
 
 def build_engine_app(
-    engine: Engine, store: Store, settings: Settings, check: Callable[[], object] = bool
+    engine: Engine, store: Store, settings: Settings, check: Callable[[], object] = lambda: None
 ) -> FastAPI:
     """Return the application with an engine.
 

@@ -68,9 +68,9 @@ class Store:
         self.has_pending = threading.Event()
         self.closed = False
         # Takes the key of every cache that is dropped.
-        self.on_drop: Callable[[str], object] = bool  # which does nothing
+        self.on_drop: Callable[[str], object] = lambda _: None
         # Takes the SHA-256 of every content that no upload has any more.
-        self.on_delete: Callable[[str], object] = bool
+        self.on_delete: Callable[[str], object] = lambda _: None
 
         _prepare_folder(folder)
         self.index = Index(folder / "index.sqlite")
