@@ -45,7 +45,7 @@ from restorekv.model.prompt import (
 )
 from restorekv.model.shape import CacheShape
 from restorekv.model.tokenize import check_model_and_tokenizer, hash_token_names
-from restorekv.readers.extract import FILE_TYPES, load_document
+from restorekv.readers.extract import DOCUMENT_ENDINGS, load_document
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.storage.manifest import Manifest, count_pairs_and_bytes
 
@@ -70,9 +70,8 @@ ARGUMENT_HINTS = {
         for each in fields(CompressionConfig)
     },
 }
+DEFAULT_RATIO = Fraction(1, 10)
 USAGE = "compress(model, tokenizer, context, ratio=0.1)"
-# Endings of files that people compress.
-DOCUMENT_ENDINGS = {*FILE_TYPES, ".txt", ".md", ".rst"}
 
 
 @explain_arguments(ARGUMENT_HINTS, USAGE)
@@ -128,14 +127,15 @@ def compress(
             "CompressionConfig(streaming_chunk=512), for example."
         )
     compressor = make_compressor(resolve_preset(evictor), config)
+    # A wrong ratio is refused before a file is read, which may take minutes.
+    exact_ratio = parse_ratio_arguments(ratio, compression_ratio, tokens_per_head)
     text, system = separate_text_and_system(context, check_system_message(config.system))
     tokenized = make_context(tokenizer, text, config.choose_separator(tokenizer), system)
     tokenized, cut = fit_context(model, tokenized, config.on_long_text, config.offset)
 
     # The budget is computed once; the restore tokens take their part of it when n is known.
-    ratio = merge_ratios(ratio, compression_ratio)
     shape = CacheShape.from_model(model)
-    budget = make_budget(shape, tokenized, config, ratio, tokens_per_head)
+    budget = make_budget(shape, tokenized, config, exact_ratio, tokens_per_head)
     # A hash of all weights, which takes a while: only after the budget has been checked.
     identity = identify_model(model, tokenizer)
     compressor, budget = add_adapter(
@@ -205,14 +205,20 @@ def add_adapter(
     return compressor, budget
 
 
-def merge_ratios(
-    ratio: float | str | Fraction | None, compression_ratio: float | str | Fraction | None
-) -> float | str | Fraction | None:
-    """Return `ratio`, or 1 - `compression_ratio` if that is given instead."""
-    if compression_ratio is None:
-        return ratio
-    if ratio is not None:
+def parse_ratio_arguments(
+    ratio: float | str | Fraction | None,
+    compression_ratio: float | str | Fraction | None,
+    tokens_per_head: int | None,
+) -> Fraction | None:
+    """Return the ratio that `compress` was called with, None where it was given none."""
+    if ratio is not None and compression_ratio is not None:
         raise BudgetError("compression_ratio is 1 - ratio; pass only one of them.")
+    if tokens_per_head is not None and (ratio, compression_ratio) != (None, None):
+        raise BudgetError("Pass ratio or tokens_per_head, not both.")
+    if ratio is not None:
+        return parse_ratio(ratio)
+    if compression_ratio is None:
+        return None
     try:
         return parse_ratio(1 - Fraction(str(compression_ratio)))
     except (ValueError, ZeroDivisionError, BudgetError):
@@ -277,15 +283,12 @@ def make_budget(
     shape: CacheShape,
     context: Context,
     config: CompressionConfig,
-    ratio: float | str | Fraction | None,
+    ratio: Fraction | None,
     tokens_per_head: int | None,
 ) -> Budget:
     """Return the budget without restore tokens: a tenth of the pairs unless a size is given."""
     if tokens_per_head is None:
-        ratio = 0.1 if ratio is None else ratio
-        return config.make_budget(ratio, context, shape.layers, shape.heads)
-    if ratio is not None:
-        raise BudgetError("Pass ratio or tokens_per_head, not both.")
+        return config.make_budget(ratio or DEFAULT_RATIO, context, shape.layers, shape.heads)
     return Budget.of_tokens_per_head(
         tokens_per_head,
         config.competing_columns(context),

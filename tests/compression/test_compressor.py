@@ -708,6 +708,8 @@ def test_kvpress_users_may_say_compression_ratio(case):
             compress(*case, compression_ratio=wrong)
     with pytest.raises(BudgetError, match="pass only one of them"):
         compress(*case, compression_ratio=0.5, ratio=0.5)
+    with pytest.raises(BudgetError, match="ratio or tokens_per_head, not both"):
+        compress(*case, compression_ratio=0.5, tokens_per_head=9)
 
 
 def test_nothing_is_scored_where_all_stays(case):
@@ -720,3 +722,11 @@ def test_kept_marks_the_pairs_that_are_held(case):
     made = compress(*case, ratio=0.3, adapter=make_adapter(case[0]))
     assert made.kept.sum(-1).equal(made.cache.lengths)
     assert made.kept[..., : made.context.prefix_length].all()
+
+
+@pytest.mark.parametrize(
+    "wrong", ({"ratio": 5}, {"ratio": 0.5, "tokens_per_head": 9}, {"compression_ratio": 1})
+)
+def test_a_wrong_size_is_refused_before_a_file_is_read(case, tmp_path, wrong):
+    with pytest.raises(BudgetError):
+        compress(*case[:2], tmp_path / "nowhere.pdf", **wrong)

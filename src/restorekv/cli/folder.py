@@ -19,8 +19,8 @@ from restorekv.cli.terminal import notes, output, show_progress_share, write_fig
 from restorekv.context import format_bytes
 from restorekv.errors import RestoreKVError, make_printable
 from restorekv.files import check_target, list_files
+from restorekv.readers.extract import DOCUMENT_ENDINGS
 
-ENDINGS = {".txt", ".text", ".md", ".markdown", ".html", ".htm", ".pdf", ".docx"}
 SHOWN_NAMES = 5  # of files that are left out, or that have no document any more
 # Calls a method of a `DocumentCompressor` once for each tuple of arguments, and yields the results.
 CallEach = Callable[[str, Iterable[tuple]], Iterator[Any]]
@@ -35,21 +35,22 @@ def _list_documents(folder: Path) -> list[Path]:
     others = []
     for path in list_files(folder, hidden=False):
         name = path.relative_to(folder)
-        if name.suffix.lower() in ENDINGS:
+        if name.suffix.lower() in DOCUMENT_ENDINGS:
             documents.append(name)
         else:
             others.append(name)
     if others:
         notes.print(
             f"Left out, because of the ending: {_name_some(others)}. "
-            f"Endings that are read: {', '.join(sorted(ENDINGS))}.",
+            f"Endings that are read: {', '.join(sorted(DOCUMENT_ENDINGS))}.",
             markup=False,
             highlight=False,
             soft_wrap=True,
         )
     if not documents:
         raise RestoreKVError(
-            f"The folder {folder} has no document ({', '.join(sorted(ENDINGS))}); name another one."
+            f"The folder {folder} has no document ({', '.join(sorted(DOCUMENT_ENDINGS))}); name "
+            "another one."
         )
     return documents
 

@@ -165,6 +165,7 @@ class HeadShares(Allocation):
         return mark_highest_of_each(heads, counts).view_as(scores)
 
 
+# cli/choices.py repeats the names, so that the command line refuses others before PyTorch loads.
 ALLOCATIONS: dict[str, type[Allocation]] = {
     "global": Global,
     "per-layer": PerLayer,

@@ -20,11 +20,13 @@ from restorekv.errors import RestoreKVError, describe_missing_extra, warn
 from restorekv.files import decode_text, read_bytes
 from restorekv.readers.charsets import decode_page
 from restorekv.readers.pdf_text import MAX_PAGES, DynamicFormError, TooManyPagesError
-from restorekv.readers.program import EXIT_MISSING_LIBRARY
+from restorekv.readers.program import EXIT_MISSING_LIBRARY, EXTRACTORS
 from restorekv.size_limits import TEXT_BYTES
 
 PROGRAM = Path(__file__).with_name("program.py")
 FILE_TYPES = {".pdf": "pdf", ".docx": "docx", ".html": "html", ".htm": "html"}
+# Endings of documents: what `compress FOLDER` compresses.
+DOCUMENT_ENDINGS = {*FILE_TYPES, ".txt", ".text", ".md", ".markdown", ".rst"}
 # Seconds of processor time that reading may take, and six times as many by the clock.
 CPU_SECONDS = {"pdf": 30, "docx": 20, "html": 10}
 PACKAGES = {"pypdf": "pypdf", "docx": "python-docx"}
@@ -98,10 +100,10 @@ def read_document(name: str, content: bytes) -> Extraction:
     kind = find_kind(name)
     name = printable_name(name)
     notices: dict[str, Any] = {}
-    if kind in ("pdf", "docx"):
+    if kind == "html":
+        content = decode_page(content, name).encode()
+    if kind in EXTRACTORS:
         text, notices = _run_program(kind, name, content)
-    elif kind == "html":
-        text, notices = _run_program(kind, name, decode_page(content, name).encode())
     else:
         text = decode_text(content, name)
     unread = _describe_unread(notices)

@@ -15,7 +15,7 @@ from typing import Any
 MAX_TEXT_BYTES = 64 << 20  # no model reads as much
 EXIT_MISSING_LIBRARY = 3  # the exit status if a library is not installed
 # The modules that read the kinds of files, and their functions. A new kind also needs a row in
-# FILE_TYPES and in CPU_SECONDS of extract.py.
+# FILE_TYPES and in CPU_SECONDS of extract.py, and one in its PACKAGES if it needs a library.
 EXTRACTORS = {
     "pdf": ("pdf_text", "extract_pdf"),
     "docx": ("docx_text", "extract_docx"),

@@ -42,8 +42,9 @@ def count_pairs_and_bytes(
     }
 
 
-# To add a field: set it in `pipeline.make_manifest`, check it in cache_checks.py, and raise the
-# version of KIND in cache_file.py.
+# To add a field: set it in `pipeline.make_manifest`, and where caches are derived from others
+# (`for_derived_cache` and its callers); check it in cache_checks.py; and raise the version of KIND
+# in cache_file.py and in portable.py, whose files hold the same record.
 @dataclass(frozen=True)
 class Manifest:
     """How a cache was made and what it holds."""
