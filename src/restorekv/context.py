@@ -29,7 +29,13 @@ from restorekv.errors import CacheFileError, RestoreKVError, warn
 from restorekv.generation import answers, decoding
 from restorekv.generation.answers import Answer, AnswerStream
 from restorekv.generation.chat import Chat
-from restorekv.generation.sampling import FiniteLogits, SamplingConfig, SamplingOptions, take_limit
+from restorekv.generation.sampling import (
+    DEFAULT_MAX_NEW_TOKENS,
+    FiniteLogits,
+    SamplingConfig,
+    SamplingOptions,
+    take_limit,
+)
 from restorekv.model import attention, support
 from restorekv.model.cache_argument import pass_cache_to_generate
 from restorekv.model.prompt import (
@@ -152,7 +158,7 @@ class CompressedContext:
     def ask(
         self,
         question: str | Sequence[str],
-        max_new_tokens: int | Sequence[int] = 128,
+        max_new_tokens: int | Sequence[int] = DEFAULT_MAX_NEW_TOKENS,
         *,
         stream: bool = False,
         answer_prefix: str = "",
@@ -174,7 +180,7 @@ class CompressedContext:
             max_new_tokens: How long an answer may be: one limit, or one for each question.
                 `max_tokens`, OpenAI's name, takes its place.
             stream: Return the pieces of one answer as they are written.
-            answer_prefix: Words that every answer goes on from. They are not part of the
+            answer_prefix: Text that every answer continues from. It is not part of the
                 answer that is returned.
             graph: Make every step the same work, which a GPU replays as a CUDA graph; for greedy
                 answers alone. None does so for greedy answers on a GPU.
@@ -188,10 +194,10 @@ class CompressedContext:
         """
         max_new_tokens = take_limit(options, max_new_tokens)
         sampling = SamplingConfig.make(**options)
-        answers.refuse_other_ends(options.get("config"), self.model, self.tokenizer)
+        answers.refuse_other_eos(options.get("config"), self.model, self.tokenizer)
         single = isinstance(question, str)
         asked = [(self.context, self.cache, each) for each in answers.list_questions(question)]
-        answers.warn_of_idle_options(sampling, details or stream)
+        answers.warn_about_unused_options(sampling, details or stream)
         # Pieces of several answers would arrive mixed, and neither details nor a graph has any.
         if stream:
             if not single or details or graph:
@@ -211,14 +217,14 @@ class CompressedContext:
             graph=graph,
             sampling=sampling,
         )
-        answers.warn_of_cut_forms(chain.from_iterable(written), sampling)
+        answers.warn_about_truncated_output(chain.from_iterable(written), sampling)
         results = [answers.to_result(each, details, sampling.samples) for each in written]
         return results[0] if single else results
 
     async def ask_async(
         self,
         question: str | Sequence[str],
-        max_new_tokens: int | Sequence[int] = 128,
+        max_new_tokens: int | Sequence[int] = DEFAULT_MAX_NEW_TOKENS,
         **options: Any,
     ) -> Any:
         """Answer as `ask` does, with its options, while other tasks of the event loop continue.
@@ -364,8 +370,8 @@ class CompressedContext:
         """Return the eviction that made this cache, or one like it for a cache that was loaded."""
         made = self.compressor
         if isinstance(made, Eviction) and evictor is None and adapter in ("auto", None):
-            # The very objects of before. The new part is read at once, and may need scores even
-            # where the first part kept everything.
+            # Reuse the original evictor and adapter objects. The new part is read at once, and may
+            # need scores even where the first part kept everything.
             return replace(
                 made,
                 config=replace(made.config, streaming_chunk=None),
@@ -385,7 +391,7 @@ class CompressedContext:
         eviction = replace(eviction, config=CompressionConfig(**recorded_config))
         identity = eviction.identity(self.model)
         if identity != manifest.evictor:
-            warn(f"The cache was made with {manifest.evictor}, and {identity} continues it.")
+            warn(f"The cache was made with {manifest.evictor}, and is extended with {identity}.")
         recorded = manifest.adapter
         if adapter is None or (adapter == "auto" and recorded is None):
             return eviction
@@ -404,7 +410,7 @@ class CompressedContext:
         if loaded.identity()["hash"] != recorded["hash"]:
             warn(
                 f"The cache was made with the adapter {recorded['hash']}, and "
-                f"{loaded.identity()['hash']} continues it; pass the folder of the one of before "
+                f"is extended with {loaded.identity()['hash']}; pass the original adapter's folder "
                 "(adapter=FOLDER), or adapter=None to restore nothing."
             )
         return replace(eviction, adapter=loaded)
@@ -486,7 +492,7 @@ class CompressedContext:
         if config is None:
             defaults["do_sample"] = False
             if "max_length" not in options:
-                defaults["max_new_tokens"] = 128
+                defaults["max_new_tokens"] = DEFAULT_MAX_NEW_TOKENS
         # As in `ask`: the ids span the context, so the question is what follows it.
         read = inputs["input_ids"].shape[1]
         first = self.cache.get_seq_length()

@@ -14,7 +14,12 @@ from restorekv.compression.growing import compose_caches
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError, UnlikeContextsError
 from restorekv.generation import answers
-from restorekv.generation.sampling import SamplingConfig, SamplingOptions, take_limit
+from restorekv.generation.sampling import (
+    DEFAULT_MAX_NEW_TOKENS,
+    SamplingConfig,
+    SamplingOptions,
+    take_limit,
+)
 from restorekv.model import attention
 from restorekv.model.prompt import hash_template
 from restorekv.model.shape import CacheShape
@@ -69,7 +74,7 @@ def ask_many(
 
 def ask_many(
     asked: Iterable[tuple[CompressedContext, str | Sequence[str]]],
-    max_new_tokens: int = 128,
+    max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
     answer_prefix: str = "",
     details: bool = False,
     **options: Any,
@@ -82,7 +87,7 @@ def ask_many(
     Args:
         asked: Pairs of a compressed context and its question, or a list of its questions.
         max_new_tokens: How long an answer may be.
-        answer_prefix: Words that every answer goes on from. They are not part of the
+        answer_prefix: Text that every answer continues from. It is not part of the
             answer that is returned.
         details: Return `Answer` objects, with ids and log-probabilities.
         **options: How tokens are chosen, as `ask` takes it.
@@ -106,8 +111,8 @@ def ask_many(
     if not rows:
         return [[] for _ in pairs]
     first = _check_one_model([context for context, _ in pairs])
-    answers.refuse_other_ends(options.get("config"), first.model, first.tokenizer)
-    answers.warn_of_idle_options(sampling, details)
+    answers.refuse_other_eos(options.get("config"), first.model, first.tokenizer)
+    answers.warn_about_unused_options(sampling, details)
     written = answers.answer_questions(
         first.model,
         first.tokenizer,
@@ -116,7 +121,7 @@ def ask_many(
         answer_prefix=answer_prefix,
         sampling=sampling,
     )
-    answers.warn_of_cut_forms(chain.from_iterable(written), sampling)
+    answers.warn_about_truncated_output(chain.from_iterable(written), sampling)
     # The answers come in the order of the rows: first those of the first pair, then the next.
     remaining = iter(written)
     results = []

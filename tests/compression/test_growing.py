@@ -202,7 +202,7 @@ def test_a_loaded_cache_grows_as_the_one_that_was_saved(model, tiny_tokenizer, t
     assert again.append(second, adapter=adapter).ask(QUESTIONS, 6) == small.append(second).ask(
         QUESTIONS, 6
     )
-    with pytest.warns(RestoreKVWarning, match="continues it"):
+    with pytest.warns(RestoreKVWarning, match="is extended with"):
         again.append(second, adapter=adapter, evictor="knorm")
 
 

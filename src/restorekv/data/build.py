@@ -25,7 +25,7 @@ from restorekv.data.teacher import describe_model
 from restorekv.errors import RestoreKVError, warn
 from restorekv.files import folder_lock, write_json
 from restorekv.seal import digest_file
-from restorekv.tiny.suite import draw_documents as suite
+from restorekv.tiny.suite import draw_documents
 
 # Documents of the tiny suite that paper/results/table1.md is measured on; the demo asks the first
 # 52.
@@ -131,7 +131,7 @@ def index_excluded_texts(
     """
 
     def read_texts() -> Iterator[tuple[str, str]]:
-        for number, document in enumerate(suite(tokenizer, SUITE_DOCUMENTS)):
+        for number, document in enumerate(draw_documents(tokenizer, SUITE_DOCUMENTS)):
             yield f"tiny suite, document {number}", document.text
         yield from read_evaluation_texts([*SHIPPED_TEXTS, *exclude])
 
@@ -220,5 +220,5 @@ def _describe_build(
         "exclude": excluded,
         "model": describe_model(model, tokenizer),
     }
-    # As it is after a way through the file: tuples are lists there, and so on.
+    # Through JSON and back, so that it compares equal to what is read from the file.
     return json.loads(json.dumps(record))

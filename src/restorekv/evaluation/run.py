@@ -42,14 +42,14 @@ class GridProgress:
 
     Args:
         what: What the running job does, for people.
-        turn: Its number, counted from 0.
+        job_index: Its number, counted from 0.
         jobs: How many jobs there are.
         done: How many of its contexts are answered.
         total: How many contexts it has.
     """
 
     what: str
-    turn: int
+    job_index: int
     jobs: int
     done: int
     total: int
@@ -57,7 +57,7 @@ class GridProgress:
     @property
     def share(self) -> float:
         """The share of all work that is done; every job counts alike."""
-        return (self.turn + self.done / max(self.total, 1)) / self.jobs
+        return (self.job_index + self.done / max(self.total, 1)) / self.jobs
 
 
 OnProgress = Callable[[GridProgress], None]
@@ -177,8 +177,8 @@ def _run_jobs(
 ) -> dict[Cell, Result]:
     """Run one job after the other and return every cell's result."""
     finished: dict[Cell, Result] = {}
-    for turn, job in enumerate(todo):
-        on_progress(GridProgress(job.title, turn, len(todo), 0, 0))
+    for job_index, job in enumerate(todo):
+        on_progress(GridProgress(job.title, job_index, len(todo), 0, 0))
         identities, digests = pool.open_job(job)
         if not digests:
             raise RestoreKVError(
@@ -205,7 +205,7 @@ def _run_jobs(
             for cell, line, seconds in lines:
                 results[cell].append(line, seconds)
             done += 1
-            on_progress(GridProgress(job.title, turn, len(todo), done, len(digests)))
+            on_progress(GridProgress(job.title, job_index, len(todo), done, len(digests)))
         # Written last: a cell without a summary is not finished.
         for result in results.values():
             if not result.done:

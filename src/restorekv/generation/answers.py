@@ -24,6 +24,7 @@ from restorekv.errors import RestoreKVError, join_words, warn
 from restorekv.generation import decoding
 from restorekv.generation.repetition import drop_repetition
 from restorekv.generation.sampling import (
+    DEFAULT_MAX_NEW_TOKENS,
     GREEDY,
     SamplingConfig,
     TokenSampler,
@@ -42,7 +43,7 @@ from restorekv.model.tokenize import TextStream
 # Options of transformers that take n-grams of all ids.
 NGRAM_OPTIONS = ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size")
 # Options that only a temperature above 0 heeds.
-OF_CHANCE = ("top_p", "top_k", "min_p")
+SAMPLING_ONLY = ("top_p", "top_k", "min_p")
 ContextQuestion = tuple[Context, RaggedCache, str]
 
 
@@ -91,7 +92,7 @@ def answer_greedily(
     context: Context,
     cache: RaggedCache,
     questions: Sequence[str],
-    max_new_tokens: int | Sequence[int] = 128,
+    max_new_tokens: int | Sequence[int] = DEFAULT_MAX_NEW_TOKENS,
     answer_prefix: str = "",
     graph: bool | None = None,
 ) -> list[str]:
@@ -108,7 +109,7 @@ def answer_questions(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
     requests: Sequence[ContextQuestion],
-    max_new_tokens: int | Sequence[int] = 128,
+    max_new_tokens: int | Sequence[int] = DEFAULT_MAX_NEW_TOKENS,
     *,
     answer_prefix: str = "",
     graph: bool | None = None,
@@ -121,7 +122,7 @@ def answer_questions(
         tokenizer: Its tokenizer.
         requests: A context, its cache and a question for each answer.
         max_new_tokens: How long an answer may be: one limit, or one for each question.
-        answer_prefix: Words that every answer goes on from. They are not part of the
+        answer_prefix: Text that every answer continues from. It is not part of the
             answer that is returned.
         graph: Make every step the same work, on a GPU a CUDA graph; for greedy answers alone. None
             does so for greedy answers on a GPU.
@@ -206,7 +207,7 @@ def make_answer(
     return Answer(text, tuple(ids), finish, prompt_tokens, logprobs, top)
 
 
-def refuse_other_ends(config: object, model: PreTrainedModel, tokenizer: Tokenizer) -> None:
+def refuse_other_eos(config: object, model: PreTrainedModel, tokenizer: Tokenizer) -> None:
     """Refuse a GenerationConfig whose answers would end elsewhere than the model's.
 
     What it has from the model's own one, such as several EOS ids, changes nothing.
@@ -233,7 +234,7 @@ def refuse_other_ends(config: object, model: PreTrainedModel, tokenizer: Tokeniz
         )
 
 
-def warn_of_cut_forms(written: Iterable[Answer], sampling: SamplingConfig) -> None:
+def warn_about_truncated_output(written: Iterable[Answer], sampling: SamplingConfig) -> None:
     """Warn of answers in JSON, or after a regular expression, that their limit has cut.
 
     Such a text cannot be parsed.
@@ -250,7 +251,7 @@ def warn_of_cut_forms(written: Iterable[Answer], sampling: SamplingConfig) -> No
         )
 
 
-def warn_of_idle_options(sampling: SamplingConfig, details: bool = True) -> None:
+def warn_about_unused_options(sampling: SamplingConfig, details: bool = True) -> None:
     """Warn of options that change nothing: those of sampling at temperature 0, and logprobs where
     no `details` are asked for, which would hold them.
     """
@@ -259,7 +260,7 @@ def warn_of_idle_options(sampling: SamplingConfig, details: bool = True) -> None
             f"All {sampling.samples} answers to a question are the same, because temperature 0 "
             "always takes the most likely token; give a temperature above 0, such as 0.7."
         )
-    idle = [name for name in OF_CHANCE if getattr(sampling, name) != getattr(GREEDY, name)]
+    idle = [name for name in SAMPLING_ONLY if getattr(sampling, name) != getattr(GREEDY, name)]
     if not sampling.temperature and idle:
         verb = "has" if len(idle) == 1 else "have"
         warn(
@@ -315,7 +316,7 @@ def stream_answer(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
     request: ContextQuestion,
-    max_new_tokens: int | Sequence[int] = 128,
+    max_new_tokens: int | Sequence[int] = DEFAULT_MAX_NEW_TOKENS,
     answer_prefix: str = "",
     sampling: SamplingConfig = GREEDY,
 ) -> AnswerStream:
@@ -341,7 +342,7 @@ def stream_answer(
     def finish_answer() -> Answer:
         sampler = samplers[0] if samplers else None
         answer = make_answer(tokenizer, token_ids, stops, len(prompt), sampler)
-        warn_of_cut_forms([answer], sampling)
+        warn_about_truncated_output([answer], sampling)
         return answer
 
     tokens = record_tokens()

@@ -29,14 +29,15 @@ from restorekv.generation import decoding
 from restorekv.generation.answers import (
     Answer,
     make_answer,
-    refuse_other_ends,
+    refuse_other_eos,
     stream_text,
-    warn_of_cut_forms,
-    warn_of_idle_options,
+    warn_about_truncated_output,
+    warn_about_unused_options,
 )
 from restorekv.generation.constraint import Constraint
 from restorekv.generation.repetition import DEFAULT_REPEATS, drop_repetition
 from restorekv.generation.sampling import (
+    DEFAULT_MAX_NEW_TOKENS,
     SamplingConfig,
     SamplingOptions,
     TokenSampler,
@@ -183,7 +184,7 @@ class Chat:
     def ask(
         self,
         question: str,
-        max_new_tokens: int = 128,
+        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         *,
         stream: bool = False,
         details: bool = False,
@@ -218,7 +219,7 @@ class Chat:
             options["stop_repeats"] = DEFAULT_REPEATS
         sampling = SamplingConfig.make(**options)
         document = self.document
-        refuse_other_ends(options.get("config"), document.model, document.tokenizer)
+        refuse_other_eos(options.get("config"), document.model, document.tokenizer)
         if stream and details:
             raise RestoreKVError(
                 "Only the text of an answer can be streamed; leave out stream or details."
@@ -233,7 +234,7 @@ class Chat:
         constraint = Constraint.make(
             document.tokenizer, sampling.json_schema, sampling.regex, stops
         )
-        warn_of_idle_options(sampling, details or stream)
+        warn_about_unused_options(sampling, details or stream)
         # Nothing runs before the first piece is taken: this is a generator.
         pieces = self._generate_or_undo(question, limit, sampling, stops, constraint)
         if stream:
@@ -244,7 +245,9 @@ class Chat:
         answer = self.turns[-1].answer
         return answer if details else answer.text
 
-    async def ask_async(self, question: str, max_new_tokens: int = 128, **options: Any) -> Any:
+    async def ask_async(
+        self, question: str, max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS, **options: Any
+    ) -> Any:
         """Answer as `ask` does while other tasks of the event loop continue.
 
         If the task is cancelled, the conversation is as it was before the turn.
@@ -339,7 +342,7 @@ class Chat:
         turn = Turn(question, answer, tuple(ids), answer.ids, (times[0], times[-1]))
         turn = self._drop_cut_tokens(turn, stops, sampling, sampler)
         # Before the turn is remembered: a warning may be raised as an error.
-        warn_of_cut_forms([answer], sampling)
+        warn_about_truncated_output([answer], sampling)
         self.turns.append(turn)
 
     def _drop_cut_tokens(
@@ -500,7 +503,7 @@ class Chat:
             del self.turns[-turns:]
 
     def fork(self) -> Self:
-        """Return a conversation that goes on from here by itself."""
+        """Return an independent conversation that continues from here."""
         with self._hold_turn():
             other = type(self)(self.document, self.system, list(self.turns), self.folded)
             other.cache = self.cache.fork()

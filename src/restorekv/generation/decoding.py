@@ -37,7 +37,7 @@ from restorekv.model.prompt import check_question_positions, check_vocabulary
 from restorekv.model.tokenize import decode_ids
 
 BATCH = 16
-# Of the task that asks.
+# Set when the asyncio task that waits for the answer is cancelled.
 CANCELLED: ContextVar[threading.Event | None] = ContextVar("cancelled", default=None)
 T = TypeVar("T")
 
@@ -559,4 +559,5 @@ def collect_ids(ids: Any) -> set[int]:
     return set(torch.as_tensor(ids).flatten().tolist())
 
 
+# The self-test imports nothing from here, so it is given what it has to test.
 step_self_test.register_graph(FixedSteps, pad_prompts)

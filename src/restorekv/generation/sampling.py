@@ -76,8 +76,8 @@ NEUTRAL: dict[str, object] = {
     "min_length": 0,
     "diversity_penalty": 0.0,
 }
-# Type, further condition, and both in words.
 LEAST_TEMPERATURE = 0.01  # below it only the most likely token has a chance
+# Type, further condition, and both in words.
 CHECKS: dict[str, tuple[object, Callable[[Any], bool], str]] = {
     "temperature": (
         float,
@@ -155,7 +155,7 @@ class SamplingOptions(TypedDict, total=False):
     config: SamplingConfig | GenerationConfig | None
 
 
-LIMIT = 128  # tokens of an answer, unless given
+DEFAULT_MAX_NEW_TOKENS = 128
 # Arguments of `ask` that are no options of sampling, for those who misspell them.
 OF_ASK = ("max_new_tokens", "answer_prefix", "stream", "details")
 # What other libraries call an option.
@@ -222,12 +222,14 @@ IN_CONFIG = {
 
 def take_limit(options: dict[str, Any], max_new_tokens: Any) -> Any:
     """Return the limit of an answer: `max_tokens`, OpenAI's name, which leaves `options`, or the
-    one that is given, or LIMIT if both are None.
+    one that is given, or DEFAULT_MAX_NEW_TOKENS if both are None.
     """
     named = options.pop("max_tokens", None)
     if named is not None:
         return named
-    return LIMIT if max_new_tokens is None else max_new_tokens
+    if max_new_tokens is None:
+        return DEFAULT_MAX_NEW_TOKENS
+    return max_new_tokens
 
 
 def _describe_class(kind: type) -> dict[str, Any]:
@@ -358,7 +360,7 @@ def read_generation_config(config: GenerationConfig) -> dict[str, object]:
     """Return the options that a GenerationConfig sets; refuse what this loop does not do.
 
     Which ids end an answer is up to the model's own config, and how long it may be up to
-    max_new_tokens; `refuse_other_ends` in answers.py refuses a config that says otherwise.
+    max_new_tokens; `refuse_other_eos` in answers.py refuses a config that says otherwise.
     """
     if not isinstance(config, GenerationConfig):
         raise RestoreKVError(

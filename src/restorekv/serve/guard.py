@@ -259,7 +259,7 @@ class Body:
                 "Too many large requests come at once; send it again in a moment.",
                 {"retry-after": "1"},
             )
-        # A drip of single bytes would otherwise keep a connection for ever.
+        # A drip of single bytes would otherwise keep a connection forever.
         if not self.over and self.bytes < SLOWEST * (time.monotonic() - self.start - PATIENCE):
             return RefusedError(
                 408, f"The request comes slower than {SLOWEST:,} bytes a second; send it again."

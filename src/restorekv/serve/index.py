@@ -295,7 +295,7 @@ def load_read_only(path: Path, memory: sqlite3.Connection, problem: sqlite3.Erro
                 disk.execute("pragma temp_store = memory")
                 check_schema(path, disk)
                 for table in TABLES:
-                    # Raises at once what `backup` would try for ever.
+                    # Raises at once what `backup` would try forever.
                     disk.execute(f"select 1 from {table} limit 1")
                 disk.backup(memory)
                 return

@@ -256,7 +256,7 @@ class Server(uvicorn.Server):
         state.open_requests.break_off()
         await asyncio.sleep(0.2)
         for connection in list(self.server_state.connections):
-            # A client that reads nothing would keep the connection open for ever.
+            # A client that reads nothing would keep the connection open forever.
             if connection.transport.get_write_buffer_size():
                 connection.transport.abort()
 

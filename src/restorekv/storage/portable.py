@@ -29,6 +29,7 @@ from restorekv.errors import CacheFileError, RestoreKVError, reraise_as
 from restorekv.files import parse_path
 from restorekv.generation import answers, decoding
 from restorekv.generation.chat import encode_conversation
+from restorekv.generation.sampling import DEFAULT_MAX_NEW_TOKENS
 from restorekv.model import support
 from restorekv.model.prompt import Context, check_question_positions, encode_question
 from restorekv.model.rope import shift_keys
@@ -126,7 +127,7 @@ class Portable:
         model: PreTrainedModel,
         tokenizer: Tokenizer,
         questions: str | Sequence[str],
-        max_new_tokens: int = 128,
+        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
     ) -> str | list[str]:
         """Return the answer to a question, or those to several, in batches, as
         `CompressedContext.ask` gives them; refuse a model that the cache was not made by, another

@@ -63,7 +63,7 @@ class Load:
         first: The first position that is written.
         end: The position after the last.
         blocks: The request's blocks, in the order of its positions.
-        beside: Whether the request waits for it, while steps of other requests continue.
+        in_background: Whether the request waits for it, while other requests continue.
     """
 
     request: str
@@ -72,7 +72,7 @@ class Load:
     first: int
     end: int
     blocks: tuple[int, ...]
-    beside: bool = False
+    in_background: bool = False
 
     def list_blocks(self, block_size: int) -> set[int]:
         """Return the blocks that the load writes to."""
@@ -162,7 +162,7 @@ class RestoreKVConnector(DocumentConnector):
         end = len(document.ids) if document else request.num_tokens
         # Of a request that must end with an error, only the last token's block is reported.
         first = end - num_external_tokens if document else end - 1
-        beside = document is None or self._is_unread(document)
+        in_background = document is None or self._is_unread(document)
         load = Load(
             request=request.request_id,
             document=document,
@@ -170,10 +170,10 @@ class RestoreKVConnector(DocumentConnector):
             first=first,
             end=end,
             blocks=tuple(blocks.get_block_ids()[0]),
-            beside=beside,
+            in_background=in_background,
         )
         self.pending[request.request_id] = load
-        if document and beside:
+        if document and in_background:
             self.awaited[request.request_id] = document, load.list_blocks(self.block_size)
 
     def _is_unread(self, document: StoredDocument) -> bool:
@@ -212,7 +212,7 @@ class RestoreKVConnector(DocumentConnector):
         loads = metadata.loads
         layers = find_attention_layers(forward_context) if loads else {}
         for load in loads:
-            if load.beside:
+            if load.in_background:
                 stream = open_stream(layers)
                 self.reading[load.request] = self.reader.submit(
                     self._load_document, load, layers, stream
@@ -231,7 +231,7 @@ class RestoreKVConnector(DocumentConnector):
             with use_stream(stream):
                 keys, values = self.store.load_pairs(load.document)
                 write_pairs(load, keys, values, layers, self.block_size)
-        # All of them: in a thread one would be lost, and the request would wait for ever.
+        # All of them: in a thread one would be lost, and the request would wait forever.
         except Exception as error:
             log.error(
                 "Request %s ends: %s",

@@ -275,7 +275,7 @@ class PoolLedger:
         wait, too.
 
         Without that, documents that are always asked, or that always come, would keep a large one
-        out for ever.
+        out forever.
         """
         if not self.waiting:
             return False
