@@ -1,9 +1,12 @@
 """Loading, shapes and fingerprints."""
 
+import shutil
+
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import load_file, save_file
 
 from restorekv.errors import ModelError
 from restorekv.model import attention
@@ -37,6 +40,25 @@ def test_save_and_load_locally(tiny_model, tiny_tokenizer, tmp_path):
     assert not any(parameter.requires_grad for parameter in model.parameters())
     half, _ = load_model(str(tmp_path), dtype="bfloat16")
     assert half.dtype == torch.bfloat16 and fingerprint_model(half) == fingerprint_model(model)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_without_all_of_its_weights_is_refused(tied, tiny_tokenizer, tmp_path):
+    """transformers would draw the others at random, and only log it."""
+    whole = tmp_path / "whole"
+    model = build_model("qwen3", tie_word_embeddings=tied)
+    model.save_pretrained(whole)
+    tiny_tokenizer.save_pretrained(whole)
+    loaded, _ = load_model(str(whole))
+    assert fingerprint_model(loaded) == fingerprint_model(model)
+    shutil.copytree(whole, tmp_path / "part")
+    file = tmp_path / "part" / "model.safetensors"
+    weights = load_file(file)
+    lost = "model.layers.1.mlp.down_proj.weight"
+    del weights[lost]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"its files lack 1 of its weights, such as {lost};"):
+        load_model(str(tmp_path / "part"))
 
 
 def test_unknown_models_are_refused(tmp_path, monkeypatch):

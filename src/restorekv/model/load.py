@@ -9,7 +9,7 @@ connection does not change the weights between two runs.
 installed packages that hold its GGUF file in parts (split_file.py) and from nowhere else.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,14 +116,17 @@ def load_model(
         # Before the model is built, since it computes its frequencies then.
         if rope is not None:
             stretch_rope(config, rope)
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.path,
             config=config,
             dtype=dtype,
             attn_implementation=attention.NAME,
+            output_loading_info=True,
             **local,
             **NO_PICKLES,
         )
+        model, report = loaded
+        _refuse_missing_weights(name, report["missing_keys"])
     except RestoreKVError:
         raise
     # transformers raises many kinds: for missing, damaged, unreachable and unknown models.
@@ -137,6 +140,15 @@ def load_model(
     if source.weights:
         WEIGHT_SOURCES[model] = source.weights
     return model, tokenizer
+
+
+def _refuse_missing_weights(name: str | Path, missing: Collection[str]) -> None:
+    """Refuse a model whose files lack weights: transformers draws them at random."""
+    if missing:
+        raise ModelError(
+            f"Cannot load the model {str(name)!r}: its files lack {len(missing):,} of its weights, "
+            f"such as {min(missing)}; fetch it again, or correct its config.json."
+        )
 
 
 def check_dtype(name: str | torch.dtype) -> None:
