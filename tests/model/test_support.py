@@ -21,9 +21,11 @@ from restorekv.model.cache_argument import find_cache
 from restorekv.model.prompt import Context, count_usable_positions
 from restorekv.model.rope import shift_keys
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.train.loop import train_adapter
 from tests import families
 from tests.helpers import decoders, exactness
-from tests.helpers.models import build_tokenizer
+from tests.helpers.models import build_model, build_tokenizer
+from tests.helpers.training import CONFIG, EXAMPLES
 
 PAGE = Path(__file__).resolve().parents[2] / "paper" / "results" / "families.md"
 # Every class with a window that its config names, and one class of every other way of computing.
@@ -214,6 +216,19 @@ def test_a_lack_of_memory_is_not_the_model_s_fault(monkeypatch, lack):
     monkeypatch.setattr(module.LlamaAttention, "forward", forward)
     with pytest.raises(lack):
         support.get_support(decoders.build("llama"))
+
+
+def test_gradient_checkpointing_in_training_mode_is_refused(tiny_tokenizer, tmp_path):
+    """With gradients, transformers passes no cache on then: a student would read no context."""
+    model = build_model("llama").train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ModelError, match=r"gradient checkpointing.*call model\.eval\(\) first"):
+        train_adapter(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    # In evaluation mode it changes nothing.
+    model.eval()
+    compress(model, tiny_tokenizer, "The house is red. " * 9, ratio=0.5, adapter=None)
+    train_adapter(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
 
 
 def test_a_model_in_training_mode_is_refused_if_that_changes_its_passes(tiny_tokenizer):

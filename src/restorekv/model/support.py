@@ -62,6 +62,11 @@ def get_support(model: PreTrainedModel) -> Support:
             "The model is in training mode, in which dropout changes every pass at random; call "
             "model.eval() first."
         )
+    if any(module.training and _drops_cache(module) for module in model.modules()):
+        raise ModelError(
+            "The model is in training mode with gradient checkpointing, in which transformers "
+            "leaves out the cache; call model.eval() first."
+        )
     key = _get_key(model)
     with _probing:
         if key not in _known:
@@ -80,6 +85,11 @@ def _drops_values(module: nn.Module) -> bool:
     """Whether a module drops values at random in training mode."""
     share = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0)
     return isinstance(share, int | float) and share > 0
+
+
+def _drops_cache(module: nn.Module) -> bool:
+    """Whether a module passes no cache on in training mode."""
+    return bool(getattr(module, "gradient_checkpointing", False))
 
 
 def _get_key(model: PreTrainedModel) -> _Key:
