@@ -97,6 +97,23 @@ def test_tasks_on_which_the_full_cache_fails_are_left_out(cells, monkeypatch):
     assert found["score_first"] == compute_mean_score(kept)
 
 
+def test_what_says_which_tasks_are_left_out_is_the_full_cache_of_the_same(cells):
+    """Another cell's scores would leave out other tasks without a word."""
+    (full, kvzip, random, _), _ = cells
+    with pytest.raises(RestoreKVError, match="is not of the full cache"):
+        compare_results(kvzip, random, kvzip)
+    by_another = replace(full, cell=replace(full.cell, protocol="kvzip"))
+    with pytest.raises(RestoreKVError, match="with another protocol"):
+        compare_results(kvzip, random, by_another)
+    of_another = replace(full, identity={**full.identity, "fingerprint": "0" * 16})
+    with pytest.raises(RestoreKVError, match="are of two models"):
+        compare_results(kvzip, random, of_another)
+    running = replace(full)
+    running.__dict__["lines"] = full.lines[:5]
+    with pytest.raises(RestoreKVError, match="has not answered all questions that are compared"):
+        compare_results(kvzip, random, running)
+
+
 def test_other_models_and_texts_are_refused(cells):
     (_, kvzip, random, _), _ = cells
     of_another = replace(random, identity={**random.identity, "fingerprint": "0" * 16})

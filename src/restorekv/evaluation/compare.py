@@ -75,8 +75,8 @@ def compare_results(first: Result, second: Result, full: Result | None = None) -
     Args:
         first: A cell, of `load_results`.
         second: Another cell of the same benchmark and protocol.
-        full: The full cache's cell. Tasks on which it scores below 10 are left out of scores, as in
-            the tables.
+        full: The full cache's cell, asked the same. Tasks on which it scores below 10 are left out
+            of scores, as in the tables.
 
     Returns:
         contexts and questions that both have answered; score_first, score_second and score_gain
@@ -85,7 +85,8 @@ def compare_results(first: Result, second: Result, full: Result | None = None) -
 
     Raises:
         RestoreKVError: The cells share no context, were asked different contexts or questions, or
-            by two protocols, or are of two models, whose full caches answer differently.
+            by two protocols, or are of two models, whose full caches answer differently; or `full`
+            is not the full cache's, or has not answered all that is compared.
     """
     for each in (first, second, *([full] if full is not None else [])):
         check_result(each)
@@ -107,7 +108,10 @@ def compare_results(first: Result, second: Result, full: Result | None = None) -
             )
     answers = [list_answers((line["sample"], line) for line in lines) for lines in (one, other)]
     check_same_questions(answers)
-    left_out = find_tasks_without_loss(full.answers, by_context) if full is not None else []
+    left_out: list[str] = []
+    if full is not None:
+        _check_full(full, first, one)
+        left_out = find_tasks_without_loss(full.answers, by_context)
     counted = [drop_tasks(each, left_out) for each in answers]
     gain, low, high = bootstrap_score(counted[1], counted[0], by_context=by_context)
     divergence, kl_low, kl_high = compare_divergence(one, other)
@@ -150,6 +154,25 @@ def _check_comparable(first: Result, second: Result) -> None:
             )
     if first.identity["fingerprint"] != second.identity["fingerprint"]:
         raise RestoreKVError(f"{names} are of two models; compare cells of one.")
+
+
+def _check_full(full: Result, compared: Result, lines: Lines) -> None:
+    """Refuse what is not the full cache of a cell, or has not answered these lines of it: it would
+    leave out other tasks.
+    """
+    name = full.folder.name
+    if full.cell.evictor != FULL:
+        raise RestoreKVError(
+            f"{name} is not of the full cache, which says what is left out; give the cell with "
+            f"evictor={FULL!r}."
+        )
+    _check_comparable(full, compared)
+    answered = {digest_line(line) for line in full.lines}
+    if any(digest_line(line) not in answered for line in lines):
+        raise RestoreKVError(
+            f"{name} has not answered all questions that are compared; give the full cache's cell "
+            "of the same benchmark, and let its run end."
+        )
 
 
 def select_common_lines(first: Result, second: Result) -> tuple[list[dict], list[dict]]:
