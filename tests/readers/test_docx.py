@@ -9,6 +9,7 @@ docx = pytest.importorskip("docx")
 from docx.opc.packuri import PackURI  # noqa: E402
 from docx.opc.part import Part  # noqa: E402
 
+from restorekv.errors import RestoreKVError  # noqa: E402
 from restorekv.readers.docx_text import extract_docx  # noqa: E402
 from restorekv.readers.extract import read_document  # noqa: E402
 
@@ -151,6 +152,18 @@ def test_symbols_are_read_and_unknown_ones_counted():
     found = read_document("a.docx", make(paragraph(*parts)))
     assert found.text == "20°C ± 5 μμ✓�"
     assert "1 symbol is of a font whose characters are not known" in found.warning
+
+
+def test_files_that_word_inserts_are_not_lost_without_a_word():
+    """Some converters write a whole document so: a page of HTML that Word reads as it opens."""
+    chunk = "<w:altChunk/>"
+    found = read_document("a.docx", make(paragraph(run("Intro.")), chunk))
+    assert found.text == "Intro."
+    assert "1 file that it inserts is not read" in found.warning
+    linked = paragraph(run("Master."), "<w:subDoc/>")
+    assert "2 files that it inserts are" in read_document("a.docx", make(linked, chunk)).warning
+    with pytest.raises(RestoreKVError, match="no text that can be read: 1 file that it inserts"):
+        read_document("a.docx", make(chunk))
 
 
 def test_one_of_several_forms_is_read():

@@ -33,6 +33,8 @@ DELETED = ("del", "moveFrom")
 COMPATIBILITY = "{http://schemas.openxmlformats.org/markup-compatibility/2006}"
 ALTERNATIVES = COMPATIBILITY + "AlternateContent"
 FORMS = (COMPATIBILITY + "Choice", COMPATIBILITY + "Fallback")
+# Other files, such as a page of HTML, whose content Word shows in their place.
+INSERTED = (WORD + "altChunk", WORD + "subDoc")
 RELATION = "{http://schemas.openxmlformats.org/officeDocument/2006/relationships}id"
 MAX_COLUMNS = 1000  # that one cell, or the space before a row, may span; Word has 63
 MAX_REPEATED = 200  # characters of a cell that is repeated in further rows
@@ -41,7 +43,9 @@ Piece = tuple[str, str]  # RAISED, LOWERED or "", and a text
 
 
 def extract_docx(content: bytes) -> tuple[str, dict[str, Any]]:
-    """Return the text of a document, and under "symbols" how many signs of it are not known."""
+    """Return the text of a document. Of it are counted, where there are any, the signs that are not
+    known ("symbols") and the files that Word inserts when it opens the document ("inserted").
+    """
     from docx import Document
 
     reader = DocumentReader(Document(io.BytesIO(content)).part)
@@ -49,6 +53,9 @@ def extract_docx(content: bytes) -> tuple[str, dict[str, Any]]:
     notices = {}
     if reader.unknown_symbols:
         notices["symbols"] = reader.unknown_symbols
+    inserted = len(list(reader.part.element.body.iter(*INSERTED)))
+    if inserted:
+        notices["inserted"] = inserted
     return text, notices
 
 

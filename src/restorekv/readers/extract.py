@@ -136,6 +136,10 @@ def _describe_unread(notices: dict[str, Any]) -> str:
     if symbols:
         verb = "symbol is" if symbols == 1 else "symbols are"
         parts.append(f"{symbols:,} {verb} of a font whose characters are not known")
+    inserted = notices.get("inserted")
+    if inserted:
+        verb = "file that it inserts is" if inserted == 1 else "files that it inserts are"
+        parts.append(f"{inserted:,} {verb} not read")
     return ", ".join(parts)
 
 
