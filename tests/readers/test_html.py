@@ -40,6 +40,13 @@ def test_values_of_tables_stay_in_their_columns(rows, text):
     assert read(f"<table>{rows}</table>") == text
 
 
+def test_words_are_whole_where_a_browser_may_break_them():
+    """German pages have soft hyphens in every long word, which no question has."""
+    page = "<p>Rechts&shy;schutz&#173;ver\xadsicherung, super<wbr>calif</p><pre>a&shy;b</pre>"
+    assert read(page) == "Rechtsschutzversicherung, supercalif\nab"
+    assert read("<p>x&shy;</p><p>&shy;</p>") == "x"
+
+
 @pytest.mark.parametrize(
     ("page", "text"),
     [

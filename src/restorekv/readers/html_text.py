@@ -72,6 +72,7 @@ GROUPS_OF_ROWS = ("thead", "tbody", "tfoot")
 SILENT_INPUTS = ("hidden", "password", "file", "color", "range", "image")
 # Kinds of parts: text, text whose white space is shown, and finished lines of a table.
 FLOW, PREFORMATTED, ROWS = "flow", "preformatted", "rows"
+SOFT_HYPHEN = "\xad"
 MAX_EQUATION_DEPTH = 200  # levels; further ones are read as their content
 MAX_COLUMNS = 1000  # of one cell, as in browsers
 MAX_ROWS = 65534
@@ -406,6 +407,8 @@ class PageReader(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         """Take text that is shown."""
+        # A browser shows it only where it breaks a line; in the text it would cut words.
+        data = data.replace(SOFT_HYPHEN, "")
         if self.equation:
             self.equation[-1].children.append(remove_signs(data))
         elif not self.raw_tag:
