@@ -3,6 +3,7 @@
 import gzip
 import json
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from restorekv.data import build_folder
+from restorekv.data.build import index_excluded_texts
 from restorekv.data.documents import DropRow, SourceDocument
 from restorekv.data.files import identify_source, iterate_rows
 from restorekv.data.gather import LengthFilter
@@ -420,6 +422,28 @@ def test_in_a_folder_files_without_texts_are_skipped_with_a_warning(tmp_path):
     ]
     with pytest.raises(RestoreKVError, match=r"config\.json has no evaluation text"):
         list(read_evaluation_texts([str(folder / "config.json")]))
+
+
+def test_files_that_are_not_read_are_named_before_texts_are_kept_out(tmp_path, tiny_tokenizer):
+    """QuALITY's own file ends in .dev: its articles would be trained on without a word."""
+    folder = tmp_path / "evaluation"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", [{"context": "one"}])
+    write_jsonl(folder / "QuALITY.v1.0.1.htmlstripped.dev", [{"article": "two"}])
+    with pytest.warns(RestoreKVWarning, match=r"because of the ending: QuALITY.*\.dev\. If they"):
+        index_excluded_texts(tiny_tokenizer, [str(folder)], 0.1)
+    (folder / "QuALITY.v1.0.1.htmlstripped.dev").unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RestoreKVWarning)
+        index_excluded_texts(tiny_tokenizer, [str(folder)], 0.1)
+
+
+def test_texts_of_answers_are_no_evaluation_texts(tmp_path):
+    """With them a file whose texts have an unknown field would pass for one that was read."""
+    row = {"body": "A long article.", "answers": [{"text": "long", "answer_start": 2}]}
+    write_jsonl(tmp_path / "a.jsonl", [row])
+    with pytest.raises(RestoreKVError, match="has no evaluation text; name its fields"):
+        list(read_evaluation_texts([str(tmp_path / "a.jsonl")]))
 
 
 @pytest.mark.parametrize(

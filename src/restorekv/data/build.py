@@ -19,7 +19,11 @@ from restorekv.data.config import BuildConfig
 from restorekv.data.files import identify_source, iterate_rows, list_source_files
 from restorekv.data.gather import AttemptFile, Progress, SourceBuilder, compute_longest_context
 from restorekv.data.mixture import write_examples
-from restorekv.data.overlap import EvaluationIndex, read_evaluation_texts
+from restorekv.data.overlap import (
+    EvaluationIndex,
+    read_evaluation_texts,
+    warn_of_unread_files,
+)
 from restorekv.data.sources import Source, select_sources
 from restorekv.data.teacher import describe_model
 from restorekv.errors import RestoreKVError, warn
@@ -129,6 +133,8 @@ def index_excluded_texts(
     """Index the texts of the tiny suite, of other benchmarks that ship, and of the files or folders
     `exclude`.
     """
+
+    warn_of_unread_files(exclude)
 
     def read_texts() -> Iterator[tuple[str, str]]:
         for number, document in enumerate(draw_documents(tokenizer, SUITE_DOCUMENTS)):

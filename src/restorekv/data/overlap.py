@@ -8,14 +8,21 @@ its own. Fewer than LEAST_COMMON common 13-grams (a stretch of 20 words) count a
 import hashlib
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
-from restorekv.data.files import iterate_values, list_source_files
-from restorekv.errors import RestoreKVError, warn
+from restorekv.data.files import (
+    ENDINGS,
+    FORMATS,
+    format_suffix,
+    iterate_values,
+    list_source_files,
+)
+from restorekv.errors import RestoreKVError, make_printable, warn
+from restorekv.files import list_files
 
 GRAM_WORDS = 13
 LEAST_COMMON = 8  # grams, below which texts have nothing in common
@@ -36,6 +43,10 @@ TEXT_FIELDS = {
     "paragraphs",
     "prompts",
 }
+
+# Fields whose texts are those of answers, as "text" in SQuAD's form, and no evaluation texts.
+ANSWER_FIELDS = {"answer", "answers"}
+SHOWN_NAMES = 5  # of files in a warning
 
 
 def split_words(text: str) -> list[str]:
@@ -153,6 +164,26 @@ def read_evaluation_texts(paths: list[str]) -> Iterator[tuple[str, str]]:
             warn(f"{file} has no evaluation text and is skipped.")
 
 
+def warn_of_unread_files(paths: Sequence[str]) -> None:
+    """Warn of the files in folders of evaluation texts that are not read because of their endings,
+    as QuALITY's own, which ends in .dev: documents with their texts would not be refused.
+    """
+    for given in paths:
+        if not Path(given).is_dir():
+            continue
+        files = list_files(Path(given), hidden=False)
+        unread = [file.name for file in files if format_suffix(file) not in ENDINGS]
+        if not unread:
+            continue
+        named = ", ".join(map(make_printable, unread[:SHOWN_NAMES]))
+        if len(unread) > SHOWN_NAMES:
+            named += f" and {len(unread) - SHOWN_NAMES} more"
+        warn(
+            f"Not read in {given}, because of the ending: {named}. If they hold evaluation texts, "
+            f"give them an ending of {FORMATS}, so that these are kept out."
+        )
+
+
 def _find_texts(value: object, wanted: bool = False) -> Iterator[str]:
     """Yield the texts of fields named in TEXT_FIELDS, at any depth, the parts of each joined.
 
@@ -166,7 +197,8 @@ def _find_texts(value: object, wanted: bool = False) -> Iterator[str]:
             yield text
     elif isinstance(value, dict):
         for name, part in value.items():
-            yield from _find_texts(part, name in TEXT_FIELDS)
+            if name not in ANSWER_FIELDS:
+                yield from _find_texts(part, name in TEXT_FIELDS)
     elif isinstance(value, list):
         for part in value:
             yield from _find_texts(part)
