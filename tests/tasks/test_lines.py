@@ -114,6 +114,15 @@ def test_rows_with_one_id_and_rows_asked_nothing(tmp_path):
     with pytest.raises(RestoreKVError, match="has 2 texts with the id"):
         Twice().choose_samples(build_tokenizer(), "kvpress")
 
+    class Alike(type(tasks.make_benchmark("genres"))):
+        def load_samples(self, tokenizer, protocol):
+            first, second = rows[0].questions[:2]
+            return [replace(rows[0], questions=(first, replace(second, id=first.id)))]
+
+    # The answers kept would be counted with another question's.
+    with pytest.raises(RestoreKVError, match="two questions with one id"):
+        Alike().choose_samples(build_tokenizer(), "kvpress")
+
     class Silent(type(tasks.make_benchmark("genres"))):
         def load_samples(self, tokenizer, protocol):
             return [rows[0], replace(rows[1], questions=())]

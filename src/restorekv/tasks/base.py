@@ -191,6 +191,13 @@ class Benchmark(ABC):
                 raise RestoreKVError(
                     f"{self.title} has {count} texts with the id {name!r}; give each its own."
                 )
+        # Two caches' answers to a question are found by its id.
+        for sample in samples:
+            if len({question.id for question in sample.questions}) < len(sample.questions):
+                raise RestoreKVError(
+                    f"{self.title} asks about {sample.id!r} two questions with one id; give each "
+                    "its own."
+                )
         return _draw_evenly(samples, self.count, self.seed)
 
     def averages_contexts(self, protocol: str) -> bool:
