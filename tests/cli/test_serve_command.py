@@ -46,6 +46,22 @@ def test_wrong_flags(tmp_path, flags, message):
     assert not (tmp_path / "store").exists() or "vLLM" in message  # which is asked last
 
 
+def test_keys_are_what_clients_send(tmp_path):
+    """A key that matches no request would lock its client out without a word."""
+    path = tmp_path / "keys"
+    key = "a-key-of-sixteen-characters"
+    # As editors on Windows save a text.
+    for written in (f"\ufeff{key}\r\n".encode(), f"{key}\n".encode("utf-16")):
+        path.write_bytes(written)
+        assert serve._read_keys(path) == (key,)
+    path.write_text("a-key-of-sixteen-characters-é")
+    with pytest.raises(RestoreKVError, match="has a key that no client could send"):
+        serve._read_keys(path)
+    path.write_bytes(b"a-key-of-sixteen-characters-\xe9")
+    with pytest.raises(RestoreKVError, match="is not UTF-8 text"):
+        serve._read_keys(path)
+
+
 def test_short_keys_taken_ports_and_shared_stores(tmp_path):
     (tmp_path / "keys").write_text("short\n")
     assert (

@@ -18,7 +18,7 @@ from restorekv.cli.choices import DTYPES, ENGINES, check_preset
 from restorekv.cli.terminal import notes
 from restorekv.compression.budget import parse_ratio
 from restorekv.errors import RestoreKVError, check_choice, import_extra
-from restorekv.files import folder_lock, read_bytes
+from restorekv.files import decode_text, folder_lock, read_bytes
 from restorekv.serve.ray.options import RayOptions
 
 SHORTEST_KEY = 16  # characters
@@ -372,7 +372,8 @@ def _parse_json_object(name: str, text: str) -> dict:
 
 def _read_keys(path: Path) -> tuple[str, ...]:
     """Return the keys of a file, one per line."""
-    text = read_bytes(path, f"The file {path}").decode("utf-8", "replace")
+    what = f"The file {path}"
+    text = decode_text(read_bytes(path, what), what)
     keys = tuple(line.strip() for line in text.splitlines() if line.strip())
     if not keys:
         raise RestoreKVError(f"The file {path} is empty; write one key a line.")
@@ -380,5 +381,11 @@ def _read_keys(path: Path) -> tuple[str, ...]:
         raise RestoreKVError(
             f"The file {path} has a key of {min(map(len, keys))} characters, which can be guessed; "
             f"write keys of at least {SHORTEST_KEY}, one per line."
+        )
+    # Clients send a key in a header, where other characters have no one form.
+    if not all(key.isascii() and key.isprintable() for key in keys):
+        raise RestoreKVError(
+            f"The file {path} has a key that no client could send; write keys of letters, digits "
+            "and signs of ASCII."
         )
     return keys
