@@ -434,6 +434,26 @@ def test_a_cache_mark_with_a_lifetime_is_taken(url, file, mark, documents):
     assert (status, answer["restorekv"]["documents"]) == (200, documents)
 
 
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("chat/completions", "n"),
+        ("chat/completions", "max_tokens"),
+        ("chat/completions", "top_logprobs"),
+        ("chat/completions", "temperature"),
+        ("completions", "logprobs"),  # a boolean in the other API
+        ("responses", "max_output_tokens"),
+    ],
+)
+def test_what_must_be_a_number_is_no_boolean(url, path, field):
+    """True would be 1: an answer of one token, or logprobs that nobody asked for."""
+    text = {"chat/completions": {"messages": [HELLO]}, "responses": {"input": "Hello."}}
+    request = {"model": "tiny", **text.get(path, {"prompt": "Hello."}), field: True}
+    status, error = sent(url, path, request)
+    assert (status, error["param"]) == (400, field), error
+    assert error["message"] == f"{field} must be a number, not true or false."
+
+
 def test_more_stops_than_the_limit_name_it(url, file):
     assert sent(url, *request_of("chat", file, stop=["x"] * 64))[0] == 200
     status, error = sent(url, *request_of("chat", file, stop=["x"] * 65))

@@ -120,6 +120,7 @@ CACHE_MARKS = {
 MARK_IDLE = frozenset({"ttl"})
 # Fields of a schema: every answer follows it strictly.
 FORMAT_IDLE = frozenset({"description", "name", "strict"})
+NUMBERS: tuple[Any, ...] = (int | None, float | None)  # types of fields
 STREAM = frozenset({"include_usage", "include_obfuscation"})
 
 
@@ -149,13 +150,19 @@ def take_known(
             object is inside of the one that pydantic validates and names.
 
     Raises:
-        PydanticCustomError: A field is unknown, or asks for what is not supported.
+        PydanticCustomError: A field is unknown, asks for what is not supported, or has a boolean in
+            place of a number.
     """
     if not isinstance(given, dict):
         return given
     taken = {}
     for name, value in given.items():
         if name in honored:
+            # Pydantic would read true as 1: a flag of another API would be a number without a word.
+            is_number = getattr(honored[name], "annotation", None) in NUMBERS
+            if is_number and isinstance(value, bool):
+                why = "must be a number, not true or false"
+                raise make_field_error("invalid_value", place + name, why)
             taken[name] = value
         elif name in refused:
             refusal = refused[name]
