@@ -17,7 +17,8 @@ from restorekv.generation import decoding
 from restorekv.model.prompt import Context
 from restorekv.model.shape import CacheShape, is_hybrid
 from restorekv.model.support import UNLIMITED, get_support
-from tests.helpers import exactness
+from tests.families import USED, judge_model
+from tests.helpers import decoders, exactness
 from tests.helpers.exactness import TOKENIZER, measure_error, random_ids, read_question
 from tests.helpers.families import FAMILIES, build_family, example
 from tests.helpers.hybrids import dense_logits, full_rows
@@ -146,6 +147,13 @@ def test_50_greedy_answers_are_those_of_generate(family):
     for number in different:
         assert is_tie(family, number, written[number], wanted[number])
     assert len({tuple(each) for each in written}) > 25  # they depend on the questions
+
+
+def test_a_class_may_ask_what_a_layer_holds():
+    """Mllama's own code asks each layer of a cache how many numbers it has."""
+    model = decoders.build("mllama", num_hidden_layers=3)
+    outcome, why, problems = judge_model(model, 0)
+    assert (outcome, problems) == (USED, []), why
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -31,6 +32,9 @@ class ManyContextsLayer(CompressedLayer):
         self.dtype = contexts[0].dtype
         self.device = contexts[0].device
         self.is_initialized = True
+        # The pairs are in the layers of the documents. transformers' own code asks an initialized
+        # layer how many numbers it holds itself.
+        self.keys = self.values = torch.empty(0, dtype=self.dtype, device=self.device)
 
     @property
     def heads(self) -> int:
