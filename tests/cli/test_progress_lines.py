@@ -38,6 +38,10 @@ def test_work_that_is_continued_is_not_taken_for_fast(clock):
     assert report(ShareMeter(), clock, [(0, 0.5), (10, 0.6)]) == ["50%", "60%, 40 s to go"]
 
 
+def test_every_phase_has_a_line_for_its_end(clock):
+    assert report(ShareMeter(), clock, [(1, 1.0), (1, 1.0)]) == ["100%", "100%"]
+
+
 def test_a_new_phase_begins_anew(clock):
     lines = report(ShareMeter(), clock, [(0, 0.0), (10, 1.0), (5, 0.0), (10, 0.5)])
     assert lines == ["100%", "0%", "50%, 10 s to go"]

@@ -49,7 +49,7 @@ def suite_once(tiny_tokenizer):
     made = suite(tiny_tokenizer, restorekv.data.build.SUITE_DOCUMENTS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(restorekv.data.build, "SHIPPED_TEXTS", [])
-        patch.setattr(restorekv.data.build, "suite", lambda tokenizer, count: made)
+        patch.setattr(restorekv.data.build, "draw_documents", lambda tokenizer, count: made)
         yield
 
 

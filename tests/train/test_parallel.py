@@ -247,8 +247,8 @@ def test_who_has_no_gradient_counts_as_zero_and_a_failure_ends_all():
 def test_adapters_that_differ_are_refused(tiny_tokenizer, tmp_path, monkeypatch):
     make = loop.make_initial_adapter
 
-    def make_own(model, tokenizer, config):
-        return make(model, tokenizer, replace(config, seed=int(os.environ["RANK"])))
+    def make_own(model, tokenizer, config, notice):
+        return make(model, tokenizer, replace(config, seed=int(os.environ["RANK"])), notice)
 
     monkeypatch.setattr(loop, "make_initial_adapter", make_own)
     errors = together(run, tiny_tokenizer, tmp_path / "run", CONFIG, False)

@@ -81,7 +81,9 @@ class ShareMeter:
             self.start = now, share
         self.last = share
         # Rounded, since ten tenths of floating point are not 1.
-        if round(abs(share - before), 9) < 0.1 and now - moment < LINE_SECONDS:
+        is_next = round(abs(share - before), 9) >= 0.1 or now - moment >= LINE_SECONDS
+        # Each phase has a line for its end, however short it is.
+        if not is_next and share < 1:
             return False
         self.printed = share, now
         return True
