@@ -97,6 +97,8 @@ class Variant:
 
 
 FIRST = "first"
+# The variants that the others of their search are compared with.
+FIRST_ROWS = (FIRST, "shared", "root, n 4")
 VARIANTS = {
     FIRST: Variant(),
     "ratios to .25": Variant(ratio_max=0.25),
@@ -544,9 +546,7 @@ def compare_results(results: list[dict]) -> str:
         + " |"
     ]
     lines.append("|" + "---|" * (4 + 2 * len(RATIOS)))
-    first = next(
-        (result for result in results if result["variant"] in (FIRST, "shared")), results[0]
-    )
+    first = next((result for result in results if result["variant"] in FIRST_ROWS), results[0])
     expected = {row["name"]: row["kl"] for row in first["development"]}
     for result in results:
         cells = [
