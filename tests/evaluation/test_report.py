@@ -14,7 +14,7 @@ from matplotlib.image import imread
 from restorekv.cli import execute
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import charts, plots
-from restorekv.evaluation.conditions import Condition, Method
+from restorekv.evaluation.conditions import Condition, Method, label_conditions
 from restorekv.evaluation.frame import load_grid, make_frame
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.report import write_report
@@ -418,6 +418,22 @@ def test_a_smaller_run_with_something_of_its_own_is_shown(tmp_path):
     page = Page((tmp_path / "report" / "index.html").read_text())
     assert " of 4 paired cells improve" in page.text and "Not shown" not in page.text
     assert "QASPER (count=3)" in page.text and "QASPER (count=6)" in page.text
+
+
+def test_conditions_with_one_title_have_labels_of_their_own():
+    """Two benchmarks of a user may have the same title."""
+    specs = ("mine", "yours", "lines:path=a", "rows:path=a", "rows:path=b,count=2")
+    conditions = {
+        Condition("tiny", spec, "kvzip", "free", 0, "float32"): "My texts" for spec in specs
+    }
+    labels = list(label_conditions(conditions).values())
+    assert labels == [
+        "My texts (mine)",
+        "My texts (yours)",
+        "My texts (lines:path=a)",
+        "My texts (rows:path=a)",
+        "My texts (path=b, count=2)",
+    ]
 
 
 def test_command_line(folder, tmp_path, capsys):

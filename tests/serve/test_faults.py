@@ -426,6 +426,16 @@ def test_a_sound_cache_that_cannot_be_read_now_stays(model, tiny_tokenizer, tmp_
     assert caches.load_document(made).ask("Which?", 4) and caches.counts["loaded"] == 1
 
 
+def test_a_document_that_is_deleted_later_ends_the_work_on_no_other_one(
+    model, tiny_tokenizer, tmp_path
+):
+    """The next document may be about to be in work when the deletion comes."""
+    caches = DocumentHolder(model, tiny_tokenizer, Store(tmp_path, MUCH))
+    caches.make_document(SHA, Variant.parse("tiny:snapkv-0.4", "tiny"), lambda: TEXT)
+    caches.forget_document(SHA)
+    assert not caches.is_abandoned
+
+
 def test_a_slow_shared_folder_holds_up_no_local_document(
     model, tiny_tokenizer, tmp_path, monkeypatch
 ):

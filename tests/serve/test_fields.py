@@ -454,6 +454,12 @@ def test_what_must_be_a_number_is_no_boolean(url, path, field):
     assert error["message"] == f"{field} must be a number, not true or false."
 
 
+@pytest.mark.parametrize("prompt", ([True], [[5, True]]))
+def test_ids_of_a_prompt_are_no_booleans(url, prompt):
+    status, error = sent(url, "completions", {"model": "tiny", "prompt": prompt})
+    assert status == 400 and error["param"].startswith("prompt"), error
+
+
 def test_more_stops_than_the_limit_name_it(url, file):
     assert sent(url, *request_of("chat", file, stop=["x"] * 64))[0] == 200
     status, error = sent(url, *request_of("chat", file, stop=["x"] * 65))

@@ -7,7 +7,7 @@ condition, on one seed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
@@ -131,9 +131,10 @@ def label_conditions(titles: Mapping[Condition, str]) -> dict[Condition, str]:
     """Return the title of the benchmark, and what else tells a condition from the others."""
     labels = {}
     for condition, title in titles.items():
-        settings = condition.benchmark.partition(":")[2].replace(",", ", ")
         same_title = {other.benchmark for other in titles if titles[other] == title}
-        parts = [f"{title} ({settings})" if settings and len(same_title) > 1 else title]
+        parts = [title]
+        if len(same_title) > 1:
+            parts = [f"{title} ({_describe_benchmark(condition.benchmark, same_title)})"]
         for name in ("model", "dtype", "protocol", "max_context"):
             value = getattr(condition, name)
             if value and len({getattr(other, name) for other in titles}) > 1:
@@ -142,3 +143,11 @@ def label_conditions(titles: Mapping[Condition, str]) -> dict[Condition, str]:
             parts.append(f"prefix policy {condition.prefix_policy}")
         labels[condition] = ", ".join(parts)
     return labels
+
+
+def _describe_benchmark(spec: str, others: Collection[str]) -> str:
+    """Return the settings of a benchmark; with its name, where one of the others has the same."""
+    settings = spec.partition(":")[2]
+    if settings and sum(other.partition(":")[2] == settings for other in others) == 1:
+        return settings.replace(",", ", ")
+    return spec.replace(",", ", ")

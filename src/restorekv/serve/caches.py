@@ -352,7 +352,11 @@ class CacheEngine(Engine, Generic[Active]):
             # In this order: a deletion between the two lines must not be overwritten.
             self.is_abandoned = False
             self.sha256_in_work = sha256
-            context = self.make_cache(content(), variant, key)
+            try:
+                context = self.make_cache(content(), variant, key)
+            finally:
+                # Whoever deletes this document later means no other one in work.
+                self.sha256_in_work = ""
             with self.store.write_cache_file(key, sha256) as path:
                 context.save(path)
             self._hold(sha256, key, context)

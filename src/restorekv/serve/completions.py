@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from openai.types import CompletionUsage
 from openai.types.completion_choice import Logprobs
-from pydantic import Field, model_validator
+from pydantic import Field, StrictInt, model_validator
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import OptionError
@@ -37,7 +37,7 @@ class CompletionRequest(SamplingRequest):
     model_config = fields.make_config(fields.COMPLETION_IDLE, fields.COMPLETION_REFUSED)
 
     model: Text
-    prompt: Text | list[Text] | list[int] | list[list[int]]
+    prompt: Text | list[Text] | list[StrictInt] | list[list[StrictInt]]
     logprobs: int | None = Field(None, ge=0, le=20)
 
     @model_validator(mode="before")
