@@ -173,7 +173,6 @@ class PreparedContext(ABC):
         cache, _ = self.evict_timed(budget, restore_tokens, consume)
         return cache
 
-    @abstractmethod
     def evict_timed(
         self,
         budget: RatioOrBudget,
@@ -182,6 +181,13 @@ class PreparedContext(ABC):
         begin_phase: BeginPhase = ignore_phase,
     ) -> tuple[RaggedCache, dict[str, float]]:
         """Return the cache that `evict` makes, and the seconds of every phase of the call."""
+        return self._make_cache(self.make_budget(budget, restore_tokens), consume, begin_phase)
+
+    @abstractmethod
+    def _make_cache(
+        self, budget: Budget, consume: bool, begin_phase: BeginPhase
+    ) -> tuple[RaggedCache, dict[str, float]]:
+        """Make the cache of `evict_timed`, for a budget that has been checked."""
 
 
 @contextmanager

@@ -34,7 +34,6 @@ from restorekv.compression.compressor import (
     ignore_phase,
     time_phase,
 )
-from restorekv.compression.config import RatioOrBudget
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import Evictor
 from restorekv.model.attention import dispatch
@@ -235,12 +234,8 @@ class ScoredContext(PreparedContext):
     def count_restore_tokens(self) -> int:
         return self.restore_tokens
 
-    def evict_timed(
-        self,
-        budget: RatioOrBudget,
-        restore_tokens: int | None = None,
-        consume: bool = False,
-        begin_phase: BeginPhase = ignore_phase,
+    def _make_cache(
+        self, budget: Budget, consume: bool, begin_phase: BeginPhase
     ) -> tuple[RaggedCache, dict[str, float]]:
         """Choose the pairs that stay and gather them, with the restore cache as the tail.
 
@@ -250,7 +245,6 @@ class ScoredContext(PreparedContext):
             raise RestoreKVError(
                 "The full cache was used up by evict(..., consume=True); prepare the context again."
             )
-        budget = self.make_budget(budget, restore_tokens)
         restore_cache = self.restore_cache
         adapter = None
         if budget.restore_tokens:

@@ -41,7 +41,6 @@ from restorekv.compression.compressor import (
     ignore_phase,
     time_phase,
 )
-from restorekv.compression.config import RatioOrBudget
 from restorekv.compression.full_cache import GONE, pin_prefix, prefill_and_score
 from restorekv.errors import RestoreKVError, warn
 from restorekv.evictors import Evictor
@@ -115,16 +114,12 @@ class StreamedContext(PreparedContext):
             return 0
         return self.adapter.restore_tokens
 
-    def evict_timed(
-        self,
-        budget: RatioOrBudget,
-        restore_tokens: int | None = None,
-        consume: bool = False,
-        begin_phase: BeginPhase = ignore_phase,
+    def _make_cache(
+        self, budget: Budget, consume: bool, begin_phase: BeginPhase
     ) -> tuple[RaggedCache, dict[str, float]]:
         """Read the context part by part. `consume` is ignored: no full cache is held."""
         # A new pass over the text for every budget: nothing of an earlier one is kept.
-        stream = Stream(self, self.make_budget(budget, restore_tokens), begin_phase)
+        stream = Stream(self, budget, begin_phase)
         return stream.run(), stream.seconds
 
 
