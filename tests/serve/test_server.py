@@ -773,6 +773,13 @@ def test_other_texts_of_word_files_are_read(tmp_path):
     assert text == "one two\n\n漢字\n\nSo x^2=1/4\n\nBefore and after.\n\nIn a box."
 
 
+def test_a_response_that_is_not_there_names_no_field(client):
+    """Its name is in the path: there is no field of a request at fault."""
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.responses.retrieve("resp-nowhere")
+    assert refused.value.param is None, refused.value.body
+
+
 def test_responses_go_on_from_the_one_before(client, file):
     options = {"model": VARIANT, "temperature": 0, "max_output_tokens": 12}
     first = client.responses.create(input=input_of(file), **options)

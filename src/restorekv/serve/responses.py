@@ -132,7 +132,7 @@ class ResponseMemory:
         self._check(name, "ask again")
         return self.answers[name]
 
-    def _check(self, name: str, remedy: str, param: str = "") -> None:
+    def _check(self, name: str, remedy: str, param: str | None = None) -> None:
         """Raise ApiError for an answer that is not remembered; `param` is the field that names
         it.
         """
