@@ -1,4 +1,4 @@
-"""The numbers of list items, as browsers and word processors write them: 3, c, C, iii or III.
+"""The numbers of list items, as browsers write them: 3, c, C, iii or III.
 
 program.py imports this file, so it needs nothing else of the package.
 """

@@ -277,8 +277,8 @@ class RestoreAdapter(nn.Module):
         if count == n:
             return self
         source = torch.arange(count) % n
-        # A copy of a published adapter has its license by its source, which the result is no copy
-        # of.
+        # A copy of a published adapter gets its license by its source, which the result does not
+        # name any more.
         self._look_up_license()
         card = replace(
             self.card,

@@ -17,7 +17,7 @@ from restorekv.model.names import (
     to_canonical_name,
 )
 from restorekv.restore.adapter_file import CARD
-from restorekv.spec import drop_gate, find_near_name, hint_near_name, split_specs
+from restorekv.spec import drop_gate, find_near_name, split_specs
 
 
 def find_shipped_adapter(model: str, evictor: str, allocation: str = "global") -> Path | None:
@@ -80,9 +80,9 @@ def find_named_adapter(name: str) -> Path | None:
     folder = find_shipped_adapter(model, adapter)
     if folder is None:
         names = list_names(model)
-        near = hint_near_name(adapter[:60], names).replace("mean ", f"mean {model}:")
+        hint = _hint_near_adapter(adapter[:60], model, names)
         raise AdapterError(
-            f"No adapter {adapter[:60]!r} ships for {model}{near}; use one of {', '.join(names)}."
+            f"No adapter {adapter[:60]!r} ships for {model}{hint}; use one of {', '.join(names)}."
         )
     return folder
 
@@ -103,10 +103,17 @@ def explain_unknown_adapter(name: str, identity: ModelIdentity | None) -> str:
             model = recognize_weights(identity) or ""
     names = list_names(model) if model else []
     # Also where the name of the model was left out.
-    near = find_near_name(name.rpartition(":")[2], names)
-    hint = f" (did you mean {model}:{near}?)" if near else ""
+    hint = _hint_near_adapter(name.rpartition(":")[2], model, names)
     choices = [*(f"{model}:{each}" for each in names), "a folder", "a hub id"]
     return f"{hint}; use {join_words(choices, 'or')}"
+
+
+def _hint_near_adapter(name: str, model: str, names: list[str]) -> str:
+    """Return " (did you mean MODEL:NAME?)" with the adapter that is most like a name, or ""."""
+    near = find_near_name(name, names)
+    if near is None:
+        return ""
+    return f" (did you mean {model}:{near}?)"
 
 
 def list_names(model: str) -> list[str]:

@@ -172,7 +172,7 @@ class CacheEngine(Engine, Generic[Active]):
         """End; documents that wait to be compressed get an UnavailableError."""
         self.stop_asking()
         # One thread works the queue off in order, so a job that does nothing ends after all others.
-        wait([self.compressor.submit(bool)], timeout=SHUTDOWN_SECONDS)
+        wait([self.compressor.submit(lambda: None)], timeout=SHUTDOWN_SECONDS)
         self.compressor.shutdown(wait=False)
 
     # Questions: each is prepared in a thread, written by the engine, and settled with a reply.

@@ -189,7 +189,9 @@ def take_request(
     if isinstance(taken, dict):
         place = "stream_options"
         options = take_known(taken.get(place), dict.fromkeys(STREAM), frozenset(), {}, f"{place}.")
-        for name, value in options.items() if isinstance(options, dict) else ():
+        if not isinstance(options, dict):
+            return taken  # none were sent, or their type is refused later
+        for name, value in options.items():
             if not isinstance(value, bool | None):
                 why = "must be a boolean, true or false"
                 raise make_field_error("invalid_value", f"{place}.{name}", why)

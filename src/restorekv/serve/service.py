@@ -238,7 +238,7 @@ class Service:
             # Its cache was there, made from another upload or by another server.
             twin = self.store.find_twin(upload)
             if twin is not None:
-                # The sentence begins with the name that its file has.
+                # The sentence names the other upload.
                 return twin.problem.replace(twin.name, upload.name, 1)
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(READERS, self._read_content, upload)
