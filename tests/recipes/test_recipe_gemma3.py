@@ -66,3 +66,12 @@ def test_commands_have_flags_that_exist(tmp_path):
 def test_without_data_a_sentence_says_so(tmp_path):
     with pytest.raises(SystemExit, match="There is no data in"):
         gemma3.list_first_training(tmp_path, "cpu")
+
+
+def test_an_evictor_without_an_adapter_has_rows_of_its_own():
+    record = gemma3.load_records()["kvzip"]
+    alone = [row for row in record["rows"] if not row["restored"]]
+    rows = list(gemma3.list_rows({"rows": alone, "closer": []}))
+    assert len(rows) == len(alone)
+    assert all(row.count("|") == 9 for row in rows)
+    assert "% less" not in "".join(rows)
