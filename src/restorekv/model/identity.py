@@ -1,27 +1,33 @@
 """What identifies a model in records: its name, its weights, its RoPE and its chat template.
 
 A fingerprint identifies exact weights. It is a hash of 64 values from every weight, which are read
-from the device in one transfer. It is not remembered with the model: weights can change in ways
-that leave no trace but their values (merging a LoRA adapter adds to `weight.data`, which PyTorch's
-version counters do not see), and a cache or an adapter for the old weights would then be accepted
-for the new ones. Code that needs the identity more than once computes it once and passes it on;
-nothing below asks the model again.
+from the device in one transfer. Of quantized layers these are codes and scales as they are stored;
+a sketch has the numbers that they stand for. The fingerprint is not remembered with the model:
+weights can change in ways that leave no trace but their values (merging a LoRA adapter adds to
+`weight.data`, which PyTorch's version counters do not see), and a cache or an adapter for the old
+weights would then be accepted for the new ones. Code that needs the identity more than once
+computes it once and passes it on; nothing below asks the model again.
 """
 
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.model.linear_layers import (
+    dequantize,
+    list_quantized_layers,
+    read_entries,
+)
 from restorekv.model.names import get_model_name
 from restorekv.model.prompt import hash_template
 from restorekv.model.rope import get_rope_settings
@@ -116,14 +122,25 @@ def describe_weights(model: PreTrainedModel) -> dict[str, Any]:
 
 def _examine_weights(model: PreTrainedModel) -> tuple[str, dict[str, Any]]:
     """Return the fingerprint and the description of a model's weights."""
-    base = _list_base_parameters(model)
+    quantized = list_quantized_layers(model)
+    base = _list_base_parameters(model, quantized)
     # Names and values in sorted order, so that the fingerprint does not depend on the order in
     # which a checkpoint lists its weights.
     named = base + _list_active_lora(model)
     # Vectors such as norms are alike in all models of a family and would hide differences.
-    matrices = [weight for _, weight in base if weight.ndim > 1]
+    inside = tuple(f"{path}." for path in quantized)
+    matrices = {}
+    for name, weight in base:
+        if weight.ndim > 1 and not name.startswith(inside):
+            matrices[name] = weight
+    count = max(SKETCH_VALUES // (len(matrices) + len(quantized)), 1)
+    # Before what is stored is read: on a CPU, bitsandbytes rearranges a layer of 4 bits when the
+    # layer is first called.
+    for path, layer in quantized.items():
+        entries = read_entries(layer, count, model.dtype)
+        matrices[f"{path}.weight"] = entries.to(model.device)
     for_fingerprint = [(weight, SAMPLES) for _, weight in named]
-    for_sketch = [(weight, max(SKETCH_VALUES // len(matrices), 1)) for weight in matrices]
+    for_sketch = [(matrix, count) for _, matrix in sorted(matrices.items())]
     # In one call, as each waits for the device.
     rows = _sample_weights([*for_fingerprint, *for_sketch])
 
@@ -181,12 +198,20 @@ def remember_identity(model: PreTrainedModel) -> None:
     _REMEMBERED[model] = _examine_weights(model)
 
 
-def _list_base_parameters(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
-    """Return the weights sorted by name, as if the model had no LoRA layers."""
+def _list_base_parameters(
+    model: PreTrainedModel, quantized: Mapping[str, nn.Module]
+) -> list[tuple[str, Tensor]]:
+    """Return the weights sorted by name, as if the model had no LoRA layers, with the buffers in
+    which quantized layers hold codes and scales.
+    """
     named = []
     for name, weight in model.named_parameters():
         if "lora_" not in name and weight.numel():
             named.append((name.replace(".base_layer", ""), weight))
+    for path, layer in quantized.items():
+        for name, buffer in layer.named_buffers(recurse=False):
+            if buffer.numel():
+                named.append((f"{path}.{name}", buffer))
     return sorted(named, key=lambda item: item[0])
 
 
@@ -223,7 +248,7 @@ def _sample_weights(wanted: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
         if key not in places:
             even = torch.linspace(0, weight.numel() - 1, count, dtype=torch.float64)
             places[key] = even.long().to(weight.device)
-        values = weight.detach().reshape(-1)[places[key]]
+        values = dequantize(weight.detach()).reshape(-1)[places[key]]
         rows.append(values.to(device=target, dtype=torch.bfloat16))
     counts = [count for _, count in wanted]
     return list(torch.cat(rows).cpu().split(counts))

@@ -1,0 +1,100 @@
+"""The matrices of linear layers, also where a layer is quantized or has LoRA.
+
+A quantized layer stores codes in a layout of its library (bitsandbytes, torchao, GPTQ, AWQ, FP8 and
+others), so its `weight`, if it has one, is not the matrix that it multiplies with. But every layer
+can be asked for its products with unit vectors, which are the columns of its matrix.
+"""
+
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def has_plain_weight(layer: nn.Module) -> bool:
+    """Whether the layer's `weight` is the matrix that it multiplies with, and nothing else is."""
+    # Others than nn.Linear itself may scale it, or add LoRA.
+    return type(layer) is nn.Linear and holds_numbers(layer.weight)
+
+
+def holds_numbers(tensor: Tensor) -> bool:
+    """Whether a tensor holds the numbers that it stands for, and no codes for them."""
+    # Libraries that quantize have types of their own, some of which say that they are float32.
+    is_ordinary = type(tensor).__module__.partition(".")[0] == "torch"
+    return is_ordinary and tensor.dtype in PLAIN_DTYPES
+
+
+def dequantize(tensor: Tensor) -> Tensor:
+    """Return the numbers of a tensor of torchao or quanto, and any other tensor as it is.
+
+    These two libraries write them in the type of the tensor, others in the layer.
+    """
+    if type(tensor).__module__.startswith(("torchao.", "optimum.quanto.")):
+        return tensor.dequantize()
+    return tensor
+
+
+def list_quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the quantized linear layers by their path, as if the model had no LoRA layers."""
+    found = {}
+    for path, module in model.named_modules():
+        if hasattr(module, "base_layer") or "lora_" in path:
+            continue
+        is_linear = hasattr(module, "in_features") and hasattr(module, "out_features")
+        if is_linear and _is_quantized(module):
+            found[path.replace(".base_layer", "")] = module
+    return found
+
+
+def _is_quantized(layer: nn.Module) -> bool:
+    """Whether a layer has codes among its weights."""
+    held = chain(layer.parameters(recurse=False), layer.buffers(recurse=False))
+    return not all(holds_numbers(tensor) for tensor in held)
+
+
+@torch.no_grad()
+def compute_matrix(layer: nn.Module, dtype: torch.dtype) -> Tensor:
+    """Return the matrix (out, in) that a linear layer multiplies with.
+
+    Of a plain layer it is the weight itself. Of others it is computed in `dtype`, with the LoRA
+    that is active in the layer.
+    """
+    if has_plain_weight(layer):
+        return layer.weight  # type: ignore[return-value]
+    size = int(layer.in_features)  # type: ignore[arg-type]
+    columns = torch.arange(size, device=_get_device(layer))
+    return _compute_columns(layer, columns, dtype).T
+
+
+@torch.no_grad()
+def read_entries(layer: nn.Module, count: int, dtype: torch.dtype) -> Tensor:
+    """Return `count` evenly spaced entries of a layer's matrix, row by row, as (count,).
+
+    They are at the places at which `identity.py` reads a weight of the same shape.
+    """
+    linear: Any = layer
+    size = int(linear.in_features)
+    even = torch.linspace(0, int(linear.out_features) * size - 1, count, dtype=torch.float64)
+    places = even.long().to(_get_device(layer))
+    columns = _compute_columns(layer, places % size, dtype)
+    return columns.gather(1, (places // size)[:, None])[:, 0]
+
+
+def _compute_columns(layer: nn.Module, columns: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return columns of a layer's matrix as rows (number of columns, out)."""
+    linear: Any = layer
+    size = int(linear.in_features)
+    units = torch.zeros(len(columns), size, dtype=dtype, device=columns.device)
+    units.scatter_(1, columns[:, None], 1)
+    products = layer(units)
+    if getattr(layer, "bias", None) is not None:
+        products = products - layer(torch.zeros_like(units[:1]))
+    return products
+
+
+def _get_device(layer: nn.Module) -> torch.device:
+    """Return where a layer's weights are."""
+    return next(chain(layer.parameters(), layer.buffers())).device
