@@ -500,7 +500,7 @@ class CompressedContext:
         longest = longest or find_option("max_new_tokens", 0)
         longest = longest or max(find_option("max_length") - read, 1)
         check_question_positions(self.model, [first], [read - first], [longest])
-        if options.get("stop_strings"):
+        if find_option("stop_strings", 0):
             options.setdefault("tokenizer", self.tokenizer)  # which transformers finds them with
         sizes = {name: find_option(name, 0) for name in answers.NGRAM_OPTIONS}
         sizes = {name: size for name, size in sizes.items() if size}
@@ -514,6 +514,8 @@ class CompressedContext:
         # Without it, as models are often saved after a training, transformers would read the whole
         # prompt into the cache again for every token.
         options["use_cache"] = True
+        # A kind of cache to make, which transformers refuses next to a cache.
+        options["cache_implementation"] = None
         with torch.no_grad():
             # PreTrainedModel has `generate` only in its subclasses that write text.
             model: Any = self.model

@@ -132,6 +132,29 @@ def test_a_model_that_was_saved_without_a_cache_reads_it_all_the_same(small, mon
     assert small.ask(QUESTION, TOKENS) == plain
 
 
+@pytest.mark.parametrize("name", ["static", "dynamic"])
+def test_a_kind_of_cache_in_a_generation_config_changes_nothing(small, monkeypatch, name):
+    """transformers makes such a cache where it is given none, and refuses the name with one."""
+    plain = small.ask(QUESTION, TOKENS)
+    assert generate(small, cache_implementation=name) == plain
+    config = GenerationConfig(cache_implementation=name, max_new_tokens=TOKENS)
+    assert small.generate(QUESTION, generation_config=config) == plain
+    monkeypatch.setattr(small.model.generation_config, "cache_implementation", name)
+    assert generate(small) == plain
+
+
+def test_stop_strings_of_a_generation_config_end_an_answer(small, monkeypatch):
+    """transformers finds them with the tokenizer, which is an argument of its own."""
+    plain = small.ask(QUESTION, TOKENS)
+    stop = next(each for each in plain[1:] if each.isascii() and each.isprintable())
+    wanted = generate(small, stop_strings=[stop])
+    assert wanted != plain
+    config = GenerationConfig(stop_strings=[stop], max_new_tokens=TOKENS)
+    assert small.generate(QUESTION, generation_config=config) == wanted
+    monkeypatch.setattr(small.model.generation_config, "stop_strings", [stop])
+    assert generate(small) == wanted
+
+
 def test_a_class_that_tells_attention_nothing_of_the_cache_reads_it(tiny_tokenizer):
     """Its layers get use_cache=False whatever `generate` passes."""
     model = decoders.build("laguna", max_position_embeddings=512)
