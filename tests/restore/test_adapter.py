@@ -9,9 +9,12 @@ import pickle
 import shutil
 import warnings
 from dataclasses import replace
+from functools import partial
+from types import MethodType
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import GemmaConfig, GemmaForCausalLM
@@ -19,6 +22,7 @@ from transformers import GemmaConfig, GemmaForCausalLM
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import AdapterError, RestoreKVWarning
 from restorekv.model import attention
+from restorekv.model.identity import fingerprint_model
 from restorekv.model.prefill import prefill
 from restorekv.restore import adapter_file
 from restorekv.restore.adapter import RestoreAdapter
@@ -532,6 +536,85 @@ def test_a_model_with_foreign_adapters_is_refused():
     get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(AdapterError, match="PEFT adapters already"):
         RestoreAdapter.create(model, 2)
+
+
+def hook_all(model):
+    """As accelerate does with a model that it spreads over devices."""
+    for name, module in model.named_modules():
+        if name:
+            add_hook_to_module(module, ModelHook())
+
+
+def unhook_all(model):
+    hook_all(model)
+    remove_hook_from_submodules(model)
+
+
+def patch_layers(model):
+    """As Liger does with the instances of a model."""
+    for layer in model.model.layers:
+        layer.mlp.forward = MethodType(type(layer.mlp).forward, layer.mlp)
+
+
+def compile_layers(model):
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+
+
+def compile_forward(model):
+    model.model.forward = torch.compile(model.model.forward, backend="eager")
+
+
+def wrap_layers(model):
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = torch.compile(layer, backend="eager")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [hook_all, unhook_all, patch_layers, compile_layers, compile_forward, wrap_layers],
+    ids=lambda change: change.__name__,
+)
+def test_lora_runs_in_modules_whose_functions_were_replaced(change):
+    """Such a function is bound to the model's own module, whose layers have no LoRA."""
+    plain, changed = build_model("llama"), build_model("llama")
+    change(changed)
+    expected, found = (restored(model, trained(model)) for model in (plain, changed))
+    for ours, theirs in zip(found.layers, expected.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours.values, theirs.values, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("compile_all", [False, True])
+def test_an_adapter_fits_a_compiled_model_and_the_plain_one(tmp_path, compile_all):
+    """torch.compile puts a module around each, which has a part in all names below."""
+    plain, compiled = build_model("llama"), build_model("llama")
+    if compile_all:
+        compiled = torch.compile(compiled, backend="eager")
+    else:
+        wrap_layers(compiled)
+    assert fingerprint_model(compiled) == fingerprint_model(plain)
+    for place, (model, other) in enumerate([(plain, compiled), (compiled, plain)]):
+        adapter = trained(model)
+        adapter.save_pretrained(tmp_path / str(place))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RestoreKVWarning)
+            again = RestoreAdapter.from_pretrained(other, tmp_path / str(place))
+        assert hash_of(again) == hash_of(adapter)
+
+
+def test_a_function_that_knows_only_the_model_s_own_module_is_refused():
+    model = build_model("llama")
+    layer = model.model.layers[1]
+    own = layer.forward
+    layer.forward = partial(lambda *args, **options: own(*args, **options))
+    with pytest.raises(AdapterError, match=r"the forward pass of model\.layers\.1 by a function"):
+        RestoreAdapter.create(model, 2)
+    # Nothing of the restore pass is below these.
+    del layer.forward
+    for module in (model, layer.input_layernorm, layer.mlp.up_proj):
+        module.forward = partial(module.forward)
+    RestoreAdapter.create(model, 2)
 
 
 def test_targets_are_the_linear_layers_of_these_names_and_no_experts(tmp_path):

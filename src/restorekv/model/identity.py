@@ -122,7 +122,8 @@ def describe_weights(model: PreTrainedModel) -> dict[str, Any]:
 
 def _examine_weights(model: PreTrainedModel) -> tuple[str, dict[str, Any]]:
     """Return the fingerprint and the description of a model's weights."""
-    quantized = list_quantized_layers(model)
+    layers = list_quantized_layers(model)
+    quantized = {drop_wrappers(path): layer for path, layer in layers.items()}
     base = _list_base_parameters(model, quantized)
     # Names and values in sorted order, so that the fingerprint does not depend on the order in
     # which a checkpoint lists its weights.
@@ -207,12 +208,17 @@ def _list_base_parameters(
     named = []
     for name, weight in model.named_parameters():
         if "lora_" not in name and weight.numel():
-            named.append((name.replace(".base_layer", ""), weight))
+            named.append((drop_wrappers(name.replace(".base_layer", "")), weight))
     for path, layer in quantized.items():
         for name, buffer in layer.named_buffers(recurse=False):
             if buffer.numel():
                 named.append((f"{path}.{name}", buffer))
     return sorted(named, key=lambda item: item[0])
+
+
+def drop_wrappers(name: str) -> str:
+    """Return the name of a module or weight without the wrappers of torch.compile."""
+    return name.replace("_orig_mod.", "")
 
 
 def _list_active_lora(model: PreTrainedModel) -> list[tuple[str, Tensor]]:

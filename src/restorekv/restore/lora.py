@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import MethodType
 from typing import Any, Literal
 
 from peft import LoraConfig, inject_adapter_in_model
@@ -19,7 +21,7 @@ from transformers import PreTrainedModel
 
 from restorekv.errors import AdapterError, summarize_error
 from restorekv.files import matches_type
-from restorekv.model.identity import RESTORE_ADAPTER
+from restorekv.model.identity import RESTORE_ADAPTER, drop_wrappers
 from restorekv.model.shape import get_backbone
 
 NAME = RESTORE_ADAPTER  # of the adapter in PEFT's layers
@@ -155,12 +157,13 @@ def attach_lora(
     }
     _drop_other_parts(adapted, layers)
     _check_targets(model, config, layers)
+    _check_replaced_functions(model, adapted)
     # Its modules have modes of their own, which do not follow the model's.
     adapted.eval()
     for layer in layers.values():
         for part in (layer.lora_A[NAME], layer.lora_B[NAME]):
             part.float().requires_grad_(True)
-    return adapted, layers
+    return adapted, {drop_wrappers(path): layer for path, layer in layers.items()}
 
 
 @contextmanager
@@ -209,13 +212,73 @@ def _check_targets(model: PreTrainedModel, config: LoraConfig, layers: dict[str,
             )
 
 
+def _check_replaced_functions(model: PreTrainedModel, adapted: PreTrainedModel) -> None:
+    """Refuse a module whose forward pass another program has replaced in such a way that the twin
+    would run the model's own layers, without LoRA.
+    """
+    # The restore pass runs this part alone.
+    running = set(get_backbone(model).modules())
+    for path, module in model.named_modules():
+        if module not in running:
+            continue
+        # A layer with LoRA itself is replaced by one that calls it.
+        twin = adapted.get_submodule(path)
+        has_lora = any(isinstance(part, LoraLayer) for part in twin.modules() if part is not twin)
+        for name in ("forward", "_compiled_call_impl"):
+            own = vars(module).get(name)
+            if own is None or not has_lora or vars(twin).get(name) is not own:
+                continue
+            raise AdapterError(
+                f"Another program has replaced the forward pass of {path} by a function that runs "
+                "this module alone, so LoRA could not be used in it; load the model again, and "
+                "patch its class in place of the module."
+            )
+
+
 def make_twin(module: nn.Module) -> Any:
     """Return a copy of the tree of modules that shares every parameter, buffer and hook, in half a
     millisecond.
+
+    A function that was set on a module and runs it, as accelerate, Liger and torch.compile do, runs
+    the twin's module there; what was compiled runs as it was before.
     """
+    twins: dict[int, nn.Module] = {}  # by the id of the module that each is a copy of
+    twin = _copy_modules(module, twins)
+    # Once all of them are there: a function may run another module than its own.
+    for copied in twin.modules():
+        for name, value in vars(copied).items():
+            if callable(value):
+                vars(copied)[name] = _bind_to_twins(value, twins)
+    return twin
+
+
+def _copy_modules(module: nn.Module, twins: dict[int, nn.Module]) -> nn.Module:
+    """Return a copy of a tree of modules, and add each of its modules to `twins`."""
     twin = object.__new__(type(module))  # FSDP's classes refuse copy.copy
     vars(twin).update(vars(module))
-    vars(twin)["_modules"] = {
-        name: None if child is None else make_twin(child) for name, child in module._modules.items()
-    }
+    twins[id(module)] = twin
+    children = {}
+    for name, child in module._modules.items():
+        children[name] = None if child is None else _copy_modules(child, twins)
+    vars(twin)["_modules"] = children
     return twin
+
+
+def _bind_to_twins(function: Any, twins: dict[int, nn.Module]) -> Any:
+    """Return a function of modules as the function of their twins; any other as it is."""
+    if isinstance(function, MethodType):
+        owner = twins.get(id(function.__self__))
+        return function if owner is None else MethodType(function.__func__, owner)
+    # accelerate's hooks are run by a function with the module as its first argument.
+    if isinstance(function, partial):
+        inner = _bind_to_twins(function.func, twins)
+        arguments = [twins.get(id(each), each) for each in function.args]
+        if inner is function.func and not any(id(each) in twins for each in function.args):
+            return function
+        bound = partial(inner, *arguments, **function.keywords)
+        vars(bound).update(vars(function))
+        return bound
+    # Of torch.compile; functools.wraps copies the attributes to functions that are not its own.
+    compiled = getattr(function, "_torchdynamo_orig_callable", None)
+    is_own = getattr(function, "_torchdynamo_wrapper_id", id(function)) == id(function)
+    return _bind_to_twins(compiled, twins) if compiled is not None and is_own else function
