@@ -5,7 +5,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from peft import (
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    OFTConfig,
+    VeraConfig,
+    get_peft_model,
+    inject_adapter_in_model,
+)
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 
@@ -136,6 +144,37 @@ def test_the_scaling_of_an_active_lora_is_noticed():
     for layer in layers:
         layer.scale_layer(0.1)
     assert layers and fingerprint_model(model) != before
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
+        LoHaConfig(r=2, target_modules=["k_proj"]),
+        VeraConfig(r=2, target_modules=["k_proj"]),
+        OFTConfig(oft_block_size=4, target_modules=["k_proj"]),
+        LoraConfig(r=2, target_modules=["k_proj"]),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_the_active_adapter_of_every_kind_is_noticed(config):
+    """A cache of one of them is wrong for the others: each changes every key."""
+    model = build_model("qwen3")
+    adapted = get_peft_model(model, config)
+    adapted.add_adapter("other", config)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.1)
+    first = fingerprint_model(model)
+    with adapted.disable_adapter():
+        off = fingerprint_model(model)
+    assert fingerprint_model(model) == first
+    adapted.set_adapter("other")
+    assert len({first, off, fingerprint_model(model)}) == 3
+    # As of the model without adapters.
+    with adapted.disable_adapter():
+        assert fingerprint_model(model) == off == fingerprint_model(adapted.unload())
 
 
 def test_a_changed_template_is_noticed(tiny_tokenizer):

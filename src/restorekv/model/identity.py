@@ -12,7 +12,7 @@ computes it once and passes it on; nothing below asks the model again.
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -106,7 +106,8 @@ def fingerprint_model(model: PreTrainedModel) -> str:
 
     Samples are rounded to bfloat16, so that a checkpoint has one fingerprint in float32 and
     bfloat16. The LoRA layers of restore adapters are left out, so that an attached one does not
-    change it. Those of the user's own adapters count while they are active: they change every pair.
+    change it. Those of the user's own adapters, of PEFT's other kinds too, count while they are
+    active: they change every pair.
     """
     return (_REMEMBERED.get(model) or _examine_weights(model))[0]
 
@@ -127,7 +128,7 @@ def _examine_weights(model: PreTrainedModel) -> tuple[str, dict[str, Any]]:
     base = _list_base_parameters(model, quantized)
     # Names and values in sorted order, so that the fingerprint does not depend on the order in
     # which a checkpoint lists its weights.
-    named = base + _list_active_lora(model)
+    named = base + _list_active_adapters(model)
     # Vectors such as norms are alike in all models of a family and would hide differences.
     inside = tuple(f"{path}." for path in quantized)
     matrices = {}
@@ -202,12 +203,13 @@ def remember_identity(model: PreTrainedModel) -> None:
 def _list_base_parameters(
     model: PreTrainedModel, quantized: Mapping[str, nn.Module]
 ) -> list[tuple[str, Tensor]]:
-    """Return the weights sorted by name, as if the model had no LoRA layers, with the buffers in
-    which quantized layers hold codes and scales.
+    """Return the weights sorted by name, as if the model had no layers of PEFT, with the buffers
+    in which quantized layers hold codes and scales.
     """
+    added = {id(weight) for _, _, _, weight in _iterate_adapter_weights(model)}
     named = []
     for name, weight in model.named_parameters():
-        if "lora_" not in name and weight.numel():
+        if "lora_" not in name and id(weight) not in added and weight.numel():
             named.append((drop_wrappers(name.replace(".base_layer", "")), weight))
     for path, layer in quantized.items():
         for name, buffer in layer.named_buffers(recurse=False):
@@ -221,21 +223,33 @@ def drop_wrappers(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def _list_active_lora(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
-    """Return the weights of the LoRA layers that are active, without those of restore adapters."""
-    found = []
+def _iterate_adapter_weights(
+    model: PreTrainedModel,
+) -> Iterator[tuple[str, BaseTunerLayer, str, Tensor]]:
+    """Yield the place of each of PEFT's layers, the layer, and name and value of every weight that
+    an adapter has in it.
+    """
     for place, module in model.named_modules():
-        own = module.named_parameters()
-        if not isinstance(module, BaseTunerLayer) or module.disable_adapters:
+        if not isinstance(module, BaseTunerLayer):
             continue
-        active = {name for name in module.active_adapters if name != RESTORE_ADAPTER}
-        for name, weight in own:
-            used = active & set(name.split("."))
-            if "lora_" in name and used:
-                # The scaling has a part in every product with the weights.
-                factors = getattr(module, "scaling", {})
-                scaling = [factors.get(each) for each in sorted(used)]
-                found.append((f"{place}.{name} {scaling}", weight))
+        own: nn.Module = module
+        for name, weight in own.named_parameters():
+            # Of kinds besides LoRA, the layer says how its adapters' weights are called.
+            if "lora_" in name or name.split(".")[0] in module.adapter_layer_names:
+                yield place, module, name, weight
+
+
+def _list_active_adapters(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
+    """Return the weights in PEFT's layers that are active, without those of restore adapters."""
+    found = []
+    for place, layer, name, weight in _iterate_adapter_weights(model):
+        active = {each for each in layer.active_adapters if each != RESTORE_ADAPTER}
+        used = active & set(name.split("."))
+        if used and not layer.disable_adapters:
+            # The scaling has a part in every product with the weights.
+            factors = getattr(layer, "scaling", None) or {}  # kinds besides LoRA may have none
+            scaling = [factors.get(each) for each in sorted(used)]
+            found.append((f"{place}.{name} {scaling}", weight))
     return sorted(found, key=lambda item: item[0])
 
 
