@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from peft import PromptTuningConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
 
 from restorekv import CompressionConfig, compress, load_model
@@ -229,6 +230,16 @@ def test_gradient_checkpointing_in_training_mode_is_refused(tiny_tokenizer, tmp_
     model.eval()
     compress(model, tiny_tokenizer, "The house is red. " * 9, ratio=0.5, adapter=None)
     train_adapter(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
+
+
+def test_a_model_with_a_learned_prompt_is_refused(tiny_tokenizer):
+    """Its prompt would be in no cache, and each question would be read without it."""
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = get_peft_model(build_model("llama"), config).eval()
+    with pytest.raises(ModelError, match=r"learned prompt.*pass .*model\.get_base_model\(\)\."):
+        compress(model, tiny_tokenizer, "The house is red. " * 9, ratio=0.5)
+    base = model.get_base_model()
+    compress(base, tiny_tokenizer, "The house is red. " * 9, ratio=0.5, adapter=None)
 
 
 def test_a_model_in_training_mode_is_refused_if_that_changes_its_passes(tiny_tokenizer):

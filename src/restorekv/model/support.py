@@ -67,6 +67,12 @@ def get_support(model: PreTrainedModel) -> Support:
             "The model is in training mode with gradient checkpointing, in which transformers "
             "leaves out the cache; call model.eval() first."
         )
+    # Of PEFT's prompt tuning, p-tuning and prefix tuning.
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ModelError(
+            "The model has a learned prompt of PEFT before whatever it reads, which would not be "
+            "before a compressed text; pass the model without it, model.get_base_model()."
+        )
     key = _get_key(model)
     with _probing:
         if key not in _known:
