@@ -617,6 +617,32 @@ def test_a_function_that_knows_only_the_model_s_own_module_is_refused():
     RestoreAdapter.create(model, 2)
 
 
+def test_a_model_that_got_foreign_adapters_later_is_refused():
+    """The restore pass would run without them."""
+    model = build_model("llama")
+    adapter = trained(model)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(AdapterError, match="PEFT adapters already"):
+        restored(model, adapter)
+    adapted.unload()
+    restored(model, adapter)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_another_attention_set_since_changes_no_restore_pass(implementation):
+    """An evicted cache can be read by ours alone."""
+    model = build_model("llama")
+    adapter = trained(model)
+    caches = []
+    for _ in range(2):
+        cache = RaggedCache.from_full_cache(prefill(model, ids(30)))
+        model.set_attn_implementation(implementation if caches else attention.NAME)
+        adapter.run_restore_pass(cache)
+        caches.append(cache)
+    for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
+        assert one.keys.equal(other.keys) and one.values.equal(other.values)
+
+
 def test_targets_are_the_linear_layers_of_these_names_and_no_experts(tmp_path):
     """PEFT would put LoRA on the experts instead, which no file of an adapter holds."""
     model = decoders.build("glm4_moe")

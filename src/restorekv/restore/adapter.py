@@ -27,6 +27,7 @@ from transformers.cache_utils import Cache
 
 from restorekv.errors import AdapterError, make_printable, warn
 from restorekv.model import base_weights
+from restorekv.model.attention import install_attention
 from restorekv.model.cache_argument import pass_cache
 from restorekv.model.identity import ModelIdentity, identify_model
 from restorekv.model.names import NAMES as MODEL_NAMES
@@ -39,7 +40,7 @@ from restorekv.restore.choices import LINEAR_LAYERS
 from restorekv.restore.hub import fetch_adapter, recognize_copy
 from restorekv.restore.licenses import inherit_license, normalize_license
 from restorekv.restore.lora import NAME as LORA_NAME
-from restorekv.restore.lora import attach_lora, check_lora_fit
+from restorekv.restore.lora import attach_lora, check_lora_fit, refuse_other_adapters
 from restorekv.spec import split_specs
 
 # The ratio at which ratio vectors add nothing to the embeddings.
@@ -333,7 +334,14 @@ class RestoreAdapter(nn.Module):
             count: How many of the n restore tokens run, the first ones; all by default.
             ratio: The ratio of the cache that the pairs are for. An adapter that knows the ratio
                 needs it.
+
+        Raises:
+            AdapterError: The model has got adapters of PEFT since this one was made, or `ratio` is
+                missing.
         """
+        # Both may have changed since the adapter was made.
+        refuse_other_adapters(self.model)
+        install_attention(self.model)
         # The restore tokens come right after everything that was read.
         first = cache.get_seq_length()
         embeddings = self.make_inputs(ratio)[:count].to(self.model.dtype)

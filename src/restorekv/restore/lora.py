@@ -136,8 +136,7 @@ def attach_lora(
     """
     if config.target_modules is not None and not config.target_modules:
         return model, {}
-    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
-        raise AdapterError("The model carries PEFT adapters already; merge or unload them first.")
+    refuse_other_adapters(model)
     adapted = make_twin(model)
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
@@ -164,6 +163,12 @@ def attach_lora(
         for part in (layer.lora_A[NAME], layer.lora_B[NAME]):
             part.float().requires_grad_(True)
     return adapted, {drop_wrappers(path): layer for path, layer in layers.items()}
+
+
+def refuse_other_adapters(model: PreTrainedModel) -> None:
+    """Refuse a model with PEFT's layers of other adapters, which a twin made without them lacks."""
+    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        raise AdapterError("The model carries PEFT adapters already; merge or unload them first.")
 
 
 @contextmanager
