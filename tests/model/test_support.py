@@ -232,6 +232,39 @@ def test_gradient_checkpointing_in_training_mode_is_refused(tiny_tokenizer, tmp_
     train_adapter(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
 
 
+def break_weights(model):
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.fill_(torch.nan)
+
+
+def break_head(model):
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.inf)
+
+
+def break_hook(model):
+    model.model.register_forward_hook(lambda *_: 1 / 0)
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (break_weights, r"not finite in float32: its weights are damaged or too large"),
+        (break_head, r"not finite in float32: its weights are damaged or too large"),
+        (break_hook, r"does not run over a compressed cache.*division by zero"),
+    ],
+)
+def test_a_damaged_model_says_nothing_of_its_class(monkeypatch, damage, why):
+    """A second one is loaded after the first was refused, perhaps in another dtype."""
+    monkeypatch.setattr(support, "_known", {})
+    model = decoders.build("llama")
+    damage(model)
+    for _ in range(2):
+        with pytest.raises(ModelError, match=why):
+            support.get_support(model)
+    support.get_support(decoders.build("llama"))
+
+
 def test_a_model_with_a_learned_prompt_is_refused(tiny_tokenizer):
     """Its prompt would be in no cache, and each question would be read without it."""
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)

@@ -45,7 +45,13 @@ from restorekv.model.cache_argument import pass_cache
 from restorekv.model.linear_layers import list_quantized_layers
 from restorekv.model.observer import HOOKS_LOCK
 from restorekv.model.prefill import make_full_cache
-from restorekv.model.shape import CacheShape, compute_logits, get_backbone, list_windows
+from restorekv.model.shape import (
+    CacheShape,
+    compute_logits,
+    get_backbone,
+    get_dtype_name,
+    list_windows,
+)
 
 UNLIMITED = sys.maxsize
 # Tokens that are read; the first, the third and the last are one token at three positions.
@@ -91,6 +97,10 @@ OPTION_PHRASES = {
     "softcap": "a cap on its logits (softcap)",
 }
 REMEDY = "use a decoder with RoPE and layers that attend to the whole text"
+
+
+class InstanceError(ModelError):
+    """What is wrong with one model, and says nothing of others of its class and config."""
 
 
 @dataclass(frozen=True)
@@ -152,9 +162,11 @@ def probe_model(model: PreTrainedModel) -> Support:
     except (RestoreKVError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # code of any class, which expects tensors and gets a ragged layer
-        raise _make_refusal(
+        # A hook or a patch of this model alone may have raised it.
+        refusal = _make_refusal(
             model, f"does not run over a compressed cache ({summarize_error(error)})"
-        ) from error
+        )
+        raise InstanceError(str(refusal)) from error
 
 
 def _make_refusal(model: PreTrainedModel, why: str) -> ModelError:
@@ -212,6 +224,7 @@ class _Probe:
                 use_cache=True,
                 **pass_cache(self.backbone, cache),
             )
+        self.check_finite(output.last_hidden_state)
         self.check_calls(record, cache)
         self.check_positions(cache)
         self.check_ragged(cache, output.last_hidden_state)
@@ -231,6 +244,15 @@ class _Probe:
     def is_close(self, one: Tensor, other: Tensor, strict: bool = False) -> bool:
         """Return whether two results are equal up to the rounding of the model's layers."""
         return _is_close(one, other, self.dtype, strict)
+
+    def check_finite(self, result: Tensor) -> None:
+        """Refuse NaN and infinite numbers, of which no check can tell anything."""
+        if not result.isfinite().all():
+            raise InstanceError(
+                f"{type(self.model).__name__} computes numbers that are not finite in "
+                f"{get_dtype_name(self.model.dtype)}: its weights are damaged or too large for it; "
+                "load it in float32, or fetch it again."
+            )
 
     def check_calls(self, record: PassRecord, cache: Any) -> None:
         """Refuse attention that is not each layer's softmax over plain keys and values."""
@@ -339,12 +361,14 @@ class _Probe:
     def run_ragged(self, ragged: RaggedCache) -> Tensor:
         """Return the logits of the tokens after those of a ragged cache."""
         with attention.force_backend("reference"):
-            return self.model(
+            answered = self.model(
                 input_ids=self.ids[:, CACHED:],
                 position_ids=self.positions[:, CACHED:],
                 use_cache=True,
                 **pass_cache(self.model, ragged),
             ).logits
+        self.check_finite(answered)
+        return answered
 
     def is_attention_close(self, ragged: RaggedCache) -> bool:
         """Whether every layer's attention is the same over a ragged cache as at once.

@@ -1,9 +1,10 @@
 """Up to which position RestoreKV computes what a model computes; probe.py asks the model itself.
 
-A model's class and config decide, so each pair of them is probed once per process. Up to
-`Support.positions`, windows hide nothing and RoPE rotates every key the same way, so the model is
-used; a longer text is refused. In a hybrid model the windowed layers are computed as such, so only
-its other layers can limit the positions.
+A model's class and config decide, so each pair of them is probed once per process, unless what is
+wrong is one model's own, such as NaN in its weights. Up to `Support.positions`, windows hide
+nothing and RoPE rotates every key the same way, so the model is used; a longer text is refused. In
+a hybrid model the windowed layers are computed as such, so only its other layers can limit the
+positions.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from restorekv.errors import ModelError, RestoreKVError
 from restorekv.model import attention
-from restorekv.model.probe import REMEDY, UNLIMITED, Support, keys_follow_rope, probe_model
+from restorekv.model.probe import (
+    REMEDY,
+    UNLIMITED,
+    InstanceError,
+    Support,
+    keys_follow_rope,
+    probe_model,
+)
 
 __all__ = [
     "UNLIMITED",
@@ -78,6 +86,8 @@ def get_support(model: PreTrainedModel) -> Support:
         if key not in _known:
             try:
                 _known[key] = probe_model(model)
+            except InstanceError:
+                raise  # and not remembered: another model of the class may be right
             except RestoreKVError as error:
                 _known[key] = error
         found = _known[key]
