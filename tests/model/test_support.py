@@ -4,11 +4,13 @@ length it mentions.
 
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from accelerate import cpu_offload, disk_offload
 from peft import PromptTuningConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
 
@@ -263,6 +265,23 @@ def test_a_damaged_model_says_nothing_of_its_class(monkeypatch, damage, why):
         with pytest.raises(ModelError, match=why):
             support.get_support(model)
     support.get_support(decoders.build("llama"))
+
+
+def test_a_model_with_offloaded_weights_is_refused(tiny_tokenizer, tmp_path):
+    """Nothing could be sampled of them to tell the model from others."""
+    text = "The house is red. " * 9
+    small = compress(build_model("llama"), tiny_tokenizer, text, ratio=0.5, adapter=None)
+    refusal = r"weights .* in memory \(.*'meta'.*load the model on devices with room for all of it"
+    for offload in (cpu_offload, partial(disk_offload, offload_dir=tmp_path)):
+        model = build_model("llama")
+        offload(model, execution_device=torch.device("cpu"))
+        with pytest.raises(ModelError, match=refusal):
+            compress(model, tiny_tokenizer, text, ratio=0.5)
+        with pytest.raises(ModelError, match=refusal):
+            RestoreAdapter.create(model, 2)
+    cpu_offload(small.model, execution_device=torch.device("cpu"))
+    with pytest.raises(ModelError, match=refusal):
+        small.ask("what?")
 
 
 def test_a_model_with_a_learned_prompt_is_refused(tiny_tokenizer):

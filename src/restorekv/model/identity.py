@@ -31,7 +31,12 @@ from restorekv.model.linear_layers import (
 from restorekv.model.names import get_model_name
 from restorekv.model.prompt import hash_template
 from restorekv.model.rope import get_rope_settings
-from restorekv.model.shape import CacheShape, describe_windows, get_dtype_name
+from restorekv.model.shape import (
+    CacheShape,
+    describe_windows,
+    get_dtype_name,
+    refuse_offloaded,
+)
 
 RESTORE_ADAPTER = "restorekv"  # the name of a restore adapter in PEFT's layers
 # Settings that change what a model computes without changing its weights or shape. They count where
@@ -123,6 +128,7 @@ def describe_weights(model: PreTrainedModel) -> dict[str, Any]:
 
 def _examine_weights(model: PreTrainedModel) -> tuple[str, dict[str, Any]]:
     """Return the fingerprint and the description of a model's weights."""
+    refuse_offloaded(model)
     layers = list_quantized_layers(model)
     quantized = {drop_wrappers(path): layer for path, layer in layers.items()}
     base = _list_base_parameters(model, quantized)

@@ -117,6 +117,19 @@ def get_vocabulary_size(model: PreTrainedModel) -> int:
     return embeddings.weight.shape[0]
 
 
+def refuse_offloaded(model: PreTrainedModel) -> None:
+    """Refuse a model with weights that are not in memory: accelerate leaves them on PyTorch's
+    device "meta" and fetches them for every pass.
+    """
+    for name, weight in model.named_parameters():
+        if weight.is_meta:
+            raise ModelError(
+                f"Not all weights of the model are in memory ({name} is on the device 'meta', as "
+                "accelerate's offloading leaves it); load the model on devices with room for all "
+                "of it."
+            )
+
+
 def compute_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Return the logits (..., V) of last hidden states (..., d).
 

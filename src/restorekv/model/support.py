@@ -27,6 +27,7 @@ from restorekv.model.probe import (
     keys_follow_rope,
     probe_model,
 )
+from restorekv.model.shape import refuse_offloaded
 
 __all__ = [
     "UNLIMITED",
@@ -59,6 +60,8 @@ def get_support(model: PreTrainedModel) -> Support:
     Raises ModelError, also inside of `torch.autocast`, which would mix two dtypes in one cache.
     """
     kind = model.device.type
+    if kind == "meta":
+        refuse_offloaded(model)
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         raise ModelError(
             "torch.autocast is on, which would mix dtypes in a cache; call restorekv outside of "
