@@ -17,7 +17,7 @@ from restorekv.compression.allocate import ALLOCATIONS
 from restorekv.compression.eviction import COMPRESSORS
 from restorekv.compression.growing import RESTORE_CHOICES
 from restorekv.compression.presets import DEFAULT_EVICTOR, PRESETS, choose_evictor
-from restorekv.errors import RestoreKVError
+from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.evaluation.grid import parse_method
 from restorekv.evaluation.protocols import PROTOCOLS
 from restorekv.evaluation.survivors import FORMATS
@@ -239,6 +239,14 @@ def test_a_file_of_another_kind_is_not_said_to_be_cut(tmp_path, name, said):
     for refuse in (lambda: check_cache_files([path]), lambda: read_tensors(path, str(path))):
         with pytest.raises(RestoreKVError, match=said):
             refuse()
+
+
+def test_a_folder_of_caches_is_answered_with_the_names_of_its_files(tmp_path):
+    (tmp_path / "doc.txt.rkv").write_bytes(b"")
+    with pytest.raises(
+        CacheFileError, match=r"is a folder; .* such as .*doc\.txt\.rkv; .*/\*\.rkv"
+    ):
+        check_cache_files([tmp_path])
 
 
 def test_the_names_for_the_command_line_are_those_of_the_library():

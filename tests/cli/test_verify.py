@@ -73,6 +73,22 @@ def test_strangers_are_refused_and_the_others_still_named(place, capsys):
         assert name in line
 
 
+def test_each_cache_file_of_a_folder_is_verified(place, capsys, tmp_path):
+    caches = tmp_path / "caches"
+    (caches / "part").mkdir(parents=True)
+    for name in ("a.txt.rkv", "part/b.txt.rkv"):
+        (caches / name).write_bytes((place / "doc.rkv").read_bytes())
+    code, out, _ = said(capsys, caches)
+    assert code == 0
+    for name, line in zip(("a.txt.rkv", "part/b.txt.rkv"), out.splitlines(), strict=True):
+        assert line.startswith(f"intact   {caches / name}: a cache of")
+
+    (caches / "a.txt.rkv").write_bytes((place / "cut.rkv").read_bytes())
+    code, out, err = said(capsys, caches)
+    assert code == 1 and "1 of 2 cannot be loaded" in err
+    assert [line.split()[0] for line in out.splitlines()] == ["refused", "intact"]
+
+
 def test_conversations_are_told_from_caches(place, capsys):
     small = CompressedContext.load(place / "doc.rkv", *load_model("tiny"))
     chat = small.chat()

@@ -60,6 +60,12 @@ def check_cache_files(files: Iterable[Path]) -> None:
                 "A cache is read from a file, not from stdin; write it with restorekv compress "
                 "TEXT -o NAME.rkv and name that file."
             )
+        example = next(path.glob("*.rkv"), None) if path.is_dir() else None
+        if example is not None:
+            raise CacheFileError(
+                f"{path} is a folder; name cache files in it, such as {example}; restorekv ask "
+                f"takes several at once: {path}/*.rkv."
+            )
         with (
             reraise_as(CacheFileError),
             open_with_size(path, str(path)) as (file, size),

@@ -16,11 +16,14 @@ from restorekv.errors import RestoreKVError
 def run(
     files: Annotated[
         list[Path],
-        typer.Argument(help="Cache files, gates, or folders of adapters, data or results."),
+        typer.Argument(
+            help="Cache files, gates, or folders of cache files, adapters, data or results."
+        ),
     ],
 ) -> None:
     refused = 0
-    for path in files:
+    paths = [each for path in files for each in _list_cache_files(path)]
+    for path in paths:
         try:
             what = _describe(path)
         except RestoreKVError as error:
@@ -29,7 +32,20 @@ def run(
             continue
         output.print(Text(f"intact   {path}: {what}."), soft_wrap=True)
     if refused:
-        raise RestoreKVError(f"{refused} of {len(files)} cannot be loaded; see above why.")
+        raise RestoreKVError(f"{refused} of {len(paths)} cannot be loaded; see above why.")
+
+
+def _list_cache_files(path: Path) -> list[Path]:
+    """Return the cache files of a folder of them, as `compress` makes of a folder of texts; of
+    anything else, return the path itself.
+    """
+    if not path.is_dir():
+        return [path]
+    from restorekv.cli.file_kinds import FOLDERS
+
+    if any(any(path.glob(file)) for file in FOLDERS):
+        return [path]
+    return sorted(path.rglob("*.rkv")) or [path]
 
 
 def _describe(path: Path) -> str:
