@@ -11,7 +11,7 @@ import torch
 
 import restorekv.cli.train
 from restorekv import __version__
-from restorekv.cli import COMMANDS
+from restorekv.cli import COMMANDS, ask
 from restorekv.context import CompressedContext
 from restorekv.evaluation.survivors import Survivors
 from restorekv.model.load import load_model
@@ -146,6 +146,13 @@ def test_compress_then_ask_as_the_library_does(world, tmp_path):
     }
     assert {row["finish"] for row in rows} == {"length"}
     assert "(2 answers were cut after 6 tokens" in both.err
+
+
+def test_a_note_says_how_many_of_several_answers_were_ended(capsys):
+    ask._say_how_answers_ended(["stop", "length", "repetition", "repetition"], 128)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("(1 of 4 answers was cut after 128 tokens;")
+    assert lines[1].startswith("(2 of 4 answers were ended at a repetition;")
 
 
 def test_more_bytes_than_the_full_cache_are_explained(world, tmp_path):

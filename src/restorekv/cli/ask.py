@@ -126,13 +126,18 @@ def _say_how_answers_ended(finishes: list[str], max_new_tokens: int) -> None:
     """Tell on stderr how many answers ended at a limit and not by themselves."""
     ways = {
         "length": f"cut after {max_new_tokens} tokens; --max-new-tokens sets the limit",
-        "repetition": "ended where it repeats itself; --stop-repeats 0 lets it go on",
+        "repetition": "ended at a repetition; with --stop-repeats 0, repetitions end no answer",
     }
     for finish, what in ways.items():
         count = finishes.count(finish)
         if not count:
             continue
-        which = "the answer was" if count == 1 else f"{count} answers were"
+        if len(finishes) == 1:
+            which = "the answer was"
+        elif count == len(finishes):
+            which = f"{count} answers were"
+        else:
+            which = f"{count} of {len(finishes)} answers {'was' if count == 1 else 'were'}"
         notes.print(f"({which} {what})", style="dim", highlight=False, soft_wrap=True)
 
 
