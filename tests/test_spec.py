@@ -45,6 +45,47 @@ def test_what_is_no_class_of_the_kind_is_refused(wrong):
         spec.parse_spec("mine", {"mine": wrong}, "evictor", bases=(KVzip,))
 
 
+@dataclass(frozen=True)
+class Nameless:
+    pass
+
+
+@dataclass(frozen=True)
+class Demanding:
+    name: ClassVar[str] = "demanding"
+    count: int
+
+
+class Undecorated(Thing):
+    name: ClassVar[str] = "undecorated"
+    power: float = 1.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [(Bare, "its class Bare has the name 'bare'"), (Nameless, "its class Nameless has no name")],
+)
+def test_a_class_under_another_name_is_refused(kind, told):
+    """Records hold the class's own name, which may be that of another method."""
+    with pytest.raises(RestoreKVError, match=f"^The evictor 'mine' is registered .* {told}"):
+        spec.parse_spec("mine", {"mine": kind}, "evictor", bases=(kind,))
+
+
+def test_a_field_without_a_default_needs_a_value():
+    classes = {"demanding": Demanding}
+    made = spec.parse_spec("demanding:count=3", classes, "evictor", bases=(Demanding,))
+    assert made == Demanding(3)
+    with pytest.raises(RestoreKVError, match=r"needs a value of count, .*; write demanding:count="):
+        spec.parse_spec("demanding", classes, "evictor", bases=(Demanding,))
+
+
+def test_a_class_without_its_decorator_is_told_of_it():
+    with pytest.raises(
+        RestoreKVError, match=r"no setting 'power=2'; put @dataclass\(frozen=True\)"
+    ):
+        spec.parse_spec("undecorated:power=2", {"undecorated": Undecorated}, "evictor")
+
+
 def test_an_unknown_evictor_may_be_ones_own():
     with pytest.raises(RestoreKVError, match="or register your own in the program that runs"):
         spec.parse_spec("mine", KNOWN, "evictor")

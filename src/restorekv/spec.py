@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar, get_type_hints
@@ -45,18 +45,15 @@ def parse_spec(
 
     Raises:
         RestoreKVError: For an unknown name or setting, for a setting that is given twice, for a
-            value of another type, and for a class that is not derived from any of `bases`.
+            value of another type, and, where `bases` are given, for a class that is not derived
+            from any of them or has another name, and for a field without a value.
     """
     load_waiting()
     name, _, rest = _SOURCE_DIGEST.sub("", text).partition(":")
     if name not in classes:
         raise RestoreKVError(explain_unknown(what, name, [*presets, *classes]))
-    kind = classes[name]
-    if bases and not (isinstance(kind, type) and issubclass(kind, bases)):
-        raise RestoreKVError(
-            f"The {what} {name!r} is not a class that is derived from "
-            f"{bases[0].__module__}.{bases[0].__name__}; derive it."
-        )
+    if bases:
+        _check_class(name, classes[name], what, bases)
     types = _list_settings(classes[name])
     settings = {}
     for item in filter(None, map(str.strip, rest.split(","))):
@@ -66,6 +63,8 @@ def parse_spec(
                 f"{setting}={_PLACEHOLDERS[kind]}" for setting, kind in sorted(types.items())
             ]
             fix = f"give {', '.join(examples)}" if examples else "it takes none"
+            if _lacks_decorator(classes[name], key):
+                fix = "put @dataclass(frozen=True) over its class, which makes fields settings"
             raise RestoreKVError(f"{name} has no setting {item!r}; {fix}.")
         if key in settings:
             raise RestoreKVError(f"{name} is given {key} twice; give each setting once.")
@@ -75,7 +74,48 @@ def parse_spec(
             raise RestoreKVError(
                 f"{name} takes {key}={_PLACEHOLDERS[types[key]]}, not {value!r}."
             ) from None
+    if bases:
+        _check_all_given(name, classes[name], what, settings)
     return classes[name](**settings)
+
+
+def _check_class(name: str, kind: Any, what: str, bases: tuple[type, ...]) -> None:
+    """Refuse what is not derived from one of `bases`, and a class that is registered under another
+    name than its own.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, bases)):
+        raise RestoreKVError(
+            f"The {what} {name!r} is not a class that is derived from "
+            f"{bases[0].__module__}.{bases[0].__name__}; derive it."
+        )
+    own_name = getattr(kind, "name", None)
+    if own_name == name:
+        return
+    # Cache files and results would record the class's own name, maybe that of another one.
+    says = "has no name" if own_name is None else f"has the name {own_name!r}"
+    raise RestoreKVError(
+        f"The {what} {name!r} is registered under that name, and its class {kind.__name__} {says}, "
+        f"which records would hold; write name: ClassVar[str] = {name!r} into it, or register it "
+        "under its own name."
+    )
+
+
+def _check_all_given(name: str, kind: type, what: str, settings: Iterable[str]) -> None:
+    """Refuse a spec without a value for a field that has no default."""
+    for field in fields(kind):
+        has_default = field.default is not MISSING or field.default_factory is not MISSING
+        if field.init and not has_default and field.name not in settings:
+            raise RestoreKVError(
+                f"The {what} {name!r} needs a value of {field.name}, whose field in "
+                f"{kind.__name__} has no default; write {name}:{field.name}=VALUE, or give the "
+                "field a default."
+            )
+
+
+def _lacks_decorator(kind: type, setting: str) -> bool:
+    """Return whether a class has a field for the setting and is not itself a dataclass."""
+    annotations = vars(kind).get("__annotations__", {})
+    return setting in annotations and "__dataclass_fields__" not in vars(kind)
 
 
 def explain_unknown(what: str, name: str, known: Iterable[str]) -> str:
