@@ -19,6 +19,7 @@ import pytest
 
 import restorekv.cli.train
 import restorekv.compression.full_cache
+import restorekv.evaluation.run
 import restorekv.train.loop
 from restorekv.context import CompressedContext
 from tests.helpers.bad_input import (
@@ -29,7 +30,7 @@ from tests.helpers.bad_input import (
     old_run,
     train,
 )
-from tests.helpers.cli_world import Result, World, build_world, cli
+from tests.helpers.cli_world import TEXT, Result, World, build_world, cli
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +167,22 @@ def test_interrupted_while_training_names_the_way_on(world, tmp_path, monkeypatc
     error = result.err[result.err.index("error: ") :]
     assert_refused(replace(result, err=error), "Interrupted; no checkpoint yet", code=130)
     assert not (tmp_path / "run" / "adapter").exists()
+
+
+def test_interrupted_over_a_folder_of_texts_names_the_way_on(world, tmp_path, monkeypatch):
+    texts, out = tmp_path / "texts", tmp_path / "caches"
+    texts.mkdir()
+    (texts / "a.txt").write_text(TEXT)
+    monkeypatch.setattr(restorekv.compression.full_cache, "prefill", interrupt)
+    result = cli("compress", texts, "--model", world.model, "--adapter", "none", "-o", out)
+    assert_refused(result, "Interrupted; the same command continues what is in", code=130)
+
+
+def test_interrupted_while_evaluating_names_the_way_on(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(restorekv.evaluation.run, "run_grid", interrupt)
+    asked = ("--benchmark", "tiny", "--evictor", "knorm@none", "--ratio", 0.5, "--count", 1)
+    result = cli("eval", "--model", world.model, *asked, "--out", tmp_path / "run")
+    assert_refused(result, "Interrupted; the same command continues what is in", code=130)
 
 
 def test_a_real_process_gets_a_real_ctrl_c(world, tmp_path):

@@ -161,9 +161,14 @@ def run(
         show_progress_share("evaluating") as update,
         open_pool(ray, workers or DEFAULT_WORKERS, device) as pool,
     ):
-        results = run_grid(
-            cells, out, pool, lambda progress: update(progress.what, progress.share), set_aside
-        )
+        try:
+            results = run_grid(
+                cells, out, pool, lambda progress: update(progress.what, progress.share), set_aside
+            )
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"Interrupted; the same command continues what is in {out}."
+            ) from None
     if json:
         write_figures(json, make_payload(results))
     for table in make_tables(GridResults(results)):

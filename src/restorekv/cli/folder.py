@@ -121,7 +121,12 @@ def compress_folder(
     with _open_compressors(recipe, ray, workers) as call_each:
         if not replace:
             _check_foreign_files(out, names, [target for _, _, target in work], call_each)
-        results = _compress_all(names, work, folder, call_each)
+        try:
+            results = _compress_all(names, work, folder, call_each)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"Interrupted; the same command continues what is in {out}."
+            ) from None
     seconds = time.perf_counter() - start
 
     counts = {"wrote": 0, "kept": 0, "failed": 0}
