@@ -77,3 +77,17 @@ def test_a_benchmark_says_what_it_is(attribute):
     methods = {"load_samples": Mine.load_samples, "score": Mine.score}
     with pytest.raises(RestoreKVError, match=f"Silent does not say its {attribute}"):
         type("Silent", (Benchmark,), {**words, **methods})().to_json()
+
+
+def test_a_benchmark_without_a_title_is_refused_before_its_texts_are_read(tiny_tokenizer):
+    words = {"name": "a", "license": "c", "metric": "d", "data": "e"}
+    methods = {"load_samples": lambda *_: pytest.fail("read"), "score": Mine.score}
+    silent = type("Silent", (Benchmark,), {**words, **methods})()
+    with pytest.raises(RestoreKVError, match="Silent does not say its title"):
+        silent.choose_samples(tiny_tokenizer, "kvpress")
+
+
+def test_rows_in_place_of_samples_are_refused(tiny_tokenizer):
+    rows = type("Rows", (Mine,), {"load_samples": lambda *_: [{"text": "The code is 4711."}]})()
+    with pytest.raises(RestoreKVError, match=r"load_samples\(\) of Mine gave .* dict; .* Samples"):
+        rows.choose_samples(tiny_tokenizer, "kvpress")

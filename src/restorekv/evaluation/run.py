@@ -125,7 +125,7 @@ def identify_cell(worker: Worker, cell: Cell) -> dict:
         "adapter": adapter.identity() if adapter else None,
         "benchmark": {
             **benchmark.to_json(),
-            "title": benchmark.title,
+            "title": benchmark.describe_title(),
             "spec": benchmark.spec,
             "samples": len(worker.samples),
             "digest": digest_samples(worker.samples) + spec.digest_source(type(benchmark)),

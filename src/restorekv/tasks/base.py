@@ -169,6 +169,10 @@ class Benchmark(ABC):
         """Return the license of the samples: `license`, unless the settings decide."""
         return self._get_description("license")
 
+    def describe_title(self) -> str:
+        """Return the name that sentences and tables show."""
+        return self._get_description("title")
+
     def _get_description(self, attribute: str) -> str:
         """Return what the class says of itself; somebody's first benchmark may not say it."""
         words = getattr(self, attribute, None)
@@ -183,8 +187,16 @@ class Benchmark(ABC):
         """Return the samples that a run asks."""
         if self.count < 0:
             raise RestoreKVError(f"count is a number of contexts, at least 0, not {self.count}.")
+        title = self.describe_title()
+        loaded = list(self.load_samples(tokenizer, protocol))
+        for each in loaded:
+            if not isinstance(each, Sample):
+                raise RestoreKVError(
+                    f"load_samples() of {title} gave an object of the type {type(each).__name__}; "
+                    "let it give Samples, each with a tuple of Questions."
+                )
         # A text that is asked nothing has nothing to score.
-        samples = [each for each in self.load_samples(tokenizer, protocol) if each.questions]
+        samples = [each for each in loaded if each.questions]
         names = Counter(each.id for each in samples)
         for name, count in names.items():
             if count > 1:
