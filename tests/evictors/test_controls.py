@@ -4,6 +4,7 @@ embeddings, no LoRA.
 
 import warnings
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import encode_question, encode_text
 from restorekv.pipeline import compress
+from restorekv.restore import adapter as restore_adapter
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.config import TrainConfig
 from restorekv.train.examples import TrainingContext
@@ -141,7 +143,9 @@ def masked_restore(model, adapter, full, keep):
     AttentionMaskInterface.register("hidden", sdpa_mask)
     before = model.config._attn_implementation
     model.set_attn_implementation("hidden")
-    adapter.run_restore_pass(full)
+    # The pass would set the model's own attention again.
+    with patch.object(restore_adapter, "install_attention"):
+        adapter.run_restore_pass(full)
     model.set_attn_implementation(before)
     columns = keep.shape[-1]
     return [(layer.keys[:, :, columns:], layer.values[:, :, columns:]) for layer in full.layers]
