@@ -287,7 +287,8 @@ class CompressedContext:
             evictor: The spec of another evictor than the one that made this cache.
 
         Raises:
-            RestoreKVError: The text is empty, or the cache was made by a method that cannot grow.
+            RestoreKVError: The text is empty, the cache was made by a method that cannot grow, or
+                the model's weights or dtype have changed since it was made.
         """
         if isinstance(text, str):
             ids = encode_text(self.tokenizer, text)
@@ -320,6 +321,8 @@ class CompressedContext:
             fix: What a user can do where the new part is too short for its budget, for messages.
         """
         old = self.manifest
+        # The program may have changed it since, such as by another LoRA or by merging one.
+        check_model("The cache", old, self.model)
         if restore == "none":
             adapter = None
         eviction = self._eviction_for_append(adapter, evictor)

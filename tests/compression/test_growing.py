@@ -236,6 +236,22 @@ def test_what_cannot_grow_says_so(model, tiny_tokenizer):
             act()
 
 
+@pytest.mark.parametrize(
+    ("change", "refusal"),
+    [
+        (lambda model: model.bfloat16(), r"The cache holds float32; load the model with dtype"),
+        (lambda model: model.lm_head.weight.mul_(1.1), r"The cache was made with another model.*"),
+    ],
+)
+def test_a_model_that_was_changed_since_reads_nothing_more(tiny_tokenizer, change, refusal):
+    """Half of the cache would be of other weights, and its file could not be asked."""
+    model = build_model("llama")
+    small = compress(model, tiny_tokenizer, TEXT, ratio=0.5, evictor="knorm", adapter=None)
+    change(model)
+    with pytest.raises(RestoreKVError, match=refusal):
+        small.append(TEXT)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_composed_keys_are_those_of_texts_read_where_they_stand(family, tiny_tokenizer):
     model, (first, second) = build_model(family).double(), halves(tiny_tokenizer)
