@@ -1,5 +1,7 @@
 """Chat templates split as kvpress splits them, and what is refused."""
 
+import copy
+
 import pytest
 import torch
 
@@ -81,6 +83,20 @@ def test_a_template_that_drops_the_user(tiny_tokenizer):
     )
     with pytest.raises(RestoreKVError, match="drops the user's words"):
         make_context(tokenizer, TEXT)
+
+
+@pytest.mark.parametrize(
+    ("template", "refusal"),
+    [
+        ({"rag": "x", "tool_use": "y"}, r"several chat templates and none is its default; set "),
+        ("{{ messages[0]['content'] + messages }}", r"fails for these messages \(.*str.*; set "),
+    ],
+)
+def test_a_template_that_cannot_be_written_gets_a_sentence(tiny_tokenizer, template, refusal):
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = template
+    with pytest.raises(RestoreKVError, match=refusal):
+        make_context(tokenizer, "a text")
 
 
 def test_a_template_that_drops_the_system_message(tiny_tokenizer):

@@ -28,6 +28,7 @@ from restorekv.errors import (
     RestoreKVError,
     TextTooLongError,
     check_choice,
+    summarize_error,
     warn,
 )
 from restorekv.model.rope import PositionLimit, count_positions, count_unstretched_positions
@@ -572,7 +573,14 @@ def _render_parts(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") 
 def _render_messages(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> str:
     """Return the template's text of messages, up to where the answer begins."""
     # Templates that print today's date would make a cache stale tomorrow.
-    template = NOW.sub(lambda call: repr(TODAY.strftime(call[2])), tokenizer.get_chat_template())
+    try:
+        own = tokenizer.get_chat_template()
+    except ValueError:  # there are several, and none of them is called "default"
+        raise RestoreKVError(
+            "The tokenizer has several chat templates and none is its default; set "
+            "tokenizer.chat_template to the text of one of them."
+        ) from None
+    template = NOW.sub(lambda call: repr(TODAY.strftime(call[2])), own)
     try:
         text = tokenizer.apply_chat_template(
             messages,
@@ -585,6 +593,11 @@ def _render_messages(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> st
         raise RestoreKVError(
             f"The tokenizer's chat template refuses these messages: {error}"
         ) from None
+    except Exception as error:  # a template is a program, which may add a text to a list
+        raise RestoreKVError(
+            f"The tokenizer's chat template fails for these messages ({summarize_error(error)}); "
+            "set tokenizer.chat_template to another one."
+        ) from error
     assert isinstance(text, str)  # and not ids, with tokenize=False
     return text
 
