@@ -148,6 +148,23 @@ def test_compress_then_ask_as_the_library_does(world, tmp_path):
     assert "(2 answers were cut after 6 tokens" in both.err
 
 
+@pytest.mark.parametrize(
+    ("flags", "explained"),
+    [
+        (("--ratio", 0.3), True),
+        (("--ratio", 1), False),
+        (("--ratio", 0.3, "--adapter", "none"), False),
+        (("--ratio", 0.3, "--evictor", "am-fast"), False),
+    ],
+)
+def test_compress_says_why_nothing_is_restored_unasked(world, tmp_path, flags, explained):
+    """No adapter ships for this model."""
+    told = cli("compress", world.text, "-o", tmp_path / "doc.rkv", "--model", world.model, *flags)
+    assert told.code == 0, told.err
+    words = " ".join(re.sub("[│ \n]+", " ", told.out).split())
+    assert ("adapter none (none ships that helps this model" in words) == explained
+
+
 def test_a_note_says_how_many_of_several_answers_were_ended(capsys):
     ask._say_how_answers_ended(["stop", "length", "repetition", "repetition"], 128)
     lines = capsys.readouterr().err.splitlines()

@@ -25,7 +25,17 @@ def compress_text(text: str, out: Path, recipe: CompressionRecipe, json: Path | 
     if json:
         sizes = {"file": str(out), "file_bytes": out.stat().st_size}
         write_figures(json, {**sizes, **compressed.manifest.to_json()})
-    print_figures(f"Wrote {out}", summarize_cache(compressed, out, seconds))
+    figures = summarize_cache(compressed, out, seconds)
+    if recipe.adapter == "auto" and _should_explain_no_adapter(compressed):
+        figures["method"] += " (none ships that helps this model and evictor at this ratio)"
+    print_figures(f"Wrote {out}", figures)
+
+
+def _should_explain_no_adapter(compressed: CompressedContext) -> bool:
+    """Return whether something was evicted by a method that can restore, and nothing restored."""
+    m = compressed.manifest
+    can_restore = compressed.compressor is not None and compressed.compressor.restores
+    return can_restore and m.adapter is None and not m.offset and Fraction(m.ratio) < 1
 
 
 def summarize_cache(
