@@ -119,7 +119,7 @@ $(QUANTIZED)/ready: pyproject.toml
 	$(QUANTIZED)/bin/python -m pip install --quiet $(CPU) "$(TORCH)" 2>/dev/null \
 		|| $(QUANTIZED)/bin/python -m pip install --quiet "$(TORCH)"
 	$(QUANTIZED)/bin/python -m pip install --quiet "$(TORCH)" bitsandbytes==0.50.2 torchao==0.18.0 optimum-quanto==0.2.7 \
-		accelerate pytest -e .
+		accelerate pytest -e '.[train]'
 	touch $@
 
 quantized: $(QUANTIZED)/ready
