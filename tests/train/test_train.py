@@ -156,6 +156,26 @@ def test_every_adapter_weight_that_can_learn_does(tiny_tokenizer, tmp_path):
     )
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_program_without_gradients_trains_all_the_same(tiny_tokenizer, tmp_path, mode):
+    """Every step would leave the adapter as it was, and nothing would say so."""
+    model = build_model("llama")
+    config = replace(CONFIG, steps=2)
+    wanted = train_adapter(model, tiny_tokenizer, EXAMPLES, config, tmp_path / "run")
+    with mode():
+        found = train_adapter(model, tiny_tokenizer, EXAMPLES, config, tmp_path / "mode")
+        assert torch.is_inference_mode_enabled() == (mode is torch.inference_mode)
+    assert found.to_stored().weights_hash() == wanted.to_stored().weights_hash()
+
+
+def test_weights_that_allow_no_gradients_are_refused(tiny_tokenizer, tmp_path):
+    with torch.inference_mode():
+        model = build_model("llama")
+    with pytest.raises(RestoreKVError, match=r"loaded inside of torch\.inference_mode.*outside"):
+        train_adapter(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_targets_are_the_teachers_own_greedy_answers(tiny_model, tiny_tokenizer):
     teachers = TeacherCache(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG)
     prepared, targets = teachers.get_context(0)

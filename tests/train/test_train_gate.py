@@ -2,10 +2,12 @@
 mistakes plainly.
 """
 
+import contextlib
 import copy
 import json
 import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -219,6 +221,23 @@ def test_an_interruption_loses_nothing(tiny_tokenizer, tmp_path, monkeypatch):
     assert resumed.card == whole.card
     sums = [gate_file.read_gate(tmp_path / name).digest for name in ("whole", "gate")]
     assert sums[0] == sums[1], "bit for bit"
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_program_without_gradients_trains_all_the_same(
+    tiny_model, tiny_tokenizer, tmp_path, mode
+):
+    config = GateConfig("fastkvzip", steps=2)
+    gates = []
+    for context in (contextlib.nullcontext, mode):
+        place = tmp_path / context.__name__
+        with context():
+            gates.append(
+                train_gate(tiny_model, tiny_tokenizer, TEXTS, config, place, tmp_path / "features")
+            )
+        shutil.rmtree(tmp_path / "features")
+    for one, other in zip(gates[0].layers, gates[1].layers, strict=True):
+        assert all(torch.equal(other[name], value) for name, value in one.items())
 
 
 def test_features_of_other_settings_are_not_taken(tiny_tokenizer, tmp_path, monkeypatch):

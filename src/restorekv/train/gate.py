@@ -35,6 +35,9 @@ from restorekv.train.gate_config import GateConfig
 Stacked = Mapping[str, Tensor]  # parameters (L, ...)
 
 
+# Whatever mode the program is in, which may be one without gradients.
+@torch.inference_mode(False)
+@torch.enable_grad()
 def train_gate(
     model: PreTrainedModel,
     tokenizer: Tokenizer,

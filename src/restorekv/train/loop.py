@@ -85,6 +85,9 @@ def compute_sample_loss(
     return reduce_losses(losses, len(chosen), config.reduction)
 
 
+# Whatever mode the program is in: without gradients, every step would leave the adapter as it was.
+@torch.inference_mode(False)
+@torch.enable_grad()
 def train_adapter(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
@@ -126,6 +129,11 @@ def train_adapter(
     if model.dtype == torch.float16:
         raise RestoreKVError(
             "Gradients of long answers vanish in float16; train with --dtype bfloat16 or float32."
+        )
+    if any(weight.is_inference() for weight in model.parameters()):
+        raise RestoreKVError(
+            "The model was loaded inside of torch.inference_mode, so nothing can be trained "
+            "through its weights; load it outside."
         )
     # Everything that can be refused is refused before the folder is made.
     check_folders(folder, resume, store)
