@@ -29,6 +29,7 @@ from restorekv.seal import read_tensors
 from restorekv.serve.run import ENGINES
 from restorekv.storage import cache_file, portable
 from restorekv.tasks import BENCHMARKS
+from tests.helpers.cli_world import cli
 
 # Prints the exit code of a command and which of the slow packages it imported, as JSON.
 PROBE = """
@@ -239,6 +240,12 @@ def test_a_file_of_another_kind_is_not_said_to_be_cut(tmp_path, name, said):
     for refuse in (lambda: check_cache_files([path]), lambda: read_tensors(path, str(path))):
         with pytest.raises(RestoreKVError, match=said):
             refuse()
+
+
+def test_several_texts_are_answered_with_a_folder():
+    """As the shell makes them of texts/*.txt."""
+    result = cli("compress", "one.txt", "two.txt", *OUT)
+    assert result.code == 2 and "name one text, or a folder of texts; see" in result.err
 
 
 def test_a_folder_of_caches_is_answered_with_the_names_of_its_files(tmp_path):

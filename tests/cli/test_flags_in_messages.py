@@ -141,6 +141,9 @@ def test_what_python_advises_is_advised_as_flags():
         # A value may be filled in, as in restore_from={...}.
         assert any(part.partition("'")[0] in text for text in said), f"{part} is said no more"
     assert name_flags("pass its folder, or adapter=None.") == "pass its folder, or --adapter none."
+    assert name_flags("or with adapter=None (in the shell --adapter none), to compose them") == (
+        "or with --adapter none, to compose them"
+    )
     assert name_flags("restore_tokens needs an adapter; pass adapter=..., or drop it.") == (
         "--restore-tokens needs an adapter; name one with --adapter, or drop it."
     )

@@ -2,13 +2,14 @@
 refused.
 """
 
+import re
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from restorekv.compression.budget import Budget
+from restorekv.compression.budget import Budget, parse_ratio
 from restorekv.errors import BudgetError, RestoreKVWarning
 
 
@@ -103,3 +104,11 @@ def test_whole_tokens_leave_no_room_for_a_part_of_a_restore_token():
     with pytest.raises(BudgetError, match=r"smallest workable ratio is 0\.04"):
         Budget.of_ratio("0.039", 100, 2, 2, 4, whole_tokens=True)
     assert Budget.of_ratio("0.04", 100, 2, 2, 4, whole_tokens=True).retained == 0
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advice"), [("0,3", "write 0.3, with"), (",25", "write 0.25, with"), (30, "0.3 for")]
+)
+def test_a_ratio_in_another_notation_is_answered_with_the_right_one(ratio, advice):
+    with pytest.raises(BudgetError, match=re.escape(advice)):
+        parse_ratio(ratio)

@@ -55,6 +55,7 @@ CONTROL |= dict.fromkeys(range(128, 160), 0xFFFD)
 # What the library's sentences say of Python, and how the same is said in the shell.
 FLAGS = {
     CUT_END: "--on-long-text cut",
+    "adapter=None (in the shell --adapter none)": "--adapter none",
     "adapter=None": "--adapter none",
     "adapter=FOLDER": "--adapter FOLDER",
     "pass adapter=...": "name one with --adapter",
@@ -79,7 +80,11 @@ def explain_usage_error(error: Any) -> str:
         hint = f" (did you mean {', '.join(near)}?)" if near else ""
         return f"No such option: {make_visible(error.option_name)}{hint}"
     suggestion = r"\.? \(?(?:Did you mean|Possible options:) (.+?)\??\)?$"
-    return re.sub(suggestion, r" (did you mean \1?)", error.format_message().rstrip("."))
+    clause = re.sub(suggestion, r" (did you mean \1?)", error.format_message().rstrip("."))
+    # As where the shell expands texts/*.txt.
+    if "unexpected extra argument" in clause and error.ctx.command.name == "compress":
+        clause += "; name one text, or a folder of texts"
+    return clause
 
 
 def _find_meant_options(name: str, command: Any) -> list[str]:

@@ -114,7 +114,7 @@ def make_note(compared: Sequence[ShownText], ratio: str, seconds: float) -> str:
         restored = f"at r = {ratio} nothing is restored, because it would do harm there."
     return (
         "KVzip keeps the most important pairs of keys and values; "
-        f"{restored} {seconds:.0f} seconds. Shown are the first {SHOWN} questions of each text "
+        f"{restored} It took {seconds:.0f} s. Shown are the first {SHOWN} questions of each text "
         "that the full cache answers right, so the others can only be worse: this is a look at "
         "answers, too few to rank anything. docs/evaluation.md has hundreds of texts; restorekv "
         "demo --full scores a benchmark, and --ratio 0.1 is what compress keeps by default."

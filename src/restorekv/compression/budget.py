@@ -167,6 +167,8 @@ def parse_ratio(ratio: float | str | Fraction) -> Fraction:
             exact = Fraction(number)
         if percent or 1 < exact <= 100:
             hint = f"; it is the share that stays, so write {float(exact / 100):g} for {number} %"
+        elif re.fullmatch(r"\s*0?,\d+\s*", text):
+            hint = f"; write 0.{text.strip().partition(',')[2]}, with a point"
         raise BudgetError(f"The ratio is a number above 0 and at most 1, not {text.strip()}{hint}.")
     return exact
 
