@@ -91,6 +91,11 @@ def test_an_unknown_evictor_may_be_ones_own():
         spec.parse_spec("mine", KNOWN, "evictor")
 
 
+def test_a_file_in_place_of_a_benchmark_is_told_its_spec():
+    with pytest.raises(RestoreKVError, match=r"; texts and .* are lines:path=data/mine\.jsonl\.$"):
+        spec.parse_spec("data/mine.jsonl", KNOWN, "benchmark")
+
+
 @pytest.mark.parametrize(
     ("text", "made"),
     [

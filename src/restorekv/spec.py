@@ -124,6 +124,8 @@ def explain_unknown(what: str, name: str, known: Iterable[str]) -> str:
     own = ""
     if what in ("evictor", "benchmark"):
         own = ", or register your own in the program that runs"
+    if what == "benchmark" and name.lower().endswith((".json", ".jsonl")):
+        own += f"; texts and questions of yours are lines:path={name}"
     return (
         f"There is no {what} {name!r}{hint_near_name(name, names)}; use one of "
         f"{', '.join(names)}{own}."

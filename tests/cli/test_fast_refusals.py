@@ -248,6 +248,11 @@ def test_several_texts_are_answered_with_a_folder():
     assert result.code == 2 and "name one text, or a folder of texts; see" in result.err
 
 
+def test_an_adapter_to_score_is_told_its_place():
+    result = cli("eval", "--benchmark", "tiny", "--adapter", "mine")
+    assert result.code == 2 and "No such option: --adapter; an adapter follows" in result.err
+
+
 def test_a_folder_of_caches_is_answered_with_the_names_of_its_files(tmp_path):
     (tmp_path / "doc.txt.rkv").write_bytes(b"")
     with pytest.raises(

@@ -41,7 +41,7 @@ def test_rows_are_asked_in_their_order(tmp_path):
     [
         ({"context": "a"}, "row 1.* is not a text .*its field questions is missing"),
         (ROW | {"answers": []}, "its field answers"),
-        (ROW | {"answers": ["1", "2"]}, "its field answers"),
+        (ROW | {"answers": ["1", "2"]}, "its field answers has 2, and questions has 1"),
         (ROW | {"answers": [["1", 2]]}, "its field answers"),
         (ROW | {"answers": [" "]}, "its field answers"),
         (ROW | {"questions": [" "]}, "its field questions"),
@@ -98,6 +98,9 @@ def test_the_page_compares_evictors_alone(tmp_path, monkeypatch, capsys):
     exec(compile(source, PAGE.name, "exec"), world)
     assert not any(world[name].cell.restored for name in ("snapkv", "kvzip"))
     assert world["found"]["score_low"] is None, "two contexts have no interval"
+    (source,) = [text for _, text in blocks(PAGE, "py") if "make_frame" in text]
+    exec(compile(source, PAGE.name, "exec"), world)
+    assert len((tmp_path / "own.csv").read_text().splitlines()) == 1 + 5  # full, and two restored
     # As the table does, which leaves out what the full cache cannot do.
     assert world["full"].cell.evictor == "full"
 

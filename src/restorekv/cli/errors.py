@@ -67,6 +67,10 @@ FLAGS = {
     "reached max_new_tokens": "reached --max-new-tokens",
     "evict with allocation='per-head'": "compress with --allocation per-head",
 }
+# By command: options of other commands, and what this one has in their place.
+ELSEWHERE = {
+    "eval": {"--adapter": "an adapter follows its evictor, as in kvzip@FOLDER"},
+}
 LONGEST = 400  # characters of a word in a message
 ENDINGS = ("SIGTERM", "SIGHUP")
 RECEIVED: list[int] = []  # signals that ended the command
@@ -76,7 +80,11 @@ def explain_usage_error(error: Any) -> str:
     """Return a usage error as one clause, with the names that may be meant in brackets."""
     # Of an option, typer suggests names that have little in common with it.
     if hasattr(error, "possibilities") and hasattr(error, "option_name") and error.ctx is not None:
-        near = _find_meant_options(error.option_name, error.ctx.command)
+        option = error.option_name
+        if option in ELSEWHERE.get(error.ctx.command.name, {}):
+            fix = ELSEWHERE[error.ctx.command.name][option]
+            return f"No such option: {option}; {fix}"
+        near = _find_meant_options(option, error.ctx.command)
         hint = f" (did you mean {', '.join(near)}?)" if near else ""
         return f"No such option: {make_visible(error.option_name)}{hint}"
     suggestion = r"\.? \(?(?:Did you mean|Possible options:) (.+?)\??\)?$"

@@ -53,7 +53,7 @@ class Lines(Reading):
         questions = get_texts(row, "questions")
         answers = get_field(row, "answers", list)
         if len(answers) != len(questions):
-            raise FieldError("answers")
+            raise FieldError("answers", f"has {len(answers)}, and questions has {len(questions)}")
         task = get_field(row, "task") if "task" in row else self.name
         asked = []
         for number, (question, answer) in enumerate(zip(questions, answers, strict=True), 1):

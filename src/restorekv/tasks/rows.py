@@ -16,7 +16,12 @@ Rows = Iterator[tuple[str, Any]]  # (place for messages, JSON value)
 
 
 class FieldError(TypeError):
-    """Names a field that a row lacks, or that holds a value of another type."""
+    """Names a field that a row lacks, or that holds a value of another type, or says what else is
+    wrong with it.
+    """
+
+    def __init__(self, name: str, fault: str = "is missing or malformed") -> None:
+        super().__init__(f"its field {name} {fault}")
 
 
 def check_exists(where: str | Path) -> Path:
@@ -88,7 +93,7 @@ def check_form(problem: str, fix: str) -> Iterator[None]:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         detail = ""
         if isinstance(error, FieldError):
-            detail = f" (its field {error} is missing or malformed)"
+            detail = f" ({error})"
         raise RestoreKVError(f"{problem}{detail}; {fix}.") from error
 
 
