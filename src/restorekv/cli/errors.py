@@ -90,7 +90,8 @@ def explain_usage_error(error: Any) -> str:
     suggestion = r"\.? \(?(?:Did you mean|Possible options:) (.+?)\??\)?$"
     clause = re.sub(suggestion, r" (did you mean \1?)", error.format_message().rstrip("."))
     # As where the shell expands texts/*.txt.
-    if "unexpected extra argument" in clause and error.ctx.command.name == "compress":
+    command = error.ctx.command.name if error.ctx is not None else ""
+    if "unexpected extra argument" in clause and command == "compress":
         clause += "; name one text, or a folder of texts"
     return clause
 
