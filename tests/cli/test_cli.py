@@ -162,7 +162,7 @@ def test_compress_says_why_nothing_is_restored_unasked(world, tmp_path, flags, e
     told = cli("compress", world.text, "-o", tmp_path / "doc.rkv", "--model", world.model, *flags)
     assert told.code == 0, told.err
     words = " ".join(re.sub("[│ \n]+", " ", told.out).split())
-    assert ("adapter none (none ships that helps this model" in words) == explained
+    assert ("adapter none (no adapter ships that helps this model" in words) == explained
 
 
 def test_a_note_says_how_many_of_several_answers_were_ended(capsys):

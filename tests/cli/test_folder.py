@@ -219,6 +219,20 @@ def test_one_failure_does_not_stop_the_others(world, given, tmp_path):
     assert ": 1 written" in run(world, given).out
 
 
+def test_what_is_kept_whole_or_not_restored_is_said_each_time(world, given):
+    """No adapter ships for this model."""
+    whole = "Kept whole, because they are too short: short.txt."
+    unrestored = "Nothing is restored: no adapter ships that helps this model"
+    (given / "short.txt").write_text("house")
+    for _ in range(2):
+        told = run(world, given, flags=("--ratio", "0.1")).out
+        assert whole in told and unrestored in told
+    alone = run(world, given, "--replace", flags=("--ratio", "0.1", "--adapter", "none")).out
+    assert whole in alone and unrestored not in alone
+    full = run(world, given, "--replace", flags=("--ratio", "1")).out
+    assert whole not in full and unrestored not in full
+
+
 def test_what_could_not_be_read_is_said_each_time(world, tmp_path):
     pytest.importorskip("pypdf")
     given = tmp_path / "given"

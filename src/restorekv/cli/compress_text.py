@@ -10,6 +10,9 @@ from restorekv.cli.terminal import print_figures, show_progress_share, write_fig
 from restorekv.context import CompressedContext, describe_bytes, format_bytes
 from restorekv.pipeline import compress
 
+# Why "auto" takes no adapter.
+NO_ADAPTER = "no adapter ships that helps this model and evictor at this ratio"
+
 
 def compress_text(text: str, out: Path, recipe: CompressionRecipe, json: Path | None) -> None:
     """Compress one text into a cache file."""
@@ -27,7 +30,7 @@ def compress_text(text: str, out: Path, recipe: CompressionRecipe, json: Path | 
         write_figures(json, {**sizes, **compressed.manifest.to_json()})
     figures = summarize_cache(compressed, out, seconds)
     if recipe.adapter == "auto" and _should_explain_no_adapter(compressed):
-        figures["method"] += " (none ships that helps this model and evictor at this ratio)"
+        figures["method"] += f" ({NO_ADAPTER})"
     print_figures(f"Wrote {out}", figures)
 
 

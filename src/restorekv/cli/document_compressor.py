@@ -7,8 +7,9 @@ stopped continues.
 import hashlib
 import json
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -28,6 +29,7 @@ from restorekv.readers.extract import read_document
 from restorekv.seal import digest_file
 from restorekv.size_limits import TEXT_BYTES
 from restorekv.storage.cache_file import open_cache_file
+from restorekv.storage.manifest import Manifest
 
 # What one document may raise without ending the others.
 EXPECTED = (RestoreKVError, OSError, MemoryError, RuntimeError)
@@ -67,6 +69,8 @@ class DocumentResult:
         full: Bytes of the full cache.
         reason: Why it failed.
         warning: What of the document could not be read.
+        whole: Whether the cache keeps every pair.
+        restored: Whether an adapter's restore tokens are in the cache.
     """
 
     outcome: str
@@ -74,6 +78,20 @@ class DocumentResult:
     full: int = 0
     reason: str = ""
     warning: str = ""
+    whole: bool = False
+    restored: bool = False
+
+    @classmethod
+    def of_manifest(cls, outcome: str, manifest: Manifest, warning: str) -> Self:
+        """Return the result for a cache file that is there, with what its manifest says."""
+        return cls(
+            outcome,
+            held=manifest.bytes_held,
+            full=manifest.bytes_full,
+            warning=warning,
+            whole=Fraction(manifest.ratio) == 1,
+            restored=manifest.adapter is not None,
+        )
 
 
 class DocumentCompressor:
@@ -194,9 +212,7 @@ class DocumentCompressor:
             "warning": extraction.warning,
         }
         write_json(record, entries, follow=False)
-        return DocumentResult(
-            "wrote", manifest.bytes_held, manifest.bytes_full, warning=extraction.warning
-        )
+        return DocumentResult.of_manifest("wrote", manifest, extraction.warning)
 
 
 def locate_record(target: Path) -> Path:
@@ -231,4 +247,4 @@ def _find_existing(target: Path, record: Path, digest: str) -> DocumentResult | 
     warning = entries.get("warning", "")
     if not isinstance(warning, str) or not warning.isprintable():
         return None
-    return DocumentResult("kept", manifest.bytes_held, manifest.bytes_full, warning=warning)
+    return DocumentResult.of_manifest("kept", manifest, warning)

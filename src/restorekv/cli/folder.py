@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from restorekv.cli.compress_text import NO_ADAPTER
 from restorekv.cli.document_compressor import (
     CompressionRecipe,
     DocumentCompressor,
@@ -16,6 +17,8 @@ from restorekv.cli.document_compressor import (
 )
 from restorekv.cli.inputs import check_json_output, check_output_kind, check_outputs_apart
 from restorekv.cli.terminal import notes, output, show_progress_share, write_figures
+from restorekv.compression.budget import parse_ratio
+from restorekv.compression.eviction import make_compressor
 from restorekv.context import format_bytes
 from restorekv.errors import RestoreKVError, make_printable
 from restorekv.files import check_target, list_files
@@ -151,6 +154,8 @@ def compress_folder(
         highlight=False,
         soft_wrap=True,
     )
+    for sentence in _explain_caches(names, results, recipe):
+        output.print(sentence, markup=False, highlight=False, soft_wrap=True)
     if orphans:
         output.print(
             f"Cache files in {out} without a document in {folder}: {_name_some(orphans)}; delete "
@@ -165,6 +170,25 @@ def compress_folder(
             f"{counts['failed']} {what} could not be compressed; fix what is named above and run "
             "it again."
         )
+
+
+def _explain_caches(
+    names: Sequence[Path], results: Sequence[DocumentResult], recipe: CompressionRecipe
+) -> Iterator[str]:
+    """Yield sentences about what a user may not expect: texts that are kept whole, and that nothing
+    is restored.
+    """
+    # Others have no bytes.
+    there = [(name, each) for name, each in zip(names, results, strict=True) if each.full]
+    if recipe.ratio is None or parse_ratio(recipe.ratio) < 1:
+        whole = [name for name, result in there if result.whole]
+        if whole:
+            yield f"Kept whole, because they are too short: {_name_some(whole)}."
+    evicted = [result for _, result in there if not result.whole]
+    compressor = make_compressor(recipe.evictor, recipe.config)
+    may_restore = recipe.adapter == "auto" and compressor.restores and not recipe.config.offset
+    if may_restore and evicted and not any(result.restored for result in evicted):
+        yield f"Nothing is restored: {NO_ADAPTER}."
 
 
 def _check_foreign_files(
