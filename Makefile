@@ -113,13 +113,13 @@ vllm: $(VLLM)/ready
 oldest: $(KVPRESS)/ready
 	$(KVPRESS)/bin/python -m pytest -m "not slow"
 
-# Models whose weights bitsandbytes, torchao and quanto quantized, beside the numbers that these stand for.
+# Models that bitsandbytes, torchao, quanto and compressed-tensors quantized, beside the numbers that codes stand for.
 $(QUANTIZED)/ready: pyproject.toml
 	test -x $(QUANTIZED)/bin/python || $(PYTHON) -m venv $(QUANTIZED)
 	$(QUANTIZED)/bin/python -m pip install --quiet $(CPU) "$(TORCH)" 2>/dev/null \
 		|| $(QUANTIZED)/bin/python -m pip install --quiet "$(TORCH)"
 	$(QUANTIZED)/bin/python -m pip install --quiet "$(TORCH)" bitsandbytes==0.50.2 torchao==0.18.0 optimum-quanto==0.2.7 \
-		accelerate pytest -e '.[train]'
+		compressed-tensors==0.20.1 accelerate pytest -e '.[train]'
 	touch $@
 
 quantized: $(QUANTIZED)/ready

@@ -15,7 +15,12 @@ from restorekv import CompressedContext, compress
 from restorekv.errors import AdapterError, CacheFileError, ModelError, RestoreKVWarning
 from restorekv.model.base_weights import LEAST_SIMILARITY, measure_similarity
 from restorekv.model.identity import describe_weights, fingerprint_model, identify_model
-from restorekv.model.linear_layers import compute_matrix, list_quantized_layers, read_entries
+from restorekv.model.linear_layers import (
+    compute_matrix,
+    list_quantized_layers,
+    read_entries,
+    settle_quantized_layers,
+)
 from restorekv.model.support import UNLIMITED, get_support
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.loop import train_adapter
@@ -69,7 +74,7 @@ def round_layers(model, kind=RoundedLinear):
 
 def make_dense_twin(model, plain):
     """Give `plain` the numbers that the codes of `model` stand for."""
-    layers = list_quantized_layers(model)
+    layers = settle_quantized_layers(model)
     assert layers
     with torch.no_grad():
         for path, layer in layers.items():
@@ -77,8 +82,38 @@ def make_dense_twin(model, plain):
     return plain
 
 
+def pack(folder, packed):
+    """Write a saved model's layers in 4 bits, as tools around compressed-tensors do."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    config = QuantizationConfig(
+        config_groups={"group": {"targets": ["Linear"], "weights": weights}},
+        ignore=["lm_head"],
+        format="pack-quantized",
+    )
+    apply_quantization_config(model, config)
+    with torch.no_grad():
+        for layer in model.modules():
+            if hasattr(layer, "weight_scale"):
+                groups = layer.weight.unflatten(1, (-1, 32))
+                layer.weight_scale.copy_(groups.abs().amax(-1) / 7)
+                layer.weight_zero_point.zero_()
+    compressor = ModelCompressor(quantization_config=config)
+    compressor.compress_model(model)
+    model.save_pretrained(packed)
+    compressor.update_config(packed)
+
+
 def load_quantized(library, folder):
     """Load a saved model through transformers with a library's 4 or 8 bits."""
+    if library == "compressed-tensors":
+        pack(folder, folder / "packed")
+        # It has no weights until the whole model is called.
+        loaded = AutoModelForCausalLM.from_pretrained(folder / "packed", dtype=torch.float32)
+        return loaded.eval().requires_grad_(False)
     if library == "bitsandbytes":
         from transformers import BitsAndBytesConfig as Config
 
@@ -107,6 +142,7 @@ for name, package in (
     ("bitsandbytes", "bitsandbytes"),
     ("torchao", "torchao"),
     ("quanto", "optimum.quanto"),
+    ("compressed-tensors", "compressed_tensors"),
 ):
     parent = package.partition(".")[0]
     missing = not importlib.util.find_spec(parent) or not importlib.util.find_spec(package)
@@ -185,6 +221,24 @@ def test_a_fingerprint_counts_codes_and_scales_and_survives_the_first_call(quant
     before = fingerprint_model(model)
     assert before != fingerprint_model(build_model("qwen3", **SIZES))
     model(torch.tensor([[3, 4, 5]]))
+    assert fingerprint_model(model) == before
+
+
+def test_weights_that_a_model_unpacks_in_its_first_pass_are_read_after_it():
+    """As compressed-tensors does: until then its layers have no weights to run with."""
+    model = round_layers(build_model("llama", tag="unpacked in the first pass"))
+    layer = model.model.layers[0].self_attn.o_proj
+    codes = layer.weight
+    del layer.weight
+
+    def unpack(*_):
+        layer.weight = codes
+
+    model.register_forward_pre_hook(unpack)
+    before = fingerprint_model(model)
+    del layer.weight
+    made = compress(model, build_tokenizer(), TEXT, ratio=0.3, evictor="kvzip+", adapter=None)
+    assert made.ask(QUESTION, 4) is not None
     assert fingerprint_model(model) == before
 
 

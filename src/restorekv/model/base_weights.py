@@ -132,7 +132,9 @@ def check_base(
                 f"{make_printable(card.model)}, load it in float32 or bfloat16."
             )
         raise error(f"The {what} was made for another model ({make_printable(card.model)}); {fix}.")
-    message = f"The {what} was made for other weights of {make_printable(card.model)}"
+    # A model that was made in memory has no name.
+    name = make_printable(card.model) or "this model"
+    message = f"The {what} was made for other weights of {name}"
     made = card.weights.get("source")
     if made:
         message += f", {make_printable(made)}"

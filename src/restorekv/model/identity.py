@@ -25,8 +25,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.model.linear_layers import (
     dequantize,
-    list_quantized_layers,
     read_entries,
+    settle_quantized_layers,
 )
 from restorekv.model.names import get_model_name
 from restorekv.model.prompt import hash_template
@@ -129,7 +129,7 @@ def describe_weights(model: PreTrainedModel) -> dict[str, Any]:
 def _examine_weights(model: PreTrainedModel) -> tuple[str, dict[str, Any]]:
     """Return the fingerprint and the description of a model's weights."""
     refuse_offloaded(model)
-    layers = list_quantized_layers(model)
+    layers = settle_quantized_layers(model)
     quantized = {drop_wrappers(path): layer for path, layer in layers.items()}
     base = _list_base_parameters(model, quantized)
     # Names and values in sorted order, so that the fingerprint does not depend on the order in
@@ -142,8 +142,6 @@ def _examine_weights(model: PreTrainedModel) -> tuple[str, dict[str, Any]]:
         if weight.ndim > 1 and not name.startswith(inside):
             matrices[name] = weight
     count = max(SKETCH_VALUES // (len(matrices) + len(quantized)), 1)
-    # Before what is stored is read: on a CPU, bitsandbytes rearranges a layer of 4 bits when the
-    # layer is first called.
     for path, layer in quantized.items():
         entries = read_entries(layer, count, model.dtype)
         matrices[f"{path}.weight"] = entries.to(model.device)
@@ -238,7 +236,7 @@ def _iterate_adapter_weights(
     for place, module in model.named_modules():
         if not isinstance(module, BaseTunerLayer):
             continue
-        own: nn.Module = module
+        own: Any = module  # each of PEFT's layers is a module as well
         for name, weight in own.named_parameters():
             # Of kinds besides LoRA, the layer says how its adapters' weights are called.
             if "lora_" in name or name.split(".")[0] in module.adapter_layer_names:

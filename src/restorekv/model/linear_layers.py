@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -17,7 +18,8 @@ PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def has_plain_weight(layer: nn.Module) -> bool:
     """Whether the layer's `weight` is the matrix that it multiplies with, and nothing else is."""
     # Others than nn.Linear itself may scale it, or add LoRA.
-    return type(layer) is nn.Linear and holds_numbers(layer.weight)
+    weight = getattr(layer, "weight", None)
+    return type(layer) is nn.Linear and isinstance(weight, Tensor) and holds_numbers(weight)
 
 
 def holds_numbers(tensor: Tensor) -> bool:
@@ -47,6 +49,20 @@ def list_quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
         if is_linear and _is_quantized(module):
             found[path.replace(".base_layer", "")] = module
     return found
+
+
+@torch.no_grad()
+def settle_quantized_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Let the model make a pass over one token if it has quantized layers, and return these.
+
+    In the first pass, bitsandbytes (on a CPU) rearranges its codes and compressed-tensors unpacks
+    them: before it, weights cannot be told, and parts of the model cannot run.
+    """
+    layers = list_quantized_layers(model)
+    if not layers:
+        return layers
+    model(torch.zeros(1, 1, dtype=torch.long, device=model.device))
+    return list_quantized_layers(model)
 
 
 def _is_quantized(layer: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from restorekv.errors import ModelError, RestoreKVError
 from restorekv.model import attention
+from restorekv.model.linear_layers import settle_quantized_layers
 from restorekv.model.probe import (
     REMEDY,
     UNLIMITED,
@@ -43,6 +45,7 @@ _Key = tuple[type, str]
 _known: dict[_Key, Support | RestoreKVError] = {}
 _moves: dict[_Key, bool] = {}  # whether cached keys can be moved
 _probing = threading.Lock()
+_settled: WeakSet[PreTrainedModel] = WeakSet()  # models whose quantized layers are settled
 
 
 def prepare_model(model: PreTrainedModel) -> None:
@@ -86,6 +89,10 @@ def get_support(model: PreTrainedModel) -> Support:
         )
     key = _get_key(model)
     with _probing:
+        # Not of the class, as the rest is: the layers are the model's own.
+        if model not in _settled:
+            settle_quantized_layers(model)
+            _settled.add(model)
         if key not in _known:
             try:
                 _known[key] = probe_model(model)
