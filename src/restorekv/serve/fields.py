@@ -56,6 +56,10 @@ CHAT_IDLE = IDLE_ALWAYS | {"functions", "prediction", "store"}
 CHAT_REFUSED: Refused = {
     **REFUSED_ALWAYS,
     "audio": Refusal((), "answers are text"),
+    # vLLM's, which clients of models that can think send to have them not do so.
+    "chat_template_kwargs": Refusal(
+        ({"enable_thinking": False}, {}), "the chat template is used as it is, with thinking off"
+    ),
     "function_call": Refusal(("none", "auto"), TOOLS),
     "modalities": Refusal((["text"],), "answers are text"),
     "reasoning_effort": Refusal(("none",), REASONING),
