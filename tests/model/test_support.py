@@ -267,6 +267,20 @@ def test_a_damaged_model_says_nothing_of_its_class(monkeypatch, damage, why):
     support.get_support(decoders.build("llama"))
 
 
+def test_a_default_device_besides_the_cpu_is_refused(tiny_tokenizer):
+    """Random numbers of the CPU's generators could not be made there. Here "meta" stands for it."""
+    model = build_model("llama")
+    refusal = r"default device is 'meta'.*leave the default at 'cpu'.*model\.to\('meta'\)\."
+    with torch.device("meta"):
+        for use in (
+            lambda: compress(model, tiny_tokenizer, "The house is red. " * 9, ratio=0.5),
+            lambda: support.prepare_model(model),
+        ):
+            with pytest.raises(ModelError, match=refusal):
+                use()
+    support.prepare_model(model)
+
+
 def test_a_model_with_offloaded_weights_is_refused(tiny_tokenizer, tmp_path):
     """Nothing could be sampled of them to tell the model from others."""
     text = "The house is red. " * 9

@@ -117,6 +117,19 @@ def get_vocabulary_size(model: PreTrainedModel) -> int:
     return embeddings.weight.shape[0]
 
 
+def refuse_default_device() -> None:
+    """Refuse a program in which new tensors are not on the CPU, where ids and random numbers are
+    made before they go to the model's device.
+    """
+    default = torch.get_default_device()
+    if default.type != "cpu":
+        raise ModelError(
+            f"PyTorch's default device is {str(default)!r}, and restorekv makes tensors on the CPU "
+            "first; leave the default at 'cpu' (torch.set_default_device) and move the model: "
+            f"model.to({str(default)!r})."
+        )
+
+
 def refuse_offloaded(model: PreTrainedModel) -> None:
     """Refuse a model with weights that are not in memory: accelerate leaves them on PyTorch's
     device "meta" and fetches them for every pass.

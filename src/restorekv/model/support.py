@@ -29,7 +29,7 @@ from restorekv.model.probe import (
     keys_follow_rope,
     probe_model,
 )
-from restorekv.model.shape import refuse_offloaded
+from restorekv.model.shape import refuse_default_device, refuse_offloaded
 
 __all__ = [
     "UNLIMITED",
@@ -62,6 +62,7 @@ def get_support(model: PreTrainedModel) -> Support:
 
     Raises ModelError, also inside of `torch.autocast`, which would mix two dtypes in one cache.
     """
+    refuse_default_device()
     kind = model.device.type
     if kind == "meta":
         refuse_offloaded(model)

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import RestoreKVError, warn
-from restorekv.model.shape import get_vocabulary_size
+from restorekv.model.shape import get_vocabulary_size, refuse_default_device
 from restorekv.seal import short_hash
 
 LARGEST_PADDING = 2  # a model's embeddings for each token of its tokenizer
@@ -57,6 +57,7 @@ def check_model_and_tokenizer(model: object, tokenizer: object) -> None:
             f"{type(model).__name__} and {type(tokenizer).__name__}; load both with "
             "AutoModelForCausalLM and AutoTokenizer, or with load_model."
         )
+    refuse_default_device()
     # Tokens that were added may be more than the model has; those of the vocabulary itself may not.
     known = get_vocabulary_size(cast("PreTrainedModel", model))
     written = cast("Tokenizer", tokenizer).vocab_size
