@@ -131,3 +131,17 @@ def test_generating_in_batches_and_with_beams(tiny_tokenizer):
     ]
     beams = model.generate(**made[0], past_key_values=cache.fork(3), num_beams=3, **tiny)
     assert beams.shape[1] > made[0]["input_ids"].shape[1]
+
+
+def test_a_forward_pass_that_returns_the_logits_of_all_tokens(tiny_tokenizer, monkeypatch):
+    """Those of the first tokens would be taken for those of the last ones."""
+    small = compress(build_model("llama"), tiny_tokenizer, TEXT, ratio=0.5, adapter=None)
+    wanted = small.ask(QUESTIONS, max_new_tokens=6)
+    own = small.model.forward
+
+    def forward(*args, logits_to_keep=0, **options):
+        return own(*args, **options)
+
+    monkeypatch.setattr(small.model, "forward", forward)
+    assert small.ask(QUESTIONS, max_new_tokens=6) == wanted
+    assert [small.ask(question, max_new_tokens=6) for question in QUESTIONS] == wanted

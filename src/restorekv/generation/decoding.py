@@ -481,7 +481,11 @@ def forward_groups(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
         use_cache=True,
         logits_to_keep=wanted,
     )
-    return output.logits[0, : len(last)]
+    logits = output.logits[0]
+    # A forward pass that somebody replaced may drop the option, and then has those of all tokens.
+    if len(last) < first and len(logits) == first:
+        return logits[last]
+    return logits[: len(last)]
 
 
 def pad_prompts(
