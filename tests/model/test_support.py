@@ -267,6 +267,14 @@ def test_a_damaged_model_says_nothing_of_its_class(monkeypatch, damage, why):
     support.get_support(decoders.build("llama"))
 
 
+def test_a_model_that_returns_tuples_is_refused(tiny_tokenizer):
+    model = build_model("llama", return_dict=False)
+    with pytest.raises(ModelError, match=r"set model\.config\.return_dict = True\."):
+        compress(model, tiny_tokenizer, "The house is red. " * 9, ratio=0.5)
+    model.config.return_dict = True
+    compress(model, tiny_tokenizer, "The house is red. " * 9, ratio=0.5, adapter=None)
+
+
 def test_a_default_device_besides_the_cpu_is_refused(tiny_tokenizer):
     """Random numbers of the CPU's generators could not be made there. Here "meta" stands for it."""
     model = build_model("llama")

@@ -82,6 +82,11 @@ def get_support(model: PreTrainedModel) -> Support:
             "The model is in training mode with gradient checkpointing, in which transformers "
             "leaves out the cache; call model.eval() first."
         )
+    if model.config.return_dict is False:
+        raise ModelError(
+            "The model's config has return_dict=False, so that its passes do not name what they "
+            "return; set model.config.return_dict = True."
+        )
     # Of PEFT's prompt tuning, p-tuning and prefix tuning.
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise ModelError(
