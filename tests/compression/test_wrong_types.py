@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 from restorekv import CompressedContext, ask_many, compose, compress
 from restorekv.errors import RestoreKVError, RestoreKVWarning
@@ -105,7 +106,17 @@ def test_an_open_file_is_told_to_be_read(small):
         compress(small.model, small.tokenizer, file, adapter=None)
 
 
+class Wrapper(torch.nn.Module):
+    """A module around a model, which hands on its config alone."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.config = model.config
+
+
 ORDER = {
+    "a wrapper of a model": lambda small: (Wrapper(small.model), small.tokenizer),
     "swapped": lambda small: (small.tokenizer, small.model),
     "a name for a model": lambda small: ("tiny", small.tokenizer),
     "a name for a tokenizer": lambda small: (small.model, "tiny"),

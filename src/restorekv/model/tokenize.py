@@ -51,7 +51,9 @@ def check_model_and_tokenizer(model: object, tokenizer: object) -> None:
             f"A tokenizer is needed, not a {type(tokenizer).__name__}; "
             "pass processor.tokenizer, or what AutoTokenizer.from_pretrained loads."
         )
-    if not hasattr(model, "config") or not hasattr(tokenizer, "init_kwargs"):
+    # A wrapper may hand on the config alone, as trl's model with a value head does.
+    is_model = hasattr(model, "config") and hasattr(model, "get_input_embeddings")
+    if not is_model or not hasattr(tokenizer, "init_kwargs"):
         raise RestoreKVError(
             "Pass first a model of transformers, then its tokenizer, not "
             f"{type(model).__name__} and {type(tokenizer).__name__}; load both with "
