@@ -145,3 +145,21 @@ def test_a_forward_pass_that_returns_the_logits_of_all_tokens(tiny_tokenizer, mo
     monkeypatch.setattr(small.model, "forward", forward)
     assert small.ask(QUESTIONS, max_new_tokens=6) == wanted
     assert [small.ask(question, max_new_tokens=6) for question in QUESTIONS] == wanted
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_another_attention_between_two_pieces_changes_nothing(tiny_tokenizer, implementation):
+    small = compress(build_model("llama"), tiny_tokenizer, TEXT, ratio=0.5, adapter=None)
+    wanted = list(small.ask(QUESTIONS[0], 8, stream=True))
+    pieces = small.ask(QUESTIONS[0], 8, stream=True)
+    found = [next(pieces)]
+    small.model.set_attn_implementation(implementation)
+    assert found + list(pieces) == wanted and len(wanted) > 1
+
+
+def test_autocast_between_two_pieces_is_refused(tiny_tokenizer):
+    small = compress(build_model("llama"), tiny_tokenizer, TEXT, ratio=0.5, adapter=None)
+    pieces = small.ask(QUESTIONS[0], 8, stream=True)
+    next(pieces)
+    with torch.autocast("cpu"), pytest.raises(RestoreKVError, match="autocast is on"):
+        list(pieces)

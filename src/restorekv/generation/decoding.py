@@ -34,6 +34,7 @@ from restorekv.model.attention import install_attention
 from restorekv.model.attention.reference import make_causal_mask
 from restorekv.model.cache_argument import pass_cache
 from restorekv.model.prompt import check_question_positions, check_vocabulary
+from restorekv.model.support import refuse_autocast
 from restorekv.model.tokenize import decode_ids
 
 BATCH = 16
@@ -455,6 +456,9 @@ def forward_groups(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
     The tokens of all groups are laid end to end, so that a row with one token and one with many
     share the pass.
     """
+    # A program may change both between two pieces of a stream.
+    install_attention(model)
+    refuse_autocast(model.device.type)
     blocks = [group.block() for group in groups]
     layers = []
     # At each depth, the layers of all groups become one layer of the pass.

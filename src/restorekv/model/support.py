@@ -37,6 +37,7 @@ __all__ = [
     "check_keys_movable",
     "get_support",
     "prepare_model",
+    "refuse_autocast",
     "refuse_beyond",
     "refuse_scoring_beyond",
 ]
@@ -66,11 +67,7 @@ def get_support(model: PreTrainedModel) -> Support:
     kind = model.device.type
     if kind == "meta":
         refuse_offloaded(model)
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        raise ModelError(
-            "torch.autocast is on, which would mix dtypes in a cache; call restorekv outside of "
-            "it, with the model in the dtype that you want."
-        )
+    refuse_autocast(kind)
     # The mode of every module, not the model's own: a part may have been switched alone.
     if any(module.training and _drops_values(module) for module in model.modules()):
         raise ModelError(
@@ -111,6 +108,15 @@ def get_support(model: PreTrainedModel) -> Support:
         # A new one each time, since a raised exception collects the tracebacks of its raises.
         raise type(found)(str(found))
     return found
+
+
+def refuse_autocast(kind: str) -> None:
+    """Refuse `torch.autocast` for a kind of device, such as "cpu"."""
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        raise ModelError(
+            "torch.autocast is on, which would mix dtypes in a cache; call restorekv outside of "
+            "it, with the model in the dtype that you want."
+        )
 
 
 def _drops_values(module: nn.Module) -> bool:
