@@ -190,6 +190,15 @@ def test_a_text_is_compressed_asked_and_saved(model, tmp_path):
     assert chat.ask(QUESTIONS[0], ANSWER) == answers[0]
 
 
+def test_another_attention_of_the_language_model_alone_changes_nothing(model):
+    """Its config is not the whole model's, which still names ours then."""
+    small = compress(model, TOKENIZER, SENTENCES, ratio=0.5, evictor="knorm", adapter=None)
+    wanted = small.ask(QUESTIONS[0], 4)
+    for part in (model.get_decoder(), model):
+        part.set_attn_implementation({"text_config": "sdpa"} if part is model else "sdpa")
+        assert small.ask(QUESTIONS[0], 4) == wanted
+
+
 @pytest.mark.parametrize("name", ["Gemma 3", "Qwen3-VL"])
 def test_what_is_no_text_is_refused_with_what_to_pass(name):
     model = MODELS[name]().eval()

@@ -477,7 +477,9 @@ def install_attention(model: PreTrainedModel) -> None:
 
     Dense layers give the same result as with SDPA.
     """
-    if model.config._attn_implementation == NAME:
+    # Models that take images too have a config for each part, and may have been set in part.
+    configs = (model.config, model.config.get_text_config())
+    if all(config._attn_implementation == NAME for config in configs):
         return
     try:
         model.set_attn_implementation(NAME)
