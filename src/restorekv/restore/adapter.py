@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from restorekv.cache.tail import CompressedLayer
 from restorekv.errors import AdapterError, make_printable, warn
 from restorekv.model import base_weights
 from restorekv.model.attention import install_attention
@@ -341,7 +342,9 @@ class RestoreAdapter(nn.Module):
         """
         # Both may have changed since the adapter was made.
         refuse_other_adapters(self.model)
-        install_attention(self.model)
+        if any(isinstance(layer, CompressedLayer) for layer in cache.layers):
+            # No other attention can read such a layer.
+            install_attention(self.model)
         # The restore tokens come right after everything that was read.
         first = cache.get_seq_length()
         embeddings = self.make_inputs(ratio)[:count].to(self.model.dtype)
