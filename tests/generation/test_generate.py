@@ -8,6 +8,7 @@ from restorekv.generation.answers import answer_greedily, make_generate_inputs, 
 from restorekv.generation.decoding import generate_ids, get_stop_ids
 from restorekv.model.prompt import encode_question, make_context
 from restorekv.pipeline import compress
+from tests.helpers import decoders
 from tests.helpers.decoding import QUESTIONS, TEXT, make_cache
 from tests.helpers.models import build_model
 
@@ -163,3 +164,17 @@ def test_autocast_between_two_pieces_is_refused(tiny_tokenizer):
     next(pieces)
     with torch.autocast("cpu"), pytest.raises(RestoreKVError, match="autocast is on"):
         list(pieces)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "olmoe", "granitemoe", "gpt_oss"])
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_mixture_whose_config_asks_for_router_logits(tiny_tokenizer, kind, graph):
+    """As after a training with their loss, which expects transformers' own mask."""
+    text = TEXT[:20]
+    answers = []
+    for asked in (False, True):
+        model = decoders.build(kind, output_router_logits=asked)
+        options = {"ratio": 1, "evictor": "knorm", "adapter": None}
+        small = compress(model, tiny_tokenizer, text, **options)
+        answers.append(small.ask("x?", max_new_tokens=5, graph=graph))
+    assert answers[0] == answers[1]

@@ -34,6 +34,7 @@ from restorekv.model.attention import install_attention
 from restorekv.model.attention.reference import make_causal_mask
 from restorekv.model.cache_argument import pass_cache
 from restorekv.model.prompt import check_question_positions, check_vocabulary
+from restorekv.model.shape import leave_out_router_logits
 from restorekv.model.support import refuse_autocast
 from restorekv.model.tokenize import decode_ids
 
@@ -482,6 +483,7 @@ def forward_groups(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
         attention_mask=ids.new_ones(1, 1, 1, 1, dtype=torch.bool),  # the blocks have the masks
         position_ids=positions,
         **pass_cache(model, Cache(layers=layers)),
+        **leave_out_router_logits(model),
         use_cache=True,
         logits_to_keep=wanted,
     )

@@ -15,7 +15,7 @@ from restorekv.errors import summarize_error, warn
 from restorekv.generation import step_self_test
 from restorekv.model.attention import self_tests
 from restorekv.model.cache_argument import pass_cache
-from restorekv.model.shape import CacheShape
+from restorekv.model.shape import CacheShape, leave_out_router_logits
 
 # Replays of a model's first graph that are checked: the second shows whether positions and masks
 # have moved.
@@ -100,6 +100,7 @@ class FixedSteps:
             attention_mask=self.visible[:, None, None],
             position_ids=self.positions,
             **pass_cache(self.model, self.cache),
+            **leave_out_router_logits(self.model),
             use_cache=True,
             logits_to_keep=self.last,
         )

@@ -117,6 +117,14 @@ def get_vocabulary_size(model: PreTrainedModel) -> int:
     return embeddings.weight.shape[0]
 
 
+def leave_out_router_logits(model: PreTrainedModel) -> dict[str, bool]:
+    """Return the keyword argument by which a mixture of experts computes no loss of its routers, if
+    its config asks for one, as after a training: that loss takes no mask of ours.
+    """
+    asked = getattr(model.config.get_text_config(), "output_router_logits", False)
+    return {"output_router_logits": False} if asked else {}
+
+
 def refuse_default_device() -> None:
     """Refuse a program in which new tensors are not on the CPU, where ids and random numbers are
     made before they go to the model's device.
