@@ -473,10 +473,11 @@ class CompressedContext:
                     f"generate cannot use {name}, for which transformers would read the question "
                     "into the cache twice; leave it out."
                 )
-        if (
-            find_option("num_return_sequences") > 1
-            or find_option("return_dict_in_generate") is True
-        ):
+        # The model's own config may ask for a dict, where it was saved to return hidden states.
+        wants_dict = options.get("return_dict_in_generate")
+        if wants_dict is None:
+            wants_dict = getattr(config, "return_dict_in_generate", None)
+        if find_option("num_return_sequences") > 1 or wants_dict is True:
             raise RestoreKVError(
                 "generate returns one text; for more, call model.generate with `inputs` yourself."
             )
@@ -519,6 +520,7 @@ class CompressedContext:
         options["use_cache"] = True
         # A kind of cache to make, which transformers refuses next to a cache.
         options["cache_implementation"] = None
+        options["return_dict_in_generate"] = False
         with torch.no_grad():
             # PreTrainedModel has `generate` only in its subclasses that write text.
             model: Any = self.model

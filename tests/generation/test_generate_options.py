@@ -143,6 +143,14 @@ def test_a_kind_of_cache_in_a_generation_config_changes_nothing(small, monkeypat
     assert generate(small) == plain
 
 
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+def test_a_model_that_was_saved_to_return_more_answers_all_the_same(tiny_tokenizer, name):
+    """transformers sets return_dict_in_generate in its generation config then."""
+    model = build_model("llama", **{name: True})
+    made = compress(model, tiny_tokenizer, TEXT, ratio=0.4, evictor="snapkv", adapter=None)
+    assert generate(made) == made.ask(QUESTION, TOKENS)
+
+
 def test_stop_strings_of_a_generation_config_end_an_answer(small, monkeypatch):
     """transformers finds them with the tokenizer, which is an argument of its own."""
     plain = small.ask(QUESTION, TOKENS)
