@@ -233,6 +233,19 @@ def test_what_is_kept_whole_or_not_restored_is_said_each_time(world, given):
     assert whole not in full and unrestored not in full
 
 
+def test_what_is_cut_is_said_each_time(world, tmp_path):
+    given = tmp_path / "given"
+    given.mkdir()
+    (given / "short.txt").write_text(TEXT)
+    (given / "long.txt").write_text("house " * 5000)  # the model has 4,096 positions
+    figures = tmp_path / "made.json"
+    flags = (*FLAGS, "--evictor", "knorm", "--on-long-text", "cut", "--json", figures)
+    for _ in range(2):
+        told = run(world, given, flags=flags).out
+        cut = json.loads(figures.read_text())["documents"]["long.txt"]["cut"]
+        assert cut and f"The end was cut, {cut:,} tokens in all, of: long.txt." in told
+
+
 def test_what_could_not_be_read_is_said_each_time(world, tmp_path):
     pytest.importorskip("pypdf")
     given = tmp_path / "given"

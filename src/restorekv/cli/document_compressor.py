@@ -71,6 +71,7 @@ class DocumentResult:
         warning: What of the document could not be read.
         whole: Whether the cache keeps every pair.
         restored: Whether an adapter's restore tokens are in the cache.
+        cut: How many tokens of the text's end were dropped.
     """
 
     outcome: str
@@ -80,6 +81,7 @@ class DocumentResult:
     warning: str = ""
     whole: bool = False
     restored: bool = False
+    cut: int = 0
 
     @classmethod
     def of_manifest(cls, outcome: str, manifest: Manifest, warning: str) -> Self:
@@ -91,6 +93,7 @@ class DocumentResult:
             warning=warning,
             whole=Fraction(manifest.ratio) == 1,
             restored=manifest.adapter is not None,
+            cut=manifest.cut,
         )
 
 

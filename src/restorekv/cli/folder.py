@@ -175,11 +175,15 @@ def compress_folder(
 def _explain_caches(
     names: Sequence[Path], results: Sequence[DocumentResult], recipe: CompressionRecipe
 ) -> Iterator[str]:
-    """Yield sentences about what a user may not expect: texts that are kept whole, and that nothing
-    is restored.
+    """Yield sentences about what a user may not expect: texts that are cut or kept whole, and that
+    nothing is restored.
     """
     # Others have no bytes.
     there = [(name, each) for name, each in zip(names, results, strict=True) if each.full]
+    cut = [name for name, result in there if result.cut]
+    if cut:
+        tokens = sum(result.cut for _, result in there)
+        yield f"The end was cut, {tokens:,} tokens in all, of: {_name_some(cut)}."
     if recipe.ratio is None or parse_ratio(recipe.ratio) < 1:
         whole = [name for name, result in there if result.whole]
         if whole:
