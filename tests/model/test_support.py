@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from accelerate import cpu_offload, disk_offload
-from peft import PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
 
 from restorekv import CompressionConfig, compress, load_model
@@ -314,6 +314,15 @@ def test_a_model_with_a_learned_prompt_is_refused(tiny_tokenizer):
         compress(model, tiny_tokenizer, "The house is red. " * 9, ratio=0.5)
     base = model.get_base_model()
     compress(base, tiny_tokenizer, "The house is red. " * 9, ratio=0.5, adapter=None)
+
+
+def test_an_activated_lora_is_refused(tiny_tokenizer):
+    """It would be off for every token of an answer but the first."""
+    options = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    config = LoraConfig(r=2, alora_invocation_tokens=[7], **options)
+    model = get_peft_model(build_model("llama"), config).eval()
+    with pytest.raises(ModelError, match=r"activated LoRA.*merge a plain LoRA, or pass"):
+        compress(model, tiny_tokenizer, "The house is red. " * 9, ratio=0.5)
 
 
 def test_a_model_in_training_mode_is_refused_if_that_changes_its_passes(tiny_tokenizer):

@@ -85,10 +85,17 @@ def get_support(model: PreTrainedModel) -> Support:
             "return; set model.config.return_dict = True."
         )
     # Of PEFT's prompt tuning, p-tuning and prefix tuning.
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+    peft_config = getattr(model, "active_peft_config", None)
+    if getattr(peft_config, "is_prompt_learning", False):
         raise ModelError(
             "The model has a learned prompt of PEFT before whatever it reads, which would not be "
             "before a compressed text; pass the model without it, model.get_base_model()."
+        )
+    if getattr(peft_config, "alora_invocation_tokens", None):
+        raise ModelError(
+            "The model has an activated LoRA, which PEFT switches on at certain tokens of a whole "
+            "prompt, and restorekv reads prompts in parts; merge a plain LoRA, or pass the model "
+            "without it, model.get_base_model()."
         )
     key = _get_key(model)
     with _probing:
