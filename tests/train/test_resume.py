@@ -1,5 +1,6 @@
 """Runs that end early lose no finished step, and folders that are not theirs stay as they are."""
 
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 from restorekv import spec
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.train import checkpoint, loop
-from restorekv.train.loop import train_adapter
+from restorekv.train.loop import make_initial_adapter, train_adapter
 from tests.helpers.models import build_model
 from tests.helpers.training import CONFIG, EXAMPLES, losses
 
@@ -132,6 +133,29 @@ def test_a_run_is_not_continued_with_another_version_of_its_evictor(
         train_adapter(
             build_model("llama"), tiny_tokenizer, EXAMPLES, config, tmp_path / "run", True
         )
+
+
+@pytest.mark.parametrize("change", ["weights", "data"])
+def test_a_run_is_not_continued_with_another_adapter_in_the_folder_it_began_from(
+    tiny_tokenizer, tmp_path, change
+):
+    """Its weights are the checkpoint's, but the record of its data and license is the folder's."""
+    model = build_model("llama")
+    data = [{"source": "essays", "license": "cc-by-nc-4.0"}]
+    first = make_initial_adapter(model, tiny_tokenizer, CONFIG)
+    first.card = replace(first.card, data=data)
+    first.save_pretrained(tmp_path / "first")
+    config = replace(CONFIG, init=str(tmp_path / "first"), steps=2, contexts=1)
+    with pytest.warns(RestoreKVWarning, match="not for commercial use"):
+        train_adapter(model, tiny_tokenizer, EXAMPLES, config, tmp_path / "run")
+
+    seed = 1 if change == "weights" else CONFIG.seed
+    second = make_initial_adapter(model, tiny_tokenizer, replace(CONFIG, seed=seed))
+    second.card = replace(second.card, data=data if change == "weights" else None)
+    shutil.rmtree(tmp_path / "first")
+    second.save_pretrained(tmp_path / "first")
+    with pytest.raises(RestoreKVError, match=r"init_adapter is .*, was "):
+        train_adapter(model, tiny_tokenizer, EXAMPLES, config, tmp_path / "run", resume=True)
 
 
 def test_a_second_ctrl_c_ends_at_once(tiny_tokenizer, tmp_path, monkeypatch):

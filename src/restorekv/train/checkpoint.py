@@ -78,6 +78,15 @@ def identify_scores(config: TrainConfig, model: PreTrainedModel) -> str:
     return ",".join(eviction.identity(model) for eviction in config.make_evictions())
 
 
+def identify_beginning(adapter: RestoreAdapter) -> str:
+    """Return 16 hex digits of an adapter that training begins with: its weights, and what the
+    trained one inherits from its record.
+    """
+    inherited = [adapter.card.data, adapter.card.license]
+    text = adapter.to_stored().weights_hash() + json.dumps(inherited, sort_keys=True)
+    return seal.short_hash(text)
+
+
 def save_checkpoint(folder: Path, run: TrainingRun, step: int) -> None:
     """Write the adapter, the optimizer and the number of steps done."""
     # AdamW numbers its states by the order of the parameters, which is the adapter's.

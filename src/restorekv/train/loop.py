@@ -144,12 +144,11 @@ def train_adapter(
     optimizer = torch.optim.AdamW(
         parameters, lr=config.lr, betas=(0.9, 0.999), weight_decay=config.weight_decay
     )
-    run = TrainingRun(
-        config,
-        adapter,
-        optimizer,
-        checkpoint.describe_origin(model, tokenizer, examples, config, group.size),
-    )
+    origin = checkpoint.describe_origin(model, tokenizer, examples, config, group.size)
+    if config.init:
+        # A folder may hold another adapter by the time the run is resumed.
+        origin["init_adapter"] = checkpoint.identify_beginning(adapter)
+    run = TrainingRun(config, adapter, optimizer, origin)
     # Processes with different data, settings or adapters would average gradients of different runs.
     group.check_same(config.to_json() + json.dumps(run.origin))
     check_example_lengths(model, tokenizer, examples, config)
