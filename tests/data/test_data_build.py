@@ -225,6 +225,28 @@ def test_a_killed_build_goes_on_to_the_same_bytes_and_asks_nothing_twice(
     assert contents(out) == contents(whole)
 
 
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.filterwarnings("ignore:There is nothing in")
+def test_a_build_that_another_one_overtook_leaves_its_folder_alone(
+    files, model, tiny_tokenizer, tmp_path, monkeypatch, resume
+):
+    """Both found an empty folder, and the other one ended before this one began to ask."""
+    config = settings(files, books=0, examples=0)
+    index = restorekv.data.build.index_excluded_texts
+    out = tmp_path / "data"
+
+    def be_overtaken(*arguments):
+        monkeypatch.setattr(restorekv.data.build, "index_excluded_texts", index)
+        build_mixture(model, tiny_tokenizer, config, out)
+        return index(*arguments)
+
+    monkeypatch.setattr(restorekv.data.build, "index_excluded_texts", be_overtaken)
+    with pytest.raises(RestoreKVError, match="Another build has used"):
+        build_mixture(model, tiny_tokenizer, config, out, resume=resume)
+    assert not (out / "build.json").exists()
+    assert read_mixture(out)[0]
+
+
 KILLED = """
 import os, signal, sys
 from restorekv.cli import main

@@ -207,6 +207,26 @@ def test_another_run_is_neither_overwritten_nor_continued(tiny_tokenizer, tmp_pa
         train_adapter(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
 
 
+def test_a_run_that_another_one_overtook_leaves_its_folder_alone(
+    tiny_tokenizer, tmp_path, monkeypatch
+):
+    """Both found an empty folder, and the other one ended before this one had set itself up."""
+    model = build_model("llama")
+    own_check = loop.check_setup
+
+    def be_overtaken(*arguments):
+        monkeypatch.setattr(loop, "check_setup", own_check)
+        train_adapter(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
+        return own_check(*arguments)
+
+    monkeypatch.setattr(loop, "check_setup", be_overtaken)
+    other = replace(CONFIG, seed=1)
+    with pytest.raises(RestoreKVError, match="already holds a run"):
+        train_adapter(model, tiny_tokenizer, EXAMPLES, other, tmp_path / "run")
+    train_adapter(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "whole")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
 def test_a_refused_training_leaves_nothing_behind(tiny_tokenizer, tmp_path, monkeypatch):
     model, run, file = build_model("llama"), tmp_path / "new" / "run", tmp_path / "file"
     file.write_text("mine")

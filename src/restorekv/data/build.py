@@ -92,6 +92,7 @@ def build_mixture(
     builder = SourceBuilder(model, tokenizer, config, evaluations, longest, progress)
     accounts: dict[str, dict] = {}
     with folder_lock(out, build_folder.LOCK_FILE):
+        build_folder.check_not_overtaken(out, before)
         # From now on the folder says what is being built, so that a killed build can be resumed.
         build_folder.begin_build(out, before, record)
         try:

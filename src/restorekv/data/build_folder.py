@@ -175,6 +175,17 @@ def read_earlier_build(out: Path) -> dict | None:
     return record
 
 
+def check_not_overtaken(out: Path, before: dict | None) -> None:
+    """Refuse a folder that another build has begun or ended since it was read as `before`, an
+    unfinished build or none: that one's work would be overwritten.
+    """
+    if (out / MANIFEST_FILE).exists() or read_earlier_build(out) != before:
+        raise RestoreKVError(
+            f"Another build has used {out} meanwhile; continue it with --resume or choose another "
+            "folder."
+        )
+
+
 def begin_build(out: Path, before: dict | None, record: dict) -> None:
     """Write down what is being built, after checking that it is what was begun here.
 

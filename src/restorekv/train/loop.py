@@ -159,6 +159,8 @@ def train_adapter(
     lock = folder_lock(folder) if group.rank == 0 else nullcontext()
     with lock:
         if group.rank == 0:
+            # Another run may have used the folder since it was looked at.
+            check_folders(folder, resume, store)
             checkpoint.start_log(folder, start)
         _take_steps(run, teachers, folder, start, progress, group)
         _save_adapter(adapter, teachers, folder, group)
