@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 
 from restorekv.cache.multi_context import fork_caches
@@ -43,6 +44,7 @@ class SmallDecoder:
         self.target = target
         self.device = target.device
         self.dtype = target.dtype
+        self.config = PretrainedConfig()  # which asks for nothing besides logits
         self.module = torch.nn.Module()  # in place of a model's attention layer
         self.generator = torch.Generator().manual_seed(3)
         width = target.heads * target.groups * target.dim
