@@ -51,6 +51,7 @@ from restorekv.model.prompt import (
     check_reach,
     check_system_message,
     check_vocabulary,
+    encode_after_document,
     encode_text,
     refuse_beyond_positions,
     render_between_turns,
@@ -612,18 +613,20 @@ def encode_conversation(
 
     `system` stands between the context and the first question, as in `Chat`.
     """
-    ids = []
-    before = ""
-    # The last "answer" is what the model is made to begin its answer with.
-    for number, (asked, answered) in enumerate([*turns, (question, answer_prefix)]):
+    questions = [asked for asked, _ in turns] + [question]
+    for number, asked in enumerate(questions):
         check_question(asked, empty=number < len(turns))  # an earlier turn may be a file alone
-        if number == 0 and system:
-            asked = f"{context.separator}{system}{context.separator or PARAGRAPH}{asked}"
-        elif number == 0:
-            asked = f"{context.separator}{asked}"
-        ids.append(encode_text(tokenizer, asked, before, context.suffix_text, answered))
-        before = render_between_turns(tokenizer)
-    return torch.cat(ids, -1)[0]
+    start = context.separator
+    if system:
+        start += system + (context.separator or PARAGRAPH)
+    questions[0] = start + questions[0]
+    if not turns:
+        ids = encode_text(tokenizer, questions[0], after=context.suffix_text, more=answer_prefix)
+    else:
+        answers = [answered for _, answered in turns]
+        earlier = list(zip(questions, answers, strict=False))
+        ids = encode_after_document(tokenizer, earlier, questions[-1], answer_prefix)
+    return ids[0]
 
 
 def _count_common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -46,6 +46,7 @@ from restorekv.size_limits import AROUND_LETTERS, AROUND_TOKENS
 
 MESSAGE_MARK = "<restorekv-message>"  # where a message's words would be
 SYSTEM_MARK = "<restorekv-system>"  # shows whether a template has a place for a system text
+DOCUMENT_MARK = "<restorekv-document>"  # where the document would be, before the first question
 # For restore tokens, a question and its answer after the longest context.
 RESERVED_POSITIONS = 256
 ON_LONG_TEXT = ("refuse", "cut")  # what happens to a longer one
@@ -467,6 +468,45 @@ def encode_plain_chat(
         template.append("")
         texts.append(opening)
     return torch.tensor(tokenize_parts(tokenizer, template, texts), dtype=torch.long)
+
+
+def encode_after_document(
+    tokenizer: Tokenizer, turns: Sequence[tuple[str, str]], question: str, answer_prefix: str = ""
+) -> Tensor:
+    """Return the ids (1, q) of what follows a document in a conversation.
+
+    It is as the chat template writes it: before an earlier answer may stand other words than before
+    the next one, and its thoughts may be dropped.
+
+    Args:
+        tokenizer: The model's.
+        turns: Earlier questions with their answers. The first question follows the document in one
+            message and begins with what separates them.
+        question: What is asked.
+        answer_prefix: What the model is made to begin its answer with.
+
+    Raises:
+        RestoreKVError: The template has no place for these messages, or it changes one that spells
+            a control token.
+    """
+    texts = []
+    for asked, answered in turns:
+        texts.extend((asked, answered))
+    texts.append(question)
+    if tokenizer.chat_template:
+        roles = [*("user", "assistant") * len(turns), "user"]
+        # The mark keeps the white space between the document and the first question.
+        template, texts = _split_chat(tokenizer, roles, [DOCUMENT_MARK + texts[0], *texts[1:]])
+    else:
+        texts[0] = DOCUMENT_MARK + texts[0]
+        template = ["", "\n", *("\n", "\n") * len(turns)]
+    if DOCUMENT_MARK in template[0]:  # all of it counts as the template's
+        template[0] = template[0].partition(DOCUMENT_MARK)[2]
+    else:
+        template[0] = ""
+        texts[0] = texts[0].removeprefix(DOCUMENT_MARK)
+    ids = tokenize_parts(tokenizer, [*template, ""], [*texts, answer_prefix])
+    return torch.tensor([ids], dtype=torch.long)
 
 
 def _split_chat(

@@ -1,0 +1,89 @@
+"""What a popular model reads of a document, a question and earlier turns: the ids that its chat
+template and tokenizer make of the whole conversation.
+"""
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from restorekv.errors import RestoreKVError
+from restorekv.generation.chat import encode_conversation
+from restorekv.model.prompt import (
+    DEFAULT_SEPARATOR,
+    NOW,
+    TODAY,
+    encode_plain_chat,
+    make_context,
+)
+from tests.helpers.chat_templates import TEMPLATES, build_chat_tokenizer
+
+TEXT = "the code is 7."
+QUESTION = "Who lives in the house?"
+TURNS = [("What is the code?", "It is 7."), ("Who?", "Two:\n\n1. the cook")]
+NO_SYSTEM = {"mistral1", "gemma2"}  # these templates refuse a system message
+# Writes the system message into the last of the user's messages; restorekv, before the document.
+SYSTEM_LAST = {"mistral3"}
+
+
+def render(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]]) -> list[int]:
+    """The ids that transformers makes of messages, on the day that templates print here."""
+    template = NOW.sub(lambda call: repr(TODAY.strftime(call[2])), tokenizer.chat_template)
+    whole = tokenizer.apply_chat_template(
+        messages,
+        chat_template=template,
+        tokenize=False,
+        add_generation_prompt=True,
+        enable_thinking=False,
+    )
+    return tokenizer.encode(whole, add_special_tokens=False)
+
+
+def make_messages(system: str, turns: list[tuple[str, str]], question: str) -> list[dict[str, str]]:
+    """The conversation that follows TEXT."""
+    texts = [text for turn in turns for text in turn] + [question]
+    texts[0] = TEXT + DEFAULT_SEPARATOR + texts[0]
+    messages = [{"role": "system", "content": system}] if system else []
+    for number, text in enumerate(texts):
+        messages.append({"role": ("user", "assistant")[number % 2], "content": text})
+    return messages
+
+
+# The others add a space to every text, a question after its document too.
+JOINED = [name for name, parts in TEMPLATES.items() if parts[-1] in ("bytes", "spaces")]
+
+
+@pytest.fixture(scope="module", params=JOINED)
+def named(request: pytest.FixtureRequest) -> tuple[str, PreTrainedTokenizerFast]:
+    return request.param, build_chat_tokenizer(request.param)
+
+
+@pytest.mark.parametrize("turns", [[], TURNS[:1], TURNS], ids=["first", "second", "third"])
+@pytest.mark.parametrize("system", ["", "Be brief."], ids=["plain", "system"])
+def test_a_conversation_has_the_ids_that_its_template_makes(named, system, turns):
+    name, tokenizer = named
+    if system and name in NO_SYSTEM:
+        with pytest.raises(RestoreKVError, match="chat template refuses these messages"):
+            make_context(tokenizer, TEXT, DEFAULT_SEPARATOR, system)
+        return
+    context = make_context(tokenizer, TEXT, DEFAULT_SEPARATOR, system)
+    asked = encode_conversation(tokenizer, context, turns, QUESTION)
+    ours = [*context.ids[0].tolist(), *asked.tolist()]
+    messages = make_messages(system, turns, QUESTION)
+    if not (system and turns and name in SYSTEM_LAST):
+        assert tokenizer.convert_ids_to_tokens(ours) == tokenizer.convert_ids_to_tokens(
+            render(tokenizer, messages)
+        )
+    texts = [TEXT + DEFAULT_SEPARATOR + (turns[0][0] if turns else QUESTION)]
+    plain_turns = [(texts[0], turns[0][1]), *turns[1:]] if turns else []
+    plain = encode_plain_chat(tokenizer, plain_turns, QUESTION if turns else texts[0], system)
+    assert plain.tolist() == render(tokenizer, messages)
+
+
+@pytest.mark.parametrize("name", ["qwen3-thinking", "r1-distill", "exaone4", "qwen3"])
+def test_thoughts_of_earlier_answers_are_dropped_where_the_template_drops_them(name):
+    """A client sends back what it was answered."""
+    tokenizer = build_chat_tokenizer(name)
+    context = make_context(tokenizer, TEXT, DEFAULT_SEPARATOR)
+    turns = [("Who?", "Let me see.\nThe cook?\n</think>\n\nthe cook")]
+    asked = encode_conversation(tokenizer, context, turns, QUESTION)
+    wanted = render(tokenizer, make_messages("", turns, QUESTION))
+    assert [*context.ids[0].tolist(), *asked.tolist()] == wanted
