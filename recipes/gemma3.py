@@ -219,7 +219,10 @@ def make_page(records: Mapping[str, Mapping[str, Any]]) -> str:
         "all 65.",
     ]
     for evictor, record in records.items():
-        lines += ["", f"## {TITLES[evictor]}", "", *describe_run(record), ""]
+        lines += ["", f"## {TITLES[evictor]}", "", *describe_run(record)]
+        if not any(row["restored"] for row in record["rows"]):
+            lines.append("Alone: no adapter was measured with it.")
+        lines.append("")
         lines += [
             "| benchmark | r | score | restored | gain | KL | KL restored | difference |",
             "|---|---|---|---|---|---|---|---|",
