@@ -31,6 +31,7 @@ from restorekv.generation.sampling import (
     find_first_stop,
     make_samplers,
 )
+from restorekv.model.channels import ChannelReader, find_shown_ids
 from restorekv.model.prompt import (
     Context,
     check_question,
@@ -204,6 +205,11 @@ def make_answer(
     if sampler is not None:
         keep_leading_space = keep_leading_space or sampler.sampling.keeps_leading_space
     text = text[:cut] if keep_leading_space else text[:cut].lstrip()
+    if finish == "length" and not find_shown_ids(tokenizer, ids):
+        warn(
+            "An answer reached max_new_tokens before its final channel and is empty; allow more "
+            "tokens."
+        )
     return Answer(text, tuple(ids), finish, prompt_tokens, logprobs, top)
 
 
@@ -385,6 +391,7 @@ class GrowingText:
         self.stop_strings = stop_strings
         self.keep_leading_space = keep_leading_space
         self.stream = TextStream(tokenizer, skip_special_tokens=True)
+        self.channels = ChannelReader(tokenizer)
         # An id of `eos_ids` that came last. It is part of the text only if another id follows.
         self.end: int | None = None
         self.sent = 0  # characters returned so far
@@ -393,10 +400,10 @@ class GrowingText:
         """Return what has become certain with this token."""
         # Something follows the EOS id, so it did not end the answer and belongs to the text.
         if self.end is not None:
-            self.stream.push(self.end)
+            self.add(self.end)
         self.end = token if token in self.eos_ids else None
         if self.end is None:
-            self.stream.push(token)
+            self.add(token)
         written = self.stream.certain
         written = written[: find_first_stop(self.stop_strings, written)]
         # What may become a stop string is held back until the next token decides. It may begin with
@@ -404,6 +411,11 @@ class GrowingText:
         held = count_uncertain(written, self.stop_strings)
         text = self.strip(written)
         return self.upto(text, max(len(text) - held, 0))
+
+    def add(self, token: int) -> None:
+        """Add a token to the text, if it is shown."""
+        if self.channels.push(token):
+            self.stream.push(token)
 
     def rest(self) -> str:
         """Return what is left at the end."""

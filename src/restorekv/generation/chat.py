@@ -44,6 +44,7 @@ from restorekv.generation.sampling import (
     find_first_stop,
     take_limit,
 )
+from restorekv.model.channels import find_shown_ids
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import (
     Context,
@@ -51,6 +52,7 @@ from restorekv.model.prompt import (
     check_reach,
     check_system_message,
     check_vocabulary,
+    choose_opening,
     encode_after_document,
     encode_text,
     refuse_beyond_positions,
@@ -364,12 +366,14 @@ class Chat:
         if answer.finish == "repetition" and sampler is not None:
             end -= sampler.count_repeated()
         tokenizer = self.document.tokenizer
-        text = decode_ids(tokenizer, written[:end])
+        text = decode_ids(tokenizer, find_shown_ids(tokenizer, written[:end]))
         cut = find_first_stop(sampling.stop, text)
         if cut is not None:
             # The tokens that are part of the text as a whole, not half a character among them.
-            while end and not text[:cut].startswith(decode_ids(tokenizer, written[:end])):
+            shown = find_shown_ids(tokenizer, written[:end])
+            while end and not text[:cut].startswith(decode_ids(tokenizer, shown)):
                 end -= 1
+                shown = find_shown_ids(tokenizer, written[:end])
         if end == len(written):
             return turn
         kept = written[:end]
@@ -423,9 +427,8 @@ class Chat:
             system = "" if self.turns or self.system == document.manifest.system else self.system
             return encode_conversation(tokenizer, context, [], question, system, answer).tolist()
         between = render_between_turns(tokenizer)
-        return self._follow_answer(
-            encode_text(tokenizer, question, between, context.suffix_text, answer)
-        )
+        opening = choose_opening(tokenizer, context.suffix_text, answer)
+        return self._follow_answer(encode_text(tokenizer, question, between, opening, answer))
 
     def _follow_answer(self, ids: Tensor) -> list[int]:
         """Return ids (1, q) after the last id of the latest answer, which has not been read.
@@ -621,7 +624,8 @@ def encode_conversation(
         start += system + (context.separator or PARAGRAPH)
     questions[0] = start + questions[0]
     if not turns:
-        ids = encode_text(tokenizer, questions[0], after=context.suffix_text, more=answer_prefix)
+        opening = choose_opening(tokenizer, context.suffix_text, answer_prefix)
+        ids = encode_text(tokenizer, questions[0], after=opening, more=answer_prefix)
     else:
         answers = [answered for _, answered in turns]
         earlier = list(zip(questions, answers, strict=False))

@@ -33,6 +33,7 @@ from restorekv.generation.sampling import refuse_not_finite
 from restorekv.model.attention import install_attention
 from restorekv.model.attention.reference import make_causal_mask
 from restorekv.model.cache_argument import pass_cache
+from restorekv.model.channels import find_shown_ids
 from restorekv.model.prompt import check_question_positions, check_vocabulary
 from restorekv.model.shape import leave_out_router_logits
 from restorekv.model.support import refuse_autocast
@@ -541,7 +542,7 @@ def sample_ids(logits: Tensor, samplers: Sequence[Sampler]) -> tuple[Tensor, lis
 
 
 def decode_answer(tokenizer: Tokenizer, ids: Sequence[int], stop_ids: set[int]) -> str:
-    """Return the text of an answer, without the EOS that ended it.
+    """Return the text of an answer, without the EOS that ended it and what is not shown of it.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -551,7 +552,7 @@ def decode_answer(tokenizer: Tokenizer, ids: Sequence[int], stop_ids: set[int]) 
     # An EOS id need not be a special token, which the tokenizer would leave out.
     if ids and ids[-1] in stop_ids:
         ids = ids[:-1]
-    return decode_ids(tokenizer, ids, skip_special_tokens=True)
+    return decode_ids(tokenizer, find_shown_ids(tokenizer, ids), skip_special_tokens=True)
 
 
 def get_stop_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> set[int]:

@@ -33,6 +33,7 @@ from restorekv.errors import OptionError, RestoreKVError, warn
 from restorekv.files import check_option
 from restorekv.generation.constraint import Constraint, begins_with_space
 from restorekv.generation.repetition import RepetitionWatch
+from restorekv.model.channels import ChannelReader
 from restorekv.model.tokenize import TextStream
 from restorekv.spec import suggest_argument
 
@@ -455,6 +456,8 @@ class TokenSampler:
     def __post_init__(self) -> None:
         self.random = torch.Generator().manual_seed(self.seed)
         self.stream = TextStream(self.tokenizer, skip_special_tokens=False)
+        self.channels = ChannelReader(self.tokenizer)
+        self.read = 0  # ids of the answer that the stream or the channels have seen
         self.watch = RepetitionWatch(self.tokenizer, self.sampling.copies)
         check_bias(self.sampling.logit_bias, self.tokenizer)
         self.warpers = self.sampling.warpers()
@@ -546,9 +549,11 @@ class TokenSampler:
         return self.watch.repeated
 
     def text(self) -> str:
-        """Return the text of the answer, control tokens included."""
-        for token in self.answer[len(self.stream.ids) :]:
-            self.stream.push(token)
+        """Return what is shown of the answer, control tokens included."""
+        for token in self.answer[self.read :]:
+            if self.channels.push(token):
+                self.stream.push(token)
+        self.read = len(self.answer)
         return self.stream.get_text()
 
 

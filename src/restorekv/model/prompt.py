@@ -353,9 +353,8 @@ def encode_question(
         raise RestoreKVError(
             f"answer_prefix is text, not {type(answer_prefix).__name__}; leave it out for none."
         )
-    return encode_text(
-        tokenizer, context.separator + question, after=context.suffix_text, more=answer_prefix
-    )
+    opening = choose_opening(tokenizer, context.suffix_text, answer_prefix)
+    return encode_text(tokenizer, context.separator + question, after=opening, more=answer_prefix)
 
 
 def describe_type(value: object) -> str:
@@ -426,6 +425,30 @@ def render_between_turns(tokenizer: Tokenizer) -> str:
     return _render_parts(tokenizer, ["user", "assistant", "user"])[2]
 
 
+def choose_opening(tokenizer: Tokenizer, suffix: str, answer_prefix: str) -> str:
+    """Return the template's text between a question and its answer, whose first words are given.
+
+    A template may leave a part of it to the model, as gpt-oss's leaves the channel: it is the part
+    that the template writes before an earlier answer, where that has further control tokens.
+
+    Args:
+        tokenizer: The model's.
+        suffix: What the template writes where the model begins an answer itself.
+        answer_prefix: The answer's first words, if any are given.
+    """
+    if not answer_prefix or not suffix or not tokenizer.chat_template:
+        return suffix
+    try:
+        opening = _render_parts(tokenizer, ["user", "assistant", "user"])[1]
+    except RestoreKVError:  # it writes no earlier answers
+        return suffix
+    own = opening.removeprefix(suffix)
+    control = find_control_tokens(tokenizer).values()
+    if opening.startswith(suffix) and any(token in own for token in control):
+        return opening
+    return suffix
+
+
 def encode_plain_chat(
     tokenizer: Tokenizer,
     turns: Sequence[tuple[str, str]],
@@ -465,6 +488,7 @@ def encode_plain_chat(
             template[:1] = [before, "\n"]
             texts.insert(0, system)
     if opening:
+        template[-1] = choose_opening(tokenizer, template[-1], opening)
         template.append("")
         texts.append(opening)
     return torch.tensor(tokenize_parts(tokenizer, template, texts), dtype=torch.long)
@@ -505,6 +529,7 @@ def encode_after_document(
     else:
         template[0] = ""
         texts[0] = texts[0].removeprefix(DOCUMENT_MARK)
+    template[-1] = choose_opening(tokenizer, template[-1], answer_prefix)
     ids = tokenize_parts(tokenizer, [*template, ""], [*texts, answer_prefix])
     return torch.tensor([ids], dtype=torch.long)
 
