@@ -291,7 +291,7 @@ class CompressedContext:
                 the model's weights or dtype have changed since it was made.
         """
         if isinstance(text, str):
-            ids = encode_text(self.tokenizer, text)
+            ids = encode_text(self.tokenizer, text, continues=True)
         else:
             ids = check_token_ids(self.tokenizer, text)
         if not ids.shape[-1] or (isinstance(text, str) and not text.strip()):

@@ -15,6 +15,8 @@ from restorekv.model.prompt import (
     make_context,
 )
 from tests.helpers.chat_templates import TEMPLATES, build_chat_tokenizer
+from tests.helpers.compressing import compress_with
+from tests.helpers.models import build_model
 
 TEXT = "the code is 7."
 QUESTION = "Who lives in the house?"
@@ -47,11 +49,7 @@ def make_messages(system: str, turns: list[tuple[str, str]], question: str) -> l
     return messages
 
 
-# The others add a space to every text, a question after its document too.
-JOINED = [name for name, parts in TEMPLATES.items() if parts[-1] in ("bytes", "spaces")]
-
-
-@pytest.fixture(scope="module", params=JOINED)
+@pytest.fixture(scope="module", params=TEMPLATES)
 def named(request: pytest.FixtureRequest) -> tuple[str, PreTrainedTokenizerFast]:
     return request.param, build_chat_tokenizer(request.param)
 
@@ -87,3 +85,27 @@ def test_thoughts_of_earlier_answers_are_dropped_where_the_template_drops_them(n
     asked = encode_conversation(tokenizer, context, turns, QUESTION)
     wanted = render(tokenizer, make_messages("", turns, QUESTION))
     assert [*context.ids[0].tolist(), *asked.tolist()] == wanted
+
+
+@pytest.mark.parametrize("name", ["llama2", "mistral3", "gemma3", "llama3"])
+@pytest.mark.parametrize("more", ["and the code", " and the code", "\n\nthe code", "</s><bos>the"])
+def test_a_text_that_is_appended_follows_as_it_is(name, more):
+    """Tokenizers as Llama 2's put a space before every text, also one that goes on."""
+    tokenizer = build_chat_tokenizer(name)
+    model = build_model("llama", vocab_size=400)
+    small = compress_with(model, tokenizer, TEXT * 9, ratio=0.5, adapter=None)
+    longer = small.append(more)
+    whole = make_context(tokenizer, TEXT * 9 + more)
+    assert tokenizer.convert_ids_to_tokens(longer.context.ids[0]) == (
+        tokenizer.convert_ids_to_tokens(whole.ids[0])
+    )
+
+
+def test_a_conversation_without_a_template_has_no_spaces_between():
+    tokenizer = build_chat_tokenizer("llama2")
+    tokenizer.chat_template = None
+    context = make_context(tokenizer, TEXT, DEFAULT_SEPARATOR)
+    asked = encode_conversation(tokenizer, context, [("Who?", "the cook")], QUESTION, "", "It")
+    whole = f"<s>{TEXT}{DEFAULT_SEPARATOR}Who?\nthe cook\n{QUESTION}\nIt"
+    ids = tokenizer.encode(whole, add_special_tokens=False)
+    assert [*context.ids[0].tolist(), *asked.tolist()] == ids

@@ -25,7 +25,6 @@ from restorekv.compression.compressor import Compressor
 from restorekv.errors import RestoreKVError
 from restorekv.model.prompt import (
     Context,
-    encode_question,
     encode_text,
     make_context,
     split_template,
@@ -122,8 +121,9 @@ class KvpressProtocol(AskingProtocol):
         return make_context(tokenizer, text)
 
     def make_prompt(self, tokenizer: Tokenizer, context: Context, question: Question) -> Tensor:
-        return encode_question(
-            tokenizer, context, question.text, question.answer_prefix, empty=True
+        # As a text of its own, before which some tokenizers put a space.
+        return encode_text(
+            tokenizer, question.text, after=context.suffix_text, more=question.answer_prefix
         )
 
 

@@ -428,7 +428,8 @@ class Chat:
             return encode_conversation(tokenizer, context, [], question, system, answer).tolist()
         between = render_between_turns(tokenizer)
         opening = choose_opening(tokenizer, context.suffix_text, answer)
-        return self._follow_answer(encode_text(tokenizer, question, between, opening, answer))
+        ids = encode_text(tokenizer, question, between, opening, answer, continues=True)
+        return self._follow_answer(ids)
 
     def _follow_answer(self, ids: Tensor) -> list[int]:
         """Return ids (1, q) after the last id of the latest answer, which has not been read.
@@ -527,9 +528,9 @@ class Chat:
         with self._hold_turn():
             if not self.ids():
                 return
-            opening = encode_text(
-                self.document.tokenizer, before=render_between_turns(self.document.tokenizer)
-            )
+            tokenizer = self.document.tokenizer
+            between = render_between_turns(tokenizer)
+            opening = encode_text(tokenizer, before=between, continues=True)
             ids = torch.tensor([[*self.ids(), *self._follow_answer(opening)]])
             document = self.document.append_ids(
                 ids, separator="", fix="fold when more was said", **options
@@ -625,7 +626,9 @@ def encode_conversation(
     questions[0] = start + questions[0]
     if not turns:
         opening = choose_opening(tokenizer, context.suffix_text, answer_prefix)
-        ids = encode_text(tokenizer, questions[0], after=opening, more=answer_prefix)
+        ids = encode_text(
+            tokenizer, questions[0], after=opening, more=answer_prefix, continues=True
+        )
     else:
         answers = [answered for _, answered in turns]
         earlier = list(zip(questions, answers, strict=False))

@@ -354,7 +354,13 @@ def encode_question(
             f"answer_prefix is text, not {type(answer_prefix).__name__}; leave it out for none."
         )
     opening = choose_opening(tokenizer, context.suffix_text, answer_prefix)
-    return encode_text(tokenizer, context.separator + question, after=opening, more=answer_prefix)
+    return encode_text(
+        tokenizer,
+        context.separator + question,
+        after=opening,
+        more=answer_prefix,
+        continues=True,
+    )
 
 
 def describe_type(value: object) -> str:
@@ -530,7 +536,7 @@ def encode_after_document(
         template[0] = ""
         texts[0] = texts[0].removeprefix(DOCUMENT_MARK)
     template[-1] = choose_opening(tokenizer, template[-1], answer_prefix)
-    ids = tokenize_parts(tokenizer, [*template, ""], [*texts, answer_prefix])
+    ids = tokenize_parts(tokenizer, [*template, ""], [*texts, answer_prefix], continues=True)
     return torch.tensor([ids], dtype=torch.long)
 
 
@@ -668,7 +674,12 @@ def _render_messages(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> st
 
 
 def encode_text(
-    tokenizer: Tokenizer, text: str = "", before: str = "", after: str = "", more: str = ""
+    tokenizer: Tokenizer,
+    text: str = "",
+    before: str = "",
+    after: str = "",
+    more: str = "",
+    continues: bool = False,
 ) -> Tensor:
     """Return the ids of `tokenize_text` as a tensor (1, length) int64.
 
@@ -678,5 +689,7 @@ def encode_text(
         before: The template's text before them.
         after: The template's text after them.
         more: The first words of the answer.
+        continues: Whether all of it follows a text that has its ids already.
     """
-    return torch.tensor([tokenize_text(tokenizer, text, before, after, more)], dtype=torch.long)
+    ids = tokenize_text(tokenizer, text, before, after, more, continues)
+    return torch.tensor([ids], dtype=torch.long)

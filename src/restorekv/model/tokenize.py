@@ -32,12 +32,15 @@ from restorekv.seal import short_hash
 LARGEST_PADDING = 2  # a model's embeddings for each token of its tokenizer
 REPLACEMENT = "\ufffd"  # of bytes that make no character
 CHARACTER_TOKENS = 8  # at most, of one character
+# A text may follow one of these without a token that spans both.
+ANCHORS = ("\n", "x", ".", "0")
 
 Remembered = TypeVar("Remembered")
 # What is remembered of a tokenizer, with the state of the tokenizer that it was made in.
 Memory = WeakKeyDictionary[Tokenizer, tuple[tuple, Remembered]]
 _SAFE_TOKENIZERS: "Memory[SafeTokenizer]" = WeakKeyDictionary()
 _CONTROL_TOKENS: Memory[dict[int, str]] = WeakKeyDictionary()
+_ADDING_SPACES: Memory[bool] = WeakKeyDictionary()
 
 
 def check_model_and_tokenizer(model: object, tokenizer: object) -> None:
@@ -88,7 +91,12 @@ def hash_token_names(tokenizer: Tokenizer, ids: Tensor) -> str:
 
 
 def tokenize_text(
-    tokenizer: Tokenizer, text: str, before: str = "", after: str = "", more: str = ""
+    tokenizer: Tokenizer,
+    text: str,
+    before: str = "",
+    after: str = "",
+    more: str = "",
+    continues: bool = False,
 ) -> list[int]:
     """Return the ids of before + text + after + more, tokenized as one, without BOS and EOS.
 
@@ -98,15 +106,16 @@ def tokenize_text(
         before: The template's, before the text.
         after: The template's, after the text.
         more: The user's again, such as the first words of an answer.
+        continues: Whether all of it follows another text, as in `tokenize_parts`.
 
     Raises:
         RestoreKVError: The user's text spells a control token and the tokenizer is a slow one.
     """
-    return tokenize_parts(tokenizer, [before, after, ""], [text, more])
+    return tokenize_parts(tokenizer, [before, after, ""], [text, more], continues)
 
 
 def tokenize_parts(
-    tokenizer: Tokenizer, template: Sequence[str], texts: Sequence[str]
+    tokenizer: Tokenizer, template: Sequence[str], texts: Sequence[str], continues: bool = False
 ) -> list[int]:
     """Return the ids of template[0] + texts[0] + template[1] + ..., tokenized as one text.
 
@@ -114,6 +123,8 @@ def tokenize_parts(
         tokenizer: Any tokenizer; only fast ones can encode a control token as characters.
         template: What the chat template writes, which begins and ends the whole.
         texts: What users write between its parts, one fewer.
+        continues: Whether the whole follows a text that has its ids already, so that the space
+            which many tokenizers put before a text is left out.
 
     Returns:
         The ids, without BOS and EOS.
@@ -122,7 +133,12 @@ def tokenize_parts(
         RestoreKVError: A user's text spells a control token and the tokenizer is a slow one.
     """
     check_unicode("".join(texts))
-    ids = tokenizer.encode(_interleave(template, texts), add_special_tokens=False, verbose=False)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False, verbose=False)
+
+    continues = continues and _adds_space(tokenizer)
+    ids = _encode_piece(encode, _interleave(template, texts), continues)
     control = find_control_tokens(tokenizer)
     # The control tokens that the template itself writes, in their order.
     by_part = []
@@ -139,7 +155,7 @@ def tokenize_parts(
         escaped = []
         for part, own in zip(template, by_part, strict=True):
             escaped.append(safe.escape_control_tokens(part, own))
-        return safe.backend.encode(_interleave(escaped, texts), add_special_tokens=False).ids
+        return _encode_piece(safe.encode, _interleave(escaped, texts), continues)
     refuse_control_tokens(control.values(), "".join(texts))
     return ids  # an unknown character, whose id is a control token's
 
@@ -150,6 +166,31 @@ def _interleave(template: Sequence[str], texts: Sequence[str]) -> str:
     for text, part in zip(texts, template[1:], strict=True):
         whole += text + part
     return whole
+
+
+def _encode_piece(encode: Callable[[str], list[int]], text: str, continues: bool) -> list[int]:
+    """Return the ids of a text that stands alone or continues another one."""
+    if continues:
+        for anchor in ANCHORS:
+            before = encode(anchor)
+            ids = encode(anchor + text)
+            if ids[: len(before)] == before:
+                return ids[len(before) :]
+    return encode(text)
+
+
+def _adds_space(tokenizer: Tokenizer) -> bool:
+    """Return whether a text has another id at its start than where it continues one: a space, as
+    with the tokenizers of Llama 2, Mistral and T5.
+    """
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False, verbose=False)
+
+    def find() -> bool:
+        return _encode_piece(encode, "\n", True) != encode("\n")
+
+    return _remember(_ADDING_SPACES, tokenizer, find)
 
 
 def locate_tokens(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
@@ -309,6 +350,10 @@ class SafeTokenizer:
 
     backend: tokenizers.Tokenizer
     names: dict[int, tuple[str, str]]  # the usual name and the secret one
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text whose control tokens have their secret names."""
+        return self.backend.encode(text, add_special_tokens=False).ids
 
     def escape_control_tokens(self, text: str, ids: Iterable[int]) -> str:
         """Return a text of the template with the secret names of its control tokens.
