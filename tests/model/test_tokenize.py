@@ -16,14 +16,15 @@ from tokenizers import (
     pre_tokenizers,
     trainers,
 )
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import restorekv
 from restorekv.errors import RestoreKVError
 from restorekv.files import decode_text
-from restorekv.model.load import load_tokenizer
+from restorekv.model.load import load_model, load_tokenizer
 from restorekv.model.prompt import encode_question, make_context, split_template
 from restorekv.model.tokenize import (
+    check_model_and_tokenizer,
     find_control_tokens,
     get_safe_tokenizer,
     locate_tokens,
@@ -204,6 +205,42 @@ def test_slow_tokenizers_refuse_what_they_cannot_spell():
         tokenize_text(Slow(), "a <s>")
     with pytest.raises(RestoreKVError, match="use a fast tokenizer"):
         locate_tokens(Slow(), "a")
+
+
+class MistralCommonBackend(Slow):
+    """As transformers' own, where the package mistral_common is installed."""
+
+    init_kwargs = None
+    vocab_size = 1000
+
+    def __init__(self):
+        pass
+
+    @property
+    def added_tokens_decoder(self):
+        raise NotImplementedError
+
+
+def test_the_tokenizer_of_mistral_common_is_refused(tiny_model):
+    told = "MistralCommonBackend has no chat template .* mistral_format=False"
+    with pytest.raises(RestoreKVError, match=told):
+        make_context(MistralCommonBackend(), "a text")
+    with pytest.raises(RestoreKVError, match=told):
+        check_model_and_tokenizer(tiny_model, MistralCommonBackend())
+
+
+def test_tokenizers_are_loaded_with_their_template(monkeypatch):
+    asked = []
+
+    def load(path, **options):
+        asked.append(options)
+        raise OSError
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
+    for loads in (load_tokenizer, load_model):
+        with pytest.raises(RestoreKVError):
+            loads("tiny")
+    assert [each["mistral_format"] for each in asked] == [False, False]
 
 
 def test_no_other_module_calls_a_tokenizer():

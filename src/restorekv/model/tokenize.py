@@ -63,6 +63,7 @@ def check_model_and_tokenizer(model: object, tokenizer: object) -> None:
             "AutoModelForCausalLM and AutoTokenizer, or with load_model."
         )
     refuse_default_device()
+    find_control_tokens(cast("Tokenizer", tokenizer))  # refuses one that does not name them
     # Tokens that were added may be more than the model has; those of the vocabulary itself may not.
     known = get_vocabulary_size(cast("PreTrainedModel", model))
     written = cast("Tokenizer", tokenizer).vocab_size
@@ -334,8 +335,16 @@ def find_control_tokens(tokenizer: Tokenizer) -> dict[int, str]:
 
     def find() -> dict[int, str]:
         template = str(tokenizer.chat_template)
+        try:
+            added = tokenizer.added_tokens_decoder
+        except NotImplementedError:  # that of mistral_common, which has no chat template either
+            raise RestoreKVError(
+                f"A {type(tokenizer).__name__} has no chat template and does not name its control "
+                "tokens; load the model's other tokenizer: "
+                "AutoTokenizer.from_pretrained(folder, mistral_format=False)."
+            ) from None
         found = {}
-        for number, token in tokenizer.added_tokens_decoder.items():
+        for number, token in added.items():
             has_punctuation = re.search(r"[^\w\s]", token.content)
             if token.special or (has_punctuation and token.content in template):
                 found[number] = token.content
