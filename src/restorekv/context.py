@@ -15,7 +15,12 @@ from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
@@ -44,6 +49,7 @@ from restorekv.model.prompt import (
     check_system_message,
     check_token_ids,
     check_vocabulary,
+    describe_type,
     encode_text,
 )
 from restorekv.model.rope import count_positions
@@ -59,6 +65,16 @@ from restorekv.storage.portable import Portable
 
 # Options of transformers' generate that let a draft write ahead.
 ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
+# Arguments of transformers' generate that come from the question and the compressed context.
+GENERATE_INPUTS = (
+    "input_ids",
+    "inputs",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "cache",
+)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -457,7 +473,27 @@ class CompressedContext:
         It is greedy and has at most 128 tokens, unless the options or their generation_config say
         otherwise.
         """
+        for name in GENERATE_INPUTS:
+            # None is the same as an option that is left out.
+            if options.pop(name, None) is not None:
+                raise RestoreKVError(
+                    f"generate makes {name} from the question itself; leave it out, or call "
+                    "model.generate with `inputs` yourself."
+                )
         config = options.get("generation_config")
+        if config is not None and not isinstance(config, GenerationConfig):
+            raise RestoreKVError(
+                "generation_config is a GenerationConfig of transformers, not "
+                f"{describe_type(config)}; pass GenerationConfig(...), or its options one by one."
+            )
+        for name in ("logits_processor", "stopping_criteria"):
+            given = options.get(name)
+            if given is not None and not isinstance(given, list | tuple):
+                raise RestoreKVError(
+                    f"{name} is a list, not {describe_type(given)}; pass {name}=[...]."
+                )
+        if options.get("stopping_criteria") is not None:
+            options["stopping_criteria"] = StoppingCriteriaList(options["stopping_criteria"])
 
         # transformers fills what a config leaves out from the model's.
         configs = (config, getattr(self.model, "generation_config", None))

@@ -6,9 +6,11 @@ import re
 import warnings
 
 import pytest
-from transformers import GenerationConfig
+import torch
+from transformers import GenerationConfig, InfNanRemoveLogitsProcessor, MaxLengthCriteria
 
 from restorekv import CompressedContext, CompressionConfig, ask_many, compress
+from restorekv.context import GENERATE_INPUTS
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.generation.chat import Chat
 from tests.helpers.models import build_model
@@ -32,6 +34,34 @@ def test_nothing_may_write_ahead(small):
     with pytest.raises(RestoreKVError, match="cannot use assistant_model"):
         small.generate(QUESTION, assistant_model=small.model)
     assert small.generate(QUESTION, max_new_tokens=8) == small.ask(QUESTION, 8)
+
+
+@pytest.mark.parametrize("name", GENERATE_INPUTS)
+def test_generate_takes_no_inputs_besides_the_question(small, name):
+    """Another cache in place of the context's would be left out without a word."""
+    given = small.cache.fork() if name in ("past_key_values", "cache") else torch.ones(1, 3)
+    with pytest.raises(RestoreKVError, match=f"generate makes {name} from the question itself"):
+        small.generate(QUESTION, **{name: given})
+    assert small.generate(QUESTION, max_new_tokens=4, **{name: None}) == small.ask(QUESTION, 4)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"generation_config": {"top_k": 5}}, "a GenerationConfig of transformers, not dict"),
+        ({"logits_processor": InfNanRemoveLogitsProcessor()}, "logits_processor is a list, not "),
+        ({"stopping_criteria": MaxLengthCriteria(9)}, r"pass stopping_criteria=\[...\]"),
+    ],
+)
+def test_generate_says_which_type_an_option_has(small, options, said):
+    with pytest.raises(RestoreKVError, match=said):
+        small.generate(QUESTION, **options)
+
+
+def test_generate_takes_a_list_of_criteria(small):
+    read = small.inputs(QUESTION)["input_ids"].shape[1]
+    criteria = [MaxLengthCriteria(read + 3)]
+    assert small.generate(QUESTION, stopping_criteria=criteria) == small.ask(QUESTION, 3)
 
 
 @pytest.mark.parametrize("end", ["", "\n", ".\n\n"])
@@ -73,8 +103,6 @@ def test_a_stream_warns_of_cut_json_too(small):
 def test_more_tokens_than_logits_are_no_matter_to_a_form(small, tiny_tokenizer):
     """As where a token for padding was added."""
     pytest.importorskip("llguidance")
-    import torch
-
     from restorekv.generation.constraint import Constraint
 
     constraint = Constraint.make(tiny_tokenizer, None, "[ab]{3}", {1})
