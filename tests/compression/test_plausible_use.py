@@ -155,6 +155,8 @@ def test_generate_heeds_the_models_own_generation_config(tiny, monkeypatch):
     monkeypatch.setattr(model.generation_config, "num_beams", 2)
     assert small.generate("Which code?", max_new_tokens=4) == beams
     monkeypatch.setattr(model.generation_config, "return_dict_in_generate", True)
+    assert small.generate("Which code?", max_new_tokens=4) == beams
+    monkeypatch.setattr(model.generation_config, "num_return_sequences", 2)
     with pytest.raises(RestoreKVError, match="returns one text"):
         small.generate("Which code?", max_new_tokens=4)
 
