@@ -1,5 +1,6 @@
 """Two evictors compared with each other, context by context."""
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -8,9 +9,10 @@ import pytest
 from restorekv import tasks
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.evaluation.compare import compare_results, select_result
+from restorekv.evaluation.fidelity import tally_divergence
 from restorekv.evaluation.frame import make_frame
 from restorekv.evaluation.run import run_grid
-from restorekv.evaluation.stats import compute_mean_score
+from restorekv.evaluation.stats import compute_mean_score, draw_resamples
 from tests.helpers.grid_world import Plain, grid, save_world
 
 
@@ -51,6 +53,30 @@ def test_scores_and_divergences_are_paired(cells):
     assert found["kl_gain"] == pytest.approx(np.diff(totals)[0], abs=1e-9)
     assert found["kl_low"] <= found["kl_gain"] <= found["kl_high"]
     assert compare_results(full, kvzip)["kl_first"] == 0
+
+
+def test_divergences_of_answers_of_other_lengths_are_those_of_each_cell(cells):
+    """Where rounding let one full cache end an answer sooner, such as that of a streamed text."""
+    (_, kvzip, random, _), _ = cells
+    other = replace(random)
+    other.__dict__["lines"] = copy.deepcopy(random.lines)
+    for line in other.lines[::3]:
+        line["answers"][0]["answer_tokens"] += 5
+    found = compare_results(kvzip, other)
+    assert found["kl_gain"] == pytest.approx(found["kl_second"] - found["kl_first"], abs=1e-12)
+    sides = []
+    for result in (kvzip, other):
+        sums, tokens = tally_divergence([line["answers"] for line in result.lines])
+        drawn = _draw_contexts(12)
+        sides.append(sums[drawn].sum(1) / tokens[drawn].sum(1))
+    low, high = np.percentile(sides[1] - sides[0], (2.5, 97.5))
+    assert (found["kl_low"], found["kl_high"]) == pytest.approx((low, high))
+
+
+def _draw_contexts(contexts: int) -> np.ndarray:
+    """Return the contexts of every resample, one by one."""
+    counts = draw_resamples(contexts, 0)
+    return np.stack([np.repeat(np.arange(contexts), row) for row in counts])
 
 
 def test_one_result_is_selected_or_none(cells):
@@ -121,6 +147,12 @@ def test_other_models_and_texts_are_refused(cells):
         compare_results(kvzip, of_another)
     for name, value in (("dtype", "bfloat16"), ("prefix_policy", "free")):
         otherwise = replace(random, identity={**random.identity, name: value})
+        with pytest.raises(RestoreKVError, match=f"made with another {name}"):
+            compare_results(kvzip, otherwise)
+    protocol = {**random.identity["protocol"], "before": "<|user|>"}
+    yarn = {**random.identity["rope"], "factor": 4.0}
+    for name, change in (("chat template", {"protocol": protocol}), ("RoPE", {"rope": yarn})):
+        otherwise = replace(random, identity={**random.identity, **change})
         with pytest.raises(RestoreKVError, match=f"made with another {name}"):
             compare_results(kvzip, otherwise)
     by_another = replace(random, cell=replace(random.cell, protocol="kvzip"))

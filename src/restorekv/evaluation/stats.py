@@ -129,19 +129,28 @@ def _resample_scores(sums: np.ndarray, counts: np.ndarray, seed: int = 0) -> np.
     return np.concatenate(parts)
 
 
-def bootstrap_ratio(sums: np.ndarray, weights: np.ndarray) -> Estimate:
+def bootstrap_ratio(
+    sums: np.ndarray,
+    weights: np.ndarray,
+    reference: tuple[np.ndarray, np.ndarray] | None = None,
+) -> Estimate:
     """Return total of `sums` over total of `weights`, both (contexts,), with its 95 % interval,
-    None over fewer than FEW contexts.
+    None over fewer than FEW contexts; minus that of the `reference`'s, paired, if given.
     """
-    ratio = float(sums.sum() / weights.sum())
+    ratio = sums.sum() / weights.sum()
+    if reference is not None:
+        other_sums, other_weights = reference
+        ratio = ratio - other_sums.sum() / other_weights.sum()
     if len(sums) < FEW:
-        return ratio, None, None
+        return float(ratio), None, None
     drawn = draw_resamples(len(sums), 0)
-    totals = drawn @ weights
     # A resample without any weight has no ratio.
-    means = (drawn @ sums)[totals > 0] / totals[totals > 0]
+    drawn = drawn[drawn @ weights > 0]
+    means = drawn @ sums / (drawn @ weights)
+    if reference is not None:
+        means = means - drawn @ other_sums / (drawn @ other_weights)
     low, high = np.percentile(means, (2.5, 97.5))
-    return ratio, float(low), float(high)
+    return float(ratio), float(low), float(high)
 
 
 @lru_cache(maxsize=8)
