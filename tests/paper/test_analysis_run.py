@@ -31,6 +31,7 @@ class Three(Benchmark):
     """Three contexts with one, two and three questions."""
 
     name: ClassVar[str] = "three"
+    title: ClassVar[str] = "Three contexts"
 
     def load_samples(self, tokenizer, protocol):
         for index in range(3):
