@@ -2,12 +2,15 @@
 those of compress.
 """
 
+import copy
 import json
 from dataclasses import replace
 from fractions import Fraction
 from math import floor
 
 import pytest
+from tokenizers import normalizers
+from transformers import GenerationConfig
 
 from restorekv import spec, tasks
 from restorekv.compression import full_cache
@@ -16,6 +19,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.evaluation import results, worker
 from restorekv.evaluation.frame import load_grid
 from restorekv.evaluation.grid import FULL, Cell, group_jobs
+from restorekv.evaluation.results import describe_changes
 from restorekv.evaluation.rows import make_rows
 from restorekv.evaluation.run import run_grid
 from restorekv.evictors.kvzip import KVzip
@@ -356,6 +360,33 @@ def test_another_model_of_the_same_name_is_refused(world, tmp_path, tiny_tokeniz
     ) as raised:
         run_grid(grid(str(place), "plain"), tmp_path / "run")
     assert one_sentence(raised) and contents(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("change", ["stops", "tokenizer"])
+def test_a_model_folder_that_ends_or_splits_texts_otherwise_is_refused(
+    world, tmp_path, tiny_tokenizer, change
+):
+    """The weights are the same, and the answers are others."""
+    cells = grid(model_of(save_world(tmp_path, tiny_tokenizer)), "plain")
+    run_grid(cells, tmp_path / "run")
+    if change == "stops":
+        ids = [tiny_tokenizer.eos_token_id, *tiny_tokenizer.encode("seven")]
+        GenerationConfig(eos_token_id=ids).save_pretrained(tmp_path / "model")
+    else:
+        tokenizer = copy.deepcopy(tiny_tokenizer)
+        tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+        tokenizer.save_pretrained(tmp_path / "model")
+    worker.OPENED.clear()
+    with pytest.raises(RestoreKVError, match=f"was made with {change} .* \\(now ") as raised:
+        run_grid(cells, tmp_path / "run")
+    assert one_sentence(raised)
+
+
+def test_facts_that_an_earlier_result_lacks_are_not_compared():
+    before = {"device": "cpu"}
+    assert not describe_changes(before, {"device": "cpu", "stops": [2], "tokenizer": "1f"})
+    assert describe_changes(before, {"device": "cpu", "code": "1f"})
+    assert describe_changes(before | {"stops": [2]}, {"device": "cpu", "stops": [3]})
 
 
 def test_another_adapter_of_the_same_name_is_refused(world, tmp_path):

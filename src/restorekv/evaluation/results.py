@@ -99,6 +99,8 @@ SUMMARY_SCHEMA = {
     "same": float,
     "answer_tokens": int,
 }
+# Facts that were recorded later than the others. A result without them is not of something else.
+LATER_FACTS = ("stops", "tokenizer")
 PACKAGES = ("restorekv", "torch", "transformers", "peft")
 
 
@@ -252,8 +254,14 @@ def describe_changes(before: dict, now: dict) -> str:
     # Stored facts come from JSON, so the new ones take the same way: tuples become lists.
     before = flatten_identity(before)
     now = flatten_identity(json.loads(json.dumps(now)))
-    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    changed = [key for key in keys if key != "threads" and not key.startswith("versions.")]
+    changed = []
+    for key in {**before, **now}:
+        if key == "threads" or key.startswith("versions."):
+            continue
+        if key in LATER_FACTS and key not in before:
+            continue
+        if before.get(key) != now.get(key):
+            changed.append(key)
     return " and ".join(f"{key} {before.get(key)} (now {now.get(key)})" for key in changed)
 
 

@@ -27,6 +27,7 @@ from restorekv.evaluation.results import (
 from restorekv.evaluation.rows import summarize_cell
 from restorekv.evaluation.worker import Line, Worker
 from restorekv.files import folder_lock, write_json
+from restorekv.generation.decoding import get_stop_ids
 from restorekv.model.load import check_dtype
 from restorekv.tasks.base import digest_samples
 
@@ -120,6 +121,8 @@ def identify_cell(worker: Worker, cell: Cell) -> dict:
         unit = "contexts"
     return {
         **identify_setup(worker.model, worker.identity, worker.config(cell)),
+        "tokenizer": worker.tokenizer_hash,
+        "stops": sorted(get_stop_ids(worker.model, worker.tokenizer)),
         "method": name,
         "code": code,
         "adapter": adapter.identity() if adapter else None,

@@ -16,6 +16,7 @@ from restorekv.compression.compressor import Compressor, PreparedContext, time_p
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor
 from restorekv.compression.full_cache import ScoredContext
+from restorekv.data.teacher import hash_tokenizer
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
 from restorekv.evaluation.earlier import describe_question, digest_text
@@ -75,6 +76,11 @@ class Worker:
     def samples(self) -> list[Sample]:
         """The samples that the benchmark asks, in their order."""
         return self.benchmark.choose_samples(self.tokenizer, self.protocol.name)
+
+    @cached_property
+    def tokenizer_hash(self) -> str:
+        """What tells the tokenizer from others; hashed once, since it reads the vocabulary."""
+        return hash_tokenizer(self.tokenizer)
 
     @cached_property
     def _samples_by_id(self) -> dict[str, Sample]:
