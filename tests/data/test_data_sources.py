@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import random
 import sys
 import warnings
 from pathlib import Path
@@ -360,6 +361,23 @@ def shares(document: str, evaluation: str) -> tuple[float, int]:
         for w in (split_words(document), split_words(evaluation))
     )
     return max(len(one & other) / len(one), len(one & other) / len(other)), len(one & other)
+
+
+@pytest.mark.parametrize("first", [0x4E00, 0x3041, 0x0E01], ids=["chinese", "hiragana", "thai"])
+def test_texts_without_spaces_are_found_however_their_lines_break(first):
+    rng = random.Random(first)
+    letters = [chr(first + number) for number in range(40)]
+    clauses = ["".join(rng.choices(letters, k=rng.randint(8, 18))) for _ in range(200)]
+    evaluation = "，".join(clauses)
+    index = EvaluationIndex(iter([("the set", evaluation)]), 0.1)
+    lines = [evaluation[start : start + 20] for start in range(0, len(evaluation), 20)]
+    for document in ("\n".join(lines), "\n".join(lines[3:15])):
+        found = index.find_match(document)
+        assert found is not None and found[0] == "the set"
+    rng.shuffle(letters)
+    other = "，".join("".join(rng.choices(letters, k=12)) for _ in range(200))
+    assert index.find_match(other) is None
+    assert split_words("日本 is ひ1") == ["日", "本", "is", "ひ", "1"]
 
 
 @pytest.mark.parametrize("taken", [0, 15, 20, 21, 30, 60, 200])

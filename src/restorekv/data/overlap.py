@@ -24,6 +24,14 @@ from restorekv.data.files import (
 from restorekv.errors import RestoreKVError, make_printable, warn
 from restorekv.files import list_files
 
+# Letters of scripts that put no spaces between words: Thai, Lao, Tibetan, Burmese, Khmer, Japanese
+# and Chinese.
+UNSPACED = (
+    "\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"
+    "\uf900-\ufaff\U00020000-\U0003ffff"
+)
+# One such letter, or a run of others.
+WORD = re.compile(rf"(?=\w)[{UNSPACED}]|[^\W{UNSPACED}]+")
 GRAM_WORDS = 13
 LEAST_COMMON = 8  # grams, below which texts have nothing in common
 # The base of the polynomial that hashes a gram: an odd number with bits everywhere.
@@ -50,8 +58,11 @@ SHOWN_NAMES = 5  # of files in a warning
 
 
 def split_words(text: str) -> list[str]:
-    """Return the words in lower case, without punctuation, compatible characters unified."""
-    return re.findall(r"\w+", unicodedata.normalize("NFKC", text).lower())
+    """Return the words in lower case, without punctuation, compatible characters unified.
+
+    In scripts without spaces every letter is a word, so that line breaks do not change the words.
+    """
+    return WORD.findall(unicodedata.normalize("NFKC", text).lower())
 
 
 @lru_cache(maxsize=2**18)
