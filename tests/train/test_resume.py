@@ -1,5 +1,6 @@
 """Runs that end early lose no finished step, and folders that are not theirs stay as they are."""
 
+import json
 import shutil
 import signal
 from dataclasses import replace
@@ -12,6 +13,7 @@ from restorekv import spec
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.train import checkpoint, loop
 from restorekv.train.loop import make_initial_adapter, train_adapter
+from tests.helpers.cli_world import cli
 from tests.helpers.models import build_model
 from tests.helpers.training import CONFIG, EXAMPLES, losses
 
@@ -197,6 +199,21 @@ def test_a_log_that_lacks_steps_does_not_stop_a_whole_checkpoint(tiny_tokenizer,
     with pytest.raises(RestoreKVError, match=r"loss\.csv is not the log of a run; move it away"):
         train_adapter(build_model("llama"), tiny_tokenizer, EXAMPLES, config, run, resume=True)
     assert log.read_text() == "epoch,val\n1,0.5\n"
+
+
+def test_a_run_that_is_done_and_lost_its_log_ends_without_a_stack_trace(
+    tiny_model, tiny_tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("restorekv.cli.session.open_model", lambda *_: (tiny_model, tiny_tokenizer))
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"context": EXAMPLES[0].context, "questions": ["who lives?"]}))
+    words = ["train", "--data", data, "--out", tmp_path / "run", "--steps", 1, "--rank", 1]
+    words += ["--restore-tokens", 1, "--max-new-tokens", 2, "--ratio-min", 0.2]
+    assert cli(*words).code == 0
+    (tmp_path / "run" / "loss.csv").unlink()
+    again = cli(*words, "--resume")
+    assert again.code == 0, again.err
+    assert "lacks 1 of the 1 steps done" in " ".join(again.err.split())
 
 
 def test_another_run_is_neither_overwritten_nor_continued(tiny_tokenizer, tmp_path, monkeypatch):

@@ -131,7 +131,10 @@ def run(
                 notice=notes.print,
             )
     if group.rank == 0:
-        notes.print(summarize_losses(read_losses(out)))
+        losses = read_losses(out)
+        # A log may have been lost, of which the run has warned.
+        if losses:
+            notes.print(summarize_losses(losses))
     print_written(out / "adapter")
 
 
