@@ -64,9 +64,10 @@ def test_public_domain_is_known_by_its_first_words(written):
     assert identify_license({"license": written}) == "public-domain"
 
 
-def test_rows_without_ids_are_drawn_each_on_its_own():
+@pytest.mark.parametrize("ids", [{}, {"id": None}], ids=["missing", "null"])
+def test_rows_without_ids_are_drawn_each_on_its_own(ids):
     rows = [
-        {"genre": "history", "license": "CC0-1.0", "text": f"{number}. {TEXT}"}
+        {**ids, "genre": "history", "license": "CC0-1.0", "text": f"{number}. {TEXT}"}
         for number in range(4)
     ]
     config = BuildConfig(mixture="corpus", corpus="mine.jsonl")

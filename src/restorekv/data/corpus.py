@@ -161,7 +161,7 @@ def _names_other_license(words: str) -> bool:
 def _make_passage(row: dict, config: BuildConfig, tokenizer: Tokenizer) -> SourceDocument:
     """Return a row's passage with its questions; raise DropRow where there is nothing to ask."""
     # A row without an id is named by its text, so that each of several is drawn on its own.
-    name = str(row.get("id", ""))
+    name = "" if row.get("id") is None else str(row["id"])
     if not name:
         text_hash = hashlib.sha256(read_text_field(row, "text").encode()).hexdigest()
         name = f"passage {text_hash[:12]}"
