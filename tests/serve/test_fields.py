@@ -434,6 +434,35 @@ def test_a_cache_mark_with_a_lifetime_is_taken(url, file, mark, documents):
     assert (status, answer["restorekv"]["documents"]) == (200, documents)
 
 
+NAMED = {"file": {"file_id": "file-a"}}
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "fix"),
+    [
+        ({"type": "text", "text": "Who?", **NAMED}, "file", "part of type file"),
+        ({"type": "text", "text": "Who?", "file_id": "file-a"}, "file_id", "part of type file"),
+        ({"type": "input_text", "text": "Who?", "file_data": "YQ=="}, "file_data", "type file"),
+        ({"type": "file", "text": "Who?", **NAMED}, "text", "part of type text"),
+        ({"type": "input_file", "text": "Who?", "file_id": "file-a"}, "text", "type text"),
+        ({"type": "file", "file_id": "file-b", **NAMED}, "file_id", "leave one of them out"),
+    ],
+)
+def test_a_part_is_a_text_or_a_file(url, file, part, field, fix):
+    """Else the answer would know nothing of one of them."""
+    status, error = sent(url, *request_of("chat", file, messages=user(part)))
+    assert (status, error["param"]) == (400, f"messages.0.content.0.{field}"), error
+    assert fix in error["message"]
+
+
+@pytest.mark.parametrize("kind", ["text", "file"])
+def test_a_part_may_say_that_it_is_not_of_the_other_kind(url, file, kind):
+    empty = {"text": None, "file": None, "file_id": None, "file_data": None}
+    known = {"text": HI, "file": {"type": "file", "file": {"file_id": file.id}}}
+    messages = user({**empty, **known[kind]}, HI)
+    assert sent(url, *request_of("chat", file, messages=messages))[0] == 200
+
+
 @pytest.mark.parametrize(
     ("path", "field"),
     [

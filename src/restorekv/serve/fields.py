@@ -122,6 +122,8 @@ CACHE_MARKS = {
     "cache_control": ("type", "ephemeral"),
 }
 MARK_IDLE = frozenset({"ttl"})
+# What names a file, in a part of a message or in the object `file` of one.
+FILE_FIELDS = ("file_id", "filename", "file_data", "format")
 # Fields of a schema: every answer follows it strictly.
 FORMAT_IDLE = frozenset({"description", "name", "strict"})
 NUMBERS: tuple[Any, ...] = (int | None, float | None)  # types of fields
@@ -219,6 +221,25 @@ def check_cache_marks(part: Mapping[str, Any]) -> None:
                 f"{mark}.{name}",
                 f'must be "{known}"; send that, or leave out the mark',
             )
+
+
+def check_kind_of_part(part: Mapping[str, Any]) -> None:
+    """Refuse the text of a file's part and the file of a text's: one of both would be ignored.
+
+    Raises:
+        PydanticCustomError: A part has a field of the other kind, or names a file in two places.
+    """
+    is_file = "file" in part["type"]
+    for name in ("text",) if is_file else ("file", *FILE_FIELDS):
+        if part.get(name):
+            other = "text" if is_file else "file"
+            why = f"is not read in a part of type {part['type']}; send a part of type {other}"
+            raise make_field_error("invalid_value", name, why)
+    if part.get("file"):
+        for name in FILE_FIELDS:
+            if part.get(name):
+                why = "comes next to file, which names one as well; leave one of them out"
+                raise make_field_error("invalid_value", name, why)
 
 
 def _is_one_of(value: Any, known: tuple[Any, ...]) -> bool:

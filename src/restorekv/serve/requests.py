@@ -199,6 +199,7 @@ class MessagePart(FileReference):
             return given
         taken = fields.take_known(given, cls.model_fields, fields.PART_IDLE, fields.PART_REFUSED)
         fields.check_cache_marks(taken)
+        fields.check_kind_of_part(taken)
         if taken.get("file"):
             known = FileReference.model_fields
             refused = fields.PART_REFUSED
