@@ -4,6 +4,7 @@ goes on.
 
 import base64
 import errno
+import gzip
 import json
 import re
 import socket
@@ -145,6 +146,17 @@ def test_a_length_that_is_no_number_gets_a_sentence(model, tiny_tokenizer, tmp_p
             answer.status_code == 400
             and "content-length is a number" in answer.json()["error"]["message"]
         )
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "files"])
+def test_a_compressed_body_gets_a_sentence(url, path):
+    headers = {"content-type": "application/json", "content-encoding": "GZip"}
+    answer = httpx2.post(f"{url}/{path}", content=gzip.compress(b"{}"), headers=headers)
+    assert answer.status_code == 415
+    assert "compressed (GZip)" in answer.json()["error"]["message"]
+    assert answer.headers["accept-encoding"] == "identity"
+    headers["content-encoding"] = "identity"
+    assert httpx2.post(f"{url}/{path}", content=b"{}", headers=headers).status_code == 400
 
 
 def test_slow_clients_are_let_go(url, client, monkeypatch):
@@ -565,6 +577,26 @@ def test_what_is_not_there_gets_a_sentence(url, path, status, code, param):
     error = json.loads(caught.value.read())["error"]
     assert (caught.value.code, error["code"], error["param"]) == (status, code, param)
     assert error["type"] == "invalid_request_error" and "query" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fix"),
+    [
+        ("/models", "use /v1/models, with a client whose base URL"),
+        ("//v1/models", "use /v1/models,"),
+        ("/v1/v1/models", "use /v1/models,"),
+        ("/api/v1/files/file-a", "use /v1/files/file-a,"),
+        ("/v1/embeddings", "/docs lists the paths"),
+        ("/v1/", "/docs lists the paths"),
+        ("/api/tags", "/docs lists the paths"),
+        ("/" + "a" * 5000, "/docs lists the paths"),
+    ],
+)
+def test_a_path_that_is_not_there_is_told_the_right_one(url, path, fix):
+    with pytest.raises(HTTPError) as caught:
+        urlopen(url.removesuffix("/v1") + path)
+    message = json.loads(caught.value.read())["error"]["message"]
+    assert caught.value.code == 404 and f"Not Found; {fix}" in message and len(message) < 500
 
 
 def test_the_description_is_true_of_errors(client):

@@ -190,6 +190,8 @@ def add_errors(app: FastAPI, service: Service) -> None:
                     methods |= route.methods or set()
             headers = {"allow": ", ".join(sorted(methods))}
             message = f"{message.removesuffix('.')}; use {' or '.join(sorted(methods))}."
+        elif error.status_code == 404:
+            message = f"{message.removesuffix('.')}; {_find_right_path(app, request)}."
         return make_problem_response(error.status_code, message, headers=headers)
 
     @app.exception_handler(TimeoutError)
@@ -203,6 +205,19 @@ def add_errors(app: FastAPI, service: Service) -> None:
     @app.exception_handler(Exception)
     async def answer_failure(_: Request, error: Exception) -> Response:
         return make_problem_response(500, "The server failed on this; its log says why.")
+
+
+def _find_right_path(app: FastAPI, request: Request) -> str:
+    """Return what to do about a path that is not there, as a clause."""
+    path = request.scope["path"]
+    # Clients add "/chat/completions" and the like to their base URL, which may lack /v1, have it
+    # twice, or have something before it.
+    right = f"/v1/{path.strip('/').rpartition('v1/')[2]}"
+    scope = {**request.scope, "path": right}
+    is_known = any(route.matches(scope)[0] is not Match.NONE for route in app.routes)
+    if is_known and right != path:
+        return f"use {right[:200]}, with a client whose base URL is this server's address and /v1"
+    return f"{REFERENCE_PATH} lists the paths of this server"
 
 
 def describe_validation_error(

@@ -18,6 +18,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from restorekv.readers.extract import printable_name
 from restorekv.serve import schemas
 from restorekv.serve.engine import ENDING
 
@@ -161,6 +162,15 @@ class Guard:
         if not re.fullmatch(r"[0-9]{1,18}", length):
             return make_problem_response(
                 400, "content-length is a number of bytes; give one, or leave it out."
+            )
+        coding = request.headers.get("content-encoding", "identity")
+        if coding.strip().lower() not in ("", "identity"):
+            # Read as it is, a compressed body is no JSON and no form, and neither sentence helps.
+            return make_problem_response(
+                415,
+                f"The body is compressed ({printable_name(coding)}), which this server does not "
+                "undo; send it as it is, without the header Content-Encoding.",
+                headers={"accept-encoding": "identity"},
             )
         return None
 
