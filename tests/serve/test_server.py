@@ -22,7 +22,7 @@ from restorekv.errors import RestoreKVError  # noqa: E402
 from restorekv.generation import decoding  # noqa: E402
 from restorekv.generation.decoding import decode_answer, generate_ids, get_stop_ids  # noqa: E402
 from restorekv.model.shape import get_backbone  # noqa: E402
-from restorekv.readers.extract import extract_text, read_document  # noqa: E402
+from restorekv.readers.extract import extract_text, load_document, read_document  # noqa: E402
 from restorekv.serve import service  # noqa: E402
 from restorekv.serve.replies import describe_logprobs  # noqa: E402
 from restorekv.serve.requests import AnswerDefaults, ChatRequest  # noqa: E402
@@ -944,6 +944,71 @@ def test_the_format_of_an_upload_is_how_it_is_read(client, file):
     part["file"]["format"] = "application/pdf"
     with pytest.raises(openai.BadRequestError, match=r"is not how doc\.txt is read"):
         ask(client, [{"role": "user", "content": [part, text]}])
+
+
+def test_a_file_of_which_nothing_says_its_kind_is_read_as_it_begins(client):
+    """LlamaIndex calls a file that it reads from a path so, and Python's None is its type."""
+    plain = ask_about_data(client, base64.b64encode(PAGE).decode(), filename="page.html")
+    page = base64.b64encode(b"\xef\xbb\xbf\n<!DOCTYPE html>" + PAGE).decode()
+    told = ask_about_data(client, f"data:None;base64,{page}", filename="input_document")
+    assert told.usage.prompt_tokens == plain.usage.prompt_tokens
+    text = base64.b64encode(TEXT.encode()).decode()
+    told = ask_about_data(client, f"data:None;base64,{text}", filename="input_document")
+    named = ask_about_data(client, text, filename="doc.txt")
+    assert told.usage.prompt_tokens == named.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "media_type", "content", "stored"),
+    [
+        ("upload", None, PAGE, "upload.html"),  # openai's name of plain bytes
+        ("upload", None, b"%PDF-1.7 ...", "upload.pdf"),
+        ("page v1.2", "text/html; charset=utf-8", b"<p>One.", "page v1.2.html"),
+        ("Makefile", "application/octet-stream", b"all:\n\techo", "Makefile"),
+        ("page.txt", "text/html", PAGE, "page.txt"),
+        ("script", "application/x-sh", b"echo", "script"),
+    ],
+)
+def test_an_upload_without_an_ending_is_read_as_its_type_or_start_says(
+    client, name, media_type, content, stored
+):
+    part = (name, content) if media_type is None else (name, content, media_type)
+    made = client.files.create(file=part, purpose="user_data")
+    assert made.filename == stored
+    client.files.delete(made.id)
+
+
+@pytest.mark.parametrize(
+    ("media_type", "name"),
+    [
+        ("text/plain", "my_file.pdf"),  # which litellm calls every file without a name
+        ("text/html", "a.docx"),
+        ("application/pdf", "a.txt"),
+        ("application/pdf", "a.html"),
+    ],
+)
+def test_a_name_of_another_kind_than_the_type_is_refused(client, media_type, name):
+    encoded = base64.b64encode(PAGE).decode()
+    sentence = f"is named {name}, and its type is {media_type}; send a filename with the ending"
+    with pytest.raises(openai.BadRequestError, match=sentence):
+        ask_about_data(client, f"data:{media_type};base64,{encoded}", filename=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("a.txt", b"%PDF-1.7\n1 0 obj", r"a\.txt is a PDF file by its content; give it a name"),
+        ("a", b"PK\x03\x04\0\0", "is a ZIP file by its content"),
+        ("a.doc", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "older office program; save it as DOCX"),
+        ("a.rtf", rb"{\rtf1\ansi Caf\'e9}", "is RTF by its content"),
+    ],
+)
+def test_a_file_that_is_no_plain_text_is_told_what_it_is(tmp_path, name, content, sentence):
+    with pytest.raises(RestoreKVError, match=sentence):
+        extract_text(name, content)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(RestoreKVError, match=f"The file .*{sentence}"):
+        load_document(tmp_path / name)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ what in them it could not read.
 from __future__ import annotations
 
 import builtins
+import codecs
 import json
 import subprocess
 import sys
@@ -41,6 +42,15 @@ UNREAD_PAGES = {
     "unmapped": "in a font that does not say which characters it shows",
 }
 
+# What files begin with that are no plain text, by what is said of them.
+SIGNATURES = {
+    b"%PDF-": "is a PDF file by its content; give it a name that ends in .pdf",
+    b"PK\x03\x04": "is a ZIP file by its content; if it is a DOCX file, name it .docx",
+    b"\xd0\xcf\x11\xe0": "is a file of an older office program; save it as DOCX or PDF",
+    b"{\\rtf": "is RTF by its content; save it as DOCX, PDF or plain text",
+}
+PAGE_STARTS = (b"<!doctype html", b"<html")  # in lower case
+
 # Kinds of files that are read in this process.
 TEXT = "text"
 CACHE = "rkv"
@@ -52,6 +62,17 @@ def find_kind(name: str) -> str:
     if ending == ".rkv":
         return CACHE
     return FILE_TYPES.get(ending, TEXT)
+
+
+def guess_ending(content: bytes) -> str:
+    """Return the ending for a file of which nothing else says how it is read, "" for a text.
+
+    `content` may be the first bytes alone.
+    """
+    if content.startswith(b"%PDF-"):
+        return ".pdf"
+    start = content.removeprefix(codecs.BOM_UTF8).lstrip()[:64].lower()
+    return ".html" if start.startswith(PAGE_STARTS) else ""
 
 
 @dataclass(frozen=True)
@@ -76,7 +97,7 @@ def load_document(path: Path) -> str:
     content = read_bytes(path, name_in_messages, TEXT_BYTES)
     if path.suffix.lower() in FILE_TYPES:
         return extract_text(str(path), content)
-    return decode_text(content, name_in_messages)
+    return _decode_plain_text(content, name_in_messages)
 
 
 def extract_text(name: str, content: bytes) -> str:
@@ -105,7 +126,7 @@ def read_document(name: str, content: bytes) -> Extraction:
     if kind in EXTRACTORS:
         text, notices = _run_program(kind, name, content)
     else:
-        text = decode_text(content, name)
+        text = _decode_plain_text(content, name)
     unread = _describe_unread(notices)
     if not text.strip():
         if unread:
@@ -118,6 +139,16 @@ def read_document(name: str, content: bytes) -> Extraction:
     if unread:
         warning = f"Not all of {name} could be read: {unread}. Answers cannot know what is missing."
     return Extraction(text, warning)
+
+
+def _decode_plain_text(content: bytes, name: str) -> str:
+    """Return the text of a file that is neither HTML, PDF nor DOCX by its name; refuse what is
+    something else by its first bytes, which may be readable as text and make no sense.
+    """
+    for start, what in SIGNATURES.items():
+        if content.startswith(start):
+            raise RestoreKVError(f"{name} {what}.")
+    return decode_text(content, name)
 
 
 def _describe_unread(notices: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, Field, StrictBool, model_validat
 from restorekv.errors import OptionError, RestoreKVError, name_option
 from restorekv.generation.sampling import LEAST_TEMPERATURE, SamplingConfig
 from restorekv.model.tokenize import check_unicode
-from restorekv.readers.extract import TEXT, find_kind, printable_name
+from restorekv.readers.extract import TEXT, find_kind, guess_ending, printable_name
 from restorekv.serve import fields
 from restorekv.serve.variants import Variant
 
@@ -42,8 +42,8 @@ TEXT_TYPES = {
     "application/xml",
     "application/yaml",
 }
-# What clients send where they know no type.
-UNKNOWN_TYPES = {"", "application/octet-stream"}
+# What clients send where they know no type; "none" is LlamaIndex's.
+UNKNOWN_TYPES = {"", "application/octet-stream", "none", "null", "undefined"}
 CHARSETS = {"", "utf-8", "utf8", "us-ascii"}
 
 # Python's own, not the system's, so that a name means the same everywhere.
@@ -117,22 +117,53 @@ class FileReference(BaseModel):
         if self.file_id or not self.file_data:
             return UploadedFile(self.file_id or "", stated_kind)
         media_type, content = _decode_file(self.file_data)
+        if media_type in UNKNOWN_TYPES:
+            media_type = stated_type
         name = self.filename or "file"
-        # The ending says how a file is read, and clients name files without one. What follows the
-        # last dot may be none, as in "notes v1.2".
-        suffix = PurePath(name).suffix.lower()
-        if suffix not in KNOWN_ENDINGS:
-            if media_type in UNKNOWN_TYPES:
-                media_type = stated_type
+        if PurePath(name).suffix.lower() not in KNOWN_ENDINGS:
             find_kind_of_type(media_type)  # refuses a picture and the like
-            if not suffix or media_type in ENDINGS:
-                name += ENDINGS.get(media_type, ".txt")
+        name = complete_name(name, media_type, content)
         if stated_kind not in (None, find_kind(name)):
             raise RestoreKVError(
                 f"The format of a file is {printable_name(stated_type)}, and its name or data: URL "
                 f"says that {printable_name(name)} is read otherwise; let them say the same."
             )
+        _check_name(name, media_type)
         return AttachedFile(name, content)
+
+
+def complete_name(name: str, media_type: str, content: bytes) -> str:
+    """Return the name of a file with the ending that says how it is read.
+
+    That is the name's own, if it has one; clients may name a file without. Then it is that of the
+    media type, and without a type that of what the file begins with.
+
+    Args:
+        name: What the client calls the file.
+        media_type: In lower case; it may be one of UNKNOWN_TYPES.
+        content: The bytes, or the first of them.
+    """
+    # What follows the last dot may be no ending, as in "notes v1.2".
+    if PurePath(name).suffix.lower() in KNOWN_ENDINGS:
+        return name
+    if media_type in UNKNOWN_TYPES:
+        return name + guess_ending(content)
+    return name + ENDINGS.get(media_type, "")
+
+
+def _check_name(name: str, media_type: str) -> None:
+    """Refuse a PDF or DOCX that is named as another file, and another one that is named so.
+
+    Between texts the name decides, since many clients call all of them text/plain.
+    """
+    kind = find_kind(name)
+    stated = find_kind(f"file{ENDINGS.get(media_type, '.txt')}")
+    is_stated = media_type in ENDINGS or _is_text_type(media_type)
+    if is_stated and kind != stated and {kind, stated} - {TEXT, "html"}:
+        raise RestoreKVError(
+            f"A file is named {printable_name(name)}, and its type is "
+            f"{printable_name(media_type)}; send a filename with the ending of its kind."
+        )
 
 
 def find_kind_of_type(media_type: str) -> str | None:
@@ -143,8 +174,7 @@ def find_kind_of_type(media_type: str) -> str | None:
         return None
     if media_type in ENDINGS:
         return find_kind(f"file{ENDINGS[media_type]}")
-    is_text = media_type in TEXT_TYPES or media_type.endswith(("+json", "+xml"))
-    if is_text or media_type.startswith("text/"):
+    if _is_text_type(media_type):
         return TEXT
     printable = printable_name(media_type)
     if "/" not in media_type:
@@ -154,6 +184,12 @@ def find_kind_of_type(media_type: str) -> str | None:
     raise RestoreKVError(
         f"Files of the type {printable} cannot be read here; send a text, HTML, PDF or DOCX."
     )
+
+
+def _is_text_type(media_type: str) -> bool:
+    """Return whether files of a media type are texts, HTML and Markdown among them."""
+    is_known = media_type in TEXT_TYPES or media_type.startswith("text/")
+    return is_known or media_type.endswith(("+json", "+xml"))
 
 
 def _decode_file(file_data: str) -> tuple[str, bytes]:

@@ -38,12 +38,14 @@ from restorekv.serve.requests import (
     DocumentPart,
     RequestedDocument,
     UploadedFile,
+    complete_name,
 )
 from restorekv.serve.store import Store
 from restorekv.serve.variants import Variant
 
 LOG = logging.getLogger("restorekv.serve")
 PATIENCE = 5.0  # seconds until an upload is tried again whose engine was away
+START_BYTES = 1024  # of an upload, in which its kind shows where its name and type do not say it
 # Reads files in requests, which may take long.
 READERS = ThreadPoolExecutor(2, "restorekv-read")
 
@@ -136,7 +138,10 @@ class Service:
             raise ApiError(413, f"The file is larger than {self.limits.upload:,} bytes; split it.")
         if file.size == 0:
             raise ApiError(400, "The file is empty; upload one with a text.")
-        name = printable_name(file.filename or "file")
+        start = file.file.read(START_BYTES)
+        file.file.seek(0)
+        media_type = (file.content_type or "").partition(";")[0].strip().lower()
+        name = printable_name(complete_name(file.filename or "file", media_type, start))
         try:
             upload = await asyncio.to_thread(
                 self.store.add_upload, name, printable_name(purpose), file.file, seconds
