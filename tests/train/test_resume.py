@@ -11,8 +11,10 @@ from torch.utils.tensorboard import SummaryWriter
 
 from restorekv import spec
 from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.files import make_unique_name
 from restorekv.train import checkpoint, loop
 from restorekv.train.loop import make_initial_adapter, train_adapter
+from restorekv.train.run_folder import LOG_FILE, check_folders
 from tests.helpers.cli_world import cli
 from tests.helpers.models import build_model
 from tests.helpers.training import CONFIG, EXAMPLES, losses
@@ -273,3 +275,12 @@ def test_a_folder_of_something_else_is_left_alone(tiny_tokenizer, tmp_path, name
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [
         (name, "epoch,val\n1,0.5\n")
     ]
+
+
+def test_a_run_killed_while_it_wrote_its_first_file_is_begun_anew(tiny_tokenizer, tmp_path):
+    """What such a run leaves is no file of somebody else."""
+    left = make_unique_name(tmp_path / LOG_FILE)
+    left.write_text("step,lo")
+    check_folders(tmp_path, resume=True)
+    train_adapter(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path, resume=True)
+    assert len(losses(tmp_path)) == CONFIG.steps

@@ -30,13 +30,19 @@ def check_folders(folder: Path, resume: bool = False, store: Path | None = None)
         return
     names: set[str] = set()
     if folder.exists():
-        names = {path.name for path in folder.iterdir()} - {".lock"}
+        names = {path.name for path in folder.iterdir() if not _is_unfinished(path.name)}
     # A log alone is what a run leaves that was killed before its first checkpoint; it may be begun
     # anew.
     if names and (LOG_FILE not in names or read_log_lines(folder / LOG_FILE) is None):
         raise RestoreKVError(
             f"{folder} holds other files and no run; choose an empty or a new folder."
         )
+
+
+def _is_unfinished(name: str) -> bool:
+    """Whether a file may be one that a killed run had begun to write, or the folder's lock."""
+    begins = tuple(f".{written}." for written in (LOG_FILE, CHECKPOINT_FILE))
+    return name == ".lock" or (name.startswith(begins) and name.endswith(".tmp"))
 
 
 def _check_folder(folder: Path) -> None:
