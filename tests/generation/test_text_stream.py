@@ -6,12 +6,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from restorekv.generation.answers import GrowingText, count_uncertain
+from restorekv.generation.answers import GrowingText, count_uncertain, make_answer
 from restorekv.generation.decoding import decode_answer
 from restorekv.generation.sampling import SamplingConfig, TokenSampler, find_first_stop
 from restorekv.model import gguf
 from restorekv.model.load import load_tokenizer
 from restorekv.model.tokenize import TextStream, _can_stream
+from tests.helpers.chat_templates import build_chat_tokenizer
 from tests.helpers.models import build_tokenizer
 
 STOPS = ((), ("the",), ("e ", "\n\n"), ("\ufffd",), ("日本", "is"), (" the", "\nUser:"), (" ab",))
@@ -220,3 +221,17 @@ def test_an_answer_is_not_decoded_from_its_start(monkeypatch):
         row.answer.append(token)
         assert not row.ends()
     assert len(decoded) == 10 and len(set(decoded)) == 1
+
+
+@pytest.mark.parametrize("name", ["llama2", "mistral3", "gemma3", "qwen3"])
+def test_an_answer_that_goes_on_with_a_text_keeps_its_first_space(name):
+    """Tokenizers as Llama 2's drop it at the start of what they decode."""
+    tokenizer = build_chat_tokenizer(name)
+    stops = {tokenizer.eos_token_id}
+    first = len(tokenizer.encode("x", add_special_tokens=False))
+    ids = tokenizer.encode("x the code", add_special_tokens=False)[first:]
+    text = GrowingText(tokenizer, stops, keep_leading_space=True)
+    assert "".join([*map(text.push, ids), text.rest()]) == " the code"
+    answer = make_answer(tokenizer, ids, stops, 1, None, keep_leading_space=True)
+    assert answer.text == " the code"
+    assert make_answer(tokenizer, ids, stops, 1, None).text == "the code"

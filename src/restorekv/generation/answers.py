@@ -184,7 +184,10 @@ def make_answer(
         keep_leading_space: Leave a space at the start, as in a text's continuation.
     """
     repeated = sampler.count_repeated() if sampler else 0
-    text = decoding.decode_answer(tokenizer, ids[: len(ids) - repeated], stops)
+    if sampler is not None:
+        keep_leading_space = keep_leading_space or sampler.sampling.keeps_leading_space
+    kept = ids[: len(ids) - repeated]
+    text = decoding.decode_answer(tokenizer, kept, stops, continues=keep_leading_space)
     cut = None
     logprobs = None
     top = None
@@ -202,8 +205,6 @@ def make_answer(
         finish = "repetition"
     elif ended:
         finish = "stop"
-    if sampler is not None:
-        keep_leading_space = keep_leading_space or sampler.sampling.keeps_leading_space
     text = text[:cut] if keep_leading_space else text[:cut].lstrip()
     if finish == "length" and not find_shown_ids(tokenizer, ids):
         warn(
@@ -390,7 +391,7 @@ class GrowingText:
         self.eos_ids = eos_ids
         self.stop_strings = stop_strings
         self.keep_leading_space = keep_leading_space
-        self.stream = TextStream(tokenizer, skip_special_tokens=True)
+        self.stream = TextStream(tokenizer, skip_special_tokens=True, continues=keep_leading_space)
         self.channels = ChannelReader(tokenizer)
         # An id of `eos_ids` that came last. It is part of the text only if another id follows.
         self.end: int | None = None

@@ -384,8 +384,9 @@ class Chat:
             logprobs=answer.logprobs and answer.logprobs[: max(end, 1)],
             top=answer.top and answer.top[: max(end, 1)],
         )
-        kept_text = decoding.decode_answer(tokenizer, kept, stops)
-        if not sampling.keeps_leading_space:
+        keeps_space = sampling.keeps_leading_space
+        kept_text = decoding.decode_answer(tokenizer, kept, stops, continues=keeps_space)
+        if not keeps_space:
             kept_text = kept_text.lstrip()
         # Of the answer, all ids but the last one that was written have columns.
         first = self.columns - len(turn.prompt_ids) - len(written) + 1

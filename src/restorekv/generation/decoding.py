@@ -37,7 +37,7 @@ from restorekv.model.channels import find_shown_ids
 from restorekv.model.prompt import check_question_positions, check_vocabulary
 from restorekv.model.shape import leave_out_router_logits
 from restorekv.model.support import refuse_autocast
-from restorekv.model.tokenize import decode_ids
+from restorekv.model.tokenize import decode_continuation, decode_ids
 
 BATCH = 16
 # Set when the asyncio task that waits for the answer is cancelled.
@@ -541,18 +541,24 @@ def sample_ids(logits: Tensor, samplers: Sequence[Sampler]) -> tuple[Tensor, lis
     return torch.tensor(tokens, device=logits.device)[:, None], tokens
 
 
-def decode_answer(tokenizer: Tokenizer, ids: Sequence[int], stop_ids: set[int]) -> str:
+def decode_answer(
+    tokenizer: Tokenizer, ids: Sequence[int], stop_ids: set[int], continues: bool = False
+) -> str:
     """Return the text of an answer, without the EOS that ended it and what is not shown of it.
 
     Args:
         tokenizer: The model's tokenizer.
         ids: The ids of the answer.
         stop_ids: The EOS ids.
+        continues: Whether it goes on with a text, so that a space at its start belongs to it.
     """
     # An EOS id need not be a special token, which the tokenizer would leave out.
     if ids and ids[-1] in stop_ids:
         ids = ids[:-1]
-    return decode_ids(tokenizer, find_shown_ids(tokenizer, ids), skip_special_tokens=True)
+    shown = find_shown_ids(tokenizer, ids)
+    if continues:
+        return decode_continuation(tokenizer, shown)
+    return decode_ids(tokenizer, shown, skip_special_tokens=True)
 
 
 def get_stop_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> set[int]:

@@ -41,6 +41,7 @@ Memory = WeakKeyDictionary[Tokenizer, tuple[tuple, Remembered]]
 _SAFE_TOKENIZERS: "Memory[SafeTokenizer]" = WeakKeyDictionary()
 _CONTROL_TOKENS: Memory[dict[int, str]] = WeakKeyDictionary()
 _ADDING_SPACES: Memory[bool] = WeakKeyDictionary()
+_TEXT_STARTS: Memory[list[int]] = WeakKeyDictionary()
 
 
 def check_model_and_tokenizer(model: object, tokenizer: object) -> None:
@@ -215,18 +216,30 @@ class TextStream:
 
     `ids` are all of them. The slow way remains for tokenizers that are not fast or change the text
     after decoding, and for answers whose text changes as it grows, as it may where tokens are bytes
-    and do not make characters.
+    and do not make characters. A text that `continues` another one keeps its first space.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool, continues: bool = False
+    ) -> None:
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
         self.ids: list[int] = []
-        self.certain = ""  # the text up to the last id with which all its characters were whole
+        self.decoded = ""  # the text up to the last id with which all its characters were whole
+        self.start = 0  # characters of it that are not of this text
         self.pending = False  # whether ids after that have added nothing to it yet
         self.stream: DecodeStream | None = None
         if _can_stream(tokenizer):
             self.stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        if continues:
+            for token in find_text_start(tokenizer):
+                self.push(token)
+            self.start = len(self.decoded)
+
+    @property
+    def certain(self) -> str:
+        """The text up to the last id with which all its characters were whole."""
+        return self.decoded[self.start :]
 
     def push(self, token: int) -> str:
         """Add an id and return the text so far, without a character at its end of which bytes are
@@ -240,7 +253,7 @@ class TextStream:
             text = self._decode_all()
             self.pending = text.endswith(REPLACEMENT)
             if not self.pending:
-                self.certain = text
+                self.decoded = text
         return self.certain
 
     def _step(self, stream: DecodeStream, token: int) -> None:
@@ -255,16 +268,16 @@ class TextStream:
             self.stream = None
             return
         # A step without a piece has bytes that are still missing.
-        self.certain += piece or ""
+        self.decoded += piece or ""
         self.pending = piece is None
         # A wrong byte can turn the characters before it, which the stream has already passed, into
         # replacements.
-        if piece and REPLACEMENT in piece and self.certain != self._decode_all():
+        if piece and REPLACEMENT in piece and self.decoded != self._decode_all():
             self.stream = None
 
     def get_text(self) -> str:
         """Return the text of all ids, exactly as the tokenizer decodes them."""
-        return self._decode_all() if self.pending else self.certain
+        return self._decode_all()[self.start :] if self.pending else self.certain
 
     def _decode_all(self) -> str:
         return str(self.tokenizer.decode(self.ids, skip_special_tokens=self.skip_special_tokens))
@@ -285,6 +298,28 @@ def decode_ids(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bo
     """Return the text of token ids."""
     # For the ids of one text, `decode` returns a string; its annotation covers batches, too.
     return str(tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+
+def decode_continuation(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Return the text of ids that follow others, with its first space and no control tokens."""
+    before = find_text_start(tokenizer)
+    start = len(decode_ids(tokenizer, before))
+    return decode_ids(tokenizer, [*before, *ids], skip_special_tokens=True)[start:]
+
+
+def find_text_start(tokenizer: Tokenizer) -> list[int]:
+    """Return ids of a text that keep the space after them.
+
+    Tokenizers as Llama 2's drop a space at the start of what they decode; none for the others.
+    """
+
+    def find() -> list[int]:
+        ids: list[int] = tokenizer.encode("x", add_special_tokens=False)
+        text = decode_ids(tokenizer, ids)
+        follows = decode_ids(tokenizer, [*ids, *ids]).removeprefix(text)
+        return [] if follows == text else ids
+
+    return _remember(_TEXT_STARTS, tokenizer, find)
 
 
 @lru_cache(maxsize=8)

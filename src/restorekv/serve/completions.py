@@ -146,7 +146,9 @@ async def _begin_in_turn(
 async def stream_text(pending: PendingAnswer, request: CompletionRequest) -> AsyncIterator[str]:
     """Yield the server-sent events of a continued text."""
     header = pending.header
-    streams = [TextStream(each.tokenizer, skip_special_tokens=True) for each in pending.texts]
+    streams = []
+    for each in pending.texts:
+        streams.append(TextStream(each.tokenizer, skip_special_tokens=True, continues=True))
     try:
         async for number, piece, rows in pending.iter_pieces():
             logprobs = None
@@ -196,7 +198,8 @@ def make_text_completion(
             logprobs = None
             if answer.logprobs is not None:
                 rows = zip(answer.ids, answer.logprobs, answer.top or (), strict=True)
-                logprobs = list_logprobs(rows, TextStream(tokenizer, skip_special_tokens=True))
+                stream = TextStream(tokenizer, skip_special_tokens=True, continues=True)
+                logprobs = list_logprobs(rows, stream)
             choices.append(
                 schemas.TextChoice(
                     index=len(choices),
