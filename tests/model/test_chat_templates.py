@@ -7,6 +7,8 @@ from transformers import PreTrainedTokenizerFast
 
 from restorekv.errors import RestoreKVError
 from restorekv.generation.chat import encode_conversation
+from restorekv.generation.decoding import get_stop_ids
+from restorekv.model.load import load_model
 from restorekv.model.prompt import (
     DEFAULT_SEPARATOR,
     NOW,
@@ -109,3 +111,30 @@ def test_a_conversation_without_a_template_has_no_spaces_between():
     whole = f"<s>{TEXT}{DEFAULT_SEPARATOR}Who?\nthe cook\n{QUESTION}\nIt"
     ids = tokenizer.encode(whole, add_special_tokens=False)
     assert [*context.ids[0].tolist(), *asked.tolist()] == ids
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "end"),
+    [
+        ("chatml", 7, "<|im_end|>"),
+        ("llama3", [7, 8], "<|eot_id|>"),
+        ("gemma3", 7, "<end_of_turn>"),
+        ("phi3", 7, "<|end|>"),
+        ("llama2", 7, "</s>"),
+        ("glm4", 7, "<|user|>"),
+        ("gpt-oss", 7, None),  # <|end|> follows its thoughts, too
+        ("falcon3", 7, "<|endoftext|>"),
+    ],
+)
+def test_a_loaded_model_ends_answers_as_its_template_does(tmp_path, name, own, end):
+    """Though its generation config does not name the token, as that of many fine-tuned models."""
+    tokenizer = build_chat_tokenizer(name)
+    model = build_model("llama", vocab_size=400)
+    model.generation_config.eos_token_id = own
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    loaded, loaded_tokenizer = load_model(tmp_path)
+    ids = {7, 8} if name == "llama3" else {7}
+    if end is not None:
+        ids.add(tokenizer.convert_tokens_to_ids(end))
+    assert get_stop_ids(loaded, loaded_tokenizer) == ids

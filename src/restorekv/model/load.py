@@ -37,6 +37,7 @@ from restorekv.model.names import (
     get_install_command,
     tiny_path,
 )
+from restorekv.model.prompt import find_answer_end
 from restorekv.model.rope import stretch_rope
 from restorekv.model.split_file import GEMMA3_270M
 from restorekv.spec import hint_near_name
@@ -137,11 +138,30 @@ def load_model(
     # Frozen: training changes adapters and gates alone.
     model.to(device).eval().requires_grad_(False)
     support.prepare_model(model)
+    _end_answers_as_template_does(model, tokenizer)
     # Records name the model as the user can load it again, not the folder that it came from.
     model.config.name_or_path = source.name
     if source.weights:
         WEIGHT_SOURCES[model] = source.weights
     return model, tokenizer
+
+
+def _end_answers_as_template_does(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
+    """Let the token by which the chat template ends an answer end one.
+
+    The generation config of a fine-tuned model is often that of its base model, which does not name
+    it: such a model writes the user's next question, too.
+    """
+    end = find_answer_end(tokenizer)
+    settings: Any = model.generation_config
+    own = settings.eos_token_id
+    if own is None:
+        own = tokenizer.eos_token_id
+    if own is None:
+        own = []
+    stops = list(own) if isinstance(own, list | tuple) else [own]
+    if end is not None and end not in stops:
+        settings.eos_token_id = [*stops, end]
 
 
 def _refuse_missing_weights(name: str | Path, missing: Collection[str]) -> None:

@@ -31,6 +31,7 @@ from restorekv.errors import (
     summarize_error,
     warn,
 )
+from restorekv.model.channels import CHANNEL
 from restorekv.model.rope import PositionLimit, count_positions, count_unstretched_positions
 from restorekv.model.shape import get_vocabulary_size
 from restorekv.model.support import get_support, refuse_beyond
@@ -429,6 +430,24 @@ def render_between_turns(tokenizer: Tokenizer) -> str:
     if not tokenizer.chat_template:
         return "\n"
     return _render_parts(tokenizer, ["user", "assistant", "user"])[2]
+
+
+def find_answer_end(tokenizer: Tokenizer) -> int | None:
+    """Return the special token that the chat template writes right after an answer; None without.
+
+    In templates with channels it follows every message, thoughts as well, and ends no answer.
+    """
+    if not tokenizer.chat_template or CHANNEL in str(tokenizer.chat_template):
+        return None
+    try:
+        after = render_between_turns(tokenizer).lstrip()
+    except RestoreKVError:  # it writes no earlier answers
+        return None
+    added = tokenizer.added_tokens_decoder
+    for number, token in find_control_tokens(tokenizer).items():
+        if added[number].special and after.startswith(token):
+            return number
+    return None
 
 
 def choose_opening(tokenizer: Tokenizer, suffix: str, answer_prefix: str) -> str:
