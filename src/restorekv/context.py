@@ -65,6 +65,8 @@ from restorekv.storage.portable import Portable
 
 # Options of transformers' generate that let a draft write ahead.
 ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
+# Options of transformers' generate that end an answer; the second counts the prompt too.
+LENGTHS = ("max_new_tokens", "max_length")
 # Arguments of transformers' generate that come from the question and the compressed context.
 GENERATE_INPUTS = (
     "input_ids",
@@ -473,8 +475,11 @@ class CompressedContext:
         It is greedy and has at most 128 tokens, unless the options or their generation_config say
         otherwise.
         """
-        for name in GENERATE_INPUTS:
+        for name in LENGTHS:
             # None is the same as an option that is left out.
+            if options.get(name) is None:
+                options.pop(name, None)
+        for name in GENERATE_INPUTS:
             if options.pop(name, None) is not None:
                 raise RestoreKVError(
                     f"generate makes {name} from the question itself; leave it out, or call "
@@ -531,8 +536,9 @@ class CompressedContext:
         }
         if config is None:
             defaults["do_sample"] = False
-            if "max_length" not in options:
-                defaults["max_new_tokens"] = DEFAULT_MAX_NEW_TOKENS
+        if not _names_length(options, config):
+            # Without a limit transformers would write 20 tokens.
+            defaults["max_new_tokens"] = DEFAULT_MAX_NEW_TOKENS
         # As in `ask`: the ids span the context, so the question is what follows it.
         read = inputs["input_ids"].shape[1]
         first = self.cache.get_seq_length()
@@ -624,6 +630,16 @@ class CompressedContext:
             f"  bytes    {format_bytes(m.bytes_held)}; full cache {format_bytes(m.bytes_full)}\n"
             f"  seconds  {phases}"
         )
+
+
+def _names_length(options: dict[str, Any], config: GenerationConfig | None) -> bool:
+    """Return whether options of `generate`, or the config among them, limit the answer."""
+    if any(name in options for name in LENGTHS):
+        return True
+    # Every config of older transformers has a max_length.
+    return config is not None and any(
+        getattr(config, name) not in (None, getattr(GenerationConfig(), name)) for name in LENGTHS
+    )
 
 
 def check_fit(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -> None:

@@ -179,6 +179,19 @@ def test_a_class_that_tells_attention_nothing_of_the_cache_reads_it(tiny_tokeniz
     assert tiny_tokenizer.decode(written, skip_special_tokens=True).lstrip() == answer
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"generation_config": GenerationConfig()}, {"max_new_tokens": None, "max_length": None}],
+)
+def test_an_answer_without_a_limit_has_as_many_tokens_as_that_of_ask(small, monkeypatch, options):
+    """transformers would end it after 20."""
+    monkeypatch.setattr(small.model.generation_config, "eos_token_id", 319)
+    assert len(small.ask(QUESTION, details=True).ids) > 20
+    assert small.generate(QUESTION, **options) == small.ask(QUESTION)
+    config = GenerationConfig(max_new_tokens=5)
+    assert small.generate(QUESTION, generation_config=config) == small.ask(QUESTION, 5)
+
+
 def test_lengths_count_what_the_cache_has_seen(small):
     """They are those of `inputs`, whose first ids stand for positions without a token."""
     read = small.inputs(QUESTION)["input_ids"].shape[1]
