@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.cache.tail import SPARE
+from restorekv.errors import RestoreKVError
 
 HEADS, DIM, RESTORE, SEEN = 2, 4, 3, 11
 
@@ -60,9 +61,9 @@ def test_equals_tensors_that_are_copied_every_time(operations):
             with torch.set_grad_enabled(name == "learn"):
                 mine.update(*new)
             tail = tuple(torch.cat(both, 2) for both in zip(tail, new, strict=True))
-        elif name == "crop" and number:
+        elif name == "crop" and 0 < number <= mine.columns:
             mine.crop(-number)
-            tail = tuple(x[:, :, : max(x.shape[2] - number, 0)] for x in tail)
+            tail = tuple(x[:, :, : x.shape[2] - number] for x in tail)
         elif name == "to":
             mine.crop(SEEN + number)
             tail = tuple(x[:, :, :number] for x in tail)
@@ -132,6 +133,29 @@ def test_what_is_written_after_a_crop_into_the_restore_cache_is_not_restored():
     layer.update(*pair(4))
     layer.reset()
     assert all(x.equal(y) for x, y in zip(layer.keys_and_values, restore, strict=True))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [-RESTORE - 1, SEEN - 1, 1])
+def test_a_crop_into_the_context_is_refused(length):
+    layer = make_layer()
+    with pytest.raises(RestoreKVError, match=f"keeps its text of {SEEN} positions"):
+        layer.crop(length)
+    assert layer.columns == RESTORE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows, read", [(1, 3), (3, 1), (2, 3)])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_batch_of_another_size_is_refused(rows, read, gradients):
+    """A single row would be written into all rows of the tail without a word."""
+    layer = make_layer().fork(rows)
+    with (
+        torch.set_grad_enabled(gradients),
+        pytest.raises(RestoreKVError, match=rf"a batch of {read} .*; pass cache.fork\({read}\)"),
+    ):
+        layer.update(*pair(4, read))
+    assert layer.columns == RESTORE
 
 
 @torch.no_grad()

@@ -23,6 +23,10 @@ from transformers.cache_utils import CacheLayerMixin
 from restorekv.errors import RestoreKVError
 
 SPARE = 16  # columns, at least, that a buffer gains when it has to grow
+OTHER_ATTENTION = (
+    "The model has another attention function now, which cannot read a compressed cache; call "
+    "model.set_attn_implementation('restorekv')."
+)
 # The keys and the values of one layer, or of some of its heads.
 KeysValues = tuple[Tensor, Tensor]
 
@@ -68,12 +72,29 @@ class CompressedLayer(CacheLayerMixin):
         """Return the mask's width and offset: it covers the tail alone, since every query sees the
         whole context.
         """
+        if not count_queries(query):
+            raise RestoreKVError(
+                f"There is nothing to read: the cache has seen {self.get_seq_length():,} tokens, "
+                "and the input ids are no longer than that; pass the ids of what it has seen and "
+                "of the question, as CompressedContext.inputs returns them."
+            )
         return self.columns + count_queries(query), self.seen
 
     def get_max_length(self) -> int:
         return -1
 
     get_max_cache_shape = get_max_length  # the name in transformers 5.2
+
+    # An attention function of transformers takes what `update` returns for tensors.
+    def __getitem__(self, _: object) -> Tensor:
+        raise RestoreKVError(OTHER_ATTENTION)
+
+    def transpose(self, *_: object) -> Tensor:
+        raise RestoreKVError(OTHER_ATTENTION)
+
+    @classmethod
+    def __torch_function__(cls, *_: object, **__: object) -> Tensor:
+        raise RestoreKVError(OTHER_ATTENTION)
 
 
 class TailLayer(CompressedLayer):
@@ -193,6 +214,13 @@ class TailLayer(CompressedLayer):
         a static tail, or the next columns of the buffers, which grow when they are full.
         """
         self.check_unlocked()
+        rows = len(key_states)
+        if rows != len(self.keys):
+            raise RestoreKVError(
+                f"The cache was forked for a batch of {len(self.keys)}, and a batch of {rows} is "
+                "read, with a row for each question, beam and returned sequence; pass "
+                f"cache.fork({rows})."
+            )
         new_columns = key_states.shape[-2]
         if torch.is_grad_enabled():
             self.keys = torch.cat([self.keys, key_states], -2)
@@ -304,12 +332,20 @@ class TailLayer(CompressedLayer):
     def crop(self, length: int) -> None:
         """Shorten the tail, never the context: by -length positions if `length` is 0 or less, else
         to `length` positions of cache in all.
+
+        Raises:
+            RestoreKVError: The context would be shortened, whose evicted pairs are gone.
         """
         # Newer versions of transformers pass only numbers of 0 or less, older ones both.
         end = length - self.seen
         if length <= 0:
             end = self.columns + length
-        end = min(max(end, 0), self.columns)
+        if end < 0:
+            raise RestoreKVError(
+                f"A compressed cache keeps its text of {self.seen:,} positions, and cannot be "
+                f"cropped to {self.seen + end:,}; pass another fork for another question."
+            )
+        end = min(end, self.columns)
         if self.buffers:
             self.set_end(end)
         else:
