@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol, cast
 
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 
 class DenseLayer(Protocol):
@@ -38,3 +39,17 @@ def list_full_attention(full: Cache) -> list[DenseLayer]:
     # A hybrid model's layers with a window are neither scored nor evicted, so they have no row in
     # the scores (L, H, T).
     return [layer for layer in list_dense_layers(full) if not layer.is_sliding]
+
+
+def make_plain_cache(pairs: Iterable[tuple[Tensor, Tensor]]) -> DynamicCache:
+    """Return a cache of transformers that begins with the keys and values (1, H, m, D) of every
+    layer.
+    """
+    plain = DynamicCache()
+    for index, (keys, values) in enumerate(pairs):
+        plain.update(keys, values, index)
+    for layer in plain.layers:
+        # Assisted decoding of transformers 5.24 reads the whole prompt again into a cache that
+        # begins with a part of it. It refuses a cache that says this.
+        layer.is_croppable = False
+    return plain

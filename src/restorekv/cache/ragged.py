@@ -19,7 +19,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from restorekv.cache import quantized
-from restorekv.cache.dense import DenseLayer, list_dense_layers, list_full_attention
+from restorekv.cache.dense import (
+    DenseLayer,
+    list_dense_layers,
+    list_full_attention,
+    make_plain_cache,
+)
 from restorekv.cache.quantized import QuantizedRows
 from restorekv.cache.sliding import RecentLayer, SlidingLayer
 from restorekv.cache.tail import KeysValues, TailLayer
@@ -61,6 +66,8 @@ class RaggedLayer(TailLayer):
         self.bounds = tuple(offsets.tolist())
         # What a backend derives from the bounds; shared by forks, never saved.
         self.plans: dict[str, object] = {}
+        # Whether it is the first such layer of a cache, in which a pass is checked.
+        self.leads = False
 
     @classmethod
     def from_full_layer(cls, dense: DenseLayer) -> RaggedLayer:
@@ -206,6 +213,8 @@ class RaggedCache(Cache):
 
     def __init__(self, layers: Iterable[RaggedLayer | SlidingLayer]) -> None:
         super().__init__(layers=list[Any](layers))
+        for layer in self.full_attention[:1]:
+            layer.leads = True
 
     @property
     def full_attention(self) -> list[RaggedLayer]:
@@ -356,16 +365,17 @@ class RaggedCache(Cache):
                 "A plain cache needs heads of one length, and pairs without weights, which am-fast "
                 "fits; evict with allocation='per-head', not with am-fast."
             )
-        plain = DynamicCache()
-        for index, layer in enumerate(layers):
+        pairs = []
+        for layer in layers:
             keys = layer.context_keys[:].unflatten(0, (layer.heads, -1))[None]
             values = layer.context_values[:].unflatten(0, (layer.heads, -1))[None]
-            plain.update(
-                torch.cat([keys, layer.restore_keys], 2),
-                torch.cat([values, layer.restore_values], 2),
-                index,
+            pairs.append(
+                (
+                    torch.cat([keys, layer.restore_keys], 2),
+                    torch.cat([values, layer.restore_values], 2),
+                )
             )
-        return plain
+        return make_plain_cache(pairs)
 
     @property
     def pairs_held(self) -> int:

@@ -24,6 +24,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import seal
+from restorekv.cache.dense import make_plain_cache
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import CacheFileError, RestoreKVError, reraise_as
 from restorekv.files import parse_path
@@ -97,10 +98,10 @@ class Portable:
         """Return a plain cache; `model.generate(**portable.inputs(...),
         past_key_values=portable.make_cache())` works.
         """
-        plain = DynamicCache()
-        for index, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            plain.update(keys[None].clone(), values[None].clone(), index)
-        return plain
+        pairs = []
+        for keys, values in zip(self.keys, self.values, strict=True):
+            pairs.append((keys[None].clone(), values[None].clone()))
+        return make_plain_cache(pairs)
 
     def inputs(
         self,

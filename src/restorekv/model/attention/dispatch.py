@@ -311,6 +311,8 @@ def attend_layer(
         on_call(module, query, key, value, attention_mask, scale, kwargs)
     if isinstance(key, MultiContextLayer):
         return _attend_multi_context(module, query, key, attention_mask, scale, sinks), None
+    if isinstance(key, SlidingLayer | RaggedLayer) and attention_mask is not None:
+        _check_mask(key, attention_mask)
     if isinstance(key, SlidingLayer):
         return _attend_sliding(query, key, attention_mask, scale, kwargs), None
     callback = _get_variable(_callback)
@@ -324,6 +326,8 @@ def attend_layer(
         window = kwargs.get("sliding_window") or chunk
         if window is not None:
             _refuse_beyond_window(key, attention_mask, window)
+        if key.leads and query.shape[-2] > 1:
+            _check_positions(key, attention_mask, kwargs.get("position_ids"))
         return _attend_ragged(query, key, attention_mask, scale, kwargs), None
     if replacement is not None:
         return replacement, None
@@ -381,6 +385,61 @@ def _refuse_beyond_window(layer: RaggedLayer, attention_mask: Tensor | None, win
             f"Every layer of the model sees {window:,} positions, and the cache has "
             f"{layer.get_seq_length():,} with the question; ask a shorter question, or compress "
             "less of the text (on_long_text='cut')."
+        )
+
+
+def _check_mask(layer: RaggedLayer | SlidingLayer, attention_mask: Tensor) -> None:
+    """Refuse a mask that transformers has not made for the tail, such as one of four dimensions
+    over the text too.
+    """
+    if attention_mask.dtype != torch.bool or attention_mask.shape[-1] != layer.columns:
+        raise RestoreKVError(
+            "An attention mask of four dimensions is bool over a compressed cache, with a column "
+            f"for each of the {layer.columns:,} tokens that follow the text (restore tokens "
+            "included), because every token sees the text; pass a mask (batch, "
+            f"{layer.get_seq_length():,}), or none."
+        )
+
+
+def _check_positions(
+    layer: RaggedLayer, attention_mask: Tensor | None, position_ids: Tensor | None
+) -> None:
+    """Refuse tokens whose positions are not those that follow what the cache has seen.
+
+    transformers' `generate` reads the whole prompt into the cache again with use_cache=False and
+    with drafts, and the end of the text with padding before it. A step of one token does neither.
+
+    Args:
+        layer: The first layer of a cache that sees the whole text.
+        attention_mask: (B or 1, 1, Q, columns) bool, or None.
+        position_ids: (B or 1, Q), which most classes pass to their attention function. Those of
+            models that read images too may have more dimensions, and are not compared.
+    """
+    # The buffer of a static tail has columns that are not written yet, and a step of it may be
+    # recorded as a CUDA graph, which cannot ask for a number. torch.compile cannot, either.
+    if position_ids is None or position_ids.ndim != 2 or layer.static is not None:
+        return
+    if torch.compiler.is_compiling():
+        return
+    columns = layer.columns
+    first = columns - position_ids.shape[-1]  # the column of the first query
+    if attention_mask is None:
+        expected = torch.arange(first, columns, device=position_ids.device) + layer.seen
+        wrong = position_ids != expected
+    else:
+        # What a query sees of the tail, itself included, follows the context in its row.
+        sees = attention_mask[:, 0]  # (B or 1, Q, columns)
+        expected = layer.seen - 1 + sees.sum(-1)
+        # A token of padding does not see itself, and its position says nothing. A mask may hide
+        # other tokens too, which makes positions higher than what is seen.
+        is_read = sees.diagonal(offset=first, dim1=-2, dim2=-1)
+        wrong = is_read & (position_ids < expected)
+    if bool(wrong.any()):
+        raise RestoreKVError(
+            "The tokens do not follow what the cache has seen, as with use_cache=False, with a "
+            "draft model or prompt lookup, with padding before the text, or without the ids that "
+            "CompressedContext.inputs puts before a question; leave out such options, put padding "
+            "between text and question, or use ask."
         )
 
 
@@ -496,6 +555,17 @@ def make_mask(*args: Any, **options: Any) -> Tensor | None:
     Inside an `inspect_attention` block, plain causal masks are made too; otherwise they are
     skipped, because SDPA does not need them.
     """
+    given = options.get("attention_mask")
+    first = options.get("kv_offset", 0)
+    last = first + options.get("kv_length", 0)
+    # Only a cache that a mask does not cover from its first column has an offset. transformers
+    # would take the columns that are not given for padding.
+    if given is not None and first and given.shape[-1] < last:
+        raise RestoreKVError(
+            f"The attention mask has {given.shape[-1]:,} columns, and the cache has {last:,} "
+            "with the new tokens; pass ones for all that the cache has seen too, as "
+            "CompressedContext.inputs does, or no mask."
+        )
     inspectors = _get_variable(_inspectors)
     if inspectors is None:
         return sdpa_mask(*args, **options)
