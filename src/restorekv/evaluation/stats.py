@@ -137,20 +137,17 @@ def bootstrap_ratio(
     """Return total of `sums` over total of `weights`, both (contexts,), with its 95 % interval,
     None over fewer than FEW contexts; minus that of the `reference`'s, paired, if given.
     """
-    ratio = sums.sum() / weights.sum()
-    if reference is not None:
-        other_sums, other_weights = reference
-        ratio = ratio - other_sums.sum() / other_weights.sum()
+    # Without a reference, nothing is subtracted.
+    other_sums, other_weights = reference or (np.zeros_like(sums), weights)
+    ratio = float(sums.sum() / weights.sum() - other_sums.sum() / other_weights.sum())
     if len(sums) < FEW:
-        return float(ratio), None, None
+        return ratio, None, None
     drawn = draw_resamples(len(sums), 0)
     # A resample without any weight has no ratio.
     drawn = drawn[drawn @ weights > 0]
-    means = drawn @ sums / (drawn @ weights)
-    if reference is not None:
-        means = means - drawn @ other_sums / (drawn @ other_weights)
+    means = drawn @ sums / (drawn @ weights) - drawn @ other_sums / (drawn @ other_weights)
     low, high = np.percentile(means, (2.5, 97.5))
-    return float(ratio), float(low), float(high)
+    return ratio, float(low), float(high)
 
 
 @lru_cache(maxsize=8)
