@@ -100,7 +100,8 @@ def test_fields_that_ask_for_nothing_change_nothing(url):
     "more, sentence",
     [
         ({"tools": [TOOL], "tool_choice": "required"}, "server calls no tools"),
-        ({"tools": [TOOL], "tool_choice": CHOICE}, "server calls no tools"),
+        # Which is how LangChain and LlamaIndex may ask for an answer in JSON.
+        ({"tools": [TOOL], "tool_choice": CHOICE}, "ask for an answer in JSON by response_format"),
         ({"functions": [TOOL["function"]], "function_call": {"name": "f"}}, "calls no tools"),
         (
             {

@@ -17,6 +17,8 @@ import torch
 
 openai = pytest.importorskip("openai")
 
+import httpx2  # noqa: E402
+
 from restorekv import CompressedContext  # noqa: E402
 from restorekv.errors import RestoreKVError  # noqa: E402
 from restorekv.generation import decoding  # noqa: E402
@@ -140,6 +142,17 @@ def test_streams_are_the_answer_in_pieces(client, file):
         "stop",
         "length",
     )
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+def test_a_proxy_holds_no_stream_back(client, path):
+    asked = {"model": "tiny", "stream": True, "messages": [{"role": "user", "content": "Who?"}]}
+    if path != "chat/completions":
+        asked[{"completions": "prompt", "responses": "input"}[path]] = "Who?"
+        del asked["messages"]
+    answer = client.post(path, body=asked, cast_to=httpx2.Response)
+    assert answer.headers["x-accel-buffering"] == "no"
+    assert answer.headers["cache-control"] == "no-cache"
 
 
 def test_pieces_of_a_stream_have_their_log_probabilities(client, file):

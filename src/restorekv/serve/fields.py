@@ -15,6 +15,8 @@ from pydantic_core import PydanticCustomError
 
 TOOLS = "this server calls no tools"
 REASONING = "the models here do not reason first"
+# Frameworks ask for a call of a tool where they want an answer in JSON.
+WITHOUT_TOOLS = "leave it out, or ask for an answer in JSON by {}"
 
 
 class Refusal(NamedTuple):
@@ -49,7 +51,7 @@ IDLE_ALWAYS = frozenset(
 )
 REFUSED_ALWAYS: Refused = {
     "moderation": Refusal((), "this server moderates nothing"),
-    "tool_choice": Refusal(("none", "auto"), TOOLS),
+    "tool_choice": Refusal(("none", "auto"), TOOLS, WITHOUT_TOOLS.format("response_format")),
 }
 
 CHAT_IDLE = IDLE_ALWAYS | {"functions", "prediction", "store"}
@@ -94,6 +96,7 @@ RESPONSES_REFUSED: Refused = {
     ),
     "prompt": Refusal((), "this server keeps no prompts", "send its text as input"),
     "reasoning": Refusal(({}, {"effort": None}, {"effort": "none"}), REASONING),
+    "tool_choice": Refusal(("none", "auto"), TOOLS, WITHOUT_TOOLS.format("text.format")),
     "top_logprobs": Refusal(
         (0,), "responses have no log-probabilities", "ask /v1/chat/completions for them"
     ),

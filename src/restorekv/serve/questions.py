@@ -29,6 +29,8 @@ from restorekv.serve.requests import ChatRequest, parse_chat
 from restorekv.serve.service import ApiError, Service, explain_error
 
 GRACE = 2.5  # seconds that answers may still take once the server ends
+# Else nginx holds a stream back until it has some kilobytes, and a cache may keep it.
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 T = TypeVar("T")
 
 # Returns whether the client has gone.
@@ -194,7 +196,7 @@ class PendingAnswer:
         if first is None:
             self.reply.result()
         self.peeked = [first]
-        return StreamingResponse(events, media_type="text/event-stream")
+        return StreamingResponse(events, headers=STREAM_HEADERS, media_type="text/event-stream")
 
     async def iter_pieces(self) -> AsyncIterator[tuple[int, str, list[tuple]]]:
         """Yield (sample, piece of its text, its ids with `TokenSampler.likely`).
