@@ -118,6 +118,8 @@ def test_the_mask_of_a_question_alone_is_refused(small):
     width = wanted.shape[1]
     with pytest.raises(RestoreKVError, match=f"mask has {width} columns, and the cache has"):
         read_question(small, attention_mask=torch.ones(1, width, dtype=torch.long))
+    with pytest.raises(RestoreKVError, match="pass the ids of new tokens alone"):
+        small.model(**small.inputs(QUESTION), **pass_cache(small.model, small.cache.fork()))
     whole = torch.ones(1, small.cache.get_seq_length() + width, dtype=torch.long)
     assert read_question(small, attention_mask=whole).equal(wanted)
 

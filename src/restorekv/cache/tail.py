@@ -158,6 +158,13 @@ class TailLayer(CompressedLayer):
                 "pass past_key_values=compressed.cache.fork()."
             )
 
+    def get_mask_sizes(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, query: int | Tensor
+    ) -> tuple[int, int]:
+        """See CompressedLayer. A model that asks is about to append."""
+        self.check_unlocked()
+        return super().get_mask_sizes(query)
+
     @property
     def keys_and_values(self) -> KeysValues:
         """Keys and values."""

@@ -563,8 +563,8 @@ def make_mask(*args: Any, **options: Any) -> Tensor | None:
     if given is not None and first and given.shape[-1] < last:
         raise RestoreKVError(
             f"The attention mask has {given.shape[-1]:,} columns, and the cache has {last:,} "
-            "with the new tokens; pass ones for all that the cache has seen too, as "
-            "CompressedContext.inputs does, or no mask."
+            "with the new tokens; pass the ids of new tokens alone, with ones for all that the "
+            "cache has seen before them, or without a mask."
         )
     inspectors = _get_variable(_inspectors)
     if inspectors is None:
