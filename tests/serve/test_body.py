@@ -178,6 +178,7 @@ FILE = ("file", "a.txt", b"The red house.")
             form(("purpose", None, b"a"), ("purpose", None, b"b"), FILE),
             "the field purpose comes 2 times",
         ),
+        (form(("file", None, b"a.txt")), "the field file has a text and not a file"),
         (form(("nonsense", None, b"a"), FILE), "there is no field 'nonsense'"),
         (form(("a" * 3000, None, b"a"), FILE), "there is no field 'aaa"),
         (form(FILE, head=b"X: " + b"a" * 100_000 + b"\r\n"), "The form cannot be used"),

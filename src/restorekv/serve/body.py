@@ -114,7 +114,7 @@ def _make_query_error(name: str, known: Sequence[str]) -> ApiError:
 
 
 def _check_form(form: FormData) -> None:
-    """Refuse fields that an upload does not have, and those that come twice."""
+    """Refuse unknown fields, those that come twice, and a text in place of the file."""
     counts = Counter(name for name, _ in form.multi_items())
     for name, count in counts.items():
         if name not in FORM:
@@ -124,6 +124,9 @@ def _check_form(form: FormData) -> None:
             )
         if count > 1:
             raise _make_form_error(f"the field {name} comes {count} times", name)
+    if isinstance(form.get("file"), str):
+        why = "the field file has a text and not a file, which curl sends as file=@PATH"
+        raise _make_form_error(why, "file")
 
 
 def _make_form_error(why: str, param: str | None = None, code: str | None = None) -> ApiError:
