@@ -51,5 +51,5 @@ def make_plain_cache(pairs: Iterable[tuple[Tensor, Tensor]]) -> DynamicCache:
     for layer in plain.layers:
         # Assisted decoding of transformers 5.24 reads the whole prompt again into a cache that
         # begins with a part of it. It refuses a cache that says this.
-        layer.is_croppable = False
+        layer.is_croppable = False  # type: ignore[reportAttributeAccessIssue]
     return plain
