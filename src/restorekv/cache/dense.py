@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
@@ -48,7 +48,7 @@ def make_plain_cache(pairs: Iterable[tuple[Tensor, Tensor]]) -> DynamicCache:
     plain = DynamicCache()
     for index, (keys, values) in enumerate(pairs):
         plain.update(keys, values, index)
-    for layer in plain.layers:
+    for layer in list[Any](plain.layers):
         # Assisted decoding of transformers 5.24 reads the whole prompt again into a cache that
         # begins with a part of it. It refuses a cache that says this.
         layer.is_croppable = False  # type: ignore[reportAttributeAccessIssue]
