@@ -39,9 +39,9 @@ def render_reference(description: dict[str, Any]) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<title>{title}: API</title><link rel="icon" href="data:,">'
-        '<link rel="stylesheet" href="/page/style.css"></head><body><main>'
+        '<link rel="stylesheet" href="page/style.css"></head><body><main>'
         f"<h1>{title}: API</h1>"
-        '<p>OpenAI\'s API, and paths of this server. The same as JSON: <a href="/openapi.json">'
+        '<p>OpenAI\'s API, and paths of this server. The same as JSON: <a href="openapi.json">'
         "/openapi.json</a>.</p>"
         f"{''.join(sections)}<h2>Objects</h2>{''.join(schemas)}</main></body></html>\n"
     )

@@ -32,10 +32,12 @@ async function problem(response) {
 }
 
 export async function request(path, options = {}) {
+  // Next to this module's folder, so that a proxy may serve all of it under a path of its own.
+  const url = new URL(`..${path}`, import.meta.url);
   for (;;) {
     const sent = key;
     const headers = sent ? { ...options.headers, authorization: `Bearer ${sent}` } : options.headers;
-    const response = await fetch(path, { ...options, headers }).catch((error) => {
+    const response = await fetch(url, { ...options, headers }).catch((error) => {
       throw error.name === "AbortError" ? error : new Error("The server does not answer. Is it running?");
     });
     if (response.status === 401) {
@@ -71,7 +73,11 @@ async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    // A browser has words of its own for a connection that breaks.
+    const { value, done } = await reader.read().catch((error) => {
+      if (error.name === "AbortError") throw error;
+      return { done: true };
+    });
     if (done) throw new Error("The server ended the answer early.");
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();

@@ -16,21 +16,27 @@ export function describePhase(phase, share) {
 }
 
 let running = null;
+let last = Promise.resolve(); // the end of the run that was begun last
 
 // Runs `work` as the only one; a stop button, or a later run, ends it.
 async function run(stop, work) {
   stopAll();
   const own = running = new AbortController();
+  const before = last;
+  let end;
+  last = new Promise((resolve) => { end = resolve; });
   $("compare-stop").hidden = $("chat-stop").hidden = true;
   stop.hidden = false;
   stop.onclick = () => own.abort();
   try {
+    await before; // what it said may be part of the conversation
     tell(null);
     await work(own.signal);
   } catch (error) {
     tell(error);
   } finally {
     if (running === own) stop.hidden = true;
+    end();
   }
 }
 
@@ -106,11 +112,16 @@ async function talk(state, message, signal) {
   const said = el("p", { className: "said" }, el("b", { textContent: "You: " }), message);
   $("log").append(said, into, about);
   about.scrollIntoView({ block: "nearest" });
+  // Of a conversation that was left meanwhile, nothing is added to the next one.
+  const add = (text) => {
+    if (said.isConnected) state.turns = [...messages, { role: "assistant", content: text }];
+  };
   try {
-    const text = await write(into, about, state, state.model, messages, signal);
-    state.turns = [...messages, { role: "assistant", content: text }];
+    add(await write(into, about, state, state.model, messages, signal));
   } catch (error) {
-    if (!into.textContent) {
+    if (into.textContent) {
+      add(into.textContent); // as much of the answer as is shown
+    } else {
       [said, into, about].forEach((each) => each.remove());
       if (!$("message").value) $("message").value = message; // to be sent again
     }

@@ -6,6 +6,7 @@ import { $, el, size, sleep, tell } from "./dom.js";
 let open = () => {};
 let openId = null;
 let polling = false;
+let requested = 0, shown = 0; // lists of documents, by number
 
 const STATUS = { uploaded: "being compressed", processed: "compressed", error: "failed" };
 
@@ -34,7 +35,10 @@ async function removeFile(file) {
 
 // Shows the server's documents, and returns them.
 export async function refresh() {
+  const own = ++requested;
   const { data } = await json("/v1/files");
+  if (own < shown) return data; // a later list came first
+  shown = own;
   const focused = document.activeElement?.closest("#documents") ? document.activeElement.getAttribute("aria-label")
     ?? document.activeElement.textContent : null;
   $("documents").replaceChildren(...data.map(row));
@@ -57,6 +61,7 @@ export function mark(id) {
   return refresh();
 }
 
+// Returns whether the server has taken it.
 async function add(content, name) {
   const form = new FormData();
   form.append("purpose", "user_data");
@@ -66,9 +71,11 @@ async function add(content, name) {
     const file = await json("/v1/files", { method: "POST", body: form });
     $("adding").textContent = `Added ${name}.`;
     open(file);
+    return true;
   } catch (error) {
     $("adding").textContent = "";
     tell(error);
+    return false;
   }
 }
 
@@ -94,7 +101,6 @@ export function start(onOpen) {
     event.preventDefault();
     const text = $("pasted").value;
     const first = text.trim().split(/\s+/).slice(0, 4).join(" ").replace(/[^\p{L}\p{N} -]/gu, "").slice(0, 40);
-    await add(new Blob([text], { type: "text/plain" }), `${first || "pasted"}.txt`);
-    event.target.reset();
+    if (await add(new Blob([text], { type: "text/plain" }), `${first || "pasted"}.txt`)) event.target.reset();
   };
 }
