@@ -295,6 +295,8 @@ def test_a_refused_response_does_not_count_what_it_has_besides_its_input(url, cl
         ("responses", "input", "hello " * 4000),
         ("completions", "prompt", "hello " * 4000),
         ("completions", "prompt", [10**9]),
+        ("chat/completions", "messages", [{"role": "user", "content": ""}]),
+        ("responses", "input", " \n"),
     ],
 )
 def test_a_refused_question_names_its_field(url, path, field, value):

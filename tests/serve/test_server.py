@@ -923,6 +923,7 @@ def test_the_format_of_a_file_is_heeded(client):
         (unknown, {"format": "text/html"}),
         (f"data:text/html;base64,{encoded}", {"format": "text/html"}),
         (f"DATA:Text/HTML;charset=UTF-8;base64,{encoded}", {}),
+        (f"data:text/html;base64,\n{encoded[:40]}\r\n{encoded[40:]}\n", {}),
         (encoded, {"format": "application/octet-stream", "filename": "page.html"}),
     ):
         assert ask_about_data(client, data, **part).usage.prompt_tokens == plain, part
@@ -1189,6 +1190,16 @@ def test_the_server_decides_what_a_request_leaves_open(model, tiny_tokenizer, tm
 def test_an_empty_upload_is_refused_at_once(client):
     with pytest.raises(openai.BadRequestError, match="The file is empty"):
         upload(client, b"", "empty.txt")
+
+
+def test_an_empty_question_is_refused_before_its_document_is_compressed(client):
+    unread = f"Nobody asked yet. {OTHER}"
+    text = {"type": "text", "text": unread, "cache_control": {"type": "ephemeral"}}
+    with pytest.raises(openai.BadRequestError, match="The question is empty"):
+        ask(client, [{"role": "user", "content": [text]}])
+    question = {"type": "text", "text": QUESTION}
+    usage = ask(client, [{"role": "user", "content": [text, question]}]).usage
+    assert usage.prompt_tokens_details.cache_write_tokens
 
 
 def test_a_text_too_short_for_its_ratio_is_kept_whole(client, file):

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, Field, StrictBool, model_validat
 
 from restorekv.errors import OptionError, RestoreKVError, name_option
 from restorekv.generation.sampling import LEAST_TEMPERATURE, SamplingConfig
+from restorekv.model.prompt import check_question
 from restorekv.model.tokenize import check_unicode
 from restorekv.readers.extract import TEXT, find_kind, guess_ending, printable_name
 from restorekv.serve import fields
@@ -212,6 +213,8 @@ def _decode_file(file_data: str) -> tuple[str, bytes]:
                 raise RestoreKVError(
                     f"file_data is a text in {printable_name(value)}; save it as UTF-8 first."
                 )
+    # Programs such as `base64` break what they write into lines.
+    encoded = "".join(encoded.split())
     try:
         return media_type, base64.b64decode(encoded, validate=True)
     except ValueError:
@@ -541,6 +544,9 @@ def parse_chat(
     if not texts:
         raise OptionError("There is no question; send a message of the user.", "messages")
     questions = texts[::2]
+    # The engine refuses it as well, after its documents were compressed.
+    with name_option("messages"):
+        check_question(questions[-1])
     return ParsedChat(
         documents=documents,
         system=_join_texts(system),
