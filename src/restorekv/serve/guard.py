@@ -330,7 +330,8 @@ def is_from_here(request: Request, keys: Sequence[str], host_names: Sequence[str
         return False
     # DNS rebinding: the page's own name resolves to 127.0.0.1, and its Host header tells.
     is_local = request.client is None or request.client.host in LOOPBACK
-    name = host.rsplit(":", 1)[0].strip("[]").lower()
+    # Without its port, which is left out where it is 80; an IPv6 address has colons of its own.
+    name = re.sub(r":[0-9]*$", "", host).strip("[]").lower()
     return not is_local or name in (*LOOPBACK, "localhost", *host_names)
 
 
