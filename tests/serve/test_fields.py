@@ -436,6 +436,22 @@ def test_a_cache_mark_with_a_lifetime_is_taken(url, file, mark, documents):
     assert (status, answer["restorekv"]["documents"]) == (200, documents)
 
 
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "reasoning", "id": "rs_a", "summary": []},
+        {"type": "function_call_output", "call_id": "a", "output": "b"},
+        {"type": 1, "role": "user", "content": "Hello."},
+    ],
+)
+def test_an_input_of_other_items_than_messages_names_their_type(url, file, item):
+    status, error = sent(url, *request_of("responses", file, input=[item, HELLO]))
+    assert (status, error["param"]) == (400, "input.0.type"), error
+    assert error["message"].startswith(f"input.0.type is '{item['type']}', and only messages")
+    messages = [{**HELLO, "type": "message"}]
+    assert sent(url, *request_of("responses", file, input=messages))[0] == 200
+
+
 NAMED = {"file": {"file_id": "file-a"}}
 
 

@@ -291,6 +291,12 @@ class Message(BaseModel):
     @classmethod
     def take_fields(cls, given: Any) -> Any:
         """Refuse fields that would be ignored."""
+        # An input of the Responses API may hold calls of tools and reasoning, too.
+        kind = given.get("type") if isinstance(given, dict) else None
+        if kind not in (None, "message"):
+            printable = printable_name(str(kind))[:40]
+            why = f"is {printable!r}, and only messages are read here; leave that item out"
+            raise fields.make_field_error("unsupported_parameter", "type", why)
         return fields.take_known(
             given, cls.model_fields, fields.MESSAGE_IDLE, fields.MESSAGE_REFUSED
         )
