@@ -202,7 +202,9 @@ def test_a_host_does_not_open_a_path(monkeypatch):
         "headers": [(b"host", b"x/health?")],
     }
     checks = guard.Guard(None, ["a-key-of-16-characters"], LARGEST, ["/health"])
-    assert checks.check_headers(guard.Request(scope)).status_code == 401
+    refusal = checks.check_headers(guard.Request(scope))
+    assert refusal is not None and refusal.status_code == 401
+    assert refusal.headers["www-authenticate"] == "Bearer"  # as RFC 9110 asks
 
 
 def test_large_bodies_together_are_bounded(url, client, monkeypatch):

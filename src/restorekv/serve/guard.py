@@ -157,7 +157,10 @@ class Guard:
         needs_key = self.keys and request.scope["path"] not in self.open_paths
         if needs_key and not has_key(request.headers.get("authorization", ""), self.keys):
             return make_problem_response(
-                401, "Give a key of this server: Authorization: Bearer KEY.", "invalid_api_key"
+                401,
+                "Give a key of this server: Authorization: Bearer KEY.",
+                "invalid_api_key",
+                {"www-authenticate": "Bearer"},
             )
         if not re.fullmatch(r"[0-9]{1,18}", length):
             return make_problem_response(
