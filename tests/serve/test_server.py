@@ -980,6 +980,7 @@ def test_a_file_of_which_nothing_says_its_kind_is_read_as_it_begins(client):
         ("page v1.2", "text/html; charset=utf-8", b"<p>One.", "page v1.2.html"),
         ("Makefile", "application/octet-stream", b"all:\n\techo", "Makefile"),
         ("page.txt", "text/html", PAGE, "page.txt"),
+        ("page.php", "application/octet-stream", PAGE, "page.php"),
         ("script", "application/x-sh", b"echo", "script"),
     ],
 )

@@ -136,20 +136,24 @@ class FileReference(BaseModel):
 def complete_name(name: str, media_type: str, content: bytes) -> str:
     """Return the name of a file with the ending that says how it is read.
 
-    That is the name's own, if it has one; clients may name a file without. Then it is that of the
-    media type, and without a type that of what the file begins with.
+    That is the name's own, if it is known; clients may name a file without. Then it is that of the
+    media type, and without ending and type that of what the file begins with.
 
     Args:
         name: What the client calls the file.
         media_type: In lower case; it may be one of UNKNOWN_TYPES.
         content: The bytes, or the first of them.
     """
-    # What follows the last dot may be no ending, as in "notes v1.2".
-    if PurePath(name).suffix.lower() in KNOWN_ENDINGS:
+    suffix = PurePath(name).suffix.lower()
+    if suffix in KNOWN_ENDINGS:
         return name
-    if media_type in UNKNOWN_TYPES:
+    # What follows the last dot may be no ending, as in "notes v1.2".
+    if media_type in ENDINGS:
+        return name + ENDINGS[media_type]
+    # Or one that is not known here, as .php, of a text that only begins as a page does.
+    if media_type in UNKNOWN_TYPES and not suffix:
         return name + guess_ending(content)
-    return name + ENDINGS.get(media_type, "")
+    return name
 
 
 def _check_name(name: str, media_type: str) -> None:
