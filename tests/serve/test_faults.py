@@ -328,6 +328,21 @@ def test_requests_that_wait_for_documents_are_counted(client, slow):
     assert [type(each) for each in ended if each] == [openai.RateLimitError]
 
 
+def test_documents_that_take_too_long_are_told_as_the_reason(model, tiny_tokenizer, tmp_path, slow):
+    """Not the tokens of the answer, of which fewer would help nobody."""
+    stop, _, go = slow
+    with serving(model, tiny_tokenizer, tmp_path, limits=Limits(seconds=0.3)) as url:
+        stop.set()  # the check at the start is over
+        content = [
+            {"type": "text", "text": OTHER, "cache_control": {"type": "ephemeral"}},
+            {"type": "text", "text": "Who?"},
+        ]
+        with pytest.raises(openai.InternalServerError, match="were not compressed") as late:
+            ask(client_of(url), [{"role": "user", "content": content}])
+        go.set()
+    assert late.value.status_code == 504 and "within 0.3 seconds" in str(late.value)
+
+
 def test_nothing_is_compressed_for_clients_who_left(client, slow, tmp_path):
     stop, inside, go = slow
     stop.set()

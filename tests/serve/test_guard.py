@@ -138,6 +138,20 @@ def test_the_class_of_an_error_decides_its_status(error, status, code):
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
 
 
+def test_an_answer_that_takes_too_long_is_not_asked_for_again():
+    """By clients that repeat what failed on the server: it would take as long again."""
+    app = FastAPI()
+    add_errors(app, SimpleNamespace(limits=Limits(seconds=7)))
+
+    @app.get("/")
+    async def fail():
+        raise TimeoutError
+
+    answer = TestClient(app).get("/")
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (504, "false")
+    assert "longer than 7 seconds" in answer.json()["error"]["message"]
+
+
 def test_a_length_that_is_no_number_gets_a_sentence(model, tiny_tokenizer, tmp_path):
     app = TestClient(build_app(model, tiny_tokenizer, Settings(tmp_path, "tiny", VARIANT)))
     for length in ("x", "-1", "1e9", "²", "9" * 5000):

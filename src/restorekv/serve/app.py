@@ -200,6 +200,8 @@ def add_errors(app: FastAPI, service: Service) -> None:
             504,
             f"The answer took longer than {service.limits.seconds:g} seconds; ask for fewer "
             "tokens.",
+            # Else `openai` asks twice more by itself, which takes as long again.
+            headers={"x-should-retry": "false"},
         )
 
     @app.exception_handler(Exception)

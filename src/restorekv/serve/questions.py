@@ -84,9 +84,8 @@ class Questions:
 
         Raises:
             RestoreKVError: The request asks for what cannot be done.
-            ApiError: A document is not there, or the client has gone.
+            ApiError: A document is not there or took too long, or the client has gone.
             BusyError: Too many questions wait.
-            TimeoutError: The documents took too long.
         """
         service = self.service
         chat = parse_chat(request, service.base, service.limits.tokens, service.defaults, names)
@@ -98,10 +97,17 @@ class Questions:
             return await is_gone()
 
         getting = asyncio.ensure_future(service.get_documents(chat.documents, chat.variant))
+        seconds = service.limits.seconds
         try:
-            documents = await wait_unless_gone(getting, is_over, service.limits.seconds)
-        except BaseException:  # one that is being compressed is finished all the same
+            documents = await wait_unless_gone(getting, is_over, seconds)
+        except BaseException as error:  # one that is being compressed is finished all the same
             getting.cancel()
+            if isinstance(error, TimeoutError):
+                raise ApiError(
+                    504,
+                    f"The documents of this question were not compressed within {seconds:g} "
+                    "seconds; upload them, and ask again once their status is processed.",
+                ) from None
             raise
 
         question = ServedQuestion(
