@@ -375,8 +375,8 @@ def find_control_tokens(tokenizer: Tokenizer) -> dict[int, str]:
         except NotImplementedError:  # that of mistral_common, which has no chat template either
             raise RestoreKVError(
                 f"A {type(tokenizer).__name__} has no chat template and does not name its control "
-                "tokens; load the model's other tokenizer: "
-                "AutoTokenizer.from_pretrained(folder, mistral_format=False)."
+                "tokens; load the model's other tokenizer, by AutoTokenizer with "
+                "mistral_format=False."
             ) from None
         found = {}
         for number, token in added.items():
