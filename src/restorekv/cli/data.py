@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from restorekv.cli import options
+from restorekv.cli.errors import explain_interrupt
 from restorekv.cli.inputs import check_json_output, check_outputs_apart
 from restorekv.cli.terminal import output, print_written, show_progress_bar, write_figures
 from restorekv.data.build_folder import check_folder, read_manifest
@@ -63,13 +64,11 @@ def run(
     for package in packages:
         import_extra(package, "data", "Building data")
     loaded, tokenizer = open_model(model, dtype, device)
-    try:
-        with show_progress_bar("asking and answering") as progress:
-            build_mixture(loaded, tokenizer, config, out, exclude, resume, progress)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            f"Interrupted; continue with --resume, nothing in {out} is asked twice."
-        ) from None
+    with (
+        explain_interrupt(f"continue with --resume, nothing in {out} is asked twice"),
+        show_progress_bar("asking and answering") as progress,
+    ):
+        build_mixture(loaded, tokenizer, config, out, exclude, resume, progress)
     print_written(out)
     _print_tables(out)
 

@@ -8,6 +8,8 @@ import signal
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import TextIOWrapper
 from types import FrameType
 from typing import Any, cast
@@ -105,6 +107,18 @@ def _find_meant_options(name: str, command: Any) -> list[str]:
                 options[option.removeprefix("--").replace("-", "_")] = option
     meant = find_meant_arguments(name.lstrip("-").replace("-", "_"), options)
     return [options[each] for each in meant]
+
+
+@contextmanager
+def explain_interrupt(fix: str) -> Iterator[None]:
+    """Say how the work of the block goes on later, where a user interrupts it.
+
+    `fix` is a clause without a period.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"Interrupted; {fix}.") from None
 
 
 def report_error(error: BaseException) -> int:

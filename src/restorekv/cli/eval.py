@@ -17,6 +17,7 @@ from restorekv.cli.choices import (
     check_evictor,
     list_benchmarks,
 )
+from restorekv.cli.errors import explain_interrupt
 from restorekv.cli.inputs import check_json_output, check_outputs_apart, find_files_in_specs
 from restorekv.cli.terminal import notes, output, print_written, show_progress_share, write_figures
 from restorekv.compression.budget import parse_ratio
@@ -160,15 +161,11 @@ def run(
     with (
         show_progress_share("evaluating") as update,
         open_pool(ray, workers or DEFAULT_WORKERS, device) as pool,
+        explain_interrupt(f"the same command continues what is in {out}"),
     ):
-        try:
-            results = run_grid(
-                cells, out, pool, lambda progress: update(progress.what, progress.share), set_aside
-            )
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(
-                f"Interrupted; the same command continues what is in {out}."
-            ) from None
+        results = run_grid(
+            cells, out, pool, lambda progress: update(progress.what, progress.share), set_aside
+        )
     if json:
         write_figures(json, make_payload(results))
     for table in make_tables(GridResults(results)):

@@ -15,6 +15,7 @@ from restorekv.cli.document_compressor import (
     DocumentResult,
     locate_record,
 )
+from restorekv.cli.errors import explain_interrupt
 from restorekv.cli.inputs import check_json_output, check_output_kind, check_outputs_apart
 from restorekv.cli.terminal import notes, output, show_progress_share, write_figures
 from restorekv.compression.budget import parse_ratio
@@ -124,12 +125,8 @@ def compress_folder(
     with _open_compressors(recipe, ray, workers) as call_each:
         if not replace:
             _check_foreign_files(out, names, [target for _, _, target in work], call_each)
-        try:
+        with explain_interrupt(f"the same command continues what is in {out}"):
             results = _compress_all(names, work, folder, call_each)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(
-                f"Interrupted; the same command continues what is in {out}."
-            ) from None
     seconds = time.perf_counter() - start
 
     counts = {"wrote": 0, "kept": 0, "failed": 0}

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from restorekv.cli import options
+from restorekv.cli.errors import explain_interrupt
 from restorekv.cli.inputs import check_output_kind, check_outputs_apart
 from restorekv.cli.terminal import print_figures, show_progress_bar
 from restorekv.cli.train import check_data, check_lengths
@@ -79,13 +80,11 @@ def train(
         else []
     )
     texts = [*(example.context for example in made), *read]
-    try:
-        with show_progress_bar("training a gate") as progress:
-            gate = train_gate(loaded, tokenizer, texts, config, out, folder, resume, progress)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            f"Interrupted; continue with --resume and the features in {folder}."
-        ) from None
+    with (
+        explain_interrupt(f"continue with --resume and the features in {folder}"),
+        show_progress_bar("training a gate") as progress,
+    ):
+        gate = train_gate(loaded, tokenizer, texts, config, out, folder, resume, progress)
     rows = {name.replace("_", " "): f"{value:.4f}" for name, value in gate.card.figures.items()}
     print_figures(f"Wrote {out}", {"kind": config.kind, "predicts": gate.card.target, **rows})
 
