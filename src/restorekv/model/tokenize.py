@@ -15,7 +15,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -135,10 +135,7 @@ def tokenize_parts(
         RestoreKVError: A user's text spells a control token and the tokenizer is a slow one.
     """
     check_unicode("".join(texts))
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False, verbose=False)
-
+    encode = partial(tokenizer.encode, add_special_tokens=False, verbose=False)
     continues = continues and _adds_space(tokenizer)
     ids = _encode_piece(encode, _interleave(template, texts), continues)
     control = find_control_tokens(tokenizer)
@@ -185,9 +182,7 @@ def _adds_space(tokenizer: Tokenizer) -> bool:
     """Return whether a text has another id at its start than where it continues one: a space, as
     with the tokenizers of Llama 2, Mistral and T5.
     """
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    encode = partial(tokenizer.encode, add_special_tokens=False, verbose=False)
 
     def find() -> bool:
         return _encode_piece(encode, "\n", True) != encode("\n")
