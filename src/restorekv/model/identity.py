@@ -25,8 +25,10 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.model.linear_layers import (
     dequantize,
+    drop_wrappers,
     read_entries,
     settle_quantized_layers,
+    space_evenly,
 )
 from restorekv.model.names import get_model_name
 from restorekv.model.prompt import hash_template
@@ -129,8 +131,7 @@ def describe_weights(model: PreTrainedModel) -> dict[str, Any]:
 def _examine_weights(model: PreTrainedModel) -> tuple[str, dict[str, Any]]:
     """Return the fingerprint and the description of a model's weights."""
     refuse_offloaded(model)
-    layers = settle_quantized_layers(model)
-    quantized = {drop_wrappers(path): layer for path, layer in layers.items()}
+    quantized = settle_quantized_layers(model)
     base = _list_base_parameters(model, quantized)
     # Names and values in sorted order, so that the fingerprint does not depend on the order in
     # which a checkpoint lists its weights.
@@ -214,17 +215,12 @@ def _list_base_parameters(
     named = []
     for name, weight in model.named_parameters():
         if "lora_" not in name and id(weight) not in added and weight.numel():
-            named.append((drop_wrappers(name.replace(".base_layer", "")), weight))
+            named.append((drop_wrappers(name), weight))
     for path, layer in quantized.items():
         for name, buffer in layer.named_buffers(recurse=False):
             if buffer.numel():
                 named.append((f"{path}.{name}", buffer))
     return sorted(named, key=lambda item: item[0])
-
-
-def drop_wrappers(name: str) -> str:
-    """Return the name of a module or weight without the wrappers of torch.compile."""
-    return name.replace("_orig_mod.", "")
 
 
 def _iterate_adapter_weights(
@@ -270,8 +266,7 @@ def _sample_weights(wanted: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
     for weight, count in wanted:
         key = weight.numel(), count, weight.device
         if key not in places:
-            even = torch.linspace(0, weight.numel() - 1, count, dtype=torch.float64)
-            places[key] = even.long().to(weight.device)
+            places[key] = space_evenly(weight.numel(), count).to(weight.device)
         values = dequantize(weight.detach()).reshape(-1)[places[key]]
         rows.append(values.to(device=target, dtype=torch.bfloat16))
     counts = [count for _, count in wanted]

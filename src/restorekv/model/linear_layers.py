@@ -39,15 +39,28 @@ def dequantize(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def drop_wrappers(name: str) -> str:
+    """Return the name of a module or weight as if neither PEFT nor torch.compile had wrapped it."""
+    return name.replace(".base_layer", "").replace("_orig_mod.", "")
+
+
+def space_evenly(size: int, count: int) -> Tensor:
+    """Return `count` evenly spaced places among `size` numbers, on the CPU.
+
+    Devices round float64 differently.
+    """
+    return torch.linspace(0, size - 1, count, dtype=torch.float64).long()
+
+
 def list_quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the quantized linear layers by their path, as if the model had no LoRA layers."""
+    """Return the quantized linear layers by their path without wrappers."""
     found = {}
     for path, module in model.named_modules():
         if hasattr(module, "base_layer") or "lora_" in path:
             continue
         is_linear = hasattr(module, "in_features") and hasattr(module, "out_features")
         if is_linear and _is_quantized(module):
-            found[path.replace(".base_layer", "")] = module
+            found[drop_wrappers(path)] = module
     return found
 
 
@@ -87,14 +100,10 @@ def compute_matrix(layer: nn.Module, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def read_entries(layer: nn.Module, count: int, dtype: torch.dtype) -> Tensor:
-    """Return `count` evenly spaced entries of a layer's matrix, row by row, as (count,).
-
-    They are at the places at which `identity.py` reads a weight of the same shape.
-    """
+    """Return `count` evenly spaced entries of a layer's matrix, row by row, as (count,)."""
     linear: Any = layer
     size = int(linear.in_features)
-    even = torch.linspace(0, int(linear.out_features) * size - 1, count, dtype=torch.float64)
-    places = even.long().to(_get_device(layer))
+    places = space_evenly(int(linear.out_features) * size, count).to(_get_device(layer))
     columns = _compute_columns(layer, places % size, dtype)
     return columns.gather(1, (places // size)[:, None])[:, 0]
 

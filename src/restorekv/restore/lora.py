@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 
 from restorekv.errors import AdapterError, summarize_error
 from restorekv.files import matches_type
-from restorekv.model.identity import RESTORE_ADAPTER, drop_wrappers
+from restorekv.model.identity import RESTORE_ADAPTER
+from restorekv.model.linear_layers import drop_wrappers
 from restorekv.model.shape import get_backbone
 
 NAME = RESTORE_ADAPTER  # of the adapter in PEFT's layers
