@@ -13,13 +13,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
-import torch
 from torch import Tensor
 from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
     PreTrainedModel,
-    StoppingCriteriaList,
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -36,25 +32,23 @@ from restorekv.generation.answers import Answer, AnswerStream
 from restorekv.generation.chat import Chat
 from restorekv.generation.sampling import (
     DEFAULT_MAX_NEW_TOKENS,
-    FiniteLogits,
     SamplingConfig,
     SamplingOptions,
     take_limit,
 )
+from restorekv.generation.transformers_generate import generate_answer, make_generate_inputs
 from restorekv.model import attention, support
-from restorekv.model.cache_argument import pass_cache_to_generate
 from restorekv.model.prompt import (
     Context,
     check_question_positions,
     check_system_message,
     check_token_ids,
     check_vocabulary,
-    describe_type,
     encode_text,
 )
 from restorekv.model.rope import count_positions
 from restorekv.model.shape import CacheShape, get_vocabulary_size
-from restorekv.model.tokenize import check_model_and_tokenizer, get_padding_id, hash_token_names
+from restorekv.model.tokenize import check_model_and_tokenizer, hash_token_names
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.spec import drop_gate
 from restorekv.storage import cache_file, portable
@@ -62,21 +56,6 @@ from restorekv.storage.cache_checks import check_model, check_tokenizer
 from restorekv.storage.cache_file import CacheFile
 from restorekv.storage.manifest import Manifest
 from restorekv.storage.portable import Portable
-
-# Options of transformers' generate that let a draft write ahead.
-ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
-# Options of transformers' generate that end an answer; the second counts the prompt too.
-LENGTHS = ("max_new_tokens", "max_length")
-# Arguments of transformers' generate that come from the question and the compressed context.
-GENERATE_INPUTS = (
-    "input_ids",
-    "inputs",
-    "inputs_embeds",
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "cache",
-)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -453,20 +432,15 @@ class CompressedContext:
         The ids are those of text and question, after placeholders; with plain=True, which has
         placeholders in place of the text, transformers' penalties count question and answer alone.
         """
-        inputs = self._make_inputs(question, answer_prefix, plain)
+        inputs = make_generate_inputs(
+            self.tokenizer, self.context, self.cache, question, answer_prefix, plain
+        )
         # As in `ask`. Without positions of their own, ids span all that the cache has seen.
         end = inputs["input_ids"].shape[1]
         if plain:
             end = int(inputs["position_ids"][0, -1]) + 1
         first = self.cache.get_seq_length()
         check_question_positions(self.model, [first], [end - first], [0])
-        return inputs
-
-    def _make_inputs(self, question: str, answer_prefix: str, plain: bool) -> dict[str, Tensor]:
-        """Return what `inputs` returns, before its positions are checked."""
-        inputs = answers.make_generate_inputs(
-            self.tokenizer, self.context, self.cache, question, answer_prefix, plain
-        )
         return {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
 
     def generate(self, question: str, answer_prefix: str = "", **options: Any) -> str:
@@ -475,104 +449,15 @@ class CompressedContext:
         It is greedy and has at most 128 tokens, unless the options or their generation_config say
         otherwise.
         """
-        for name in LENGTHS:
-            # None is the same as an option that is left out.
-            if options.get(name) is None:
-                options.pop(name, None)
-        for name in GENERATE_INPUTS:
-            if options.pop(name, None) is not None:
-                raise RestoreKVError(
-                    f"generate makes {name} from the question itself; leave it out, or call "
-                    "model.generate with `inputs` yourself."
-                )
-        config = options.get("generation_config")
-        if config is not None and not isinstance(config, GenerationConfig):
-            raise RestoreKVError(
-                "generation_config is a GenerationConfig of transformers, not "
-                f"{describe_type(config)}; pass GenerationConfig(...), or its options one by one."
-            )
-        for name in ("logits_processor", "stopping_criteria"):
-            given = options.get(name)
-            if given is not None and not isinstance(given, list | tuple):
-                raise RestoreKVError(
-                    f"{name} is a list, not {describe_type(given)}; pass {name}=[...]."
-                )
-        if options.get("stopping_criteria") is not None:
-            options["stopping_criteria"] = StoppingCriteriaList(options["stopping_criteria"])
-
-        # transformers fills what a config leaves out from the model's.
-        configs = (config, getattr(self.model, "generation_config", None))
-
-        # An option of the call goes before the same one in a config.
-        def find_option(name: str, default: int = 1) -> Any:
-            given = [options.get(name), *(getattr(each, name, None) for each in configs)]
-            return next((each for each in given if each is not None), default)
-
-        for name in ASSISTED:
-            if options.get(name) or any(getattr(each, name, None) for each in configs):
-                raise RestoreKVError(
-                    f"generate cannot use {name}, for which transformers would read the question "
-                    "into the cache twice; leave it out."
-                )
-        # The model's own config may ask for a dict, where it was saved to return hidden states.
-        wants_dict = options.get("return_dict_in_generate")
-        if wants_dict is None:
-            wants_dict = getattr(config, "return_dict_in_generate", None)
-        if find_option("num_return_sequences") > 1 or wants_dict is True:
-            raise RestoreKVError(
-                "generate returns one text; for more, call model.generate with `inputs` yourself."
-            )
-        # Positions are checked below, with those of the answer.
-        inputs = self._make_inputs(question, answer_prefix, plain=False)
-        check_vocabulary(self.model, inputs["input_ids"])
-        attention.install_attention(self.model)
-        stops = decoding.get_stop_ids(self.model, self.tokenizer)
-        for given in (getattr(config, "eos_token_id", None), options.get("eos_token_id")):
-            if given is not None:
-                stops = decoding.collect_ids(given)
-        defaults: dict[str, Any] = {
-            "eos_token_id": sorted(stops),
-            "pad_token_id": get_padding_id(self.tokenizer),
-        }
-        if config is None:
-            defaults["do_sample"] = False
-        if not _names_length(options, config):
-            # Without a limit transformers would write 20 tokens.
-            defaults["max_new_tokens"] = DEFAULT_MAX_NEW_TOKENS
-        # As in `ask`: the ids span the context, so the question is what follows it.
-        read = inputs["input_ids"].shape[1]
-        first = self.cache.get_seq_length()
-        longest = options.get("max_new_tokens") or defaults.get("max_new_tokens")
-        longest = longest or find_option("max_new_tokens", 0)
-        longest = longest or max(find_option("max_length") - read, 1)
-        check_question_positions(self.model, [first], [read - first], [longest])
-        if find_option("stop_strings", 0):
-            options.setdefault("tokenizer", self.tokenizer)  # which transformers finds them with
-        sizes = {name: find_option(name, 0) for name in answers.NGRAM_OPTIONS}
-        sizes = {name: size for name, size in sizes.items() if size}
-        placeholders = answers.count_placeholders(self.context, self.cache)
-        processors = [
-            *answers.make_ngram_processors(sizes, inputs["input_ids"], placeholders),
-            *(options.get("logits_processor") or ()),
-            FiniteLogits(),
-        ]
-        options |= dict.fromkeys(sizes, 0)  # which transformers would look for among placeholders
-        # Without it, as models are often saved after a training, transformers would read the whole
-        # prompt into the cache again for every token.
-        options["use_cache"] = True
-        # A kind of cache to make, which transformers refuses next to a cache.
-        options["cache_implementation"] = None
-        options["return_dict_in_generate"] = False
-        with torch.no_grad():
-            # PreTrainedModel has `generate` only in its subclasses that write text.
-            model: Any = self.model
-            result = model.generate(
-                **inputs,
-                **pass_cache_to_generate(self.cache.fork(find_option("num_beams"))),
-                **{**defaults, **options, "logits_processor": LogitsProcessorList(processors)},
-            )
-        written = result[0, inputs["input_ids"].shape[1] :].tolist()
-        return decoding.decode_answer(self.tokenizer, written, stops).lstrip()
+        return generate_answer(
+            self.model,
+            self.tokenizer,
+            self.context,
+            self.cache,
+            question,
+            answer_prefix=answer_prefix,
+            options=options,
+        )
 
     def portable(self) -> Portable:
         """Return the cache as an ordinary prefix of m tokens for other engines; needs
@@ -630,16 +515,6 @@ class CompressedContext:
             f"  bytes    {format_bytes(m.bytes_held)}; full cache {format_bytes(m.bytes_full)}\n"
             f"  seconds  {phases}"
         )
-
-
-def _names_length(options: dict[str, Any], config: GenerationConfig | None) -> bool:
-    """Return whether options of `generate`, or the config among them, limit the answer."""
-    if any(name in options for name in LENGTHS):
-        return True
-    # Every config of older transformers has a max_length.
-    return config is not None and any(
-        getattr(config, name) not in (None, getattr(GenerationConfig(), name)) for name in LENGTHS
-    )
 
 
 def check_fit(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -> None:

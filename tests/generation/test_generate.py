@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from restorekv.errors import RestoreKVError
-from restorekv.generation.answers import answer_greedily, make_generate_inputs, stream_answer
+from restorekv.generation.answers import answer_greedily, stream_answer
 from restorekv.generation.decoding import generate_ids, get_stop_ids
+from restorekv.generation.transformers_generate import make_generate_inputs
 from restorekv.model.prompt import encode_question, make_context
 from restorekv.pipeline import compress
 from tests.helpers import decoders

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from restorekv import CompressionConfig, compress
-from restorekv.generation.answers import NGRAM_OPTIONS, make_ngram_processors
+from restorekv.generation.transformers_generate import NGRAM_OPTIONS, make_ngram_processors
 from restorekv.model.cache_argument import pass_cache_to_generate
 from restorekv.model.prompt import encode_question
 from tests.helpers import decoders

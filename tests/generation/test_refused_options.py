@@ -10,9 +10,9 @@ import torch
 from transformers import GenerationConfig, InfNanRemoveLogitsProcessor, MaxLengthCriteria
 
 from restorekv import CompressedContext, CompressionConfig, ask_many, compress
-from restorekv.context import GENERATE_INPUTS
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.generation.chat import Chat
+from restorekv.generation.transformers_generate import INPUT_OPTIONS
 from tests.helpers.models import build_model
 
 TEXT = "The code of the red house is seven. " * 12
@@ -36,7 +36,7 @@ def test_nothing_may_write_ahead(small):
     assert small.generate(QUESTION, max_new_tokens=8) == small.ask(QUESTION, 8)
 
 
-@pytest.mark.parametrize("name", GENERATE_INPUTS)
+@pytest.mark.parametrize("name", INPUT_OPTIONS)
 def test_generate_takes_no_inputs_besides_the_question(small, name):
     """Another cache in place of the context's would be left out without a word."""
     given = small.cache.fork() if name in ("past_key_values", "cache") else torch.ones(1, 3)

@@ -1,6 +1,4 @@
-"""Answers to questions about compressed contexts: in a batch, as a stream of text, or through
-transformers' own `generate`.
-"""
+"""Answers to questions about compressed contexts: in a batch, or as a stream of text."""
 
 from __future__ import annotations
 
@@ -9,14 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import (
-    EncoderNoRepeatNGramLogitsProcessor,
-    GenerationConfig,
-    LogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    PreTrainedModel,
-)
+from transformers import GenerationConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
@@ -41,8 +32,6 @@ from restorekv.model.prompt import (
 )
 from restorekv.model.tokenize import TextStream
 
-# Options of transformers that take n-grams of all ids.
-NGRAM_OPTIONS = ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size")
 # Options that only a temperature above 0 heeds.
 SAMPLING_ONLY = ("top_p", "top_k", "min_p")
 ContextQuestion = tuple[Context, RaggedCache, str]
@@ -444,81 +433,3 @@ def count_uncertain(text: str, stop_strings: Sequence[str]) -> int:
             if text.endswith(each[:size]):
                 longest = max(longest, size)
     return longest
-
-
-def make_generate_inputs(
-    tokenizer: Tokenizer,
-    context: Context,
-    cache: RaggedCache,
-    question: str,
-    answer_prefix: str = "",
-    plain: bool = False,
-) -> dict[str, Tensor]:
-    """Return inputs for model.generate(..., past_key_values=cache.fork()), or
-    cache.to_dynamic_cache() if `plain`.
-
-    Ids and mask span everything that the cache has seen: a placeholder for each restore token and
-    each position that an offset skips, the context, and the question. With `plain` the cache has
-    seen only what it holds: placeholders stand for that, and `position_ids` place the question
-    where it would be after the whole text. The answer is result[:, input_ids.shape[1]:].
-
-    No model reads the ids of what a cache has seen, but transformers' penalties and its options
-    about repeated or bad words do. So text and question follow each other as the full model would
-    see them, and placeholders are a token that stands there in any case. With `plain`, what is left
-    for penalties to count is question and answer.
-    """
-    prompt_ids = encode_question(tokenizer, context, question, answer_prefix)
-    if plain:
-        # Every head holds the same number of pairs, so that of the first head is enough.
-        held = cache.full_attention[0].bounds[1] + cache.restore_length
-        first = cache.get_seq_length()
-        ids = torch.cat([prompt_ids[:, :1].expand(-1, held), prompt_ids], -1)
-        question_positions = torch.arange(first, first + prompt_ids.shape[1])
-        positions = torch.cat([torch.arange(held), question_positions])[None]
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions}
-    placeholders = context.ids[:, :1].expand(-1, count_placeholders(context, cache))
-    ids = torch.cat([placeholders, context.ids, prompt_ids], -1)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def count_placeholders(context: Context, cache: RaggedCache) -> int:
-    """Return how many positions of a cache have no token of the text: those of restore tokens, and
-    those that config.offset skips.
-    """
-    return cache.seen - context.num_tokens + cache.restore_length
-
-
-class TextNGrams(NoRepeatNGramLogitsProcessor):
-    """Lets no n-gram of text, question and answer come again; the placeholders before them make
-    none.
-    """
-
-    def __init__(self, size: int, placeholders: int) -> None:
-        super().__init__(size)
-        self.placeholders = placeholders
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
-        read: Any = input_ids[:, self.placeholders :]
-        return super().__call__(read, scores)
-
-
-def make_ngram_processors(
-    sizes: Mapping[str, Any], input_ids: Tensor, placeholders: int
-) -> list[LogitsProcessor]:
-    """Return what transformers makes of its options about n-grams, over ids without placeholders.
-
-    Other options that look at ids do so at single ones, or at the end alone, and need no care.
-
-    Args:
-        sizes: The lengths of n-grams by the option's name, of `NGRAM_OPTIONS`.
-        input_ids: (1, N), from `make_generate_inputs`.
-        placeholders: How many of them, at their start, are none of the text.
-    """
-    processors: list[LogitsProcessor] = []
-    if "no_repeat_ngram_size" in sizes:
-        processors.append(TextNGrams(sizes["no_repeat_ngram_size"], placeholders))
-    if "encoder_no_repeat_ngram_size" in sizes:
-        read: Any = input_ids[:, placeholders:]
-        size = sizes["encoder_no_repeat_ngram_size"]
-        processors.append(EncoderNoRepeatNGramLogitsProcessor(size, read))
-    return processors
