@@ -6,9 +6,11 @@ padding and the positions skip it, so a batch answers as each question would alo
 at any EOS id, also when it comes first. A row leaves the batch when its answer has ended.
 """
 
+from __future__ import annotations
+
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -244,38 +246,48 @@ def decode_batch(
     # The user may have set another attention function since, to look at weights.
     install_attention(model)
     groups = make_groups(cache, prompts, limits, samplers)
-    active = [row for group in groups for row in group.rows]
-    cancelled = CANCELLED.get()
+    rows = [row for group in groups for row in group.rows]
+    # The pass over the prompts writes the first token of every answer.
+    yield from _report_tokens(write_tokens(model, groups, stop_ids, first_may_stop))
+    if all(row.ended for row in rows):
+        return
+    # All later passes have one shape, another than the prompts', which a CUDA graph can replay.
     steps = None
-    while any(not row.ended for row in active):
+    if graph and can_graph(model, prompts.ids.device):
+        ids = torch.cat([group.ids for group in groups])
+        positions = prompts.positions[:, -1:] + 1
+        steps = FixedSteps(model, cache, ids, positions, prompts.visible, max(limits))
+    while not all(row.ended for row in rows):
         if steps:
-            # Fixed steps also compute rows that have ended; their tokens are dropped.
-            tokens = steps()[:, 0].tolist()
-            written = [(row, tokens[row.number]) for row in active if not row.ended]
-            if min(token for _, token in written) < 0:
-                refuse_not_finite()
-            for row, token in written:
-                row.count_token(token, stop_ids, first_may_stop)
+            written = _write_fixed_tokens(steps, rows, stop_ids, first_may_stop)
         else:
-            written = write_tokens(model, groups, stop_ids, first_may_stop)
-        if cancelled and cancelled.is_set():
-            raise RestoreKVError("The answer was cancelled; ask again.")
-        for row, token in written:
-            yield row.number, token
-        # After the first token: the prompt's pass has another shape than all later ones.
-        if graph and not steps:
-            # Where every answer has ended with its first token, no step follows.
-            if all(row.ended for row in active):
-                return
-            graph = can_graph(model, prompts.ids.device)
-        if graph and not steps:
-            ids = torch.cat([group.ids for group in groups])
-            positions = prompts.positions[:, -1:] + 1
-            steps = FixedSteps(model, cache, ids, positions, prompts.visible, max(limits))
-        elif not graph:
-            # Rows that have ended leave the batch. A CUDA graph, whose shapes are fixed, keeps
-            # them.
+            # Rows that have ended leave the batch.
             groups = [group for group in groups if group.drop_ended()]
+            written = write_tokens(model, groups, stop_ids, first_may_stop)
+        yield from _report_tokens(written)
+
+
+def _write_fixed_tokens(
+    steps: FixedSteps, rows: Sequence[ActiveRow], stop_ids: set[int], first_may_stop: bool
+) -> list[tuple[ActiveRow, int]]:
+    """Make one step of fixed shape; return each row that has not ended, with its token."""
+    # The step computes rows that have ended as well; their tokens are dropped.
+    tokens = steps()[:, 0].tolist()
+    written = [(row, tokens[row.number]) for row in rows if not row.ended]
+    if min(token for _, token in written) < 0:
+        refuse_not_finite()
+    for row, token in written:
+        row.count_token(token, stop_ids, first_may_stop)
+    return written
+
+
+def _report_tokens(written: Iterable[tuple[ActiveRow, int]]) -> Iterator[tuple[int, int]]:
+    """Yield (row's number, id) of a step's tokens, unless the task was cancelled meanwhile."""
+    cancelled = CANCELLED.get()
+    if cancelled and cancelled.is_set():
+        raise RestoreKVError("The answer was cancelled; ask again.")
+    for row, token in written:
+        yield row.number, token
 
 
 @dataclass(eq=False)
