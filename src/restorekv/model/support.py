@@ -68,34 +68,12 @@ def get_support(model: PreTrainedModel) -> Support:
     if kind == "meta":
         refuse_offloaded(model)
     refuse_autocast(kind)
-    # The mode of every module, not the model's own: a part may have been switched alone.
-    if any(module.training and _drops_values(module) for module in model.modules()):
-        raise ModelError(
-            "The model is in training mode, in which dropout changes every pass at random; call "
-            "model.eval() first."
-        )
-    if any(module.training and _drops_cache(module) for module in model.modules()):
-        raise ModelError(
-            "The model is in training mode with gradient checkpointing, in which transformers "
-            "leaves out the cache; call model.eval() first."
-        )
+    _refuse_training_mode(model)
+    _refuse_prompt_adapters(model)
     if model.config.return_dict is False:
         raise ModelError(
             "The model's config has return_dict=False, so that its passes do not name what they "
             "return; set model.config.return_dict = True."
-        )
-    # Of PEFT's prompt tuning, p-tuning and prefix tuning.
-    peft_config = getattr(model, "active_peft_config", None)
-    if getattr(peft_config, "is_prompt_learning", False):
-        raise ModelError(
-            "The model has a learned prompt of PEFT before whatever it reads, which would not be "
-            "before a compressed text; pass the model without it, model.get_base_model()."
-        )
-    if getattr(peft_config, "alora_invocation_tokens", None):
-        raise ModelError(
-            "The model has an activated LoRA, which PEFT switches on at certain tokens of a whole "
-            "prompt, and restorekv reads prompts in parts; merge a plain LoRA, or pass the model "
-            "without it, model.get_base_model()."
         )
     key = _get_key(model)
     with _probing:
@@ -123,6 +101,38 @@ def refuse_autocast(kind: str) -> None:
         raise ModelError(
             "torch.autocast is on, which would mix dtypes in a cache; call restorekv outside of "
             "it, with the model in the dtype that you want."
+        )
+
+
+def _refuse_training_mode(model: PreTrainedModel) -> None:
+    """Refuse a model whose training mode changes its values or leaves out its cache."""
+    # The mode of every module, not the model's own: a part may have been switched alone.
+    if any(module.training and _drops_values(module) for module in model.modules()):
+        raise ModelError(
+            "The model is in training mode, in which dropout changes every pass at random; call "
+            "model.eval() first."
+        )
+    if any(module.training and _drops_cache(module) for module in model.modules()):
+        raise ModelError(
+            "The model is in training mode with gradient checkpointing, in which transformers "
+            "leaves out the cache; call model.eval() first."
+        )
+
+
+def _refuse_prompt_adapters(model: PreTrainedModel) -> None:
+    """Refuse PEFT's adapters that depend on the place of tokens in a whole prompt."""
+    # Of PEFT's prompt tuning, p-tuning and prefix tuning.
+    peft_config = getattr(model, "active_peft_config", None)
+    if getattr(peft_config, "is_prompt_learning", False):
+        raise ModelError(
+            "The model has a learned prompt of PEFT before whatever it reads, which would not be "
+            "before a compressed text; pass the model without it, model.get_base_model()."
+        )
+    if getattr(peft_config, "alora_invocation_tokens", None):
+        raise ModelError(
+            "The model has an activated LoRA, which PEFT switches on at certain tokens of a whole "
+            "prompt, and restorekv reads prompts in parts; merge a plain LoRA, or pass the model "
+            "without it, model.get_base_model()."
         )
 
 
