@@ -180,6 +180,21 @@ def test_data_of_another_model_or_tokenizer_is_refused(made, tiny_tokenizer):
         tiny_tokenizer.chat_template = template
 
 
+def test_answers_that_ended_at_another_eos_are_refused(data, files, tiny_tokenizer):
+    model = build_model("qwen3")
+    model.generation_config.eos_token_id = [2, 7]
+    with pytest.raises(RestoreKVError, match=r"another set of ids .* \(\[2\], not \[2, 7\]\)"):
+        read_mixture(data, model, tiny_tokenizer)
+    with pytest.raises(RestoreKVError, match=r"the model's stops \[2\] \(now \[2, 7\]\)"):
+        build_mixture(model, tiny_tokenizer, settings(files), data, resume=True)
+    # Data of earlier versions does not say which ids ended its answers.
+    manifest = json.loads((data / "manifest.json").read_text())
+    del manifest["model"]["stops"]
+    (data / "manifest.json").write_text(json.dumps(manifest))
+    read_mixture(data, model, tiny_tokenizer)
+    build_mixture(model, tiny_tokenizer, settings(files), data, resume=True)
+
+
 def test_longer_contexts_than_the_manifest_allows_are_refused(data):
     manifest = json.loads((data / "manifest.json").read_text()) | {"longest": 50}
     (data / "manifest.json").write_text(json.dumps(manifest))

@@ -212,6 +212,16 @@ def delete_build_files(out: Path) -> None:
     (out / BUILD_FILE).unlink(missing_ok=True)
 
 
+def list_compared_keys(before: dict[str, Any]) -> list[str]:
+    """Return the keys by which a model is compared with the one that a record describes."""
+    # A model may have another name, but not other weights.
+    keys = ["fingerprint", "dtype", "template", "tokenizer", "rope"]
+    # Records of earlier versions do not say which ids end an answer.
+    if "stops" in before:
+        keys.append("stops")
+    return keys
+
+
 def check_same_build(out: Path, before: dict | None, now: dict) -> None:
     """Refuse whatever differs in `now` from what the folder was built with, naming both values.
 
@@ -225,9 +235,9 @@ def check_same_build(out: Path, before: dict | None, now: dict) -> None:
     compared = []
     for name, value in now.get("config", {}).items():
         compared.append((f"--{name.replace('_', '-')}", before["config"].get(name), value))
+    compared_keys = list_compared_keys(before["model"])
     for name, value in now.get("model", {}).items():
-        # A model may have another name, but not other weights.
-        if name != "name":
+        if name in compared_keys:
             compared.append((f"the model's {name}", before["model"].get(name), value))
     if "exclude" in now:
         excluded = [_describe_origin({"files": each["exclude"]}) for each in (before, now)]

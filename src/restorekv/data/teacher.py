@@ -6,14 +6,21 @@ from pathlib import Path
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.data.build_folder import list_compared_keys
 from restorekv.errors import RestoreKVError, make_printable
+from restorekv.generation.decoding import get_stop_ids
 from restorekv.model.identity import identify_model
 from restorekv.model.shape import get_dtype_name
 from restorekv.model.tokenize import tokenize_text
 from restorekv.seal import short_hash
 
 PROBE = "Kv 0123456789: naïve, “tabs”\t\n\n日本 😀 What? Yes! (a; b) 'c' - d/e."
-_SAME_MODEL = {"fingerprint": "model", "template": "chat template", "tokenizer": "tokenizer"}
+_SAME_MODEL = {
+    "fingerprint": "model",
+    "template": "chat template",
+    "tokenizer": "tokenizer",
+    "stops": "set of ids that end an answer",
+}
 
 
 def describe_model(model: PreTrainedModel, tokenizer: Tokenizer) -> dict:
@@ -26,6 +33,7 @@ def describe_model(model: PreTrainedModel, tokenizer: Tokenizer) -> dict:
         "template": identity.template,
         "tokenizer": hash_tokenizer(tokenizer),
         "rope": identity.rope,
+        "stops": sorted(get_stop_ids(model, tokenizer)),
     }
 
 
@@ -42,8 +50,9 @@ def check_model(manifest: dict, model: PreTrainedModel, tokenizer: Tokenizer, fo
     """
     now = describe_model(model, tokenizer)
     before = manifest["model"]
+    compared = list_compared_keys(before)
     for key, what in _SAME_MODEL.items():
-        if now[key] != before.get(key):
+        if key in compared and now[key] != before.get(key):
             raise RestoreKVError(
                 f"The data in {folder} was made by the model {make_printable(before.get('name'))} "
                 f"with another {what} ({make_printable(before.get(key))}, not {now[key]}); build "
