@@ -68,6 +68,35 @@ def test_a_dry_run_warns_as_push_does(world, hub):
     assert hub.files(REPO)["README.md"].decode() == dry.out
 
 
+def test_no_folder_of_this_machine_goes_up(tmp_path, hub):
+    """Records of earlier versions held where a gate and the first adapter were."""
+    secret = tmp_path / "customer"
+    settings = {
+        "init": f"{secret}/runs/first",
+        "evictor": f"kvzip,fastkvzip:gate={secret}/gate.safetensors",
+        "steps": 5,
+    }
+    adapter = adapter_of(name=str(secret / "model"), settings=settings)
+    benchmark = f"lines:count=2,path={secret}/mine.jsonl,seed=1"
+    adapter.record_results([{"benchmark": benchmark, "ratio": 0.1, "base": 1, "restored": 2}])
+    adapter.card = replace(adapter.card, local=True)
+    adapter.save_pretrained(tmp_path / "adapter")
+    dry, done = both(tmp_path / "adapter", REPO)
+    assert done.code == 0, done.err
+    for content in (dry.out.encode(), *hub.files(REPO).values()):
+        assert b"customer" not in content
+    record = json.loads(hub.files(REPO)["restorekv.json"])
+    assert (record["model"], record["settings"]["init"]) == ("model", "first")
+    assert record["settings"]["evictor"] == "kvzip,fastkvzip:gate=gate.safetensors"
+    assert record["results"][0]["benchmark"] == "lines:count=2,path=mine.jsonl,seed=1"
+    assert str(secret) in (tmp_path / "adapter" / "restorekv.json").read_text()
+    # What the hub knows keeps its name.
+    adapter = adapter_of(settings={"init": "me/first", "evictor": "kvzip"})
+    adapter.push_to_hub("me/other")
+    record = json.loads(hub.files("me/other")["restorekv.json"])
+    assert (record["model"], record["settings"]["init"]) == ("Qwen/Qwen3-tiny", "me/first")
+
+
 OWN = "---\nlicense: {}\n---\n# My adapter\n"
 
 

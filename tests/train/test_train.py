@@ -2,6 +2,7 @@
 as it was.
 """
 
+import re
 import sys
 import warnings
 from dataclasses import replace
@@ -41,6 +42,7 @@ from restorekv.train.loop import (
 from restorekv.train.loss import compute_answer_logits, compute_divergence
 from restorekv.train.teacher_cache import KIND, TeacherCache
 from tests.helpers.cli_world import cli
+from tests.helpers.gates import save_gate
 from tests.helpers.models import ONE_FAMILY, SHAPE, build_model
 from tests.helpers.training import CONFIG, EXAMPLES, TEXT, losses
 
@@ -67,6 +69,8 @@ def test_a_run_goes_on_from_an_adapter(tiny_model, tiny_tokenizer, tmp_path):
     again = train_adapter(tiny_model, tiny_tokenizer, EXAMPLES, still, tmp_path / "again")
     before, after = first.trainable_state(), again.trainable_state()
     assert all(torch.equal(after[name], value) for name, value in before.items())
+    begun = f"a local adapter, weights {first.to_stored().weights_hash()}"
+    assert again.card.settings["init"] == begun, "the record may be published"
     assert again.card.data[-1]["source"] == "unnamed data, through the adapter it began with"
     named = [replace(example, source="mine") for example in EXAMPLES]
     train_adapter(tiny_model, tiny_tokenizer, named, replace(CONFIG, steps=1), tmp_path / "named")
@@ -554,6 +558,15 @@ def test_the_adapter_records_settings_data_and_license(tiny_tokenizer, tmp_path)
     assert adapter.card.license == "unknown" and adapter.card.separator == get_default_separator(
         tiny_tokenizer
     )
+
+
+def test_the_record_names_a_gate_by_its_hash(tiny_tokenizer, tmp_path):
+    model = build_model("llama")
+    gate = save_gate(tmp_path / "gate.safetensors", "fastkvzip", model)
+    config = replace(CONFIG, evictor=f"knorm,fastkvzip:gate={gate}", steps=1)
+    card = train_adapter(model, tiny_tokenizer, EXAMPLES, config, tmp_path / "run").card
+    assert card.settings["evictor"] == card.evictor
+    assert re.fullmatch("knorm,fastkvzip:gate=[0-9a-f]{16}", card.evictor)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from huggingface_hub import HfApi
@@ -176,9 +179,50 @@ def prepare_upload(
         warn(
             f"The base model is recorded as {card.model!r}, which others cannot load from the hub."
         )
+    stored = drop_local_paths(replace(stored, card=card))
     if readme is None:
-        readme = model_card.render_card(card, stored.config, repo)
-    return replace(stored, card=card), readme
+        readme = model_card.render_card(stored.get_card(), stored.config, repo)
+    return stored, readme
+
+
+def drop_local_paths(stored: StoredAdapter) -> StoredAdapter:
+    """Return the adapter without the folders of this machine, which may name people and customers:
+    of a local model, gate, adapter or file of a benchmark the last part of the path stays.
+    """
+    card = stored.get_card()
+    config = stored.config
+    if not model_card.is_on_hub(card):
+        name = _name_last_part(card.model)
+        card = replace(card, model=name)
+        if config.base_model_name_or_path:
+            config = copy.copy(config)
+            config.base_model_name_or_path = name
+    settings = card.settings
+    if settings:
+        settings = dict(settings)
+        init = settings.get("init")
+        if isinstance(init, str) and (os.path.isdir(init) or not model_card.is_hub_name(init)):
+            settings["init"] = _name_last_part(init)
+        if "evictor" in settings:
+            settings["evictor"] = _shorten_paths(settings["evictor"])
+    results = card.results
+    if results:
+        results = [row | {"benchmark": _shorten_paths(row.get("benchmark"))} for row in results]
+    return replace(stored, config=config, card=replace(card, settings=settings, results=results))
+
+
+def _name_last_part(path: str) -> str:
+    """Return the last part of a path of this or of another system, any other name unchanged."""
+    return PureWindowsPath(path).name
+
+
+def _shorten_paths(spec: Any) -> Any:
+    """Return one or several specs, such as lines:path=/home/me/mine.jsonl, with the last part alone
+    of every path among their settings.
+    """
+    if not isinstance(spec, str):
+        return spec
+    return re.sub(r"=[^,=]*[/\\\\]([^,=/\\\\]*)", r"=\1", spec)
 
 
 def push_adapter(

@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -25,6 +26,8 @@ from restorekv.errors import AdapterError, RestoreKVError, import_extra
 from restorekv.files import folder_lock, open_without_links
 from restorekv.model.prompt import encode_text, get_default_separator
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.restore.adapter_file import read_adapter
+from restorekv.spec import drop_gate, split_specs
 from restorekv.train import checkpoint
 from restorekv.train.checkpoint import TrainingRun
 from restorekv.train.checks import check_setup
@@ -139,6 +142,7 @@ def train_adapter(
     check_folders(folder, resume, store)
     model.requires_grad_(False)
     adapter = make_initial_adapter(model, tokenizer, config, notice)
+    beginning = _name_beginning(config.init)
     # Fixed embeddings are no parameters of the optimizer.
     parameters = [parameter for parameter in adapter.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
@@ -163,7 +167,7 @@ def train_adapter(
             check_folders(folder, resume, store)
             checkpoint.start_log(folder, start)
         _take_steps(run, teachers, folder, start, progress, group)
-        _save_adapter(adapter, teachers, folder, group)
+        _save_adapter(adapter, beginning, teachers, folder, group)
     return adapter
 
 
@@ -332,6 +336,15 @@ def make_initial_adapter(
     return adapter
 
 
+def _name_beginning(init: str) -> str:
+    """Return the adapter that training begins with as a record names it, which may be published: a
+    folder's by the hash of its weights, and not by the folder.
+    """
+    if not os.path.isdir(init):
+        return init
+    return f"a local adapter, weights {read_adapter(Path(init)).weights_hash()}"
+
+
 def _make_untrained_adapter(
     model: PreTrainedModel, tokenizer: Tokenizer, config: TrainConfig
 ) -> RestoreAdapter:
@@ -379,22 +392,32 @@ def _check_same_shape(adapter: RestoreAdapter, config: TrainConfig) -> None:
 
 
 def _save_adapter(
-    adapter: RestoreAdapter, teachers: TeacherCache, folder: Path, group: ProcessGroup
+    adapter: RestoreAdapter,
+    beginning: str,
+    teachers: TeacherCache,
+    folder: Path,
+    group: ProcessGroup,
 ) -> None:
     """Save the adapter with what it was trained with, which includes the data of the adapter it
-    started from.
+    started from, which `beginning` names.
     """
     config = teachers.config
     data = count_sources(teachers.examples)
     if config.init:
         data = data + inherit_data(adapter.card.data or [], data)
+    identity = checkpoint.identify_scores(config, teachers.model)
+    settings = json.loads(config.to_json()) | {"processes": group.size}
+    # The record may be published: it names a gate by its hash, and not by where it is.
+    if any(drop_gate(spec) != spec for spec in split_specs(config.evictor)):
+        settings["evictor"] = identity
+    settings["init"] = beginning
     adapter.record_training(
-        evictor=checkpoint.identify_scores(config, teachers.model),
+        evictor=identity,
         prefix_policy=config.prefix_policy,
         ratio_range=(config.ratio_min, config.ratio_max),
         allocation=teachers.evictions[0].config.allocation_spec,
         restore_from=config.restore_from,
-        settings=json.loads(config.to_json()) | {"processes": group.size},
+        settings=settings,
         data=data,
         separator=get_default_separator(teachers.tokenizer),
     )
