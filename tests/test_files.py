@@ -1,9 +1,11 @@
 """Files are written whole; what a killed process left of the same file goes with the next one."""
 
+import errno
 import fcntl
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -224,6 +226,24 @@ def test_linked_folders_are_followed_and_counted_once(tmp_path):
         link.symlink_to(target)
     names = [str(path.relative_to(given)) for path in list_files(given)]
     assert names == ["a.txt", "again/c.txt", "sub/b.txt"]
+    broken: list[Path] = []
+    list_files(given, broken_links=broken)
+    assert broken == [given / "gone"]
+
+
+def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
+    """Its files would be missing without a word, of evaluation texts too."""
+    (tmp_path / "closed").mkdir()
+    scandir = os.scandir
+
+    def refuse(place):
+        if Path(place).name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", str(place))
+        return scandir(place)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(RestoreKVError, match=r"closed cannot be read \(Permission denied\)"):
+        list_files(tmp_path)
 
 
 def test_a_folder_that_is_hidden_counts_where_it_is_linked(tmp_path):

@@ -58,7 +58,9 @@ def parse_path(path: str | Path) -> Path:
     return Path(path)
 
 
-def list_files(folder: Path, hidden: bool = True) -> list[Path]:
+def list_files(
+    folder: Path, hidden: bool = True, broken_links: list[Path] | None = None
+) -> list[Path]:
     """Return the files below a folder, sorted, also those in linked folders.
 
     Every folder counts once, under its own name if it is below `folder`, so links may lead in a
@@ -67,7 +69,18 @@ def list_files(folder: Path, hidden: bool = True) -> list[Path]:
     Args:
         folder: Where to look.
         hidden: Whether files and folders count whose names begin with a period.
+        broken_links: Gets the links that lead nowhere, sorted.
+
+    Raises:
+        RestoreKVError: A folder below cannot be read, so that its files would be missing.
     """
+
+    def refuse_folder(error: OSError) -> None:
+        raise RestoreKVError(
+            f"The folder {error.filename} cannot be read ({error.strerror}), so its files would be "
+            "missing; make it readable or move it away."
+        ) from error
+
     root = Path(os.path.realpath(folder))
     seen: set[Path] = set()
     files = []
@@ -75,7 +88,7 @@ def list_files(folder: Path, hidden: bool = True) -> list[Path]:
     while tops:
         links = []
         for top in sorted(tops):
-            for place, folders, names in os.walk(top):
+            for place, folders, names in os.walk(top, onerror=refuse_folder):
                 real = Path(os.path.realpath(place))
                 if real in seen or (real != root and root.is_relative_to(real)):
                     folders.clear()
@@ -89,6 +102,8 @@ def list_files(folder: Path, hidden: bool = True) -> list[Path]:
                 files += [Path(place, name) for name in names]
         # After all real folders, so that a link takes none of their names.
         tops = links
+    if broken_links is not None:
+        broken_links += sorted(path for path in files if path.is_symlink() and not path.exists())
     return sorted(path for path in files if path.is_file())
 
 

@@ -75,6 +75,14 @@ def test_documents_in_a_linked_folder_count(given, tmp_path):
     assert names == {*TEXTS, "linked/e.txt"}
 
 
+def test_tables_count_and_links_that_lead_nowhere_are_named(given, tmp_path, capsys):
+    (given / "table.CSV").write_text(TEXT)
+    (given / "moved.txt").symlink_to(tmp_path / "nowhere.txt")
+    names = {str(name) for name in folder._list_documents(given)}
+    assert names == {*TEXTS, "table.CSV"}
+    assert "the link leads nowhere: moved.txt." in capsys.readouterr().err
+
+
 def test_what_is_there_is_kept(world, given, tmp_path):
     """Unless the text changed or the file itself is damaged."""
     run(world, given)

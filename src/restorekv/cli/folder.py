@@ -37,7 +37,8 @@ def _list_documents(folder: Path) -> list[Path]:
     """
     documents = []
     others = []
-    for path in list_files(folder, hidden=False):
+    broken: list[Path] = []
+    for path in list_files(folder, hidden=False, broken_links=broken):
         name = path.relative_to(folder)
         if name.suffix.lower() in DOCUMENT_ENDINGS:
             documents.append(name)
@@ -47,6 +48,14 @@ def _list_documents(folder: Path) -> list[Path]:
         notes.print(
             f"Left out, because of the ending: {_name_some(others)}. "
             f"Endings that are read: {', '.join(sorted(DOCUMENT_ENDINGS))}.",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+    if broken:
+        notes.print(
+            "Left out, because the link leads nowhere: "
+            f"{_name_some([path.relative_to(folder) for path in broken])}.",
             markup=False,
             highlight=False,
             soft_wrap=True,

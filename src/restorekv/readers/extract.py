@@ -27,7 +27,7 @@ from restorekv.size_limits import TEXT_BYTES
 PROGRAM = Path(__file__).with_name("program.py")
 FILE_TYPES = {".pdf": "pdf", ".docx": "docx", ".html": "html", ".htm": "html"}
 # Endings of documents: what `compress FOLDER` compresses.
-DOCUMENT_ENDINGS = {*FILE_TYPES, ".txt", ".text", ".md", ".markdown", ".rst"}
+DOCUMENT_ENDINGS = {*FILE_TYPES, ".txt", ".text", ".md", ".markdown", ".rst", ".csv", ".tsv"}
 # Seconds of processor time that reading may take, and six times as many by the clock.
 CPU_SECONDS = {"pdf": 30, "docx": 20, "html": 10}
 PACKAGES = {"pypdf": "pypdf", "docx": "python-docx"}
