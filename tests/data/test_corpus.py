@@ -23,7 +23,10 @@ from restorekv.data.sources import LICENSES
 from restorekv.errors import RestoreKVError
 from restorekv.model.prompt import encode_text
 from restorekv.restore.licenses import PERMISSIVE, combine_licenses
+from restorekv.train.config import TrainConfig
+from restorekv.train.examples import check_example_lengths, read_examples
 from tests.helpers.data_world import settings, text, write_jsonl
+from tests.helpers.models import build_model
 
 GENRES = ("letters", "logs", "news")
 CONFIG = settings(
@@ -336,6 +339,31 @@ def test_the_mixture_is_built_resumed_and_read(tiny_model, tiny_tokenizer, tmp_p
     assert (tmp_path / "cut" / "corpus.parquet").read_bytes() == (
         tmp_path / "whole" / "corpus.parquet"
     ).read_bytes()
+
+
+def test_a_question_that_no_positions_are_left_for_is_dropped(tiny_tokenizer, tmp_path):
+    """It ended a build after hours, and each further one at the same place."""
+    model = build_model("llama", max_position_embeddings=800)
+    row = {"genre": "logs", "license": "CC0-1.0", "text": passage("long question", 10)}
+    row["questions"] = ["who wrote all of it? " * 40, "who wrote it?"]
+    source = write_jsonl(tmp_path / "rows.jsonl", [row, row | {"text": passage("b"), "id": "b"}])
+    config = replace(CONFIG, corpus=str(source), made=0.0, corpus_passages=2, invented=0.0)
+    manifest = build_mixture(model, tiny_tokenizer, config, tmp_path / "data")
+    assert manifest["sources"]["corpus"]["dropped_attempts"]["long question"] == 2
+    contexts, _ = read_mixture(tmp_path / "data", model, tiny_tokenizer)
+    assert [context.questions[0] for context in contexts] == ["\n\nwho wrote it?"] * 2
+    # All of it can be trained on.
+    limits = TrainConfig(restore_tokens=8, evictor="knorm")
+    examples = read_examples(tmp_path / "data", model, tiny_tokenizer)
+    check_example_lengths(model, tiny_tokenizer, examples, limits)
+
+
+def test_the_flag_that_lowers_the_shortest_length_is_named(tiny_tokenizer, tmp_path):
+    source = write_jsonl(tmp_path / "rows.jsonl", rows())
+    model = build_model("llama", max_position_embeddings=400)
+    config = replace(CONFIG, corpus=str(source))
+    with pytest.raises(RestoreKVError, match="an answer; lower --passage-shortest"):
+        build_mixture(model, tiny_tokenizer, config, tmp_path / "data")
 
 
 def test_facts_are_asked_for(tiny_tokenizer):

@@ -46,6 +46,19 @@ SHIPPED_TEXTS = [
 ]
 
 
+# The option that says how short a context of a source may be.
+_SHORTEST_FLAGS = {
+    "longalpaca": "--shortest",
+    "papers": "--shortest",
+    "pg19": "--chunk",
+    "flan": "--flan-shortest",
+    "stories": "--passage-shortest",
+    "novels": "--passage-shortest",
+    "sections": "--passage-shortest",
+    "corpus": "--passage-shortest",
+}
+
+
 def build_mixture(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
@@ -187,7 +200,7 @@ def _check_source_lengths(config: BuildConfig, longest: int) -> None:
         if shortest > longest:
             raise RestoreKVError(
                 f"{source.title} needs contexts of {shortest} tokens, and at most {longest} fit "
-                "with a question and an answer; lower --shortest, --chunk or --flan-shortest."
+                f"with a question and an answer; lower {_SHORTEST_FLAGS[source.name]}."
             )
     # The lengths of passages and corpora are said by other flags.
     uses_longest = any(source.name not in ("corpus", "passages") for source in sources)

@@ -19,7 +19,7 @@ from restorekv.data.config import BuildConfig
 from restorekv.data.documents import DropRow, SourceDocument
 from restorekv.data.overlap import EvaluationIndex, split_words
 from restorekv.data.self_study import SelfStudy
-from restorekv.data.sources import Source
+from restorekv.data.sources import Source, select_sources
 from restorekv.errors import RestoreKVError
 from restorekv.files import append_line, check_not_link, find_wrong_entry, load_lines
 from restorekv.model.prompt import Context, encode_text, make_context
@@ -105,7 +105,9 @@ def compute_longest_context(
     positions = count_positions(model.config)
     # What surrounds a context whatever its text is.
     frame = make_context(tokenizer, "a")
-    longest_answer = max(config.answer_tokens, config.flan_answer_tokens)
+    longest_answer = config.answer_tokens
+    if any(source.asked_once for source in select_sources(config)):
+        longest_answer = max(longest_answer, config.flan_answer_tokens)
     tail = frame.suffix_ids.shape[-1] + config.question_tokens + longest_answer
     most = min(config.longest, positions - frame.prefix_length - tail - _WORDING_MARGIN)
     if most < 1:

@@ -25,7 +25,12 @@ from restorekv.generation.decoding import decode_answer, generate_ids, get_stop_
 from restorekv.generation.padded import generate_padded
 from restorekv.generation.sampling import refuse_not_finite
 from restorekv.model.prefill import prefill
-from restorekv.model.prompt import Context, encode_question, get_default_separator
+from restorekv.model.prompt import (
+    Context,
+    count_usable_positions,
+    encode_question,
+    get_default_separator,
+)
 from restorekv.model.shape import list_windows
 
 ALONE = "Reply with the question alone, in one sentence."
@@ -39,6 +44,7 @@ QUESTION_PROMPTS = {
 }
 LARGE_BATCH = 48  # answers that are written at a time, to any number of contexts
 SHORT_ANSWERS = {FACT, HUMAN, LOOKUP, ROW, *LOCAL}  # kinds of questions about one place of the text
+RESTORE_ROOM = 32  # positions that are left for restore tokens
 PROMPT = "prompt"  # the kind of a context that asks itself
 QUESTION_LABELS = ("question:", "q:")
 
@@ -86,8 +92,12 @@ class SelfStudy:
                 questions += drafted.items()
             questions += document.asked
             attempts.append([{"kind": kind, "fault": fault} for kind, fault in faults.items()])
-            for kind, question in questions:
-                asked.append(StudyQuestion(context, cache, kind, separator + question))
+            for kind, words in questions:
+                question = separator + words
+                if not self._fits(context, kind, question):
+                    attempts[-1].append({"kind": kind, "fault": "long question"})
+                    continue
+                asked.append(StudyQuestion(context, cache, kind, question))
                 owners.append(number)
         # Questions of different kinds may end at different limits.
         limits = [self._limit_answer(each.kind) for each in asked]
@@ -160,6 +170,16 @@ class SelfStudy:
             else:
                 faults[kind] = fault
         return questions, faults
+
+    def _fits(self, context: Context, kind: str, question: str) -> bool:
+        """Return whether the model has positions for the context, a question and its answer, and
+        for restore tokens between them when it is trained on.
+
+        The teacher's own questions are short, but a person's may have any length.
+        """
+        prompt = encode_question(self.tokenizer, context, question, empty=True)
+        needed = context.num_tokens + prompt.shape[-1] + self._limit_answer(kind)
+        return needed + RESTORE_ROOM <= count_usable_positions(self.model)
 
     def _limit_answer(self, kind: str) -> int:
         """Return the most tokens of an answer to a question of that kind."""
