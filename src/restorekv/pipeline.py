@@ -94,8 +94,8 @@ def compress(
     Args:
         model: The model that will answer. Its weights are not changed.
         tokenizer: Its tokenizer.
-        context: A text, the `Path` of a text, PDF, DOCX or HTML file, token ids, or chat messages:
-            an optional system message, then one user message.
+        context: A text, the `Path` of a text, HTML, PDF, DOCX or EPUB file, token ids, or chat
+            messages: an optional system message, then one user message.
         ratio: The share of the KV pairs to hold, 0.1 unless a size is given. With ratio=1 nothing
             is lost, and adapter="auto" restores nothing; an adapter that is named still takes the
             place of as many pairs.

@@ -69,6 +69,7 @@ def strange() -> Iterator[Case]:
     yield from pages()
     yield from pdfs()
     yield from words_files()
+    yield from books()
     yield Case("a huge line", b"line.txt", b"x" * (20 << 20), False)
     yield from forms()
     yield Case("many lines", b"lines.txt", b"a\n" * (5 << 20), False)
@@ -227,29 +228,65 @@ def docx(document: bytes, repeat: int = 1, head: bytes = b"") -> bytes:
     return target.getvalue()
 
 
+# Entities that stand for each other, and one that stands for a file of this machine.
+LAUGHS = (
+    b"<!DOCTYPE z [<!ENTITY a0 'ha'>"
+    + b"".join(b"<!ENTITY a%d '%s'>" % (n + 1, b"&a%d;" % n * 10) for n in range(12))
+    + b"]>"
+)
+OUTSIDE = b"<!DOCTYPE z [<!ENTITY f SYSTEM 'file:///etc/passwd'>]>"
+
+
 def words_files() -> Iterator[Case]:
     """DOCX files."""
     paragraph = b"<w:p><w:r><w:t>" + WORDS + b"</w:t></w:r></w:p>"
     yield Case("a DOCX file", b"good.docx", docx(paragraph), True)
     yield Case("a zip bomb", b"bomb.docx", docx(bytes(1 << 20).replace(b"\0", b" "), 300), False)
     yield Case("a DOCX file of paragraphs", b"paragraphs.docx", docx(paragraph * 2000, 40), False)
-    laughs = b"<!DOCTYPE z [<!ENTITY a0 'ha'>" + b"".join(
-        b"<!ENTITY a%d '%s'>" % (n + 1, b"&a%d;" % n * 10) for n in range(12)
-    )
     yield Case(
         "entities",
         b"laughs.docx",
-        docx(b"<w:p><w:r><w:t>&a12;</w:t></w:r></w:p>", head=laughs + b"]>"),
+        docx(b"<w:p><w:r><w:t>&a12;</w:t></w:r></w:p>", head=LAUGHS),
         False,
     )
-    outside = b"<!DOCTYPE z [<!ENTITY f SYSTEM 'file:///etc/passwd'>]>"
     yield Case(
         "an outside entity",
         b"outside.docx",
-        docx(b"<w:p><w:r><w:t>&f;</w:t></w:r></w:p>", head=outside),
+        docx(b"<w:p><w:r><w:t>&f;</w:t></w:r></w:p>", head=OUTSIDE),
         False,
     )
     yield Case("no DOCX file", b"no.docx", WORDS, False)
+
+
+CONTAINER = b"""<container><rootfiles>
+<rootfile full-path="b.opf" media-type="application/oebps-package+xml"/></rootfiles></container>"""
+
+
+def epub(page: bytes, repeat: int = 1, head: bytes = b"", title: bytes = b"") -> bytes:
+    """A book of one page that has the same bytes so many times."""
+    target = io.BytesIO()
+    package = b"""<package><metadata><title>%s</title></metadata><manifest>
+<item id="a" href="a.xhtml" media-type="application/xhtml+xml"/></manifest>
+<spine><itemref idref="a"/></spine></package>"""
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        archive.writestr("META-INF/container.xml", CONTAINER)
+        archive.writestr("b.opf", head + package % title)
+        with archive.open("a.xhtml", "w", force_zip64=True) as part:
+            for _ in range(repeat):
+                part.write(page)
+    return target.getvalue()
+
+
+def books() -> Iterator[Case]:
+    """EPUB files."""
+    paragraph = b"<p>" + WORDS + b"</p>"
+    yield Case("a book", b"good.epub", epub(paragraph), True)
+    yield Case("a book that expands", b"bomb.epub", epub(b" " * (1 << 20), 3000), False)
+    yield Case("a book of paragraphs", b"paragraphs.epub", epub(paragraph * 2000, 400), False)
+    yield Case("entities", b"laughs.epub", epub(paragraph, head=LAUGHS, title=b"&a12;"), False)
+    yield Case("an outside entity", b"outside.epub", epub(paragraph, 1, OUTSIDE, b"&f;"), None)
+    yield Case("half a book", b"half.epub", epub(paragraph)[:-60], False)
+    yield Case("no book", b"no.epub", WORDS, False)
 
 
 def caches(folder: Path, count: int, seed: int) -> Iterator[Case]:

@@ -24,7 +24,9 @@ def append(
     file: Annotated[Path, typer.Argument(help="Cache file made by compress; it is not changed.")],
     text: Annotated[
         str,
-        typer.Argument(help="Text, HTML, PDF or DOCX file to add at its end, or - for stdin."),
+        typer.Argument(
+            help="Text, HTML, PDF, DOCX or EPUB file to add at its end, or - for stdin."
+        ),
     ],
     out: options.CacheFile,
     restore: Annotated[

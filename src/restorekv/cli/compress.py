@@ -23,7 +23,9 @@ from restorekv.restore.choices import RestoreFrom
 def run(
     file: Annotated[
         str,
-        typer.Argument(help="Text, HTML, PDF or DOCX file, a folder of them, or - for stdin."),
+        typer.Argument(
+            help="Text, HTML, PDF, DOCX or EPUB file, a folder of them, or - for stdin."
+        ),
     ],
     out: Annotated[
         Path,

@@ -31,8 +31,8 @@ def check_readable(path: Path) -> None:
 
 
 def read_text(name: str) -> str:
-    """Return the text of a file by its ending: UTF-8, HTML, PDF or DOCX; of stdin when the name is
-    "-". Refuse a cache file, and a text without a word.
+    """Return the text of a file by its ending: UTF-8, HTML, PDF, DOCX or EPUB; of stdin when the
+    name is "-". Refuse a cache file, and a text without a word.
     """
     if name == "-":
         # As for a program that was started without any streams.

@@ -1,3 +1,3 @@
-"""Files as text: PDF, DOCX, HTML and plain text, the first three in a process with bounds on memory
-and time.
+"""Files as text: PDF, DOCX, EPUB, HTML and plain text, all but the last in a process with bounds on
+memory and time.
 """

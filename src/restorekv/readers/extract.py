@@ -1,7 +1,7 @@
 """The text of a file, by the ending of its name.
 
-UTF-8 and Markdown are taken as they are; HTML, PDF and DOCX are read by program.py, which also says
-what in them it could not read.
+UTF-8 and Markdown are taken as they are; HTML, PDF, DOCX and EPUB are read by program.py, which
+also says what in them it could not read.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from typing import Any
 from restorekv.errors import RestoreKVError, describe_missing_extra, warn
 from restorekv.files import decode_text, read_bytes
 from restorekv.readers.charsets import decode_page
+from restorekv.readers.epub_text import ProtectedBookError
 from restorekv.readers.pdf_text import MAX_PAGES, DynamicFormError, TooManyPagesError
 from restorekv.readers.program import EXIT_MISSING_LIBRARY, EXTRACTORS
 from restorekv.size_limits import TEXT_BYTES
 
 PROGRAM = Path(__file__).with_name("program.py")
-FILE_TYPES = {".pdf": "pdf", ".docx": "docx", ".html": "html", ".htm": "html"}
+FILE_TYPES = {".pdf": "pdf", ".docx": "docx", ".epub": "epub", ".html": "html", ".htm": "html"}
 # Endings of documents: what `compress FOLDER` compresses.
 DOCUMENT_ENDINGS = {*FILE_TYPES, ".txt", ".text", ".md", ".markdown", ".rst", ".csv", ".tsv"}
 # Seconds of processor time that reading may take, and six times as many by the clock.
-CPU_SECONDS = {"pdf": 30, "docx": 20, "html": 10}
+CPU_SECONDS = {"pdf": 30, "docx": 20, "epub": 30, "html": 10}
 PACKAGES = {"pypdf": "pypdf", "docx": "python-docx"}
 MEMORY_BYTES = 2 << 30  # that reading a file may take
 READ_SLOTS = threading.BoundedSemaphore(2)  # processes that read at once
@@ -42,10 +43,11 @@ UNREAD_PAGES = {
     "unmapped": "in a font that does not say which characters it shows",
 }
 
+PDF_START = b"%PDF-"
 # What files begin with that are no plain text, by what is said of them.
 SIGNATURES = {
-    b"%PDF-": "is a PDF file by its content; give it a name that ends in .pdf",
-    b"PK\x03\x04": "is a ZIP file by its content; if it is a DOCX file, name it .docx",
+    PDF_START: "is a PDF file by its content; give it a name that ends in .pdf",
+    b"PK\x03\x04": "is a ZIP file by its content; name it .docx or .epub if it is one of these",
     b"\xd0\xcf\x11\xe0": "is a file of an older office program; save it as DOCX or PDF",
     b"{\\rtf": "is RTF by its content; save it as DOCX, PDF or plain text",
 }
@@ -69,7 +71,7 @@ def guess_ending(content: bytes) -> str:
 
     `content` may be the first bytes alone.
     """
-    if content.startswith(b"%PDF-"):
+    if content.startswith(PDF_START):
         return ".pdf"
     start = content.removeprefix(codecs.BOM_UTF8).lstrip()[:64].lower()
     return ".html" if start.startswith(PAGE_STARTS) else ""
@@ -89,7 +91,7 @@ class Extraction:
 
 
 def load_document(path: Path) -> str:
-    """Return the text of a file by its ending: HTML, PDF or DOCX, any other as UTF-8.
+    """Return the text of a file by its ending: HTML, PDF, DOCX or EPUB, any other as UTF-8.
 
     Warns of what could not be read.
     """
@@ -142,8 +144,8 @@ def read_document(name: str, content: bytes) -> Extraction:
 
 
 def _decode_plain_text(content: bytes, name: str) -> str:
-    """Return the text of a file that is neither HTML, PDF nor DOCX by its name; refuse what is
-    something else by its first bytes, which may be readable as text and make no sense.
+    """Return the text of a file that is plain text by its name; refuse what is something else by
+    its first bytes, which may be readable as text and make no sense.
     """
     for start, what in SIGNATURES.items():
         if content.startswith(start):
@@ -223,6 +225,11 @@ def _run_program(kind: str, name: str, content: bytes) -> tuple[str, dict[str, A
     if why == TooManyPagesError.__name__:
         raise RestoreKVError(
             f"{name} has more than {MAX_PAGES:,} pages; split it, or give its text."
+        )
+    if why == ProtectedBookError.__name__:
+        raise RestoreKVError(
+            f"{name} is protected against copying (DRM), so only its seller's program can read "
+            "it; give a file without protection, or its text."
         )
     if why == DynamicFormError.__name__:
         raise RestoreKVError(

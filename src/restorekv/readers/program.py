@@ -1,7 +1,7 @@
-"""A program that reads a PDF, DOCX or HTML file from its standard input and writes the text.
+"""A program that reads a PDF, DOCX, EPUB or HTML file from its standard input and writes the text.
 
 extract.py runs it with bounds on memory and time, because a small file can expand without limit. It
-imports nothing of the package but the files next to it, so it starts fast.
+imports what the files next to it need of the package, and no library of models, so it starts fast.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ EXIT_MISSING_LIBRARY = 3  # the exit status if a library is not installed
 EXTRACTORS = {
     "pdf": ("pdf_text", "extract_pdf"),
     "docx": ("docx_text", "extract_docx"),
+    "epub": ("epub_text", "extract_epub"),
     "html": ("html_text", "extract_html"),
 }
 

@@ -33,6 +33,7 @@ ENDINGS = {
     "text/html": ".html",
     "text/markdown": ".md",
     DOCX: ".docx",
+    "application/epub+zip": ".epub",
 }
 # Types of texts, besides those that begin with "text/" or end in "+json" or "+xml".
 TEXT_TYPES = {
@@ -157,7 +158,7 @@ def complete_name(name: str, media_type: str, content: bytes) -> str:
 
 
 def _check_name(name: str, media_type: str) -> None:
-    """Refuse a PDF or DOCX that is named as another file, and another one that is named so.
+    """Refuse a PDF, DOCX or EPUB that is named as another file, and another one that is named so.
 
     Between texts the name decides, since many clients call all of them text/plain.
     """
@@ -187,7 +188,7 @@ def find_kind_of_type(media_type: str) -> str | None:
             f"A format is a media type such as application/pdf, not {printable!r}; send that."
         )
     raise RestoreKVError(
-        f"Files of the type {printable} cannot be read here; send a text, HTML, PDF or DOCX."
+        f"Files of the type {printable} cannot be read here; send a text, HTML, PDF, DOCX or EPUB."
     )
 
 
