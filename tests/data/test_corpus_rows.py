@@ -12,6 +12,8 @@ from restorekv.data.corpus import identify_license, read_corpus
 from restorekv.data.documents import DropRow, SourceDocument
 from restorekv.data.gather import identify_document
 from restorekv.data.passages import word_question
+from restorekv.data.sources import LICENSES
+from restorekv.restore.licenses import combine_licenses
 from tests.helpers.models import build_tokenizer
 
 TEXT = "The mill at Aldbury was built in 1871. Its owner was Ann Lee. " * 12
@@ -28,6 +30,13 @@ TEXT = "The mill at Aldbury was built in 1871. Its owner was Ann Lee. " * 12
 )
 def test_licenses_are_known_by_either_name(written, known):
     assert identify_license({"license": written}) == known
+
+
+def test_texts_under_terms_of_ones_own_are_taken_and_say_so():
+    """Their license is passed on: that of an adapter trained on them is not known."""
+    license = identify_license({"license": "other"})
+    assert license in LICENSES
+    assert combine_licenses([license, "cc0-1.0"]) == "unknown"
 
 
 def test_other_licenses_are_not():

@@ -316,6 +316,12 @@ def test_json_lines_are_read(tiny_model, tiny_tokenizer, tmp_path):
     plain, told = read_examples(path, tiny_model, tiny_tokenizer)
     assert plain.drafts == (None,) and plain.license is None
     assert told.drafts == ("f",) and (told.source, told.license) == ("mine", "cc-by-4.0")
+    # Files of the benchmark `lines` too, with several answers to a question or none known.
+    path.write_text(
+        '{"id": "1", "task": "t", "context": "a", "questions": ["b?", "c?"], '
+        '"answers": [["d", "e"], null]}\n'
+    )
+    assert read_examples(path, tiny_model, tiny_tokenizer)[0].drafts == ("d", None)
     assert count_sources([plain, told, told]) == [
         {"source": None, "license": None, "contexts": 1, "examples": 1},
         {"source": "mine", "license": "cc-by-4.0", "contexts": 2, "examples": 2},
@@ -341,8 +347,12 @@ def test_json_lines_are_read(tiny_model, tiny_tokenizer, tmp_path):
         ),
         ('{"context": "a", "questions": ["b?"], "answer": ["c"]}', "has the unknown key 'answer'"),
         (
-            '{"context": "a", "questions": ["b?"], "license": "all mine"}',
-            "has the unknown license 'all mine'",
+            '{"context": "a", "questions": ["b?", "c?"], "answers": ["d", ["e", ""]]}',
+            'has no text in "answers", number 2',
+        ),
+        (
+            '{"context": "a", "questions": ["b?"], "answers": [[]]}',
+            'has no text in "answers", number 1',
         ),
         (
             '{"context": "a", "questions": ["b?"], "license": "all mine"}',
@@ -387,8 +397,15 @@ def test_contexts_must_fit_the_model_and_hold_a_token(tiny_model, tiny_tokenizer
             tiny_model, tiny_tokenizer, [fits], replace(CONFIG, max_new_tokens=4096 - tokens)
         )
     short = replace(EXAMPLES[0], context="red", where="line 9")
-    with pytest.raises(RestoreKVError, match="line 9 has 1 tokens"):
+    with pytest.raises(RestoreKVError, match=r"line 9 has 1 token: .* of them; leave out"):
         check_example_lengths(tiny_model, tiny_tokenizer, [short], CONFIG)
+    others = [replace(short, where=f"line {number}") for number in (10, 11)]
+    with pytest.raises(RestoreKVError, match=r"line 9 has .* \(2 more contexts are like this\);"):
+        check_example_lengths(tiny_model, tiny_tokenizer, [short, fits, *others], CONFIG)
+    other = replace(long, where="line 8")
+    told = r"line 7 needs .* \(1 more context is like this\); shorten or .* \(--longest-context\)"
+    with pytest.raises(RestoreKVError, match=told):
+        check_example_lengths(tiny_model, tiny_tokenizer, [long, short, other], CONFIG)
     with pytest.warns(
         RestoreKVWarning, match="5 of 5 contexts are too short for 90 restore tokens"
     ):

@@ -183,7 +183,10 @@ def _build_source(builder: SourceBuilder, source: Source, out: Path, record: dic
 def _explain_rows(source: Source) -> str:
     """Return what to do about rows of which none can be used."""
     if source.name == "corpus":
-        return "give rows with genre, text and a free license such as CC0-1.0, in .jsonl or .json"
+        return (
+            "give rows with genre, text and a free license such as CC0-1.0, or other for texts of "
+            "your own, in .jsonl or .json"
+        )
     return "check its format"
 
 

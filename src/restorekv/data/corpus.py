@@ -51,6 +51,9 @@ CORPUS_LICENSES = {  # what the corpus' rows say, and the identifier of the hub
     "cc0 1.0": "cc0-1.0",
     "public domain or cc0 1.0": "cc0-1.0",
 }
+# The identifier of the hub for terms of one's own. The license of what is trained on such texts is
+# not known.
+OWN_TERMS = "other"
 PUBLIC_DOMAIN = "public domain"  # what the other ones begin with that may be used
 # Words that name another license, for a part of the text or for other countries, and beginnings of
 # such words.
@@ -135,13 +138,13 @@ def _read_genre(row: dict) -> str:
 
 
 def identify_license(row: dict) -> str:
-    """Return the hub's identifier of a row's license; raise DropRow for one that is not known to be
-    free.
+    """Return the hub's identifier of a row's license; raise DropRow for one that is neither known
+    to be free nor said to be one's own.
     """
     words = str(row.get("license") or "").strip().lower()
     if words in CORPUS_LICENSES:
         return CORPUS_LICENSES[words]
-    if words in CORPUS_LICENSES.values():
+    if words == OWN_TERMS or words in CORPUS_LICENSES.values():
         return words
     if words.replace("-", " ").startswith(PUBLIC_DOMAIN) and not _names_other_license(words):
         return "public-domain"

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data.config import BuildConfig
-from restorekv.data.corpus import CORPUS_LICENSES, read_corpus
+from restorekv.data.corpus import CORPUS_LICENSES, OWN_TERMS, read_corpus
 from restorekv.data.documents import (
     DropRow,
     Reader,
@@ -273,6 +273,7 @@ LICENSES = {
     NOVELS_LICENSE,
     SECTIONS_LICENSE,
     *CORPUS_LICENSES.values(),
+    OWN_TERMS,
 }
 
 

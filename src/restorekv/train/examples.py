@@ -33,8 +33,10 @@ LINE_KEYS = (
     "answers",
     "source",
     "license",
-    "meta",
-)  # meta: free for the user
+    "id",  # of the benchmark `lines`, whose files can be trained on, as is the next one
+    "task",
+    "meta",  # free for the user
+)
 
 
 @dataclass(frozen=True)
@@ -213,11 +215,16 @@ def _parse_example(row: Any, where: str) -> TrainingContext:
     return TrainingContext(
         context=row["context"],
         questions=tuple(row["questions"]),
-        drafts=tuple(row.get("answers") or [None] * len(row["questions"])),
+        drafts=tuple(map(_choose_draft, row.get("answers") or [None] * len(row["questions"]))),
         source=row.get("source"),
         license=license,
         where=where,
     )
+
+
+def _choose_draft(answer: str | list[str] | None) -> str | None:
+    """Return the draft that an answer gives: of several texts the first one."""
+    return answer[0] if isinstance(answer, list) else answer
 
 
 def _find_line_fault(row: object) -> str | None:
@@ -239,12 +246,22 @@ def _find_line_fault(row: object) -> str | None:
         if row.get(name) is not None and not _has_text(row[name]):
             return f'has no text in "{name}"'
     for name in lists:
+        is_answered = name == "answers"
         for number, text in enumerate(row[name], 1):
-            if not _has_text(text):
+            if not (_is_answer(text) if is_answered else _has_text(text)):
                 return f'has no text in "{name}", number {number}'
     if len(lists) == 2 and len(row["answers"]) != len(row["questions"]):
         return f"has {len(row['questions'])} questions and {len(row['answers'])} answers"
     return None
+
+
+def _is_answer(value: object) -> bool:
+    """Return whether a value is an answer: a text, several of which any will do, or null where it
+    is not known.
+    """
+    if isinstance(value, list):
+        return bool(value) and all(map(_has_text, value))
+    return value is None or _has_text(value)
 
 
 def _has_text(value: object) -> bool:
@@ -271,6 +288,17 @@ def keep_short_examples(
     return short
 
 
+def _add_others(faults: list[str]) -> str:
+    """Return what is wrong with the first of several contexts, and how many others have the same
+    fault.
+    """
+    if len(faults) == 1:
+        return faults[0]
+    others = len(faults) - 1
+    verb = "context is" if others == 1 else "contexts are"
+    return f"{faults[0]} ({others:,} more {verb} like this)"
+
+
 def check_example_lengths(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
@@ -286,6 +314,8 @@ def check_example_lengths(
     """
     limit = count_usable_positions(model)
     few = 0
+    long: list[str] = []  # what is said of each context that is refused
+    short: list[str] = []
     eviction_config = config.make_evictions()[0].config
     ratio = config.ratio_max
     if is_sharded(get_backbone(model)):
@@ -300,23 +330,32 @@ def check_example_lengths(
         tail = config.restore_tokens + asked + context.suffix_ids.shape[-1] + answer
         needed = context.num_tokens + tail
         if needed > limit:
-            raise RestoreKVError(
+            long.append(
                 f"{example.where} needs {needed} positions for a context of {context.text_tokens} "
                 "tokens, the longest question and answer, and the model was made for "
-                f"{limit}; shorten it."
+                f"{limit}"
             )
+            continue
         # One layer and one head are enough: how many restore tokens fit does not depend on L and H.
         budget = eviction_config.make_budget(ratio, context, 1, 1, config.restore_tokens)
         if not budget.restore_tokens:
-            raise RestoreKVError(
-                f"{example.where} has {context.text_tokens} tokens: no restore token fits into "
-                f"r = {ratio:g} of them; leave it out."
+            tokens = "1 token" if context.text_tokens == 1 else f"{context.text_tokens} tokens"
+            short.append(
+                f"{example.where} has {tokens}: no restore token fits into r = {ratio:g} of them"
             )
+            continue
         tightest = eviction_config.make_budget(
             config.ratio_min, context, 1, 1, config.restore_tokens
         )
         if tightest.restore_tokens < config.restore_tokens:
             few += 1
+    # All of them are counted, so that they can be put right at once.
+    if long:
+        raise RestoreKVError(
+            f"{_add_others(long)}; shorten or leave out such texts (--longest-context)."
+        )
+    if short:
+        raise RestoreKVError(f"{_add_others(short)}; leave out such texts.")
     if few:
         warn(
             f"{few} of {len(examples)} contexts are too short for {config.restore_tokens} restore "
