@@ -239,6 +239,39 @@ def test_a_regular_expression_that_is_none_says_why_in_one_sentence(small, regex
     assert (str(refused.value), refused.value.option) == (sentence, "regex")
 
 
+@pytest.mark.parametrize(
+    "schema, sentence",
+    [
+        (
+            {"type": "array", "uniqueItems": True},
+            "The JSON schema cannot be used: the keyword uniqueItems cannot be enforced; write it "
+            "without.",
+        ),
+        (
+            {"not": {}, "uniqueItems": True},
+            "The JSON schema cannot be used: the keywords not, uniqueItems cannot be enforced; "
+            "write it without.",
+        ),
+        ({"type": "foo"}, "The JSON schema cannot be used: Invalid type: foo; correct it."),
+        (
+            {"type": "string", "pattern": "("},
+            "The JSON schema cannot be used: unclosed group; correct it.",
+        ),
+        (
+            {"oneOf": [{"type": "string"}, {"type": "string"}]},
+            "The JSON schema cannot be used: oneOf is taken where its schemas differ in their "
+            "types or in a constant that they require, so that no answer matches two of them; use "
+            "anyOf.",
+        ),
+    ],
+)
+def test_a_json_schema_that_cannot_be_used_says_why_in_one_sentence(small, schema, sentence):
+    """It said the library's words alone, without what to do."""
+    with pytest.raises(OptionError) as refused:
+        small.ask(QUESTIONS[0], json_schema=schema)
+    assert (str(refused.value), refused.value.option) == (sentence, "json_schema")
+
+
 def test_a_long_regular_expression_is_named_by_its_start(small):
     with pytest.raises(OptionError) as refused:
         small.ask(QUESTIONS[0], regex="(" + "a\n" * 200)

@@ -32,6 +32,8 @@ VALUES = {"const", "enum", "default", "examples", "required"}
 COUNT = re.compile(r"\{[\d,]+\}")
 # What llguidance says is wrong with a regular expression, after a drawing of the place.
 CAUSE = re.compile(r"^error: (.+)$", re.MULTILINE)
+# What it says of keywords of a JSON schema that it knows and cannot enforce.
+KEYWORDS = re.compile(r"Unimplemented keys: \[(.*)\]")
 LOOK_AROUND = "look-around, such as \\b, ^ and $ between characters, is not supported"
 # llguidance's vocabularies, which take a second to make.
 VOCABULARIES: WeakKeyDictionary[Tokenizer, dict[tuple[int, tuple[int, ...]], Any]] = (
@@ -79,15 +81,10 @@ class Constraint:
             wrong = kind.validate_grammar(grammar, vocabulary)
         except (ValueError, TypeError) as error:
             wrong = str(error)
-        if wrong and "oneOf constraints are not supported" in wrong:
-            wrong = (
-                "oneOf is taken where its schemas differ in their types or in a constant that they "
-                "require, so that no answer matches two of them; use anyOf"
-            )
         if wrong:
             if regex is not None:
                 raise _make_regex_error(regex, wrong)
-            raise OptionError(f"The JSON schema cannot be used: {_shorten(wrong)}", "json_schema")
+            raise _make_schema_error(wrong)
         return cls(kind(vocabulary, grammar), vocabulary.vocab_size)
 
     @property
@@ -260,6 +257,29 @@ def _make_regex_error(regex: str, wrong: str) -> OptionError:
     fix = "write it without" if "not supported" in why else "correct it"
     return OptionError(
         f"The regular expression '{make_printable(regex)}' cannot be used: {why}; {fix}.", "regex"
+    )
+
+
+def _make_schema_error(wrong: str) -> OptionError:
+    """Return the error of a JSON schema, by what llguidance says of it."""
+    keywords = KEYWORDS.search(wrong)
+    cause = CAUSE.search(wrong)
+    fix = "correct it"
+    if "oneOf constraints are not supported" in wrong:
+        why = (
+            "oneOf is taken where its schemas differ in their types or in a constant that they "
+            "require, so that no answer matches two of them"
+        )
+        fix = "use anyOf"
+    elif keywords:
+        names = re.findall(r'"([^"]+)"', keywords[1])
+        noun = "keyword" if len(names) == 1 else "keywords"
+        why = f"the {noun} {', '.join(names)} cannot be enforced"
+        fix = "write it without"
+    else:
+        why = cause[1] if cause else wrong  # the cause of a pattern inside of the schema
+    return OptionError(
+        f"The JSON schema cannot be used: {_shorten(why).rstrip('.')}; {fix}.", "json_schema"
     )
 
 
