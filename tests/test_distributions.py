@@ -12,6 +12,7 @@ from restorekv.model import names
 from restorekv.model.identity import identify_model
 from restorekv.model.load import load_model
 from restorekv.model.names import SHIPPING, is_shipping_installed, shipped_path
+from restorekv.restore import adapter_file, model_card
 from restorekv.restore.shipped import find_shipped_adapter
 from tests.helpers.source import PACKAGE, ROOT
 
@@ -43,6 +44,16 @@ def test_a_distribution_has_the_name_that_is_looked_for(name):
     # The checkout's own, whatever is installed.
     assert shipped_path(name) == folder / f"restorekv_{name}"
     assert (shipped_path(name, "adapters", "kvzip") / "restorekv.json").is_file()
+
+
+def test_the_cards_that_ship_are_those_of_the_template():
+    """They have the words of the template as it is now, and the facts of their records."""
+    cards = sorted((ROOT / "distributions").glob("*/*/adapters/*/README.md"))
+    assert cards
+    for path in cards:
+        stored = adapter_file.read_adapter(path.parent)
+        assert stored.card is not None
+        assert path.read_text("utf-8") == model_card.render_card(stored.card, stored.config), path
 
 
 def test_an_installed_distribution_is_found_without_importing_it(tmp_path, monkeypatch):

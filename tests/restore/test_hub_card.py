@@ -53,9 +53,9 @@ def test_everything_recorded_is_shown():
         and facts["allocation"] == ["adakv"]
     )
     assert json.loads(facts["text between document and question"][0]) == "\n\n"
-    assert facts["compression ratios"] == ["0.025 to 0.25"] and facts["the restore pass reads"] == [
-        "the evicted cache"
-    ]
+    assert facts["ratios of training (the share that stays)"] == ["0.025 to 0.25"] and facts[
+        "the restore pass reads"
+    ] == ["the evicted cache"]
     assert rows(text, "Training") == {
         "lr": ["0.0002"],
         "targets": ["q_proj"],
@@ -83,7 +83,7 @@ def test_what_is_not_recorded_is_not_shown():
         "chat prefix",
         "allocation",
         "the restore pass reads",
-        "compression ratios",
+        "ratios of training (the share that stays)",
         "text between document and question",
     )
     assert all(facts[name] == ["not recorded"] for name in unknown)
