@@ -305,6 +305,11 @@ def test_mistakes_on_the_command_line_are_one_sentence(files, tmp_path, monkeypa
     refused("No such command 'bake'", "bake", code=2)
     refused("--out", "build", code=2)
     refused("one of paper, permissive", "build", "--out", out, "--mixture", "free")
+    # The last one won without a word.
+    refused(
+        "--permissive is short for --mixture permissive, not corpus",
+        *("build", "--out", out, "--permissive", "--mixture", "corpus"),
+    )
     refused("chunk must be at least 1", "build", "--out", out, "--licenses", "mit", "--chunk", 0)
     refused(
         "There is no evaluation file or folder nowhere",

@@ -19,7 +19,7 @@ NOTHING: list[str] = []  # typer wants lists as defaults of options that are rep
 
 app = typer.Typer(
     add_completion=False,
-    help="Build the training mixture, with the teacher's answers, or show one.",
+    help="Build or show training data: documents, questions and the model's answers.",
 )
 
 
@@ -41,12 +41,16 @@ def run(
     ] = False,
     **settings: Any,
 ) -> None:
-    """Build a mixture of long documents, books and FLAN, with questions and greedy answers of the
-    model itself.
-    """
-    config = BuildConfig(
-        **{**settings, "mixture": "permissive" if permissive else settings["mixture"]}
-    )
+    """Build training data: texts, questions about them and greedy answers of the model itself."""
+    if permissive:
+        # "paper" is the default, which gives way.
+        if settings["mixture"] not in ("paper", "permissive"):
+            raise RestoreKVError(
+                f"--permissive is short for --mixture permissive, not {settings['mixture']}; leave "
+                "out one of them."
+            )
+        settings["mixture"] = "permissive"
+    config = BuildConfig(**settings)
     check_folder(out, resume)
     for name in exclude:
         if not Path(name).exists():
@@ -80,7 +84,7 @@ def show(
         Path | None, options.make_json_option("JSON file for the figures and the manifest.")
     ] = None,
 ) -> None:
-    """Print the table of the paper's appendix for this data, next to the paper's numbers."""
+    """Print what training data holds; the paper's mixture, next to the paper's numbers."""
     read_manifest(folder)
     check_outputs_apart([json], folder.glob("*"))
     check_json_output(json)
