@@ -50,7 +50,7 @@ def test_tokens_per_head(count, tokens, layers, heads):
 
 
 # Numbers that take minutes to compute, if anyone tried.
-ENDLESS = ["1e2_0_000_000", "1e-20_000_000", "1e-999999999", "1" * 99]
+ENDLESS = ["1e2_0_000_000", "1e-20_000_000", "1e-999999999", "1" * 99, "0." + "1" * 99]
 
 
 @pytest.mark.parametrize(
@@ -75,11 +75,22 @@ def test_tight_budgets():
         whole = Budget.of_ratio(0.01, 512, 2, 2, 8, "whole")
     assert (whole.ratio, whole.restore_tokens, whole.pairs) == (1, 0, 512 * 4)
     assert whole.reserve(8) == whole
+    with pytest.warns(RestoreKVWarning, match="no room for 60 restore tokens"):
+        assert Budget.of_ratio(0.1, 512, 2, 2, 8, "whole").reserve(60) == whole
     assert Budget.of_ratio(0.0157, 512, 2, 2, 8, "whole").restore_tokens == 8
     fewer = Budget.of_ratio(0.01, 512, 2, 2, 8, "fewer")
     assert (fewer.restore_tokens, fewer.pairs) == (5, fewer.total)
+    assert Budget.of_ratio(0.1, 512, 2, 2, 8, "fewer").restore_tokens == 8
     clip = Budget.of_ratio(0.01, 512, 2, 2, 8, "clip")
     assert (clip.restore_tokens, clip.retained, clip.pairs, clip.total) == (8, 0, 32, 20)
+
+
+def test_a_text_without_a_whole_token_for_a_head_is_kept_whole():
+    with pytest.warns(RestoreKVWarning, match="no room for one token for each head"):
+        assert Budget.of_ratio("0.019", 50, 2, 2, 0, "whole").kept_whole
+    one_token = Budget.of_ratio("0.02", 50, 2, 2, 0, "whole")
+    assert (one_token.kept_whole, one_token.pairs) == (False, 4)
+    assert Budget.of_ratio(1, 1, 2, 2).pairs == 4
 
 
 def test_context_shorter_than_the_restore_tokens():

@@ -66,7 +66,7 @@ class PerLayer(Allocation):
 
     def __call__(self, scores: Tensor, pairs: int) -> Tensor:
         # Whole numbers per layer; the first layers get one more where the count does not divide.
-        return mark_highest_of_each(scores, split_evenly(pairs, len(scores), scores.numel()))
+        return mark_highest_of_each(scores, split_evenly(pairs, len(scores)))
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,7 @@ class PerHead(Allocation):
     def __call__(self, scores: Tensor, pairs: int) -> Tensor:
         # (L * H, T): a row per head, in the order layer by layer.
         heads = scores.flatten(0, 1)
-        return mark_highest_of_each(heads, split_evenly(pairs, len(heads), scores.numel())).view_as(
-            scores
-        )
+        return mark_highest_of_each(heads, split_evenly(pairs, len(heads))).view_as(scores)
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class AdaKV(Allocation):
             raise RestoreKVError(f"adakv takes a safeguard from 0 to 1, not {self.safeguard}.")
 
     def __call__(self, scores: Tensor, pairs: int) -> Tensor:
-        counts = split_evenly(pairs, len(scores), scores.numel())
+        counts = split_evenly(pairs, len(scores))
         return torch.stack(
             [self.mark_layer(layer, count) for layer, count in zip(scores, counts, strict=True)]
         )
@@ -179,9 +177,8 @@ def make_allocation(text: str) -> Allocation:
     return spec.parse_spec(text, ALLOCATIONS, "allocation")
 
 
-def split_evenly(pairs: int, parts: int, all_pairs: int) -> list[int]:
+def split_evenly(pairs: int, parts: int) -> list[int]:
     """Split `pairs` as evenly as whole numbers allow, larger parts first."""
-    _check_count(pairs, all_pairs)
     whole, rest = divmod(pairs, parts)
     # True counts as 1: the first `rest` parts get one more.
     return [whole + (part < rest) for part in range(parts)]
@@ -202,7 +199,7 @@ def split_by_shares(pairs: int, shares: tuple[Fraction, ...], capacity: int) -> 
     # over, goes to the heads with room, evenly.
     while left := pairs - sum(counts):
         open_heads = [head for head, count in enumerate(counts) if count < capacity]
-        parts = split_evenly(left, len(open_heads), capacity * len(shares))
+        parts = split_evenly(left, len(open_heads))
         for head, more in zip(open_heads, parts, strict=True):
             counts[head] = min(counts[head] + more, capacity)
     return counts
@@ -226,12 +223,6 @@ def _are_shares(values: list[Any]) -> bool:
     return abs(sum(values) - 1) <= ROUNDING
 
 
-def _check_count(pairs: int, all_pairs: int) -> None:
-    """Refuse to keep more than there is."""
-    if not 0 <= pairs <= all_pairs:
-        raise ValueError(f"cannot keep {pairs} of {all_pairs} pairs")
-
-
 def mark_highest_of_each(rows: Tensor, counts: list[int]) -> Tensor:
     """Return a mask of the highest scores of each row (N, ...), as many as its count."""
     return torch.stack([mark_highest(row, count) for row, count in zip(rows, counts, strict=True)])
@@ -240,7 +231,8 @@ def mark_highest_of_each(rows: Tensor, counts: list[int]) -> Tensor:
 def mark_highest(scores: Tensor, pairs: int) -> Tensor:
     """Return a mask of the `pairs` highest scores, of any shape; ties go to the lower index."""
     flat = scores.reshape(-1)
-    _check_count(pairs, flat.numel())
+    if not 0 <= pairs <= flat.numel():
+        raise ValueError(f"cannot keep {pairs} of {flat.numel()} pairs")
     # NaN compares as false with everything, so the count would silently be wrong.
     if flat.isnan().any():
         raise RestoreKVError(

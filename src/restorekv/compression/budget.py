@@ -96,15 +96,13 @@ class Budget:
         """Return this budget with room for n restore tokens, as `on_small_budget` says."""
         if self.kept_whole:
             return self  # nothing is restored where nothing was lost
-        room = self.ratio * self.tokens
+        room = self.ratio * self.tokens  # r * T_b, the pairs of an average head
         if self.on_small_budget == "whole" and max(restore_tokens, 1) > floor(room):
             warn(_explain_kept_whole(self.ratio, self.tokens, restore_tokens))
             return replace(self, ratio=Fraction(1), restore_tokens=0, kept_whole=True)
         if self.on_small_budget == "fewer":
             restore_tokens = min(restore_tokens, floor(room))
-        # `room` is r * T_b, the pairs of an average head; n restore tokens take n of them.
-        whole = floor(room) if self.whole_tokens else room
-        if self.on_small_budget == "error" and restore_tokens > whole:
+        if self.on_small_budget == "error" and restore_tokens > room:
             raise BudgetError(_explain_small_budget(self.ratio, self.tokens, restore_tokens))
         return replace(self, restore_tokens=restore_tokens)
 
