@@ -86,20 +86,21 @@ def test_equals_tensors_that_are_copied_every_time(operations):
     assert all(x.equal(y) for x, y in zip(other.keys_and_values, held, strict=True))
 
 
-@torch.no_grad()
-def test_appending_moves_nothing_while_there_is_room():
-    layer = make_layer().fork(2)
-    layer.update(*pair(6, 2))
-    # What may be the only append takes no more than it needs.
-    assert layer.buffers[0].shape[2] == RESTORE + 6
-    layer.update(*pair(1, 2))
-    first = address(layer)
-    for _ in range(SPARE - 1):
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_appending_moves_nothing_while_there_is_room(mode):
+    with mode():
+        layer = make_layer().fork(2)
+        layer.update(*pair(6, 2))
+        # What may be the only append takes no more than it needs.
+        assert layer.buffers[0].shape[2] == RESTORE + 6
         layer.update(*pair(1, 2))
-    assert address(layer) == first and layer.columns == RESTORE + 6 + SPARE
-    layer.reset()
-    layer.update(*pair(2, 2))
-    assert address(layer) == first and layer.columns == RESTORE + 2
+        first = address(layer)
+        for _ in range(SPARE - 1):
+            layer.update(*pair(1, 2))
+        assert address(layer) == first and layer.columns == RESTORE + 6 + SPARE
+        layer.reset()
+        layer.update(*pair(2, 2))
+        assert address(layer) == first and layer.columns == RESTORE + 2
 
 
 @torch.no_grad()
@@ -162,6 +163,11 @@ def test_a_batch_of_another_size_is_refused(rows, read, gradients):
 def test_held_tensors_are_the_buffers():
     layer = make_layer()
     alone = sum(x.nbytes for x in layer.list_tensors())
+    joined = layer.fork()
+    with torch.enable_grad():  # makes new tensors instead of buffers
+        joined.update(*pair(4))
+    added = sum(x.nbytes for x in joined.list_tensors()) - alone
+    assert added == 2 * HEADS * (RESTORE + 4) * DIM * 4
     layer.reserve_columns(50)
     assert sum(x.nbytes for x in layer.list_tensors()) - alone == 2 * HEADS * 50 * DIM * 4
     layer.update(*pair(4))
@@ -170,6 +176,34 @@ def test_held_tensors_are_the_buffers():
         sum(x.untyped_storage().nbytes() for x in layer.keys_and_values)
         == 2 * HEADS * (RESTORE + 4) * DIM * 4
     )
+
+
+CHANGES = {
+    "append": lambda layer: layer.update(*pair(1)),
+    "ask for a mask": lambda layer: layer.get_mask_sizes(1),
+    "reserve": lambda layer: layer.reserve_columns(9),
+    "make static": lambda layer: layer.make_static(4, torch.tensor(0)),
+    "commit": lambda layer: layer.commit_tail(),
+    "reset": lambda layer: layer.reset(),
+    "crop": lambda layer: layer.crop(-1),
+    "repeat": lambda layer: layer.batch_repeat_interleave(2),
+    "select": lambda layer: layer.batch_select_indices(torch.tensor([0])),
+    "assign keys": lambda layer: setattr(layer, "keys", layer.keys),
+    "assign values": lambda layer: setattr(layer, "values", layer.values),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_locked_tail_refuses_every_change(change):
+    layer = make_layer()
+    layer.locked = True
+    with pytest.raises(RestoreKVError, match="that other questions share"):
+        CHANGES[change](layer)
+    assert layer.keys is layer.restore_keys and layer.values is layer.restore_values
+    fork = layer.fork(2)
+    fork.update(*pair(1, 2))
+    assert fork.columns == RESTORE + 1 and layer.columns == RESTORE
 
 
 def test_gradients_pass_through_appends():
