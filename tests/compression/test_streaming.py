@@ -3,6 +3,7 @@ said to be.
 """
 
 import json
+import warnings
 from itertools import pairwise
 
 import pytest
@@ -137,18 +138,27 @@ def test_the_stream_itself_with_one_part_keeps_the_same(tiny_tokenizer, evictor)
 @pytest.mark.parametrize("chunk", [7, 20, 45, 89])
 @pytest.mark.parametrize("policy", ["free", "counted"])
 @pytest.mark.parametrize("allocation", ["global", "per-layer", "per-head", "adakv"])
-def test_counts_are_exact_and_what_is_held_is_bounded(chunk, policy, allocation):
+def test_counts_are_exact_and_what_is_held_is_bounded(monkeypatch, chunk, policy, allocation):
+    held, read = [], Stream._read_part
+
+    def reading(self, cache, part):
+        full = read(self, cache, part)
+        held.append(sum(x.bounds[-1] + x.heads * x.columns for x in full.layers))
+        return full
+
+    monkeypatch.setattr(Stream, "_read_part", reading)
     model, context = build_model("qwen3"), make_text()
     shape = CacheShape.from_model(model)
     each = shape.layers * shape.heads
     for ratio, evictor in (("0.1", "knorm"), ("0.37", "snapkv:window=4"), ("1", "knorm")):
+        held.clear()
         made, cache = stream(
             model, evictor, ratio, chunk, prefix_policy=policy, allocation=allocation
         )
         outside = PREFIX * each if policy == "free" else 0
         assert cache.pairs_held - outside == made.budget.total
         assert cache.get_seq_length() == context.num_tokens and cache.restore_length == 0
-        assert made.peak_pairs <= made.budget.retained + (PREFIX + chunk) * each
+        assert max(held) <= made.budget.retained + (PREFIX + chunk) * each
         # Every pair once, in the order of the columns.
         assert marks(cache, context.num_tokens).sum() == cache.pairs_held
         assert all(
@@ -296,6 +306,17 @@ def test_all_kept_is_all_the_same(tiny_model, tiny_tokenizer, restore_from):
                 ours.restore_values, theirs.restore_values, rtol=1e-6, atol=1e-6
             )
     assert cache.pairs_held == plain.pairs_held
+
+
+def test_an_adapter_for_full_caches_is_warned_of_where_there_are_parts():
+    model, context = build_model("qwen3"), make_text(40)
+    with pytest.warns(RestoreKVWarning, match="learned to read full caches"):
+        stream(model, "knorm", 0.5, 20, make_adapter(model), context)  # two parts
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stream(model, "knorm", 0.5, 40, make_adapter(model), context)
+        stream(model, "knorm", 0.5, 20, make_adapter(model), context, restore_from="evicted")
+        stream(model, "knorm", 0.5, 20, None, context)
 
 
 def test_restore_tokens_without_an_adapter_are_refused():

@@ -134,15 +134,12 @@ class Stream:
         budget: What may be held at the end.
         begin_phase: Called with the name of each phase when it begins.
         seconds: Gets the seconds of every phase.
-        peak_pairs: The largest number of pairs held at once, in all heads of the layers without a
-            window.
     """
 
     source: StreamedContext
     budget: Budget
     begin_phase: BeginPhase = ignore_phase
     seconds: dict[str, float] = field(default_factory=dict)
-    peak_pairs: int = 0
 
     def __post_init__(self) -> None:
         self.model = self.source.model
@@ -176,7 +173,6 @@ class Stream:
             last = number == len(parts)
             self.begin_phase(f"part {number} of {len(parts)}")
             cache = self._read_part(cache, part)
-            self._update_peak(cache)
             restored: list[KeysValues] = []
             if adapter is not None and last and reads_before_eviction:
                 restored = run_restore_pass(adapter, cache, self.budget, self.seconds)
@@ -189,13 +185,6 @@ class Stream:
                 cache.commit_tail()
         assert self.config.count_pairs(cache, self.context) == self.budget.pairs
         return cache
-
-    def _update_peak(self, cache: RaggedCache) -> None:
-        """Raise `peak_pairs` if more pairs are held now."""
-        held = 0
-        for layer in cache.full_attention:
-            held += layer.bounds[-1] + layer.keys[0, ..., 0].numel()
-        self.peak_pairs = max(self.peak_pairs, held)
 
     def _read_part(self, cache: RaggedCache | None, part: Part) -> RaggedCache:
         """Prefill a part over what is held and write its scores; the tail is then prefix and
