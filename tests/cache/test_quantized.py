@@ -54,6 +54,30 @@ def allowed(rows, bounds, how, keys):
     return limit
 
 
+def test_scales_are_as_many_as_the_format_says():
+    """int8: one for each channel of up to GROUP rows of keys and for each row of values; fp8: one
+    for each head that is not empty.
+    """
+    rows = draw(0, 2 * GROUP + 12, 4)
+    bounds = bounds_of([2 * GROUP + 2, 0, 10])
+    shapes = {}
+    for how in EIGHT_BITS:
+        packed_rows = quantized.quantize(rows, -rows, bounds, how)
+        shapes[how] = [tuple(each.scales.shape) for each in packed_rows]
+        assert shapes[how] == list(quantized.compute_scale_shapes(bounds, how, 4))
+    assert shapes == {"int8": [(4, 4), (2 * GROUP + 12, 1)], "fp8": [(2, 1), (2, 1)]}
+
+
+@pytest.mark.parametrize("how", EIGHT_BITS)
+def test_empty_heads_and_single_pairs_have_scales(how):
+    nothing = torch.empty(0, 4)
+    for each in quantized.quantize(nothing, nothing, (0, 0, 0), how):
+        assert each.codes.shape == (0, 4) and len(each.scales) == 0 and each[:].shape == (0, 4)
+    pairs = torch.tensor([[1.0, -2.0], [0.0, 4.0]])
+    for each in quantized.quantize(pairs, pairs, (0, 2, 2), how):
+        torch.testing.assert_close(each[:], pairs, rtol=1 / 16, atol=4 / 254)
+
+
 @settings(deadline=None, max_examples=40)
 @given(
     lengths=st.lists(

@@ -220,6 +220,12 @@ def test_what_cannot_grow_says_so(model, tiny_tokenizer):
         ),
         (
             lambda: compress(
+                model, tiny_tokenizer, first, evictor="streaming", adapter=None
+            ).append(second),
+            "streaming scores a context as a whole",
+        ),
+        (
+            lambda: compress(
                 model, tiny_tokenizer, first, config=CompressionConfig(offset=3), adapter=None
             ).append(second),
             "with an offset",
@@ -417,6 +423,10 @@ def test_what_cannot_be_composed_says_so(model, tiny_tokenizer):
             compose([small, other])
     with pytest.raises(RestoreKVError, match="nothing to compose"):
         compose([])
+    for options in ({"evictor": "am-fast"}, {"config": CompressionConfig(offset=3)}):
+        alike = compress(model, tiny_tokenizer, first, ratio=0.5, adapter=None, **options)
+        with pytest.raises(RestoreKVError, match="with an offset, or with a bias"):
+            compose([alike, alike])
 
 
 def test_caches_of_several_ratios_are_composed_or_the_ratios_are_named(model, tiny_tokenizer):
