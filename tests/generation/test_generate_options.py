@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
     GenerationConfig,
@@ -163,6 +164,7 @@ def test_stop_strings_of_a_generation_config_end_an_answer(small, monkeypatch):
     assert generate(small) == wanted
 
 
+@pytest.mark.skipif("laguna" not in CONFIG_MAPPING, reason="transformers 5.2 has no Laguna")
 def test_a_class_that_tells_attention_nothing_of_the_cache_reads_it(tiny_tokenizer):
     """Its layers get use_cache=False whatever `generate` passes."""
     model = decoders.build("laguna", max_position_embeddings=512)
