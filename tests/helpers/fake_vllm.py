@@ -4,6 +4,7 @@
 
 import asyncio
 import json
+import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -125,7 +126,7 @@ class FakeVllm:
             options = {"past_key_values": cache}
         ids = torch.tensor([prompt])
         if temperature:
-            torch.manual_seed(body["seed"] + number)
+            torch.manual_seed(body.get("seed", secrets.randbelow(2**31)) + number)
             options |= {
                 "do_sample": True,
                 "temperature": temperature,

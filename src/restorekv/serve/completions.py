@@ -107,6 +107,7 @@ async def complete_text(
             # Each draws a seed of its own, so that equal prompts are sampled apart.
             sampling=request.make_sampling(service.defaults),
             prompt=prompt,
+            has_seed=request.seed is not None,
         )
         return questions.begin(question, request.model, "cmpl", is_gone)
 

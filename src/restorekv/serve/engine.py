@@ -149,6 +149,7 @@ class ServedQuestion:
         cancelled: Whether nobody waits for the answers any more.
         prompt: A text or token ids that are all the model reads, in place of documents, turns, text
             and system; the answer is then what follows, with any space that it begins with.
+        has_seed: Whether the client gave the seed of `sampling`, which is random otherwise.
     """
 
     documents: list[ServedDocument]
@@ -163,6 +164,7 @@ class ServedQuestion:
     cancelled: bool = False
     prompt: str | Sequence[int] = ""
     opening: str = ""
+    has_seed: bool = False
 
     @property
     def goes_on(self) -> bool:

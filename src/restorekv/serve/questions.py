@@ -118,6 +118,7 @@ class Questions:
             opening=chat.opening,
             limit=chat.limit,
             sampling=chat.sampling,
+            has_seed=request.seed is not None,
         )
         return self.begin(question, request.model, kind, is_gone)
 

@@ -50,6 +50,7 @@ class InProcessVllm:
     """vLLM's asynchronous engine, whose scheduler and workers are separate processes.
 
     `longest` is how many tokens a prompt and its answer may have; None before it has started.
+    `on_cpu` says where it runs.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class InProcessVllm:
             documents_memory: Bytes of them that each worker holds.
         """
         self.longest: int | None = None
+        self.on_cpu = False
         self.options: dict[str, Any] = {
             "structured_outputs_config": {"backend": "guidance"},
             "enable_log_requests": False,
@@ -113,6 +115,7 @@ class InProcessVllm:
                 "--vllm-options has its arguments, and --vllm-documents portable asks less of it."
             ) from error
         self.longest = self.llm.vllm_config.model_config.max_model_len
+        self.on_cpu = _is_on_cpu()
 
     def close(self) -> None:
         """End vLLM's processes."""
@@ -192,10 +195,15 @@ def leave_memory(options: Mapping[str, Any]) -> dict[str, Any]:
     told = {"kv_cache_memory_bytes", "gpu_memory_utilization"} & options.keys()
     if told or "VLLM_CPU_KVCACHE_SPACE" in os.environ:
         return dict(options)
-    if not import_module("vllm.platforms").current_platform.is_cpu():
+    if not _is_on_cpu():
         return dict(options)
     free = import_module("psutil").virtual_memory().available
     return {**options, "kv_cache_memory_bytes": free // 2}
+
+
+def _is_on_cpu() -> bool:
+    """Return whether vLLM runs on a CPU in this environment."""
+    return import_module("vllm.platforms").current_platform.is_cpu()
 
 
 @contextmanager
@@ -229,6 +237,7 @@ class RemoteVllm:
     """A vLLM server, reached through its completions API.
 
     `longest` is how many tokens a prompt and its answer may have; None where it does not say.
+    `on_cpu` says that it runs on a CPU, where that is known.
     """
 
     def __init__(self, url: str, store: Path, vocabulary: int, form: DocumentForm) -> None:
@@ -236,6 +245,7 @@ class RemoteVllm:
         self.store = store
         self.vocabulary = vocabulary
         self.form = form
+        self.on_cpu = form.needs_cpu
         key = os.environ.get("VLLM_API_KEY")
         self.headers = {"authorization": f"Bearer {key}"} if key else {}
         self.model = ""

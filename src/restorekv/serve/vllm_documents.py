@@ -35,7 +35,7 @@ class DocumentForm(ABC):
 
     `name` is what `--vllm-documents` takes, `compress_settings` are fields of `CompressionConfig`
     that documents need, `environment` is what vLLM's processes need, and `engine_options` are its
-    arguments unless the user gives others.
+    arguments unless the user gives others. `needs_cpu`: vLLM reads this form on CPUs alone.
     """
 
     name: ClassVar[str]
@@ -43,6 +43,7 @@ class DocumentForm(ABC):
     compress_settings: ClassVar[Mapping[str, Any]] = {}
     environment: ClassVar[Mapping[str, str]] = {}
     engine_options: ClassVar[Mapping[str, Any]] = {}
+    needs_cpu: ClassVar[bool] = False
 
     @abstractmethod
     def check_version(self) -> None:
@@ -92,6 +93,7 @@ class RaggedForm(DocumentForm):
     environment: ClassVar[Mapping[str, str]] = {plugin.OPTION: "1"}
     # vLLM's own blocks on a CPU are larger than a document's placeholders.
     engine_options: ClassVar[Mapping[str, Any]] = {"block_size": ragged_documents.PLACEHOLDERS}
+    needs_cpu = True
 
     def check_version(self) -> None:
         found = plugin.installed_version()

@@ -220,6 +220,8 @@ class VllmEngine(CacheEngine[VllmQuestion]):
         """
         started = time.perf_counter()
         check_supported(question.sampling)
+        if self.client.on_cpu:
+            refuse_seed(question)
         if not question.documents:
             # All but the last token, so that `cached_tokens` is what vLLM's prefix cache held.
             context, prompt = self.encode_plain(question, -1)
@@ -302,6 +304,10 @@ class VllmEngine(CacheEngine[VllmQuestion]):
                 f"{len(ids):,}."
             )
         params = make_sampling_params(question.sampling, limit, self.stops)
+        # A greedy answer has no use for a seed. A random one would change nothing but how vLLM
+        # draws, which ends on a CPU if it reads a question with a seed in pieces.
+        if question.has_seed and question.sampling.temperature:
+            params["seed"] = question.sampling.seed
         schema = question.sampling.json_schema
         if schema is not None:
             schema = json.loads(close_objects(schema))
@@ -354,8 +360,24 @@ def check_supported(sampling: SamplingConfig) -> None:
         )
 
 
+def refuse_seed(question: ServedQuestion) -> None:
+    """Refuse a seed for vLLM on a CPU, whose engine ends when it reads such a question in pieces.
+
+    It does that with one that is longer than a step, shares a step with too many others, or is
+    resumed. All other questions would end, too.
+    """
+    if question.has_seed and question.sampling.temperature:
+        raise RestoreKVError(
+            "vLLM on a CPU takes no seed, because it would end if it read the question in pieces; "
+            "leave seed out, or set temperature to 0."
+        )
+
+
 def make_sampling_params(sampling: SamplingConfig, limit: int, stops: set[int]) -> dict[str, Any]:
-    """Return how an answer is written, in vLLM's names; the library's ids end it, and no others."""
+    """Return how an answer is written, in vLLM's names, but for its seed.
+
+    The library's ids end it, and no others.
+    """
     params: dict[str, Any] = {
         "temperature": float(sampling.temperature),
         "top_p": float(sampling.top_p),
@@ -369,9 +391,6 @@ def make_sampling_params(sampling: SamplingConfig, limit: int, stops: set[int]) 
         "ignore_eos": True,
         "skip_special_tokens": False,
     }
-    # A greedy answer has no use for one.
-    if sampling.temperature:
-        params["seed"] = sampling.seed
     for name in ("frequency_penalty", "presence_penalty"):
         value = getattr(sampling, name)
         if value:
