@@ -90,7 +90,9 @@ class World:
         for document, name in zip(self.documents, ("red", "blue"), strict=True):
             document.save(store / f"{name}.safetensors")
 
-    def config(self, speculative=None, lora=None, failure_policy="fail", **parallel):
+    def config(
+        self, speculative=None, lora=None, failure_policy="fail", runner="generate", **parallel
+    ):
         text = self.model.config
         transfer = {**transfer_config(self.store), "kv_load_failure_policy": failure_policy}
         return SimpleNamespace(
@@ -99,6 +101,7 @@ class World:
             lora_config=lora,
             model_config=SimpleNamespace(
                 hf_text_config=text,
+                runner_type=runner,
                 dtype=torch.float32,
                 get_head_size=lambda: self.documents[0].keys.shape[-1],
             ),
@@ -215,6 +218,7 @@ def test_a_request_that_fails_names_its_last_block(connector):
         ({"lora": object()}, "leave out enable_lora"),
         ({"speculative": SimpleNamespace(method="draft_model")}, "with a draft model"),
         ({"decode_context_parallel_size": 2}, "context parallel ranks"),
+        ({"runner": "pooling"}, "for embeddings and scores; leave out runner and convert"),
     ],
 )
 def test_engines_that_would_answer_wrongly_are_refused(connector, options, sentence):

@@ -318,6 +318,12 @@ def test_float16_is_refused(world):
         pass
 
 
+def test_an_engine_of_embeddings_is_refused(world):
+    """A pooler that needs all tokens of a prompt would end the engine, and with it all requests."""
+    with pytest.raises(RestoreKVError, match="for embeddings"), engine(world, runner="pooling"):
+        pass
+
+
 @pytest.mark.parametrize("earlier", [False, True], ids=["first engine", "after an engine with it"])
 def test_without_the_backend_the_connector_refuses(world, earlier):
     """Without it, vLLM would read the placeholders' blocks, into which nothing was written."""

@@ -256,6 +256,7 @@ def test_the_config_has_what_is_refused_or_read():
             "lora_config",
             "instance_id",
         },
+        ("config/model.py", "ModelConfig"): {"dtype", "runner_type"},
         ("config/kv_transfer.py", "KVTransferConfig"): {
             "kv_connector",
             "kv_connector_extra_config",

@@ -101,6 +101,11 @@ def refuse_engine(config: VllmConfig, obstacles: Sequence[tuple[bool, str]]) -> 
         (context_ranks > 1, "over context parallel ranks; use one, or tensor parallel ranks"),
         # A document belongs to the base weights.
         (config.lora_config is not None, "with LoRA adapters; leave out enable_lora"),
+        # An embedding is of all tokens of a prompt, and placeholders are none of the document's.
+        (
+            config.model_config.runner_type != "generate",
+            "for embeddings and scores; leave out runner and convert",
+        ),
     ]
     for stands_in_the_way, obstacle in [*common, *obstacles]:
         if stands_in_the_way:
