@@ -158,16 +158,26 @@ def test_a_composition_is_another_document_than_its_parts(store, documents, tiny
         store.find_document(prompt(files, QUESTION, tiny_tokenizer), "red")
 
 
-def test_a_prompt_of_placeholders_one_after_the_other_is_refused(store, tiny_tokenizer):
-    """The second document would be taken for a question."""
+def test_placeholders_that_do_not_stand_whole_at_the_beginning_are_refused(store, tiny_tokenizer):
+    """They would be taken for a text: the second document of a prompt, for a question."""
     red, blue = (
         prompt(store.folder / f"{name}.rkv", QUESTION, tiny_tokenizer) for name in ("red", "blue")
     )
     both = prompt([store.folder / "red.rkv", store.folder / "blue.rkv"], QUESTION, tiny_tokenizer)
     for first in (red, both):
         for second in (blue, both):
-            with pytest.raises(RestoreKVError, match="one after the other"):
-                store.find_document([*first[:PLACEHOLDERS], *second])
+            for question in ([], [5], [5, 6, 7] * 20):
+                with pytest.raises(RestoreKVError, match="ask several documents and turns by one"):
+                    store.find_document([*first[:PLACEHOLDERS], *question, *second])
+        # After a system text, for example.
+        with pytest.raises(RestoreKVError, match="put nothing before what"):
+            store.find_document([5, *first])
+    # As vLLM cuts prompts from their beginning; what is cut altogether cannot be seen.
+    assert store.find_document(red)
+    for cut in range(1, PLACEHOLDERS - 3):
+        with pytest.raises(RestoreKVError, match="leave out truncate_prompt_tokens"):
+            store.find_document(red[cut:])
+    assert store.find_document(red[PLACEHOLDERS:]) is None
     with pytest.raises(RestoreKVError, match="no question"):
         store.find_document(both[:PLACEHOLDERS])
 

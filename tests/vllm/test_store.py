@@ -4,6 +4,7 @@ never served.
 
 import os
 import shutil
+import time
 from dataclasses import replace
 
 import pytest
@@ -81,6 +82,39 @@ def test_every_changed_placeholder_is_refused(place):
             store.find_document(other)
     with pytest.raises(RestoreKVError, match="no question"):
         store.find_document(asked[: documents[0].tokens])
+
+
+def test_placeholders_that_do_not_stand_whole_at_the_beginning_are_refused(place):
+    """vLLM would read them as a text, and answer without a document."""
+    _, documents, store, tokenizer = place
+    red, blue = (prompt(document, QUESTION, tokenizer) for document in documents)
+    tokens = documents[0].tokens
+    assert store.find_document(red)
+    for cut in range(1, tokens - 3):
+        with pytest.raises(RestoreKVError, match="leave out truncate_prompt_tokens"):
+            store.find_document(red[cut:])
+        with pytest.raises(RestoreKVError, match=r"does not begin with placeholders of .* red"):
+            store.find_document(red[cut:], "red")
+    assert store.find_document(red[tokens:]) is None
+    for ids in ([5, *red], [*red, *blue], [*red[:tokens], *blue], [5] * 99 + red):
+        with pytest.raises(RestoreKVError, match="do not stand whole at its beginning"):
+            store.find_document(ids)
+
+
+def test_a_file_that_was_replaced_by_one_of_the_same_time_is_found(place):
+    """As archives and reproducible builds give all their files one time."""
+    folder, documents, store, tokenizer = place
+    red, blue = (prompt(document, QUESTION, tokenizer) for document in documents)
+    (folder / "blue.safetensors").rename(folder / "new")
+    times = (folder / "red.safetensors").stat()
+    assert store.find_document(red).path.stem == "red"
+    time.sleep(0.02)  # clocks of file systems are coarse
+    os.utime(folder / "new", ns=(times.st_atime_ns, times.st_mtime_ns))
+    (folder / "new").replace(folder / "red.safetensors")
+    found = store.find_document(blue)
+    assert found.path.stem == "red" and store.load_pairs(found)[0].equal(documents[1].keys)
+    with pytest.raises(RestoreKVError, match="does not have"):
+        store.find_document(red)
 
 
 def test_files_may_come_go_and_change(place):

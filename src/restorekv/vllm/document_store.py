@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+# Times of a file's content and of its place, in nanoseconds, and its size.
+Change = tuple[int, int, int]
+
+
 @dataclass(frozen=True)
 class EngineModel:
     """What a document must have been made for to fit the engine's model.
@@ -155,6 +159,17 @@ def _begins_with(ids: Sequence[int], placeholders: tuple[int, ...]) -> bool:
     return bool(placeholders) and tuple(ids[: len(placeholders)]) == placeholders
 
 
+def _contains(ids: list[int], part: list[int]) -> bool:
+    """Whether some ids stand together in others."""
+    first = -1
+    with suppress(ValueError):  # the first of them does not come again
+        while True:
+            first = ids.index(part[0], first + 1)
+            if ids[first : first + len(part)] == part:
+                return True
+    return False
+
+
 class DocumentStore(ABC):
     """Files of a folder.
 
@@ -177,8 +192,11 @@ class DocumentStore(ABC):
             raise RestoreKVError(
                 f"The store {folder} is not a folder; make it and put {self.contents} there."
             )
-        # By path, with the time of the file's last change.
-        self._files: dict[Path, tuple[int, StoredDocument]] = {}
+        # By path, with what `_find_change` returned.
+        self._files: dict[Path, tuple[Change, StoredDocument]] = {}
+        # The last MARK ids of all placeholders that were seen, and the most placeholders of a file.
+        self._ends: set[tuple[int, ...]] = set()
+        self._longest = 0
 
     @abstractmethod
     def _read_document(self, path: Path) -> StoredDocument:
@@ -200,8 +218,8 @@ class DocumentStore(ABC):
 
         Raises:
             RestoreKVError: The placeholders are of no document here, of one that does not fit, or
-                of another than `wanted`, or no question follows them, or one that ends beyond the
-                model's positions.
+                of another than `wanted`, or do not stand whole at the beginning, or no question
+                follows them, or one that ends beyond the model's positions.
         """
         # The first ids mark a document; a prompt that begins otherwise is an ordinary one.
         if list(ids[:MARK]) not in self.marks:
@@ -209,6 +227,7 @@ class DocumentStore(ABC):
                 raise RestoreKVError(
                     f"The prompt does not begin with placeholders of the document {wanted}."
                 )
+            self.refuse_misplaced(ids)
             return None
         document = self._find(lambda each: _begins_with(ids, each.ids))
         if document is None:
@@ -228,8 +247,32 @@ class DocumentStore(ABC):
         # Something must follow: the engine computes the last token of a prompt itself.
         if len(ids) <= len(document.ids):
             raise RestoreKVError(f"The prompt has placeholders of {path.name} and no question.")
+        self.refuse_misplaced(ids[len(document.ids) :])
         self.refuse_long_prompt(document, ids)
         return document
+
+    @property
+    def signs(self) -> list[list[int]]:
+        """The MARK ids with which placeholders begin, of all kinds that vLLM would be asked for."""
+        return self.marks
+
+    def refuse_misplaced(self, ids: Sequence[int]) -> None:
+        """Raise RestoreKVError for placeholders among the ids of a text.
+
+        vLLM would read them as a text, and answer about something else without a word. Of those
+        that were cut at their beginning, only what is left of them can be found.
+        """
+        has_sign = any(_contains(list(ids), sign) for sign in self.signs)
+        beginning = ids[: self._longest]
+        has_end = any(
+            tuple(beginning[first : first + MARK]) in self._ends for first in range(len(beginning))
+        )
+        if has_sign or has_end:
+            raise RestoreKVError(
+                "The prompt has placeholders of a document that do not stand whole at its "
+                "beginning; put nothing before what restorekv.vllm.prompt returns, ask several "
+                "documents and turns by one call of it, and leave out truncate_prompt_tokens."
+            )
 
     def refuse_long_prompt(self, document: StoredDocument, ids: Sequence[int]) -> None:
         """Raise RestoreKVError for a prompt whose question ends beyond the model's positions.
@@ -283,16 +326,25 @@ class DocumentStore(ABC):
             if known != changed:
                 has_news = True
                 with suppress(OSError):
-                    self._files[path] = (changed, self._read_document(path))
+                    document = self._read_document(path)
+                    self._files[path] = (changed, document)
+                    if document.ids:
+                        self._ends.add(document.ids[-MARK:])
+                        self._longest = max(self._longest, len(document.ids))
         return has_news
 
 
-def _find_change(path: Path) -> int | None:
-    """Return when a file was changed last, None if there is none."""
+def _find_change(path: Path) -> Change | None:
+    """Return what changes with a file, None if there is none.
+
+    Archives give all their files one time of modification, so the time at which a file came to its
+    place counts too, which nobody can set.
+    """
     try:
-        return path.stat().st_mtime_ns
+        status = path.stat()
     except OSError:
         return None
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size
 
 
 def find_heads(rank: int, ranks: int, heads: int) -> slice:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.storage import cache_file
-from restorekv.storage.portable import MARK
 from restorekv.vllm import composition, worker_state
 from restorekv.vllm.document_store import DocumentStore, EngineModel, StoredDocument, find_heads
 from restorekv.vllm.page_pool import count_pages_of_heads
@@ -45,26 +44,22 @@ class RaggedStore(DocumentStore):
 
         Raises:
             RestoreKVError: The placeholders are of no document here, of some that do not fit, or
-                of another than `wanted`, or no question follows them, or one that ends beyond the
-                model's positions.
+                of another than `wanted`, or do not stand whole at the beginning, or no question
+                follows them, or one that ends beyond the model's positions.
         """
         short_names = composition.read_short_names(ids)
         if short_names is None:
-            document = super().find_document(ids, wanted)
-        else:
-            document = self._compose(self._find_names(ids, short_names), wanted)
-        if document is None:
-            return None
-        rest = list(ids[PLACEHOLDERS:])
-        if not rest:
+            return super().find_document(ids, wanted)
+        document = self._compose(self._find_names(ids, short_names), wanted)
+        if len(ids) <= PLACEHOLDERS:
             raise RestoreKVError("The prompt has placeholders of documents and no question.")
-        if rest[:MARK] in (*self.marks, composition.make_mark()):
-            raise RestoreKVError(
-                "The prompt has placeholders of several documents one after the other; "
-                "restorekv.vllm.prompt makes one that asks them as one text."
-            )
+        self.refuse_misplaced(ids[PLACEHOLDERS:])
         self.refuse_long_prompt(document, ids)
         return document
+
+    @property
+    def signs(self) -> list[list[int]]:
+        return [*self.marks, composition.make_mark()]
 
     def _find_names(
         self, ids: Sequence[int], short_names: Sequence[composition.ShortName]
