@@ -508,6 +508,52 @@ def test_files_that_are_asked_stay(model, tiny_tokenizer, tmp_path, form):
     assert not files.find_path(names[2]).exists()
 
 
+@pytest.mark.parametrize("form", ["ragged", "portable"])
+def test_a_document_that_is_deleted_while_its_file_is_written_leaves_none(
+    model, tiny_tokenizer, tmp_path, monkeypatch, form
+):
+    files, small = (
+        VllmFiles(tmp_path, 1 << 30, find_form(form)),
+        small_of(model, tiny_tokenizer, form),
+    )
+    write = files.form.write_file
+
+    def write_and_forget(*given):
+        written = write(*given)
+        files.forget("0")
+        return written
+
+    monkeypatch.setattr(files.form, "write_file", write_and_forget)
+    files.take(("0",), small)
+    assert files.find_path(("0",)).exists()  # for the question that is on its way
+    files.give_back(("0",))
+    assert list(tmp_path.iterdir()) == []
+    # One that cannot be written is not remembered as deleted.
+    monkeypatch.setattr(files.form, "write_file", lambda *_: files.forget("0") or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        files.take(("0",), small)
+    monkeypatch.setattr(files.form, "write_file", write)
+    files.take(("0",), small)
+    files.give_back(("0",))
+    assert files.find_path(("0",)).exists()
+
+
+def test_a_document_that_is_deleted_before_its_question_is_sent_leaves_no_file(
+    client, file, fake, monkeypatch
+):
+    before = set(fake.store.folder.iterdir())
+    other = upload(client, OTHER + " Gone.")
+    compose_documents = vllm_engine.compose_documents
+
+    def delete_and_compose(caches):
+        client.files.delete(other.id)
+        return compose_documents(caches)
+
+    monkeypatch.setattr(vllm_engine, "compose_documents", delete_and_compose)
+    assert ask(client, about(other)).choices[0].message.content
+    assert set(fake.store.folder.iterdir()) == before
+
+
 def test_caches_with_a_bias_are_refused_at_the_upload(model, tiny_tokenizer):
     fitted = compress(model, tiny_tokenizer, TEXT, evictor="am-fast", ratio="0.4", adapter=None)
     with pytest.raises(RestoreKVError, match="add a bias to logits"):

@@ -268,6 +268,11 @@ class VllmEngine(CacheEngine[VllmQuestion]):
             keys.append(self.make_key(document.sha256, document.variant))
         files = tuple(keys)
         manifest = cache.manifest
+        document_ids = self.files.take(files, cache)
+        # A document that was deleted before its file had a user.
+        for key in files:
+            if not self.store.has_cache(key):
+                self.files.forget(key)
         return VllmQuestion(
             question=question,
             context=cache.context,
@@ -275,7 +280,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
             samplers=self._make_samplers(question),
             cost=CacheCost(manifest.pairs_held, manifest.bytes_held, manifest.seconds),
             started=started,
-            document_ids=self.files.take(files, cache),
+            document_ids=document_ids,
             files=files,
         )
 

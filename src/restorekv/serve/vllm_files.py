@@ -78,16 +78,19 @@ class VllmFiles:
                     total -= self.files[each].size
                     self._remove(each)
             self.users += Counter()  # leaves out those that nobody needs
+            # Of those that could not be written there is nothing to remove.
+            self.forgotten &= self.users.keys()
 
     def forget(self, key: str) -> None:
         """Remove all that was made of a cache, which the store has dropped."""
         with self.lock:
-            for keys in list(self.files):
+            # A file that is being written has a user and is not in `files` yet.
+            for keys in {*self.files, *self.users}:
                 if key not in keys:
                     continue
                 if self.users[keys]:
                     self.forgotten.add(keys)
-                else:
+                elif keys in self.files:
                     self._remove(keys)
 
     def _remove(self, keys: Keys) -> None:
