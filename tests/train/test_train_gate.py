@@ -8,12 +8,14 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
 from restorekv import evictors
-from restorekv.errors import RestoreKVError
+from restorekv.data.overlap import find_near_copies
+from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.evictors import gate_file
 from restorekv.evictors.kvzap import KVzap
 from restorekv.model import gate_kinds
@@ -36,6 +38,7 @@ from restorekv.train.gate import (
 )
 from restorekv.train.gate_config import USED_SETTINGS, GateConfig
 from tests.helpers.cli_world import cli
+from tests.helpers.data_world import text
 from tests.helpers.gates import random_layers
 from tests.helpers.models import build_model
 
@@ -221,6 +224,24 @@ def test_an_interruption_loses_nothing(tiny_tokenizer, tmp_path, monkeypatch):
     assert resumed.card == whole.card
     sums = [gate_file.read_gate(tmp_path / name).digest for name in ("whole", "gate")]
     assert sums[0] == sums[1], "bit for bit"
+
+
+def test_near_copies_of_what_is_checked_on_are_not_trained_on(tiny_tokenizer, tmp_path):
+    model = build_model("qwen3")
+    texts = [text(number, 60) for number in range(4)]
+    config = GateConfig("kvzap-linear", tokens=20, held_out=0.25)
+    alone = train_gate(model, tiny_tokenizer, texts, config, tmp_path / "a", tmp_path / "fa")
+    # The first is held out; another version of it would be in both halves.
+    copied = [*texts, texts[0].upper() + " Revised on Monday."]
+    assert find_near_copies(copied[1:], copied[:1]) == [3]
+    config = replace(config, held_out=0.2)
+    with pytest.warns(RestoreKVWarning, match="1 of 5 contexts are nearly the same as one"):
+        gate = train_gate(model, tiny_tokenizer, copied, config, tmp_path / "b", tmp_path / "fb")
+    for one, other in zip(alone.layers, gate.layers, strict=True):
+        assert all(torch.equal(other[name], value) for name, value in one.items())
+    assert gate.card.figures == alone.card.figures
+    with pytest.raises(RestoreKVError, match="none can check the gate"):
+        train_gate(model, tiny_tokenizer, copied[::4], config, tmp_path / "c", tmp_path / "fc")
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

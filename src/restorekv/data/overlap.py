@@ -33,6 +33,7 @@ UNSPACED = (
 # One such letter, or a run of others.
 WORD = re.compile(rf"(?=\w)[{UNSPACED}]|[^\W{UNSPACED}]+")
 GRAM_WORDS = 13
+NEAR_COPY = 0.8  # share of common grams from which on two texts are nearly the same
 LEAST_COMMON = 8  # grams, below which texts have nothing in common
 # The base of the polynomial that hashes a gram: an odd number with bits everywhere.
 BASE = np.uint64(0x9E3779B97F4A7C15)
@@ -81,6 +82,26 @@ def hash_grams(text: str) -> np.ndarray:
     for place in range(GRAM_WORDS):
         total = total * BASE + hashes[place : place + len(total)]  # modulo 2**64
     return np.unique(total)
+
+
+def find_near_copies(texts: Sequence[str], others: Sequence[str]) -> list[int]:
+    """Return the indices of `texts` that are nearly the same as one of `others`, or a part of it:
+    their words are the same, or at least NEAR_COPY of the 13-grams of the one that has fewer are in
+    both.
+    """
+    words_of_others = {" ".join(split_words(text)) for text in others}
+    grams_of_others = [hash_grams(text) for text in others]
+    copies = []
+    for index, text in enumerate(texts):
+        grams = hash_grams(text)
+        is_copy = " ".join(split_words(text)) in words_of_others
+        for other in grams_of_others:
+            fewer = min(len(grams), len(other))
+            common = len(np.intersect1d(grams, other, assume_unique=True))
+            is_copy |= common >= max(NEAR_COPY * fewer, LEAST_COMMON)
+        if is_copy:
+            copies.append(index)
+    return copies
 
 
 class EvaluationIndex:

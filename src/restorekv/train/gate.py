@@ -12,7 +12,7 @@ The bias b of a Fast KVzip gate counts once, in training as in inference: both a
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.errors import RestoreKVError
+from restorekv.data.overlap import find_near_copies
+from restorekv.errors import RestoreKVError, warn
 from restorekv.evictors import gate_file
 from restorekv.evictors.fastkvzip import FastKVzip
 from restorekv.evictors.gate_file import Gate, GateCard
@@ -76,6 +77,7 @@ def train_gate(
     # Whole contexts are held out: tokens of one text are too much alike.
     train, held = data.split_held_out(config.held_out)
     del data  # the two halves are copies
+    train = _drop_near_copies(train, held, texts)
     # Each kind has a way to be fitted and one to be read; both work on all layers at once.
     fit, predict = FITS[config.kind]
     stacked = fit(train, shape, config, model.device, progress)
@@ -90,6 +92,27 @@ def train_gate(
     gate = Gate(unstack_layers(stacked), card)
     gate_file.write_gate(out, gate)
     return gate
+
+
+def _drop_near_copies(train: Features, held: Features, texts: Sequence[str]) -> Features:
+    """Return the features to train on without those of contexts that are nearly the same as one
+    that the gate is checked on: the figures would be too good.
+    """
+    numbers = train.document.unique().tolist()
+    held_texts = [texts[number] for number in held.document.unique().tolist()]
+    places = find_near_copies([texts[number] for number in numbers], held_texts)
+    if not places:
+        return train
+    if len(places) == len(numbers):
+        raise RestoreKVError(
+            "All contexts are nearly the same, so that none can check the gate; give others."
+        )
+    warn(
+        f"{len(places)} of {len(texts)} contexts are nearly the same as one that the gate is "
+        "checked on; they are not trained on."
+    )
+    copies = torch.tensor([numbers[place] for place in places])
+    return train.select(~torch.isin(train.document, copies))
 
 
 def _init_linear(
