@@ -158,7 +158,8 @@ def compose(contexts: Sequence[CompressedContext], *more: object) -> CompressedC
     True
 
     Raises:
-        RestoreKVError: The contexts differ in model, chat prefix or config.
+        RestoreKVError: The contexts differ in model, chat prefix, evictor, adapter or config, or
+            the model's keys cannot be moved.
     """
     if more:
         raise RestoreKVError("compose takes one list: compose([first, second]).")

@@ -105,9 +105,10 @@ def compress(
             "best" (kvzip).
         adapter: "auto" for the adapter that ships for model and evictor, "published" for the one
             that the paper's authors publish, a folder or hub id, a RestoreAdapter made for `model`,
-            or None. "auto" restores nothing above the highest ratio at which the adapter was
-            measured to help, or, without a measurement, was trained for, unless the config's
-            `restore_tokens` or `restore_from` asks for it.
+            or None. "smollm2:kvzip" is one that ships, by its name. "auto" restores nothing above
+            the highest ratio at which the adapter was measured to help, or, without a measurement,
+            was trained for, nor below the lowest one at which it helps this evictor, unless the
+            config's `restore_tokens` or `restore_from` asks for it.
         config: The settings that are rarely changed.
         progress: Called with the phase ("prefill", "score" and so on) and the share of the whole
             that is done, whenever a phase begins or the share has grown by a hundredth.

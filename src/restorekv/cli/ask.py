@@ -41,9 +41,7 @@ def run(
     ] = 128,
     answer_prefix: Annotated[
         str,
-        typer.Option(
-            metavar="TEXT", help="Words that every answer starts with; they are not printed."
-        ),
+        typer.Option(help="Words that every answer starts with; they are not printed."),
     ] = "",
     model: options.OtherModel = None,
     device: options.Device = "cpu",

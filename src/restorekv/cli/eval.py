@@ -63,8 +63,8 @@ def run(
         bool,
         typer.Option(
             "--set-aside",
-            help="Compute results again that were made with other code, such as an older evictor; "
-            "the old ones move to set-aside/ in the folder.",
+            help="Compute results again that were made with something else, such as an older "
+            "evictor or another adapter; the old ones move to set-aside/ in the folder.",
         ),
     ] = False,
     count: Annotated[

@@ -61,7 +61,7 @@ Preset = Annotated[
 ]
 ADAPTER_HELP = (
     "auto (the one that ships for the model, up to the ratio where it helps), none, published (by "
-    "the paper's authors), a folder or a hub id."
+    "the paper's authors), a folder, a hub id, or one that ships, such as smollm2:kvzip."
 )
 Adapter = Annotated[str, typer.Option(help=f"Restore adapter: {ADAPTER_HELP}")]
 DEFAULT_MODEL = "smollm2"  # everywhere; the toy is used where it is named
@@ -246,8 +246,8 @@ class SamplingFlags:
     stop_repeats: int = field(
         default=STOP_REPEATS,
         metadata={
-            "help": "End an answer once it says the same thing this many times in a row, and keep "
-            "one copy; 0 lets it continue.",
+            "help": "End an answer once it says the same thing this many times in a row, at least "
+            "2, and keep one copy; 0 lets it continue.",
             "min": 0,
             "max": 1000,
         },

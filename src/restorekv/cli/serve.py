@@ -114,8 +114,8 @@ def run(
         typer.Option(
             min=0,
             max=1000,
-            help="End an answer once it says the same thing this many times in a row; 0 lets it "
-            "continue.",
+            help="End an answer once it says the same thing this many times in a row, at least 2; "
+            "0 lets it continue.",
             show_default=str(options.STOP_REPEATS),
         ),
     ] = None,

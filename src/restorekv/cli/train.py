@@ -51,7 +51,8 @@ def run(
     shard: Annotated[
         bool,
         typer.Option(
-            "--shard", help="Spread the backbone over the processes of `accelerate launch`."
+            "--shard",
+            help="Spread the backbone over the processes of `torchrun` or `accelerate launch`.",
         ),
     ] = False,
     store: Annotated[

@@ -17,7 +17,8 @@ def run(
     files: Annotated[
         list[Path],
         typer.Argument(
-            help="Cache files, gates, or folders of cache files, adapters, data or results."
+            help="Cache files, portable files, conversations, gates, or folders of cache files, "
+            "adapters, data, results or training runs."
         ),
     ],
 ) -> None:

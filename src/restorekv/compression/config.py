@@ -73,8 +73,8 @@ class CompressionConfig:
     """Everything that decides a cache besides the model, the text, the evictor, the adapter and the
     ratio, and how it is made.
 
-    `compress` uses all fields. `Eviction` uses those up to `offload`: it takes a context that is
-    tokenized already, and makes a cache that is not quantized.
+    `compress` uses all fields. `Eviction` uses those up to `offload`: it tokenizes a text with the
+    defaults of the others, and makes a cache that is not quantized.
 
     Args:
         prefix_policy: "free" keeps the chat prefix and does not count it; "counted" lets it compete

@@ -118,7 +118,9 @@ class BuildConfig:
     overlap: float = setting(
         0.1, "Documents that share at least this fraction of 13-grams with a test are refused."
     )
-    seed: int = setting(0, "Seed for drawing chunks of books.")
+    seed: int = setting(
+        0, "Seed of what is drawn: chunks of books, passages, questions and made-up facts."
+    )
 
     def __post_init__(self) -> None:
         check_choice("The mixture", self.mixture, MIXTURE_NAMES)

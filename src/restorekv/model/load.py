@@ -94,7 +94,7 @@ def load_model(
         name: "smollm2", "gemma3-270m", "tiny", a local folder, a GGUF file or a hub id. A GGUF
             file, or a folder that holds one, is dequantized to float32 at the first call and kept
             (gguf.py).
-        dtype: One of DTYPES or PyTorch's; "auto" is that of the checkpoint.
+        dtype: "float32", "bfloat16", "float16" or PyTorch's own; "auto" is that of the checkpoint.
         device: Where the weights go.
         rope: Entries of the config's RoPE to change, such as {"rope_type": "yarn", "factor": 4.0,
             "original_max_position_embeddings": 32768}; a number is the factor of such a YaRN over

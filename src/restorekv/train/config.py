@@ -75,7 +75,9 @@ class TrainConfig:
         "Linear layers that get a LoRA, separated by commas; none: a control without LoRA.",
     )
     init: str = setting(
-        "", "Adapter to start from: a folder, a hub id or smollm2:NAME; a new one by default."
+        "",
+        "Adapter to start from: a folder, a hub id, or one that ships, such as smollm2:kvzip; a "
+        "new one by default.",
     )
     embeddings: str = setting(
         "learned", "Restore embeddings: learned, or fixed (a control with n line breaks)."
