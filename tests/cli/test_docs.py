@@ -8,25 +8,34 @@ SmolLM2, run with the slow tests.
 
 import re
 import tomllib
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import restorekv
 from restorekv.cli import COMMANDS
+from restorekv.compression.eviction import COMPRESSORS
+from restorekv.compression.presets import PRESETS
+from restorekv.evictors import EVICTORS
+from restorekv.generation.sampling import SamplingConfig
 from restorekv.model import gguf
 from restorekv.model.load import load_model
 from restorekv.model.names import SMOLLM2_ID
+from restorekv.tasks import BENCHMARKS
 from tests.helpers.cli_world import cli
 from tests.helpers.pages import RECORDED, ROOT, WRITTEN, Command, blocks, commands, prose
 
 README = ROOT / "README.md"
+CHANGES = ROOT / "CHANGELOG.md"  # names what is gone, too
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-EXTRAS = set(
-    tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = set(PROJECT["optional-dependencies"])
 EVERY = [(page, command) for page in WRITTEN for command in commands(page)]
-QUICK = ROOT / "docs" / "quickstart.md"
+DOCS = ROOT / "docs"
+QUICK = DOCS / "quickstart.md"
 PYTHON = ("conversations", "long-texts", "training")
 PAGES = [  # with commands that run
     pytest.param(page, marks=() if page == QUICK else pytest.mark.slow)
@@ -54,6 +63,27 @@ def run_all(printed: list[Command]) -> None:
         assert result.code == 0, (command.line, result.err)
         if command.words[1] == "ask" and command.output:
             assert result.out == command.output, command.line
+        if command.words[1] == "compress" and command.output:
+            assert drop_varying(result.out) == drop_varying(command.output), command.line
+
+
+def drop_varying(printed: str) -> list[str]:
+    """The lines of a command's output, but those of its seconds and of a file's size."""
+    lines = [line.rstrip() for line in printed.splitlines()]
+    return [line for line in lines if not re.match("│ (seconds|bytes)", line)]
+
+
+def table_rows(page: Path, heading: str) -> Iterator[tuple[list[str], str]]:
+    """The names in backticks of the first cell, and the rest, of the first table that has a
+    heading.
+    """
+    _, found, text = page.read_text(encoding="utf-8").partition(f"\n| {heading}")
+    assert found, heading
+    for line in text.splitlines()[2:]:
+        if not line.startswith("|"):
+            break
+        first, _, rest = line.removeprefix("|").partition(" | ")
+        yield re.findall(r"`([^`]+)`", first), rest
 
 
 def help_of(*path: str) -> str:
@@ -150,6 +180,75 @@ def test_commands_in_sentences_exist(page):
     text = "\n".join(prose(page))
     assert set(re.findall(r"`make ([\w-]+)", text)) <= TARGETS
     assert set(re.findall(r"`restorekv ([a-z][\w-]*)", text)) <= set(COMMANDS)
+
+
+def test_the_reference_has_every_public_name_and_command():
+    names = [
+        name.partition("(")[0] for row, _ in table_rows(DOCS / "api.md", "name |") for name in row
+    ]
+    assert sorted(names) == restorekv.__all__
+    commands = [name for row, _ in table_rows(DOCS / "api.md", "command |") for name in row]
+    assert sorted(commands) == sorted(COMMANDS)
+
+
+def test_every_method_is_listed_with_its_settings_and_defaults():
+    methods = {**EVICTORS, **COMPRESSORS}
+    page = DOCS / "choosing.md"
+    specs = [spec for row, _ in table_rows(page, "spec | source") for spec in row]
+    assert [spec.partition(":")[0] for spec in specs] == list(methods)
+    presets = [row[0] for row, _ in table_rows(page, "preset |")]
+    assert sorted(presets) == sorted(PRESETS)
+
+    listed: dict[str, dict[str, str]] = {name: {} for name in methods}
+    for names, rest in table_rows(page, "spec | settings and defaults"):
+        settings = re.findall(r"`(\w+)=([^`]+)`", rest)
+        if names == ["streaming", "random"]:  # one setting each, in their order
+            for name, setting in zip(names, settings, strict=True):
+                listed[name].update([setting])
+        else:
+            for name in names:
+                listed[name].update(settings)
+    # "and those of `kvzip`", "the same with".
+    listed["contrastkv"] |= listed["kvzip"]
+    listed["contrastkv-simple"] = listed["contrastkv"] | listed["contrastkv-simple"]
+
+    for name, method in methods.items():
+        defaults = {each.name: each.default for each in fields(method)}
+        for unlisted in ("press", "instruction", "config"):  # named in sentences, or no setting
+            defaults.pop(unlisted, None)
+        assert set(listed[name]) == set(defaults), name
+        for setting, default in defaults.items():
+            said = listed[name][setting]
+            if isinstance(default, bool):
+                assert said == str(default).lower(), (name, setting)
+            else:
+                assert type(default)(said) == default, (name, setting)
+
+
+def test_every_benchmark_is_listed():
+    listed = [name for row, _ in table_rows(DOCS / "evaluation.md", "name | what") for name in row]
+    assert sorted(listed) == sorted(BENCHMARKS)
+
+
+def test_every_option_of_an_answer_is_listed():
+    rows = table_rows(DOCS / "conversations.md", "option | default")
+    listed = {name for row, _ in rows for name in row}
+    options = {each.name for each in fields(SamplingConfig)}
+    assert listed == options | {"max_new_tokens", "max_tokens", "answer_prefix"}
+
+
+@pytest.mark.parametrize("page", [README, DOCS / "choosing.md"], ids=name)
+def test_the_versions_of_transformers_are_those_of_the_package(page):
+    (wanted,) = (each for each in PROJECT["dependencies"] if each.startswith("transformers"))
+    first, beyond = re.findall(r"5\.(\d+)", wanted)
+    assert f"`transformers` 5.{first} to 5.{int(beyond) - 1}" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", [each for each in WRITTEN if each != CHANGES], ids=name)
+def test_extras_in_sentences_exist(page):
+    text = " ".join(prose(page))
+    named = re.findall(r"extra `([\w-]+)`", text) + re.findall(r"'restorekv\[([\w-]+)\]'", text)
+    assert set(named) <= EXTRAS
 
 
 def test_docs_holds_few_pages():
