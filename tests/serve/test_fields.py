@@ -3,6 +3,7 @@ by name.
 """
 
 import json
+import re
 import typing
 from pathlib import Path
 from urllib.error import HTTPError
@@ -124,6 +125,13 @@ def test_the_table_in_the_documents_is_the_servers(kind):
     known = {**dict.fromkeys(ours.model_fields, "honored"), **dict.fromkeys(idle, "no effect")}
     known |= dict.fromkeys(refused, "refused")
     assert {name: said for name, said in told.items() if said != "unknown"} == known
+
+
+def test_the_documents_name_what_completions_ignore_and_refuse():
+    text = " ".join(PAGE.read_text().split())
+    ignored, refused = text.split("`/v1/completions` has the fields")[1].split("refuses", 1)
+    assert set(re.findall(r"`(\w+)`", ignored.partition("ignores")[2])) == fields.COMPLETION_IDLE
+    assert set(re.findall(r"`(\w+)`", refused.partition(".")[0])) == set(fields.COMPLETION_REFUSED)
 
 
 @pytest.mark.parametrize("kind", KINDS)

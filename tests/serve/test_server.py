@@ -1125,7 +1125,10 @@ def test_lists_of_files_are_those_that_were_asked_for(client, file):
 
 
 def test_parameters_that_would_be_ignored_are_refused(client, file):
-    for path, names in ((f"/files/{file.id}", "none"), ("/files", "after and limit and order")):
+    for path, names in (
+        (f"/files/{file.id}", "none"),
+        ("/files", "after, limit, order and purpose;"),
+    ):
         with pytest.raises(openai.BadRequestError, match=f"colour is not a parameter.*{names}"):
             client.get(f"{path}?colour=red", cast_to=object)
 

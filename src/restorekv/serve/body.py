@@ -108,7 +108,7 @@ class CheckedRoute(APIRoute):
 def _make_query_error(name: str, known: Sequence[str]) -> ApiError:
     """Return the error of a query with a parameter that would be ignored."""
     printable = printable_name(name)[:60]
-    takes = f"takes {' and '.join(known)}" if known else "takes none"
+    takes = f"takes {join_words(known, 'and')}" if known else "takes none"
     message = f"{printable} is not a parameter of this path, which {takes}; leave it out."
     return ApiError(400, message, "unknown_parameter", printable)
 
