@@ -96,14 +96,19 @@ def compact(model, tokenizer, ratio, spec="am-fast"):
     return prepared, prepared.evict(ratio)
 
 
-def test_columns_bias_and_values_are_those_of_double_precision(tiny_model, tiny_tokenizer):
-    prepared, made = compact(tiny_model, tiny_tokenizer, 0.2)
+@pytest.mark.parametrize("tokens_per_head", [1, 16])
+def test_columns_bias_and_values_are_those_of_double_precision(
+    tiny_model, tiny_tokenizer, tokens_per_head
+):
+    prepared = make_compressor("am-fast").prepare(tiny_model, tiny_tokenizer, TEXT)
+    made = prepared.evict(Fraction(tokens_per_head, prepared.context.text_tokens))
     queries, keys, values = reference(tiny_model, tiny_tokenizer, prepared.context)
     prefix = prepared.context.prefix_length
     for index, layer in enumerate(made.layers):
         for head in range(layer.heads):
             rows = slice(layer.bounds[head] + prefix, layer.bounds[head + 1])
             count = rows.stop - rows.start
+            assert count == tokens_per_head
             columns, factors, fitted = oracle(
                 queries[index, head], keys[index, head], values[index, head], count
             )
@@ -341,6 +346,8 @@ def test_mistakes_are_told(tiny_tokenizer, tmp_path):
     for wrong in ("steps=-1", "queries=0", "box=nan", "box=30", "heads=none.json"):
         with pytest.raises(RestoreKVError):
             make_compressor(f"am-fast:{wrong}")
+    for right in ("steps=0", "queries=1", "box=0", "box=20"):
+        assert make_compressor(f"am-fast:{right}").spec.startswith("am-fast:")
     for text in (
         "{",
         "[]",
@@ -374,6 +381,8 @@ def test_mistakes_are_told(tiny_tokenizer, tmp_path):
             evictor="am-fast",
             config=CompressionConfig(allocation="per-head"),
         )
+    with pytest.raises(RestoreKVError, match="no restore pass"):
+        AttentionMatching(config=CompressionConfig(restore_from="evicted"))
     restorer = RestoreAdapter.create(model, 2, rank=2)
     for given_adapter in (restorer, "somewhere"):
         with pytest.raises(RestoreKVError, match="restores nothing"):
