@@ -133,6 +133,19 @@ def test_a_mask_may_be_added_to_the_logits():
     torch.testing.assert_close(found, exact, rtol=0, atol=1e-12)
 
 
+def test_dropout_drops_weights_and_is_right_on_average():
+    query, keys, values = draw(1, 2, 1, 8), draw(1, 1, 5, 8, seed=1), draw(1, 1, 5, 8, seed=2)
+    sinks = draw(2, seed=3)
+    exact = attend_with_sinks(query, keys, values, None, SCALE, sinks)
+    rows = 20_000
+    torch.manual_seed(0)
+    dropped = attend_with_sinks(
+        *(x.expand(rows, -1, -1, -1) for x in (query, keys, values)), None, SCALE, sinks, 0.3
+    )
+    assert dropped.std(0).min() > 0.01
+    torch.testing.assert_close(dropped.mean(0), exact[0], rtol=0, atol=0.03)
+
+
 @pytest.mark.parametrize("queries", [1, 9])
 def test_a_layer_without_a_cache_is_causal(queries):
     """transformers leaves out a mask where every query sees what is before it."""
