@@ -38,9 +38,9 @@ from restorekv.generation.sampling import (
 )
 from restorekv.generation.transformers_generate import generate_answer, make_generate_inputs
 from restorekv.model import attention, support
+from restorekv.model.position_limits import check_question_positions
 from restorekv.model.prompt import (
     Context,
-    check_question_positions,
     check_system_message,
     check_token_ids,
     check_vocabulary,

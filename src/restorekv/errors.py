@@ -73,9 +73,13 @@ class TextTooLongError(RestoreKVError):
         room: The tokens that the text may have.
     """
 
-    tokens: int = 0
-    positions: int = 0
-    room: int = 0
+    def __init__(
+        self, message: str = "", *, tokens: int = 0, positions: int = 0, room: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.tokens = tokens
+        self.positions = positions
+        self.room = room
 
 
 class UnlikeContextsError(RestoreKVError):

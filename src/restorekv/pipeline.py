@@ -37,12 +37,8 @@ from restorekv.generation.sampling import SamplingConfig
 from restorekv.model import attention
 from restorekv.model.identity import ModelIdentity, identify_model
 from restorekv.model.offload import trim_heap
-from restorekv.model.prompt import (
-    Context,
-    check_system_message,
-    fit_context,
-    make_context,
-)
+from restorekv.model.position_limits import fit_context
+from restorekv.model.prompt import Context, check_system_message, make_context
 from restorekv.model.shape import CacheShape
 from restorekv.model.tokenize import check_model_and_tokenizer, hash_token_names
 from restorekv.readers.extract import DOCUMENT_ENDINGS, load_document

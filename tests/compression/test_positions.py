@@ -16,12 +16,8 @@ from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError, RestoreKVWarning, TextTooLongError
 from restorekv.many_contexts import compose
 from restorekv.model.load import load_model
-from restorekv.model.prompt import (
-    RESERVED_POSITIONS,
-    encode_question,
-    fit_context,
-    make_context,
-)
+from restorekv.model.position_limits import RESERVED_POSITIONS, fit_context
+from restorekv.model.prompt import encode_question, make_context
 from restorekv.model.rope import NO_LIMIT, count_positions
 from restorekv.storage.portable import load_portable
 from tests.helpers.cli_world import cli

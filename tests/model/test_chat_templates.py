@@ -11,8 +11,8 @@ from restorekv.generation.decoding import get_stop_ids
 from restorekv.model.load import load_model
 from restorekv.model.prompt import (
     DEFAULT_SEPARATOR,
+    FIXED_DATE,
     NOW,
-    TODAY,
     encode_plain_chat,
     make_context,
 )
@@ -30,7 +30,7 @@ SYSTEM_LAST = {"mistral3"}
 
 def render(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]]) -> list[int]:
     """The ids that transformers makes of messages, on the day that templates print here."""
-    template = NOW.sub(lambda call: repr(TODAY.strftime(call[2])), tokenizer.chat_template)
+    template = NOW.sub(lambda call: repr(FIXED_DATE.strftime(call[2])), tokenizer.chat_template)
     whole = tokenizer.apply_chat_template(
         messages,
         chat_template=template,

@@ -21,7 +21,8 @@ from restorekv.errors import ModelError, RestoreKVError
 from restorekv.generation.decoding import generate_ids
 from restorekv.model import support
 from restorekv.model.cache_argument import find_cache
-from restorekv.model.prompt import Context, count_usable_positions
+from restorekv.model.position_limits import count_usable_positions
+from restorekv.model.prompt import Context
 from restorekv.model.rope import shift_keys
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.loop import train_adapter

@@ -23,7 +23,8 @@ from restorekv.compression.budget import (
 )
 from restorekv.errors import BudgetError, RestoreKVError, check_choice
 from restorekv.files import check_option
-from restorekv.model.prompt import ON_LONG_TEXT, Context, get_default_separator
+from restorekv.model.position_limits import ON_LONG_TEXT
+from restorekv.model.prompt import Context, get_default_separator
 from restorekv.restore.choices import RESTORE_FROM, RestoreFrom
 
 RatioOrBudget = float | str | Fraction | Budget

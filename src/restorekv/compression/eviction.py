@@ -27,8 +27,9 @@ from restorekv.compression.streaming import StreamedContext, split_context
 from restorekv.errors import RestoreKVError
 from restorekv.model import support
 from restorekv.model.offload import make_offloaded_cache
+from restorekv.model.position_limits import check_positions
 from restorekv.model.prefill import make_full_cache
-from restorekv.model.prompt import Context, check_reach, make_context
+from restorekv.model.prompt import Context, make_context
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.restore.choices import RestoreFrom
 
@@ -151,7 +152,7 @@ class Eviction(Compressor):
         """
         if isinstance(context, str):
             context = make_context(tokenizer, context)
-        check_reach(model, context.num_tokens, "The context")
+        check_positions(model, context.num_tokens, "The context")
         if self.config.streaming_chunk is not None:
             return StreamedContext(
                 model,

@@ -37,8 +37,9 @@ from restorekv.compression.full_cache import prefill_and_score, prefill_unscored
 from restorekv.compression.streaming import run_restore_pass
 from restorekv.errors import BudgetError, RestoreKVError, UnlikeContextsError, check_choice
 from restorekv.model import support
+from restorekv.model.position_limits import refuse_beyond_positions
 from restorekv.model.prefill import prefill
-from restorekv.model.prompt import Context, refuse_beyond_positions
+from restorekv.model.prompt import Context
 from restorekv.model.rope import shift_keys
 from restorekv.model.shape import CacheShape
 

@@ -24,13 +24,9 @@ from restorekv.data.passages import FACT, HUMAN
 from restorekv.generation.decoding import decode_answer, generate_ids, get_stop_ids
 from restorekv.generation.padded import generate_padded
 from restorekv.generation.sampling import refuse_not_finite
+from restorekv.model.position_limits import count_usable_positions
 from restorekv.model.prefill import prefill
-from restorekv.model.prompt import (
-    Context,
-    count_usable_positions,
-    encode_question,
-    get_default_separator,
-)
+from restorekv.model.prompt import Context, encode_question, get_default_separator
 from restorekv.model.shape import list_windows
 
 ALONE = "Reply with the question alone, in one sentence."

@@ -45,22 +45,21 @@ from restorekv.generation.sampling import (
     take_limit,
 )
 from restorekv.model.channels import find_shown_ids
+from restorekv.model.position_limits import check_positions, refuse_beyond_positions
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import (
     Context,
     check_question,
-    check_reach,
     check_system_message,
     check_vocabulary,
     choose_opening,
     encode_after_document,
     encode_text,
-    refuse_beyond_positions,
     render_between_turns,
 )
 from restorekv.model.rope import count_positions
 from restorekv.model.shape import get_vocabulary_size
-from restorekv.model.support import refuse_beyond
+from restorekv.model.support import refuse_beyond_exact
 from restorekv.model.tokenize import decode_ids
 from restorekv.size_limits import POSITIONS, SYSTEM_LETTERS
 
@@ -313,7 +312,7 @@ class Chat:
         refuse_beyond_positions(
             document.model, seen, "The conversation", "fold it first, or begin another"
         )
-        refuse_beyond(
+        refuse_beyond_exact(
             document.model, seen + limit, "The conversation with the longest answer allowed"
         )
         sampler = None
@@ -340,7 +339,7 @@ class Chat:
         if sampling.copies:
             tokens = drop_repetition(tokens, tokenizer, sampling.copies)
         yield from stream_text(tokenizer, tokens, stops, sampling)
-        check_reach(document.model, self.cache.get_seq_length(), "The conversation")
+        check_positions(document.model, self.cache.get_seq_length(), "The conversation")
         answer = make_answer(tokenizer, written, stops, len(ids), sampler)
         turn = Turn(question, answer, tuple(ids), answer.ids, (times[0], times[-1]))
         turn = self._drop_cut_tokens(turn, stops, sampling, sampler)

@@ -36,7 +36,8 @@ from restorekv.model.attention import install_attention
 from restorekv.model.attention.reference import make_causal_mask
 from restorekv.model.cache_argument import pass_cache
 from restorekv.model.channels import find_shown_ids
-from restorekv.model.prompt import check_question_positions, check_vocabulary
+from restorekv.model.position_limits import check_question_positions
+from restorekv.model.prompt import check_vocabulary
 from restorekv.model.shape import leave_out_router_logits
 from restorekv.model.support import refuse_autocast
 from restorekv.model.tokenize import decode_continuation, decode_ids

@@ -31,13 +31,8 @@ from restorekv.generation import decoding
 from restorekv.generation.sampling import DEFAULT_MAX_NEW_TOKENS, FiniteLogits
 from restorekv.model import attention
 from restorekv.model.cache_argument import pass_cache_to_generate
-from restorekv.model.prompt import (
-    Context,
-    check_question_positions,
-    check_vocabulary,
-    describe_type,
-    encode_question,
-)
+from restorekv.model.position_limits import check_question_positions
+from restorekv.model.prompt import Context, check_vocabulary, describe_type, encode_question
 from restorekv.model.tokenize import get_padding_id
 
 # Options of `generate` that come from the question and the compressed context.

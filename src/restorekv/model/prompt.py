@@ -9,10 +9,9 @@ with the text, is the context that is compressed; what follows it closes the use
 question.
 """
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 from pathlib import PurePath
 
@@ -22,19 +21,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.errors import (
-    CUT_END,
-    STRETCH_ROPE,
-    RestoreKVError,
-    TextTooLongError,
-    check_choice,
-    summarize_error,
-    warn,
-)
+from restorekv.errors import RestoreKVError, summarize_error
 from restorekv.model.channels import CHANNEL
-from restorekv.model.rope import PositionLimit, count_positions, count_unstretched_positions
 from restorekv.model.shape import get_vocabulary_size
-from restorekv.model.support import get_support, refuse_beyond
 from restorekv.model.tokenize import (
     check_unicode,
     find_control_tokens,
@@ -48,16 +37,13 @@ from restorekv.size_limits import AROUND_LETTERS, AROUND_TOKENS
 MESSAGE_MARK = "<restorekv-message>"  # where a message's words would be
 SYSTEM_MARK = "<restorekv-system>"  # shows whether a template has a place for a system text
 DOCUMENT_MARK = "<restorekv-document>"  # where the document would be, before the first question
-# For restore tokens, a question and its answer after the longest context.
-RESERVED_POSITIONS = 256
-ON_LONG_TEXT = ("refuse", "cut")  # what happens to a longer one
-TODAY = date(2026, 1, 1)  # for templates that print it: a cache made today is as good tomorrow
-# A template argument cannot replace strftime_now: transformers 5.23 hands templates data alone, and
-# no functions.
+# For templates that print the date: a cache must not depend on the day on which it was made.
+FIXED_DATE = date(2026, 1, 1)
+# transformers 5.23 passes data to templates, and no functions, so that an argument cannot override
+# strftime_now; it is replaced in the template's text.
 NOW = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
 # Separates a question from the document, unless the tokenizer's config has another `separator`.
 DEFAULT_SEPARATOR = "\n\n"
-QUESTION_AND_CONTEXT = "The context with the question"  # needs positions, for messages
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,55 +139,6 @@ def check_system_message(system: object) -> str:
     return system or ""
 
 
-def fit_context(
-    model: PreTrainedModel, context: Context, on_long_text: str = "refuse", offset: int = 0
-) -> tuple[Context, int]:
-    """Return the context and how many tokens of its end were cut.
-
-    RESERVED_POSITIONS of the model's positions stay free after it.
-
-    Args:
-        model: The model that will answer, whose vocabulary has to hold the context's ids.
-        context: What it is asked about.
-        on_long_text: "cut" or, to raise TextTooLongError instead of cutting, "refuse".
-        offset: How many positions the question is moved by.
-    """
-    check_choice("on_long_text", on_long_text, ON_LONG_TEXT)
-    check_vocabulary(model, context.ids)
-    check_vocabulary(model, context.suffix_ids)
-    limit = count_usable_positions(model)
-    # Room for restore tokens and a question, but of a short model no more than a quarter of its
-    # positions.
-    reserved = min(RESERVED_POSITIONS, limit // 4)
-    suffix_length = context.suffix_ids.shape[-1]
-    most = limit - reserved - offset - context.prefix_length - suffix_length
-    over = context.text_tokens - most
-    if over <= 0:
-        return context, 0
-    if most < 1:
-        raise RestoreKVError(
-            f"The model's {limit:,} positions have no room for a text; use a shorter system text "
-            "or a smaller offset."
-        )
-    if on_long_text == "refuse":
-        room = f"the model's {limit:,} positions have room for {most:,} and a question"
-        # Of the positions that the model had before it was stretched, if it is stretched already.
-        needed = context.num_tokens + suffix_length + offset + RESERVED_POSITIONS
-        factor = math.ceil(needed / count_unstretched_positions(model.config))
-        fix = f"stretch the model's RoPE ({STRETCH_ROPE.format(factor)})"
-        if limit < count_positions(model.config):
-            room = f"there is room for {most:,} and a question, because {get_support(model).beyond}"
-            fix = "use another model"
-        # The exception holds the numbers too, for callers that shorten the text themselves.
-        error = TextTooLongError(
-            f"The context has {context.text_tokens:,} tokens, and {room}; shorten it, "
-            f"cut its end ({CUT_END}) or {fix}."
-        )
-        error.tokens, error.positions, error.room = context.text_tokens, limit, most
-        raise error
-    return replace(context, ids=context.ids[:, : context.prefix_length + most]), over
-
-
 def check_vocabulary(model: PreTrainedModel, ids: Tensor) -> None:
     """Refuse ids that the model has no embeddings for; on a GPU they end the process."""
     vocabulary = get_vocabulary_size(model)
@@ -211,99 +148,6 @@ def check_vocabulary(model: PreTrainedModel, ids: Tensor) -> None:
             f"The tokenizer writes token {highest:,}, and the model has tokens 0 to "
             f"{vocabulary - 1:,}; pass the tokenizer that belongs to the model."
         )
-
-
-def count_usable_positions(model: PreTrainedModel) -> int:
-    """Return how many positions the model was made for and sees whole (support.py)."""
-    return min(count_positions(model.config), get_support(model).positions)
-
-
-def check_reach(model: PreTrainedModel, positions: int, what: str) -> None:
-    """Refuse what reaches beyond where the model sees as the package does (support.py), and warn of
-    what reaches beyond the positions that the model was made for.
-    """
-    refuse_beyond(model, positions, what)
-    limit = count_positions(model.config)
-    if positions > limit:
-        warn(
-            f"{what} reaches beyond the model's {limit:,} positions; "
-            "expect bad answers, or shorten it."
-        )
-
-
-def refuse_beyond_positions(
-    model: PreTrainedModel, positions: int, what: str, fix: str = "take less text"
-) -> None:
-    """Refuse a text that reaches beyond the positions that the model was made for.
-
-    Args:
-        model: The model that would read it.
-        positions: How many it needs.
-        what: What needs them, for the message.
-        fix: What to do about it, besides stretching RoPE.
-    """
-    refuse_beyond(model, positions, what)
-    refuse_beyond_limit(PositionLimit.from_config(model.config), positions, what, fix)
-
-
-def refuse_beyond_limit(limit: PositionLimit, positions: int, what: str, fix: str) -> None:
-    """Refuse what reaches beyond a model's positions, where there is its limit alone.
-
-    Args:
-        limit: The model's.
-        positions: How many are needed.
-        what: What needs them, for the message.
-        fix: What to do about it, besides stretching RoPE.
-    """
-    if positions > limit.positions:
-        factor = math.ceil(positions / limit.unstretched)
-        raise TextTooLongError(
-            f"{what} needs {positions:,} positions, and the model has {limit.positions:,}; {fix}, "
-            "or compress all of it with the model's RoPE stretched "
-            f"({STRETCH_ROPE.format(factor)})."
-        )
-
-
-def refuse_long_question(limit: PositionLimit, first: int, question: int) -> None:
-    """Refuse a question that ends beyond a model's positions.
-
-    Whatever the engine, positions are those of the whole text: what eviction dropped has had some,
-    and placeholders that stand for a document have none of their own.
-
-    Args:
-        limit: The model's.
-        first: The position of the question's first token (`Manifest.positions`, or the
-            `get_seq_length` of a `RaggedCache`).
-        question: How many tokens the question has, with the template around it.
-    """
-    refuse_beyond_limit(limit, first + question, QUESTION_AND_CONTEXT, "ask less")
-
-
-def check_question_positions(
-    model: PreTrainedModel, firsts: Sequence[int], questions: Sequence[int], limits: Sequence[int]
-) -> None:
-    """Refuse questions that end beyond the model's positions, and warn of answers that may.
-
-    Both are refused where the model would see them otherwise than the package (support.py).
-
-    Args:
-        model: The model that answers.
-        firsts: The position of the first token of every question.
-        questions: How many tokens every question has, with the template around it.
-        limits: How many tokens every answer may have.
-    """
-    # Both checks look at the whole model, so they come once, for what reaches furthest.
-    furthest_question = 0
-    furthest_answer = 0
-    limit = PositionLimit.from_config(model.config)
-    for first, question, longest in zip(firsts, questions, limits, strict=True):
-        # A context that is itself beyond the positions was warned of when it was prepared.
-        if first <= limit.positions:
-            furthest_question = max(furthest_question, first + question)
-        furthest_answer = max(furthest_answer, first + question + longest)
-    refuse_beyond(model, furthest_question, QUESTION_AND_CONTEXT)
-    refuse_long_question(limit, 0, furthest_question)
-    check_reach(model, furthest_answer, "A question with the longest answer allowed")
 
 
 def check_token_ids(tokenizer: Tokenizer, ids: Sequence[int] | Tensor) -> Tensor:
@@ -670,7 +514,7 @@ def _render_messages(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> st
             "The tokenizer has several chat templates and none is its default; set "
             "tokenizer.chat_template to the text of one of them."
         ) from None
-    template = NOW.sub(lambda call: repr(TODAY.strftime(call[2])), own)
+    template = NOW.sub(lambda call: repr(FIXED_DATE.strftime(call[2])), own)
     try:
         text = tokenizer.apply_chat_template(
             messages,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,24 +61,6 @@ def count_unstretched_positions(config: PretrainedConfig) -> int:
     if settings.get("rope_type") == "yarn":
         original = settings.get("original_max_position_embeddings")
     return int(original or count_positions(config))
-
-
-@dataclass(frozen=True)
-class PositionLimit:
-    """How many positions a model was made for; it says so where there is no model, as in vLLM.
-
-    Args:
-        positions: As its RoPE is now.
-        unstretched: Those that the factor of a YaRN multiplies.
-    """
-
-    positions: int = NO_LIMIT
-    unstretched: int = NO_LIMIT
-
-    @classmethod
-    def from_config(cls, config: PretrainedConfig) -> PositionLimit:
-        """Return the limit of a model with this config."""
-        return cls(count_positions(config), count_unstretched_positions(config))
 
 
 def _multiply_positions(rope: Mapping[str, Any], configured: int) -> int:

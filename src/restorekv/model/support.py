@@ -38,7 +38,7 @@ __all__ = [
     "get_support",
     "prepare_model",
     "refuse_autocast",
-    "refuse_beyond",
+    "refuse_beyond_exact",
     "refuse_scoring_beyond",
 ]
 
@@ -159,7 +159,7 @@ def _describe_config(config: PretrainedConfig) -> str:
     return json.dumps(entries, sort_keys=True, default=str)
 
 
-def refuse_beyond(model: PreTrainedModel, positions: int, what: str) -> None:
+def refuse_beyond_exact(model: PreTrainedModel, positions: int, what: str) -> None:
     """Refuse what needs more positions than are exact."""
     support = get_support(model)
     if positions > support.positions:

@@ -34,7 +34,7 @@ from restorekv.model.identity import ModelIdentity, identify_model
 from restorekv.model.names import NAMES as MODEL_NAMES
 from restorekv.model.names import get_model_name, to_hub_id
 from restorekv.model.shape import get_backbone, get_dtype_name
-from restorekv.model.support import refuse_beyond
+from restorekv.model.support import refuse_beyond_exact
 from restorekv.restore import adapter_file, publish
 from restorekv.restore.adapter_file import AdapterCard, StoredAdapter, to_plain_json
 from restorekv.restore.choices import LINEAR_LAYERS
@@ -348,7 +348,7 @@ class RestoreAdapter(nn.Module):
         # The restore tokens come right after everything that was read.
         first = cache.get_seq_length()
         embeddings = self.make_inputs(ratio)[:count].to(self.model.dtype)
-        refuse_beyond(self.model, first + len(embeddings), "The text with its restore tokens")
+        refuse_beyond_exact(self.model, first + len(embeddings), "The text with its restore tokens")
         positions = torch.arange(first, first + len(embeddings), device=embeddings.device)
         # The model with LoRA runs; its pairs are appended by the cache's own `update`.
         backbone = get_backbone(self.adapted_model)

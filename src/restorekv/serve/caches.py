@@ -31,12 +31,8 @@ from restorekv.generation import decoding
 from restorekv.generation.answers import Answer, make_answer
 from restorekv.generation.chat import encode_conversation
 from restorekv.generation.sampling import TokenSampler
-from restorekv.model.prompt import (
-    Context,
-    count_usable_positions,
-    encode_plain_chat,
-    encode_whole_prompt,
-)
+from restorekv.model.position_limits import count_usable_positions
+from restorekv.model.prompt import Context, encode_plain_chat, encode_whole_prompt
 from restorekv.pipeline import compress
 from restorekv.serve.cache_origin import CacheOrigin
 from restorekv.serve.document_checks import check_size, explain_length

@@ -27,8 +27,8 @@ from restorekv.generation import decoding
 from restorekv.generation.sampling import make_samplers
 from restorekv.generation.scheduler import Request, Scheduler, StepOutput
 from restorekv.model.observer import HOOKS_LOCK
+from restorekv.model.position_limits import count_usable_positions
 from restorekv.model.prefill import make_empty_cache
-from restorekv.model.prompt import count_usable_positions
 from restorekv.model.shape import get_backbone
 from restorekv.serve.caches import (
     DOCUMENTS_TOO_LONG,

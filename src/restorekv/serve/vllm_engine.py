@@ -30,7 +30,8 @@ from restorekv.generation.constraint import close_objects
 from restorekv.generation.sampling import SamplingConfig, TokenSampler
 from restorekv.model import gguf
 from restorekv.model.identity import fingerprint_model
-from restorekv.model.prompt import Context, fit_context, get_default_separator, make_context
+from restorekv.model.position_limits import fit_context
+from restorekv.model.prompt import Context, get_default_separator, make_context
 from restorekv.model.shape import CacheShape, get_dtype_name
 from restorekv.serve.caches import (
     DOCUMENTS_TOO_LONG,

@@ -32,7 +32,8 @@ from restorekv.generation import answers, decoding
 from restorekv.generation.chat import encode_conversation
 from restorekv.generation.sampling import DEFAULT_MAX_NEW_TOKENS
 from restorekv.model import support
-from restorekv.model.prompt import Context, check_question_positions, encode_question
+from restorekv.model.position_limits import check_question_positions
+from restorekv.model.prompt import Context, encode_question
 from restorekv.model.rope import shift_keys
 from restorekv.model.shape import get_vocabulary_size
 from restorekv.seal import FileKind

@@ -15,12 +15,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.data.files import iterate_values
 from restorekv.data.mixture import read_mixture, summarize_sources
 from restorekv.errors import RestoreKVError, warn
-from restorekv.model.prompt import (
-    count_usable_positions,
-    encode_text,
-    get_default_separator,
-    make_context,
-)
+from restorekv.model.position_limits import count_usable_positions
+from restorekv.model.prompt import encode_text, get_default_separator, make_context
 from restorekv.model.shape import get_backbone
 from restorekv.restore.licenses import KNOWN, normalize_license
 from restorekv.tiny.suite import draw_documents

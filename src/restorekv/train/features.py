@@ -22,8 +22,9 @@ from restorekv import evictors, seal, spec
 from restorekv.errors import RestoreKVError
 from restorekv.model import support
 from restorekv.model.observer import LayerView, observe_layers
+from restorekv.model.position_limits import fit_context
 from restorekv.model.prefill import prefill
-from restorekv.model.prompt import Context, fit_context, make_context
+from restorekv.model.prompt import Context, make_context
 from restorekv.model.shape import CacheShape
 from restorekv.train.teacher_cache import TensorStore, describe_teacher, hash_ids
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from restorekv.errors import CacheFileError, RestoreKVError
-from restorekv.model.prompt import refuse_long_question
-from restorekv.model.rope import NO_LIMIT, PositionLimit, get_rope_settings
+from restorekv.model.position_limits import PositionLimit, refuse_long_question
+from restorekv.model.rope import NO_LIMIT, get_rope_settings
 from restorekv.model.shape import get_dtype_name
 from restorekv.storage.manifest import Manifest
 from restorekv.storage.portable import MARK

@@ -55,7 +55,7 @@ from restorekv.model.observer import LayerView, observe_layers
 from restorekv.model.prefill import CHUNK, prefill
 from restorekv.model.prompt import Context, encode_text, make_context
 from restorekv.model.shape import CacheShape
-from restorekv.model.support import refuse_beyond
+from restorekv.model.support import refuse_beyond_exact
 from restorekv.restore.adapter import RestoreAdapter
 
 INSTRUCTION = "Repeat the previous context verbatim."
@@ -248,7 +248,7 @@ def collect_reference_queries(
     """
     # A copy of the cache and of its layers: the pass appends to the copies, and each append makes
     # new tensors.
-    refuse_beyond(
+    refuse_beyond_exact(
         model,
         full.get_seq_length() + ids.shape[-1],
         "Attention matching, which reads the text a second time,",
