@@ -60,7 +60,7 @@ class Options:
         for restore in self.restore:
             if restore not in RESTORE_CHOICES:
                 raise RestoreKVError(
-                    f"restore is one of {', '.join(RESTORE_CHOICES)}, not {restore!r}."
+                    f"restore must be one of {', '.join(RESTORE_CHOICES)}, not {restore!r}."
                 )
 
 

@@ -281,7 +281,7 @@ class CompressedContext:
                 new part has its own, "every" keeps them as ordinary pairs, "none" drops them and
                 makes no new ones.
             adapter: As `compress` takes it. "auto" is the adapter that made this cache.
-            evictor: The spec of another evictor than the one that made this cache.
+            evictor: The spec of an evictor other than the one that made this cache.
 
         Raises:
             RestoreKVError: The text is empty, the cache was made by a method that cannot grow, or
@@ -318,7 +318,7 @@ class CompressedContext:
             fix: What a user can do where the new part is too short for its budget, for messages.
         """
         old = self.manifest
-        # The program may have changed it since, such as by another LoRA or by merging one.
+        # The program may have changed it since, such as by a different LoRA or by merging one.
         check_model("The cache", old, self.model)
         if restore == "none":
             adapter = None
@@ -483,7 +483,8 @@ class CompressedContext:
             tokenizer: Its tokenizer.
 
         Raises:
-            CacheFileError: The file is damaged, contradicts itself, or was made with another model.
+            CacheFileError: The file is damaged, contradicts itself, or was made with a different
+                model.
         """
         check_model_and_tokenizer(model, tokenizer)
         # Everything that a stranger's file claims is checked before the first tensor is used.

@@ -31,17 +31,17 @@ class BudgetError(RestoreKVError):
 
 
 class CacheFileError(RestoreKVError):
-    """A cache file that is missing, damaged, unwritable, of another format or made with another
-    model.
+    """A cache file that is missing, damaged, unwritable, of a different format or made with a
+    different model.
     """
 
 
 class AdapterError(RestoreKVError):
-    """A restore adapter that is missing, damaged or trained for another model."""
+    """A restore adapter that is missing, damaged or trained for a different model."""
 
 
 class GateError(RestoreKVError):
-    """A learned scorer that is missing, damaged or made for another model."""
+    """A learned scorer that is missing, damaged or made for a different model."""
 
 
 class ModelError(RestoreKVError):
@@ -95,7 +95,7 @@ class RestoreKVWarning(UserWarning):
 def check_choice(name: str, value: str, known: Iterable[str]) -> None:
     """Refuse a value that is not known."""
     if value not in known:
-        raise RestoreKVError(f"{name} is one of {', '.join(known)}, not {value!r}.")
+        raise RestoreKVError(f"{name} must be one of {', '.join(known)}, not {value!r}.")
 
 
 def describe_missing_extra(what: str, package: str, extra: str) -> str:
@@ -150,7 +150,7 @@ def explain_write_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or summarize_error(error)
         raise RestoreKVError(
-            f"Cannot write {path}: {reason}; free some space or choose another place or name."
+            f"Cannot write {path}: {reason}; free some space or choose a different place or name."
         ) from error
 
 

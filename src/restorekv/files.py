@@ -54,7 +54,7 @@ SIGNS_OF_BYTES = re.compile(SIGNS.encode(), re.DOTALL)
 def parse_path(path: str | Path) -> Path:
     """Return a user's path; refuse what names no file."""
     if not isinstance(path, str | os.PathLike):
-        raise RestoreKVError(f"A path is text or a Path, not {type(path).__name__}.")
+        raise RestoreKVError(f"A path must be text or a Path, not {type(path).__name__}.")
     return Path(path)
 
 
@@ -110,18 +110,19 @@ def list_files(
 def check_target(path: Path) -> None:
     """Refuse a path that cannot be written, before hours of work go into the contents."""
     if "\0" in str(path):
-        raise RestoreKVError("The name of a file has no NUL character; give another name.")
+        raise RestoreKVError("The name of a file has no NUL character; give a different name.")
     if path.is_dir():
         raise RestoreKVError(f"{path} is a folder; give the name of a file.")
     if not path.parent.is_dir():
         raise RestoreKVError(
-            f"The folder {path.parent} does not exist; create it or choose another."
+            f"The folder {path.parent} does not exist; create it or choose a different one."
         )
     if path.exists() and not path.is_file():
         raise RestoreKVError(f"{path} is not a regular file; give the name of one.")
     if not os.access(path.parent, os.W_OK):
         raise RestoreKVError(
-            f"The folder {path.parent} is not writable; choose another or change its permissions."
+            f"The folder {path.parent} is not writable; choose a different one or change its "
+            "permissions."
         )
     probe = make_unique_name(path)
     with explain_write_errors(path):
@@ -151,7 +152,7 @@ def check_replaceable(path: Path, kind: str, file_format: str | None = None) -> 
         sign = rb'.*"format": ?"' + re.escape(file_format.encode()) + rb'"'
     if start and not re.match(sign, start, re.DOTALL):
         raise RestoreKVError(
-            f"{path} exists and is not {kind}; give another name, or delete it first."
+            f"{path} exists and is not {kind}; give a different name, or delete it first."
         )
 
 
@@ -216,7 +217,7 @@ def folder_lock(folder: Path, name: str = ".lock") -> Iterator[None]:
     with file_lock(folder / name) as acquired:
         if not acquired:
             raise RestoreKVError(
-                f"Another process is at work in {folder}; wait until it ends or choose another "
+                f"Another process is at work in {folder}; wait until it ends or choose a different "
                 "folder."
             )
         try:
@@ -558,7 +559,9 @@ def read_exactly(file: BinaryIO, size: int, what: str) -> bytes:
     """Return the `size` bytes of a file; refuse one that changed meanwhile."""
     raw = file.read(size) or b""
     if len(raw) != size:
-        raise RestoreKVError(f"{what} changed while it was read; try again when nobody writes it.")
+        raise RestoreKVError(
+            f"{what} changed while it was read; try again when no process writes to it."
+        )
     return raw
 
 
@@ -632,11 +635,11 @@ def check_option(
         OptionError: The value is none of these.
     """
     if not matches_type(value, hint) or not holds(value):
-        raise OptionError(f"{name} is {wanted}, not {repr(value)[:60]}.", name)
+        raise OptionError(f"{name} must be {wanted}, not {repr(value)[:60]}.", name)
 
 
 def find_wrong_entry(value: object, hints: Mapping[str, Any]) -> str | None:
-    """Return the first of these entries that a JSON object lacks or that is of another type, or
+    """Return the first of these entries that a JSON object lacks or that is of a different type, or
     None where all are right.
     """
     entries = value if isinstance(value, dict) else {}

@@ -165,7 +165,7 @@ def compose(contexts: Sequence[CompressedContext], *more: object) -> CompressedC
         raise RestoreKVError("compose takes one list: compose([first, second]).")
     if not isinstance(contexts, Iterable):
         raise RestoreKVError(
-            f"compose takes a list of compressed contexts, not {type(contexts).__name__}."
+            f"compose needs a list of compressed contexts, not {type(contexts).__name__}."
         )
     start = time.perf_counter()
     contexts = list(contexts)
@@ -249,7 +249,8 @@ def _check_one_model(contexts: Sequence[CompressedContext]) -> CompressedContext
     for each in contexts:
         if not isinstance(each, CompressedContext):
             raise RestoreKVError(
-                f"A compressed context is what compress returns, not {type(each).__name__}."
+                "A compressed context, as compress returns it, is needed, not "
+                f"{type(each).__name__}."
             )
         # The object and not its name: two loads of one model have weights in different places.
         if each.model is not first.model:

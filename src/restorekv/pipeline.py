@@ -120,7 +120,7 @@ def compress(
     check_model_and_tokenizer(model, tokenizer)
     if not isinstance(config, CompressionConfig):
         raise RestoreKVError(
-            f"config is a CompressionConfig, not {type(config).__name__}; write "
+            f"config must be a CompressionConfig, not {type(config).__name__}; write "
             "CompressionConfig(streaming_chunk=512), for example."
         )
     compressor = make_compressor(resolve_preset(evictor), config)

@@ -284,7 +284,8 @@ def test_a_rectangle_of_8_bits_becomes_a_plain_cache(tiny_model, tiny_tokenizer)
 
 
 def test_unknown_kv_dtype_is_refused(tiny_model, tiny_tokenizer):
-    with pytest.raises(RestoreKVError, match="kv_dtype is one of model, int8, fp8, not 'int4'"):
+    said = "kv_dtype must be one of model, int8, fp8, not 'int4'"
+    with pytest.raises(RestoreKVError, match=said):
         compress(tiny_model, tiny_tokenizer, TEXT, config=CompressionConfig(kv_dtype="int4"))
 
 

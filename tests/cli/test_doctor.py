@@ -201,7 +201,7 @@ def test_common_words_are_not_taken_for_names(monkeypatch):
     ("words", "sentence"),
     [
         (("--device", "nowhere"), "There is no device"),
-        (("--dtype", "float8"), "The dtype is one of"),
+        (("--dtype", "float8"), "The dtype must be one of"),
         (("--model", "/nothing/here"), "Cannot read the config of"),
         (("-o", "/nothing/here.json"), "does not exist"),
     ],

@@ -276,8 +276,8 @@ def test_a_conversation_replaces_its_own_files_alone(world, tmp_path):
 
     told = chat(QUESTION, f"/save {other}")
     assert (
-        f"error: {other} exists and is not of this conversation; give another name, or replace it "
-        f"with /save --replace {other}\n"
+        f"error: {other} exists and is not of this conversation; give a different name, or replace "
+        f"it with /save --replace {other}\n"
     ) in told
     assert other.read_bytes() == before
 
@@ -411,7 +411,7 @@ def test_append_and_compose_write_what_the_library_makes(world, document, tmp_pa
     loaded = CompressedContext.load(tmp_path / "both.rkv", document.model, document.tokenizer)
     assert loaded.ask(QUESTION, 6) == compose([document, grown]).ask(QUESTION, 6)
     wrong = cli("append", world.cache, world.text, "--restore", "all", *options)
-    assert wrong.code == 1 and "--restore is one of last, every, none" in wrong.err
+    assert wrong.code == 1 and "--restore must be one of last, every, none" in wrong.err
 
 
 def test_sampled_and_constrained_answers(world, document, tmp_path):

@@ -93,7 +93,7 @@ def test_no_file_of_another_kind_is_replaced(world, tmp_path, name):
     result = cli(*(word.format(**names) for word in FOREIGN[name].split()))
     assert result.code == 1 and not result.out
     assert f"error: {other} exists and is not " in result.err
-    assert result.err.endswith("; give another name, or delete it first.\n")
+    assert result.err.endswith("; give a different name, or delete it first.\n")
     assert (files_below(tmp_path), files_below(world.root)) == before
 
 
@@ -114,7 +114,7 @@ def test_saving_in_python_replaces_no_file_of_another_kind(world, tmp_path):
     small = CompressedContext.load(world.cache, model, tokenizer)
     notes = tmp_path / "notes.txt"
     notes.write_text("notes")
-    sentence = "notes.txt exists and is not {}; give another name, or delete it first"
+    sentence = "notes.txt exists and is not {}; give a different name, or delete it first"
     with pytest.raises(CacheFileError, match=sentence.format("a restorekv cache")):
         small.save(notes)
     with pytest.raises(RestoreKVError, match=sentence.format("a conversation of restorekv")):
@@ -138,7 +138,7 @@ def test_a_conversation_is_not_saved_over_a_file_of_another_kind(world, tmp_path
     lines = "\n".join([QUESTION, *(f"/save {path}" for path in texts)])
     options = ("--model", world.model, "--max-new-tokens", 4)
     told = cli("chat", world.cache, *options, stdin=lines.encode())
-    assert told.code == 0 and told.err.count("; give another name, or delete it first.") == 2
+    assert told.code == 0 and told.err.count("; give a different name, or delete it first.") == 2
     assert all(path.read_text() == "notes" for path in texts)
 
 

@@ -211,7 +211,7 @@ def test_what_cannot_grow_says_so(model, tiny_tokenizer):
     small = compress(model, tiny_tokenizer, first, ratio=0.4, adapter=make_adapter(model))
     cases = [
         (lambda: small.append(""), "nothing to append"),
-        (lambda: small.append(second, restore="some"), "restore is one of last, every, none"),
+        (lambda: small.append(second, restore="some"), "restore must be one of last, every, none"),
         (lambda: small.append([10**6]), "Token ids run from 0"),
         (lambda: small.append(second[:2], restore="every"), "no room for the new text"),
         (

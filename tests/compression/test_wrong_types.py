@@ -22,15 +22,15 @@ CASES = {
     "a number for a context": (lambda small: ask_many([(1, "Who?")]), PAIRS),
     "no question": (
         lambda small: ask_many([(small, None)]),
-        "A question is text, or a list of texts, not None; pass a string",
+        "A question must be text, or a list of texts, not None; pass a string",
     ),
     "a number in a list of questions": (
         lambda small: ask_many([(small, ["Who?", 1])]),
-        "A question is text, not int; pass a string",
+        "A question must be text, not int; pass a string",
     ),
     "a list in a list of questions": (
         lambda small: small.ask([["Who?"]]),
-        "A question is text, not a list of str; pass each text by itself",
+        "A question must be text, not a list of str; pass each text by itself",
     ),
     "a message for a question": (
         lambda small: small.ask({"role": "user", "content": "Who?"}),
@@ -39,7 +39,7 @@ CASES = {
     "bytes for a question": (lambda small: small.ask(b"Who?"), r"not bytes; decode .*decode\(\)"),
     "a path for a question": (
         lambda small: small.chat().ask(Path("who.txt")),
-        r"A question is text, not PosixPath; .*Path\('who.txt'\).read_text\(\)",
+        r"A question must be text, not PosixPath; .*Path\('who.txt'\).read_text\(\)",
     ),
     "a generator of questions": (
         lambda small: small.ask(each for each in QUESTIONS),
@@ -63,7 +63,7 @@ CASES = {
     ),
     "a text to compose": (
         lambda small: compose("ab"),
-        "A compressed context is what compress returns, not str",
+        "A compressed context, which compress returns, is needed, not str",
     ),
 }
 

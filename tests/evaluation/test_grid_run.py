@@ -473,8 +473,8 @@ def test_answers_to_contexts_that_are_not_asked_are_refused(world, tmp_path):
         ({"model": "no/such/folder"}, "no/such/folder"),
         ({"adapter": "no/such/adapter"}, "no/such/adapter"),
         ({"max_context": 3}, "no room"),
-        ({"dtype": "float7"}, "dtype is one of"),
-        ({"kv_dtype": "int4"}, "kv_dtype is one of"),
+        ({"dtype": "float7"}, "dtype must be one of"),
+        ({"kv_dtype": "int4"}, "kv_dtype must be one of"),
         ({"streaming_chunk": 16, "evictor": "streaming"}, "leave out streaming_chunk"),
         (
             {"streaming_chunk": 16, "evictor": "am-fast", "prefix_policy": "free"},

@@ -73,7 +73,7 @@ def test_a_system_message_is_a_text_or_none(small, tmp_path):
             small.model, small.tokenizer, TEXT, config=CompressionConfig(system=b"Be brief.")
         ),
     ):
-        with pytest.raises(RestoreKVError, match="A system message is text, not"):
+        with pytest.raises(RestoreKVError, match="A system message must be text, not"):
             wrong()
 
 

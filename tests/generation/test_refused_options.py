@@ -113,7 +113,7 @@ def test_more_tokens_than_logits_are_no_matter_to_a_form(small, tiny_tokenizer):
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"answer_prefix": None}, "answer_prefix is text, not NoneType"),
+        ({"answer_prefix": None}, "answer_prefix must be text, not NoneType"),
         ({"config": GenerationConfig(num_beams=2)}, "takes no num_beams"),
     ],
 )
@@ -198,7 +198,7 @@ def test_settings_of_another_type_are_refused(settings):
 
 
 def test_a_config_is_one(small):
-    with pytest.raises(RestoreKVError, match="config is a CompressionConfig, not dict"):
+    with pytest.raises(RestoreKVError, match="config must be a CompressionConfig, not dict"):
         compress(small.model, small.tokenizer, TEXT, config={})
 
 
@@ -253,7 +253,7 @@ def test_paths_and_documents_of_another_type_are_refused(small, tmp_path):
         lambda: small.save(None),
         lambda: small.chat().save(7),
     ):
-        with pytest.raises(RestoreKVError, match="A path is text or a Path, not"):
+        with pytest.raises(RestoreKVError, match="A path must be text or a Path, not"):
             refuse()
     talk = small.chat()
     talk.save(tmp_path / "talk.json")

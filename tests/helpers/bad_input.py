@@ -232,7 +232,7 @@ CASES: dict[str, tuple[Build, str]] = {
     "damaged model config": (model(lambda m: halved(m / "config.json")), "Cannot load the model"),
     "unknown device": (flags("--device", "abacus"), "no device 'abacus'"),
     "absent device": (flags("--device", "cuda:99"), "no device 'cuda:99'"),
-    "unknown dtype": (flags("--dtype", "float7"), "dtype is one of"),
+    "unknown dtype": (flags("--dtype", "float7"), "dtype must be one of"),
     # the adapter
     "missing adapter folder": (flags("--adapter", "/no/such/adapter"), "no adapter folder"),
     "adapter without config": (adapter(lambda a: (a / CONFIG).unlink()), f"has no {CONFIG}"),

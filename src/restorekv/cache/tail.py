@@ -24,7 +24,7 @@ from restorekv.errors import RestoreKVError
 
 SPARE = 16  # columns, at least, that a buffer gains when it has to grow
 OTHER_ATTENTION = (
-    "The model has another attention function now, which cannot read a compressed cache; call "
+    "The model has a different attention function now, which cannot read a compressed cache; call "
     "model.set_attn_implementation('restorekv')."
 )
 # The keys and the values of one layer, or of some of its heads.
@@ -350,7 +350,7 @@ class TailLayer(CompressedLayer):
         if end < 0:
             raise RestoreKVError(
                 f"A compressed cache keeps its text of {self.seen:,} positions, and cannot be "
-                f"cropped to {self.seen + end:,}; pass another fork for another question."
+                f"cropped to {self.seen + end:,}; pass a new fork for each question."
             )
         end = min(end, self.columns)
         if self.buffers:

@@ -36,12 +36,12 @@ def load_adapter(
 ) -> RestoreAdapter | None:
     """Return the adapter to use, or None where nothing is restored.
 
-    Warns where the adapter was trained for another use.
+    Warns where the adapter was trained for a different use.
 
     Args:
         model: The model whose caches are restored.
         adapter: What `compress` takes. "tiny:NAME" or "smollm2:NAME" is the adapter that ships for
-            the evictor NAME, for use with another evictor.
+            the evictor NAME, for use with a different evictor.
         compressor: The method that makes the caches, with its config.
         restore_tokens: Return the first n tokens of the adapter as an adapter; None returns all.
         separator: What separates text and question, which is part of an adapter's use.
@@ -93,9 +93,11 @@ def load_adapter(
         # As decimals, not as the nearest doubles: 0.1 is the ratio 1/10.
         if not Fraction(str(lowest)) <= ratio <= Fraction(str(highest)):
             return None  # docs/evaluation.md has the figures
-    # LoRA's layers are in a twin of one model object, so weights of another would be read.
+    # The LoRA layers wrap this very model object; with a different one they would read its weights.
     if adapter.model is not model:
-        raise AdapterError("The adapter was made for another model object; load it for this one.")
+        raise AdapterError(
+            "The adapter was made for a different model object; load it for this one."
+        )
     adapter.warn_of_other_use(
         compressor.identity(model),
         config.allocation_spec,

@@ -96,7 +96,7 @@ class AdaKV(Allocation):
 
     def __post_init__(self) -> None:
         if not 0 <= self.safeguard <= 1:
-            raise RestoreKVError(f"adakv takes a safeguard from 0 to 1, not {self.safeguard}.")
+            raise RestoreKVError(f"adakv's safeguard must be from 0 to 1, not {self.safeguard}.")
 
     def __call__(self, scores: Tensor, pairs: int) -> Tensor:
         counts = split_evenly(pairs, len(scores))

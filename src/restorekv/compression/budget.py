@@ -59,7 +59,8 @@ class Budget:
         """Return the budget of a share of the T_b * L * H pairs."""
         if on_small_budget not in ON_SMALL_BUDGET:
             raise BudgetError(
-                f"on_small_budget is one of {', '.join(ON_SMALL_BUDGET)}, not {on_small_budget!r}."
+                f"on_small_budget must be one of {', '.join(ON_SMALL_BUDGET)}, "
+                f"not {on_small_budget!r}."
             )
         if tokens < 1:
             raise BudgetError("The context is empty; give at least one token to compress.")
@@ -84,7 +85,9 @@ class Budget:
             or count != count // 1
             or count < 1
         ):
-            raise BudgetError(f"tokens_per_head is a whole number of at least 1, not {count!r}.")
+            raise BudgetError(
+                f"tokens_per_head must be a whole number of at least 1, not {count!r}."
+            )
         if count > tokens:
             raise BudgetError(
                 f"tokens_per_head={count} is more than the {tokens} tokens there are; lower it."
@@ -167,7 +170,7 @@ def parse_ratio(ratio: float | str | Fraction) -> Fraction:
             hint = f"; it is the share that stays, so write {float(exact / 100):g} for {number} %"
         elif re.fullmatch(r"\s*0?,\d+\s*", text):
             hint = f"; write 0.{text.strip().partition(',')[2]}, with a point"
-        raise BudgetError(f"The ratio is a number above 0 and at most 1, not {text.strip()}{hint}.")
+        raise BudgetError(f"The ratio must be above 0 and at most 1, not {text.strip()}{hint}.")
     return exact
 
 

@@ -61,7 +61,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def with_config(self, config: CompressionConfig) -> Self:
-        """Return a compressor with another config."""
+        """Return a compressor with a different config."""
 
     def with_adapter(self, adapter: RestoreAdapter) -> Self:
         """Return a compressor with an adapter that restores what it loses."""
@@ -123,7 +123,7 @@ class PreparedContext(ABC):
     seconds: dict[str, float] = field(default_factory=dict)
 
     def with_config(self, config: CompressionConfig) -> Self:
-        """Return the same context under another config."""
+        """Return the same context under a different config."""
         return replace(self, config=config)
 
     @abstractmethod
@@ -142,15 +142,15 @@ class PreparedContext(ABC):
         `restore_tokens` is how many restore tokens to reserve room for; None reserves for all.
 
         Raises:
-            BudgetError: The Budget is for another context or has room for other restore tokens, or
-                the restore tokens do not fit.
+            BudgetError: The Budget is for a different context or has room for other restore tokens,
+                or the restore tokens do not fit.
         """
         if restore_tokens is None:
             restore_tokens = self.count_restore_tokens()
         elif isinstance(ratio, Budget) and restore_tokens != ratio.restore_tokens:
             raise BudgetError(
                 f"The budget reserves {ratio.restore_tokens} restore tokens, not {restore_tokens}; "
-                "pass a ratio, or make another budget."
+                "pass a ratio, or make a new budget."
             )
         shape = CacheShape.from_model(self.model)
         budget = self.config.make_budget(

@@ -127,10 +127,10 @@ class CompressionConfig:
         check_choice("on_long_text", self.on_long_text, ON_LONG_TEXT)
         quantized.check_kv_dtype(self.kv_dtype)
         if self.offset < 0:
-            raise RestoreKVError(f"offset is a number of positions, at least 0, not {self.offset}.")
+            raise RestoreKVError(f"offset must be at least 0 positions, not {self.offset}.")
         if self.streaming_chunk is not None and self.streaming_chunk < 1:
             raise RestoreKVError(
-                f"streaming_chunk is at least 1 token, not {self.streaming_chunk}."
+                f"streaming_chunk must be at least 1 token, not {self.streaming_chunk}."
             )
         if self.streaming_chunk is not None and self.offload:
             raise RestoreKVError(
@@ -197,7 +197,7 @@ class CompressionConfig:
             restore_tokens: n, the restore tokens to reserve room for.
 
         Raises:
-            BudgetError: The Budget is for another context, or the restore tokens do not fit.
+            BudgetError: The Budget is for a different context, or the restore tokens do not fit.
         """
         columns = self.competing_columns(context)
         if not isinstance(ratio, Budget):
@@ -210,11 +210,11 @@ class CompressionConfig:
                 self.on_small_budget,
                 whole_tokens=self._parsed_allocation.rectangular,
             )
-        # A Budget of another context would keep another share of this one.
+        # A Budget of a different context would keep a different share of this one.
         if (ratio.tokens, ratio.layers, ratio.heads) != (columns, layers, heads):
             given = f"{ratio.tokens} tokens, {ratio.layers} layers and {ratio.heads} heads"
             raise BudgetError(
-                f"The budget is for {given}, not {columns}, {layers} and {heads}; make another."
+                f"The budget is for {given}, not {columns}, {layers} and {heads}; make a new one."
             )
         if self._parsed_allocation.rectangular and ratio.total % (layers * heads):
             raise BudgetError(

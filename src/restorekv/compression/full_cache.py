@@ -114,7 +114,7 @@ def _note_versions(full: Cache) -> list[tuple[Tensor, int]]:
 def _check_scores(
     scores: object, evictor: Evictor, model: PreTrainedModel, context: Context
 ) -> None:
-    """Refuse what is no score of every pair; an evictor may be somebody's first."""
+    """Check type, shape and numbers: evictors of users are a common source of mistakes."""
     shape = CacheShape.from_model(model)
     wanted = (shape.layers, shape.heads, context.text_tokens)
     if isinstance(scores, Tensor) and tuple(scores.shape) == wanted:
@@ -141,7 +141,7 @@ def _check_numbers(scores: Tensor, evictor: Evictor) -> None:
     if wrong:
         raise RestoreKVError(
             f"{wrong:,} of {scores.numel():,} scores of the evictor {evictor.name} are not numbers "
-            "(NaN): load the model in bfloat16 or float32, or mend score() if the evictor is yours."
+            "(NaN): load the model in bfloat16 or float32, or fix score() if the evictor is yours."
         )
 
 

@@ -71,7 +71,7 @@ def list_questions(question: str | Sequence[str]) -> list[str]:
         if isinstance(question, Iterable) and not isinstance(question, bytes | bytearray):
             fix = "pass a list of them: list(questions)"
         raise RestoreKVError(
-            f"A question is text, or a list of texts, not {describe_type(question)}; {fix}."
+            f"A question must be text, or a list of texts, not {describe_type(question)}; {fix}."
         )
     return [question] if isinstance(question, str) else list(question)
 

@@ -310,7 +310,7 @@ class Chat:
         check_vocabulary(document.model, torch.tensor(ids))
         seen = self.cache.get_seq_length() + len(ids)
         refuse_beyond_positions(
-            document.model, seen, "The conversation", "fold it first, or begin another"
+            document.model, seen, "The conversation", "fold it first, or begin a new one"
         )
         refuse_beyond_exact(
             document.model, seen + limit, "The conversation with the longest answer allowed"
@@ -395,7 +395,7 @@ class Chat:
         return self._read_cut_answer(replace(turn, answer=answer), written, first)
 
     def _read_cut_answer(self, turn: Turn, written: list[int], first: int) -> Turn:
-        """Return a turn whose answer was cut inside of a token, with the ids of its text.
+        """Return a turn whose answer was cut inside a token, with the ids of its text.
 
         The cache reads those that it has no columns for.
 
@@ -523,7 +523,7 @@ class Chat:
         """Compress the turns so far as `document.append` does, whose options these are; they
         cannot be undone.
 
-        The document then ends where the user goes on, so that it can be saved and asked by itself.
+        The document then ends where the user continues, so it can be saved and asked on its own.
         """
         with self._hold_turn():
             if not self.ids():
@@ -579,12 +579,12 @@ class Chat:
 
     @classmethod
     def load(cls, path: str | Path, document: ChatContext) -> Self:
-        """Go on with a conversation that was saved; refuse one over another document and damaged
+        """Continue a conversation that was saved; refuse one over a different document and damaged
         files.
         """
         if not hasattr(document, "digest"):
             raise RestoreKVError(
-                "A conversation goes on over the compressed context that it was about, not over "
+                "A conversation continues over the compressed context that it was about, not over "
                 f"{type(document).__name__}; load that first."
             )
         file = parse_path(path)
@@ -660,7 +660,7 @@ def check_saved_turns(path: str | Path, content: object, document: ChatContext) 
     saved = check_form(path, content)
     if saved["document"] != document.digest:
         raise CacheFileError(
-            f"{path} is a conversation over another document; give that document's cache file."
+            f"{path} is a conversation over a different document; give that document's cache file."
         )
     vocabulary = get_vocabulary_size(document.model)
     if any(max(turn["read"] + turn["written"]) >= vocabulary for turn in saved["turns"]):

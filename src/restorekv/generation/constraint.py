@@ -142,7 +142,7 @@ def close_objects(schema: str | dict[str, Any]) -> str:
 
 
 def _list_inner_schemas(schema: Any) -> list[Any]:
-    """Return the schemas inside of a schema, or of a list of them."""
+    """Return the schemas inside a schema, or of a list of them."""
     if isinstance(schema, list):
         return schema
     if not isinstance(schema, dict):
@@ -277,7 +277,7 @@ def _make_schema_error(wrong: str) -> OptionError:
         why = f"the {noun} {', '.join(names)} cannot be enforced"
         fix = "write it without"
     else:
-        why = cause[1] if cause else wrong  # the cause of a pattern inside of the schema
+        why = cause[1] if cause else wrong  # the cause of a pattern inside the schema
     return OptionError(
         f"The JSON schema cannot be used: {_shorten(why).rstrip('.')}; {fix}.", "json_schema"
     )

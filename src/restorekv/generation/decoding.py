@@ -181,7 +181,7 @@ def parse_limits(max_new_tokens: int | Sequence[int], count: int) -> list[int]:
         count: How many answers there are.
 
     Raises:
-        RestoreKVError: A limit is not a number of at least 1, or the list has another length.
+        RestoreKVError: A limit is not a number of at least 1, or the list has a different length.
     """
     limits: list[Any] = [max_new_tokens] * count
     if isinstance(max_new_tokens, list | tuple):
@@ -244,7 +244,7 @@ def decode_batch(
     Raises:
         RestoreKVError: The logits are not finite, or the task was cancelled.
     """
-    # The user may have set another attention function since, to look at weights.
+    # The user may have set a different attention function since, to look at weights.
     install_attention(model)
     groups = make_groups(cache, prompts, limits, samplers)
     rows = [row for group in groups for row in group.rows]
@@ -252,7 +252,7 @@ def decode_batch(
     yield from _report_tokens(write_tokens(model, groups, stop_ids, first_may_stop))
     if all(row.ended for row in rows):
         return
-    # All later passes have one shape, another than the prompts', which a CUDA graph can replay.
+    # All later passes have one shape, unlike the prompts', which a CUDA graph can replay.
     steps = None
     if graph and can_graph(model, prompts.ids.device):
         ids = torch.cat([group.ids for group in groups])
@@ -502,7 +502,7 @@ def forward_groups(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
         logits_to_keep=wanted,
     )
     logits = output.logits[0]
-    # A forward pass that somebody replaced may drop the option, and then has those of all tokens.
+    # A forward pass that a program replaced may drop the option, and then has those of all tokens.
     if len(last) < first and len(logits) == first:
         return logits[last]
     return logits[: len(last)]
@@ -563,7 +563,7 @@ def decode_answer(
         tokenizer: The model's tokenizer.
         ids: The ids of the answer.
         stop_ids: The EOS ids.
-        continues: Whether it goes on with a text, so that a space at its start belongs to it.
+        continues: Whether it continues a text, so that a space at its start belongs to it.
     """
     # An EOS id need not be a special token, which the tokenizer would leave out.
     if ids and ids[-1] in stop_ids:

@@ -138,7 +138,7 @@ def _write_batch(
         if not bool(best.values.isfinite().all()):
             refuse_not_finite()
         for row, token in enumerate(best.indices.tolist()):
-            # A row that has ended goes on with the others, unheard.
+            # A row that has ended continues with the others, and its tokens are dropped.
             if row not in running:
                 continue
             answers[row].append(token)

@@ -440,7 +440,7 @@ class TokenSampler:
         logprobs: The log-probability of every chosen token, if `sampling` asks for them.
         top: The likeliest ids in place of each token, with their log-probabilities.
         answer: The chosen ids.
-        cancelled: Whether nobody waits for the answer any more; asked after every token.
+        cancelled: Whether the client no longer waits for the answer; asked after every token.
     """
 
     sampling: SamplingConfig

@@ -79,7 +79,7 @@ class Request:
         prompt: The ids (q,) that the model reads after it.
         limit: How many tokens an answer may have.
         samplers: One for each answer.
-        cancelled: Whether nobody waits for the answers any more; asked before every step.
+        cancelled: Whether the client no longer waits for the answers; asked before every step.
         label: Whatever the caller needs to recognize the request.
     """
 
@@ -136,7 +136,7 @@ class SampleRow(ActiveRow):
 class StepOutput:
     """What a step did for a request.
 
-    A request that nobody waits for any more ends with neither a token nor an error.
+    A request whose client no longer waits ends with neither a token nor an error.
 
     Args:
         request: The request.
@@ -230,7 +230,7 @@ class Scheduler:
         self.assign_rows(outputs)
         self.rebuild_groups()
         self.run_pass(self.schedule_prefill(), outputs)
-        # A group that nobody needs frees its memory now, and not when the next question comes.
+        # A group that is no longer needed frees its memory now, not when the next question comes.
         self.running = [group for group in self.running if any(not row.ended for row in group.rows)]
         self.joining = [each for each in self.joining if any(not row.ended for row in each.rows)]
         self.steps += 1
@@ -257,7 +257,7 @@ class Scheduler:
         return SampleRow(sample, request.limit, sampler, request=request)
 
     def drop_cancelled(self, outputs: list[StepOutput]) -> None:
-        """End the requests that nobody waits for, with an output for each."""
+        """End the requests whose clients no longer wait, with an output for each."""
         cancelled = [each for each in (*self.pending, *self.active_requests) if each.cancelled()]
         for request in cancelled:
             self.end_request(request)

@@ -2,7 +2,7 @@
 
 The decoder has two layers of the model's attention shape, with RoPE, over compressed contexts of
 uneven heads: one for all rows, then two of different documents. Rows are padded on the left. Steps
-go on alone, each from the ids of the one before; the plain passes read the same ids. So a graph
+continue alone, each from the ids of the one before; the plain passes read the same ids. So a graph
 that replays stale ids, positions, masks or tails shows in the logits.
 """
 
@@ -111,7 +111,7 @@ class SmallDecoder:
         target = self.target
         layers = []
         for number in range(LAYERS):
-            # Every layer and head has another length, as after a global eviction.
+            # Every layer and head has a different length, as after a global eviction.
             lengths = [
                 LENGTHS[(first + number + head) % len(LENGTHS)] % 70 for head in range(target.heads)
             ]
@@ -188,7 +188,7 @@ def _measure_rows(
             measure_distance(found, wanted),
             get_tolerance(decoder.dtype),
         )
-        # The id must be one of the likeliest; a tie may be broken in another way.
+        # The id must be one of the likeliest; a tie may be broken differently.
         highest = found.amax(-1, keepdim=True)
         yield Measurement(
             f"{name}, ids of step {number + 1}",

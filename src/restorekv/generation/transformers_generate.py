@@ -105,7 +105,7 @@ class GenerateOptions:
             functions = given.get(name)
             if functions is not None and not isinstance(functions, list | tuple):
                 raise RestoreKVError(
-                    f"{name} is a list, not {describe_type(functions)}; pass {name}=[...]."
+                    f"{name} must be a list, not {describe_type(functions)}; pass {name}=[...]."
                 )
         checked = cls(given, config, getattr(model, "generation_config", None))
         checked._refuse_drafts()

@@ -17,7 +17,7 @@ from torch import Tensor
 from restorekv.errors import RestoreKVError, make_printable, warn
 from restorekv.model.identity import ModelIdentity
 
-# The least similarity of one model's weights: below rounding to two bits, far above another
+# The least similarity of one model's weights: below rounding to two bits, far above a different
 # training.
 LEAST_SIMILARITY = 0.9
 
@@ -102,17 +102,17 @@ def check_base(
     error: type[RestoreKVError],
     fix: str = "load that one",
 ) -> None:
-    """Refuse what was made for another model or another RoPE; warn of other weights of the model.
+    """Refuse what was made for a different model or RoPE; warn of other weights of the model.
 
     Args:
         what: The adapter or gate, for messages.
         card: What it says of the model that it was made for.
         identity: That of the model that it is to be used with.
         error: The class of the error for a refusal.
-        fix: What a user can do about another model.
+        fix: What a user can do about a different model.
 
     Raises:
-        RestoreKVError: An `error`, if the card is of another model or another RoPE.
+        RestoreKVError: An `error`, if the card is of a different model or RoPE.
     """
     if card.rope != identity.rope:
         raise error(
@@ -131,7 +131,9 @@ def check_base(
                 f"The {what} cannot be told to fit this model in float16; if it is "
                 f"{make_printable(card.model)}, load it in float32 or bfloat16."
             )
-        raise error(f"The {what} was made for another model ({make_printable(card.model)}); {fix}.")
+        raise error(
+            f"The {what} was made for a different model ({make_printable(card.model)}); {fix}."
+        )
     # A model that was made in memory has no name.
     name = make_printable(card.model) or "this model"
     message = f"The {what} was made for other weights of {name}"

@@ -160,7 +160,7 @@ def _prepare(digest: str, name: str, make: Callable[[Path], None]) -> Path:
     except (OSError, SafetensorError) as error:
         raise ModelError(
             f"Cannot keep {name} in {folder.parent} ({summarize_error(error)}); "
-            "free some space there or set RESTOREKV_CACHE to another folder."
+            "free some space there or set RESTOREKV_CACHE to a different folder."
         ) from error
     return folder
 
@@ -300,7 +300,9 @@ def make_folder(file: Path, name: str, folder: Path) -> None:
             digest = digest_file(file)
         # Else the folder would be kept as that of another file.
         if not folder.name.startswith(digest[:16]):
-            raise ModelError(f"{file} changed while it was read; try again when nobody writes it.")
+            raise ModelError(
+                f"{file} changed while it was read; try again when no process writes to it."
+            )
         # A process with a loose umask would make files that others can change, which `load_marker`
         # refuses.
         for path in (fresh, *fresh.iterdir()):

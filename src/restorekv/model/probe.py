@@ -290,7 +290,7 @@ class _Probe:
         for call, window in zip(record.calls, self.windows, strict=True):
             named = call.options.get("sliding_window")
             if named is not None and window is not None and int(named) != window:
-                raise self.make_refusal("has layers with another window than its config names")
+                raise self.make_refusal("has layers with a different window than its config names")
 
     def check_eager(self, call: AttentionCall) -> None:
         """Refuse a layer whose class's eager attention is not the causal softmax of random queries
@@ -325,7 +325,7 @@ class _Probe:
         weights = compute_weights(logits, sinks)
         if not torch.allclose(result.float(), (weights @ values).transpose(1, 2), atol=1e-3):
             raise self.make_refusal(
-                "computes its attention in another way, such as with a cap or another sink"
+                "computes its attention in a different way, such as with a cap or a different sink"
             )
 
     def check_positions(self, cache: Any) -> None:

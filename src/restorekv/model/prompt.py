@@ -134,7 +134,7 @@ def check_system_message(system: object) -> str:
     """Return a system message, empty for None; refuse what is not a text."""
     if not isinstance(system, str | None):
         raise RestoreKVError(
-            f"A system message is text, not {type(system).__name__}; leave it out for none."
+            f"A system message must be text, not {type(system).__name__}; leave it out for none."
         )
     return system or ""
 
@@ -166,7 +166,7 @@ def check_token_ids(tokenizer: Tokenizer, ids: Sequence[int] | Tensor) -> Tensor
         )
     if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.is_floating_point() or ids.is_complex():
         raise RestoreKVError(
-            f"The context is text or a 1-D sequence of token ids, not {describe_type(ids)}; "
+            f"The context must be text or a 1-D sequence of token ids, not {describe_type(ids)}; "
             f"{explain_text(ids)}."
         )
     # Beyond the tokenizer's ids the embeddings have padding, or nothing.
@@ -196,7 +196,8 @@ def encode_question(
     check_question(question, empty)
     if not isinstance(answer_prefix, str):
         raise RestoreKVError(
-            f"answer_prefix is text, not {type(answer_prefix).__name__}; leave it out for none."
+            f"answer_prefix must be text, not {type(answer_prefix).__name__}; leave it out for "
+            "none."
         )
     opening = choose_opening(tokenizer, context.suffix_text, answer_prefix)
     return encode_text(
@@ -236,12 +237,12 @@ def check_question(question: object, empty: bool = False) -> None:
     """Refuse what is not a text, and unless allowed, an empty one."""
     if isinstance(question, Mapping):
         raise RestoreKVError(
-            "A question is text, not a message with a role; pass the message's text, or keep a "
-            "conversation with chat()."
+            "A question must be text, not a message with a role; pass the message's text, or keep "
+            "a conversation with chat()."
         )
     if not isinstance(question, str):
         raise RestoreKVError(
-            f"A question is text, not {describe_type(question)}; {explain_text(question)}."
+            f"A question must be text, not {describe_type(question)}; {explain_text(question)}."
         )
     if not question.strip() and not empty:
         raise RestoreKVError("The question is empty; ask something.")
@@ -486,7 +487,7 @@ def _render_parts(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") 
     parts = _render_messages(tokenizer, [*introduction, *messages]).split(MESSAGE_MARK)
     if len(parts) <= len(roles):
         raise RestoreKVError(
-            "The tokenizer's chat template drops the user's words; use another tokenizer."
+            "The tokenizer's chat template drops the user's words; use a different tokenizer."
         )
     has_place = True
     if system:
@@ -530,7 +531,7 @@ def _render_messages(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> st
     except Exception as error:  # a template is a program, which may add a text to a list
         raise RestoreKVError(
             f"The tokenizer's chat template fails for these messages ({summarize_error(error)}); "
-            "set tokenizer.chat_template to another one."
+            "set tokenizer.chat_template to a different one."
         ) from error
     assert isinstance(text, str)  # and not ids, with tokenize=False
     return text

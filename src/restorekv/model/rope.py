@@ -57,7 +57,7 @@ def count_unstretched_positions(config: PretrainedConfig) -> int:
     settings = get_rope_settings(config)
     settings = settings.get(FULL_ATTENTION, settings)
     original = None
-    # Other kinds of RoPE, such as Llama 3's, have such a number for another purpose.
+    # Other kinds of RoPE, such as Llama 3's, have such a number for a different purpose.
     if settings.get("rope_type") == "yarn":
         original = settings.get("original_max_position_embeddings")
     return int(original or count_positions(config))
@@ -92,7 +92,7 @@ def stretch_rope(config: PretrainedConfig, rope: Mapping[str, object] | float) -
     if not isinstance(rope, Mapping):
         if not 1 < rope <= MOST_YARN:
             raise RestoreKVError(
-                f"YaRN's factor is more than 1 and at most {MOST_YARN}, not {rope:g}."
+                f"YaRN's factor must be more than 1 and at most {MOST_YARN}, not {rope:g}."
             )
         if own.get("rope_type") in STRETCHED:
             raise RestoreKVError(
@@ -170,7 +170,7 @@ def _rotate_pairs(keys: Tensor, angles: Tensor) -> Tensor:
 
 
 def _check_layout(model: PreTrainedModel, rotary: Any) -> None:
-    """Refuse a model that pairs the numbers of a key in another way than `_rotate_pairs`."""
+    """Refuse a model that pairs the numbers of a key in a way other than `_rotate_pairs`."""
     apply_rope = getattr(sys.modules[type(rotary).__module__], "apply_rotary_pos_emb", None)
     expected = None
     device = rotary.inv_freq.device

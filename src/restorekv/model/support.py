@@ -61,7 +61,7 @@ def prepare_model(model: PreTrainedModel) -> None:
 def get_support(model: PreTrainedModel) -> Support:
     """Return what is known of the model's class and config.
 
-    Raises ModelError, also inside of `torch.autocast`, which would mix two dtypes in one cache.
+    Raises ModelError, also inside `torch.autocast`, which would mix two dtypes in one cache.
     """
     refuse_default_device()
     kind = model.device.type
@@ -99,7 +99,7 @@ def refuse_autocast(kind: str) -> None:
     """Refuse `torch.autocast` for a kind of device, such as "cpu"."""
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         raise ModelError(
-            "torch.autocast is on, which would mix dtypes in a cache; call restorekv outside of "
+            "torch.autocast is on, which would mix dtypes in a cache; call restorekv outside "
             "it, with the model in the dtype that you want."
         )
 

@@ -459,7 +459,7 @@ def _remember(
 
     It is made again if tokens were added or the template changed since.
     """
-    # A token added later, or another template, changes which names are control tokens.
+    # A token added later, or a different template, changes which names are control tokens.
     state = (len(tokenizer), str(tokenizer.chat_template))
     known = memory.get(tokenizer)
     if known is None or known[0] != state:

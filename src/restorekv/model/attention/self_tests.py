@@ -177,7 +177,7 @@ def passed_self_test(
 def require_self_test(
     name: str, device: torch.device, heads: int, groups: int, dim: int, dtype: torch.dtype
 ) -> None:
-    """Refuse a component that somebody asks for by name and that is wrong there."""
+    """Refuse a component that a caller names and that is wrong there."""
     if needs_self_test(device) and not passed_self_test(name, device, heads, groups, dim, dtype):
         component = COMPONENTS[name]
         target = Target(device, heads, groups, dim, dtype)
