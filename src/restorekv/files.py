@@ -88,8 +88,8 @@ def list_files(
     while tops:
         links = []
         for top in sorted(tops):
-            for place, folders, names in os.walk(top, onerror=refuse_folder):
-                real = Path(os.path.realpath(place))
+            for root, folders, names in os.walk(top, onerror=refuse_folder):
+                real = Path(os.path.realpath(root))
                 if real in seen or (real != root and root.is_relative_to(real)):
                     folders.clear()
                     continue
@@ -98,8 +98,8 @@ def list_files(
                     folders[:] = [name for name in folders if not name.startswith(".")]
                     names = [name for name in names if not name.startswith(".")]
                 # os.walk names links to folders, but does not follow them.
-                links += [Path(place, name) for name in folders if Path(place, name).is_symlink()]
-                files += [Path(place, name) for name in names]
+                links += [Path(root, name) for name in folders if Path(root, name).is_symlink()]
+                files += [Path(root, name) for name in names]
         # After all real folders, so that a link takes none of their names.
         tops = links
     if broken_links is not None:
@@ -479,7 +479,7 @@ def parse_record(text: str | bytes, what: str) -> Any:
     return parse_json(text, what, HEADER_BYTES, HEADER_ELEMENTS)
 
 
-def check_elements(text: str | bytes, what: str, most: int) -> None:
+def check_elements(text: str | bytes, what: str, limit: int) -> None:
     """Refuse JSON of more than `most` values and keys before any of them takes memory."""
     if isinstance(text, bytes):
         at_most = sum(text.count(sign) for sign in (b"[", b"{", b",", b":"))
@@ -487,7 +487,7 @@ def check_elements(text: str | bytes, what: str, most: int) -> None:
     else:
         at_most = sum(text.count(sign) for sign in "[{,:")
         matches = SIGNS_OF_TEXT.finditer(text)
-    if at_most < most:
+    if at_most < limit:
         return
     texts = 0
     values = 1
@@ -496,8 +496,8 @@ def check_elements(text: str | bytes, what: str, most: int) -> None:
             texts += 1
         else:
             values += 1
-        if max(texts, values) > most:
-            raise RestoreKVError(f"{what} has more than {most:,} elements of JSON; {FETCH_AGAIN}.")
+        if max(texts, values) > limit:
+            raise RestoreKVError(f"{what} has more than {limit:,} elements of JSON; {FETCH_AGAIN}.")
 
 
 @contextmanager
@@ -610,9 +610,9 @@ def check_levels(value: object) -> None:
     raise ValueError(f"more than {DEPTH} levels")
 
 
-def cut_name(name: str, most: int) -> str:
+def cut_name(name: str, limit: int) -> str:
     """Return the start of a file's name in at most so many bytes, which file systems limit."""
-    return name.encode()[:most].decode(errors="ignore")
+    return name.encode()[:limit].decode(errors="ignore")
 
 
 def check_option(

@@ -123,15 +123,15 @@ def _refuse_restoring_without_adapter(restore_from: str, restore_tokens: int | N
 
 
 def _load_shared(
-    model: PreTrainedModel, place: str | Path, identity: ModelIdentity
+    model: PreTrainedModel, name: str | Path, identity: ModelIdentity
 ) -> RestoreAdapter:
     """Return an adapter from a folder or the hub.
 
     Contexts of one model share the adapter of a folder, as long as its files do not change.
     """
-    folder = Path(place)
+    folder = Path(name)
     if not folder.is_dir():
-        return RestoreAdapter.from_pretrained(model, place, identity=identity)
+        return RestoreAdapter.from_pretrained(model, name, identity=identity)
     # Size and time of every file stand for the folder's contents, which are not read again.
     files = []
     for path in folder.iterdir():
@@ -149,7 +149,7 @@ def _load_shared(
     known = vars(model).setdefault(ADAPTERS, {})
     adapter = known.get(key)
     if adapter is None:
-        adapter = RestoreAdapter.from_pretrained(model, place, identity=identity)
+        adapter = RestoreAdapter.from_pretrained(model, name, identity=identity)
         known[key] = adapter
         for old in list(known)[:-LOADED]:
             known.pop(old, None)  # another thread may have been first

@@ -126,7 +126,7 @@ def answer_questions(
             "graph=True always takes the most likely token; leave it or the other options out."
         )
     limits = decoding.parse_limits(max_new_tokens, len(requests))
-    stops = decoding.get_stop_ids(model, tokenizer)
+    stop_ids = decoding.get_stop_ids(model, tokenizer)
     # One row of the batch for every sample of every question.
     prompts = []
     caches = []
@@ -141,14 +141,14 @@ def answer_questions(
             row_limits.append(limit)
             seeds.append(sampling.seed + sample)
             prompt_ids.append(torch.cat([context.ids[0], prompt])[None])
-    samplers = make_samplers(sampling, tokenizer, prompt_ids, seeds, stops)
+    samplers = make_samplers(sampling, tokenizer, prompt_ids, seeds, stop_ids)
     generated = decoding.generate_ids(
         model, tokenizer, caches, prompts, row_limits, graph=graph, samplers=samplers
     )
     answers = []
     for row, ids in enumerate(generated):
         sampler = samplers[row] if samplers else None
-        answers.append(make_answer(tokenizer, ids.tolist(), stops, len(prompts[row]), sampler))
+        answers.append(make_answer(tokenizer, ids.tolist(), stop_ids, len(prompts[row]), sampler))
     samples = sampling.samples
     return [answers[start : start + samples] for start in range(0, len(answers), samples)]
 
@@ -156,7 +156,7 @@ def answer_questions(
 def make_answer(
     tokenizer: Tokenizer,
     ids: list[int],
-    stops: set[int],
+    stop_ids: set[int],
     prompt_tokens: int,
     sampler: TokenSampler | None,
     keep_leading_space: bool = False,
@@ -167,7 +167,7 @@ def make_answer(
     Args:
         tokenizer: The model's tokenizer.
         ids: The generated ids, at least one.
-        stops: The EOS ids.
+        stop_ids: The EOS ids.
         prompt_tokens: How many tokens the question has, with the template around it.
         sampler: What chose the ids; None if the likeliest ones were taken.
         keep_leading_space: Leave a space at the start, as in a text's continuation.
@@ -176,11 +176,11 @@ def make_answer(
     if sampler is not None:
         keep_leading_space = keep_leading_space or sampler.sampling.keeps_leading_space
     kept = ids[: len(ids) - repeated]
-    text = decoding.decode_answer(tokenizer, kept, stops, continues=keep_leading_space)
+    text = decoding.decode_answer(tokenizer, kept, stop_ids, continues=keep_leading_space)
     cut = None
     logprobs = None
     top = None
-    ended = ids[-1] in stops
+    ended = ids[-1] in stop_ids
     if sampler is not None:
         # Found again in the final text: a stop string may end in the middle of a token.
         cut = find_first_stop(sampler.sampling.stop, text)
@@ -221,11 +221,11 @@ def refuse_other_eos(config: object, model: PreTrainedModel, tokenizer: Tokenize
             "ask takes no max_length from a GenerationConfig; pass max_new_tokens, which limits "
             "the answer alone."
         )
-    stops = decoding.get_stop_ids(model, tokenizer)
+    stop_ids = decoding.get_stop_ids(model, tokenizer)
     wanted = decoding.collect_ids(config.eos_token_id)
-    if wanted and wanted != stops:
+    if wanted and wanted != stop_ids:
         raise RestoreKVError(
-            f"The eos_token_id of this model is {sorted(stops)}, not {sorted(wanted)}; set "
+            f"The eos_token_id of this model is {sorted(stop_ids)}, not {sorted(wanted)}; set "
             "model.generation_config.eos_token_id, or pass stop with a text."
         )
 
@@ -321,9 +321,9 @@ def stream_answer(
     if sampling.samples > 1:
         raise RestoreKVError("Only one answer can be streamed; leave out samples.")
     prompt = encode_question(tokenizer, context, question, answer_prefix)[0]
-    stops = decoding.get_stop_ids(model, tokenizer)
+    stop_ids = decoding.get_stop_ids(model, tokenizer)
     samplers = make_samplers(
-        sampling, tokenizer, [torch.cat([context.ids[0], prompt])[None]], [sampling.seed], stops
+        sampling, tokenizer, [torch.cat([context.ids[0], prompt])[None]], [sampling.seed], stop_ids
     )
     limits = decoding.parse_limits(max_new_tokens, 1)
     steps = decoding.generate_tokens(model, tokenizer, cache, [prompt], limits, samplers=samplers)
@@ -337,14 +337,14 @@ def stream_answer(
 
     def finish_answer() -> Answer:
         sampler = samplers[0] if samplers else None
-        answer = make_answer(tokenizer, token_ids, stops, len(prompt), sampler)
+        answer = make_answer(tokenizer, token_ids, stop_ids, len(prompt), sampler)
         warn_about_truncated_output([answer], sampling)
         return answer
 
     tokens = record_tokens()
     if sampling.copies:
         tokens = drop_repetition(tokens, tokenizer, sampling.copies)
-    return AnswerStream(stream_text(tokenizer, tokens, stops, sampling), finish_answer)
+    return AnswerStream(stream_text(tokenizer, tokens, stop_ids, sampling), finish_answer)
 
 
 def stream_text(

@@ -52,7 +52,7 @@ from restorekv.model.prompt import (
     check_question,
     check_system_message,
     check_vocabulary,
-    choose_opening,
+    choose_assistant_header,
     encode_after_document,
     encode_text,
     render_between_turns,
@@ -232,13 +232,13 @@ class Chat:
             )
         (limit,) = decoding.parse_limits([max_new_tokens], 1)
         self.question_ids(question)  # refuses a wrong one now, not when the first piece is wanted
-        stops = decoding.get_stop_ids(document.model, document.tokenizer)
+        stop_ids = decoding.get_stop_ids(document.model, document.tokenizer)
         constraint = Constraint.make(
-            document.tokenizer, sampling.json_schema, sampling.regex, stops
+            document.tokenizer, sampling.json_schema, sampling.regex, stop_ids
         )
         warn_about_unused_options(sampling, details or stream)
         # Nothing runs before the first piece is taken: this is a generator.
-        pieces = self._generate_or_undo(question, limit, sampling, stops, constraint)
+        pieces = self._generate_or_undo(question, limit, sampling, stop_ids, constraint)
         if stream:
             return pieces
         # Without streaming the pieces are not wanted, only the turn that they end in.
@@ -280,7 +280,7 @@ class Chat:
         question: str,
         limit: int,
         sampling: SamplingConfig,
-        stops: set[int],
+        stop_ids: set[int],
         constraint: Constraint | None,
     ) -> Iterator[str]:
         """Yield the pieces of an answer and add the turn at the end; on error, or if the caller
@@ -289,7 +289,7 @@ class Chat:
         with self._hold_turn():
             columns = self.columns
             try:
-                yield from self._generate_turn(question, limit, sampling, stops, constraint)
+                yield from self._generate_turn(question, limit, sampling, stop_ids, constraint)
             # Also GeneratorExit, which a caller raises who drops the iterator, and Ctrl-C.
             except BaseException:
                 self._cut_to(columns)
@@ -300,7 +300,7 @@ class Chat:
         question: str,
         limit: int,
         sampling: SamplingConfig,
-        stops: set[int],
+        stop_ids: set[int],
         constraint: Constraint | None,
     ) -> Iterator[str]:
         """Generate one turn. On error the partial turn stays; the caller rolls it back."""
@@ -324,7 +324,7 @@ class Chat:
         prompts = decoding.pad_prompts(document.model, [self.cache], [torch.tensor(ids)])
         samplers = [sampler] if sampler else None
         steps = decoding.decode_batch(
-            document.model, self.cache, prompts, [limit], stops, samplers=samplers
+            document.model, self.cache, prompts, [limit], stop_ids, samplers=samplers
         )
         written: list[int] = []
         times: list[float] = []
@@ -338,24 +338,24 @@ class Chat:
         tokens = record_tokens()
         if sampling.copies:
             tokens = drop_repetition(tokens, tokenizer, sampling.copies)
-        yield from stream_text(tokenizer, tokens, stops, sampling)
+        yield from stream_text(tokenizer, tokens, stop_ids, sampling)
         check_positions(document.model, self.cache.get_seq_length(), "The conversation")
-        answer = make_answer(tokenizer, written, stops, len(ids), sampler)
+        answer = make_answer(tokenizer, written, stop_ids, len(ids), sampler)
         turn = Turn(question, answer, tuple(ids), answer.ids, (times[0], times[-1]))
-        turn = self._drop_cut_tokens(turn, stops, sampling, sampler)
+        turn = self._drop_cut_tokens(turn, stop_ids, sampling, sampler)
         # Before the turn is remembered: a warning may be raised as an error.
         warn_about_truncated_output([answer], sampling)
         self.turns.append(turn)
 
     def _drop_cut_tokens(
-        self, turn: Turn, stops: set[int], sampling: SamplingConfig, sampler: TokenSampler | None
+        self, turn: Turn, stop_ids: set[int], sampling: SamplingConfig, sampler: TokenSampler | None
     ) -> Turn:
         """Return a turn without what its answer's text lacks, of a stop string or of a repetition:
         the cache loses it too, so that the next turn does not read it.
 
         Args:
             turn: The turn with all that was written, whose last id has no column yet.
-            stops: The EOS ids.
+            stop_ids: The EOS ids.
             sampling: How the tokens were chosen.
             sampler: What chose them; None if the likeliest ones were taken.
         """
@@ -384,7 +384,7 @@ class Chat:
             top=answer.top and answer.top[: max(end, 1)],
         )
         keeps_space = sampling.keeps_leading_space
-        kept_text = decoding.decode_answer(tokenizer, kept, stops, continues=keeps_space)
+        kept_text = decoding.decode_answer(tokenizer, kept, stop_ids, continues=keeps_space)
         if not keeps_space:
             kept_text = kept_text.lstrip()
         # Of the answer, all ids but the last one that was written have columns.
@@ -427,8 +427,8 @@ class Chat:
             system = "" if self.turns or self.system == document.manifest.system else self.system
             return encode_conversation(tokenizer, context, [], question, system, answer).tolist()
         between = render_between_turns(tokenizer)
-        opening = choose_opening(tokenizer, context.suffix_text, answer)
-        ids = encode_text(tokenizer, question, between, opening, answer, continues=True)
+        header = choose_assistant_header(tokenizer, context.suffix_text, answer)
+        ids = encode_text(tokenizer, question, between, header, answer, continues=True)
         return self._follow_answer(ids)
 
     def _follow_answer(self, ids: Tensor) -> list[int]:
@@ -438,8 +438,8 @@ class Chat:
         """
         # Nothing, where a stop string came first.
         last = self.turns[-1].answer_ids[-1:]
-        stops = decoding.get_stop_ids(self.document.model, self.document.tokenizer)
-        unread = [each for each in last if each not in stops]
+        stop_ids = decoding.get_stop_ids(self.document.model, self.document.tokenizer)
+        unread = [each for each in last if each not in stop_ids]
         return [*unread, *ids[0].tolist()]
 
     def ids(self) -> list[int]:
@@ -488,12 +488,12 @@ class Chat:
     def undo(self, turns: int = 1) -> None:
         """Take back the latest turns."""
         with self._hold_turn():
-            most = len(self.turns) - self.folded
-            if type(turns) is not int or not 1 <= turns <= most:
-                if not most:
+            undoable = len(self.turns) - self.folded
+            if type(turns) is not int or not 1 <= turns <= undoable:
+                if not undoable:
                     why = ": those so far are folded into the document" if self.folded else ""
                     raise RestoreKVError(f"There is no turn to take back{why}.")
-                can = "one turn" if most == 1 else f"up to {most} turns"
+                can = "one turn" if undoable == 1 else f"up to {undoable} turns"
                 if self.folded:
                     verb = "is" if self.folded == 1 else "are"
                     can += f", since {self.folded} {verb} folded into the document"
@@ -530,8 +530,8 @@ class Chat:
                 return
             tokenizer = self.document.tokenizer
             between = render_between_turns(tokenizer)
-            opening = encode_text(tokenizer, before=between, continues=True)
-            ids = torch.tensor([[*self.ids(), *self._follow_answer(opening)]])
+            turn_start = encode_text(tokenizer, before=between, continues=True)
+            ids = torch.tensor([[*self.ids(), *self._follow_answer(turn_start)]])
             document = self.document.append_ids(
                 ids, separator="", fix="fold when more was said", **options
             )
@@ -625,10 +625,8 @@ def encode_conversation(
         start += system + (context.separator or PARAGRAPH)
     questions[0] = start + questions[0]
     if not turns:
-        opening = choose_opening(tokenizer, context.suffix_text, answer_prefix)
-        ids = encode_text(
-            tokenizer, questions[0], after=opening, more=answer_prefix, continues=True
-        )
+        header = choose_assistant_header(tokenizer, context.suffix_text, answer_prefix)
+        ids = encode_text(tokenizer, questions[0], after=header, more=answer_prefix, continues=True)
     else:
         answers = [answered for _, answered in turns]
         earlier = list(zip(questions, answers, strict=False))
@@ -712,11 +710,11 @@ def check_length(path: str | Path, chat: Chat) -> None:
     """Refuse a conversation from a file that is longer than the model's positions."""
     first = chat.document.cache.get_seq_length()
     limit = count_positions(chat.document.model.config)
-    most = min(limit, POSITIONS) - first
+    room = min(limit, POSITIONS) - first
     tokens = len(chat.ids())
-    if tokens > most:
+    if tokens > room:
         raise CacheFileError(
             f"The conversation of {path} has {tokens:,} tokens, and the model's {limit:,} "
-            f"positions have room for {max(most, 0):,} after the document; take turns back or fold "
+            f"positions have room for {max(room, 0):,} after the document; take turns back or fold "
             "them before it is saved."
         )

@@ -51,7 +51,7 @@ class Constraint:
 
     @classmethod
     def make(
-        cls, tokenizer: Tokenizer, schema: str | dict | None, regex: str | None, stops: set[int]
+        cls, tokenizer: Tokenizer, schema: str | dict | None, regex: str | None, stop_ids: set[int]
     ) -> Self | None:
         """Return a constraint by a schema or an expression, None without either; refuse wrong
         ones.
@@ -65,7 +65,7 @@ class Constraint:
                 "json_schema and regex need a fast tokenizer; load the model with one."
             )
         own = VOCABULARIES.setdefault(tokenizer, {})
-        ends = tuple(sorted(stops))
+        ends = tuple(sorted(stop_ids))
         key = (len(tokenizer), ends)  # tokens may be added to a tokenizer
         if key not in own:
             own[key] = llguidance.hf.from_tokenizer(tokenizer, eos_token=list(ends) or None)

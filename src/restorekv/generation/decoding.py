@@ -369,16 +369,16 @@ class Group(Generic[Row]):
 
     def drop_ended(self) -> bool:
         """Drop the rows that have ended; return whether any is left."""
-        unended = [place for place, row in enumerate(self.rows) if not row.ended]
+        unended = [index for index, row in enumerate(self.rows) if not row.ended]
         if unended and len(unended) < len(self.rows):
-            places = torch.tensor(unended)
+            indices = torch.tensor(unended)
             for layer in self.layers:
-                layer.batch_select_indices(places)
-            places = places.to(self.ids.device)
-            self.ids = self.ids[places]
-            self.positions = self.positions[places]
-            self.visible = None if self.visible is None else self.visible[places]
-        self.rows = [self.rows[place] for place in unended]
+                layer.batch_select_indices(indices)
+            indices = indices.to(self.ids.device)
+            self.ids = self.ids[indices]
+            self.positions = self.positions[indices]
+            self.visible = None if self.visible is None else self.visible[indices]
+        self.rows = [self.rows[index] for index in unended]
         return bool(unended)
 
 
@@ -406,12 +406,12 @@ def make_groups(
     first = 0
     # The layers of one context, with a tail for each of its rows.
     for layers in zip(*contexts_by_layer, strict=True):
-        places = range(first, first + len(layers[0].keys))
+        indices = range(first, first + len(layers[0].keys))
         rows = []
-        for place in places:
-            sampler = samplers[place] if samplers else None
-            rows.append(ActiveRow(place, limits[place], sampler))
-        own = slice(first, places.stop)
+        for index in indices:
+            sampler = samplers[index] if samplers else None
+            rows.append(ActiveRow(index, limits[index], sampler))
+        own = slice(first, indices.stop)
         tail_mask = None
         if has_padding:
             # The mask is as wide as the longest restore cache of the batch; this group's may be
@@ -421,7 +421,7 @@ def make_groups(
         groups.append(
             Group(list(layers), rows, prompts.ids[own], prompts.positions[own], tail_mask)
         )
-        first = places.stop
+        first = indices.stop
     return groups
 
 

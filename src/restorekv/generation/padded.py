@@ -94,7 +94,7 @@ def _split_rows(
 
 def _write_batch(
     model: PreTrainedModel,
-    stops: set[int],
+    stop_ids: set[int],
     contexts: Sequence[Context],
     prompts: Sequence[Tensor],
     limits: Sequence[int],
@@ -105,8 +105,8 @@ def _write_batch(
     backbone = get_backbone(model)
     # Every text is prefilled once; then each of its prompts gets a row of the cache.
     texts = list({id(context): context for context in contexts}.values())
-    places = {id(context): place for place, context in enumerate(texts)}
-    row_texts = torch.tensor([places[id(context)] for context in contexts])
+    numbers = {id(context): number for number, context in enumerate(texts)}
+    row_texts = torch.tensor([numbers[id(context)] for context in contexts])
     ids, read = _pad_left([context.ids.flatten().cpu() for context in texts])
     positions = (read.cumsum(-1) - 1).clamp(min=0)
     cache = DynamicCache(config=model.config)
@@ -142,7 +142,7 @@ def _write_batch(
             if row not in running:
                 continue
             answers[row].append(token)
-            ended = token in stops or len(answers[row]) == limits[row]
+            ended = token in stop_ids or len(answers[row]) == limits[row]
             if watches is not None and not ended:
                 watches[row].add(token)
                 ended = watches[row].ends()

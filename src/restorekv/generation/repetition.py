@@ -29,7 +29,7 @@ class RepetitionWatch:
         self.tokenizer = tokenizer
         self.copies = copies
         self.count = 0  # tokens so far
-        self.places: dict[str | int, list[int]] = {}  # of every token
+        self.positions: dict[str | int, list[int]] = {}  # of every token
         self.continues: list[bool] = []  # what is before it, without a space
         self.runs: dict[int, int] = {}  # by period
 
@@ -37,13 +37,13 @@ class RepetitionWatch:
         """Go on to the next token of the answer."""
         piece = str(self.tokenizer.convert_ids_to_tokens(token) or "")  # of one id, one text
         word = piece.lstrip(SPACES).lower()
-        places = self.places.setdefault(word or token, [])
+        positions = self.positions.setdefault(word or token, [])
         runs = {}
-        for place in places:
-            period = self.count - place
+        for position in positions:
+            period = self.count - position
             runs[period] = self.runs.get(period, 0) + 1
         self.runs = runs
-        places.append(self.count)
+        positions.append(self.count)
         self.continues.append(not piece.startswith((*SPACES, *BREAKS)))
         self.count += 1
 

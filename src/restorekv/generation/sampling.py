@@ -32,13 +32,14 @@ from restorekv.compression.arguments import explain_fields
 from restorekv.errors import OptionError, RestoreKVError, warn
 from restorekv.files import check_option
 from restorekv.generation.constraint import Constraint, begins_with_space
+from restorekv.generation.option_hints import ASK_ARGUMENTS, CALL_HINTS, CONFIG_HINTS
 from restorekv.generation.repetition import RepetitionWatch
 from restorekv.model.channels import ChannelReader
 from restorekv.model.tokenize import TextStream
 from restorekv.spec import suggest_argument
 
-# What is honored of transformers' GenerationConfig, and what changes no answer here.
-TAKEN = {
+# Fields of transformers' GenerationConfig that are honored, and those that change no answer here.
+HONORED_FIELDS = {
     "do_sample",
     "temperature",
     "top_p",
@@ -48,7 +49,7 @@ TAKEN = {
     "stop_strings",
     "num_return_sequences",
 }
-IDLE = {
+IGNORED_FIELDS = {
     "eos_token_id",
     "bos_token_id",
     "pad_token_id",
@@ -62,8 +63,8 @@ IDLE = {
     "output_scores",
     "output_logits",
 }
-# Values of others that ask for nothing, where transformers' own default is None.
-NEUTRAL: dict[str, object] = {
+# Values of other fields that change nothing, where transformers' own default is None.
+NO_OP_VALUES: dict[str, object] = {
     "num_beams": 1,
     "num_beam_groups": 1,
     "typical_p": 1.0,
@@ -77,13 +78,13 @@ NEUTRAL: dict[str, object] = {
     "min_length": 0,
     "diversity_penalty": 0.0,
 }
-LEAST_TEMPERATURE = 0.01  # below it only the most likely token has a chance
+MIN_TEMPERATURE = 0.01  # below it only the most likely token has a chance
 # Type, further condition, and both in words.
 CHECKS: dict[str, tuple[object, Callable[[Any], bool], str]] = {
     "temperature": (
         float,
-        lambda x: x == 0 or LEAST_TEMPERATURE <= x <= 100,
-        f"0, or a number from {LEAST_TEMPERATURE:g} to 100",
+        lambda x: x == 0 or MIN_TEMPERATURE <= x <= 100,
+        f"0, or a number from {MIN_TEMPERATURE:g} to 100",
     ),
     "top_p": (float, lambda x: 0 < x <= 1, "a number above 0, at most 1"),
     "top_k": (int, lambda x: x >= 0, "a number of tokens, 0 for all"),
@@ -157,68 +158,6 @@ class SamplingOptions(TypedDict, total=False):
 
 
 DEFAULT_MAX_NEW_TOKENS = 128
-# Arguments of `ask` that are no options of sampling, for those who misspell them.
-OF_ASK = ("max_new_tokens", "answer_prefix", "stream", "details")
-# What other libraries call an option.
-RENAMED = {
-    "p": "top_p",
-    "k": "top_k",
-    "repeat_penalty": "repetition_penalty",
-    "rep_penalty": "repetition_penalty",
-    "random_seed": "seed",
-    "random_state": "seed",
-    "best_of": "samples",
-    "num_samples": "samples",
-    "stop_sequences": "stop",
-    "stop_words": "stop",
-    "top_logprobs": "logprobs",
-    "guided_json": "json_schema",
-    "guided_regex": "regex",
-    "pattern": "regex",
-}
-# Names of the limit of an answer, which is an argument of `ask` and no option of sampling.
-LIMITS = (
-    "tokens",
-    "max_tokens",
-    "max_completion_tokens",
-    "max_output_tokens",
-    "n_tokens",
-    "num_tokens",
-    "n_predict",
-    "num_predict",
-)
-# How the same is said here, where no option has another name.
-OTHER_NAMES = {name: f"did you mean {ours}?" for name, ours in RENAMED.items()} | {
-    "do_sample": "a temperature above 0 samples, and 0 takes the most likely token.",
-    "max_length": "max_new_tokens limits the answer alone.",
-    "n": "samples is the number of answers to one question.",
-    "num_return_sequences": "samples is the number of answers to one question.",
-    "stop_strings": "stop takes them.",
-    "stopping_criteria": "criteria takes them.",
-    "logits_processor": "processors takes them.",
-    "no_repeat_ngram_size": "stop_repeats ends an answer that repeats itself.",
-    "num_beams": "answers are written greedily or sampled, without beams.",
-    "response_format": "json_schema takes the schema itself.",
-    "eos_token_id": "stop ends an answer before a text; the ids are those of the model's own "
-    "generation_config.",
-}
-# What to say of arguments that no option of sampling has the name of.
-OF_LIMIT = "pass max_new_tokens to ask itself: ask(question, max_new_tokens=64)."
-ELSEWHERE = {
-    **dict.fromkeys(LIMITS, "did you mean max_new_tokens?"),
-    "generation_config": "config takes it.",
-    "sampling_params": "config takes a SamplingConfig.",
-    "system": "a system message belongs to the compressed text: CompressionConfig(system=...), or "
-    "to a conversation: chat(system=...).",
-    **OTHER_NAMES,
-    **{name: f"leave it out, since only ask and ask_many take {name}." for name in OF_ASK},
-}
-# The same where a SamplingConfig is made, which is then passed to `ask`.
-IN_CONFIG = {
-    **{name: f"pass it to ask itself: ask(question, {name}=...)." for name in OF_ASK},
-    **OTHER_NAMES,
-    **dict.fromkeys(("max_new_tokens", "max_length", *LIMITS), OF_LIMIT),
-}
 
 
 def take_limit(options: dict[str, Any], max_new_tokens: Any) -> Any:
@@ -238,32 +177,48 @@ def _describe_class(kind: type) -> dict[str, Any]:
     describe = getattr(kind, "model_json_schema", None)
     if describe is None:
         raise RestoreKVError(
-            f"json_schema is a dict, JSON or a pydantic class, and {kind.__name__} is another "
-            "class; derive it from pydantic.BaseModel."
+            f"json_schema must be a dict, JSON or a pydantic class, not the class {kind.__name__}; "
+            "derive it from pydantic.BaseModel."
         )
     return describe()
 
 
-@explain_fields(IN_CONFIG, "SamplingConfig(temperature=0.7)")
+@explain_fields(CONFIG_HINTS, "SamplingConfig(temperature=0.7)")
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How answers are written; greedily unless `temperature` is above 0. An option of None is the
-    same as one that is left out.
+    """How answers are written: greedily, unless `temperature` is above 0.
 
-    `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are transformers' and are
-    applied in its order; the penalty counts the whole context. A row's random numbers follow from
-    `seed` alone; `samples` answers to one question take `seed`, `seed + 1` and so on. An answer
-    ends before the first of the strings `stop`. `stop_repeats` of k ends it when its last tokens
-    are one block of tokens k times in a row or more, and 32 tokens or more in all; the text has the
-    block once. 0, the default, lets it repeat itself, and so do `regex` and `json_schema`, whose
-    answers must match as a whole. `logprobs` of k records the log-probability of every token, and
-    of the k most likely ones in its place, before any processing. `json_schema` (a dict, JSON, or a
-    pydantic class, of which the schema is kept) and `regex` allow only texts that match; objects
-    have no properties but those that the schema names. Both need the extra `constrained`.
-    `logit_bias` is added to the logits of those ids. `frequency_penalty` is subtracted from the
-    logit of an id once for each time that it is in the answer already, `presence_penalty` once for
-    all; negative ones make repetition more likely. All three come before the other processing.
-    `processors` and `criteria` are further ones of transformers', which must keep no state.
+    An option of None is the same as one that is left out. A logit bias and the penalties of
+    frequency and presence come before all other processing; transformers' own options are applied
+    in its order.
+
+    Args:
+        temperature: Divides the logits before a token is drawn; 0 takes the most likely token.
+        top_p: Draw from the most likely tokens that have this probability together.
+        top_k: Draw from this many of the most likely tokens; 0 for all.
+        min_p: Draw from tokens with at least this share of the highest probability.
+        repetition_penalty: Above 1, makes tokens of text, question and answer less likely.
+        seed: Decides the random numbers. The answers to one question take seed, seed + 1 and so on.
+        samples: How many answers to write to each question.
+        stop: Strings before which an answer ends.
+        stop_repeats: End an answer whose last tokens are one block this many times in a row or
+            more, and 32 tokens or more in all; the text has the block once. 0 lets it repeat
+            itself, and so do `regex` and `json_schema`, whose answers must match as a whole.
+        logprobs: Record the log-probability of every token, and of this many of the most likely
+            ones in its place, before any processing. None records nothing.
+        json_schema: A dict, JSON or a pydantic class, of which the schema is kept: allow only
+            matching JSON, whose objects have no properties but those that the schema names. Needs
+            the extra `constrained`, as does `regex`.
+        regex: Allow only texts that match as a whole.
+        logit_bias: What is added to the logits of ids.
+        frequency_penalty: Subtracted from the logit of an id once for each time that it is in the
+            answer already; below 0, makes repetition more likely.
+        presence_penalty: The same, once for any number of times.
+        processors: Further logits processors of transformers, which must keep no state.
+        criteria: Stopping criteria of transformers, which must keep no state.
+
+    Raises:
+        RestoreKVError: An option has the wrong type or is out of range, or two exclude each other.
     """
 
     temperature: float = 0.0
@@ -305,7 +260,7 @@ class SamplingConfig:
         defaults = {each.name: each.default for each in fields(cls)}
         for name in options:
             if name not in defaults:
-                hint = suggest_argument(name, [*defaults, *OF_ASK], ELSEWHERE)
+                hint = suggest_argument(name, [*defaults, *ASK_ARGUMENTS], CALL_HINTS)
                 raise RestoreKVError(f"There is no option {name}; {hint}")
         # None leaves an option to the config, unless it is a value, as of json_schema.
         options = {
@@ -365,14 +320,14 @@ def read_generation_config(config: GenerationConfig) -> dict[str, object]:
     """
     if not isinstance(config, GenerationConfig):
         raise RestoreKVError(
-            f"config is a SamplingConfig or transformers' GenerationConfig, not "
+            "config must be a SamplingConfig or transformers' GenerationConfig, not "
             f"{type(config).__name__}."
         )
     defaults = GenerationConfig().to_dict()
     own = config.to_dict()
     for name, value in sorted(own.items()):
-        is_set = value not in (None, False, defaults.get(name), NEUTRAL.get(name))
-        if is_set and name not in TAKEN | IDLE and not name.startswith("_"):
+        is_set = value not in (None, False, defaults.get(name), NO_OP_VALUES.get(name))
+        if is_set and name not in HONORED_FIELDS | IGNORED_FIELDS and not name.startswith("_"):
             fix = "use generate, transformers' own"
             if name == "max_new_tokens":
                 fix = f"pass it to ask itself: ask(question, max_new_tokens={value!r})"
@@ -598,4 +553,4 @@ def make_samplers(
 
 def find_first_stop(stop: Sequence[str], text: str) -> int | None:
     """Return where the first of the strings starts in a text, None where there is none."""
-    return min((place for each in stop if (place := text.find(each)) >= 0), default=None)
+    return min((start for each in stop if (start := text.find(each)) >= 0), default=None)

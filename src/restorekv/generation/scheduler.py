@@ -157,14 +157,14 @@ class StepOutput:
 
 @dataclass(eq=False)
 class Selection:
-    """Rows out of a group: the group, and the places of the rows in it."""
+    """Rows out of a group: the group, and the indices of the rows in it."""
 
     group: Group[SampleRow]
-    places: list[int]
+    row_indices: list[int]
 
     @property
     def rows(self) -> list[SampleRow]:
-        return [self.group.rows[place] for place in self.places]
+        return [self.group.rows[index] for index in self.row_indices]
 
 
 class Scheduler:
@@ -368,12 +368,12 @@ class Scheduler:
         """
         buckets: list[list[Selection]] = []
         for group in self.running:
-            places = []
-            for place, row in enumerate(group.rows):
+            row_indices = []
+            for index, row in enumerate(group.rows):
                 if not (row.ended or row.preempted):
-                    places.append(place)
-            if places:
-                buckets.append([Selection(group, places)])
+                    row_indices.append(index)
+            if row_indices:
+                buckets.append([Selection(group, row_indices)])
         for selection in self.joining:
             # A request may have been cancelled since its row was added.
             if all(row.ended for row in selection.rows):
@@ -555,18 +555,18 @@ def _join_rows(selections: Sequence[Selection]) -> Group[SampleRow]:
     """Return a group of the chosen rows of groups over one context."""
     first = selections[0].group
     # The very same rows: nothing is copied.
-    if len(selections) == 1 and len(selections[0].places) == len(first.rows):
+    if len(selections) == 1 and len(selections[0].row_indices) == len(first.rows):
         return first
     rows = [row for selection in selections for row in selection.rows]
     widths = [max(row.columns for row in selection.rows) for selection in selections]
     width = max(widths)
-    places = [selection.places for selection in selections]
+    row_indices = [selection.row_indices for selection in selections]
     layers = []
     for at_depth in zip(*(selection.group.layers for selection in selections), strict=True):
-        sources = list(zip(at_depth, places, strict=True))
+        sources = list(zip(at_depth, row_indices, strict=True))
         layers.append(gather_rows(sources, widths, TAIL_CAPACITY))
-    ids = torch.cat([selection.group.ids[selection.places] for selection in selections])
-    positions = torch.cat([selection.group.positions[selection.places] for selection in selections])
+    ids = torch.cat([each.group.ids[each.row_indices] for each in selections])
+    positions = torch.cat([each.group.positions[each.row_indices] for each in selections])
     # Rows are padded on the left, so that all end at the same column; padding is not seen.
     visible = None
     if any(row.columns < width for row in rows):

@@ -210,8 +210,8 @@ def generate_answer(
     first = cache.get_seq_length()
     longest = checked.count_longest_answer(prompt_tokens)
     check_question_positions(model, [first], [prompt_tokens - first], [longest])
-    stops = checked.find_stop_ids(model, tokenizer)
-    arguments = _make_arguments(checked, tokenizer, stops)
+    stop_ids = checked.find_stop_ids(model, tokenizer)
+    arguments = _make_arguments(checked, tokenizer, stop_ids)
     sizes = checked.find_ngram_sizes()
     arguments |= dict.fromkeys(sizes, 0)  # which transformers would look for among placeholders
     processors = [
@@ -230,15 +230,15 @@ def generate_answer(
             **arguments,
         )
     written = result[0, prompt_tokens:].tolist()
-    return decoding.decode_answer(tokenizer, written, stops).lstrip()
+    return decoding.decode_answer(tokenizer, written, stop_ids).lstrip()
 
 
 def _make_arguments(
-    options: GenerateOptions, tokenizer: Tokenizer, stops: set[int]
+    options: GenerateOptions, tokenizer: Tokenizer, stop_ids: set[int]
 ) -> dict[str, Any]:
     """Return the arguments of transformers' `generate`, without inputs and processors."""
     arguments: dict[str, Any] = {
-        "eos_token_id": sorted(stops),
+        "eos_token_id": sorted(stop_ids),
         "pad_token_id": get_padding_id(tokenizer),
     }
     if options.config is None:

@@ -317,12 +317,12 @@ def make_folder(file: Path, name: str, folder: Path) -> None:
                 raise
 
 
-def _remove(place: Path) -> None:
+def _remove(path: Path) -> None:
     """Remove what is not a prepared model; of a link, the link alone."""
-    if stat.S_ISDIR(place.lstat().st_mode):
-        shutil.rmtree(place)
+    if stat.S_ISDIR(path.lstat().st_mode):
+        shutil.rmtree(path)
     else:
-        place.unlink()
+        path.unlink()
 
 
 def load_header(file: Path) -> Header:

@@ -92,15 +92,15 @@ class Cursor:
         layout = struct.Struct(self.order + letter)
         return layout.unpack(self.take(layout.size))[0]
 
-    def count(self, what: str, most: int) -> int:
+    def count(self, what: str, limit: int) -> int:
         """Return a number of things."""
         found = int(self.number("Q"))
-        if found > most:
-            raise ValueError(f"it counts {found:,} {what}, and such files have at most {most:,}")
+        if found > limit:
+            raise ValueError(f"it counts {found:,} {what}, and such files have at most {limit:,}")
         return found
 
-    def text(self, most: int = TEXT_BYTES) -> bytes:
-        return self.take(self.count("bytes in a text", min(most, self.left)))
+    def text(self, limit: int = TEXT_BYTES) -> bytes:
+        return self.take(self.count("bytes in a text", min(limit, self.left)))
 
     def skip_text(self) -> None:
         self.skip(self.count("bytes in a text", min(TEXT_BYTES, self.left)))
@@ -150,8 +150,8 @@ def _read_fields(cursor: Cursor, count: int) -> dict[str, object]:
             known[key] = cursor.text()[:KEY_BYTES].decode("utf-8", "replace")
         elif kind == ARRAY:
             # The tokenizer's arrays have an element per token, others one per layer at most.
-            most = WORDS if key.startswith("tokenizer.") else LISTED
-            length = _skip_array(cursor, most)
+            limit = WORDS if key.startswith("tokenizer.") else LISTED
+            length = _skip_array(cursor, limit)
             known[f"{key}[]"] = length
             elements += length
             if elements > ELEMENTS:
@@ -163,10 +163,10 @@ def _read_fields(cursor: Cursor, count: int) -> dict[str, object]:
     return known
 
 
-def _skip_array(cursor: Cursor, most: int) -> int:
+def _skip_array(cursor: Cursor, limit: int) -> int:
     """Return the number of an array's elements and goes to its end."""
     kind = int(cursor.number("I"))
-    length = cursor.count("elements in an array", most)
+    length = cursor.count("elements in an array", limit)
     if kind == TEXT:
         # Texts have a length each; numbers all have the same.
         for _ in range(length):

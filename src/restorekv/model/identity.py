@@ -229,27 +229,27 @@ def _iterate_adapter_weights(
     """Yield the place of each of PEFT's layers, the layer, and name and value of every weight that
     an adapter has in it.
     """
-    for place, module in model.named_modules():
+    for path, module in model.named_modules():
         if not isinstance(module, BaseTunerLayer):
             continue
         own: Any = module  # each of PEFT's layers is a module as well
         for name, weight in own.named_parameters():
             # Of kinds besides LoRA, the layer says how its adapters' weights are called.
             if "lora_" in name or name.split(".")[0] in module.adapter_layer_names:
-                yield place, module, name, weight
+                yield path, module, name, weight
 
 
 def _list_active_adapters(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
     """Return the weights in PEFT's layers that are active, without those of restore adapters."""
     found = []
-    for place, layer, name, weight in _iterate_adapter_weights(model):
+    for path, layer, name, weight in _iterate_adapter_weights(model):
         active = {each for each in layer.active_adapters if each != RESTORE_ADAPTER}
         used = active & set(name.split("."))
         if used and not layer.disable_adapters:
             # The scaling has a part in every product with the weights.
             factors = getattr(layer, "scaling", None) or {}  # kinds besides LoRA may have none
             scaling = [factors.get(each) for each in sorted(used)]
-            found.append((f"{place}.{name} {scaling}", weight))
+            found.append((f"{path}.{name} {scaling}", weight))
     return sorted(found, key=lambda item: item[0])
 
 
@@ -257,17 +257,17 @@ def _sample_weights(wanted: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
     """Return n evenly spaced values of each weight in bfloat16, on the CPU.
 
     All values are collected on the device of the first weight and leave it in one transfer. The
-    places are computed on the CPU, since devices round float64 differently, and go to a device once
-    for all weights of the same size.
+    indices are computed on the CPU, since devices round float64 differently, and go to a device
+    once for all weights of the same size.
     """
     target = wanted[0][0].device
-    places: dict[tuple[int, int, torch.device], Tensor] = {}
+    indices: dict[tuple[int, int, torch.device], Tensor] = {}
     rows = []
     for weight, count in wanted:
         key = weight.numel(), count, weight.device
-        if key not in places:
-            places[key] = space_evenly(weight.numel(), count).to(weight.device)
-        values = dequantize(weight.detach()).reshape(-1)[places[key]]
+        if key not in indices:
+            indices[key] = space_evenly(weight.numel(), count).to(weight.device)
+        values = dequantize(weight.detach()).reshape(-1)[indices[key]]
         rows.append(values.to(device=target, dtype=torch.bfloat16))
     counts = [count for _, count in wanted]
     return list(torch.cat(rows).cpu().split(counts))

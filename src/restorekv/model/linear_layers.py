@@ -103,9 +103,9 @@ def read_entries(layer: nn.Module, count: int, dtype: torch.dtype) -> Tensor:
     """Return `count` evenly spaced entries of a layer's matrix, row by row, as (count,)."""
     linear: Any = layer
     size = int(linear.in_features)
-    places = space_evenly(int(linear.out_features) * size, count).to(_get_device(layer))
-    columns = _compute_columns(layer, places % size, dtype)
-    return columns.gather(1, (places // size)[:, None])[:, 0]
+    indices = space_evenly(int(linear.out_features) * size, count).to(_get_device(layer))
+    columns = _compute_columns(layer, indices % size, dtype)
+    return columns.gather(1, (indices // size)[:, None])[:, 0]
 
 
 def _compute_columns(layer: nn.Module, columns: Tensor, dtype: torch.dtype) -> Tensor:

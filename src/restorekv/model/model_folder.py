@@ -46,10 +46,10 @@ def check_folder(folder: Path, weights: bool = True) -> None:
     `weights` are to be loaded, with any weights but safetensors.
     """
     names = []
-    for place in (folder, folder / _TEMPLATES):
-        if place.is_dir():
+    for directory in (folder, folder / _TEMPLATES):
+        if directory.is_dir():
             # transformers reads one level deep, and only from this one folder.
-            for path in sorted(place.iterdir()):
+            for path in sorted(directory.iterdir()):
                 names += _check_file(path)
     if ADAPTER in names:
         raise ModelError(explain_adapter(str(folder)))
@@ -85,10 +85,10 @@ def _check_file(path: Path) -> list[str]:
             "model's folder; give one that has a config.json."
         )
     # These are read whole into memory.
-    most = TEXT_BYTES if path.name in _TOKENIZERS else JSON_BYTES
-    if path.suffix in _READ_WHOLE and status.st_size > most:
+    limit = TEXT_BYTES if path.name in _TOKENIZERS else JSON_BYTES
+    if path.suffix in _READ_WHOLE and status.st_size > limit:
         raise ModelError(
-            f"{path} has {status.st_size:,} bytes, more than the {most:,} of such a file; "
+            f"{path} has {status.st_size:,} bytes, more than the {limit:,} of such a file; "
             "fetch it again."
         )
     return [path.name]
@@ -157,8 +157,8 @@ def _leads_out(name: str, folder: Path) -> bool:
     """
     try:
         # As transformers would find it: from the working folder, and inside the model's own.
-        for place in (Path(name), folder / name):
-            if os.path.lexists(place) and not place.resolve().is_relative_to(folder.resolve()):
+        for path in (Path(name), folder / name):
+            if os.path.lexists(path) and not path.resolve().is_relative_to(folder.resolve()):
                 return True
         return False
     except (OSError, ValueError, RuntimeError):  # a circle of links, or a name that no file has

@@ -199,11 +199,11 @@ def encode_question(
             f"answer_prefix must be text, not {type(answer_prefix).__name__}; leave it out for "
             "none."
         )
-    opening = choose_opening(tokenizer, context.suffix_text, answer_prefix)
+    header = choose_assistant_header(tokenizer, context.suffix_text, answer_prefix)
     return encode_text(
         tokenizer,
         context.separator + question,
-        after=opening,
+        after=header,
         more=answer_prefix,
         continues=True,
     )
@@ -295,7 +295,7 @@ def find_answer_end(tokenizer: Tokenizer) -> int | None:
     return None
 
 
-def choose_opening(tokenizer: Tokenizer, suffix: str, answer_prefix: str) -> str:
+def choose_assistant_header(tokenizer: Tokenizer, suffix: str, answer_prefix: str) -> str:
     """Return the template's text between a question and its answer, whose first words are given.
 
     A template may leave a part of it to the model, as gpt-oss's leaves the channel: it is the part
@@ -309,13 +309,13 @@ def choose_opening(tokenizer: Tokenizer, suffix: str, answer_prefix: str) -> str
     if not answer_prefix or not suffix or not tokenizer.chat_template:
         return suffix
     try:
-        opening = _render_parts(tokenizer, ["user", "assistant", "user"])[1]
+        header = _render_parts(tokenizer, ["user", "assistant", "user"])[1]
     except RestoreKVError:  # it writes no earlier answers
         return suffix
-    own = opening.removeprefix(suffix)
+    own = header.removeprefix(suffix)
     control = find_control_tokens(tokenizer).values()
-    if opening.startswith(suffix) and any(token in own for token in control):
-        return opening
+    if header.startswith(suffix) and any(token in own for token in control):
+        return header
     return suffix
 
 
@@ -324,7 +324,7 @@ def encode_plain_chat(
     turns: Sequence[tuple[str, str]],
     question: str,
     system: str = "",
-    opening: str = "",
+    answer_prefix: str = "",
 ) -> Tensor:
     """Return the ids (q,) of a conversation without a document, as the chat template writes it.
 
@@ -333,7 +333,7 @@ def encode_plain_chat(
         turns: Earlier questions with their answers.
         question: What is asked.
         system: The system message in the template's place for it, or "" for the template's own.
-        opening: What the model is made to begin its answer with.
+        answer_prefix: What the model is made to begin its answer with.
 
     Raises:
         RestoreKVError: The question is empty, the template has no place for these messages, or it
@@ -357,10 +357,10 @@ def encode_plain_chat(
         if system:
             template[:1] = [before, "\n"]
             texts.insert(0, system)
-    if opening:
-        template[-1] = choose_opening(tokenizer, template[-1], opening)
+    if answer_prefix:
+        template[-1] = choose_assistant_header(tokenizer, template[-1], answer_prefix)
         template.append("")
-        texts.append(opening)
+        texts.append(answer_prefix)
     return torch.tensor(tokenize_parts(tokenizer, template, texts), dtype=torch.long)
 
 
@@ -399,7 +399,7 @@ def encode_after_document(
     else:
         template[0] = ""
         texts[0] = texts[0].removeprefix(DOCUMENT_MARK)
-    template[-1] = choose_opening(tokenizer, template[-1], answer_prefix)
+    template[-1] = choose_assistant_header(tokenizer, template[-1], answer_prefix)
     ids = tokenize_parts(tokenizer, [*template, ""], [*texts, answer_prefix], continues=True)
     return torch.tensor([ids], dtype=torch.long)
 
@@ -449,23 +449,23 @@ def _find_texts(parts: Sequence[str], whole: str, texts: Sequence[str]) -> list[
         whole: The template's text of the messages.
         texts: What the messages say.
     """
-    place = len(parts[0])
+    offset = len(parts[0])
     if not whole.startswith(parts[0]):
         return None
     written = []
     for text, part in zip(texts, parts[1:], strict=True):
         for candidate in (text, text.strip()):
             # As a whole first: the text may spell what the template writes after it.
-            if whole.startswith(candidate + part, place):
+            if whole.startswith(candidate + part, offset):
                 break
         else:
-            end = whole.find(part, place)
-            candidate = whole[place:end]
+            end = whole.find(part, offset)
+            candidate = whole[offset:end]
             if end < 0 or candidate not in text:
                 return None
         written.append(candidate)
-        place += len(candidate) + len(part)
-    return written if place == len(whole) else None
+        offset += len(candidate) + len(part)
+    return written if offset == len(whole) else None
 
 
 def encode_whole_prompt(tokenizer: Tokenizer, text: str) -> list[int]:

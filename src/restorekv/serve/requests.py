@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, Field, StrictBool, model_validator
 
 from restorekv.errors import OptionError, RestoreKVError, name_option
-from restorekv.generation.sampling import LEAST_TEMPERATURE, SamplingConfig
+from restorekv.generation.sampling import MIN_TEMPERATURE, SamplingConfig
 from restorekv.model.prompt import check_question
 from restorekv.model.tokenize import check_unicode
 from restorekv.readers.extract import TEXT, find_kind, guess_ending, printable_name
@@ -416,7 +416,7 @@ class SamplingRequest(BaseModel):
             "stop_repeats": _choose(self.stop_repeats, defaults.stop_repeats),
         }
         # Clients ask for the likeliest tokens with 1e-8, too.
-        if self.top_p == 0 or options["temperature"] < LEAST_TEMPERATURE:
+        if self.top_p == 0 or options["temperature"] < MIN_TEMPERATURE:
             options["temperature"] = 0.0
         if self.logit_bias:
             options["logit_bias"] = _parse_bias(self.logit_bias)
