@@ -334,6 +334,34 @@ def test_nothing_half_is_seen(tmp_path, monkeypatch):
     assert len(list((tmp_path / "shared" / "tmp").iterdir())) == 1
 
 
+def test_servers_that_start_together_remove_what_was_left_once(tmp_path, monkeypatch):
+    shared = SharedFolder(f"file://{tmp_path}/shared")
+    left = tmp_path / "shared" / "deleted" / f"{time.time_ns() - 31 * 86400 * 10**9}-{SHA}"
+    left.write_bytes(b"")
+    remove = type(shared.files).rm_file
+
+    def remove_after_another(self, path):
+        if path.endswith(left.name):
+            left.unlink()
+        remove(self, path)
+
+    monkeypatch.setattr(type(shared.files), "rm_file", remove_after_another)
+    SharedFolder(f"file://{tmp_path}/shared")
+    assert not left.exists()
+
+
+def test_damage_that_another_server_has_moved_pauses_nothing(two, caplog):
+    one, other = two
+    write(one, b"damaged")
+    with caplog.at_level(logging.WARNING, "restorekv.serve"):
+        for store in two:
+            store.shared.set_aside(SHA, KEY)
+        # As long as the folder is paused, nothing is found there.
+        write(one, b"whole")
+        assert other.find_or_fetch_file(KEY, SHA).read_bytes() == b"whole"
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize("where", ["shared", "local", "both"])
 def test_damage_is_set_aside_where_it_is(where, two, model, tiny_tokenizer):
     """A damaged local copy is fetched again; a damaged shared one is made again, for both."""

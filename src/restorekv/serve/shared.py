@@ -190,7 +190,8 @@ class SharedFolder:
         """Move a damaged cache away."""
         target = f"{self.root}/damaged/{key}.rkv"
         self._make_folder(target)
-        self.files.mv(self.cache_path(sha256, key), target)
+        with suppress(FileNotFoundError):  # another server has moved or deleted it
+            self.files.mv(self.cache_path(sha256, key), target)
 
     def _make_temporary_path(self, name: str) -> str:
         """Return a path that no other server or thread uses, which begins with the time."""
@@ -207,7 +208,8 @@ class SharedFolder:
         for folder, age in {"tmp": HALF_WRITTEN, "deleted": NOTES_LAST}.items():
             for path, stamp, _ in self._list_stamped(folder):
                 if stamp < time.time_ns() - age * 10**9:
-                    self.files.rm_file(path)
+                    with suppress(FileNotFoundError):  # a server that starts now was faster
+                        self.files.rm_file(path)
 
     def _list_stamped(self, folder: str) -> list[tuple[str, int, str]]:
         """Return the files named TIME-REST: for each its path, time in nanoseconds, and rest."""
