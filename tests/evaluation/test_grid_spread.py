@@ -16,7 +16,7 @@ import pytest
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.evaluation import results
 from restorekv.evaluation.grid import group_jobs
-from restorekv.evaluation.ray_pool import TRIES, RayPool
+from restorekv.evaluation.ray_pool import TRIES, RayPool, RayWorker
 from restorekv.evaluation.run import run_grid
 from tests.helpers.grid_world import contents, grid, save_world
 from tests.helpers.workers import children, running
@@ -100,6 +100,25 @@ def test_a_worker_killed_in_the_middle(pool, hired, here, tmp_path, monkeypatch)
     assert here[1], "the adapter is for the prefix policy free"
 
 
+def test_a_node_with_another_model_under_the_same_name_is_refused(world):
+    """Else its answers would be recorded as those of the model that opened the job."""
+    (job,) = group_jobs(CELLS[-1:])
+    (cell,) = job.cells
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        opener, worker = (RayWorker("cpu", 1, os.getcwd()) for _ in range(2))
+        identities, digests = opener.open_job(job)
+        sample = next(iter(digests))
+        other = {cell: {**identities[cell], "fingerprint": "0123"}}
+        with pytest.raises(RestoreKVError, match=r"differs .*: fingerprint 0123 \(now \w+\)"):
+            worker.answer_context(job, sample, [cell], other)
+        # Nor does it answer when it is asked again.
+        with pytest.raises(RestoreKVError, match="Give every node of the Ray cluster"):
+            worker.answer_context(job, sample, [cell], other)
+        ((_, line, _),) = worker.answer_context(job, sample, [cell], identities)
+    assert line["sample"] == sample
+
+
 @pytest.mark.slow
 def test_what_was_begun_here_is_ended_there(pool, here, tmp_path):
     done = run_grid(CELLS[:3], tmp_path)
@@ -141,12 +160,12 @@ def test_a_call_that_kills_every_worker_ends_the_run(pool, hired):
 
 @pytest.mark.slow
 def test_a_bug_keeps_its_kind(pool, hired):
+    job = group_jobs(CELLS)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pool.open_job(job)
     with pytest.raises(KeyError, match="no such sample"):
-        list(
-            pool.run_calls(
-                [("answer_context", (group_jobs(CELLS)[0], "no such sample", CELLS[:1]))]
-            )
-        )
+        list(pool.answer_contexts(job, [("no such sample", CELLS[:1])]))
     assert hired() == 0 and len(list(pool.run_calls([("report_ready", ())] * 9))) == 9, (
         "the pool goes on"
     )

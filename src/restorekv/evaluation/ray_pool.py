@@ -6,6 +6,7 @@ worker dies (killed, out of memory, node lost) goes to another worker, and a new
 there is room.
 """
 
+import json
 import os
 import warnings
 from collections import Counter, deque
@@ -17,8 +18,10 @@ import torch
 from restorekv.cluster import LOCAL, connect_ray
 from restorekv.errors import RestoreKVError, RestoreKVWarning, summarize_error, warn
 from restorekv.evaluation.grid import Cell, Job
+from restorekv.evaluation.results import describe_changes
 from restorekv.evaluation.run import Digests, Identities, LocalPool, Missing
 from restorekv.evaluation.worker import Line
+from restorekv.files import HOST
 
 TRIES = 3  # workers that may die over one context
 STORE = 128 * 2**20  # bytes of shared memory for results, which are short texts
@@ -45,6 +48,7 @@ class RayWorker(WorkerProcess, LocalPool):
     def __init__(self, device: str, threads: int, folder: str) -> None:
         super().__init__(device)
         self.set_up(threads, folder)
+        self.checked: Job | None = None
 
     def open_with_warnings(self, job: Job) -> tuple[tuple[Identities, Digests], list[str]]:
         """Open the job and returns also the warnings, which would be lost in this process."""
@@ -55,8 +59,40 @@ class RayWorker(WorkerProcess, LocalPool):
             str(each.message) for each in caught if issubclass(each.category, RestoreKVWarning)
         ]
 
-    def answer_context(self, job: Job, sample: str, cells: list[Cell]) -> list[Line]:
+    def answer_context(
+        self, job: Job, sample: str, cells: list[Cell], identities: Identities
+    ) -> list[Line]:
+        """Return a line of each cell for a context.
+
+        Args:
+            job: The job of the cells.
+            sample: The id of the context.
+            cells: What is asked.
+            identities: What the worker that opened the job made the job's cells with.
+
+        Raises:
+            RestoreKVError: This node would make them with something else.
+        """
+        # Identifying a model reads its weights, so a worker does it once for a job.
+        if self.checked != job:
+            self._refuse_other_setup(job, identities)
+            self.checked = job
         return next(self.answer_contexts(job, [(sample, cells)]))
+
+    def _refuse_other_setup(self, job: Job, identities: Identities) -> None:
+        """Refuse to answer with another model, adapter, evictor or data than the results record.
+
+        Nodes find them by their names, which may stand for something else on each.
+        """
+        own, _ = self.open_job(job)
+        for cell in job.cells:
+            changes = describe_changes(json.loads(json.dumps(identities[cell])), own[cell])
+            if changes:
+                raise RestoreKVError(
+                    f"The worker on {HOST} differs from the one that opened the job: {changes}. "
+                    "Give every node of the Ray cluster the same model, adapters, data and version "
+                    "of restorekv."
+                )
 
 
 class RayWorkers:
@@ -161,15 +197,18 @@ class RayPool(RayWorkers):
         self, workers: int = 2, address: str = LOCAL, device: str = "cpu", threads: int = 1
     ) -> None:
         super().__init__(RayWorker, (), workers, address, device, threads)
+        self.identities: Identities = {}  # of the cells of the job that was opened last
 
     def open_job(self, job: Job) -> tuple[Identities, Digests]:
         """Open the job on a worker: this machine may have no room for the model."""
         opened, messages = next(self.run_calls([("open_with_warnings", (job,))]))
         for text in messages:
             warn(text)
+        self.identities, _ = opened
         return opened
 
     def answer_contexts(self, job: Job, missing: Missing) -> Iterator[list[Line]]:
+        identities = self.identities
         return self.run_calls(
-            [("answer_context", (job, sample, cells)) for sample, cells in missing]
+            [("answer_context", (job, sample, cells, identities)) for sample, cells in missing]
         )
