@@ -91,7 +91,7 @@ class Handle:
         return types.SimpleNamespace(
             **{
                 name: types.SimpleNamespace(
-                    remote=lambda *given, name=name: self.call(name, chosen, given)
+                    remote=lambda *given, origin, name=name: self.call(name, chosen, given)
                 )
                 for name in self.scripts
             }
@@ -255,6 +255,37 @@ def test_an_error_of_a_replica_is_its_own_kind(tiny_tokenizer):
         tiny_tokenizer, ask=[[RayTaskError("ask", "a traceback", RestoreKVError("too long"))]]
     )
     assert type(error) is RestoreKVError and str(error) == "too long" and len(calls) == 1
+
+
+def test_a_replica_with_another_model_under_the_same_name_answers_nothing():
+    """Of another revision, say, on another node: its answers would be another model's."""
+    module = import_modules()[1]
+    new, old = (CacheOrigin((weights,), {"snapkv": ("code", "")}) for weights in ("new", "old"))
+    looked_for = []
+
+    async def find_document(*place):
+        looked_for.append(place)
+
+    replica = module.Replica.__new__(module.Replica)
+    replica.engine = types.SimpleNamespace(
+        origin=new, find_document=find_document, get_state=lambda *_: READY, close=lambda: None
+    )
+    replica.store = replica.lasting = types.SimpleNamespace(close=lambda: None)
+    calls = {"get_document": (PLACE, None), "ask": ([PLACE], {}), "find_survivors": (PLACE, 0, 0)}
+
+    async def call(name, origin):
+        async for item in getattr(replica, name)(*calls[name], origin=origin.digest):
+            if item != READY:
+                return item
+
+    for name in calls:
+        with pytest.raises(UnavailableError, match="give every node the same model"):
+            asyncio.run(call(name, old))
+        assert not looked_for
+        # With its own origin it looks for the document, which is not there.
+        with pytest.raises(module.MissingError):
+            asyncio.run(call(name, new))
+        assert looked_for.pop() == PLACE
 
 
 def test_a_full_disk_and_a_damaged_file_travel_as_what_they_are(tmp_path):

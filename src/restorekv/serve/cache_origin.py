@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 from transformers import PreTrainedModel
@@ -63,6 +64,11 @@ class CacheOrigin:
         # Once, and not for each evictor: it may read the weights.
         model_name = name_model_with_adapters(identity)
         return cls(common, {name: _describe_evictor(name, model, model_name) for name in EVICTORS})
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash that distinguishes this origin from others."""
+        return short_hash(json.dumps([*self.common, dict(self.evictors)], sort_keys=True))
 
     def make_key(self, sha256: str, variant: Variant) -> str:
         """Return the name of a cache: 32 hex digits of the document, the variant and all this."""

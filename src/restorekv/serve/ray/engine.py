@@ -234,7 +234,8 @@ class RayEngine(Engine):
         Its reports are noted and not yielded.
         """
         handle = self.handle.options(stream=True, multiplexed_model_id=route)
-        stream = getattr(handle, method).remote(*arguments)
+        # Any replica may get the call, and only one of them said what it has.
+        stream = getattr(handle, method).remote(*arguments, origin=self.origin.digest)
         try:
             async for item in stream:
                 if isinstance(item, self.replica.ReplicaReport):

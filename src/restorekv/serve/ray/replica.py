@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers import logging
 
 from restorekv.errors import RestoreKVError
-from restorekv.files import file_lock
+from restorekv.files import HOST, file_lock
 from restorekv.generation import decoding
 from restorekv.model.load import load_model
 from restorekv.serve.cache_origin import CacheOrigin
@@ -31,6 +31,7 @@ from restorekv.serve.engine import (
     CacheState,
     ServedDocument,
     ServedQuestion,
+    UnavailableError,
     ask_engine,
     find_resource_shortage,
 )
@@ -121,13 +122,31 @@ class Replica:
         """Return the tokenizer, the ids that end answers, and the origin of caches."""
         return self.engine.tokenizer, self.engine.stops, self.engine.origin
 
+    def refuse_other_origin(self, origin: str) -> None:
+        """Raise UnavailableError where this replica answers with something else than another one.
+
+        Nodes find the model by its name, which may stand for something else on each. A document
+        would then be answered now by one model and now by another one.
+
+        Args:
+            origin: The digest of the origin of the caches that the sender expects.
+        """
+        if origin != self.engine.origin.digest:
+            raise UnavailableError(
+                f"The replicas of this server differ, such as the one on {HOST}: give every node "
+                "the same model, adapters and version of restorekv, and start the server again."
+            )
+
+    # Calls of the engine; each names the origin of its caches.
+
     async def get_document(
-        self, place: Place, content: str | bytes | None
+        self, place: Place, content: str | bytes | None, *, origin: str
     ) -> AsyncIterator[object]:
         """Yield the states of a compression, then (tokens, fresh), then a report.
 
         Without a content, the document is loaded; raises MissingError where it is not there.
         """
+        self.refuse_other_origin(origin)
         source: str | Path = ""
         with ExitStack() as stack:
             if content is None:
@@ -159,11 +178,14 @@ class Replica:
         yield document.tokens, document.fresh
         yield self._make_report()
 
-    async def ask(self, places: Sequence[Place], packed: dict[str, Any]) -> AsyncIterator[object]:
+    async def ask(
+        self, places: Sequence[Place], packed: dict[str, Any], *, origin: str
+    ) -> AsyncIterator[object]:
         """Yield lists of tokens as they are written, then the Reply, then a report.
 
         Whoever stops listening ends the writing.
         """
+        self.refuse_other_origin(origin)
         documents = [await self._find_document(place) for place in places]
         question = ServedQuestion(documents=documents, **packed)
         reply, tokens = ask_engine(self.engine, question)
@@ -177,9 +199,10 @@ class Replica:
             question.cancelled = True
 
     async def find_survivors(
-        self, place: Place, layer: int | None, head: int | None
+        self, place: Place, layer: int | None, head: int | None, *, origin: str
     ) -> AsyncIterator[dict]:
         """Yield which tokens of a document survive."""
+        self.refuse_other_origin(origin)
         document = await self._find_document(place)
         yield await self.engine.find_survivors(document, layer, head)
 
