@@ -10,6 +10,8 @@ import pytest
 
 from restorekv import CompressedContext, compress, load_model, spec
 from restorekv.cli import document_compressor, folder
+from restorekv.cli.ray_folder import RayDocumentCompressor
+from restorekv.errors import RestoreKVError
 from tests.helpers.cli_world import TEXT, build_world, cli
 from tests.helpers.pdf import make_pdf_with_a_damaged_page
 
@@ -299,6 +301,27 @@ def test_mistakes_are_one_sentence(world, given, tmp_path):
         "Cannot load the model"
         in cli("compress", given, "--model", "no/such-model", "-o", tmp_path / "out").err
     )
+
+
+def test_a_node_with_another_model_under_the_same_name_is_refused(world, given, monkeypatch):
+    """Else some of the folder's cache files would be another model's."""
+    made = []
+    make = document_compressor.DocumentCompressor.__init__
+
+    def note(self, recipe):
+        make(self, recipe)
+        made.append(recipe)
+
+    monkeypatch.setattr(document_compressor.DocumentCompressor, "__init__", note)
+    assert run(world, given).code == 0
+    worker = RayDocumentCompressor(made[0], "cpu", 1, os.getcwd())
+    out = given.parent / "elsewhere.rkv"
+    document = (str(given / "a.txt"), "a.txt", str(out))
+    with pytest.raises(RestoreKVError, match=r"has another model.*give every node"):
+        worker.call_alike("other", "compress_document", document)
+    assert not out.exists()
+    assert worker.call_alike(worker.identify(), "compress_document", document).outcome == "wrote"
+    assert out.read_bytes() == (given.parent / "out" / "a.txt.rkv").read_bytes()
 
 
 @pytest.mark.slow

@@ -255,5 +255,5 @@ def _open_compressors(
     from restorekv.cli.ray_folder import RayCompressorPool  # Ray is an optional extra
 
     with RayCompressorPool(recipe, workers, ray) as pool:
-        next(pool.run_calls([("open", ())]))  # a model that cannot be opened ends all
-        yield lambda method, given: pool.run_calls([(method, each) for each in given])
+        pool.open()
+        yield pool.call_each
