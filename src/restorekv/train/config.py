@@ -99,8 +99,8 @@ class TrainConfig:
         "Number of ratios that every context of a step is evicted to, each with its own questions; "
         "the context is read once.",
     )
-    ratio_min: float = setting(0.025, "Lowest share of the pairs kept that is drawn.")
-    ratio_max: float = setting(0.25, "Highest share of the pairs kept that is drawn.")
+    ratio_min: float = setting(0.025, "Lowest ratio that is drawn: a share of the pairs to keep.")
+    ratio_max: float = setting(0.25, "Highest ratio that is drawn: a share of the pairs to keep.")
     ratio_law: RatioLaw = setting(
         "uniform", "How ratios are drawn: uniform, or log-uniform (low ratios more often)."
     )
