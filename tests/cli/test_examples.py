@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.notebooks import NOTEBOOKS, run_notebook
+from recipes.notebooks import NOTEBOOKS, read_adapter_checksum, run_notebook
 from restorekv.model import gguf
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -38,6 +38,12 @@ def test_a_notebook_is_valid_and_has_the_outputs_of_one_run(path):
     assert 'TEXT = Path("lighthouse.txt")' in "".join(code[0]["source"])
     assert any(outputs(notebook))
     assert "Traceback" not in "".join(outputs(notebook))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_the_outputs_of_a_notebook_are_of_the_adapter_that_ships(path):
+    """Otherwise run `python -m recipes.notebooks`."""
+    assert read(path)["metadata"]["restorekv"] == {"adapter": read_adapter_checksum()}
 
 
 @pytest.mark.parametrize(
