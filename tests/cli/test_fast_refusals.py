@@ -64,6 +64,7 @@ WRONG = {
     "a preset with settings to score": ["eval", "--benchmark", "ruler", "--evictor", "fast:a=1"],
     "a wrong dtype": ["compress", "text.txt", *OUT, "--dtype", "float33"],
     "workers without Ray": ["eval", "--benchmark", "ruler", "--workers", "4"],
+    "workers of compress without Ray": ["compress", ".", "-o", "caches", "--workers", "4"],
     "restore tokens of no adapter": [
         *["eval", "--benchmark", "ruler", "--evictor", "kvzip@none", "--restore-tokens", "4"]
     ],

@@ -36,7 +36,7 @@ def append(
             "parts' stay, too) or none."
         ),
     ] = "last",
-    adapter: options.Adapter = "auto",
+    adapter: options.SameAdapter = "auto",
     model: options.OtherModel = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",

@@ -31,7 +31,9 @@ def run(
     ] = True,
     adapter: Annotated[
         str,
-        typer.Option(help=f"Restore adapter for turns that are compressed: {options.ADAPTER_HELP}"),
+        typer.Option(
+            help=f"Restore adapter for turns that are compressed: {options.SAME_ADAPTER_HELP}"
+        ),
     ] = "auto",
     model: options.OtherModel = None,
     device: options.Device = "cpu",

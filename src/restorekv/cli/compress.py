@@ -64,8 +64,13 @@ def run(
         typer.Option(help="Compress a folder on a Ray cluster: local, auto or its address."),
     ] = None,
     workers: Annotated[
-        int, typer.Option(min=1, help="Documents that --ray compresses at the same time.")
-    ] = 2,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Documents that --ray compresses at the same time; "
+            f"{options.DEFAULT_WORKERS} by default.",
+        ),
+    ] = None,
     replace: Annotated[
         bool,
         typer.Option(
@@ -81,6 +86,7 @@ def run(
     evictor = choose_evictor(evictor, preset)
     check_evictor(evictor)
     check_choice("The dtype", dtype, DTYPES)
+    options.refuse_workers_without_ray(workers, ray)
     text = ""
     is_folder = file != "-" and Path(file).is_dir()
     if not is_folder:
@@ -130,6 +136,7 @@ def run(
         config=config,
     )
     if is_folder:
+        workers = workers or options.DEFAULT_WORKERS
         compress_folder(Path(file), out, recipe, ray, workers, json, replace)
     else:
         compress_text(text, out, recipe, json)

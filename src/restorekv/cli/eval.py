@@ -33,7 +33,6 @@ DEFAULT_RATIOS = ["0.4", "0.2", "0.1", "0.05"]
 DEFAULT_PROTOCOLS = ["kvpress"]
 DEFAULT_KV_DTYPES = ["model"]
 DEFAULT_MODELS = [options.DEFAULT_MODEL]
-DEFAULT_WORKERS = 2
 
 
 def run(
@@ -93,7 +92,7 @@ def run(
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Number of Ray workers; {DEFAULT_WORKERS} by default."),
+        typer.Option(min=1, help=f"Number of Ray workers; {options.DEFAULT_WORKERS} by default."),
     ] = None,
     json: Annotated[
         Path | None,
@@ -110,8 +109,7 @@ def run(
     for each in ratio:
         parse_ratio(each)
     check_choice("The dtype", dtype, DTYPES)
-    if workers is not None and ray is None:
-        raise RestoreKVError("--workers counts Ray's workers; add --ray local, or leave it out.")
+    options.refuse_workers_without_ray(workers, ray)
     if restore_tokens is not None and all(each.endswith("@none") for each in evictor):
         raise RestoreKVError(
             "--restore-tokens is of adapters, and no --evictor has one; drop an @none, or leave "
@@ -160,7 +158,7 @@ def run(
     silence_transformers()
     with (
         show_progress_share("evaluating") as update,
-        open_pool(ray, workers or DEFAULT_WORKERS, device) as pool,
+        open_pool(ray, workers or options.DEFAULT_WORKERS, device) as pool,
         explain_interrupt(f"the same command continues what is in {out}"),
     ):
         results = run_grid(

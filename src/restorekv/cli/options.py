@@ -11,6 +11,7 @@ import typer
 from restorekv.cli.choices import ALLOCATIONS, KV_DTYPES, check_device, list_evictors
 from restorekv.cli.terminal import STDOUT, output
 from restorekv.compression.presets import DEFAULT_EVICTOR
+from restorekv.errors import RestoreKVError
 from restorekv.files import check_target
 
 
@@ -59,12 +60,22 @@ Preset = Annotated[
         "text) or best (kvzip)."
     ),
 ]
-ADAPTER_HELP = (
-    "auto (the one that ships for the model, up to the ratio where it helps), none, published (by "
-    "the paper's authors), a folder, a hub id, or one that ships, such as smollm2:kvzip."
+OTHER_ADAPTERS = (
+    "none, published (by the paper's authors), a folder, a hub id, or one that ships, such as "
+    "smollm2:kvzip."
 )
-Adapter = Annotated[str, typer.Option(help=f"Restore adapter: {ADAPTER_HELP}")]
+Adapter = Annotated[
+    str,
+    typer.Option(
+        help="Restore adapter: auto (the one that ships for the model, up to the ratio where it "
+        f"helps), {OTHER_ADAPTERS}"
+    ),
+]
+# For a cache that grows.
+SAME_ADAPTER_HELP = f"auto (the one that made the cache file, if it ships), {OTHER_ADAPTERS}"
+SameAdapter = Annotated[str, typer.Option(help=f"Restore adapter: {SAME_ADAPTER_HELP}")]
 DEFAULT_MODEL = "smollm2"  # everywhere; the toy is used where it is named
+DEFAULT_WORKERS = 2  # of Ray
 STOP_REPEATS = 3  # as in conversations; 0 lets an answer repeat itself
 MODEL_HELP = "smollm2, gemma3-270m, tiny, a model folder, a GGUF file or a hub id."
 Model = Annotated[str, typer.Option(help=f"Model: {MODEL_HELP}")]
@@ -184,6 +195,12 @@ RestoreTokens = Annotated[
         "--nested.",
     ),
 ]
+
+
+def refuse_workers_without_ray(workers: int | None, ray: str | None) -> None:
+    """Refuse a number of workers where no Ray cluster has any."""
+    if workers is not None and ray is None:
+        raise RestoreKVError("--workers counts Ray's workers; add --ray local, or leave it out.")
 
 
 @dataclass(frozen=True)
