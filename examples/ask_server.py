@@ -11,8 +11,11 @@ import sys
 from pathlib import Path
 
 # Before the clients are imported, so that the usage needs none of them.
-if __name__ == "__main__" and len(sys.argv) < 3:
-    raise SystemExit(__doc__)
+if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        raise SystemExit(__doc__)
+    if not Path(sys.argv[1]).is_file():
+        raise SystemExit(f"There is no file {sys.argv[1]}; name a text, then the questions.")
 
 import openai
 from openai.types.chat import ChatCompletionUserMessageParam

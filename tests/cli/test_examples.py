@@ -69,6 +69,14 @@ def test_an_example_prints_its_usage(words, monkeypatch):
     assert f"python examples/{words[0]}" in str(ended.value)
 
 
+@pytest.mark.parametrize("script", ["ask_server.py", "ask_langchain.py", "ask_llamaindex.py"])
+def test_an_example_names_a_text_that_is_not_there(script, monkeypatch):
+    path = EXAMPLES / script
+    monkeypatch.setattr(sys, "argv", [str(path), "missing.txt", "Who?"])
+    with pytest.raises(SystemExit, match=r"There is no file missing\.txt"):
+        runpy.run_path(str(path), run_name="__main__")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_a_notebook_runs(path, tmp_path):
