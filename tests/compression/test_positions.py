@@ -82,6 +82,13 @@ def test_what_just_fits_is_whole(model, tiny_tokenizer):
         fit_context(model, part, "cut", offset=2**62)
 
 
+def test_a_long_model_keeps_a_fixed_number_of_positions_free(tiny_tokenizer):
+    model = build_model("llama", max_position_embeddings=2048)
+    context = make_context(tiny_tokenizer, [5] * 2048)
+    room = 2048 - context.prefix_length - context.suffix_ids.shape[-1]
+    assert fit_context(model, context, "cut")[0].text_tokens == room - RESERVED_POSITIONS
+
+
 def test_what_grows_or_is_composed_beyond_the_positions_is_refused(model, tiny_tokenizer):
     """As a text that is compressed at once; within them, nothing is said."""
     half = TEXT[: len(TEXT) // 4]
@@ -108,7 +115,8 @@ def test_a_question_beyond_the_positions_is_refused(model, tiny_tokenizer):
     """It would take the memory of all its tokens squared, for a bad answer."""
     small = compress_with(model, tiny_tokenizer, TEXT[: len(TEXT) // 4], **SMALL)
     fits = "Who lives in the red house?"
-    for questions in ("house " * 600, [fits, "house " * 600]):
+    long = "house " * 600
+    for questions in (long, [fits, long], [long, fits]):
         with pytest.raises(TextTooLongError, match=r"with the question needs .* ask less, or"):
             small.ask(questions, 2)
 
