@@ -31,6 +31,7 @@ from restorekv.model.names import get_model_name
 from restorekv.model.prompt import hash_template
 from restorekv.model.rope import get_rope_settings
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.restore.lora import NAME
 from tests.helpers import decoders
 from tests.helpers.models import build_model
 
@@ -71,12 +72,17 @@ def merge_lora(model):
     adapted.merge_adapter()
 
 
-def add_active_lora(model):
+def add_active_lora(model, name="mine"):
     """An adapter of the user's own, which is not merged."""
-    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), model, "mine")
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), model, name)
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             weight.data.fill_(1.0)
+
+
+def add_active_lora_of_our_name(model):
+    """PEFT runs it in every pass; a restore adapter's LoRA is in a twin of the model alone."""
+    add_active_lora(model, NAME)
 
 
 def change_rope(model):
@@ -91,6 +97,7 @@ CHANGES = [
     take_a_training_step,
     merge_lora,
     add_active_lora,
+    add_active_lora_of_our_name,
     change_rope,
 ]
 

@@ -40,7 +40,6 @@ from restorekv.model.shape import (
     refuse_offloaded,
 )
 
-RESTORE_ADAPTER = "restorekv"  # the name of a restore adapter in PEFT's layers
 # Settings that change what a model computes without changing its weights or shape. They count where
 # they differ from the default of the architecture.
 DECISIVE_SETTINGS = (
@@ -112,9 +111,8 @@ def fingerprint_model(model: PreTrainedModel) -> str:
     """Return 16 hex digits for the config's essentials and samples from every weight.
 
     Samples are rounded to bfloat16, so that a checkpoint has one fingerprint in float32 and
-    bfloat16. The LoRA layers of restore adapters are left out, so that an attached one does not
-    change it. Those of the user's own adapters, of PEFT's other kinds too, count while they are
-    active: they change every pair.
+    bfloat16. PEFT's adapters in the model count while they are active: they change every pair.
+    (Restore adapters are in twins of the model.)
     """
     return (_REMEMBERED.get(model) or _examine_weights(model))[0]
 
@@ -240,11 +238,10 @@ def _iterate_adapter_weights(
 
 
 def _list_active_adapters(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
-    """Return the weights in PEFT's layers that are active, without those of restore adapters."""
+    """Return the weights in PEFT's layers that are active."""
     found = []
     for path, layer, name, weight in _iterate_adapter_weights(model):
-        active = {each for each in layer.active_adapters if each != RESTORE_ADAPTER}
-        used = active & set(name.split("."))
+        used = set(layer.active_adapters) & set(name.split("."))
         if used and not layer.disable_adapters:
             # The scaling has a part in every product with the weights.
             factors = getattr(layer, "scaling", None) or {}  # kinds besides LoRA may have none

@@ -21,11 +21,10 @@ from transformers import PreTrainedModel
 
 from restorekv.errors import AdapterError, summarize_error
 from restorekv.files import matches_type
-from restorekv.model.identity import RESTORE_ADAPTER
 from restorekv.model.linear_layers import drop_wrappers
 from restorekv.model.shape import get_backbone
 
-NAME = RESTORE_ADAPTER  # of the adapter in PEFT's layers
+NAME = "restorekv"  # of the adapter in PEFT's layers
 LORA_A = ".lora_A.weight"
 LORA_B = ".lora_B.weight"
 # The settings of PEFT that a restore adapter may have; of the others, some import modules or open
