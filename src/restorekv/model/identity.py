@@ -212,7 +212,7 @@ def _list_base_parameters(
     added = {id(weight) for _, _, _, weight in _iterate_adapter_weights(model)}
     named = []
     for name, weight in model.named_parameters():
-        if "lora_" not in name and id(weight) not in added and weight.numel():
+        if id(weight) not in added and weight.numel():
             named.append((drop_wrappers(name), weight))
     for path, layer in quantized.items():
         for name, buffer in layer.named_buffers(recurse=False):
