@@ -17,7 +17,7 @@ from restorekv.errors import ModelError, RestoreKVError
 from restorekv.evictors.kvzip import make_repetitions
 from restorekv.generation import decoding
 from restorekv.model import attention
-from restorekv.model.prefill import make_full_cache, prefill
+from restorekv.model.prefill import make_full_cache, prefill, read_only_view
 from restorekv.model.prompt import Context
 from restorekv.model.shape import CacheShape
 from restorekv.model.support import UNLIMITED, get_support
@@ -155,6 +155,22 @@ def test_a_prefill_in_chunks_holds_the_end_in_layers_with_a_window(chunk):
             )
     with pytest.raises(ValueError, match="not held"):
         full.layers[0].take_columns(0, TEXT)
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_the_end_of_a_text_is_read_again_only_where_its_windows_are_held(kind):
+    model = build_hybrid(kind)
+    text = random_ids(TEXT, 0)
+    again = 5
+    with torch.no_grad():
+        expected = model(input_ids=text).logits[:, -again:]
+        full = prefill(model, text, into=make_full_cache(model, margin=again))
+        view = read_only_view(full, TEXT - again)
+        found = model(input_ids=text[:, -again:], past_key_values=view).logits
+        assert measure_error(found, expected) < CLOSE
+        view = read_only_view(prefill(model, text), TEXT - again)
+        with pytest.raises(ValueError, match="are not held"):
+            model(input_ids=text[:, -again:], past_key_values=view)
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss"])
