@@ -64,6 +64,11 @@ def test_scales_are_as_many_as_the_format_says():
     for how in EIGHT_BITS:
         packed_rows = quantized.quantize(rows, -rows, bounds, how)
         shapes[how] = [tuple(each.scales.shape) for each in packed_rows]
+        for each in packed_rows:
+            parts = [x for x in vars(each).values() if isinstance(x, torch.Tensor)]
+            assert sum(x.nbytes for x in quantized.list_tensors(each)) == sum(
+                x.nbytes for x in parts
+            )
         assert shapes[how] == list(quantized.compute_scale_shapes(bounds, how, 4))
     assert shapes == {"int8": [(4, 4), (2 * GROUP + 12, 1)], "fp8": [(2, 1), (2, 1)]}
 

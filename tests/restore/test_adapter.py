@@ -75,6 +75,14 @@ def test_a_fixed_token_that_the_model_lacks_is_refused(tiny_model, token):
         RestoreAdapter.create(tiny_model, 3, fixed=token)
 
 
+def test_an_adapter_with_nothing_to_train_is_refused(tiny_model):
+    with pytest.raises(AdapterError, match="leave nothing to train"):
+        RestoreAdapter.create(tiny_model, 3, fixed=0, targets=())
+    for wrong in ({"n": 0}, {"rank": 0}):
+        with pytest.raises(AdapterError, match="at least one token and rank 1"):
+            RestoreAdapter.create(tiny_model, **wrong)
+
+
 def test_new_restore_tokens_are_tokens_as_the_model_reads_them(tiny_model):
     torch.manual_seed(0)
     # Scales what it looks up.

@@ -377,8 +377,6 @@ def _refuse_beyond_window(layer: RaggedLayer, attention_mask: Tensor | None, win
     if attention_mask is not None:
         # In a batch, shorter questions are padded with columns that they do not see.
         visible = attention_mask[:, :, -1]
-        if visible.dtype != torch.bool:
-            visible = visible == 0
         positions = layer.seen + int(visible.sum(-1).max())
     if positions > window:
         raise ModelError(
