@@ -368,6 +368,48 @@ def test_a_text_that_was_kept_whole_is_composed_with_restored_ones(tiny_tokenize
     assert compose([short, short]).manifest.adapter is None
 
 
+@pytest.mark.parametrize("order", ["grown first", "grown last"])
+def test_a_grown_text_is_composed_with_the_restore_pairs_of_all_its_parts(tiny_tokenizer, order):
+    model = build_model("qwen3").double()
+    first, second = halves(tiny_tokenizer)
+    adapter = make_adapter(model)
+    grown = compress(model, tiny_tokenizer, first[:45], ratio=0.4, adapter=adapter)
+    grown = grown.append(first[45:], restore="every", adapter=adapter)
+    other = compress(model, tiny_tokenizer, second, ratio=0.3, adapter=adapter)
+    parts = [grown, other] if order == "grown first" else [other, grown]
+    whole = compose(parts)
+    moved_by = 0 if order == "grown first" else other.context.text_tokens
+    assert (whole.manifest.earlier, whole.manifest.restore_tokens) == (2 * N, N)
+
+    def gather(layer, head, rows):
+        rows = rows & (layer.row_heads == head)
+        return layer.context_keys[rows], layer.context_values[rows]
+
+    for layer, own, others in zip(
+        whole.cache.layers, grown.cache.layers, other.cache.layers, strict=True
+    ):
+        for head in range(layer.heads):
+            found = gather(layer, head, layer.positions >= whole.context.num_tokens)
+            earlier = gather(own, head, own.positions >= grown.context.num_tokens)
+            assert len(earlier[0]) == N
+            keys = [shift_keys(model, earlier[0], moved_by)]
+            values = [earlier[1]]
+            # Of the last part, the restore cache stays at the end.
+            if order == "grown first":
+                keys.append(own.restore_keys[0, head])
+                values.append(own.restore_values[0, head])
+            else:
+                keys.insert(0, others.restore_keys[0, head])
+                values.insert(0, others.restore_values[0, head])
+            torch.testing.assert_close(found[0], torch.cat(keys), atol=1e-9, rtol=0)
+            assert found[1].equal(torch.cat(values))
+    # Of the text nothing is lost, and nothing is there twice.
+    kept = int(grown.kept.sum() + other.kept.sum())
+    kept -= int(parts[1].kept[..., : parts[1].context.prefix_length].sum())
+    assert int(whole.kept.sum()) == kept
+    assert whole.cache.pairs_held == kept + 3 * N * whole.cache.lengths.numel()
+
+
 def test_a_file_whose_heads_hold_other_restore_pairs_is_refused(model, tiny_tokenizer, tmp_path):
     """Every head holds the manifest's number of them, not only all heads together."""
     parts = [

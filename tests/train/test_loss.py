@@ -5,11 +5,13 @@ import torch
 import torch.nn.functional as F
 
 from restorekv.train import loss as loss_module
+from restorekv.train.config import ATTENTION, HIDDEN
 from restorekv.train.loss import (
     compute_divergence,
     compute_hidden_divergence,
     compute_state_distance,
     mark_answer_positions,
+    record_states,
     reduce_losses,
     weigh_answer_tokens,
 )
@@ -66,6 +68,43 @@ def test_matching_is_the_relative_squared_distance():
     teacher, student = torch.ones(2, 3, 4), torch.ones(2, 3, 4)
     student[1, 0] = 0.0
     assert compute_state_distance(teacher, student).tolist() == [0.5, 0.0, 0.0]
+
+
+def test_a_distance_in_16_bits_is_that_of_float32_and_teaches_the_student_alone():
+    generator = torch.Generator().manual_seed(0)
+    teacher, student = (
+        torch.randn(2, 3, 64, generator=generator).bfloat16().requires_grad_() for _ in range(2)
+    )
+    found = compute_state_distance(teacher, student)
+    distance = (student.double() - teacher.double()).square().sum(-1)
+    exact = (distance / teacher.double().square().sum(-1)).mean(0)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
+    found.sum().backward()
+    assert teacher.grad is None and student.grad is not None
+    # A state without length costs a finite number.
+    assert compute_state_distance(torch.zeros(1, 1, 2), torch.ones(1, 1, 2)).isfinite().all()
+
+
+def test_recorded_states_are_those_of_layers_and_their_attention(tiny_model):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 290, (2, 9), generator=generator)
+    chosen = mark_answer_positions([(5, 4), (3, 2)], 9)
+    outputs = []
+    hooks = [
+        layer.self_attn.register_forward_hook(lambda _m, _a, output: outputs.append(output[0]))
+        for layer in tiny_model.model.layers
+    ]
+    with torch.no_grad(), record_states(tiny_model, chosen, (HIDDEN, ATTENTION)) as states:
+        whole = tiny_model(ids, output_hidden_states=True).hidden_states
+    for hook in hooks:
+        hook.remove()
+    assert len(states[HIDDEN]) == len(states[ATTENTION]) == len(outputs) == len(whole) - 1
+    # The last of transformers' is after the final norm.
+    for found, wanted in zip(states[HIDDEN][:-1], whole[1:-1], strict=True):
+        assert found.equal(wanted[chosen])
+    assert tiny_model.model.norm(states[HIDDEN][-1]).equal(whole[-1][chosen])
+    for found, wanted in zip(states[ATTENTION], outputs, strict=True):
+        assert found.equal(wanted[chosen])
 
 
 def test_sums_weigh_long_answers_more():

@@ -199,6 +199,8 @@ def test_a_generated_answer_ends_with_one_stop_id(tiny_tokenizer):
     again = TeacherCache(model, tiny_tokenizer, list(question), CONFIG).get_context(0)[1][0]
     answer = again.ids[-again.answer_length :].tolist()
     assert answer[-1] == stop and answer.count(stop) == 1
+    asked = first.ids[: -first.answer_length].tolist()
+    assert again.ids.tolist() == asked + answer == first.ids[: len(again.ids)].tolist()
 
 
 def test_without_restoring_the_student_is_the_base_evictor(tiny_model, tiny_tokenizer):

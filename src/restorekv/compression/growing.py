@@ -308,7 +308,6 @@ def compose_caches(
         ids.append(context.ids[:, context.prefix_length :])
     whole = replace(first, ids=torch.cat(ids, -1))
     refuse_beyond_positions(model, whole.num_tokens, "The composed context")
-    support.prepare_model(model)
     layers = []
     for index in range(len(first_cache.full_attention)):
         layers.append(_compose_layer(model, parts, index, whole))
