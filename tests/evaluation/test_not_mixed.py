@@ -114,6 +114,12 @@ def test_texts_that_lost_their_ends_are_told(tmp_path):
     result.lines[2]["cut"] = 40
     (note,) = describe_cut_texts([result])
     assert "1 of 6 texts were longer" in note
+    # A tokenizer that was saved with a model often states no limit: then nothing is cut.
+    result.lines[2]["cut"] = 0
+    read = sorted(line["prefix"] + line["tokens"] for line in result.lines)
+    result.identity["positions"] = read[-2]
+    (note,) = describe_cut_texts([result])
+    assert "1 of 6 texts reach beyond the positions that the model was made for" in note
 
 
 def test_a_ratio_stays_what_it_is():

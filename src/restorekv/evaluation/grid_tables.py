@@ -1,5 +1,6 @@
 """The tables of a grid: scores with paired gains and KL to the full cache, and what caches held."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from restorekv.evaluation.answers_kept import make_kept_table
@@ -142,18 +143,30 @@ def make_held_table(rows: Sequence[Row]) -> Table:
 
 
 def describe_cut_texts(results: Sequence[Result]) -> list[str]:
-    """Say for each benchmark how many of its texts were too long and lost their ends."""
-    counts = {}
+    """Say for each benchmark how many of its texts were too long: they lost their ends, or were
+    read beyond the positions that the model was made for, where the tokenizer states no limit.
+    """
+    cut_counts: dict[str, tuple[int, int]] = {}
+    beyond_counts: dict[str, tuple[int, int]] = {}
     for result in results:
+        title = result.identity["benchmark"]["title"]
+        # Results of earlier versions do not record the positions.
+        positions = result.identity.get("positions", math.inf)
         cut = sum(line["cut"] > 0 for line in result.lines)
-        if cut:
-            title = result.identity["benchmark"]["title"]
-            counts[title] = max(counts.get(title, (0, 0)), (cut, len(result.lines)))
+        beyond = sum(line["prefix"] + line["tokens"] > positions for line in result.lines)
+        for counts, count in ((cut_counts, cut), (beyond_counts, beyond)):
+            if count:
+                counts[title] = max(counts.get(title, (0, 0)), (count, len(result.lines)))
     notes = []
-    for title, (cut, texts) in counts.items():
+    for title, (count, texts) in cut_counts.items():
         notes.append(
-            f"{title}: {cut} of {texts} texts were longer than the model's positions or "
+            f"{title}: {count} of {texts} texts were longer than the model's positions or "
             "--max-context, and their ends were not read."
+        )
+    for title, (count, texts) in beyond_counts.items():
+        notes.append(
+            f"{title}: {count} of {texts} texts reach beyond the positions that the model was made "
+            "for, where answers are bad with any cache; --max-context cuts them."
         )
     return notes
 

@@ -100,7 +100,7 @@ SUMMARY_SCHEMA = {
     "answer_tokens": int,
 }
 # Facts that were recorded later than the others. A result without them is not of something else.
-LATER_FACTS = ("stops", "tokenizer")
+LATER_FACTS = ("positions", "stops", "tokenizer")
 PACKAGES = ("restorekv", "torch", "transformers", "peft")
 
 

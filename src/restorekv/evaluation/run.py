@@ -29,6 +29,7 @@ from restorekv.evaluation.worker import Line, Worker
 from restorekv.files import folder_lock, write_json
 from restorekv.generation.decoding import get_stop_ids
 from restorekv.model.load import check_dtype
+from restorekv.model.rope import count_positions
 from restorekv.tasks.base import digest_samples
 
 Identities = dict[Cell, dict]  # what each cell is made with
@@ -123,6 +124,7 @@ def identify_cell(worker: Worker, cell: Cell) -> dict:
         **identify_setup(worker.model, worker.identity, worker.config(cell)),
         "tokenizer": worker.tokenizer_hash,
         "stops": sorted(get_stop_ids(worker.model, worker.tokenizer)),
+        "positions": count_positions(worker.model.config),
         "method": name,
         "code": code,
         "adapter": adapter.identity() if adapter else None,
