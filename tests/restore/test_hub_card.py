@@ -202,6 +202,15 @@ def test_the_card_says_what_happens_to_a_budget_without_room(world):
     assert "refused here" not in section
 
 
+def test_only_the_corpus_whose_sources_are_named_says_so():
+    """A corpus of the user's own has the same title."""
+    where = "names the sources of the corpus of many genres"
+    for origin, is_named in (("41 files, ea14c13fa8dcb481", True), ("own.jsonl, 1f", False)):
+        source = f"Corpus of many genres ({origin}, seed 0)"
+        rows = [{"source": source, "license": name} for name in ("mit", "isc")]
+        assert (where in card_of(adapter_of(data=rows))) == is_named
+
+
 def test_our_cards_are_renewed_and_others_stay(tmp_path):
     first, second = adapter_of(license="mit"), adapter_of(license="apache-2.0")
     first.save_pretrained(tmp_path)

@@ -35,8 +35,9 @@ from restorekv.restore.licenses import (
 from restorekv.spec import drop_gate, split_specs
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
-# The data source whose parts paper/results/corpus.md names.
-MANY_GENRES = "Corpus of many genres"
+# The data source whose parts paper/results/corpus.md names, by its hash: a corpus of anybody else
+# has the same title.
+MANY_GENRES = "Corpus of many genres (41 files, ea14c13fa8dcb481,"
 PLACEHOLDER = "OWNER/NAME-OR-FOLDER"
 SEAL = "<!-- written by restorekv, {} -->\n"
 
