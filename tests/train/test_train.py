@@ -271,6 +271,21 @@ def test_a_mistake_is_found_before_the_first_step(tiny_tokenizer, tmp_path, monk
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_that_ends_in_its_warm_up_says_so(tiny_tokenizer, tmp_path):
+    said: list[str] = []
+    for warmup in (0, 4):
+        config = replace(CONFIG, steps=1, warmup=warmup)
+        folder = tmp_path / str(warmup)
+        train_adapter(
+            build_model("llama"), tiny_tokenizer, EXAMPLES, config, folder, notice=said.append
+        )
+    told = [sentence for sentence in said if "learning rate" in sentence]
+    assert told == [
+        "The learning rate rises for 4 steps and the run has 1: it ends at 0.0025 of 0.01; a lower "
+        "--warmup lets it learn more."
+    ]
+
+
 def test_schedule_and_order_are_functions_of_the_step():
     config = TrainConfig(warmup=10, steps=110, lr=1.0)
     assert compute_learning_rate(config, 0) == pytest.approx(0.1)

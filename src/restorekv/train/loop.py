@@ -141,6 +141,12 @@ def train_adapter(
     # Everything that can be refused is refused before the folder is made.
     check_folders(folder, resume, store)
     model.requires_grad_(False)
+    if config.steps < config.warmup:
+        peak = compute_learning_rate(config, config.steps - 1)
+        notice(
+            f"The learning rate rises for {config.warmup} steps and the run has {config.steps}: it "
+            f"ends at {peak:.2g} of {config.lr:.2g}; a lower --warmup lets it learn more."
+        )
     adapter = make_initial_adapter(model, tokenizer, config, notice)
     beginning = _name_beginning(config.init)
     # Fixed embeddings are no parameters of the optimizer.
