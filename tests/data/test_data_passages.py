@@ -125,9 +125,11 @@ def test_no_template_of_ruler_is_trained_on():
     assert NEEDLES and "special magic" not in (made + told).lower() and "VAR" not in told
 
 
-def test_the_mixture_is_built_and_read(files, tiny_model, tiny_tokenizer, tmp_path):
-    config = replace(CONFIG, **files)
+def test_the_mixture_is_built_and_read(files, tiny_model, tiny_tokenizer, tmp_path, recwarn):
+    config = replace(CONFIG, longest=100_000, **files)
     manifest = build_mixture(tiny_model, tiny_tokenizer, config, tmp_path / "data")
+    warned = [str(warning.message) for warning in recwarn]
+    assert not any("--longest" in sentence for sentence in warned), "no passage has that length"
     contexts, _ = read_mixture(tmp_path / "data", tiny_model, tiny_tokenizer)
     by_source = {
         name: [each for each in contexts if each.source == name] for name in manifest["sources"]

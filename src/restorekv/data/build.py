@@ -205,8 +205,8 @@ def _check_source_lengths(config: BuildConfig, longest: int) -> None:
                 f"{source.title} needs contexts of {shortest} tokens, and at most {longest} fit "
                 f"with a question and an answer; lower {_SHORTEST_FLAGS[source.name]}."
             )
-    # The lengths of passages and corpora are said by other flags.
-    uses_longest = any(source.name not in ("corpus", "passages") for source in sources)
+    # The lengths of passages are said by other flags.
+    uses_longest = any(_SHORTEST_FLAGS[each.name] != "--passage-shortest" for each in sources)
     if uses_longest and longest < config.longest:
         warn(
             f"--longest {config.longest} is lowered to {longest}: with a question and an answer "
