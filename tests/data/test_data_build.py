@@ -558,26 +558,34 @@ def test_a_refused_book_is_replaced_by_the_next(files, model, tiny_tokenizer, tm
     assert books == {"2", "3"}
 
 
-def test_a_source_may_be_corrected_but_not_exchanged_while_it_is_asked(
-    files, model, tiny_tokenizer, tmp_path
+def test_a_source_may_be_corrected_while_it_is_asked_and_nothing_is_asked_twice(
+    model, tiny_tokenizer, tmp_path, monkeypatch
 ):
-    good = [json.dumps({"id": f"d{n}", "text": text(n, 40)}) for n in range(3)]
+    good = [json.dumps({"id": f"d{n}", "text": text(n, 40)}) for n in range(4)]
     source = tmp_path / "flan.jsonl"
-    source.write_text("\n".join([*good[:2], '{"id": ']))
-    config = settings({"flan": str(source)}, documents=0, books=0, examples=3)
-    with pytest.raises(RestoreKVError, match=r"flan\.jsonl, line 3"):
-        build_mixture(model, tiny_tokenizer, config, tmp_path / "data")
-    source.write_text("\n".join([good[2], *good[:2]]))
-    if (tmp_path / "data").exists():
-        with pytest.raises(RestoreKVError, match="about other documents"):
-            build_mixture(model, tiny_tokenizer, config, tmp_path / "data", resume=True)
-    source.write_text("\n".join(good))
-    build_mixture(model, tiny_tokenizer, config, tmp_path / "data", resume=True)
-    assert [context.document for context in read_mixture(tmp_path / "data")[0]] == [
-        "d0",
-        "d1",
-        "d2",
-    ]
+    out = tmp_path / "data"
+    config = settings({"flan": str(source)}, documents=0, books=0, examples=4)
+    source.write_text("\n".join([*good[:3], '{"id": ']))
+    with pytest.raises(RestoreKVError, match=r"flan\.jsonl, line 4"):
+        build_mixture(model, tiny_tokenizer, config, out)
+    # One text has gone, one is another one, one is new, and the order is another one.
+    changed = json.dumps({"id": "d1", "text": text("another", 40)})
+    source.write_text("\n".join([good[3], good[2], changed, good[0]]))
+    answer, asked = SelfStudy.answer_prompt, []
+
+    def count(self, context):
+        asked.append(1)
+        return answer(self, context)
+
+    monkeypatch.setattr(SelfStudy, "answer_prompt", count)
+    build_mixture(model, tiny_tokenizer, config, out, resume=True)
+    assert len(asked) == 2
+    found = {each.document: each for each in read_mixture(out, model, tiny_tokenizer)[0]}
+    assert list(found) == ["d3", "d2", "d1", "d0"]
+    assert found["d1"].context == text("another", 40)
+    # They are what a new build gives.
+    build_mixture(model, tiny_tokenizer, config, tmp_path / "new")
+    assert contents(tmp_path / "new") == contents(out)
 
 
 @pytest.mark.parametrize(

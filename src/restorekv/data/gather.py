@@ -36,7 +36,11 @@ Progress = Callable[[int, int, str], None]
 
 
 class AttemptFile:
-    """The attempts at the contexts of one source, a line of JSON per context."""
+    """The attempts at the contexts of one source, a line of JSON per context.
+
+    They are found by the context's name, text and questions. So of a source that was corrected
+    meanwhile, all contexts that are still the same are not asked again, wherever they are now.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -45,31 +49,25 @@ class AttemptFile:
         self.done = list(load_lines(path))
         if any(find_wrong_entry(line, ATTEMPT_LINE) for line in self.done):
             raise RestoreKVError(f"{path} is damaged; delete it to ask its contexts again.")
+        self.by_document = {tuple(line["context"]): line["attempts"] for line in self.done}
 
-    def find_attempts(self, index: int, document: SourceDocument) -> list[dict] | None:
-        """Return the attempts at context number `index`, None before it was asked; refuse another
-        document.
-        """
-        if index >= len(self.done):
-            return None
-        # Name and hash: the attempts are about this very text.
-        if self.done[index]["context"] != identify_document(document):
-            raise RestoreKVError(
-                f"{self.path} holds answers about other documents; build into another folder."
-            )
-        return self.done[index]["attempts"]
+    def find_attempts(self, document: SourceDocument) -> list[dict] | None:
+        """Return the attempts at a context, None before it was asked."""
+        return self.by_document.get(identify_document(document))
 
     def append_attempts(self, document: SourceDocument, attempts: list[dict]) -> None:
         """Append a line; it is on disk when this returns."""
-        entry = {"context": identify_document(document), "attempts": attempts}
+        identity = identify_document(document)
+        entry = {"context": list(identity), "attempts": attempts}
         append_line(self.path, entry)
         self.done.append(entry)
+        self.by_document[identity] = attempts
 
 
-def identify_document(document: SourceDocument) -> list[str]:
+def identify_document(document: SourceDocument) -> tuple[str, ...]:
     """Return the name and 16 hex digits of a hash of the text and of what is asked about it."""
     content = repr((document.text, document.asked, document.studied))
-    return [document.name, short_hash(content)]
+    return document.name, short_hash(content)
 
 
 @dataclass
@@ -223,10 +221,9 @@ class SourceBuilder:
         A batch that was interrupted is asked again as a whole, since a batch of other rows may
         round differently.
         """
-        first = result.contexts
         attempts: list[list[dict]] = []
-        for place, (document, _) in enumerate(waiting):
-            found = stored.find_attempts(first + place, document)
+        for document, _ in waiting:
+            found = stored.find_attempts(document)
             if found is not None:
                 attempts.append(found)
         # Attempts that are on disk are taken; a batch that lacks one is asked again as a whole.
@@ -235,9 +232,9 @@ class SourceBuilder:
                 attempts = [teacher.answer_prompt(context) for _, context in waiting]
             else:
                 attempts = teacher.study_contexts([(context, item) for item, context in waiting])
-            for place, (document, _) in enumerate(waiting):
-                if stored.find_attempts(first + place, document) is None:
-                    stored.append_attempts(document, attempts[place])
+            for (document, _), own_attempts in zip(waiting, attempts, strict=True):
+                if stored.find_attempts(document) is None:
+                    stored.append_attempts(document, own_attempts)
         for (document, context), own_attempts in zip(waiting, attempts, strict=True):
             self._add_examples(source, document, context, own_attempts, result)
             done = len(result.examples) if source.asked_once else result.contexts
