@@ -559,8 +559,10 @@ def test_a_run_is_resumed_as_it_was_and_what_differs_is_named(tiny_tokenizer, tm
         [replace(EXAMPLES[0], license="mit"), *EXAMPLES[1:]] if change == "data" else EXAMPLES
     )
     config = replace(CONFIG, lr=1.0) if change == "lr" else CONFIG
-    with pytest.raises(RestoreKVError, match=f"is another one .{change} is .*, was "):
+    with pytest.raises(RestoreKVError, match=f"is another one .{change} is .*, was ") as raised:
         train_adapter(model, tiny_tokenizer, examples, config, tmp_path / "run", resume=True)
+    # An adapter can be trained on with other settings, but not for another model.
+    assert (f"--init {tmp_path / 'run' / 'adapter'}" in str(raised.value)) == (change != "model")
     assert (tmp_path / "run" / "loss.csv").read_text() == before
 
 

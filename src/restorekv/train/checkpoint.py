@@ -150,9 +150,13 @@ def load_checkpoint(folder: Path, run: TrainingRun) -> int:
         if name not in FREE_SETTINGS and value != before.get(name):
             changes.append(f"{name} is {value}, was {make_printable(before.get(name))}")
     if changes:
+        further = ""
+        same_model = run.origin["model"] == before.get("model")
+        if same_model and (folder / "adapter").is_dir():
+            further = f" There, --init {folder / 'adapter'} trains its adapter on."
         raise RestoreKVError(
             f"The run in {folder} is another one ({'; '.join(changes)}); resume it as it was or "
-            "choose another folder."
+            f"choose another folder.{further}"
         )
     if not _is_run_state(run, tensors, step):
         raise RestoreKVError(f"{what} is damaged, it does not hold the state of this run; {FIX}.")
