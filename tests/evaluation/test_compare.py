@@ -128,12 +128,12 @@ def test_what_says_which_tasks_are_left_out_is_the_full_cache_of_the_same(cells)
     (full, kvzip, random, _), _ = cells
     with pytest.raises(RestoreKVError, match="is not of the full cache"):
         compare_results(kvzip, random, kvzip)
-    by_another = replace(full, cell=replace(full.cell, protocol="kvzip"))
-    with pytest.raises(RestoreKVError, match="with another protocol"):
-        compare_results(kvzip, random, by_another)
-    of_another = replace(full, identity={**full.identity, "fingerprint": "0" * 16})
+    other_protocol = replace(full, cell=replace(full.cell, protocol="kvzip"))
+    with pytest.raises(RestoreKVError, match="not made with the same protocol"):
+        compare_results(kvzip, random, other_protocol)
+    other_model = replace(full, identity={**full.identity, "fingerprint": "0" * 16})
     with pytest.raises(RestoreKVError, match="are of two models"):
-        compare_results(kvzip, random, of_another)
+        compare_results(kvzip, random, other_model)
     running = replace(full)
     running.__dict__["lines"] = full.lines[:5]
     with pytest.raises(RestoreKVError, match="has not answered all questions that are compared"):
@@ -142,22 +142,22 @@ def test_what_says_which_tasks_are_left_out_is_the_full_cache_of_the_same(cells)
 
 def test_other_models_and_texts_are_refused(cells):
     (_, kvzip, random, _), _ = cells
-    of_another = replace(random, identity={**random.identity, "fingerprint": "0" * 16})
+    other_model = replace(random, identity={**random.identity, "fingerprint": "0" * 16})
     with pytest.raises(RestoreKVError, match="are of two models"):
-        compare_results(kvzip, of_another)
+        compare_results(kvzip, other_model)
     for name, value in (("dtype", "bfloat16"), ("prefix_policy", "free")):
         otherwise = replace(random, identity={**random.identity, name: value})
-        with pytest.raises(RestoreKVError, match=f"made with another {name}"):
+        with pytest.raises(RestoreKVError, match=f"not made with the same {name}"):
             compare_results(kvzip, otherwise)
     protocol = {**random.identity["protocol"], "before": "<|user|>"}
     yarn = {**random.identity["rope"], "factor": 4.0}
     for name, change in (("chat template", {"protocol": protocol}), ("RoPE", {"rope": yarn})):
         otherwise = replace(random, identity={**random.identity, **change})
-        with pytest.raises(RestoreKVError, match=f"made with another {name}"):
+        with pytest.raises(RestoreKVError, match=f"not made with the same {name}"):
             compare_results(kvzip, otherwise)
-    by_another = replace(random, cell=replace(random.cell, protocol="kvzip"))
-    with pytest.raises(RestoreKVError, match="with another protocol"):
-        compare_results(kvzip, by_another)
+    other_protocol = replace(random, cell=replace(random.cell, protocol="kvzip"))
+    with pytest.raises(RestoreKVError, match="not made with the same protocol"):
+        compare_results(kvzip, other_protocol)
     edited = replace(random)
     edited.lines[3]["context"] = "0" * 12
     with pytest.raises(RestoreKVError, match="about different texts"):
@@ -192,9 +192,9 @@ def test_cells_of_the_same_contexts_are_compared_without_a_word(cells, recwarn):
 def test_what_is_no_cell_is_refused(cells):
     (full, kvzip, *_), _ = cells
     for wrong in ("kvzip", None, kvzip.cell):
-        with pytest.raises(RestoreKVError, match=r"A cell is a Result, as load_results"):
+        with pytest.raises(RestoreKVError, match=r"A cell must be a Result, as load_results"):
             compare_results(kvzip, wrong)
-    with pytest.raises(RestoreKVError, match=r"A cell is a Result"):
+    with pytest.raises(RestoreKVError, match=r"A cell must be a Result"):
         compare_results(kvzip, kvzip, full="full")
     for results in (None, "runs/own", [full, "kvzip"]):
         with pytest.raises(RestoreKVError, match=r"load_results"):

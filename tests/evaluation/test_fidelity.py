@@ -211,5 +211,5 @@ def test_a_line_without_fidelity_is_damaged(world, tmp_path):
     (line, *_) = done[1].lines
     del line["answers"][0]["kl"]
     (done[1].folder / results.ANSWERS).write_text(json.dumps(line) + "\n")
-    with pytest.raises(RestoreKVError, match=r"damaged \(kl is missing or of another type\)"):
+    with pytest.raises(RestoreKVError, match=r"damaged \(kl is missing or has the wrong type\)"):
         make_tables(GridResults(results.load_results(tmp_path)))

@@ -184,7 +184,7 @@ def test_only_frames_and_pictures_need_the_extra(tmp_path, monkeypatch):
 def test_names_are_files_once():
     one = Table("a", "T", ["x"], [["1"]])
     for blocks in ([one, one], [Table("no/file", "T", ["x"], [["1"]])]):
-        with pytest.raises(ValueError, match="names no file or names two"):
+        with pytest.raises(ValueError, match="is not a file name or is used twice"):
             render_page("t", [Section("s", blocks=blocks)])
 
 

@@ -119,7 +119,7 @@ def list_kept_rows(answers: AnswersByMethod) -> Iterator[dict[str, Any]]:
     """Yield a row for every method and ratio: over all texts, by kind of text, and by length.
 
     Where the methods were not asked the same texts, there are rows by kind of text alone: over all
-    of them a method would stand beside another with other questions.
+    of them, methods would be compared that were asked different questions.
     """
     texts = {frozenset(each.context for each in contexts) for contexts in answers.values()}
     # Methods as tables order them, ratios from mild to tight.

@@ -1,7 +1,7 @@
 """Two cells of a grid, such as two evictors at one ratio, compared context by context.
 
 The tables of `restorekv eval` show what restoring gains over the same evictor alone. Whether one
-evictor is better than another is asked here.
+evictor is better than a different one is asked here.
 """
 
 from collections.abc import Sequence
@@ -74,7 +74,7 @@ def compare_results(first: Result, second: Result, full: Result | None = None) -
 
     Args:
         first: A cell, of `load_results`.
-        second: Another cell of the same benchmark and protocol.
+        second: A different cell of the same benchmark and protocol.
         full: The full cache's cell, asked the same. Tasks on which it scores below 10 are left out
             of scores, as in the tables.
 
@@ -133,7 +133,7 @@ def compare_results(first: Result, second: Result, full: Result | None = None) -
 
 
 def _check_comparable(first: Result, second: Result) -> None:
-    """Refuse cells that were not asked and made alike, or are of two models."""
+    """Refuse cells that were not asked and made the same way, or are of two models."""
     names = f"{first.folder.name} and {second.folder.name}"
     own, other = (
         {
@@ -151,15 +151,15 @@ def _check_comparable(first: Result, second: Result) -> None:
     for name, value in own.items():
         if value != other[name]:
             raise RestoreKVError(
-                f"{names} were made with another {name} ({value} and {other[name]}); compare cells "
-                "of one."
+                f"{names} were not made with the same {name} ({value} and {other[name]}); compare "
+                "cells that share it."
             )
     if first.identity["fingerprint"] != second.identity["fingerprint"]:
         raise RestoreKVError(f"{names} are of two models; compare cells of one.")
 
 
 def _get_template(result: Result) -> tuple[object, object]:
-    """Return what stood before the contexts and after the questions of a cell."""
+    """Return the text before the contexts and after the questions of a cell."""
     protocol = result.identity.get("protocol", {})
     return protocol.get("before"), protocol.get("after")
 

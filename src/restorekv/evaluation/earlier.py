@@ -1,4 +1,4 @@
-"""Answers that another cell of the same folder has already: a run with `--count 3` goes on from one
+"""Answers that another cell of the same folder has already: a run with `--count 3` continues one
 with `--count 2`, and its report then leaves out the smaller run.
 
 Such a cell differs in the number of contexts that its benchmark asks, or in the seed that draws
@@ -69,7 +69,7 @@ def _digest_asked(sample_id: str | int, context: str, questions: Sequence[dict])
 def find_earlier_lines(
     others: Iterable[Result], result: Result, digests: Mapping[str, str]
 ) -> dict[str, EarlierLine]:
-    """Return what other cells answered that the result's cell would answer alike.
+    """Return what other cells answered that the result's cell would answer the same way.
 
     Args:
         others: The cells of its folder; the cell itself may be among them.

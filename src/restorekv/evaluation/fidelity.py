@@ -79,15 +79,15 @@ def summarize_fidelity(
 ) -> dict[str, Any]:
     """Return FIGURES over the contexts of `lines`.
 
-    "kl" weighs every token of the full cache's answers alike, with a 95 % bootstrap over contexts;
-    "same" is the percentage of answers with the full cache's exact text. `tasks` restricts the
-    questions; None takes all of them.
+    "kl" weighs every token of the full cache's answers equally, with a 95 % bootstrap over
+    contexts; "same" is the percentage of answers with the full cache's exact text. `tasks`
+    restricts the questions; None takes all of them.
     """
     asked = []
     for line in lines:
         asked.append([each for each in line["answers"] if tasks is None or each["task"] in tasks])
     sums, tokens = tally_divergence(asked)
-    # Contexts that were not asked these tasks are none of the draws.
+    # Contexts that were not asked these tasks are not drawn.
     drawn = tokens > 0
     kl, low, high = bootstrap_ratio(sums[drawn], tokens[drawn])
     same = [answer["same"] for answers in asked for answer in answers]

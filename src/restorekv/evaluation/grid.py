@@ -112,7 +112,7 @@ class Cell:
         cell = cls(**stored)
         wrong = find_wrong_entry(cell.to_dict(), get_type_hints(cls))
         if wrong:
-            raise TypeError(f"{wrong} has another type")
+            raise TypeError(f"{wrong} has the wrong type")
         return cell
 
     @property
@@ -241,7 +241,7 @@ def _write_ratio(ratio: str) -> str:
 
 def parse_method(text: str) -> tuple[str, str | None]:
     """Split SPEC@ADAPTER: "kvzip" -> ("kvzip", SHIPPED), "kvzip@none" -> ("kvzip", None),
-    "kvzip@FOLDER". A preset stands for its evictor.
+    "kvzip@FOLDER". A preset is replaced by its evictor.
     """
     # "kvzip" means the shipped adapter, "kvzip@none" no adapter at all.
     evictor, at, source = text.partition("@")

@@ -83,7 +83,7 @@ def plot_scores(rows: Sequence[Row]) -> Chart | None:
 @with_style
 def plot_needles(grid: GridResults) -> list[Chart]:
     """Return a map of every finished cache, for every benchmark of needles and every ratio."""
-    # A list, because a generator's body would run outside of the style.
+    # A list, because a generator's body would run outside the style.
     charts: list[Chart] = []
     needles = [entry for entry in grid.entries if entry.pool.benchmark.name == "needle"]
     done = [entry for entry in needles if entry.pool.done]

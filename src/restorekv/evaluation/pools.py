@@ -202,7 +202,7 @@ class SeedPool:
 
 def pool_seeds(results: Sequence[Result]) -> dict[PoolKey, SeedPool]:
     """Return the cells of every condition, method and ratio, in the order in which tables show
-    them, next to what they are compared with; of alike cells the first counts.
+    them, next to what they are compared with; among identical cells the first is used.
     """
     # Conditions that need a full cache to compare with.
     compressed = {Condition.of_result(each) for each in results if each.cell.evictor != FULL}

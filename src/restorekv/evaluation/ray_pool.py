@@ -51,7 +51,7 @@ class RayWorker(WorkerProcess, LocalPool):
         self.checked: Job | None = None
 
     def open_with_warnings(self, job: Job) -> tuple[tuple[Identities, Digests], list[str]]:
-        """Open the job and returns also the warnings, which would be lost in this process."""
+        """Open the job, and also return the warnings, which would be lost in this process."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", RestoreKVWarning)
             opened = self.open_job(job)
@@ -116,7 +116,7 @@ class RayWorkers:
     ) -> None:
         if workers < 1 or threads < 1:
             raise RestoreKVError(
-                f"Ray needs at least 1 worker and 1 thread, not {workers} and {threads}."
+                f"Ray needs at least 1 worker and 1 thread, got {workers} and {threads}."
             )
         gpus = int(device.startswith("cuda"))
         self.ray = connect_ray(address, workers * threads, STORE, {"CPU": threads, "GPU": gpus})
@@ -143,8 +143,8 @@ class RayWorkers:
     def run_calls(self, calls: Sequence[Call]) -> Iterator[Any]:
         """Yield what the calls return, in their order; raise a worker's error or bug here.
 
-        Every idle worker gets the next call. The call of a worker that died goes to another one,
-        first of all, until TRIES workers have died over it.
+        Every idle worker gets the next call. The call of a worker that died goes first to another
+        one, until TRIES workers have died over it.
         """
         # What earlier calls still return is not waited for.
         self.busy = {answer: (worker, None) for answer, (worker, _) in self.busy.items()}

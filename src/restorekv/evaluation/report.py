@@ -46,8 +46,8 @@ SURE = re.compile(r"\(([+−])\S+ to \1")  # an interval that excludes zero
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, a paragraph, blocks; `verdict` stands next to the heading. One inside of another
-    opens on a click.
+    """A heading, a paragraph, blocks; `verdict` is shown next to the heading. A section inside a
+    section opens on a click.
     """
 
     title: str
@@ -120,12 +120,12 @@ def _make_conventions_table(results: Sequence[Result]) -> Table:
     names = dict.fromkeys(name for cell in cells for name in cell if name != "cell")
     values = {name: dict.fromkeys(str(cell.get(name)) for cell in cells) for name in names}
     differing = [name for name in values if len(values[name]) > 1]
-    alike = [name for name in values if len(values[name]) == 1]
+    shared = [name for name in values if len(values[name]) == 1]
     return Table(
         "conventions",
         "What all cells were made with",
         ["convention", "values"],
-        [[name, "; ".join(values[name])] for name in (*differing, *alike)],
+        [[name, "; ".join(values[name])] for name in (*differing, *shared)],
         f"{len(differing)} of them differ between the {len(cells)} cells.",
         figures=cells,
         left=(0, 1),
@@ -188,8 +188,8 @@ def render_page(
         # A name becomes files in three folders and an id of the page.
         if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name) or names.count(name) > 1:
             raise ValueError(
-                f"{name!r} names no file or names two; use lower-case letters, digits, '.' and '-' "
-                "once."
+                f"{name!r} is not a file name or is used twice; use lower-case letters, digits, "
+                "'.' and '-', each name once."
             )
     # Texts may be a stranger's: autoescape is on, and only `mark_up_cell` returns markup.
     environment = jinja2.Environment(
@@ -232,7 +232,7 @@ def _list_exhibits(sections: Sequence[Section]) -> Iterator[Table | Chart]:
 
 
 def _check_folder(folder: Path, others: bool = True) -> None:
-    """Refuse, before figures are made, a place that holds something else or cannot be written.
+    """Refuse, before figures are made, a folder that holds something else or cannot be written.
 
     Unless `others`, files next to those of a page are something else too.
     """

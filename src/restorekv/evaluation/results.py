@@ -2,7 +2,7 @@
 
 DIR/cells/<name>/cell.json      the cell and what it was made with, written first
                  answers.jsonl  one line per context
-                 seconds.jsonl  how long each context took; a file of its own, as it differs by run
+                 seconds.jsonl  how long each context took; a separate file, as it differs by run
                  summary.json   figures, written last: the cell is done
 DIR/set-aside/<name>-<n>/       a cell that was made with something else, where a run was told so
 """
@@ -131,7 +131,7 @@ class Result:
             _check_types(path, task, {"score": float})
         if (figures["samples"], figures["questions"]) != (len(self.lines), len(self.answers)):
             raise RestoreKVError(
-                f"{path} is of other answers than {ANSWERS} next to it; remove it and start again."
+                f"{path} does not match {ANSWERS} next to it; remove it and start again."
             )
         return figures
 
@@ -159,7 +159,7 @@ class Result:
 
     def put_in_order(self, samples: Sequence[int | str]) -> None:
         """Write the contexts in the order of `samples`, as other cells have them, where one was
-        lost and asked anew after the others.
+        lost and asked again after the others.
         """
         places = {sample: place for place, sample in enumerate(samples)}
         lines = sorted(self.lines, key=lambda line: places.get(line["sample"], len(places)))
@@ -171,10 +171,11 @@ class Result:
 
 
 def check_result(value: object) -> None:
-    """Refuse what is no Result, such as a cell's name or folder."""
+    """Refuse what is not a Result, such as a cell's name or folder."""
     if not isinstance(value, Result):
         raise RestoreKVError(
-            f"A cell is a Result, as load_results(FOLDER) lists them, not {type(value).__name__}."
+            f"A cell must be a Result, as load_results(FOLDER) lists them, got "
+            f"{type(value).__name__}."
         )
 
 
@@ -195,11 +196,12 @@ def _parse_object(path: Path, text: bytes, hints: dict[str, Any]) -> dict:
 
 
 def _check_types(path: Path, value: object, hints: dict[str, Any]) -> None:
-    """Refuse a JSON value that is no object with entries of these types."""
+    """Refuse a JSON value that is not an object with entries of these types."""
     wrong = find_wrong_entry(value, hints)
     if wrong:
         raise RestoreKVError(
-            f"{path} is damaged ({wrong} is missing or of another type); remove it and start again."
+            f"{path} is damaged ({wrong} is missing or has the wrong type); remove it and start "
+            "again."
         )
 
 
@@ -210,7 +212,7 @@ def open_result(folder: Path, cell: Cell, facts: dict, set_aside: bool = False) 
         folder: The folder of the run.
         cell: What is asked.
         facts: What it would be made with now.
-        set_aside: Move a cell that was made with other facts out of the way, and begin anew.
+        set_aside: Move a cell that was made with other facts out of the way, and start again.
 
     Raises:
         RestoreKVError: The cell was made with other facts, and may not be set aside.
@@ -228,7 +230,7 @@ def open_result(folder: Path, cell: Cell, facts: dict, set_aside: bool = False) 
             raise RestoreKVError(
                 f"{path} was made with {changes}; choose another folder, or pass --set-aside "
                 "(set_aside=True in Python) to keep what is there in "
-                f"{folder / SET_ASIDE} and begin anew."
+                f"{folder / SET_ASIDE} and start again."
             )
         _move_aside(folder, path)
     path.mkdir(parents=True, exist_ok=True)
@@ -237,7 +239,7 @@ def open_result(folder: Path, cell: Cell, facts: dict, set_aside: bool = False) 
 
 
 def _move_aside(folder: Path, path: Path) -> None:
-    """Move a cell's folder to the first free name beside the cells."""
+    """Move a cell's folder to the first free name in SET_ASIDE."""
     aside = folder / SET_ASIDE
     check_not_link(aside)
     aside.mkdir(exist_ok=True)
@@ -302,7 +304,7 @@ def load_readable_cells(folder: Path) -> list[Result]:
     """Return the cells of a run as `load_results` does, without those whose record is damaged."""
     cells = []
     for place in _list_cell_folders(folder):
-        # Whatever is wrong with another cell, the run that asks goes on.
+        # Whatever is wrong with one of these cells, the run that asks continues.
         with suppress(RestoreKVError, OSError):
             cells.append(load_result(place))
     return cells

@@ -38,13 +38,13 @@ def summarize_cell(result: Result) -> dict:
 
 
 def make_rows(results: Sequence[Result]) -> list[dict]:
-    """Return a row for every finished cell, in their order; of alike cells for the first. Scores
-    are in points; pairs and bytes are means.
+    """Return a row for every finished cell, in their order; among identical cells the first is
+    used. Scores are in points; pairs and bytes are means.
     """
     # A cell that still runs has no figures, and nothing is compared with it.
     done = [result for result in results if result.done]
     pools = {}
-    # Every seed has rows of its own, so none is pooled with another.
+    # Every seed has its own rows, so seeds are not pooled.
     for own in group_by(done, lambda each: each.identity["benchmark"]["spec"]).values():
         pools |= {pool.results[0].cell: pool for pool in pool_seeds(own).values()}
     return [_make_row(pools[result.cell]) for result in done if result.cell in pools]

@@ -58,7 +58,7 @@ class GridProgress:
 
     @property
     def share(self) -> float:
-        """The share of all work that is done; every job counts alike."""
+        """The share of all work that is done; every job counts equally."""
         return (self.job_index + self.done / max(self.total, 1)) / self.jobs
 
 
@@ -157,7 +157,7 @@ def run_grid(
         pool: Who answers; this process if None.
         on_progress: Called as contexts are done.
         set_aside: Move cells that were made with something else, such as an older version of an
-            evictor's file, to `set-aside` in the folder, and ask them anew.
+            evictor's file, to `set-aside` in the folder, and ask them again.
 
     Returns:
         Every cell's result, in the order of `cells`.

@@ -186,7 +186,7 @@ def tally_scores(
 
 
 def check_same_questions(runs: Sequence[Sequence[ScoredAnswer]]) -> None:
-    """Refuse to compare runs that were asked different questions, or in another order."""
+    """Refuse to compare runs that were asked different questions, or in a different order."""
     asked = [[(answer.context, answer.task, answer.question) for answer in run] for run in runs]
     if any(other != asked[0] for other in asked[1:]):
         raise RestoreKVError(

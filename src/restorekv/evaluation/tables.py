@@ -46,7 +46,7 @@ METHOD_NAMES = {
 RESTORED_NAMES = {"kvzip": "RestoreKV", "kvzip+": "RestoreKV+"}
 # Where a terminal continues a cell on the next line: before a gain, and before an interval.
 LINE_BREAK = re.compile(r" (?=[▲▼≈] |= \d|\([+−\d])")
-BREAKABLE = 12  # letters of a word without digits, after which it may go on in the next line
+BREAKABLE = 12  # letters of a word without digits, after which it may continue on the next line
 
 
 def name_evictor(spec: str) -> str:
@@ -119,7 +119,7 @@ def format_gain(
 ) -> str:
     """Write a difference as "▲ +1.0 (+0.5 to +1.5; 9 % back)"; `more` ends the parentheses.
 
-    With ≈ in place of an arrow where the interval includes zero, and for `few` texts, which have no
+    With ≈ instead of an arrow where the interval includes zero, and for `few` texts, which have no
     interval.
     """
     text = format_number(value, sign=True)
