@@ -142,7 +142,7 @@ def make_kept_table(grid: GridResults) -> Table | None:
         "kept": _format_kept,
         "contexts": lambda row: f"{row['contexts']:,}",
     }
-    order = {part: place for place, part in enumerate(dict.fromkeys(row["part"] for row in rows))}
+    order = {part: index for index, part in enumerate(dict.fromkeys(row["part"] for row in rows))}
     rows.sort(key=lambda row: order[row["part"]])
     return Table.from_figures(
         make_slug("answers", "kept"), "Answers kept", rows, columns, NOTE, (0, 1)

@@ -178,7 +178,7 @@ def plot_map(axes: Axes, numbers: DataFrame, high: float) -> None:
 
 
 def set_ticks(axes: Axes, ticks: Sequence[float]) -> None:
-    """Put plain numbers at these places of x and nowhere else."""
+    """Put plain numbers at these values of x and nowhere else."""
     axes.set_xticks(ticks, [f"{tick:,.10g}" for tick in ticks])
     axes.set_xticks([], minor=True)
 

@@ -48,10 +48,10 @@ def plot_scores(rows: Sequence[Row]) -> Chart | None:
     figure, panels = make_figure([(name_evictor(each), NARROW, 3.0) for each in by_evictor])
     for axes in panels[1:]:
         axes.sharey(panels[0])
-    for place, (axes, own) in enumerate(zip(panels, by_evictor.values(), strict=True)):
+    for index, (axes, own) in enumerate(zip(panels, by_evictor.values(), strict=True)):
         for turn, (method, points) in enumerate(group_by(own, lambda row: row["method"]).items()):
             alone = not points[0]["restored"]
-            color = HUES[place % len(HUES)]
+            color = HUES[index % len(HUES)]
             mark = Mark(method, color, MARKERS[turn % len(MARKERS)], dashed=alone, hollow=alone)
             interval = None
             if min(row["contexts"] for row in points) >= FEW:

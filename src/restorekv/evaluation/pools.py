@@ -247,6 +247,6 @@ def _rank(key: PoolKey) -> tuple:
     # The paper's order; an evictor that it does not name comes after them.
     evictors = (FULL, *METHOD_NAMES)
     name = method.evictor.partition(":")[0]
-    place = evictors.index(name) if name in evictors else len(evictors)
+    rank = evictors.index(name) if name in evictors else len(evictors)
     variant = (method.describe_controls(), repr(method))
-    return (condition, place, method.evictor, method.restored, *variant, -ratio)
+    return (condition, rank, method.evictor, method.restored, *variant, -ratio)

@@ -161,8 +161,8 @@ class Result:
         """Write the contexts in the order of `samples`, as other cells have them, where one was
         lost and asked again after the others.
         """
-        places = {sample: place for place, sample in enumerate(samples)}
-        lines = sorted(self.lines, key=lambda line: places.get(line["sample"], len(places)))
+        ranks = {sample: rank for rank, sample in enumerate(samples)}
+        lines = sorted(self.lines, key=lambda line: ranks.get(line["sample"], len(ranks)))
         if [line["sample"] for line in lines] == [line["sample"] for line in self.lines]:
             return
         with replace_file(self.folder / ANSWERS, follow=False) as temporary:
@@ -219,8 +219,8 @@ def open_result(folder: Path, cell: Cell, facts: dict, set_aside: bool = False) 
     """
     path = folder / CELLS / cell.name
     # A link would lead the answers into a folder of something else.
-    for place in (folder / CELLS, path):
-        check_not_link(place)
+    for each in (folder / CELLS, path):
+        check_not_link(each)
     if (path / CELL).exists():
         result = load_result(path)
         changes = describe_changes(result.identity, facts)
@@ -297,27 +297,27 @@ def load_results(folder: str | Path) -> list[Result]:
     """Return every cell of a run, done or not, by name. Raises RestoreKVError where there
     is none.
     """
-    return [load_result(place) for place in _list_cell_folders(Path(folder))]
+    return [load_result(path) for path in _list_cell_folders(Path(folder))]
 
 
 def load_readable_cells(folder: Path) -> list[Result]:
     """Return the cells of a run as `load_results` does, without those whose record is damaged."""
     cells = []
-    for place in _list_cell_folders(folder):
+    for path in _list_cell_folders(folder):
         # Whatever is wrong with one of these cells, the run that asks continues.
         with suppress(RestoreKVError, OSError):
-            cells.append(load_result(place))
+            cells.append(load_result(path))
     return cells
 
 
 def _list_cell_folders(folder: Path) -> list[Path]:
     """Return the folders of a run's cells, by name. Raises RestoreKVError where there is none."""
-    places = [path.parent for path in sorted((folder / CELLS).glob(f"*/{CELL}"))]
-    if not places:
+    paths = [file.parent for file in sorted((folder / CELLS).glob(f"*/{CELL}"))]
+    if not paths:
         raise RestoreKVError(
             f"{folder} holds no results of restorekv; run `restorekv eval --out {folder}` first."
         )
-    return places
+    return paths
 
 
 def identify_setup(

@@ -175,9 +175,9 @@ def tally_scores(
     sums = np.zeros((len(contexts), len(tasks)))
     counts = np.zeros_like(sums)
     for answer in answers:
-        place = contexts[answer.context], tasks[answer.task]
-        sums[place] += answer.score
-        counts[place] += 1
+        index = contexts[answer.context], tasks[answer.task]
+        sums[index] += answer.score
+        counts[index] += 1
     if by_context:
         # Each context's mean becomes one score of the task.
         sums = sums / np.maximum(counts, 1)
