@@ -73,8 +73,8 @@ class GridEntry:
         yield whole | figures | {f"metric {name}": value for name, value in metrics.items()}
         single = {task: (task,) for task in pool.tasks}
         for kind, parts in ((GROUP, pool.task_groups), (TASK, single)):
-            for part, members in parts.items():
-                yield {**common, "kind": kind, "part": part, **pool.score_tasks(members)}
+            for part, task_names in parts.items():
+                yield {**common, "kind": kind, "part": part, **pool.score_tasks(task_names)}
 
 
 class GridResults:

@@ -9,7 +9,6 @@ from typing import Any, Self
 
 import numpy as np
 
-from restorekv import tasks
 from restorekv.evaluation.conditions import FULL_METHOD, Condition, Method
 from restorekv.evaluation.earlier import digest_line
 from restorekv.evaluation.fidelity import summarize_fidelity
@@ -24,6 +23,7 @@ from restorekv.evaluation.stats import (
     score_answers,
 )
 from restorekv.evaluation.tables import METHOD_NAMES
+from restorekv.tasks import Benchmark, make_benchmark
 
 # What a context's line says of its cache.
 SIZES = ("tokens", "prefix", "pairs", "pairs_with_prefix", "bytes", "restore_tokens")
@@ -34,7 +34,7 @@ PoolKey = tuple[Condition, Method, float]  # and the ratio
 class SeedPool:
     """Results of one cell, pooled over the benchmark's seeds, and what they are compared with.
 
-    Methods take `members`, the tasks to use; empty means all.
+    Methods take `task_names`, the tasks to use; empty means all.
 
     Attributes:
         results: The cells, one for each seed.
@@ -65,8 +65,8 @@ class SeedPool:
         return replace(self, results=chosen) if len(chosen) == len(specs) else None
 
     @cached_property
-    def benchmark(self) -> tasks.Benchmark:
-        return tasks.make_benchmark(self.results[0].cell.benchmark)
+    def benchmark(self) -> Benchmark:
+        return make_benchmark(self.results[0].cell.benchmark)
 
     @cached_property
     def averages_contexts(self) -> bool:
@@ -116,22 +116,21 @@ class SeedPool:
     def task_groups(self) -> dict[str, Sequence[str]]:
         """The benchmark's groups of tasks of which any was asked, or all where it needs all."""
         groups = {}
-        for name, members in self.benchmark.group_tasks().items():
-            asked = set(self.tasks).intersection(members)
-            needed = len(members) if self.benchmark.needs_whole_groups else 1
+        for name, task_names in self.benchmark.group_tasks().items():
+            asked = set(self.tasks).intersection(task_names)
+            needed = len(task_names) if self.benchmark.needs_whole_groups else 1
             if len(asked) >= needed:
-                groups[name] = members
+                groups[name] = task_names
         return groups
 
-    def list_counted_answers(self, members: Iterable[str] = ()) -> list[ScoredAnswer]:
+    def list_counted_answers(self, task_names: Iterable[str] = ()) -> list[ScoredAnswer]:
         """Return the answers that means are taken over."""
-        # No members: all tasks.
-        wanted = set(members or self.tasks)
+        wanted = set(task_names or self.tasks)
         return drop_tasks(
             [answer for answer in self.answers if answer.task in wanted], self.left_out
         )
 
-    def score_tasks(self, members: Iterable[str] = ()) -> dict[str, Any]:
+    def score_tasks(self, task_names: Iterable[str] = ()) -> dict[str, Any]:
         """Return score, interval and counts (see `stats.score_answers`).
 
         Next to the evictor alone they include the paired gain over it; with the full cache too,
@@ -141,18 +140,18 @@ class SeedPool:
         by_context = self.averages_contexts
         alone = []
         if self.evictor_alone:
-            alone = self.evictor_alone.list_counted_answers(members)
-        figures = score_answers(self.list_counted_answers(members), alone, by_context)
+            alone = self.evictor_alone.list_counted_answers(task_names)
+        figures = score_answers(self.list_counted_answers(task_names), alone, by_context)
         # An unfinished full cache is not a reference: its mean is over fewer contexts.
         if alone and self.full and self.full.done:
-            full = self.full.list_counted_answers(members)
+            full = self.full.list_counted_answers(task_names)
             loss = compute_mean_score(full, by_context) - compute_mean_score(alone, by_context)
             figures["recovered"] = figures["gain"] / loss if loss >= LEAST_LOSS else None
         return figures
 
-    def average_metrics(self, members: Iterable[str] = ()) -> dict[str, float]:
+    def average_metrics(self, task_names: Iterable[str] = ()) -> dict[str, float]:
         """Return every further metric in points: the mean over tasks of the mean over questions."""
-        chosen = {answer.task for answer in self.list_counted_answers(members)}
+        chosen = {answer.task for answer in self.list_counted_answers(task_names)}
         values: dict[str, dict[str, list[float]]] = {}  # by metric and task
         for line in self.lines:
             for answer in line["answers"]:
@@ -166,13 +165,13 @@ class SeedPool:
             for name, by_task in values.items()
         }
 
-    def summarize(self, members: Iterable[str] = ()) -> dict[str, Any]:
+    def summarize(self, task_names: Iterable[str] = ()) -> dict[str, Any]:
         """Return scores, fidelity to the full cache (see fidelity.py), and further metrics if the
         benchmark has any.
         """
-        figures = self.score_tasks(members)
-        figures |= summarize_fidelity(self.lines, set(members or self.tasks))
-        if metrics := self.average_metrics(members):
+        figures = self.score_tasks(task_names)
+        figures |= summarize_fidelity(self.lines, set(task_names or self.tasks))
+        if metrics := self.average_metrics(task_names):
             figures["metrics"] = metrics
         return figures
 

@@ -33,7 +33,9 @@ def summarize_cell(result: Result) -> dict:
         "samples": len(pool.lines),
         **pool.average_sizes(("pairs", "pairs_with_prefix", "bytes")),
         "tasks": {task: pool.summarize([task]) for task in pool.tasks},
-        "groups": {name: pool.score_tasks(members) for name, members in pool.task_groups.items()},
+        "groups": {
+            name: pool.score_tasks(task_names) for name, task_names in pool.task_groups.items()
+        },
     }
 
 
@@ -83,7 +85,9 @@ def _make_row(pool: SeedPool) -> dict:
         **{key: figures[key] for key in FIGURES},
         "tasks": {task: each["score"] for task, each in figures["tasks"].items()},
         "left_out": list(pool.left_out),
-        "groups": {name: pool.score_tasks(members) for name, members in pool.task_groups.items()},
+        "groups": {
+            name: pool.score_tasks(task_names) for name, task_names in pool.task_groups.items()
+        },
     }
 
 
