@@ -22,7 +22,7 @@ from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.results import Result
 from restorekv.evaluation.run import GridProgress, LocalPool, run_grid
-from restorekv.evaluation.stats import score_answers
+from restorekv.evaluation.stats import summarize_scores
 from restorekv.model.names import TINY
 
 RATIOS = ("0.2", "0.05")
@@ -79,7 +79,7 @@ def format_table(results: dict[Key, Result]) -> str:
     text = "| variant | r | score | difference | bytes held of plain |\n|---|---|---|---|---|\n"
     for (name, ratio), result in results.items():
         plain = results[KV_DTYPES[0], ratio]
-        found = score_answers(result.answers, plain.answers)
+        found = summarize_scores(result.answers, plain.answers)
         share = result.summary["bytes"] / plain.summary["bytes"]
         gain = "" if result is plain else f"{found['gain']:+.1f}"
         # A few contexts have no interval.

@@ -19,7 +19,7 @@ from restorekv.evaluation.frame import load_grid, make_frame
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.report import write_report
 from restorekv.evaluation.results import ANSWERS, load_results
-from restorekv.evaluation.stats import ScoredAnswer, score_answers
+from restorekv.evaluation.stats import ScoredAnswer, summarize_scores
 from tests.helpers import report_world
 
 VOID = {"meta", "link", "br", "img", "path", "use", "rect", "circle", "image"}
@@ -143,7 +143,7 @@ def test_paired_table_has_the_gains_of_stats(folder, page):
                 replace(answer, context=f"{seed} {answer.context}")
                 for answer in answers(asked, folder)
             ]
-    expected = score_answers(sides[True], sides[False])
+    expected = summarize_scores(sides[True], sides[False])
     told = next(
         row
         for row in rows(folder, "scores-tiny-suite-4")
@@ -507,5 +507,5 @@ def test_a_task_below_ten_on_the_full_cache_is_left_out_of_means_and_shown(tmp_p
     assert "because the full cache is below 10: qa." in page.text
     full, base, _ = (entry.pool for entry in load_grid(tmp_path).entries)
     kept = [answer for answer in base.answers if answer.task != "qa"]
-    assert base.score_tasks() == score_answers(kept) and full.score_tasks()["score"] == 100
+    assert base.score_tasks() == summarize_scores(kept) and full.score_tasks()["score"] == 100
     assert base.score_tasks(["qa"])["questions"] == 6, "shown by itself"

@@ -12,7 +12,7 @@ from restorekv.evaluation.stats import (
     bootstrap_score,
     compute_mean_score,
     compute_task_means,
-    score_answers,
+    summarize_scores,
 )
 
 
@@ -55,7 +55,7 @@ def test_a_context_may_count_once_however_much_it_is_asked():
     assert compute_mean_score(told) == 75 and compute_mean_score(told, by_context=True) == 50
     assert (
         bootstrap_score(told, by_context=True)[0] == 50
-        and score_answers(told, told, by_context=True)["gain"] == 0
+        and summarize_scores(told, told, by_context=True)["gain"] == 0
     )
     other = [*told, ScoredAnswer("two", "vt", "0", "", 1.0)]
     assert (
@@ -80,7 +80,7 @@ def test_few_contexts_have_no_interval_to_show():
             [ScoredAnswer(f"{n}", "f", "q", "", score) for n in range(contexts)]
             for score in (0.6, 0.5)
         )
-        found = score_answers(mine, base)
+        found = summarize_scores(mine, base)
         assert found["contexts"] == contexts
         # What others make of the figures shows none either.
         for figure in ("low", "high", "gain_low", "gain_high"):

@@ -14,7 +14,7 @@ from paper.carry_out import Clock, format_seconds
 from paper.experiments import choose_experiments
 from paper.setting import make_tiny_setting
 from restorekv.evaluation.results import CELLS, load_results
-from restorekv.evaluation.stats import bootstrap_score, score_answers
+from restorekv.evaluation.stats import bootstrap_score, summarize_scores
 from tests.helpers.cli_world import cli
 from tests.helpers.models import build_model
 
@@ -52,7 +52,7 @@ def test_from_nothing(made):
     best, base = answers["fastkvzip", True], answers["fastkvzip", False]
     row = rows["fastkvzip restored"]
     assert row["score"] == pytest.approx(bootstrap_score(best)[0]) and row["paper"] == 79.3
-    assert row["gain"] == pytest.approx(score_answers(best, base)["gain"])
+    assert row["gain"] == pytest.approx(summarize_scores(best, base)["gain"])
     page, text = (
         (out / "report" / "index.html").read_text(),
         (out / "report" / "paper.md").read_text(),

@@ -20,7 +20,7 @@ from restorekv.evaluation.stats import (
     compute_mean_score,
     drop_tasks,
     find_tasks_without_loss,
-    score_answers,
+    summarize_scores,
 )
 from restorekv.evaluation.tables import METHOD_NAMES
 from restorekv.tasks import Benchmark, make_benchmark
@@ -131,7 +131,7 @@ class SeedPool:
         )
 
     def score_tasks(self, task_names: Iterable[str] = ()) -> dict[str, Any]:
-        """Return score, interval and counts (see `stats.score_answers`).
+        """Return score, interval and counts (see `stats.summarize_scores`).
 
         Next to the evictor alone they include the paired gain over it; with the full cache too,
         "recovered": the gain as a share of what the evictor alone loses to the full cache, None if
@@ -141,7 +141,7 @@ class SeedPool:
         alone = []
         if self.evictor_alone:
             alone = self.evictor_alone.list_counted_answers(task_names)
-        figures = score_answers(self.list_counted_answers(task_names), alone, by_context)
+        figures = summarize_scores(self.list_counted_answers(task_names), alone, by_context)
         # An unfinished full cache is not a reference: its mean is over fewer contexts.
         if alone and self.full and self.full.done:
             full = self.full.list_counted_answers(task_names)

@@ -71,7 +71,7 @@ def drop_tasks(answers: Sequence[ScoredAnswer], left_out: Container[str]) -> lis
     return [answer for answer in answers if answer.task not in left_out] or list(answers)
 
 
-def score_answers(
+def summarize_scores(
     answers: Sequence[ScoredAnswer], alone: Sequence[ScoredAnswer] = (), by_context: bool = False
 ) -> dict[str, Any]:
     """Return a score with its interval; with the answers of the evictor alone also the paired gain
