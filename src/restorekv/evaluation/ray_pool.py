@@ -20,7 +20,7 @@ from restorekv.errors import RestoreKVError, RestoreKVWarning, summarize_error, 
 from restorekv.evaluation.grid import Cell, Job
 from restorekv.evaluation.results import describe_changes
 from restorekv.evaluation.run import Digests, Identities, LocalPool, Missing
-from restorekv.evaluation.worker import Line
+from restorekv.evaluation.worker import AnsweredCell
 from restorekv.files import HOST
 
 TRIES = 3  # workers that may die over one context
@@ -61,7 +61,7 @@ class RayWorker(WorkerProcess, LocalPool):
 
     def answer_context(
         self, job: Job, sample: str, cells: list[Cell], identities: Identities
-    ) -> list[Line]:
+    ) -> list[AnsweredCell]:
         """Return a line of each cell for a context.
 
         Args:
@@ -207,7 +207,7 @@ class RayPool(RayWorkers):
         self.identities, _ = opened
         return opened
 
-    def answer_contexts(self, job: Job, missing: Missing) -> Iterator[list[Line]]:
+    def answer_contexts(self, job: Job, missing: Missing) -> Iterator[list[AnsweredCell]]:
         identities = self.identities
         return self.run_calls(
             [("answer_context", (job, sample, cells, identities)) for sample, cells in missing]

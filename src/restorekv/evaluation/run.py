@@ -25,7 +25,7 @@ from restorekv.evaluation.results import (
     open_result,
 )
 from restorekv.evaluation.rows import summarize_cell
-from restorekv.evaluation.worker import Line, Worker
+from restorekv.evaluation.worker import AnsweredCell, Worker
 from restorekv.files import folder_lock, write_json
 from restorekv.generation.decoding import get_stop_ids
 from restorekv.model.load import check_dtype
@@ -72,8 +72,8 @@ class WorkerPool(Protocol):
         """Return what every cell is made with, and the digests of the samples in order."""
         ...
 
-    def answer_contexts(self, job: Job, missing: Missing) -> Iterator[list[Line]]:
-        """Yield, for every entry of `missing` in its order, a line of each cell."""
+    def answer_contexts(self, job: Job, missing: Missing) -> Iterator[list[AnsweredCell]]:
+        """Yield, for every entry of `missing` in its order, the answers of each cell."""
         ...
 
 
@@ -82,21 +82,21 @@ class LocalPool:
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
-        self.opened = None
+        self.worker: Worker | None = None
 
     def _get_worker(self, job: Job) -> Worker:
         """Return the worker of a job, which loads its model at the first call."""
-        if self.opened is None or self.opened.job != job:
-            self.opened = None  # frees the last job before the next one loads
-            self.opened = Worker(job, self.device)
-        return self.opened
+        if self.worker is None or self.worker.job != job:
+            self.worker = None  # frees the last job before the next one loads
+            self.worker = Worker(job, self.device)
+        return self.worker
 
     def open_job(self, job: Job) -> tuple[Identities, Digests]:
         worker = self._get_worker(job)
         identities = {cell: identify_cell(worker, cell) for cell in job.cells}
         return identities, {sample.id: digest_sample(sample) for sample in worker.samples}
 
-    def answer_contexts(self, job: Job, missing: Missing) -> Iterator[list[Line]]:
+    def answer_contexts(self, job: Job, missing: Missing) -> Iterator[list[AnsweredCell]]:
         for sample, cells in missing:
             yield list(self._get_worker(job).answer_sample(sample, cells))
 
@@ -205,9 +205,9 @@ def _run_jobs(
             # What other cells of the folder have answered.
             earlier[cell] = find_earlier_lines(others, results[cell], digests)
         done = len(digests) - len(missing)
-        for lines in _answer_missing(pool, job, missing, earlier):
+        for answered in _answer_missing(pool, job, missing, earlier):
             # Lines of a context are written together, when all its cells have answered.
-            for cell, line, seconds in lines:
+            for cell, line, seconds in answered:
                 results[cell].append(line, seconds)
             done += 1
             on_progress(GridProgress(job.title, job_index, len(todo), done, len(digests)))
@@ -222,9 +222,9 @@ def _run_jobs(
 
 def _answer_missing(
     pool: WorkerPool, job: Job, missing: Missing, earlier: EarlierLines
-) -> Iterator[list[Line]]:
-    """Yield a line of each cell for every entry of `missing`: an earlier one if there is one, else
-    what the pool answers.
+) -> Iterator[list[AnsweredCell]]:
+    """Yield the answers of each cell for every entry of `missing`: an earlier line if there is
+    one, else what the pool answers.
 
     Entries come in the order of `missing`, so that a cell's file does not depend on which of its
     contexts were answered earlier.
@@ -236,10 +236,10 @@ def _answer_missing(
             unanswered.append((sample, asked))
     answers = iter(pool.answer_contexts(job, unanswered))
     for sample, cells in missing:
-        lines = [(cell, *earlier[cell][sample]) for cell in cells if sample in earlier[cell]]
-        if len(lines) < len(cells):
-            lines += next(answers)
-        yield lines
+        answered = [(cell, *earlier[cell][sample]) for cell in cells if sample in earlier[cell]]
+        if len(answered) < len(cells):
+            answered += next(answers)
+        yield answered
 
 
 def check_cells(cells: Sequence[Cell]) -> None:

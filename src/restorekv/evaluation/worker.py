@@ -40,7 +40,7 @@ from restorekv.tasks import Sample
 Seconds = dict[str, float]
 # The model that was opened last, by name, dtype, device and protocol: one entry at most.
 OPENED: dict[tuple[str, str, str, str], tuple[PreTrainedModel, Tokenizer]] = {}
-Line = tuple[Cell, dict, Seconds]  # a cell, its answers to one context, and what they took
+AnsweredCell = tuple[Cell, dict, Seconds]  # a cell, its line of one context, and what it took
 
 
 class Worker:
@@ -114,7 +114,7 @@ class Worker:
             )
         return adapter
 
-    def answer_sample(self, sample_id: str, cells: Sequence[Cell]) -> Iterator[Line]:
+    def answer_sample(self, sample_id: str, cells: Sequence[Cell]) -> Iterator[AnsweredCell]:
         """Ask a sample's questions of every cell in turn; what is expensive is done once, and only
         if needed.
         """
@@ -123,23 +123,24 @@ class Worker:
         context, cut = self.protocol.make_context(
             first.model, self.tokenizer, sample.context, first.max_context
         )
-        full: FullAnswers | None = None
-        reading: Seconds = {}
+        full_answers: FullAnswers | None = None
+        full_seconds: Seconds = {}
         for cell, view, cache, seconds in self._make_caches(context, cells):
             # The full cache answers once, whatever the first cell is: its answers are what
             # divergences are measured on.
-            full = full or self._answer_from_full_cache(context, view, sample, reading)
+            if full_answers is None:
+                full_answers = self._answer_from_full_cache(context, view, sample, full_seconds)
             if cell.evictor == FULL:
                 # The full cache's divergence from itself is 0.
-                answers = self._score_answers(sample, full, full.answers, [0.0] * len(full.answers))
-                seconds["ask"] = reading["ask"]
+                ids = full_answers.answers
+                answers = self._score_answers(sample, full_answers, ids, [0.0] * len(ids))
+                seconds["ask"] = full_seconds["ask"]
             else:
                 with time_phase(seconds, "ask"):
-                    ids = self._ask(cache, full.prompts, sample)
+                    ids = self._ask(cache, full_answers.prompts, sample)
                 with time_phase(seconds, "fidelity"):
-                    answers = self._score_answers(
-                        sample, full, ids, full.measure_divergences(self.model, cache)
-                    )
+                    divergences = full_answers.measure_divergences(self.model, cache)
+                    answers = self._score_answers(sample, full_answers, ids, divergences)
             line = {
                 "sample": sample.id,
                 "context": digest_text(sample.context),
@@ -202,16 +203,18 @@ class Worker:
             return method.prepare(self.model, self.tokenizer, context)
         seconds: Seconds = {}
         with time_phase(seconds, "prefill"):
-            full = prefill(self.model, context.ids)
-        return self._make_unscored(context, full, seconds)
+            full_cache = prefill(self.model, context.ids)
+        return self._make_unscored(context, full_cache, seconds)
 
-    def _make_unscored(self, context: Context, full: Cache, seconds: Seconds) -> ScoredContext:
+    def _make_unscored(
+        self, context: Context, full_cache: Cache, seconds: Seconds
+    ) -> ScoredContext:
         """Return a context for a cache that keeps every pair."""
         shape = self.identity.shape
         scores = torch.zeros(
             shape.layers, shape.heads, context.text_tokens, device=self.model.device
         )
-        return ScoredContext(self.model, context, full, scores, seconds=seconds)
+        return ScoredContext(self.model, context, full_cache, scores, seconds=seconds)
 
     def _answer_from_full_cache(
         self, context: Context, view: PreparedContext, sample: Sample, seconds: Seconds
@@ -219,11 +222,11 @@ class Worker:
         """Return what the full cache answers to the sample's questions; a streamed context is read
         whole for it.
         """
-        full = view.full
+        full_cache = view.full
         # Streaming never holds it.
-        if full is None:
-            full = prefill(self.model, context.ids)
-        cache = self._make_unscored(context, full, {}).evict(1)
+        if full_cache is None:
+            full_cache = prefill(self.model, context.ids)
+        cache = self._make_unscored(context, full_cache, {}).evict(1)
         prompts = [
             self.protocol.make_prompt(self.tokenizer, context, question)[0]
             for question in sample.questions
@@ -248,7 +251,7 @@ class Worker:
     def _score_answers(
         self,
         sample: Sample,
-        full: FullAnswers,
+        full_answers: FullAnswers,
         answers: Sequence[Tensor],
         divergences: Sequence[float],
     ) -> list[dict]:
@@ -257,8 +260,8 @@ class Worker:
         """
         # One line a question, with all that is needed to score it again without the benchmark.
         lines = []
-        figures = zip(answers, full.answers, divergences, strict=True)
-        for question, (ids, whole, kl) in zip(sample.questions, figures, strict=True):
+        figures = zip(answers, full_answers.answers, divergences, strict=True)
+        for question, (ids, full_ids, kl) in zip(sample.questions, figures, strict=True):
             text = self._decode_answer(ids)
             answer = {**describe_question(question), "prediction": text}
             answer |= self.benchmark.score_answer(question, text)
@@ -266,8 +269,8 @@ class Worker:
                 {
                     **answer,
                     "kl": kl,
-                    "answer_tokens": len(whole),
-                    "same": text == self._decode_answer(whole),
+                    "answer_tokens": len(full_ids),
+                    "same": text == self._decode_answer(full_ids),
                 }
             )
         return lines
