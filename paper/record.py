@@ -15,15 +15,13 @@ from restorekv.evaluation.grid import FULL, Cell
 from restorekv.evaluation.report import Block, Section
 from restorekv.evaluation.results import Result
 from restorekv.evaluation.rows import SUMMARY_COLUMNS
-from restorekv.evaluation.stats import FEW, LEAST
+from restorekv.evaluation.stats import FEW, MIN_FULL_SCORE
 from restorekv.evaluation.tables import Table, format_number, format_score, name_method
 
 RULE = (
-    f"A task on which the full cache scores below {LEAST:g} has nothing to lose: it is asked and "
-    "shown here, but left "
-    "out of every mean on this page. Where all tasks of a mean are below, it is over all of them. "
-    "Fidelity counts "
-    "every task."
+    f"A task on which the full cache scores below {MIN_FULL_SCORE:g} has nothing to lose: it is "
+    "asked and shown here, but left out of every mean on this page. Where all tasks of a mean are "
+    "below, it is over all of them. Fidelity counts every task."
 )
 NOTE = (
     "Means over contexts. Pairs: those that the budget counts. With prefix: all that a cache held, "
@@ -51,7 +49,7 @@ def _make_full_cache_table(done: Mapping[Cell, Result]) -> Table:
     data = []
     for cell, result in done.items():
         for task, points in result.summary["tasks"].items() if cell.evictor == FULL else ():
-            counts = points["score"] >= LEAST
+            counts = points["score"] >= MIN_FULL_SCORE
             shown = format_score(points["score"], points["low"], points["high"])
             rows.append(
                 [
@@ -81,10 +79,10 @@ def _make_held_table(done: Mapping[Cell, Result]) -> Table:
     """Return what caches held: a line for every benchmark, ratio and size."""
     groups: dict[tuple, dict[str, None]] = {}
     for cell, result in sorted(
-        done.items(), key=lambda item: (item[0].benchmark, item[0].protocol, -item[0].value)
+        done.items(), key=lambda item: (item[0].benchmark, item[0].protocol, -item[0].ratio_value)
     ):
         sizes = tuple(result.summary[key] for key in ("pairs", "pairs_with_prefix", "bytes"))
-        groups.setdefault((*_describe_benchmark(cell), cell.value, *sizes), {})[
+        groups.setdefault((*_describe_benchmark(cell), cell.ratio_value, *sizes), {})[
             name_method(cell.evictor, cell.restored)
         ] = None
     rows = [

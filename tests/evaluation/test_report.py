@@ -170,7 +170,7 @@ def test_chart_data_are_the_summaries(folder):
         cell = result.cell
         if cell.benchmark == "qasper" and cell.protocol == "kvzip":
             label = {"full": "full cache", "kvzip": "KVzip", "snapkv": "SnapKV"}[cell.evictor]
-            row = told[label + " + RestoreKV" * cell.restored, str(cell.value)]
+            row = told[label + " + RestoreKV" * cell.restored, str(cell.ratio_value)]
             for key in ("score", "low", "high", "kept", "kept_with_prefix"):
                 assert float(row[key]) == pytest.approx(result.summary[key]), (cell, key)
 
@@ -240,7 +240,8 @@ def test_fidelity_is_that_of_the_summaries(folder, page):
             and result.cell.evictor == "kvzip"
         ):
             row = found[
-                "KVzip + RestoreKV" if result.cell.restored else "KVzip", str(result.cell.value)
+                "KVzip + RestoreKV" if result.cell.restored else "KVzip",
+                str(result.cell.ratio_value),
             ]
             for key in ("kl", "kl_low", "kl_high", "same"):
                 assert float(row[key]) == pytest.approx(result.summary[key])

@@ -99,7 +99,7 @@ def line_of(cell: Cell, sample: str, rng: random.Random) -> dict:
     held = budget.pairs if counted else budget.pairs + prefix * LAYERS * HEADS
     name = cell.benchmark.partition(":")[0]
     chance = SKILL[cell.evictor] * (
-        1 if cell.evictor == "full" else min(1, (cell.value * 5) ** 0.5)
+        1 if cell.evictor == "full" else min(1, (cell.ratio_value * 5) ** 0.5)
     )
     chance += cell.restored * (1 - chance) * 0.5
     answers = [

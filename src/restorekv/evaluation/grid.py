@@ -89,7 +89,7 @@ class Cell:
         return replace(self, adapter=None, restore_tokens=None, restore_from="full")
 
     @property
-    def value(self) -> float:
+    def ratio_value(self) -> float:
         return float(parse_ratio(self.ratio))
 
     @property

@@ -15,7 +15,7 @@ from restorekv.evaluation.fidelity import summarize_fidelity
 from restorekv.evaluation.grid import FULL
 from restorekv.evaluation.results import Result, list_answers
 from restorekv.evaluation.stats import (
-    LEAST_LOSS,
+    MIN_LOSS,
     ScoredAnswer,
     compute_mean_score,
     drop_tasks,
@@ -135,7 +135,7 @@ class SeedPool:
 
         Next to the evictor alone they include the paired gain over it; with the full cache too,
         "recovered": the gain as a share of what the evictor alone loses to the full cache, None if
-        it loses less than LEAST_LOSS.
+        it loses less than MIN_LOSS.
         """
         by_context = self.averages_contexts
         alone = []
@@ -146,7 +146,7 @@ class SeedPool:
         if alone and self.full and self.full.done:
             full = self.full.list_counted_answers(task_names)
             loss = compute_mean_score(full, by_context) - compute_mean_score(alone, by_context)
-            figures["recovered"] = figures["gain"] / loss if loss >= LEAST_LOSS else None
+            figures["recovered"] = figures["gain"] / loss if loss >= MIN_LOSS else None
         return figures
 
     def average_metrics(self, task_names: Iterable[str] = ()) -> dict[str, float]:
@@ -214,7 +214,7 @@ def pool_seeds(results: Sequence[Result]) -> dict[PoolKey, SeedPool]:
             policies = {replace(own, prefix_policy=policy) for policy in ("counted", "free")}
             conditions = list(compressed & policies) or [own]
         for condition in conditions:
-            key = condition, Method.of_cell(result.cell), result.cell.value
+            key = condition, Method.of_cell(result.cell), result.cell.ratio_value
             seeds.setdefault(key, {}).setdefault(result.identity["benchmark"]["spec"], result)
 
     pools: dict[PoolKey, SeedPool] = {}

@@ -74,7 +74,7 @@ def _make_row(pool: SeedPool) -> dict:
         "restored": cell.restored,
         "adapter": identity["adapter"] and identity["adapter"]["hash"],
         "label": Method.of_cell(cell).describe_controls(),
-        "ratio": cell.value,
+        "ratio": cell.ratio_value,
         "kv_dtype": cell.kv_dtype,
         "streaming_chunk": cell.streaming_chunk,
         "max_context": cell.max_context,

@@ -15,8 +15,8 @@ import numpy as np
 
 from restorekv.errors import RestoreKVError
 
-LEAST = 10.0  # points: a task on which the full cache scores less has nothing to lose
-LEAST_LOSS = 1.0  # points: of a smaller loss the share that comes back says nothing
+MIN_FULL_SCORE = 10.0  # points: a task where the full cache scores less has nothing to lose
+MIN_LOSS = 1.0  # points: of a smaller loss the share that comes back says nothing
 FEW = 6  # contexts: a bootstrap over fewer is too narrow, over one it has no width
 ENOUGH = 65  # contexts of a comparison of scores; fewer are a glimpse, which ranks nothing
 RESAMPLES = 2000
@@ -59,9 +59,11 @@ def compute_mean_score(answers: Sequence[ScoredAnswer], by_context: bool = False
 
 def find_tasks_without_loss(full: Sequence[ScoredAnswer], by_context: bool = False) -> list[str]:
     """Return the tasks on which the full cache, which gave the answers `full`, scores below
-    LEAST.
+    MIN_FULL_SCORE.
     """
-    return [task for task, mean in compute_task_means(full, by_context).items() if mean < LEAST]
+    return [
+        task for task, mean in compute_task_means(full, by_context).items() if mean < MIN_FULL_SCORE
+    ]
 
 
 def drop_tasks(answers: Sequence[ScoredAnswer], left_out: Container[str]) -> list[ScoredAnswer]:
