@@ -27,8 +27,8 @@ EarlierLine = tuple[dict, dict[str, float]]  # a context's answers, and what the
 # What a line says of a question, and all that an answer depends on.
 QUESTION_KEYS = ("id", "task", "question", "answer_prefix", "max_new_tokens", "references")
 DRAW_SETTINGS = ("count", "seed")
-# Facts of a benchmark that follow from which of its contexts are asked.
-DRAWN_FACTS = ("spec", "samples", "questions", "digest")
+# Keys of a benchmark's identity that follow from which of its contexts are asked.
+DRAWN_KEYS = ("spec", "samples", "questions", "digest")
 SAMPLES_DIGEST = 16  # hex digits, before those of the benchmark's source
 
 
@@ -81,7 +81,7 @@ def find_earlier_lines(
     """
     found: dict[str, EarlierLine] = {}
     for other in others:
-        if other.folder == result.folder or not _answers_alike(other, result):
+        if other.folder == result.folder or not _answers_the_same(other, result):
             continue
         try:
             lines = other.lines
@@ -108,7 +108,7 @@ def find_contained_cells(results: Sequence[Result]) -> list[Result]:
         return (
             large.done
             and digests[small.folder] <= digests[large.folder]
-            and _answers_alike(small, large)
+            and _answers_the_same(small, large)
         )
 
     contained: list[Result] = []
@@ -128,14 +128,14 @@ def _identify_run(result: Result) -> tuple[str, ...]:
     return replace(cell, benchmark=replace(benchmark, seed=0).spec).question_set
 
 
-def _answers_alike(other: Result, result: Result) -> bool:
+def _answers_the_same(other: Result, result: Result) -> bool:
     """Return whether two cells, and what they are made with, differ in nothing but the draw."""
     try:
         if strip_draw(other.cell) != strip_draw(result.cell):
             return False
     except RestoreKVError:  # a benchmark that is no longer installed
         return False
-    return not describe_changes(_strip_facts(other.identity), _strip_facts(result.identity))
+    return not describe_changes(_strip_identity(other.identity), _strip_identity(result.identity))
 
 
 def strip_draw(cell: Cell) -> tuple[Cell, dict[str, Any]]:
@@ -149,10 +149,10 @@ def strip_draw(cell: Cell) -> tuple[Cell, dict[str, Any]]:
     return replace(cell, benchmark=benchmark.name), settings
 
 
-def _strip_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+def _strip_identity(identity: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a cell was made with, without what follows from which contexts were drawn."""
-    benchmark = dict(facts.get("benchmark", {}))
+    benchmark = dict(identity.get("benchmark", {}))
     source = benchmark.get("digest", "")[SAMPLES_DIGEST:]
-    for key in DRAWN_FACTS:
+    for key in DRAWN_KEYS:
         benchmark.pop(key, None)
-    return {**facts, "benchmark": {**benchmark, "source": source}}
+    return {**identity, "benchmark": {**benchmark, "source": source}}

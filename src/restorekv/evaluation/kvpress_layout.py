@@ -167,13 +167,13 @@ def _make_settings(result: Result, part: KvpressRun) -> dict:
     press_init_command holds our own settings; the leaderboard shows it next to a method's name.
     """
     cell = result.cell
-    facts = result.identity
+    identity = result.identity
     return {
         "dataset": part.dataset,
         "data_dir": part.data_dir,
         "model": cell.model,
-        "device": facts["device"],
-        "press_name": _name_press(cell, facts),
+        "device": identity["device"],
+        "press_name": _name_press(cell, identity),
         "compression_ratio": float(1 - parse_ratio(cell.ratio)),
         "key_channel_compression_ratio": None,
         "fraction": part.fraction,
@@ -186,14 +186,14 @@ def _make_settings(result: Result, part: KvpressRun) -> dict:
         "hidden_states_buffer_size": None,
         "output_dir": "./results",
         "log_level": "INFO",
-        "model_kwargs": {"dtype": facts["dtype"]},
-        "press_init_command": _describe_cell(cell, facts),
+        "model_kwargs": {"dtype": identity["dtype"]},
+        "press_init_command": _describe_cell(cell, identity),
         "seed": tasks.make_benchmark(cell.benchmark).seed,
         "fp8": False,
     }
 
 
-def _name_press(cell: Cell, facts: Mapping) -> str:
+def _name_press(cell: Cell, identity: Mapping) -> str:
     """Return kvpress's name of the method, or a name of our own that kvpress does not know."""
     if cell.evictor == FULL:
         return "no_press"
@@ -203,7 +203,9 @@ def _name_press(cell: Cell, facts: Mapping) -> str:
         "restore_from": "full",
         "offset": 0,
     }
-    changed = [f"{key}={facts[key]}" for key, value in kvpress_own.items() if facts[key] != value]
+    changed = [
+        f"{key}={identity[key]}" for key, value in kvpress_own.items() if identity[key] != value
+    ]
     if cell.kv_dtype != "model":
         changed.append(cell.kv_dtype)
     if cell.streaming_chunk:
@@ -217,18 +219,18 @@ def _name_press(cell: Cell, facts: Mapping) -> str:
     return _make_safe("_".join([*words, *changed]))
 
 
-def _describe_cell(cell: Cell, facts: Mapping) -> str:
+def _describe_cell(cell: Cell, identity: Mapping) -> str:
     """Return everything that the cell was made with as one line of text."""
     if cell.evictor == FULL:
         return "None"
     keys = ("method", "prefix_policy", "allocation", "restore_from", "offset", "on_small_budget")
-    made_with = {key: facts[key] for key in keys} | {
+    made_with = {key: identity[key] for key in keys} | {
         "kv_dtype": cell.kv_dtype,
         "streaming_chunk": cell.streaming_chunk,
     }
-    made_with |= {"ratio": cell.ratio, "adapter": cell.adapter, **(facts["adapter"] or {})}
+    made_with |= {"ratio": cell.ratio, "adapter": cell.adapter, **(identity["adapter"] or {})}
     words = ", ".join(f"{key}={value}" for key, value in made_with.items())
-    return f"restorekv {facts['versions']['restorekv']}: {words}"
+    return f"restorekv {identity['versions']['restorekv']}: {words}"
 
 
 def _name_folder(config: Mapping) -> str:

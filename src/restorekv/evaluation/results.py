@@ -44,8 +44,8 @@ ANSWERS = "answers.jsonl"
 SECONDS = "seconds.jsonl"
 SUMMARY = "summary.json"
 # Schemas: what the files hold at least, by type.
-FACTS = dict[str, Any]
-CONVENTIONS_SCHEMA = {
+CELL_SCHEMA = {"cell": dict[str, Any], "facts": dict[str, Any]}  # "facts": the identity
+IDENTITY_SCHEMA = {
     "method": str,
     "adapter": dict[str, Any] | None,
     "fingerprint": str,
@@ -99,8 +99,8 @@ SUMMARY_SCHEMA = {
     "same": float,
     "answer_tokens": int,
 }
-# Facts that were recorded later than the others. A result without them is not of something else.
-LATER_FACTS = ("positions", "stops", "tokenizer")
+# Keys of an identity that early results lack. Such a result is not of something else.
+LATER_KEYS = ("positions", "stops", "tokenizer")
 PACKAGES = ("restorekv", "torch", "transformers", "peft")
 
 
@@ -124,7 +124,7 @@ class Result:
         is not done.
         """
         # Files of a run may have been edited or cut; every entry that is used is checked.
-        _check_types(self.folder / CELL, self.identity, CONVENTIONS_SCHEMA)
+        _check_types(self.folder / CELL, self.identity, IDENTITY_SCHEMA)
         path = self.folder / SUMMARY
         figures = _parse_object(path, read_bytes(path, str(path)), SUMMARY_SCHEMA)
         for task in figures["tasks"].values():
@@ -205,17 +205,17 @@ def _check_types(path: Path, value: object, hints: dict[str, Any]) -> None:
         )
 
 
-def open_result(folder: Path, cell: Cell, facts: dict, set_aside: bool = False) -> Result:
+def open_result(folder: Path, cell: Cell, identity: dict, set_aside: bool = False) -> Result:
     """Open the cell's folder, or create it.
 
     Args:
         folder: The folder of the run.
         cell: What is asked.
-        facts: What it would be made with now.
-        set_aside: Move a cell that was made with other facts out of the way, and start again.
+        identity: What it would be made with now.
+        set_aside: Move a cell with a different identity out of the way, and start again.
 
     Raises:
-        RestoreKVError: The cell was made with other facts, and may not be set aside.
+        RestoreKVError: The cell has a different identity, and may not be set aside.
     """
     path = folder / CELLS / cell.name
     # A link would lead the answers into a folder of something else.
@@ -223,7 +223,7 @@ def open_result(folder: Path, cell: Cell, facts: dict, set_aside: bool = False) 
         check_not_link(each)
     if (path / CELL).exists():
         result = load_result(path)
-        changes = describe_changes(result.identity, facts)
+        changes = describe_changes(result.identity, identity)
         if not changes:
             return result
         if not set_aside:
@@ -234,8 +234,8 @@ def open_result(folder: Path, cell: Cell, facts: dict, set_aside: bool = False) 
             )
         _move_aside(folder, path)
     path.mkdir(parents=True, exist_ok=True)
-    write_json(path / CELL, {"cell": cell.to_dict(), "facts": facts}, follow=False)
-    return Result(path, cell, facts)
+    write_json(path / CELL, {"cell": cell.to_dict(), "facts": identity}, follow=False)
+    return Result(path, cell, identity)
 
 
 def _move_aside(folder: Path, path: Path) -> None:
@@ -253,24 +253,26 @@ def describe_changes(before: dict, now: dict) -> str:
     """Name what changed, as "fingerprint 1f (now 2e)"; versions and threads are recorded, not
     compared.
     """
-    # Stored facts come from JSON, so the new ones take the same way: tuples become lists.
+    # A stored identity comes from JSON, so the new one takes the same way: tuples become lists.
     before = flatten_identity(before)
     now = flatten_identity(json.loads(json.dumps(now)))
     changed = []
     for key in {**before, **now}:
         if key == "threads" or key.startswith("versions."):
             continue
-        if key in LATER_FACTS and key not in before:
+        if key in LATER_KEYS and key not in before:
             continue
         if before.get(key) != now.get(key):
             changed.append(key)
     return " and ".join(f"{key} {before.get(key)} (now {now.get(key)})" for key in changed)
 
 
-def flatten_identity(facts: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return nested facts under names as "benchmark.digest"; RoPE stays one."""
+def flatten_identity(identity: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Return the nested values of an identity under names such as "benchmark.digest"; RoPE stays
+    one value.
+    """
     names: dict[str, object] = {}
-    for key, value in facts.items():
+    for key, value in identity.items():
         # RoPE's own entries differ from kind to kind; as one value they are compared whole.
         if isinstance(value, Mapping) and key != "rope":
             names |= flatten_identity(value, f"{prefix}{key}.")
@@ -282,10 +284,8 @@ def flatten_identity(facts: Mapping[str, object], prefix: str = "") -> dict[str,
 def load_result(path: Path) -> Result:
     file = path / CELL
     try:
-        stored = _parse_object(
-            file, read_bytes(file, str(file)), {"cell": dict[str, Any], "facts": FACTS}
-        )
-        _check_types(file, stored["facts"], CONVENTIONS_SCHEMA)
+        stored = _parse_object(file, read_bytes(file, str(file)), CELL_SCHEMA)
+        _check_types(file, stored["facts"], IDENTITY_SCHEMA)
         return Result(path, Cell.from_dict(stored["cell"]), stored["facts"])
     except (ValueError, KeyError, TypeError) as error:
         raise RestoreKVError(
