@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from restorekv import tasks
-from restorekv.evaluation.earlier import describe_question
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.results import ANSWERS, SUMMARY, Result, open_result
+from restorekv.evaluation.reuse import describe_question
 from restorekv.evaluation.rows import summarize_cell
 from restorekv.files import write_json
 from restorekv.tasks import Question

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from restorekv.evaluation.conditions import FULL_CACHE
-from restorekv.evaluation.earlier import digest_line
 from restorekv.evaluation.frame import ASKED, GridResults, Row
 from restorekv.evaluation.pools import SeedPool
+from restorekv.evaluation.reuse import digest_line
 from restorekv.evaluation.stats import FEW, bootstrap_ratio
 from restorekv.evaluation.tables import Table, format_percent, make_slug
 

@@ -10,10 +10,10 @@ from fractions import Fraction
 from restorekv import tasks
 from restorekv.compression.budget import parse_ratio
 from restorekv.errors import RestoreKVError, warn
-from restorekv.evaluation.earlier import digest_line
 from restorekv.evaluation.fidelity import summarize_fidelity, tally_divergence
 from restorekv.evaluation.grid import FULL
 from restorekv.evaluation.results import Result, check_result, list_answers
+from restorekv.evaluation.reuse import digest_line
 from restorekv.evaluation.stats import (
     Estimate,
     bootstrap_ratio,

@@ -10,10 +10,10 @@ from typing import Any, Self
 import numpy as np
 
 from restorekv.evaluation.conditions import FULL_METHOD, Condition, Method
-from restorekv.evaluation.earlier import digest_line
 from restorekv.evaluation.fidelity import summarize_fidelity
 from restorekv.evaluation.grid import FULL
 from restorekv.evaluation.results import Result, list_answers
+from restorekv.evaluation.reuse import digest_line
 from restorekv.evaluation.stats import (
     MIN_LOSS,
     ScoredAnswer,

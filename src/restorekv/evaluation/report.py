@@ -21,7 +21,6 @@ from restorekv.errors import RestoreKVError
 from restorekv.evaluation import plots
 from restorekv.evaluation.answers_kept import make_kept_table
 from restorekv.evaluation.charts import Chart
-from restorekv.evaluation.earlier import find_contained_cells
 from restorekv.evaluation.frame import GROUP, TASK, GridResults, load_grid
 from restorekv.evaluation.grid import group_by
 from restorekv.evaluation.grid_tables import (
@@ -31,6 +30,7 @@ from restorekv.evaluation.grid_tables import (
     make_scores_table,
 )
 from restorekv.evaluation.results import Result, flatten_identity
+from restorekv.evaluation.reuse import find_contained_cells
 from restorekv.evaluation.tables import Table
 from restorekv.files import check_target, make_temporary_name
 

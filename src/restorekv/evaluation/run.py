@@ -11,11 +11,6 @@ from restorekv.compression.budget import parse_ratio
 from restorekv.compression.eviction import make_compressor
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
-from restorekv.evaluation.earlier import (
-    EarlierLine,
-    digest_sample,
-    find_earlier_lines,
-)
 from restorekv.evaluation.grid import FULL, Cell, Job, group_jobs
 from restorekv.evaluation.results import (
     SUMMARY,
@@ -23,6 +18,11 @@ from restorekv.evaluation.results import (
     identify_setup,
     load_readable_cells,
     open_result,
+)
+from restorekv.evaluation.reuse import (
+    EarlierLine,
+    digest_sample,
+    find_earlier_lines,
 )
 from restorekv.evaluation.rows import summarize_cell
 from restorekv.evaluation.worker import AnsweredCell, Worker

@@ -19,7 +19,6 @@ from restorekv.compression.full_cache import ScoredContext
 from restorekv.data.teacher import hash_tokenizer
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
-from restorekv.evaluation.earlier import describe_question, digest_text
 from restorekv.evaluation.fidelity import FullAnswers
 from restorekv.evaluation.grid import (
     DEFAULT_ON_SMALL_BUDGET,
@@ -28,6 +27,7 @@ from restorekv.evaluation.grid import (
     Job,
     group_by,
 )
+from restorekv.evaluation.reuse import describe_question, digest_text
 from restorekv.generation.decoding import decode_answer, generate_ids, get_stop_ids
 from restorekv.model import attention, support
 from restorekv.model.identity import identify_model

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from restorekv.evaluation.earlier import strip_draw
 from restorekv.evaluation.grid import Cell, Grid
 from restorekv.evaluation.results import ANSWERS, CELL, CELLS
+from restorekv.evaluation.reuse import strip_draw
 from restorekv.evaluation.run import LocalPool, run_grid
 from restorekv.tasks import BENCHMARKS, make_benchmark
 from tests.helpers.grid_world import Plain, contents, save_world
