@@ -33,7 +33,7 @@ SKY = "#56b4e9"
 HUES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p", "<", ">")
 DPI = 200
-# Inches: the width of a figure, of half a figure, and of what stands above and below the panels.
+# Inches: the width of a figure, of half a figure, and of what is above and below the panels.
 WIDE = 7.4
 NARROW = WIDE / 2
 TITLE_LINE = 0.2
@@ -91,7 +91,7 @@ class Chart:
         for axes in self.figure.axes:
             handles, labels = axes.get_legend_handles_labels()
             entries |= dict(zip(labels, handles, strict=True))
-        # An entry of the legend takes its sign and 0.07 inches a letter.
+        # An entry of the legend takes its marker and 0.07 inches a character.
         longest = max(map(len, entries), default=0)
         columns = max(1, int(WIDE / (0.6 + 0.07 * longest)))
         title = textwrap.wrap(self.title, 78)

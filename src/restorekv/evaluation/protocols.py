@@ -78,14 +78,14 @@ class AskingProtocol(ABC):
         return ids
 
     def make_context(
-        self, model_name: str, tokenizer: Tokenizer, text: str, most: int = 0
+        self, model_name: str, tokenizer: Tokenizer, text: str, max_ids: int = 0
     ) -> tuple[Context, int]:
-        """Return a context of at most `most` ids with its prefix (0: the tokenizer's limit), and
+        """Return a context of at most `max_ids` ids with its prefix (0: the tokenizer's limit), and
         how many it cut.
         """
         # How much of the text fits is decided after the template is around it.
         whole = self._make_whole_context(model_name, tokenizer, text)
-        limit = most or tokenizer.model_max_length
+        limit = max_ids or tokenizer.model_max_length
         if limit >= min(whole.num_tokens, NO_LIMIT):
             return whole, 0
         if limit <= whole.prefix_length:
@@ -121,7 +121,7 @@ class KvpressProtocol(AskingProtocol):
         return make_context(tokenizer, text)
 
     def make_prompt(self, tokenizer: Tokenizer, context: Context, question: Question) -> Tensor:
-        # As a text of its own, before which some tokenizers put a space.
+        # As a separate text, before which some tokenizers put a space.
         return encode_text(
             tokenizer, question.text, after=context.suffix_text, more=question.answer_prefix
         )

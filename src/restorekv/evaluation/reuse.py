@@ -3,7 +3,7 @@ with `--count 2`, and its report then leaves out the smaller run.
 
 Such a cell differs in the number of contexts that its benchmark asks, or in the seed that draws
 them, and in nothing else. Its answers to a context are taken over if the context and all that is
-asked about it are the same, letter by letter.
+asked about it are exactly the same.
 """
 
 import hashlib

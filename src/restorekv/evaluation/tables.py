@@ -46,7 +46,7 @@ METHOD_NAMES = {
 RESTORED_NAMES = {"kvzip": "RestoreKV", "kvzip+": "RestoreKV+"}
 # Where a terminal continues a cell on the next line: before a gain, and before an interval.
 LINE_BREAK = re.compile(r" (?=[▲▼≈] |= \d|\([+−\d])")
-BREAKABLE = 12  # letters of a word without digits, after which it may continue on the next line
+BREAKABLE = 12  # characters of a word without digits, after which it may continue on the next line
 
 
 def name_evictor(spec: str) -> str:
@@ -202,7 +202,7 @@ class Table:
             measure_cells([title, *(row[column] for row in texts)])
             for column, title in enumerate(self.columns)
         ]
-        groups = self._group_columns([least for least, _ in sizes], width)
+        groups = self._group_columns([min_width for min_width, _ in sizes], width)
         for number, group in enumerate(groups):
             drawn = rich_table.Table(
                 title=Text(self.title) if self.title and number == 0 else None,
@@ -210,7 +210,7 @@ class Table:
                 title_justify="left",
                 min_width=min(72, width),
             )
-            widths = fit_widths([sizes[each] for each in group], _count_letters(width, group))
+            widths = fit_widths([sizes[each] for each in group], _count_chars(width, group))
             for column, own_width in zip(group, widths, strict=True):
                 justify = "left" if column in self.left else "right"
                 title = Text(self.columns[column])
@@ -220,15 +220,15 @@ class Table:
                 drawn.add_row(*cells, style="bold" if index in self.strong else None)
             yield drawn
 
-    def _group_columns(self, least: Sequence[int], width: int) -> list[list[int]]:
+    def _group_columns(self, min_widths: Sequence[int], width: int) -> list[list[int]]:
         """Return the columns of each table that a terminal shows: as many as have room for their
-        longest words, whose letters are `least`.
+        longest words, which take `min_widths` characters.
         """
         keys = list(range(self.keys))
         groups: list[list[int]] = [keys]
         for column in range(self.keys, len(self.columns)):
             group = [*groups[-1], column]
-            fits = sum(least[each] for each in group) <= _count_letters(width, group)
+            fits = sum(min_widths[each] for each in group) <= _count_chars(width, group)
             if fits or groups[-1] == keys:
                 groups[-1] = group
             else:
@@ -237,36 +237,36 @@ class Table:
 
 
 def measure_cells(cells: Sequence[str]) -> tuple[int, int]:
-    """Return the letters of the longest word of a column's cells, where a word without digits may
-    be broken, and of their longest line.
+    """Return how many characters the longest word of a column's cells takes, where a word without
+    digits may be broken, and how many their longest line takes.
     """
     longest_word = 1
     for word in " ".join(cells).split():
         length = cell_len(word)
-        if not any(letter.isdigit() for letter in word):
+        if not any(char.isdigit() for char in word):
             length = min(length, BREAKABLE)
         longest_word = max(longest_word, length)
     lines = "\n".join(cells).split("\n")
     return longest_word, max(longest_word, *map(cell_len, lines))
 
 
-def _count_letters(width: int, group: Sequence[int]) -> int:
-    """Return how many letters a line of a table has between its rules, of three letters each."""
+def _count_chars(width: int, group: Sequence[int]) -> int:
+    """Return how many characters a line of a table has between its rules, which take three each."""
     return width - 3 * len(group) - 1
 
 
-def fit_widths(sizes: Sequence[tuple[int, int]], letters: int) -> list[int]:
-    """Return the widths of columns that need the first of their sizes and would fill the second,
-    from the letters of all of them.
+def fit_widths(sizes: Sequence[tuple[int, int]], chars: int) -> list[int]:
+    """Return the widths of columns that share `chars` characters; each needs the first of its
+    sizes and would fill the second.
 
-    Columns that lack little of that get it first.
+    Columns that lack little of the second get it first.
     """
-    widths = [least for least, _ in sizes]
-    spare = max(letters - sum(widths), 0)
+    widths = [min_width for min_width, _ in sizes]
+    spare = max(chars - sum(widths), 0)
     order = sorted(range(len(sizes)), key=lambda column: sizes[column][1] - sizes[column][0])
     for done, column in enumerate(order):
-        least, whole = sizes[column]
-        more = min(whole - least, spare // (len(order) - done))
+        min_width, full_width = sizes[column]
+        more = min(full_width - min_width, spare // (len(order) - done))
         widths[column] += more
         spare -= more
     return widths
