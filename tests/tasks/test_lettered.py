@@ -196,7 +196,7 @@ def test_quality_takes_the_first_articles_and_the_hard_questions(quality):
 
 
 def test_a_negative_number_of_articles_is_refused(quality):
-    with pytest.raises(RestoreKVError, match=r"articles must be 0 \(all\) or more, not -1"):
+    with pytest.raises(RestoreKVError, match=r"articles must be 0 \(all\) or more, got -1"):
         Quality(str(quality), articles=-1)
 
 
@@ -357,5 +357,5 @@ def test_longhealth_refuses_other_json(tmp_path):
             make_benchmark(f"longhealth:path={written(tmp_path, content)}").choose_samples(
                 None, "kvpress"
             )
-    with pytest.raises(RestoreKVError, match="at least 1 patient"):
+    with pytest.raises(RestoreKVError, match="patients must be at least 1"):
         make_benchmark("longhealth:patients=0")

@@ -123,9 +123,9 @@ def test_scores(tiny_tokenizer):
 def test_mistakes_are_told(tiny_tokenizer, tmp_path):
     (tmp_path / "a.txt").write_text(" \n")
     for spec, told in {
-        "needle:lengths=500;2000": "Lengths are numbers of ids",
-        "needle:lengths=0": "Lengths are numbers of ids",
-        "needle:depths=1": "at least 2 depths",
+        "needle:lengths=500;2000": "lengths must be numbers of ids",
+        "needle:lengths=0": "lengths must be numbers of ids",
+        "needle:depths=1": "depths must be at least 2",
         "needle:lengths=20": "no room for the needle",
         f"needle:path={tmp_path}": "has no words; give texts",
         f"needle:path={tmp_path / 'none'}": "There is no file or folder",

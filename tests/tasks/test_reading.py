@@ -290,7 +290,7 @@ def test_training_documents_are_asked_only_by_name(tmp_path):
     assert [sample.id for sample in found] == [
         rows_of(TEXTS / "fairytaleqa/val.jsonl.gz")[place]["id"] for place in (5, 17)
     ]
-    with pytest.raises(RestoreKVError, match="split is one of"):
+    with pytest.raises(RestoreKVError, match="split must be one of"):
         tasks.make_benchmark("factbook:split=test")
     with pytest.raises(RestoreKVError, match="at least 64"):
         tasks.make_benchmark("xquad:length=10")

@@ -279,7 +279,7 @@ def test_questions_of_files_are_asked_in_their_order_over_as_many_documents_as_f
 
 def test_too_few_questions_are_told(tmp_path, tiny_tokenizer):
     squad = write(tmp_path / "dev-v2.0.json", SQUAD)
-    with pytest.raises(RestoreKVError, match="has 2 questions; give per_task=2"):
+    with pytest.raises(RestoreKVError, match="has 2 questions; per_task must be at most 2"):
         list(
             make_benchmark(f"ruler:tasks=qa_1,per_task=3,squad={squad}").load_samples(
                 tiny_tokenizer, "kvpress"

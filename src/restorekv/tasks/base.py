@@ -75,7 +75,7 @@ class Benchmark(ABC):
     license: ClassVar[str]  # of the data
     metric: ClassVar[str]  # what `score` computes, in words
     data: ClassVar[str]  # where the samples come from
-    correct_threshold: ClassVar[float] = 1.0  # the least score of an answer that counts as right
+    correct_threshold: ClassVar[float] = 1.0  # the lowest score of an answer that counts as right
     # Whether a group of tasks has a mean only if each of them was asked.
     needs_whole_groups: ClassVar[bool] = False
     known_tasks: ClassVar[Sequence[str]] = ()  # that the setting `tasks`, if there is one, may name
@@ -84,13 +84,17 @@ class Benchmark(ABC):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _ = self.chosen_tasks  # refuses unknown tasks
+        self._parse_tasks()  # refuses unknown tasks
 
     @property
     def chosen_tasks(self) -> tuple[str, ...]:
         """The tasks that the setting `tasks` names, joined by "+", in the benchmark's order; all if
         it is empty.
         """
+        return self._parse_tasks()
+
+    def _parse_tasks(self) -> tuple[str, ...]:
+        """Return `chosen_tasks`; refuse an unknown task, and one that is named twice."""
         # Benchmarks without the setting ask all of their tasks.
         setting = getattr(self, "tasks", "")
         given = setting.split("+") if setting else self.known_tasks
@@ -152,8 +156,9 @@ class Benchmark(ABC):
         return {}
 
     def to_json(self) -> dict[str, object]:
-        """Return what a result records: source and license of the data, metric, stand-ins for
-        official data.
+        """Return what a result records: source and license of the data, and the metric.
+
+        Benchmarks add what else decides their samples, such as stand-ins for official data.
         """
         return {
             "data": self.describe_data(),
@@ -174,7 +179,7 @@ class Benchmark(ABC):
         return self._get_description("title")
 
     def _get_description(self, attribute: str) -> str:
-        """Return what the class says of itself; somebody's first benchmark may not say it."""
+        """Return an attribute of the class; refuse a class without it."""
         words = getattr(self, attribute, None)
         if not isinstance(words, str):
             raise RestoreKVError(
@@ -186,7 +191,7 @@ class Benchmark(ABC):
     def choose_samples(self, tokenizer: Tokenizer, protocol: str) -> list[Sample]:
         """Return the samples that a run asks."""
         if self.count < 0:
-            raise RestoreKVError(f"count is a number of contexts, at least 0, not {self.count}.")
+            raise RestoreKVError(f"count must be at least 0 (0 asks all), got {self.count}.")
         title = self.describe_title()
         loaded = list(self.load_samples(tokenizer, protocol))
         for each in loaded:
@@ -201,14 +206,14 @@ class Benchmark(ABC):
         for name, count in names.items():
             if count > 1:
                 raise RestoreKVError(
-                    f"{self.title} has {count} texts with the id {name!r}; give each its own."
+                    f"{title} has {count} texts with the id {name!r}; give each its own."
                 )
         # Two caches' answers to a question are found by its id.
         for sample in samples:
             if len({question.id for question in sample.questions}) < len(sample.questions):
                 raise RestoreKVError(
-                    f"{self.title} asks about {sample.id!r} two questions with one id; give each "
-                    "its own."
+                    f"{title} asks about {sample.id!r} two questions with one id; give each its "
+                    "own."
                 )
         return _draw_evenly(samples, self.count, self.seed)
 

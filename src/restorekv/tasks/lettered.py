@@ -46,8 +46,7 @@ class Lettered(Benchmark):
                 missing = f"there is no file {path}"
             raise RestoreKVError(
                 f"{self.title} cannot be asked because {missing}; fetch {self.file} from "
-                f"{self.source} and give "
-                f"{self.name}:path=FILE."
+                f"{self.source} and give {self.name}:path=FILE."
             )
         return path
 
@@ -107,9 +106,9 @@ class Quality(Lettered):
 
     def __post_init__(self) -> None:
         if self.subset not in ("all", "hard"):
-            raise RestoreKVError(f"The subset of QuALITY is all or hard, not {self.subset!r}.")
+            raise RestoreKVError(f"QuALITY's subset must be all or hard, got {self.subset!r}.")
         if self.articles < 0:
-            raise RestoreKVError(f"articles must be 0 (all) or more, not {self.articles}.")
+            raise RestoreKVError(f"articles must be 0 (all) or more, got {self.articles}.")
 
     def load_samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
         """Yield articles in the file's order, except those without a question of the subset."""
@@ -137,8 +136,10 @@ class Quality(Lettered):
     def _merge_articles(self) -> dict[tuple[str, str], list[dict]]:
         """Return the labeled questions of each (article_id, article)."""
         articles: dict[tuple[str, str], list[dict]] = {}
-        for place, row in load_file_rows(self.locate_file()):
-            problem = f"{place} is not an article of QuALITY with labeled questions of four options"
+        for location, row in load_file_rows(self.locate_file()):
+            problem = (
+                f"{location} is not an article of QuALITY with labeled questions of four options"
+            )
             with check_form(problem, "fetch it again"):
                 key = get_field(row, "article_id", str | int), get_field(row, "article").strip()
                 labeled = [
@@ -184,9 +185,7 @@ class LongHealth(Lettered):
 
     def __post_init__(self) -> None:
         if self.patients < 1:
-            raise RestoreKVError(
-                f"A context of LongHealth has at least 1 patient, not {self.patients}."
-            )
+            raise RestoreKVError(f"patients must be at least 1, got {self.patients}.")
 
     def load_samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
         path = self.locate_file()

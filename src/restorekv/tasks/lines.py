@@ -38,13 +38,13 @@ class Lines(Reading):
         """Yield the rows of `path` with an id each."""
         if not self.path:
             raise RestoreKVError(
-                "lines asks about texts of yours; name their file, as in lines:path=mine.jsonl."
+                "lines asks about your own texts; name their file, as in lines:path=mine.jsonl."
             )
-        for number, (place, row) in enumerate(load_rows(self.path), 1):
-            yield place, {"id": str(number), **row} if isinstance(row, dict) else row
+        for number, (location, row) in enumerate(load_rows(self.path), 1):
+            yield location, {"id": str(number), **row} if isinstance(row, dict) else row
 
-    def check_form(self, place: str) -> AbstractContextManager[None]:
-        return check_form(f"{place} is not a text with questions and answers", f"write {FORM}")
+    def check_form(self, location: str) -> AbstractContextManager[None]:
+        return check_form(f"{location} is not a text with questions and answers", f"write {FORM}")
 
     def parse_row(self, row: dict, size: Callable[[str], int]) -> Iterator[Sample]:
         context = get_field(row, "context")

@@ -66,7 +66,7 @@ HUB_FIX = (
     "files such as qasper.jsonl or folders such as qasper/"
 )
 WORDS = json.loads(Path(__file__).with_name("longbench_prompts.json").read_text("utf-8"))
-# With places {context} and {input}.
+# The texts have the fields {context} and {input}.
 Prompt = namedtuple("Prompt", ("context", "question", "answer_prefix", "tokens"))
 PROMPTS = {task: Prompt(**words) for task, words in WORDS.items()}
 
@@ -96,7 +96,7 @@ class LongBench(Benchmark):
     def score(self, question: Question, prediction: str) -> float:
         """Return the best over the references, for few-shot tasks of the answer's first line."""
         answer = prediction.lstrip()
-        # Few-shot answers go on with further examples; only the first line counts.
+        # Few-shot answers continue with further examples; only the first line counts.
         if question.task in FEW_SHOT:
             answer = answer.split("\n")[0]
         metric = METRICS[question.task]
@@ -129,7 +129,8 @@ def load_task(task: str, path: str) -> list[Sample]:
     """
     rows = _load_local_task(task, path) if path else load_hub_rows(HUB, task, "test", HUB_FIX)
     return group_by_context(
-        _parse_row(task, f"{task}-{number}", place, row) for number, (place, row) in enumerate(rows)
+        _parse_row(task, f"{task}-{number}", location, row)
+        for number, (location, row) in enumerate(rows)
     )
 
 
@@ -156,9 +157,9 @@ def _load_local_task(task: str, path: str) -> Rows:
         yield from load_file_rows(file)
 
 
-def _parse_row(task: str, name: str, place: str, row: dict) -> tuple[str, Question]:
+def _parse_row(task: str, name: str, location: str, row: dict) -> tuple[str, Question]:
     """Return (context, question) of a row in either format."""
-    with check_form(f"{place} is not a row of LongBench", "fetch the file again"):
+    with check_form(f"{location} is not a row of LongBench", "fetch the file again"):
         facts = {}
         if row["all_classes"]:
             facts = {"classes": get_texts(row, "all_classes")}

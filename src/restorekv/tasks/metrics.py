@@ -73,7 +73,7 @@ def longest_common_f1(prediction: str, reference: str) -> float:
     """Return ROUGE-L (Lin, 2004) of two single sentences: F1 of their longest common subsequence of
     words.
 
-    Words are lower-case runs of letters and digits, not stemmed. `rouge_l` is another measure.
+    Words are lower-case runs of letters and digits, not stemmed. `rouge_l` is a different measure.
     """
     said = WORDS.findall(prediction.lower())
     wanted = WORDS.findall(reference.lower())
@@ -182,7 +182,7 @@ def compare_code(prediction: str, reference: str) -> float:
     whole percents.
 
     fuzzywuzzy's `ratio` computes it without python-Levenshtein, which neither LongBench nor kvpress
-    requires; with it, as in rapidfuzz, `ratio` is another measure, that of the longest common
+    requires; with it, as in rapidfuzz, `ratio` is a different measure, that of the longest common
     subsequence.
     """
     lines = prediction.lstrip("\n").split("\n")

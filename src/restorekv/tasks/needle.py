@@ -47,11 +47,11 @@ class Needle(Benchmark):
     def __post_init__(self) -> None:
         if not all(length.isdecimal() and int(length) for length in self.lengths.split("+")):
             raise RestoreKVError(
-                f"Lengths are numbers of ids such as 500+2000, not {self.lengths!r}."
+                f"lengths must be numbers of ids such as 500+2000, got {self.lengths!r}."
             )
         if self.depths < 2:
             raise RestoreKVError(
-                f"There are at least 2 depths, the beginning and the end, not {self.depths}."
+                f"depths must be at least 2, the beginning and the end, got {self.depths}."
             )
 
     def load_samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
@@ -68,10 +68,10 @@ class Needle(Benchmark):
             hay = haystack[: length - len(needle)]
             for step in range(self.depths):
                 depth = 100 * step / (self.depths - 1)
-                place = len(hay)
+                index = len(hay)
                 if depth < 100:
-                    place = find_sentence_end(tokenizer, hay, int(len(hay) * depth / 100))
-                ids = hay[:place] + needle + hay[place:]
+                    index = find_sentence_end(tokenizer, hay, int(len(hay) * depth / 100))
+                ids = hay[:index] + needle + hay[index:]
                 text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)).strip()
                 name = f"{length}-{depth:g}"
                 task = f"needle_{length}"
@@ -125,10 +125,10 @@ def _take_ids(parts: Iterator[str], tokenizer: Tokenizer, size: int) -> list[int
     return ids
 
 
-def find_sentence_end(tokenizer: Tokenizer, ids: list[int], place: int) -> int:
-    """Return the last place up to `place` that follows an id of a full stop and perhaps space, or
+def find_sentence_end(tokenizer: Tokenizer, ids: list[int], index: int) -> int:
+    """Return the last index up to `index` that follows an id of a full stop and perhaps space, or
     else the start.
     """
-    while place and str(tokenizer.decode([ids[place - 1]])).strip() != ".":
-        place -= 1
-    return place
+    while index and str(tokenizer.decode([ids[index - 1]])).strip() != ".":
+        index -= 1
+    return index

@@ -42,15 +42,17 @@ class Qasper(Benchmark):
 
     def __post_init__(self) -> None:
         if self.source not in ("longbench", "official"):
-            raise RestoreKVError(f"QASPER's source is longbench or official, not {self.source!r}.")
+            raise RestoreKVError(
+                f"QASPER's source must be longbench or official, got {self.source!r}."
+            )
 
     def load_samples(self, tokenizer: Tokenizer, protocol: str) -> list[Sample]:
         if self.source == "longbench":
             return longbench.load_task("qasper", self.path)
         return [
             sample
-            for place, paper in _load_papers(self.path)
-            for sample in _parse_paper(place, paper)
+            for location, paper in _load_papers(self.path)
+            for sample in _parse_paper(location, paper)
         ]
 
     def score(self, question: Question, prediction: str) -> float:
@@ -68,7 +70,7 @@ class Qasper(Benchmark):
 
 
 def _load_papers(path: str) -> Rows:
-    """Yield (place for messages, paper) of the released file, {id: paper}, or of rows, a paper
+    """Yield (location for messages, paper) of the released file, {id: paper}, or of rows, a paper
     each.
     """
     if not path:
@@ -79,16 +81,16 @@ def _load_papers(path: str) -> Rows:
         raise RestoreKVError(
             f"{path} has {len(files)} files; give path=FILE, that of the development set."
         )
-    for place, row in load_file_rows(files[0]):
+    for location, row in load_file_rows(files[0]):
         if isinstance(row, dict) and "qas" not in row:
             yield from ((f"{files[0]}, paper {name}", paper) for name, paper in row.items())
         else:
-            yield place, row
+            yield location, row
 
 
-def _parse_paper(place: str, paper: dict) -> Iterator[Sample]:
+def _parse_paper(location: str, paper: dict) -> Iterator[Sample]:
     """Yield a paper's sample if it has questions."""
-    with check_form(f"{place} is not a paper of QASPER", HUB_FIX):
+    with check_form(f"{location} is not a paper of QASPER", HUB_FIX):
         context = PROMPT.context.format(context=_join_sections(paper))
         questions = tuple(_parse_question(row) for row in _list_records(paper["qas"]))
         if questions:

@@ -24,7 +24,7 @@ MAX_NEW_TOKENS = 32  # the wording was chosen with this limit
 JOINTS = ("\n\n", "\n", " ")
 # References that a sentence may hold without meaning them: only the score says if they are right.
 VERDICTS = {"yes", "no"}
-LEAST = 64  # tokens of a passage; a single line may be longer than a smaller one
+MIN_LENGTH = 64  # tokens of a passage; a single line may be longer than a smaller one
 Item = TypeVar("Item")
 Size = Callable[[str], int]
 
@@ -56,7 +56,7 @@ class Reading(Benchmark):
     questions: int = 6
 
     def __post_init__(self) -> None:
-        """Refuse an unknown split, and a length that is too small for passages; 0 stands for whole
+        """Refuse an unknown split, and a length that is too small for passages; 0 means whole
         texts.
         """
         super().__post_init__()
@@ -65,12 +65,13 @@ class Reading(Benchmark):
         length = getattr(self, "length", 0)
         if split not in (known := get_args(Split)):
             raise RestoreKVError(
-                f"A split is one of {', '.join(known)}, not {split!r}; default {EVALUATION}."
+                f"split must be one of {', '.join(known)}, got {split!r}; the default is "
+                f"{EVALUATION}."
             )
-        if 0 < length < LEAST:
-            fix = "0 keeps texts whole"
+        if 0 < length < MIN_LENGTH:
             raise RestoreKVError(
-                f"A passage takes a length of at least {LEAST} tokens, not {length}; {fix}."
+                f"The length of a passage must be at least {MIN_LENGTH} tokens, got {length}; 0 "
+                "keeps texts whole."
             )
 
     @abstractmethod
@@ -88,8 +89,8 @@ class Reading(Benchmark):
     def load_samples(self, tokenizer: Tokenizer, protocol: str) -> list[Sample]:
         samples = []
         size = make_token_counter(tokenizer)
-        for place, row in self.load_rows():
-            with self.check_form(place):
+        for location, row in self.load_rows():
+            with self.check_form(location):
                 samples += self.parse_row(row, size)
         if not samples:
             raise RestoreKVError(
@@ -102,20 +103,21 @@ class Reading(Benchmark):
         return Path(self.path) if self.path else TEXTS / self.shipped
 
     def load_rows(self) -> Iterator[tuple[str, dict]]:
-        """Yield (place for messages, row) of the file."""
+        """Yield (location for messages, row) of the file."""
         return load_rows(self.locate_file())
 
-    def check_form(self, place: str) -> AbstractContextManager[None]:
-        """Refuse rows of another form."""
+    def check_form(self, location: str) -> AbstractContextManager[None]:
+        """Refuse rows of a different form."""
         return check_form(
-            f"{place} is not in the form of {self.title}", f"compare it with {TEXTS / self.shipped}"
+            f"{location} is not in the form of {self.title}",
+            f"compare it with {TEXTS / self.shipped}",
         )
 
     def make_question(self, name: str, task: str, text: str, answers: Sequence[str]) -> Question:
         """Return a question in the wording that all benchmarks of this kind share.
 
         The fact `bare` keeps KVzip's protocol from putting its own "Q: " before it, so that both
-        protocols ask alike.
+        protocols ask the same text.
         """
         text = WORDING.format(q=text.strip())
         return Question(name, task, text, tuple(answers), MAX_NEW_TOKENS, facts={"bare": True})
@@ -163,16 +165,16 @@ def _cut_text(text: str, length: int, size: Size, joints: Sequence[str] = JOINTS
     return pieces
 
 
-def pack_neighbors(sizes: Sequence[int], most: int) -> list[range]:
-    """Return the fewest groups of neighbors that sum to at most `most` each, with the smallest
+def pack_neighbors(sizes: Sequence[int], limit: int) -> list[range]:
+    """Return the fewest groups of neighbors that sum to at most `limit` each, with the smallest
     largest group.
 
-    A size above `most` gets a separate group.
+    A size above `limit` gets a separate group.
     """
     # The fewest groups that the limit allows; then the smallest limit that needs no more.
-    count = len(_fill_groups(sizes, most))
+    count = len(_fill_groups(sizes, limit))
     low = 1
-    high = most
+    high = limit
     while low < high:
         middle = (low + high) // 2
         if len(_fill_groups(sizes, middle)) <= count:
@@ -182,13 +184,13 @@ def pack_neighbors(sizes: Sequence[int], most: int) -> list[range]:
     return _fill_groups(sizes, low)
 
 
-def _fill_groups(sizes: Sequence[int], most: int) -> list[range]:
+def _fill_groups(sizes: Sequence[int], limit: int) -> list[range]:
     """Return groups of neighbors that fill each group before the next begins."""
     starts = [0]
     total = 0
     for index, size in enumerate(sizes):
         # An item that is too large alone still begins a group, which it fills.
-        if total and total + size > most:
+        if total and total + size > limit:
             starts.append(index)
             total = 0
         total += size

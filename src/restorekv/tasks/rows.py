@@ -12,12 +12,12 @@ from restorekv.data.files import iterate_values, list_source_files, load_hub_dat
 from restorekv.errors import RestoreKVError, summarize_error
 from restorekv.tasks.base import Question, Sample
 
-Rows = Iterator[tuple[str, Any]]  # (place for messages, JSON value)
+Rows = Iterator[tuple[str, Any]]  # (location for messages, JSON value)
 
 
 class FieldError(TypeError):
-    """Names a field that a row lacks, or that holds a value of another type, or says what else is
-    wrong with it.
+    """Names a field that a row lacks, or that holds a value of the wrong type, or says what else
+    is wrong with it.
     """
 
     def __init__(self, name: str, fault: str = "is missing or malformed") -> None:
@@ -52,8 +52,8 @@ def load_texts(where: str) -> list[str]:
 
 
 def load_file_rows(file: Path) -> Rows:
-    """Yield the rows of a file, which is JSON if its name ends unlike others."""
-    return ((f"{file}, {place}", row) for place, row in iterate_values(file))
+    """Yield the rows of a file; one with an unknown ending is read as JSON."""
+    return ((f"{file}, {location}", row) for location, row in iterate_values(file))
 
 
 def load_hub_rows(
@@ -98,16 +98,14 @@ def check_form(problem: str, fix: str) -> Iterator[None]:
 
 
 def get_field(row: Any, name: str, kind: type | UnionType = str) -> Any:
-    """Return `row[name]`, or raises FieldError unless it is a `kind`."""
+    """Return `row[name]`; raise FieldError unless it is a `kind`."""
     if not isinstance(row, dict) or not isinstance(row.get(name), kind):
         raise FieldError(name)
     return row[name]
 
 
 def get_texts(row: Any, name: str) -> list[str]:
-    """Return the list of strings `row[name]`, or raises FieldError if it is empty or something
-    else.
-    """
+    """Return the list of strings `row[name]`; raise FieldError if it is empty or something else."""
     if not get_field(row, name, list) or not all(isinstance(text, str) for text in row[name]):
         raise FieldError(name)
     return row[name]

@@ -145,11 +145,11 @@ def get_full_task(task: str) -> str:
     return name if tag in SHORTER else task
 
 
-def _parse_row(task: str, name: str, place: str, row: dict, protocol: str) -> Sample:
+def _parse_row(task: str, name: str, location: str, row: dict, protocol: str) -> Sample:
     """Return a row's context and questions."""
     kind = get_full_task(task)
     fix = "fetch the file again"
-    with check_form(f"{place} lacks a context and a prompt for every ground_truth", fix):
+    with check_form(f"{location} lacks a context and a prompt for every ground_truth", fix):
         prompts = get_texts(row, "prompts")
         truths = get_field(row, "ground_truth", list)
         if not truths or len(prompts) != len(truths) + 1:
@@ -157,7 +157,7 @@ def _parse_row(task: str, name: str, place: str, row: dict, protocol: str) -> Sa
     # Only repoqa asks for functions, whose names the row names.
     facts: list[dict[str, object]] = [{}] * len(truths)
     if kind == "repoqa":
-        with check_form(f"{place} lacks lang or a func_name for every ground_truth", fix):
+        with check_form(f"{location} lacks lang or a func_name for every ground_truth", fix):
             functions = list(zip(get_field(row, "func_name", list), truths, strict=True))
             language = get_field(row, "lang")
         _load_parser(language)
@@ -170,7 +170,7 @@ def _parse_row(task: str, name: str, place: str, row: dict, protocol: str) -> Sa
         # A list of names is one reference, separated by commas.
         answer = ", ".join(map(str, truth)) if isinstance(truth, list) else str(truth)
         if kind == "many_shot":
-            answer = _find_option_line(place, prompt, answer)
+            answer = _find_option_line(location, prompt, answer)
         questions.append(
             Question(
                 f"{name}-{turn}",
@@ -184,20 +184,18 @@ def _parse_row(task: str, name: str, place: str, row: dict, protocol: str) -> Sa
     return Sample(name, prompts[0], tuple(questions))
 
 
-def _find_option_line(place: str, prompt: str, letter: str) -> str:
+def _find_option_line(location: str, prompt: str, letter: str) -> str:
     """Return the first line of the prompt that has the letter in brackets."""
     for line in prompt.split("\n"):
         if f"({letter})" in line:
             return line.strip()
     raise RestoreKVError(
-        f"{place} asks for the option ({letter}), but its prompt has none; fetch the file again."
+        f"{location} asks for the option ({letter}), which its prompt lacks; fetch the file again."
     )
 
 
 def score_share(prediction: str, reference: str) -> float:
-    """Return the share of the names, separated by ", ", that stand in the prediction letter for
-    letter.
-    """
+    """Return the share of the names, separated by ", ", that are in the prediction exactly."""
     names = reference.split(", ")
     return sum(name in prediction for name in names) / len(names)
 
@@ -309,7 +307,7 @@ def _load_parser(language: str) -> Any:
     """
     if language not in GRAMMARS:
         raise RestoreKVError(
-            f"Functions of {language} cannot be told apart; known are {', '.join(GRAMMARS)}."
+            f"Functions of {language} cannot be parsed; known are {', '.join(GRAMMARS)}."
         )
     library = import_extra("tree_sitter", "eval")
     package, function, _ = GRAMMARS[language]

@@ -28,11 +28,12 @@ class TinySuite(Benchmark):
     def __post_init__(self) -> None:
         if self.split.startswith("restore"):
             raise RestoreKVError(
-                f"The split {self.split!r} is for training; evaluate on another one."
+                f"The split {self.split!r} is for training; evaluate on a different one."
             )
         if not 0 < self.low <= self.high:
             raise RestoreKVError(
-                f"Documents have low to high ids, 0 < low <= high, not {self.low} to {self.high}."
+                f"low and high must be numbers of ids with 0 < low <= high, got {self.low} and "
+                f"{self.high}."
             )
         if self.count < 1:
             raise RestoreKVError("The tiny suite has no end; give count=NUMBER of at least 1.")

@@ -66,7 +66,7 @@ REPLACEMENTS: dict[str, dict[str, str]] = json.loads(
 )
 SUBSETS = {"qa_1": "XQuAD's English part", "qa_2": "HotpotQA's 100 dev examples"}
 SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"'”’)]))\s+(?=[\"'“‘(]?[A-Z0-9])")
-LEAST_TOKENS = 25  # of a generated document, by any tokenizer
+MIN_DOCUMENT_TOKENS = 25  # of a generated document, by any tokenizer
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Ruler(Benchmark):
         length: Tokens of the prompt and of the longest answer together.
         tasks: The tasks, joined by "+"; "" is all thirteen.
         source: "novel" or "generated" to make samples here, "hub", or a file or folder of kvpress's
-            data set. In place of a file that is not given, "novel" takes a novel or a subset that
+            data set. Instead of a file that is not given, "novel" takes a novel or a subset that
             ships, and "generated" generates one.
         per_task: How many samples are made of each task.
         essays: A file or folder with texts, or JSON with the field text.
@@ -105,7 +105,7 @@ class Ruler(Benchmark):
         super().__post_init__()
         if self.per_task < 1 or self.length < 1:
             raise RestoreKVError(
-                f"RULER needs length and per_task of at least 1, not {self.length} and "
+                f"RULER needs length and per_task of at least 1, got {self.length} and "
                 f"{self.per_task}."
             )
         given = [setting for setting in REPLACEMENTS if getattr(self, setting)]
@@ -136,9 +136,9 @@ class Ruler(Benchmark):
         questions = []
         # Rows of a task are numbered by task, so that a question keeps its name in a subset.
         counts = Counter()
-        for place, row in rows:
+        for location, row in rows:
             with check_form(
-                f"{place} is not a row of kvpress's RULER data set", "give files of that form"
+                f"{location} is not a row of kvpress's RULER data set", "give files of that form"
             ):
                 task = get_field(row, "task")
                 question = parse_kvpress_row(row, f"{task}-{counts[task]}", task, "answer")
@@ -196,14 +196,14 @@ class Ruler(Benchmark):
             return count_tokens(draft(units).text)
 
         answer_limit = get_answer_limit(name)
-        least = measure_draft(task.least) + answer_limit
-        if least > self.length:
+        shortest = measure_draft(task.min_units) + answer_limit
+        if shortest > self.length:
             raise RestoreKVError(
-                f"RULER's {name} needs at least {least} tokens, more than length={self.length}; "
+                f"RULER's {name} needs at least {shortest} tokens, more than length={self.length}; "
                 "give a larger length or other tasks."
             )
-        most = self.length - answer_limit
-        return draft(find_most_units(measure_draft, most, task.least, task.most))
+        limit = self.length - answer_limit
+        return draft(find_most_units(measure_draft, limit, task.min_units, task.max_units))
 
     def _make_task_maker(
         self, name: str, count_tokens: Callable[[str], int]
@@ -256,10 +256,10 @@ class Ruler(Benchmark):
             return lambda index: essays
         ends = list(accumulate(len(sentence.split()) for sentence in sentences))
         # Starts of excerpts that stop before the end.
-        places = max(bisect_right(ends, ends[-1] - self.length), 1)
+        starts = max(bisect_right(ends, ends[-1] - self.length), 1)
 
         def excerpt(index: int) -> Essays:
-            start = Random(f"{self.seed} {name} {index} place").randrange(places)
+            start = Random(f"{self.seed} {name} {index} place").randrange(starts)
             return Essays(islice(cycle(sentences), start, None))
 
         return excerpt
@@ -271,7 +271,7 @@ class Ruler(Benchmark):
         """
         if not self._find_file(name):
             make = {"qa_1": documents.generate_articles, "qa_2": documents.generate_pairs}[name]
-            count = self.length // LEAST_TOKENS + 1
+            count = self.length // MIN_DOCUMENT_TOKENS + 1
             return lambda index: make(count, Random(f"{self.seed} {name} {index} documents"))
         texts, questions = self._load_collection(name)
         order = list(range(len(questions)))
@@ -279,8 +279,8 @@ class Ruler(Benchmark):
             Random(f"{self.seed} {name} order").shuffle(order)
         elif self.per_task > len(order):
             raise RestoreKVError(
-                f"{self._find_file(name)} has {len(order)} questions; give per_task={len(order)} "
-                "at most."
+                f"{self._find_file(name)} has {len(order)} questions; per_task must be at most "
+                f"{len(order)}."
             )
         return lambda index: documents.ask_over_documents(texts, questions[order[index]])
 

@@ -2,7 +2,7 @@
 qa.py).
 
 They come from SQuAD 2.0 (arXiv 1806.03822, `dev-v2.0.json`) and HotpotQA (arXiv 1809.09600,
-`hotpot_dev_distractor_v1.json`), or are generated in their place.
+`hotpot_dev_distractor_v1.json`), or are generated instead.
 """
 
 import json
@@ -52,7 +52,7 @@ def ask_over_documents(documents: tuple[str, ...], asked: DocumentQuestion) -> D
     """Ask one question over the documents that answer it among others. Units are documents."""
 
     def draft(units: int, rng: Random) -> PromptDraft:
-        # The same seed shuffles alike for any number of documents, so that longer drafts only add.
+        # A seed gives the same order for any number of documents, so that longer drafts only add.
         near = list(asked.near)
         rng.shuffle(near)
         # Documents that answer the question come first and are never left out.
@@ -73,7 +73,7 @@ def ask_over_documents(documents: tuple[str, ...], asked: DocumentQuestion) -> D
 
 
 def load_questions(kind: str, where: str) -> QuestionCollection:
-    """Read "squad" or "hotpot"; raises RestoreKVError for a file of another form."""
+    """Read "squad" or "hotpot"; raises RestoreKVError for a file of a different form."""
     name, reader = {
         "squad": ("dev-v2.0.json", _parse_squad),
         "hotpot": ("hotpot_dev_distractor_v1.json", _parse_hotpot),
@@ -139,7 +139,7 @@ def _number_texts(documents: Iterable[str]) -> dict[str, int]:
 
 
 def generate_articles(count: int, rng: Random) -> DraftTask:
-    """Generate in place of SQuAD: asks about the town of the first of at least `count` paragraphs.
+    """Generate instead of SQuAD: asks about the town of the first of at least `count` paragraphs.
 
     A town has three paragraphs, one of which answers. All names are unique among a question's
     documents, so that a question has one answer.
@@ -163,7 +163,7 @@ def generate_articles(count: int, rng: Random) -> DraftTask:
 
 
 def generate_pairs(count: int, rng: Random) -> DraftTask:
-    """Generate in place of HotpotQA: asks about the first two of at least `count` documents.
+    """Generate instead of HotpotQA: asks about the first two of at least `count` documents.
 
     They are a person and the company that the person founded, and must be read together.
     """
@@ -208,7 +208,7 @@ def _draw_names(rng: Random) -> Iterator[str]:
         inner = "".join(rng.choices(MIDDLES, k=middles))
         name = f"{rng.choice(STARTS)}{inner}{rng.choice(ENDS)}"
         if name in known:
-            # When half of the names of this length are used, names get another middle part.
+            # When half of the names of this length are used, names get one more middle part.
             middles += len(known) > (len(STARTS) * len(ENDS) * len(MIDDLES) ** middles) // 2
             continue
         known.add(name)

@@ -38,35 +38,36 @@ class PromptDraft(NamedTuple):
 
     @classmethod
     def fill(cls, prompt: str, answers: Iterable[str], **values: object) -> Self:
-        """Put values into the places of a prompt."""
+        """Put values into the fields of a prompt."""
         context, question, answer_prefix = (part.format(**values) for part in PROMPTS[prompt])
         return cls(context, question, answer_prefix, tuple(answers))
 
 
 class DraftTask(NamedTuple):
-    """`draft` makes a prompt of `least` to `most` units (lines, words or documents); more units
-    never shorten it.
+    """`draft` makes a prompt of `min_units` to `max_units` units (lines, words or documents); more
+    units never shorten it.
 
     A draft depends only on the units and the state of the random generator.
     """
 
     draft: Callable[[int, Random], PromptDraft]
-    least: int = 1
-    most: int = UNLIMITED
+    min_units: int = 1
+    max_units: int = UNLIMITED
 
 
-def find_most_units(size: Callable[[int], int], limit: int, least: int, most: int) -> int:
-    """Return n with size(n) <= limit < size(n + 1), or `most`; assumes size(least) <= limit.
+def find_most_units(size: Callable[[int], int], limit: int, min_units: int, max_units: int) -> int:
+    """Return n with size(n) <= limit < size(n + 1), or `max_units`; assumes that size(min_units) <=
+    limit.
 
     Follows the slope between the last two sizes, because each call of `size` is slow; every fourth
     step halves.
     """
-    # Invariant: size(low) <= limit, and size(high) is too large or high is beyond `most`.
-    low = least
-    high = most + 1
-    sizes = {least: size(least)}
-    last = least
-    guess = min(2 * least + 8, most)
+    # Invariant: size(low) <= limit, and size(high) is too large or high is beyond `max_units`.
+    low = min_units
+    high = max_units + 1
+    sizes = {min_units: size(min_units)}
+    last = min_units
+    guess = min(2 * min_units + 8, max_units)
     step = 0
     while high - low > 1:
         sizes[guess] = size(guess)

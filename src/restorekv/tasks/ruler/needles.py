@@ -114,22 +114,22 @@ def hide_needles(
 
 def _insert_into_essays(sentences: list[str], needles: list[str], rng: Random) -> str:
     """Put the needles between sentences at depths of RULER's grid."""
-    places = sorted(
+    indices = sorted(
         int(len(sentences) * (depth / 100)) for depth in rng.sample(DEPTHS, len(needles))
     )
     parts = []
     start = 0
-    for place, needle in zip(places, needles, strict=True):
-        parts += [" ".join(sentences[start:place]), needle]
-        start = place
+    for index, needle in zip(indices, needles, strict=True):
+        parts += [" ".join(sentences[start:index]), needle]
+        start = index
     return " ".join([*parts, " ".join(sentences[start:])])
 
 
 def _insert_into_lines(lines: list[str], needles: list[str], rng: Random) -> str:
     """Put the needles before random lines."""
-    places = sorted(rng.sample(range(len(lines)), len(needles)), reverse=True)
-    for place, needle in zip(places, needles, strict=True):
-        lines.insert(place, needle)
+    indices = sorted(rng.sample(range(len(lines)), len(needles)), reverse=True)
+    for index, needle in zip(indices, needles, strict=True):
+        lines.insert(index, needle)
     return "\n".join(lines)
 
 

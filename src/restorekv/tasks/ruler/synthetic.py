@@ -1,7 +1,7 @@
 """Variable tracking and aggregation, RULER's vt, cwe and fwe (arXiv 2404.06654, section 3;
 NVIDIA/RULER, variable_tracking.py, common_words_extraction.py and freq_words_extraction.py).
 
-vt is one chain of four hops in noise, after a worked example with a chain of its own.
+vt is one chain of four hops in noise, after a worked example with its own chain.
 """
 
 import math
@@ -29,7 +29,7 @@ ZETA = math.pi**2 / 6  # of alpha = 2, the exponent of the coded words' distribu
 LETTERS = 6  # of a coded word
 TOKENS_PER_CODED = 50  # tokens of length for each word of the coded vocabulary
 # From here on the fourth word is more frequent than the fifth.
-LEAST_CODED = math.ceil(ZETA / (1 / 16 - 1 / 25))
+MIN_CODED_WORDS = math.ceil(ZETA / (1 / 16 - 1 / 25))
 
 
 def track_variables(length: int, tokens: Callable[[str], int]) -> DraftTask:
@@ -46,7 +46,7 @@ def track_variables(length: int, tokens: Callable[[str], int]) -> DraftTask:
         noises = find_most_units(size, limit, 1, EXAMPLE_NOISES)
 
     def draft(units: int, rng: Random) -> PromptDraft:
-        # The worked example is drawn anew for every sample.
+        # A new worked example is drawn for every sample.
         solved = _draft_example(noises, rng)
         task = _draft_chain(5, units, rng)
         return task._replace(context=f"{solved}\n\n\n\n{task.context}")
@@ -75,14 +75,14 @@ def _draft_chain(letters: int, noises: int, rng: Random) -> PromptDraft:
         *(f"VAR {new} = VAR {old} " for old, new in pairwise(names)),
     ]
     lines = [NOISE + "\n"] * noises
-    # So few noises have too few places for the links between them.
+    # A few noises have too few gaps for the links between them.
     if noises <= len(links):
         pieces: list[str] = []
         for line in lines:
             pieces += line.split(".")
         lines = [f"{piece}." if piece.strip() else piece for piece in pieces]
-    for inserted, place in enumerate(sorted(rng.sample(range(len(lines)), len(links)))):
-        lines.insert(place + inserted, links[inserted])
+    for inserted, index in enumerate(sorted(rng.sample(range(len(lines)), len(links)))):
+        lines.insert(index + inserted, links[inserted])
     text = " ".join(lines).replace(". \n", ".\n")
     return PromptDraft.fill("vt", names, text=text, value=value, count=len(names))
 
@@ -91,7 +91,7 @@ def find_common_words(length: int) -> DraftTask:
     """Units are different words, ten of them common; RULER has two settings, ours fits lengths that
     hold neither.
 
-    A setting is how often a common and another word stand in the list, and the same with a number
+    A setting is how often a common and any other word is in the list, and the same with a number
     of words for the example.
     """
     if length >= 4096:
@@ -155,4 +155,4 @@ def find_frequent_words(length: int) -> DraftTask:
         rng.shuffle(entries)
         return PromptDraft.fill("fwe", ranked[1:4], text=" ".join(entries))
 
-    return DraftTask(draft, LEAST_CODED)
+    return DraftTask(draft, MIN_CODED_WORDS)
