@@ -148,12 +148,12 @@ class CacheEngine(Engine, Generic[Active]):
         self.sha256_in_work = ""
         self.is_abandoned = False
         self.counts = {"questions": 0, "tokens": 0, "compressed": 0, "loaded": 0, "hits": 0}
-        self.compressor = ThreadPoolExecutor(
+        self.compress_executor = ThreadPoolExecutor(
             1, "restorekv-compress", initializer=self._note_compressing_thread
         )
         self.compressing_thread = 0  # its ident, once it runs
         # The threads that prepare questions; None is the event loop's own.
-        self.preparers: ThreadPoolExecutor | None = None
+        self.prepare_executor: ThreadPoolExecutor | None = None
 
     @staticmethod
     def check_options(options: Mapping[str, Any]) -> None:
@@ -168,8 +168,8 @@ class CacheEngine(Engine, Generic[Active]):
         """End; documents that wait to be compressed get an UnavailableError."""
         self.stop_asking()
         # One thread works the queue off in order, so a job that does nothing ends after all others.
-        wait([self.compressor.submit(lambda: None)], timeout=SHUTDOWN_SECONDS)
-        self.compressor.shutdown(wait=False)
+        wait([self.compress_executor.submit(lambda: None)], timeout=SHUTDOWN_SECONDS)
+        self.compress_executor.shutdown(wait=False)
 
     # Questions: each is prepared in a thread, written by the engine, and settled with a reply.
 
@@ -185,7 +185,7 @@ class CacheEngine(Engine, Generic[Active]):
                     raise UnavailableError(ENDING)
                 loop = asyncio.get_running_loop()
                 # Loading a cache and tokenizing take long enough to hold up everybody else.
-                active = await loop.run_in_executor(self.preparers, self.prepare, question)
+                active = await loop.run_in_executor(self.prepare_executor, self.prepare, question)
                 await self.write(active)
                 if not question.done.done():  # the server's end may have come first
                     settle_future(question.done, self.make_reply(active))
@@ -315,7 +315,7 @@ class CacheEngine(Engine, Generic[Active]):
         # What is there is answered past the queue, however many documents wait in it.
         document = await self.find_document(sha256, variant)
         if document is None:
-            making = self.compressor.submit(self.make_document, sha256, variant, content)
+            making = self.compress_executor.submit(self.make_document, sha256, variant, content)
             document = await asyncio.wrap_future(making)
         return document
 

@@ -1,9 +1,9 @@
 """The library as an engine: one thread writes all answers; a question joins at the next token.
 
 The stations of a question (engine.py) are here: one of BATCH places in `CacheEngine.answer`, a
-thread of `preparers`, the queue `prepared`, and the scheduler in the thread that answers. The
-answers to others continue meanwhile. A compression waits, between two layers of the model, while a
-token is written.
+thread of `prepare_executor`, the queue `prepared`, and the scheduler in the thread that answers.
+The answers to others continue meanwhile. A compression waits, between two layers of the model,
+while a token is written.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
     ) -> None:
         super().__init__(model, tokenizer, store, memory, max_waiting)
         self.places = asyncio.Semaphore(decoding.BATCH)
-        self.preparers = ThreadPoolExecutor(PREPARING, "restorekv-prepare")
+        self.prepare_executor = ThreadPoolExecutor(PREPARING, "restorekv-prepare")
         self.prepared: queue.SimpleQueue[LocalQuestion | None] = queue.SimpleQueue()
         self.scheduler = Scheduler(model, self.stops)
         # Questions without a document append to this one; so they share their passes too.
@@ -117,8 +117,8 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
     def close(self) -> None:
         """End; what is still being answered gets an error."""
         super().close()
-        if self.preparers:
-            self.preparers.shutdown(wait=False)
+        if self.prepare_executor:
+            self.prepare_executor.shutdown(wait=False)
         # None ends the thread that answers.
         self.prepared.put(None)
         self.answering.join(SHUTDOWN_SECONDS)
@@ -143,7 +143,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         }
         return counted, now
 
-    # In a thread of `preparers`, for each question.
+    # In a thread of `prepare_executor`, for each question.
 
     def prepare(self, question: ServedQuestion) -> LocalQuestion:
         """Return a question with its documents loaded and its prompt as ids."""

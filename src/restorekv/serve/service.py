@@ -47,7 +47,7 @@ LOG = logging.getLogger("restorekv.serve")
 PATIENCE = 5.0  # seconds until an upload is tried again whose engine was away
 START_BYTES = 1024  # of an upload, in which its kind shows where its name and type do not say it
 # Reads files in requests, which may take long.
-READERS = ThreadPoolExecutor(2, "restorekv-read")
+READ_EXECUTOR = ThreadPoolExecutor(2, "restorekv-read")
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ class Service:
                 # The sentence names the other upload.
                 return twin.problem.replace(twin.name, upload.name, 1)
             loop = asyncio.get_running_loop()
-            await loop.run_in_executor(READERS, self._read_content, upload)
+            await loop.run_in_executor(READ_EXECUTOR, self._read_content, upload)
         return self.warnings.pop(upload.id, "")
 
     # Documents of requests.
@@ -285,7 +285,9 @@ class Service:
         if isinstance(part, AttachedFile):
             # In a thread: extracting a PDF takes seconds, in which others are answered.
             loop = asyncio.get_running_loop()
-            extraction = await loop.run_in_executor(READERS, read_document, part.name, part.content)
+            extraction = await loop.run_in_executor(
+                READ_EXECUTOR, read_document, part.name, part.content
+            )
             text = extraction.text
             if extraction.warning:
                 LOG.warning(json.dumps({"problem": extraction.warning}))
