@@ -176,7 +176,7 @@ class CacheEngine(Engine, Generic[Active]):
     async def answer(self, question: ServedQuestion) -> None:
         """Prepare a question, have its answers written, and settle it with the reply."""
         try:
-            async with self.take_place(question):
+            async with self.acquire_slot(question):
                 # Its client may have left, or the server's end may have settled it. From here on
                 # `done` cannot be cancelled; `cancelled` says whether somebody still waits.
                 if question.done.done() or not question.done.set_running_or_notify_cancel():
@@ -259,7 +259,7 @@ class CacheEngine(Engine, Generic[Active]):
             raise TextTooLongError(too_long.format(f"the model's {most:,} positions"))
         question.limit = min(question.limit, most - positions)
 
-    def take_place(self, question: ServedQuestion) -> AbstractAsyncContextManager[None]:
+    def acquire_slot(self, question: ServedQuestion) -> AbstractAsyncContextManager[None]:
         """Wait until a question may be prepared and answered; an engine may bound how many are."""
         return nullcontext()
 

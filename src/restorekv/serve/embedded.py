@@ -1,9 +1,9 @@
 """The library as an engine: one thread writes all answers; a question joins at the next token.
 
-The stations of a question (engine.py) are here: one of BATCH places in `CacheEngine.answer`, a
-thread of `prepare_executor`, the queue `prepared`, and the scheduler in the thread that answers.
-The answers to others continue meanwhile. A compression waits, between two layers of the model,
-while a token is written.
+The steps of a question (engine.py) are here: one of BATCH slots in `CacheEngine.answer`, a thread
+of `prepare_executor`, the queue `prepared`, and the scheduler in the thread that answers. Other
+answers continue meanwhile. A compression waits, between two layers of the model, while a token is
+written.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from restorekv.serve.store import Store
 GATHER = 0.005  # seconds that the first question waits for others that come with it
 SHARE = 0.25  # of the seconds that answers take, which a compression gets
 SLICE = 0.05  # seconds that a compression gets at a time
-PREPARING = 4  # questions that are prepared at once
+PREPARING = 4  # questions that are prepared at the same time
 
 
 @dataclass(kw_only=True)
@@ -70,7 +70,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         tokenizer: Its tokenizer.
         store: The documents on disk.
         memory: Bytes of documents in memory.
-        max_waiting: How many more questions may wait for a place; None is no limit. They hold no
+        max_waiting: How many more questions may wait for a slot; None means no limit. They hold no
             document.
     """
 
@@ -83,7 +83,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         max_waiting: int | None,
     ) -> None:
         super().__init__(model, tokenizer, store, memory, max_waiting)
-        self.places = asyncio.Semaphore(decoding.BATCH)
+        self.slots = asyncio.Semaphore(decoding.BATCH)
         self.prepare_executor = ThreadPoolExecutor(PREPARING, "restorekv-prepare")
         self.prepared: queue.SimpleQueue[LocalQuestion | None] = queue.SimpleQueue()
         self.scheduler = Scheduler(model, self.stops)
@@ -107,9 +107,9 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         self.answering.start()
 
     def stop_asking(self) -> None:
-        """Refuse the questions that have no place yet."""
+        """Refuse the questions that have no slot yet."""
         super().stop_asking()
-        # A question that has a place is answered, if that takes no longer than the server's end.
+        # A question that has a slot is answered, if that takes no longer than the server's end.
         for question in list(self.tasks.values()):
             if not question.started:
                 settle_future(question.done, error=UnavailableError(ENDING))
@@ -127,9 +127,9 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
                 hook.remove()
 
     @asynccontextmanager
-    async def take_place(self, question: ServedQuestion) -> AsyncIterator[None]:
-        """Wait for one of BATCH places, in the order in which questions came."""
-        async with self.places:
+    async def acquire_slot(self, question: ServedQuestion) -> AsyncIterator[None]:
+        """Wait for one of BATCH slots, in the order in which questions came."""
+        async with self.slots:
             question.started = True
             yield
 
@@ -218,7 +218,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
             try:
                 for output in self.scheduler.step():
                     self._deliver(output)
-            except Exception as error:  # nobody waits in vain
+            except Exception as error:  # otherwise its questions would wait forever
                 self._give_up(error)
             self._yield_to_compression(time.perf_counter() - started)
         self._give_up(UnavailableError(ENDING))
@@ -271,8 +271,8 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         """Pass a token on; with the last one, the question's task continues."""
         active = output.request.label
         assert isinstance(active, LocalQuestion)
-        # A question may be settled before its rows have ended, as the server ends; the scheduler
-        # then drops it before its next step, and only that gives its place to another.
+        # A question may be settled before its rows have ended, as the server ends. The scheduler
+        # drops it before its next step, and only that frees its slot.
         try:
             if output.error is None and output.token is not None:
                 active.pass_token(output.sample, output.token, output.likely)

@@ -27,7 +27,7 @@ from restorekv.generation.sampling import SamplingConfig
 from restorekv.model.prompt import Context
 from restorekv.serve.variants import Variant
 
-# What an operating system says when something is lacking that may be there again later.
+# Errors of an operating system that lacks something now and may have it again later.
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 READ_ONLY = {errno.EROFS, errno.EACCES}  # the disk, or only the folder
 OTHER_SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EAGAIN}
@@ -135,19 +135,19 @@ class ServedQuestion:
 
     Args:
         documents: What it is about. An engine that has to compress one of them again puts the new
-            one in its place, so that the usage counts it.
+            one into this list, so that the usage counts it.
         turns: Earlier questions with their answers.
         text: The question.
         system: The system message, or "".
-        opening: The beginning of the answer, which the client has and the model goes on from.
+        opening: The beginning of the answer, which the client has and the model continues.
         limit: How many tokens an answer may have.
         sampling: How the answers are written.
         on_token: Called with (sample, id, *TokenSampler.likely) for every token, from any thread.
         done: The `Reply`, or an error.
-        started: Whether it no longer waits. In the library's engine it has its place then; where
+        started: Whether it no longer waits. In the library's engine it has its slot then; where
             vLLM or replicas schedule questions, its first token has come.
-        cancelled: Whether nobody waits for the answers any more.
-        prompt: A text or token ids that are all the model reads, in place of documents, turns, text
+        cancelled: Whether the client has disconnected.
+        prompt: A text or token ids that are all the model reads, instead of documents, turns, text
             and system; the answer is then what follows, with any space that it begins with.
         has_seed: Whether the client gave the seed of `sampling`, which is random otherwise.
     """
@@ -198,20 +198,20 @@ class Reply:
 class Engine(ABC):
     """Answers questions about documents. HTTP calls all methods in the thread of its event loop.
 
-    A question passes these stations, and at each of the first two it may have to wait:
+    A question goes through these steps, and at each of the first two it may have to wait:
 
     1. `ask` refuses it if `max_waiting` questions wait already, and makes it a task of the event
        loop.
-    2. The task waits for a place: in the library's engine at a semaphore (`take_place`), elsewhere
+    2. The task waits for a slot: in the library's engine at a semaphore (`acquire_slot`), elsewhere
        inside vLLM or Ray, which schedule what they get.
     3. It is prepared in a thread, which may load documents from disk.
     4. It is written. In the library's engine a queue leads to the thread that runs the scheduler,
-       which gives the question rows at its next step: there are no more questions than places, so
+       which gives the question rows at its next step: there are no more questions than slots, so
        this takes no longer than other questions' fair share.
     5. Its future `done` gets the `Reply`.
 
     Args:
-        max_waiting: How many questions may wait; more are refused. None is no limit.
+        max_waiting: How many questions may wait; more are refused. None means no limit.
     """
 
     tokenizer: Tokenizer
@@ -242,8 +242,8 @@ class Engine(ABC):
         return question.done
 
     def count_waiting(self) -> int:
-        """Return how many questions wait; those that are being written do not, nor do those that
-        nobody wants to be answered any more.
+        """Return how many questions wait. Those that are being answered do not, nor do those whose
+        client has disconnected.
         """
         return sum(not (question.started or question.cancelled) for question in self.tasks.values())
 
@@ -261,7 +261,7 @@ class Engine(ABC):
         self.ending = True
 
     def start(self) -> None:  # noqa: B027  (some engines have nothing to start)
-        """Start what runs beside the event loop; nothing, unless an engine says otherwise."""
+        """Start what runs alongside the event loop; by default nothing."""
 
     @abstractmethod
     def close(self) -> None:
@@ -271,7 +271,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def answer(self, question: ServedQuestion) -> None:
-        """Write the answers to a question and settle it, whatever happens."""
+        """Write the answers to a question and set its `done`, whatever happens."""
 
     @abstractmethod
     def make_key(self, sha256: str, variant: Variant) -> str:
@@ -342,7 +342,7 @@ async def run_while_wanted(
 ) -> asyncio.Task:
     """Wait for a coroutine that answers a question; return its task, which has ended.
 
-    Where nobody waits for the question any more, the task is cancelled within `patience` seconds.
+    Once the client has disconnected, the task is cancelled within `patience` seconds.
     """
     task = asyncio.ensure_future(writing)
     while True:
