@@ -58,7 +58,7 @@ from restorekv.serve.variants import Variant
 # Seconds that the end waits for a thread. Files are written whole or not at all, so nothing
 # half-written stays.
 SHUTDOWN_SECONDS = 0.5
-# What a question to documents is told, with a place for the model's positions.
+# The error of a question about documents; {} is the model's positions.
 DOCUMENTS_TOO_LONG = "Documents and question are longer than {}; shorten them."
 
 
@@ -100,7 +100,7 @@ class ActiveQuestion:
     computed: int = 0
 
     def pass_token(self, sample: int, token: int, likely: Sequence[tuple]) -> None:
-        """Hand a token to whoever waits for the answer."""
+        """Hand a token to the caller that waits for the answer."""
         if not self.first:
             self.first = time.perf_counter()
         self.question.started = True
@@ -137,8 +137,8 @@ class CacheEngine(Engine, Generic[Active]):
         # By the document's hash and the cache's key.
         self.held: OrderedDict[tuple[str, str], CompressedContext] = OrderedDict()
         self.lock = threading.Lock()  # of `held`
-        # The last full cache, while there is room beside the documents: the page compares three
-        # caches of one document, which is read once.
+        # The last full cache, while there is room for it besides the documents: the page compares
+        # three caches of one document, which is read once.
         self.prepared_cache = PreparedContextCache(memory)
         self.loading = threading.Lock()  # while a cache is read from disk
         store.on_delete = self.forget_document
@@ -178,13 +178,13 @@ class CacheEngine(Engine, Generic[Active]):
         try:
             async with self.acquire_slot(question):
                 # Its client may have left, or the server's end may have settled it. From here on
-                # `done` cannot be cancelled; `cancelled` says whether somebody still waits.
+                # `done` cannot be cancelled; `cancelled` says whether the client still waits.
                 if question.done.done() or not question.done.set_running_or_notify_cancel():
                     return
                 if self.ending:
                     raise UnavailableError(ENDING)
                 loop = asyncio.get_running_loop()
-                # Loading a cache and tokenizing take long enough to hold up everybody else.
+                # Loading a cache and tokenizing take long enough to hold up other requests.
                 active = await loop.run_in_executor(self.prepare_executor, self.prepare, question)
                 await self.write(active)
                 if not question.done.done():  # the server's end may have come first
@@ -213,7 +213,7 @@ class CacheEngine(Engine, Generic[Active]):
         return context, ids[first:]
 
     def encode_question(self, question: ServedQuestion, context: Context) -> Tensor:
-        """Return the ids (q,) that follow the documents, up to where the answer goes on."""
+        """Return the ids (q,) that follow the documents, up to where the answer continues."""
         return encode_conversation(
             self.tokenizer,
             context,
@@ -225,21 +225,21 @@ class CacheEngine(Engine, Generic[Active]):
 
     def _encode_prompt(self, prompt: str | Sequence[int]) -> Sequence[int]:
         """Return a prompt that stands alone as ids; refuse one that the model cannot read."""
-        most = count_usable_positions(self.model)
+        max_tokens = count_usable_positions(self.model)
         if isinstance(prompt, str):
-            check_size(prompt, self.tokenizer, most)
+            check_size(prompt, self.tokenizer, max_tokens)
             ids = encode_whole_prompt(self.tokenizer, prompt)
         elif all(0 <= token < len(self.tokenizer) for token in prompt):
             ids = prompt
         else:
             raise OptionError(
-                f"A prompt of ids has numbers from 0 to {len(self.tokenizer) - 1}; send a text.",
+                f"The ids of a prompt must be from 0 to {len(self.tokenizer) - 1}; send a text.",
                 "prompt",
             )
-        if len(ids) >= most:
+        if len(ids) >= max_tokens:
             raise TextTooLongError(
-                f"The prompt has {len(ids):,} tokens, and the model {most:,} positions for prompt "
-                "and answer; shorten it."
+                f"The prompt has {len(ids):,} tokens, and the model {max_tokens:,} positions for "
+                "prompt and answer; shorten it."
             )
         return ids
 
@@ -249,15 +249,15 @@ class CacheEngine(Engine, Generic[Active]):
         Args:
             question: Whose limit may become smaller.
             positions: How many it takes with what it is asked about, restore tokens included.
-            too_long: The sentence if none are left, with a place for the model's positions.
+            too_long: The sentence if none are left; {} in it is the model's positions.
 
         Raises:
             TextTooLongError: None are left.
         """
-        most = count_usable_positions(self.model)
-        if positions >= most:
-            raise TextTooLongError(too_long.format(f"the model's {most:,} positions"))
-        question.limit = min(question.limit, most - positions)
+        max_positions = count_usable_positions(self.model)
+        if positions >= max_positions:
+            raise TextTooLongError(too_long.format(f"the model's {max_positions:,} positions"))
+        question.limit = min(question.limit, max_positions - positions)
 
     def acquire_slot(self, question: ServedQuestion) -> AbstractAsyncContextManager[None]:
         """Wait until a question may be prepared and answered; an engine may bound how many are."""
@@ -269,7 +269,7 @@ class CacheEngine(Engine, Generic[Active]):
 
     @abstractmethod
     async def write(self, active: Active) -> None:
-        """Write the answers into the samplers; return when all have ended or nobody waits."""
+        """Write the answers into the samplers, until all have ended or the client has left."""
 
     def make_reply(self, active: ActiveQuestion) -> Reply:
         """Return what was written, and count it."""
@@ -287,12 +287,12 @@ class CacheEngine(Engine, Generic[Active]):
                 )
                 answers.append(answer)
             else:
-                # Nobody waited for this sample any more before its first token.
+                # The client left before this sample's first token.
                 answers.append(Answer("", (), "stop", read))
         self.counts["questions"] += 1
         self.counts["tokens"] += sum(len(answer.ids) for answer in answers)
         seconds = {"total": time.perf_counter() - active.started, **active.cost.seconds}
-        # Nobody may have waited any more when the first token came.
+        # 0 where the client left before the first token.
         if active.first:
             seconds["first"] = active.first - active.started
         return Reply(
@@ -311,8 +311,8 @@ class CacheEngine(Engine, Generic[Active]):
         return self.origin.make_key(sha256, variant)
 
     async def get_document(self, sha256: str, variant: Variant, content: Content) -> ServedDocument:
-        """Return a document from memory or disk at once, else from the thread that compresses."""
-        # What is there is answered past the queue, however many documents wait in it.
+        """Return a document from memory or disk, else have it compressed."""
+        # What is there skips the queue of documents to compress.
         document = await self.find_document(sha256, variant)
         if document is None:
             making = self.compress_executor.submit(self.make_document, sha256, variant, content)
@@ -322,14 +322,14 @@ class CacheEngine(Engine, Generic[Active]):
     async def find_document(self, sha256: str, variant: Variant) -> ServedDocument | None:
         """Return a document that is in memory, on disk or in the shared folder."""
         key = self.make_key(sha256, variant)
-        context = self._find_in_memory(sha256, key)
-        if context:
+        compressed = self._find_in_memory(sha256, key)
+        if compressed:
             self.counts["hits"] += 1
         else:
-            context = await asyncio.to_thread(self.load_cache, key, sha256)
-        if context is None:
+            compressed = await asyncio.to_thread(self.load_cache, key, sha256)
+        if compressed is None:
             return None
-        return ServedDocument(sha256, variant, context.context.num_tokens, fresh=False)
+        return ServedDocument(sha256, variant, compressed.context.num_tokens, fresh=False)
 
     def make_document(self, sha256: str, variant: Variant, content: Content) -> ServedDocument:
         """Return a document, which is compressed unless its cache has come meanwhile.
@@ -340,23 +340,23 @@ class CacheEngine(Engine, Generic[Active]):
             raise UnavailableError(ENDING)
         # Two requests for one new document queue twice; the second finds what the first made.
         key = self.make_key(sha256, variant)
-        context = self.load_cache(key, sha256)
-        fresh = context is None
-        if context is None:
-            # A disk that takes nothing is noticed before minutes of work, not after.
+        compressed = self.load_cache(key, sha256)
+        fresh = compressed is None
+        if compressed is None:
+            # Notice a disk that takes nothing before minutes of work, not after.
             self.store.check_writable()
             # In this order: a deletion between the two lines must not be overwritten.
             self.is_abandoned = False
             self.sha256_in_work = sha256
             try:
-                context = self.make_cache(content(), variant, key)
+                compressed = self.make_cache(content(), variant, key)
             finally:
-                # Whoever deletes this document later means no other one in work.
+                # A later deletion of this document must not abandon the next compression.
                 self.sha256_in_work = ""
             with self.store.write_cache_file(key, sha256) as path:
-                context.save(path)
-            self._hold(sha256, key, context)
-        return ServedDocument(sha256, variant, context.context.num_tokens, fresh)
+                compressed.save(path)
+            self._hold(sha256, key, compressed)
+        return ServedDocument(sha256, variant, compressed.context.num_tokens, fresh)
 
     def make_cache(self, content: str | Path, variant: Variant, key: str) -> CompressedContext:
         """Compress a text; of a path, load the cache file."""
@@ -366,7 +366,7 @@ class CacheEngine(Engine, Generic[Active]):
         check_size(content, self.tokenizer, count_usable_positions(self.model))
 
         def note_progress(phase: str, share: float) -> None:
-            # One assignment of a tuple: who reads it from another thread sees a state of its key.
+            # One assignment of a tuple, so that other threads never see a state of another key.
             self.making = (key, CacheState(phase, share))
             if self.is_abandoned:
                 raise DeletedError
@@ -374,7 +374,7 @@ class CacheEngine(Engine, Generic[Active]):
         self.prepared_cache.max_bytes = self.memory - self.bytes_held
         try:
             with explain_length():
-                context = compress(
+                compressed = compress(
                     self.model,
                     self.tokenizer,
                     content,
@@ -386,44 +386,44 @@ class CacheEngine(Engine, Generic[Active]):
         finally:
             self.making = NOTHING_MADE
         self.counts["compressed"] += 1
-        return context
+        return compressed
 
     def load_document(self, document: ServedDocument) -> CompressedContext:
         """Return a document's cache, which is loaded again if it has left memory."""
         key = self.make_key(document.sha256, document.variant)
-        context = self.load_cache(key, document.sha256)
-        if context is None:
+        compressed = self.load_cache(key, document.sha256)
+        if compressed is None:
             raise UnavailableError(
-                "A document has gone while the question waited; ask again. If it happens often, "
+                "A document was dropped while the question waited; ask again. If it happens often, "
                 "give the server more memory or disk for documents."
             )
-        return context
+        return compressed
 
     def load_cache(self, key: str, sha256: str) -> CompressedContext | None:
         """Return a cache from memory, from disk or from the shared folder, if it is there."""
-        # First without waiting for what another thread loads.
-        context = self._find_in_memory(sha256, key)
-        if context:
+        # First without the lock, so as not to wait for what another thread loads.
+        compressed = self._find_in_memory(sha256, key)
+        if compressed:
             # What is asked from memory is in use on disk, too: files leave in the same order.
             self.store.note_use(key)
-            return context
+            return compressed
         while True:
             with self.loading:
                 # If two threads want one cache, the second finds it in memory.
-                context = self._find_in_memory(sha256, key) or self._read_from_disk(key, sha256)
-            if context:
-                return context
-            # Fetching may take long, so it happens outside of the lock. A fetched file may be
+                compressed = self._find_in_memory(sha256, key) or self._read_from_disk(key, sha256)
+            if compressed:
+                return compressed
+            # Fetching may take long, so it happens outside the lock. A fetched file may be
             # damaged: then it is set aside, and the next fetch finds none.
             if not self.store.fetch_if_missing(key, sha256):
                 return None
 
     def write_held_cache(self, sha256: str, variant: Variant) -> None:
         key = self.make_key(sha256, variant)
-        context = self._find_in_memory(sha256, key)
-        if context and not self.store.has_cache(key):
+        compressed = self._find_in_memory(sha256, key)
+        if compressed and not self.store.has_cache(key):
             with self.store.write_cache_file(key, sha256) as path:
-                context.save(path)
+                compressed.save(path)
 
     def forget_document(self, sha256: str) -> None:
         """Take a deleted document out of memory.
@@ -435,9 +435,9 @@ class CacheEngine(Engine, Generic[Active]):
         if self.sha256_in_work == sha256:
             self.is_abandoned = True
         with self.lock:
-            for place in list(self.held):
-                if place[0] == sha256:
-                    del self.held[place]
+            for held_key in list(self.held):
+                if held_key[0] == sha256:
+                    del self.held[held_key]
 
     def get_state(self, sha256: str, variant: Variant) -> CacheState:
         key = self.make_key(sha256, variant)
@@ -472,18 +472,18 @@ class CacheEngine(Engine, Generic[Active]):
     def bytes_held(self) -> int:
         """Bytes of all documents in memory."""
         # A copy, because another thread may hold or drop a document meanwhile.
-        return sum(context.manifest.bytes_held for context in list(self.held.values()))
+        return sum(compressed.manifest.bytes_held for compressed in list(self.held.values()))
 
     def _note_compressing_thread(self) -> None:
         self.compressing_thread = threading.get_ident()
 
     def _find_in_memory(self, sha256: str, key: str) -> CompressedContext | None:
-        place = (sha256, key)
+        held_key = (sha256, key)
         with self.lock:
-            if place not in self.held:
+            if held_key not in self.held:
                 return None
-            self.held.move_to_end(place)
-            return self.held[place]
+            self.held.move_to_end(held_key)
+            return self.held[held_key]
 
     def _read_from_disk(self, key: str, sha256: str) -> CompressedContext | None:
         """Return a cache from disk; set it aside and return None where it is damaged."""
@@ -491,7 +491,7 @@ class CacheEngine(Engine, Generic[Active]):
         if path is None:
             return None
         try:
-            context = CompressedContext.load(path, self.model, self.tokenizer)
+            compressed = CompressedContext.load(path, self.model, self.tokenizer)
         except CacheFileError as error:
             if find_resource_shortage(error):  # the file may be sound
                 raise
@@ -499,13 +499,13 @@ class CacheEngine(Engine, Generic[Active]):
             return None
         self.store.mark_verified(key)
         self.counts["loaded"] += 1
-        self._hold(sha256, key, context)
-        return context
+        self._hold(sha256, key, compressed)
+        return compressed
 
-    def _hold(self, sha256: str, key: str, context: CompressedContext) -> None:
+    def _hold(self, sha256: str, key: str, compressed: CompressedContext) -> None:
         """Keep a cache in memory; those used least recently go, but never this one."""
         with self.lock:
-            self.held[sha256, key] = context
+            self.held[sha256, key] = compressed
             if self.bytes_held + self.prepared_cache.bytes_held > self.memory:
                 self.prepared_cache.clear()
             # Oldest first: `_find_in_memory` moves what is used to the end.
