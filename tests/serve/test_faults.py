@@ -385,7 +385,7 @@ def test_the_end_waits_for_no_compression_and_the_next_start_goes_on(
 
 
 def test_an_upload_outlasts_an_engine_that_is_away(client, monkeypatch):
-    monkeypatch.setattr(service, "PATIENCE", 0.1)
+    monkeypatch.setattr(service, "RETRY_SECONDS", 0.1)
     real, left = (
         CacheEngine.make_document,
         [UnavailableError("vLLM does not answer; ask again in a moment.")] * 2,

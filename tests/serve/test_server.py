@@ -956,7 +956,7 @@ def test_the_format_of_an_upload_is_how_it_is_read(client, file):
     told = ask(client, [{"role": "user", "content": [part, text]}])
     assert told.choices[0].message.content == ask(client, about(file)).choices[0].message.content
     part["file"]["format"] = "application/pdf"
-    with pytest.raises(openai.BadRequestError, match=r"is not how doc\.txt is read"):
+    with pytest.raises(openai.BadRequestError, match=r"does not match doc\.txt"):
         ask(client, [{"role": "user", "content": [part, text]}])
 
 
@@ -1083,9 +1083,11 @@ def test_a_cache_file_is_no_other_variant(client, file):
     cache = get_bytes(client, f"/files/{file.id}/cache")
     made = upload(client, cache, "own.rkv")
     for model in ("tiny:snapkv-0.9", f"{VARIANT}-base", VARIANT):
-        with pytest.raises(openai.BadRequestError, match=f"cannot be had as {model}; ask it as"):
+        with pytest.raises(
+            openai.BadRequestError, match=f"cannot be served as {model}; use the model"
+        ):
             ask(client, about(made), model)
-        with pytest.raises(openai.BadRequestError, match="cannot be had"):
+        with pytest.raises(openai.BadRequestError, match="cannot be served"):
             get_bytes(client, f"/files/{made.id}/cache?model={model}")
     plain = ask(client, about(made), "tiny").choices[0].message.content
     assert plain == ask(client, about(file)).choices[0].message.content

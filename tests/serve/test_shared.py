@@ -259,7 +259,7 @@ def test_the_thread_of_the_shared_folder_outlives_an_error(tmp_path, url, monkey
     while len(calls) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     store.close()
-    assert len(calls) >= 3 and "it is tried again" in caplog.text
+    assert len(calls) >= 3 and "it will be retried" in caplog.text
 
 
 def test_an_unreachable_folder_is_refused_at_the_start(tmp_path):

@@ -48,7 +48,7 @@ BYTES = "application/octet-stream"
 OPTION_FIELDS = {"json_schema": "response_format", "samples": "n"}
 # By path: what its requests call the fields of the chat request that they are turned into.
 NAMES_OF_PATHS = {"/v1/responses": CHAT_NAMES, "/v1/completions": {"messages": "prompt"}}
-PLACES = ("body", "query")  # where FastAPI found a field
+LOCATIONS = ("body", "query")  # where FastAPI found a field
 FORMS_OF_FIELDS = ("str", "int", "float", "bool")  # as pydantic names them
 NO_OBJECT = ("dict_type", "model_type", "model_attributes_type")  # pydantic's errors
 # What objects look like, by the field that one, or a list of them, is the value of.
@@ -72,6 +72,7 @@ JSON_TYPES = {
     list: "a list",
 }
 LISTED = 10_000  # files in one list, as in OpenAI's API
+MIN_LIFETIME, MAX_LIFETIME = 3600, 2_592_000  # seconds of an upload, as in OpenAI's API
 METRICS = "text/plain; version=0.0.4"
 
 Responses = dict[int | str, dict[str, Any]]  # what `/openapi.json` says of answers, by status
@@ -147,18 +148,18 @@ def add_errors(app: FastAPI, service: Service) -> None:
     @app.exception_handler(OSError)
     @app.exception_handler(MemoryError)
     @app.exception_handler(sqlite3.Error)
-    async def answer_lack(request: Request, error: Exception) -> Response:
-        lack = explain_resource_shortage(error)
-        if lack:
-            return make_problem_response(*lack)
+    async def answer_shortage(request: Request, error: Exception) -> Response:
+        shortage = explain_resource_shortage(error)
+        if shortage:
+            return make_problem_response(*shortage)
         LOG.error("unexpected error", exc_info=error)
         return await answer_failure(request, error)
 
     @app.exception_handler(RestoreKVError)
     async def answer_refusal(request: Request, error: RestoreKVError) -> Response:
-        lack = explain_resource_shortage(error)
-        if lack:
-            return make_problem_response(*lack)
+        shortage = explain_resource_shortage(error)
+        if shortage:
+            return make_problem_response(*shortage)
         option = error.option
         if not option and isinstance(error, TextTooLongError | UnlikeContextsError):
             option = "messages"  # all of them together
@@ -200,7 +201,7 @@ def add_errors(app: FastAPI, service: Service) -> None:
             504,
             f"The answer took longer than {service.limits.seconds:g} seconds; ask for fewer "
             "tokens.",
-            # Else `openai` asks twice more by itself, which takes as long again.
+            # Otherwise `openai` retries twice by itself, which takes as long again.
             headers={"x-should-retry": "false"},
         )
 
@@ -225,7 +226,7 @@ def _find_right_path(app: FastAPI, request: Request) -> str:
 def describe_validation_error(
     error: ValidationError | RequestValidationError, names: Mapping[str, str]
 ) -> Response:
-    """Return the answer to a request of another form; it names one field that is at fault.
+    """Return the answer to a malformed request; it names one field that is at fault.
 
     Args:
         error: What pydantic found.
@@ -237,8 +238,8 @@ def describe_validation_error(
         return make_problem_response(400, f"The body is not valid JSON (at character {position}).")
 
     def rank_problem(problem: Any) -> tuple[int, bool]:
-        # Where a field may have one of several forms, the deepest problem is that of the form that
-        # came closest; of a list that is too long, not that it is no text.
+        # Where a field may have one of several types, the deepest problem is that of the type that
+        # came closest. For a list that is too long, "too long" ranks above "not a string".
         return len(problem["loc"]), not problem["type"].endswith("_type")
 
     problem = max(problems, key=rank_problem)
@@ -263,20 +264,20 @@ def describe_validation_error(
     return make_problem_response(400, f"{message}.", param=where[:120] or None)
 
 
-def _name_field(place: Sequence[int | str]) -> str:
-    """Return the name of a field, such as messages.0.role, by where pydantic found it."""
-    # The form in which a field was read, as "str" or "list[str]", is no part of its name. A form of
-    # an upload has names with brackets of its own.
+def _name_field(location: Sequence[int | str]) -> str:
+    """Return the name of a field, such as messages.0.role, from pydantic's location of it."""
+    # The type that a field was read as, "str" or "list[str]", is not a part of its name. Names of
+    # upload form fields may have brackets, too.
     names = []
-    for part in map(str, place):
+    for part in map(str, location):
         is_form = "[" in part or part in FORMS_OF_FIELDS
-        if part not in PLACES and (part in FORM or not is_form):
+        if part not in LOCATIONS and (part in FORM or not is_form):
             names.append(part)
     return ".".join(names)
 
 
 def rename_field(name: str, names: Mapping[str, str]) -> str:
-    """Return a field's name with what it begins with replaced, if `names` has another name."""
+    """Return a field's name with its beginning replaced, if `names` has a different one."""
     for old, new in names.items():
         if name == old or name.startswith(f"{old}."):
             return new + name.removeprefix(old)
@@ -288,7 +289,7 @@ def _explain_no_object(where: str, value: Any) -> str:
     if where:
         field = [part for part in where.split(".") if not part.isdecimal()][-1]
         example = f" such as {OBJECTS[field]}" if field in OBJECTS else ""
-        return f"{where} must be an object{example}, not {JSON_TYPES.get(type(value), 'null')}."
+        return f"{where} must be an object{example}, got {JSON_TYPES.get(type(value), 'null')}."
     # Without the header the body arrives as bytes.
     if isinstance(value, bytes):
         return (
@@ -352,7 +353,9 @@ def add_files(app: FastAPI, service: Service) -> None:
         file: UploadFile,
         purpose: str = Form("user_data", max_length=64),
         anchor: Literal["created_at"] | None = Form(None, alias="expires_after[anchor]"),
-        seconds: int | None = Form(None, alias="expires_after[seconds]", ge=3600, le=2592000),
+        seconds: int | None = Form(
+            None, alias="expires_after[seconds]", ge=MIN_LIFETIME, le=MAX_LIFETIME
+        ),
     ) -> schemas.File:
         if anchor is not None and seconds is None:
             raise ApiError(400, "expires_after has no seconds; add them, or leave it out.")
@@ -393,7 +396,7 @@ def add_files(app: FastAPI, service: Service) -> None:
             path,
             f"{upload.name}.rkv",
             f"{upload.id} is not compressed as {variant.name} yet; wait until it is processed, or "
-            "ask it as that.",
+            "query it as that model.",
         )
 
     @app.delete("/v1/files/{name}", response_model_exclude_unset=True)

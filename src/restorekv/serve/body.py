@@ -75,11 +75,11 @@ class CheckedRequest(Request):
             await self.drain()
             raise _make_form_error(str(error.detail).rstrip(".")) from None
         except OSError as error:  # a large file goes to a temporary one
-            lack = explain_resource_shortage(error)
-            if lack is None:
+            shortage = explain_resource_shortage(error)
+            if shortage is None:
                 raise
             await self.drain()
-            raise ApiError(*lack) from None
+            raise ApiError(*shortage) from None
         try:
             _check_form(form)
         except ApiError:
@@ -114,7 +114,7 @@ def _make_query_error(name: str, known: Sequence[str]) -> ApiError:
 
 
 def _check_form(form: FormData) -> None:
-    """Refuse unknown fields, those that come twice, and a text in place of the file."""
+    """Refuse unknown fields, those that come twice, and a text instead of the file."""
     counts = Counter(name for name, _ in form.multi_items())
     for name, count in counts.items():
         if name not in FORM:

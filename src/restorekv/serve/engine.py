@@ -86,13 +86,13 @@ def find_resource_shortage(error: BaseException | None) -> ResourceShortage | No
 
 def explain_resource_shortage(error: BaseException) -> tuple[int, str] | None:
     """Return a status and a sentence where the machine lacked something, None for other errors."""
-    lack = find_resource_shortage(error)
-    if lack is None:
+    shortage = find_resource_shortage(error)
+    if shortage is None:
         return None
     # The higher bits of SQLite's code say what it was doing.
-    code = getattr(lack, "sqlite_errorcode", 0) & 0xFF
-    number = getattr(lack, "errno", None)
-    why = getattr(lack, "strerror", None) or str(lack) or "no memory"
+    code = getattr(shortage, "sqlite_errorcode", 0) & 0xFF
+    number = getattr(shortage, "errno", None)
+    why = getattr(shortage, "strerror", None) or str(shortage) or "no memory"
     if number in READ_ONLY or code == sqlite3.SQLITE_READONLY:
         return (
             507,
@@ -100,7 +100,7 @@ def explain_resource_shortage(error: BaseException) -> tuple[int, str] | None:
             "writable.",
         )
     is_temporary = code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM)
-    if number in DISK_FULL or (isinstance(lack, sqlite3.OperationalError) and not is_temporary):
+    if number in DISK_FULL or (isinstance(shortage, sqlite3.OperationalError) and not is_temporary):
         return (
             507,
             f"The server has no room for this on its disk ({why}); delete files, then try again.",
@@ -110,7 +110,7 @@ def explain_resource_shortage(error: BaseException) -> tuple[int, str] | None:
 
 @dataclass(frozen=True)
 class ServedDocument:
-    """A document that can be asked.
+    """A document that questions can be about.
 
     Args:
         sha256: The hash of its content.

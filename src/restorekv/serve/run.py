@@ -177,10 +177,10 @@ def check_loading(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
     try:
         _count_read_tokens(model, tokenizer)
     except (OSError, RestoreKVError) as error:
-        lack = explain_resource_shortage(error)
-        if lack is None:
+        shortage = explain_resource_shortage(error)
+        if shortage is None:
             raise
-        LOG.warning(json.dumps({"problem": f"Loading was not checked. {lack[1]}"}))
+        LOG.warning(json.dumps({"problem": f"Loading was not checked. {shortage[1]}"}))
 
 
 def _count_read_tokens(model: PreTrainedModel, tokenizer: Tokenizer) -> None:

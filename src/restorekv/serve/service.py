@@ -44,8 +44,8 @@ from restorekv.serve.store import Store
 from restorekv.serve.variants import Variant
 
 LOG = logging.getLogger("restorekv.serve")
-PATIENCE = 5.0  # seconds until an upload is tried again whose engine was away
-START_BYTES = 1024  # of an upload, in which its kind shows where its name and type do not say it
+RETRY_SECONDS = 5.0  # until an upload is tried again whose engine was away
+START_BYTES = 1024  # of an upload, which show its kind where its name and type do not say it
 # Reads files in requests, which may take long.
 READ_EXECUTOR = ThreadPoolExecutor(2, "restorekv-read")
 
@@ -115,7 +115,7 @@ class Service:
         self.tasks: set[asyncio.Task] = set()  # uploads that are being processed
         self.waiting = 0  # requests that wait for their documents
         self.ending = False
-        # By the ids of uploads that are being processed: what of them could not be read.
+        # By upload id, while an upload is processed: a sentence on parts that could not be read.
         self.warnings: dict[str, str] = {}
 
     def end(self) -> None:
@@ -148,10 +148,10 @@ class Service:
             )
         except (OSError, sqlite3.Error, RestoreKVError) as error:
             # A full disk is not the client's fault, and passes.
-            lack = explain_resource_shortage(error)
-            if lack is None:
+            shortage = explain_resource_shortage(error)
+            if shortage is None:
                 raise
-            status, message = lack
+            status, message = shortage
             message = message.replace("The server", "The server cannot store the file: it", 1)
             raise ApiError(status, message) from None
         self.start_processing(upload)
@@ -167,8 +167,8 @@ class Service:
     def resume_processing(self) -> None:
         """Begin to compress what a former run of the server did not finish.
 
-        Where that had another model, what failed may succeed now, and a cache file may be one of
-        the other model. Texts that were processed are compressed again when they are asked.
+        If that run had a different model, what failed may succeed now, and a cache file may be of
+        the earlier model. Texts that were processed are compressed again when they are queried.
         """
         # The key of no document in particular, which holds all else that decides a cache.
         origin = self.engine.make_key("", self.default)
@@ -183,7 +183,7 @@ class Service:
             self.store.write_origin(origin)
 
     async def _process(self, upload: Upload) -> None:
-        """Compress an upload as the default variant, and note what of it could not be read."""
+        """Compress an upload as the default variant, and note the parts that could not be read."""
         warning = ""
         try:
             await self._compress_upload(upload, self.default)
@@ -192,10 +192,10 @@ class Service:
             if self.ending:  # the next start continues with it
                 return
             # The engine is away for a while, as a replica that restarts.
-            await asyncio.sleep(PATIENCE)
+            await asyncio.sleep(RETRY_SECONDS)
             if not self.store.drop_caches_if_deleted(upload):
                 self.start_processing(upload)
-        except Exception as error:  # whatever it is, the file has not been processed
+        except Exception as error:  # after any error, the file has not been processed
             self.store.set_status(upload, FAILED, explain_failure(error))
         else:
             self.store.set_status(upload, PROCESSED, warning)
@@ -212,8 +212,8 @@ class Service:
     def choose_variant(self, upload: Upload, variant: Variant) -> Variant:
         """Return the variant that an upload is held as, where a request asks for `variant`.
 
-        A cache file answers as it was compressed, whatever that was, so it is only asked by the
-        name of the model alone. It is held as the default, as every upload first is.
+        A cache file answers as it was compressed, so only the model's name without a variant can
+        query it. It is held as the default, as every upload first is.
 
         Raises:
             ApiError: A cache file is asked for by the name of a variant.
@@ -223,8 +223,8 @@ class Service:
         if variant.method:
             raise ApiError(
                 400,
-                f"The file {upload.id} is a cache that was compressed before and cannot be had as "
-                f"{variant.name}; ask it as {self.base}, or upload its text.",
+                f"The file {upload.id} is already compressed and cannot be served as "
+                f"{variant.name}; use the model {self.base}, or upload its text.",
             )
         return self.default
 
@@ -238,13 +238,13 @@ class Service:
         return extraction.text
 
     async def _find_warning(self, upload: Upload) -> str:
-        """Return what of an upload could not be read, or ""."""
+        """Return a sentence on the parts of an upload that could not be read, or ""."""
         if upload.id not in self.warnings and find_kind(upload.name) not in (CACHE, TEXT):
-            # Its cache was there, made from another upload or by another server.
-            twin = self.store.find_twin(upload)
-            if twin is not None:
+            # Its cache was there already, made from another upload or by another server.
+            duplicate = self.store.find_processed_duplicate(upload)
+            if duplicate is not None:
                 # The sentence names the other upload.
-                return twin.problem.replace(twin.name, upload.name, 1)
+                return duplicate.problem.replace(duplicate.name, upload.name, 1)
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(READ_EXECUTOR, self._read_content, upload)
         return self.warnings.pop(upload.id, "")
@@ -262,7 +262,7 @@ class Service:
         Raises:
             BusyError: Too many requests wait for theirs.
         """
-        # Better refused at once than after minutes in a queue.
+        # Refuse immediately, not after minutes in a queue.
         if self.waiting >= self.limits.max_waiting:
             raise BusyError
         self.waiting += 1
@@ -302,16 +302,16 @@ class Service:
             try:
                 return await self.engine.get_document(digest.hexdigest(), variant, lambda: text)
             except DeletedError:
-                # An upload of the same text was deleted, and this one is still asked.
+                # An upload of the same text was deleted; this request still needs the text.
                 continue
 
     def _check_kind(self, upload_id: str, kind: str) -> None:
-        """Refuse a format of a file that is not how its upload is read."""
+        """Refuse a stated format that differs from how the upload is read."""
         name = self.find_upload(upload_id).name
         if kind != find_kind(name):
             raise RestoreKVError(
-                f"The format of {upload_id} is not how {name} is read; leave the format out, or "
-                "upload the file under a name with the ending of its kind."
+                f"The given format of {upload_id} does not match {name}; leave the format out, or "
+                "upload the file under a name with the right extension."
             )
 
     async def get_uploaded(self, upload_id: str, variant: Variant) -> ServedDocument:
@@ -323,7 +323,7 @@ class Service:
         try:
             document = await self._compress_upload(upload, variant)
         except RestoreKVError:
-            # Whatever failed, a file that is gone explains it best.
+            # If the file was deleted meanwhile, that explains the error best.
             if self.store.drop_caches_if_deleted(upload):
                 raise DeletedError from None
             raise
@@ -339,9 +339,9 @@ class Service:
                 upload.sha256, variant, lambda: self._read_content(upload)
             )
         except CacheFileError as error:
-            # Whoever uploaded it knows the file by its name, and not where the server keeps it.
-            place = str(self.store.upload_path(upload.id))
-            raise CacheFileError(str(error).replace(place, upload.name)) from error
+            # The client knows the file by its name, not by its path on the server.
+            path = str(self.store.upload_path(upload.id))
+            raise CacheFileError(str(error).replace(path, upload.name)) from error
 
 
 @contextmanager
@@ -355,7 +355,7 @@ def _name_field(field: str) -> Iterator[None]:
     except RestoreKVError as error:
         if error.option:
             raise
-        # Others may wait for the same document, and have it in another field.
+        # Other requests may wait for the same document, and name it in a different field.
         named = copy(error)
         named.option = field
         raise named from error
@@ -368,9 +368,9 @@ def explain_failure(error: Exception) -> str:
 
 def explain_error(error: Exception) -> str:
     """Return a sentence for an error; only ours are meant for users, others are logged."""
-    lack = explain_resource_shortage(error)
-    if lack:
-        return lack[1]
+    shortage = explain_resource_shortage(error)
+    if shortage:
+        return shortage[1]
     if isinstance(error, RestoreKVError):
         return str(error)
     LOG.error("unexpected error", exc_info=error)

@@ -37,10 +37,10 @@ from restorekv.serve.shared import SharedFolder
 LOG = logging.getLogger("restorekv.serve")
 FOLDERS = ("files", "caches", "damaged")
 ORIGIN = "origin"  # the file that says what uploads were compressed with
-SYNC_SECONDS = 60.0  # between two looks at the shared folder
+SYNC_SECONDS = 60.0  # between two checks of the shared folder
 # SQL condition of an upload; its parameter is the time now.
 NOT_EXPIRED = "(expires is null or expires > ?)"
-CHUNK_BYTES = 1 << 20  # of an upload, read at once
+CHUNK_BYTES = 1 << 20  # of an upload, read at a time
 # Names of files that this module makes.
 OWN_NAME = re.compile(rf"\.?({FILE}|{KEY}\.rkv)(\..*\.tmp)?")
 
@@ -77,8 +77,8 @@ class Store:
         try:
             self._remove_links()
             self._remove_orphans()
-        # Nobody gets the object, so nobody else can close its index.
         except BaseException:
+            # The caller gets no object, so it cannot close the index.
             self.index.close()
             raise
         if shared:
@@ -104,7 +104,7 @@ class Store:
             wanted = {self.upload_path(upload_id) for upload_id in uploads}
             wanted |= {self.cache_path(key) for key in keys}
             for path in self._list_files():
-                # A crash came between file and row: no client has this id.
+                # A crash between file and row left it: no client has this id.
                 if path not in wanted and _is_own(path):
                     with suppress(OSError):  # such as of a disk that can only be read
                         path.unlink(missing_ok=True)
@@ -185,10 +185,10 @@ class Store:
             problem="",
         )
         row = astuple(upload)
-        places = ", ".join("?" * len(row))
+        placeholders = ", ".join("?" * len(row))
         try:
             with self.lock:
-                self.index.apply((f"insert into files values ({places})", row))
+                self.index.apply((f"insert into files values ({placeholders})", row))
         except sqlite3.Error:
             # Without a row the client gets an error, and the file would be an orphan.
             path.unlink()
@@ -214,7 +214,7 @@ class Store:
             )
         return [Upload(*row) for row in rows]
 
-    def find_twin(self, upload: Upload) -> Upload | None:
+    def find_processed_duplicate(self, upload: Upload) -> Upload | None:
         """Return another upload of the same content that was processed."""
         with self.lock:
             rows = self.index.select(
@@ -404,7 +404,7 @@ class Store:
             changes = [("delete from caches where key = ?", (key,)) for key in keys]
             self.index.apply(*changes, late=True)
         for key in keys:
-            # A cache that is made anew under this key was not fetched.
+            # A cache that is made again under this key was not fetched.
             self.unverified.discard(key)
             # A disk that can only be read keeps the file; the next start removes it.
             with suppress(OSError):
@@ -419,7 +419,7 @@ class Store:
         for key, size in self.index.select("select key, bytes from caches order by used"):
             if total <= self.disk_quota:
                 break
-            # The newest stays even if it alone is larger than the quota, because it is being used.
+            # Even if it alone is larger than the quota, because it is being used.
             if key == newest:
                 continue
             self.drop_caches([key])
@@ -435,7 +435,7 @@ class Store:
                 than that is about this cache.
         """
         path = self.cache_path(key)
-        # File systems write times of another, coarser clock.
+        # File systems take their times from a different, coarser clock.
         with suppress(OSError):
             os.utime(path, ns=(made, made))
         size = path.stat().st_size
@@ -489,7 +489,7 @@ class Store:
             is_removed = not self.closed and self._was_removed(key, sha256, removed)
         if not is_removed:
             return True
-        # With another note, so that servers that fetched the copy drop it.
+        # A second note of the deletion, so that servers that fetched the copy drop it.
         if not shared.remove_document(sha256):
             return None
         with self.lock:
@@ -517,15 +517,15 @@ class Store:
         return path.exists() and path.stat().st_mtime_ns < removed[sha256]
 
     def sync_loop(self) -> None:
-        """Run `sync_once` every SYNC_SECONDS, and at once when there is something to push. Runs in
-        a thread.
+        """Run `sync_once` every SYNC_SECONDS, and immediately when there is something to push. Runs
+        in a thread.
         """
         while not self.closed:
-            # This thread is the only one that serves the shared folder, so it must go on.
+            # This thread is the only one that serves the shared folder, so it must not end.
             try:
                 self.sync_once()
             except Exception:
-                LOG.exception("Syncing with the shared folder failed; it is tried again.")
+                LOG.exception("Syncing with the shared folder failed; it will be retried.")
             self.has_pending.wait(SYNC_SECONDS)
             self.has_pending.clear()
 

@@ -228,9 +228,9 @@ def make_portable_error(error: RestoreKVError, source: str | Path) -> Exception:
         source: The content that was given; a path means nothing to who uploaded it.
     """
     # The chain of causes does not travel, so what the machine lacked goes itself.
-    lack = find_resource_shortage(error)
-    if lack is not None:
-        return lack
+    shortage = find_resource_shortage(error)
+    if shortage is not None:
+        return shortage
     if isinstance(source, Path) and str(source) in str(error):
         return type(error)(str(error).replace(str(source), "The file"))
     return error
