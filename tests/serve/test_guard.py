@@ -177,7 +177,7 @@ def test_slow_clients_are_let_go(url, client, monkeypatch):
     """Silence, half a head, half a body and a trickle of one: the connection ends, and others are
     answered.
     """
-    monkeypatch.setattr(guard, "PATIENCE", 1.0)
+    monkeypatch.setattr(guard, "IDLE_TIMEOUT", 1.0)
     body = head("/v1/chat/completions", "application/json", "Content-Length: 50000")
     with (
         connected(url) as silent,
@@ -199,7 +199,7 @@ def test_slow_clients_are_let_go(url, client, monkeypatch):
 
 
 def test_a_client_who_reads_nothing_is_let_go(url, client, monkeypatch):
-    monkeypatch.setattr(guard, "PATIENCE", 0.4)
+    monkeypatch.setattr(guard, "IDLE_TIMEOUT", 0.4)
     with connected(url) as deaf, pytest.raises(ConnectionError):
         for _ in range(100_000):
             deaf.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10)
@@ -501,7 +501,7 @@ def test_the_scheme_of_a_key_may_have_any_case(header, is_let_in):
 
 def test_idle_connections_outlive_those_of_clients():
     """Else both end one at the same moment, and the request that is on its way fails."""
-    assert httpx2.Limits().keepalive_expiry < HTTP["timeout_keep_alive"] < guard.PATIENCE
+    assert httpx2.Limits().keepalive_expiry < HTTP["timeout_keep_alive"] < guard.IDLE_TIMEOUT
 
 
 def test_remembered_answers_are_bounded(monkeypatch):

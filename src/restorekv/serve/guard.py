@@ -26,8 +26,8 @@ LOG = logging.getLogger("restorekv.serve")
 KINDS = {429: "rate_limit_error"}  # types of errors by status; other ones are the request's fault
 LOOPBACK = ("127.0.0.1", "::1")
 AROUND = 1 << 20  # bytes of a body besides the file in it
-PATIENCE = 30.0  # seconds that a client may stay silent
-SLOWEST = 1 << 14  # bytes a second of a body, once it has taken longer than PATIENCE
+IDLE_TIMEOUT = 30.0  # seconds that a client may stay silent
+SLOWEST = 1 << 14  # bytes a second of a body, once it has taken longer than IDLE_TIMEOUT
 AT_ONCE = 4  # largest bodies that may be in memory together
 DRAIN = 5.0  # seconds in which the rest of a refused body is read, so its client reads the answer
 
@@ -164,21 +164,21 @@ class Guard:
             )
         if not re.fullmatch(r"[0-9]{1,18}", length):
             return make_problem_response(
-                400, "content-length is a number of bytes; give one, or leave it out."
+                400, "content-length must be a number of bytes; correct it, or leave it out."
             )
         coding = request.headers.get("content-encoding", "identity")
         if coding.strip().lower() not in ("", "identity"):
-            # Read as it is, a compressed body is no JSON and no form, and neither sentence helps.
+            # Read undecoded, a compressed body would be refused as bad JSON, which would not help.
             return make_problem_response(
                 415,
                 f"The body is compressed ({printable_name(coding)}), which this server does not "
-                "undo; send it as it is, without the header Content-Encoding.",
+                "undo; send it uncompressed, without the header Content-Encoding.",
                 headers={"accept-encoding": "identity"},
             )
         return None
 
     async def _run_app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application; answer a body that is too large or too slow in its place."""
+        """Run the application; answer a body that is too large or too slow instead of it."""
         headers = Request(scope).headers
         begun = False
         body = Body(receive, self)
@@ -238,14 +238,14 @@ class Body:
 
     async def receive_piece(self) -> Message:
         """Return the next piece; raise RefusedError."""
-        if self.over:  # what follows is only that the client has gone, which has no limit in time
+        if self.over:  # only a disconnect can follow, which has no limit in time
             return await self.receive()
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(IDLE_TIMEOUT):
                 message = await self.receive()
         except TimeoutError:
             self.refused = RefusedError(
-                408, f"Nothing of the request came for {PATIENCE:g} seconds; send it again."
+                408, f"Nothing of the request came for {IDLE_TIMEOUT:g} seconds; send it again."
             )
             raise self.refused from None
         refused = self._count_piece(message)
@@ -273,7 +273,8 @@ class Body:
                 {"retry-after": "1"},
             )
         # A drip of single bytes would otherwise keep a connection forever.
-        if not self.over and self.bytes < SLOWEST * (time.monotonic() - self.start - PATIENCE):
+        slow_seconds = time.monotonic() - self.start - IDLE_TIMEOUT
+        if not self.over and self.bytes < SLOWEST * slow_seconds:
             return RefusedError(
                 408, f"The request comes slower than {SLOWEST:,} bytes a second; send it again."
             )
@@ -293,15 +294,15 @@ async def drain_body(receive: Receive) -> None:
 class Connection(H11Protocol):
     """A connection that ends when its client is silent for a time.
 
-    That is a client who sends no whole request head, or reads nothing of an answer, for PATIENCE to
-    twice that.
+    That is a client that sends no whole request head, or reads nothing of an answer, for
+    IDLE_TIMEOUT to twice that.
     """
 
     def connection_made(self, transport: Transport) -> None:
         """Begin to look whether something moves."""
         super().connection_made(transport)
         self.seen: tuple[object, int] = (None, 0)
-        self.loop.call_later(PATIENCE, self.check)
+        self.loop.call_later(IDLE_TIMEOUT, self.check)
 
     def check(self) -> None:
         """End a connection on which nothing has moved since the last check."""
@@ -314,7 +315,7 @@ class Connection(H11Protocol):
             self.transport.abort()
             return
         self.seen = (self.cycle, unread)
-        self.loop.call_later(PATIENCE, self.check)
+        self.loop.call_later(IDLE_TIMEOUT, self.check)
 
 
 def is_from_here(request: Request, keys: Sequence[str], host_names: Sequence[str]) -> bool:
@@ -331,9 +332,9 @@ def is_from_here(request: Request, keys: Sequence[str], host_names: Sequence[str
     # Browsers send it with every request of a page to another origin.
     if origin is not None and origin.split("://", 1)[-1] != host:
         return False
-    # DNS rebinding: the page's own name resolves to 127.0.0.1, and its Host header tells.
+    # DNS rebinding: the page's own name resolves to 127.0.0.1, but its Host header shows it.
     is_local = request.client is None or request.client.host in LOOPBACK
-    # Without its port, which is left out where it is 80; an IPv6 address has colons of its own.
+    # Without its port, which is left out where it is 80; an IPv6 address has colons itself.
     name = re.sub(r":[0-9]*$", "", host).strip("[]").lower()
     return not is_local or name in (*LOOPBACK, "localhost", *host_names)
 
@@ -358,7 +359,7 @@ def make_problem_response(
 
     Args:
         status: The status of the response.
-        message: What is wrong, and how to mend it.
+        message: What is wrong, and how to fix it.
         code: OpenAI's name for it.
         headers: The headers of the response.
         param: The field of the request that is at fault.
