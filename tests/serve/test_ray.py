@@ -174,7 +174,7 @@ def test_a_repeated_answer_is_passed_on_once(tiny_tokenizer):
     error, passed, _ = settled(tiny_tokenizer, ask=[first, [[(0, 9)], REPLY]])
     assert (
         isinstance(error, UnavailableError)
-        and "go on differently" in str(error)
+        and "continue differently" in str(error)
         and passed == [(0, 5), (1, 6)]
     )
     error, _, calls = settled(tiny_tokenizer, ask=[[dead()]] * (TRIES + 1))

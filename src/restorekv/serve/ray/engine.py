@@ -44,7 +44,7 @@ from restorekv.serve.run import Settings
 from restorekv.serve.variants import Variant
 
 TRIES = 3  # replicas that may die over one request
-LOOK = 0.2  # seconds between two looks whether somebody still waits for an answer
+LOOK = 0.2  # seconds between two checks whether the client still waits for an answer
 REMEMBERED = 100_000  # documents of which the sender remembers how long they are
 SHARED_MEMORY = 512 << 20  # bytes, for uploads on their way
 DRAIN = 2.0  # seconds for what is being done when the server ends
@@ -71,7 +71,7 @@ class RayEngine(Engine):
         self.reports: dict[str, Any] = {}  # the last ReplicaReport of every replica
 
     def close(self) -> None:
-        """Wait until the questions that nobody waits for have been broken off.
+        """Wait until the questions whose clients have left have been aborted.
 
         The replicas continue to compress, for other servers and the next start.
         """
@@ -93,21 +93,21 @@ class RayEngine(Engine):
         document = ServedDocument(sha256, variant, 0, fresh=False, content=content)
         return await self._bring(document, document)
 
-    async def _bring(self, document: ServedDocument, beside: ServedDocument) -> ServedDocument:
-        """Have the replica of `beside` load a document, or make it of its content."""
+    async def _bring(self, document: ServedDocument, neighbor: ServedDocument) -> ServedDocument:
+        """Have the replica of `neighbor` load a document, or compress its content."""
         key = self.make_key(document.sha256, document.variant)
-        route = self.make_key(beside.sha256, beside.variant)
+        route = self.make_key(neighbor.sha256, neighbor.variant)
         self.states.setdefault(key, WAITING)
         try:
             try:
                 tokens, fresh = await self._try_replicas(
-                    lambda: self._place(key, route, document, None)
+                    lambda: self._load_at_replica(key, route, document, None)
                 )
             except self.replica.MissingError:
                 assert document.content is not None  # `get_document` gave it
                 content = await asyncio.to_thread(read_payload, document.content)
                 tokens, fresh = await self._try_replicas(
-                    lambda: self._place(key, route, document, content)
+                    lambda: self._load_at_replica(key, route, document, content)
                 )
         finally:
             self.states.pop(key, None)
@@ -118,7 +118,7 @@ class RayEngine(Engine):
             document.sha256, document.variant, tokens, fresh, content=document.content
         )
 
-    async def _place(
+    async def _load_at_replica(
         self, key: str, route: str, document: ServedDocument, content: str | bytes | None
     ) -> tuple[int, bool]:
         """Have a replica load or make a document, and note how far it is.
@@ -127,8 +127,8 @@ class RayEngine(Engine):
             The document's tokens, and whether it was compressed now.
         """
         found = (0, False)
-        place = (document.sha256, document.variant)
-        async for item in self._call("get_document", route, place, content):
+        document_key = (document.sha256, document.variant)
+        async for item in self._call("get_document", route, document_key, content):
             if isinstance(item, CacheState):
                 self.states[key] = item
             else:
@@ -136,13 +136,13 @@ class RayEngine(Engine):
         return found
 
     def forget_document(self, sha256: str) -> None:
-        """Ask the replicas for a deleted document anew if it comes again.
+        """Ask the replicas for a deleted document again if it returns.
 
         They forget it themselves, by the shared folder.
         """
-        for place in list(self.lengths):
-            if place[0] == sha256:
-                self.lengths.pop(place, None)
+        for length_key in list(self.lengths):
+            if length_key[0] == sha256:
+                self.lengths.pop(length_key, None)
 
     def write_held_cache(self, sha256: str, variant: Variant) -> None:
         """Do nothing: the replicas hold the caches, and write them to the shared folder."""
@@ -156,11 +156,11 @@ class RayEngine(Engine):
     async def find_survivors(
         self, document: ServedDocument, layer: int | None, head: int | None
     ) -> dict:
-        place = (document.sha256, document.variant)
+        document_key = (document.sha256, document.variant)
 
         async def call_replica() -> dict:
-            route = self.make_key(*place)
-            return await anext(self._call("find_survivors", route, place, layer, head))
+            route = self.make_key(*document_key)
+            return await anext(self._call("find_survivors", route, document_key, layer, head))
 
         try:
             return await self._try_replicas(call_replica)
@@ -171,7 +171,7 @@ class RayEngine(Engine):
     # Questions.
 
     async def answer(self, question: ServedQuestion) -> None:
-        """Answer a question, unless everybody who waited for it has gone."""
+        """Answer a question, unless its client has disconnected."""
         task = await run_while_wanted(question, self._ask_replicas(question), LOOK)
         if task.cancelled():
             question.done.cancel()
@@ -192,7 +192,7 @@ class RayEngine(Engine):
                     fresh = brought.fresh or document.fresh
                     question.documents[index] = replace(brought, fresh=fresh)
         raise UnavailableError(
-            "The documents went away again and again before the question was read; ask again."
+            "The documents were repeatedly dropped before the question was read; ask again."
         )
 
     async def _ask_replica(self, question: ServedQuestion, sent: list[list[int]]) -> Reply:
@@ -200,16 +200,16 @@ class RayEngine(Engine):
 
         Args:
             question: What is asked.
-            sent: The tokens of each sample that were passed on before, from another replica. This
-                one says them again; only what follows is passed on.
+            sent: The tokens of each sample that were passed on before, from a different replica.
+                This one repeats them; only what follows is passed on.
         """
-        places = [(document.sha256, document.variant) for document in question.documents]
+        document_keys = [(document.sha256, document.variant) for document in question.documents]
         counts = [0] * len(sent)
         reply = None
         # Without a document, any replica is as good as another.
-        route = self.make_key(*places[0]) if places else secrets.token_hex(16)
+        route = self.make_key(*document_keys[0]) if document_keys else secrets.token_hex(16)
         packed = self.replica.pack_question(question)
-        async for item in self._call("ask", route, places, packed):
+        async for item in self._call("ask", route, document_keys, packed):
             if isinstance(item, Reply):
                 reply = item
                 continue
@@ -221,7 +221,7 @@ class RayEngine(Engine):
                     question.on_token(sample, token, *likely)
                 elif sent[sample][counts[sample] - 1] != token:
                     raise UnavailableError(
-                        "A replica ended, and another one would go on differently; ask again."
+                        "A replica ended, and another one would continue differently; ask again."
                     )
         assert reply is not None
         return reply
@@ -248,7 +248,7 @@ class RayEngine(Engine):
             stream.cancel()
 
     async def _try_replicas(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        """Return what a call returns, from another replica where one dies over it."""
+        """Return what a call returns; where a replica dies over it, try another one."""
         for _ in range(TRIES):
             with suppress(self.errors.RayError):
                 return await call()
@@ -268,7 +268,7 @@ class RayEngine(Engine):
                 continue
             for name, value in report.now.items():
                 now[name] = now.get(name, 0) + value
-        # The figures of replicas lack the questions that Ray still holds back.
+        # The figures of replicas do not count the questions that Ray still holds back.
         waiting = self.count_waiting()
         now["questions_waiting"] = waiting
         now["questions_answering"] = len(self.tasks) - waiting
@@ -296,11 +296,11 @@ def deploy_replicas(
         dtype: The dtype of its weights.
         device: Where it runs.
     """
-    most = max(options.replicas, options.max_replicas)
+    max_replicas = max(options.replicas, options.max_replicas)
     resources = options.find_resources(device)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     address = options.ray or LOCAL
-    ray = connect_ray(address, options.replica_cpus * most, SHARED_MEMORY, resources)
+    ray = connect_ray(address, options.replica_cpus * max_replicas, SHARED_MEMORY, resources)
     try:
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():  # Ray has set its own
@@ -323,7 +323,7 @@ def deploy_replicas(
             logging_config={"log_level": "ERROR", "enable_access_log": False},
         )
         try:
-            deployment = replica.make_deployment(options.replicas, most, resources)
+            deployment = replica.make_deployment(options.replicas, max_replicas, resources)
             handle = serve.run(deployment.bind(config), name=name, route_prefix=None)
             yield RayEngine(handle, settings.limits.max_waiting)
         finally:

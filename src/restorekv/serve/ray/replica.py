@@ -42,8 +42,9 @@ from restorekv.serve.store import Store
 from restorekv.serve.variants import Variant
 
 UPLOAD = ".upload-"  # begins the names of folders for what is being received
-LOOK = 0.1  # seconds between two looks at how far a compression is
-Place = tuple[str, Variant]  # of a document: the SHA-256 of its content, and how it is held
+LOOK = 0.1  # seconds between two checks of how far a compression is
+# What names a document: the SHA-256 of its content, and how it is held.
+DocumentKey = tuple[str, Variant]
 
 
 class MissingError(RestoreKVError):
@@ -100,8 +101,8 @@ class Replica:
         model, tokenizer = load_model(config.model, config.dtype, config.device)
         check_loading(model, tokenizer)
         # Two replicas of a machine must not write to one index.
-        self.lasting = ExitStack()
-        folder = lock_folder(Path(config.folder), self.lasting)
+        self.exit_stack = ExitStack()
+        folder = lock_folder(Path(config.folder), self.exit_stack)
         # What a replica that was killed had received.
         for left in folder.glob(f"{UPLOAD}*"):
             shutil.rmtree(left, ignore_errors=True)
@@ -116,7 +117,7 @@ class Replica:
         if hasattr(self, "engine"):
             self.engine.close()
             self.store.close()
-            self.lasting.close()
+            self.exit_stack.close()
 
     async def describe_model(self) -> tuple[Tokenizer, set[int], CacheOrigin]:
         """Return the tokenizer, the ids that end answers, and the origin of caches."""
@@ -140,7 +141,7 @@ class Replica:
     # Calls of the engine; each names the origin of its caches.
 
     async def get_document(
-        self, place: Place, content: str | bytes | None, *, origin: str
+        self, document_key: DocumentKey, content: str | bytes | None, *, origin: str
     ) -> AsyncIterator[object]:
         """Yield the states of a compression, then (tokens, fresh), then a report.
 
@@ -150,7 +151,7 @@ class Replica:
         source: str | Path = ""
         with ExitStack() as stack:
             if content is None:
-                getting = self._find_document(place)
+                getting = self._find_document(document_key)
             else:
                 if isinstance(content, bytes):
                     # Only here is a disk needed; for all else it may be full.
@@ -161,13 +162,13 @@ class Replica:
                     source.write_bytes(content)
                 else:
                     source = content
-                getting = self.engine.get_document(*place, lambda: source)
+                getting = self.engine.get_document(*document_key, lambda: source)
             # What is yielded meanwhile also tells the sender that this replica lives.
             task = asyncio.ensure_future(getting)
             state: CacheState | None = None
             while not task.done():
                 await asyncio.wait([task], timeout=LOOK)
-                now = self.engine.get_state(*place)
+                now = self.engine.get_state(*document_key)
                 if not task.done() and now != state:
                     state = now
                     yield state
@@ -179,14 +180,14 @@ class Replica:
         yield self._make_report()
 
     async def ask(
-        self, places: Sequence[Place], packed: dict[str, Any], *, origin: str
+        self, document_keys: Sequence[DocumentKey], packed: dict[str, Any], *, origin: str
     ) -> AsyncIterator[object]:
         """Yield lists of tokens as they are written, then the Reply, then a report.
 
-        Whoever stops listening ends the writing.
+        A caller that stops listening ends the writing.
         """
         self.refuse_other_origin(origin)
-        documents = [await self._find_document(place) for place in places]
+        documents = [await self._find_document(document_key) for document_key in document_keys]
         question = ServedQuestion(documents=documents, **packed)
         reply, tokens = ask_engine(self.engine, question)
         try:
@@ -195,20 +196,20 @@ class Replica:
             yield await reply
             yield self._make_report()
         finally:
-            # The generator is closed when the client has gone, and the answer is not needed.
+            # The generator is closed when the client has disconnected.
             question.cancelled = True
 
     async def find_survivors(
-        self, place: Place, layer: int | None, head: int | None, *, origin: str
+        self, document_key: DocumentKey, layer: int | None, head: int | None, *, origin: str
     ) -> AsyncIterator[dict]:
         """Yield which tokens of a document survive."""
         self.refuse_other_origin(origin)
-        document = await self._find_document(place)
+        document = await self._find_document(document_key)
         yield await self.engine.find_survivors(document, layer, head)
 
-    async def _find_document(self, place: Place) -> ServedDocument:
+    async def _find_document(self, document_key: DocumentKey) -> ServedDocument:
         """Return a document that is in memory, on disk, or in the shared folder."""
-        document = await self.engine.find_document(*place)
+        document = await self.engine.find_document(*document_key)
         if document is None:
             raise MissingError("The document is not here.")
         return document
@@ -221,13 +222,13 @@ class Replica:
 
 
 def make_portable_error(error: RestoreKVError, source: str | Path) -> Exception:
-    """Return an error that says in another process what it says here.
+    """Return an error that keeps its message in a different process.
 
     Args:
         error: What was raised.
-        source: The content that was given; a path means nothing to who uploaded it.
+        source: The content that was given; its path here would mean nothing to the client.
     """
-    # The chain of causes does not travel, so what the machine lacked goes itself.
+    # Causes are not pickled with an error, so what the machine lacked is sent itself.
     shortage = find_resource_shortage(error)
     if shortage is not None:
         return shortage
@@ -236,16 +237,18 @@ def make_portable_error(error: RestoreKVError, source: str | Path) -> Exception:
     return error
 
 
-def make_deployment(least: int, most: int, resources: Mapping[str, float]) -> serve.Deployment:
+def make_deployment(
+    min_replicas: int, max_replicas: int, resources: Mapping[str, float]
+) -> serve.Deployment:
     """Return what Ray Serve deploys.
 
     Two batches are on their way to a replica before another one gets more.
     """
-    number: dict[str, Any] = {"num_replicas": least}
-    if most > least:
+    number: dict[str, Any] = {"num_replicas": min_replicas}
+    if max_replicas > min_replicas:
         autoscaling = {
-            "min_replicas": least,
-            "max_replicas": most,
+            "min_replicas": min_replicas,
+            "max_replicas": max_replicas,
             "target_ongoing_requests": decoding.BATCH,
         }
         number = {"autoscaling_config": autoscaling}
@@ -262,7 +265,7 @@ def make_deployment(least: int, most: int, resources: Mapping[str, float]) -> se
 
 
 def pack_question(question: ServedQuestion) -> dict[str, Any]:
-    """Return the fields of a question that travel to a replica; its documents go as places."""
+    """Return the fields of a question that travel to a replica; its documents go as keys."""
     return {
         "turns": question.turns,
         "text": question.text,
@@ -288,19 +291,19 @@ async def take_tokens(tokens: asyncio.Queue[tuple | None]) -> list[tuple]:
     return taken
 
 
-def lock_folder(folder: Path, lasting: ExitStack) -> Path:
+def lock_folder(folder: Path, stack: ExitStack) -> Path:
     """Return the first numbered folder that no other replica has.
 
-    It is file_lock for as long as this process or `lasting` lasts.
+    It stays locked for as long as this process runs or `stack` is open.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for number in count():
         own = folder / str(number)
         own.mkdir(exist_ok=True)
-        # A lock that is not acquired is closed again; the first that is stays.
+        # Close a lock that was not acquired; keep the first that was.
         trial = ExitStack()
         if trial.enter_context(file_lock(own / ".lock")):
-            lasting.push(trial)
+            stack.push(trial)
             return own
         trial.close()
     raise AssertionError
