@@ -23,7 +23,7 @@ from restorekv.serve import fields
 from restorekv.serve.variants import Variant
 
 PART_TYPES = {"text", "input_text", "output_text", "file", "input_file"}
-LARGEST_SCHEMA = 1 << 15  # characters; one of 250,000 keeps all others waiting for 17 seconds
+LARGEST_SCHEMA = 1 << 15  # characters; one of 250,000 blocks all other requests for 17 seconds
 
 DOCX = "application/vnd.openxmlformats-officedocument.wordprocessingml.document"
 # What the names of files get which have a type and no ending.
@@ -51,15 +51,14 @@ CHARSETS = {"", "utf-8", "utf8", "us-ascii"}
 # Python's own, not the system's, so that a name means the same everywhere.
 KNOWN_ENDINGS = {*MimeTypes().types_map[True], *ENDINGS.values(), ".rkv"}
 
-EARLIER = "previous_response_id"  # the field that stands for the messages up to an answer
+EARLIER = "previous_response_id"  # the field that replaces the messages up to an answer
 
 WHOSE_DOCUMENTS = (
-    "Documents are in messages of the user or the system, not of the assistant; move the part to "
-    "one of these."
+    "An assistant message cannot have documents; move the part to a user or system message."
 )
 NAMELESS = (
-    "A file part names its file: {'type': 'file', 'file': {'file_id': ...}}, or has its filename "
-    "and file_data."
+    "A file part must name its file: {'type': 'file', 'file': {'file_id': ...}}, or have its "
+    "filename and file_data."
 )
 
 
@@ -113,7 +112,7 @@ class FileReference(BaseModel):
     def find_file(self) -> UploadedFile | AttachedFile:
         """Return the file; its id may be empty, where the request has neither id nor file."""
         if self.file_id and self.file_data:
-            raise RestoreKVError("A file has a file_id or file_data, not both; leave one out.")
+            raise RestoreKVError("A file part must have file_id or file_data, not both; drop one.")
         stated_type = (self.format or "").strip().lower()
         stated_kind = find_kind_of_type(stated_type)
         if self.file_id or not self.file_data:
@@ -127,8 +126,8 @@ class FileReference(BaseModel):
         name = complete_name(name, media_type, content)
         if stated_kind not in (None, find_kind(name)):
             raise RestoreKVError(
-                f"The format of a file is {printable_name(stated_type)}, and its name or data: URL "
-                f"says that {printable_name(name)} is read otherwise; let them say the same."
+                f"The format of a file is {printable_name(stated_type)}, which does not match its "
+                f"name or data: URL ({printable_name(name)}); make them agree."
             )
         _check_name(name, media_type)
         return AttachedFile(name, content)
@@ -137,8 +136,8 @@ class FileReference(BaseModel):
 def complete_name(name: str, media_type: str, content: bytes) -> str:
     """Return the name of a file with the ending that says how it is read.
 
-    That is the name's own, if it is known; clients may name a file without. Then it is that of the
-    media type, and without ending and type that of what the file begins with.
+    That is the name's own ending if it is a known one, else that of the media type. Without either
+    it is guessed from how the file begins.
 
     Args:
         name: What the client calls the file.
@@ -148,17 +147,17 @@ def complete_name(name: str, media_type: str, content: bytes) -> str:
     suffix = PurePath(name).suffix.lower()
     if suffix in KNOWN_ENDINGS:
         return name
-    # What follows the last dot may be no ending, as in "notes v1.2".
+    # What follows the last dot need not be an ending, as in "notes v1.2".
     if media_type in ENDINGS:
         return name + ENDINGS[media_type]
-    # Or one that is not known here, as .php, of a text that only begins as a page does.
+    # An unknown ending such as .php may be of a text that only begins as an HTML page does.
     if media_type in UNKNOWN_TYPES and not suffix:
         return name + guess_ending(content)
     return name
 
 
 def _check_name(name: str, media_type: str) -> None:
-    """Refuse a PDF, DOCX or EPUB that is named as another file, and another one that is named so.
+    """Refuse a PDF, DOCX or EPUB whose name says otherwise, and a name that wrongly says so.
 
     Between texts the name decides, since many clients call all of them text/plain.
     """
@@ -185,7 +184,7 @@ def find_kind_of_type(media_type: str) -> str | None:
     printable = printable_name(media_type)
     if "/" not in media_type:
         raise RestoreKVError(
-            f"A format is a media type such as application/pdf, not {printable!r}; send that."
+            f"A format must be a media type such as application/pdf, got {printable!r}."
         )
     raise RestoreKVError(
         f"Files of the type {printable} cannot be read here; send a text, HTML, PDF, DOCX or EPUB."
@@ -202,9 +201,9 @@ def _decode_file(file_data: str) -> tuple[str, bytes]:
     """Return the media type of base64 or a data: URL, "" without one, and the bytes.
 
     Raises:
-        RestoreKVError: It is neither, or a text in another encoding than UTF-8.
+        RestoreKVError: It is neither, or a text in an encoding other than UTF-8.
     """
-    wrong = RestoreKVError("file_data is base64, or a data: URL of it; encode the file.")
+    wrong = RestoreKVError("file_data must be base64, or a data: URL of it; encode the file.")
     header, comma, encoded = file_data.rpartition(",")
     media_type = ""
     if comma:
@@ -218,7 +217,7 @@ def _decode_file(file_data: str) -> tuple[str, bytes]:
                 raise RestoreKVError(
                     f"file_data is a text in {printable_name(value)}; save it as UTF-8 first."
                 )
-    # Programs such as `base64` break what they write into lines.
+    # Programs such as `base64` wrap their output into lines.
     encoded = "".join(encoded.split())
     try:
         return media_type, base64.b64decode(encoded, validate=True)
@@ -279,7 +278,7 @@ class MessagePart(FileReference):
         """Refuse a part that is neither a text nor a file."""
         if self.type not in PART_TYPES:
             raise RestoreKVError(
-                f"A part of a message is a text or a file here, not {self.type[:40]!r}; "
+                f"A part of a message must be a text or a file here, got {self.type[:40]!r}; "
                 "leave it out."
             )
 
@@ -320,19 +319,19 @@ class Format(BaseModel):
         taken = fields.take_known(given, cls.model_fields, frozenset(), {})
         if not isinstance(taken, dict):
             return taken
-        place = "json_schema"
+        field = "json_schema"
         has_schema = taken.get("json_schema") is not None
         if has_schema != (taken.get("type") == "json_schema"):
-            why = "comes with type json_schema, and with no other; give both or neither"
-            raise fields.make_field_error("invalid_value", place, why)
+            why = "is for type json_schema alone; send both or neither"
+            raise fields.make_field_error("invalid_value", field, why)
         if has_schema:
             known = {"schema": None}
             schema = fields.take_known(
-                taken["json_schema"], known, fields.FORMAT_IDLE, {}, f"{place}."
+                taken["json_schema"], known, fields.FORMAT_IDLE, {}, f"{field}."
             )
             if isinstance(schema, dict) and not isinstance(schema.get("schema", {}), dict | None):
                 raise fields.make_field_error(
-                    "invalid_value", f"{place}.schema", "must be an object, which is a JSON schema"
+                    "invalid_value", f"{field}.schema", "must be an object, which is a JSON schema"
                 )
         return taken
 
@@ -379,7 +378,7 @@ class SamplingRequest(BaseModel):
     max_tokens: int | None = Field(None, ge=1)
     n: int | None = Field(None, ge=1, le=128)
     stop: str | Annotated[list[str], Field(max_length=64)] | None = None
-    # Some clients send negative numbers; each stands for one of ours.
+    # Some clients send negative numbers; `list_options` maps each to one of ours.
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -465,7 +464,7 @@ def _parse_bias(given: Mapping[str, float]) -> dict[int, float]:
     for name, value in given.items():
         if not re.fullmatch(r"0|[1-9][0-9]{0,9}", name):
             raise OptionError(
-                "logit_bias names tokens by their ids, such as {'50256': -100}; give numbers.",
+                "logit_bias must name tokens by their ids, such as {'50256': -100}.",
                 "logit_bias",
             )
         bias[int(name)] = value
@@ -500,21 +499,21 @@ class ParsedChat:
 def parse_chat(
     request: ChatRequest,
     base: str,
-    most_tokens: int,
+    max_tokens: int,
     defaults: AnswerDefaults,
     names: Sequence[str] | None = None,
 ) -> ParsedChat:
     """Return what a request asks: system messages, then user and assistant in turn.
 
     Any message but the assistant's may hold documents. The model reads all of them first, in their
-    order; the texts of a message stay together. Chat templates have no place for a system message
-    after the first turn, so it is said by the user, nor for an assistant that begins, whom an empty
-    question precedes. If the assistant has the last word, the model goes on from there.
+    order; the texts of a message stay together. Chat templates do not allow a system message after
+    the first turn, so it becomes a user message, nor an assistant that begins, so an empty question
+    precedes it. If the last message is the assistant's, the model continues it.
 
     Args:
         request: What was sent.
         base: The name of the server's model.
-        most_tokens: The server's limit on answers.
+        max_tokens: The server's limit on answers.
         defaults: What an answer gets where the request does not say.
         names: The fields of the messages, for errors; "messages.0" and so on by default.
 
@@ -539,7 +538,7 @@ def parse_chat(
             roles.append("user")
             texts.append("")
         if roles and roles[-1] == role:
-            # Chat templates have no place for two of the same role.
+            # Chat templates do not allow two messages of the same role in a row.
             texts[-1] = _join_texts([texts[-1], text])
         else:
             roles.append(role)
@@ -549,13 +548,14 @@ def parse_chat(
         opening = texts.pop()
         if request.response_format and request.response_format.find_schema():
             raise OptionError(
-                "An answer in JSON begins anew; leave out the assistant's last message.",
+                "response_format cannot continue a partial answer; leave out the assistant's last "
+                "message.",
                 "response_format",
             )
     if not texts:
-        raise OptionError("There is no question; send a message of the user.", "messages")
+        raise OptionError("There is no question; send a user message.", "messages")
     questions = texts[::2]
-    # The engine refuses it as well, after its documents were compressed.
+    # Checked here as well, because the engine would refuse it only after compressing documents.
     with name_option("messages"):
         check_question(questions[-1])
     return ParsedChat(
@@ -566,7 +566,7 @@ def parse_chat(
         opening=opening,
         variant=Variant.parse(request.model, base),
         sampling=request.make_sampling(defaults),
-        limit=min(request.max_completion_tokens or request.max_tokens or most_tokens, most_tokens),
+        limit=min(request.max_completion_tokens or request.max_tokens or max_tokens, max_tokens),
     )
 
 
@@ -613,8 +613,8 @@ def _read_message(message: Message, name: str, documents: list[RequestedDocument
 
 
 def _name_inside(name: str, inner: str) -> str:
-    """Return the name of a field inside of another one; there is none inside of earlier messages,
-    since the request has the id of their answer alone.
+    """Return the name of a field inside another one. Inside EARLIER that is EARLIER, because the
+    request has only the id of the answer to those messages.
     """
     return f"{name}.{inner}" if inner and name != EARLIER else name
 
