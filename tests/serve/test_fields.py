@@ -36,8 +36,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 CHAT = typing.get_type_hints(completion_create_params.CompletionCreateParamsNonStreaming)
 RESPONSES = typing.get_type_hints(response_create_params.ResponseCreateParamsNonStreaming)
 KINDS = {
-    "chat": (CHAT, ChatRequest, fields.CHAT_IDLE, fields.CHAT_REFUSED),
-    "responses": (RESPONSES, ResponsesRequest, fields.RESPONSES_IDLE, fields.RESPONSES_REFUSED),
+    "chat": (CHAT, ChatRequest, fields.CHAT_IGNORED, fields.CHAT_REFUSED),
+    "responses": (RESPONSES, ResponsesRequest, fields.RESPONSES_IGNORED, fields.RESPONSES_REFUSED),
 }
 
 
@@ -130,7 +130,7 @@ def test_the_table_in_the_documents_is_the_servers(kind):
 def test_the_documents_name_what_completions_ignore_and_refuse():
     text = " ".join(PAGE.read_text().split())
     ignored, refused = text.split("`/v1/completions` has the fields")[1].split("refuses", 1)
-    assert set(re.findall(r"`(\w+)`", ignored.partition("ignores")[2])) == fields.COMPLETION_IDLE
+    assert set(re.findall(r"`(\w+)`", ignored.partition("ignores")[2])) == fields.COMPLETION_IGNORED
     assert set(re.findall(r"`(\w+)`", refused.partition(".")[0])) == set(fields.COMPLETION_REFUSED)
 
 

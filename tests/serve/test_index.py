@@ -77,7 +77,7 @@ def test_changes_that_may_wait_are_written_later(store):
     store.add_upload("b.txt", "user_data", io.BytesIO(b"more"))
     assert on_disk(store, "select status from files") == [(PROCESSED,), (UPLOADED,)]
     assert on_disk(store, "select used from caches") > used
-    assert not store.index.late and not store.index.touched
+    assert not store.index.deferred and not store.index.touched
 
 
 def test_reading_writes_nothing(store):
@@ -112,7 +112,7 @@ def test_a_deletion_without_room_for_its_row_removes_the_file(store, tmp_path):
             (tmp_path / "store" / "caches").iterdir()
         )
         assert len(on_disk(store, "select * from files")) == 2
-        store.index.late.clear()  # so that it is not written at the end
+        store.index.deferred.clear()  # so that it is not written at the end
     store.close()
     again = Store(tmp_path / "store", MUCH)
     assert not again.list_uploads() and not on_disk(again, "select * from files")
@@ -138,7 +138,7 @@ def test_a_store_of_another_version_is_refused(tmp_path):
     rows.close()
     with pytest.raises(
         RestoreKVError,
-        match=f"has version 1, this restorekv reads {VERSION}; choose another folder",
+        match=f"has version 1, this restorekv reads {VERSION}; choose a different folder",
     ):
         Store(tmp_path, MUCH)
 

@@ -175,8 +175,8 @@ def test_pieces_are_whole_characters(tiny_tokenizer):
 @pytest.mark.parametrize(
     "query, status, message",
     [
-        ({"layer": 3}, 400, "layer is a number from 0 to 2"),
-        ({"head": -1}, 400, "head is a number from 0 to 1"),
+        ({"layer": 3}, 400, "layer must be a number from 0 to 2"),
+        ({"head": -1}, 400, "head must be a number from 0 to 1"),
         ({"layer": "x"}, 400, "layer"),
         ({"model": "tiny:no-0.1"}, 404, "There is no model"),
     ],

@@ -35,7 +35,7 @@ from restorekv.serve.variants import Variant
 
 @dataclass(frozen=True)
 class CacheOrigin:
-    """What decides every cache of a server beside the document and the variant.
+    """What decides every cache of a server, besides the document and the variant.
 
     Args:
         common: The version of this package, the model, its dtype, template and separator, and
@@ -87,8 +87,8 @@ def _describe_evictor(name: str, model: PreTrainedModel, model_name: str) -> tup
         compressor = make_compressor(name)
         scores = f"{compressor.identity(model)} {compressor.digest_code()}"
         return scores, _digest_adapter(compressor, model_name)
-    # It has no gate for this model, say. Who asks for it gets the sentence, and no cache.
     except RestoreKVError:
+        # It has no gate for this model, say. A request for it gets the error, and no cache.
         return "", ""
 
 

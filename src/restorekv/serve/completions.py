@@ -27,14 +27,14 @@ from restorekv.serve.requests import AnswerDefaults, SamplingRequest, Text
 from restorekv.serve.service import explain_error
 from restorekv.serve.variants import Variant
 
-MOST_PROMPTS = 64
+MAX_PROMPTS = 64
 DEFAULT_TOKENS = 16  # OpenAI's
 
 
 class CompletionRequest(SamplingRequest):
     """What `/v1/completions` takes; fields.py says what becomes of OpenAI's other fields."""
 
-    model_config = fields.make_config(fields.COMPLETION_IDLE, fields.COMPLETION_REFUSED)
+    model_config = fields.make_config(fields.COMPLETION_IGNORED, fields.COMPLETION_REFUSED)
 
     model: Text
     prompt: Text | list[Text] | list[StrictInt] | list[list[StrictInt]]
@@ -45,7 +45,7 @@ class CompletionRequest(SamplingRequest):
     def take_fields(cls, given: Any) -> Any:
         """Refuse fields that would be ignored."""
         return fields.take_request(
-            given, cls.model_fields, fields.COMPLETION_IDLE, fields.COMPLETION_REFUSED
+            given, cls.model_fields, fields.COMPLETION_IGNORED, fields.COMPLETION_REFUSED
         )
 
     @model_validator(mode="after")
@@ -54,8 +54,8 @@ class CompletionRequest(SamplingRequest):
         why = ""
         if not all(prompts):
             why = "is empty; give a text to continue"
-        elif len(prompts) > MOST_PROMPTS:
-            why = f"has more than {MOST_PROMPTS} texts; send fewer"
+        elif len(prompts) > MAX_PROMPTS:
+            why = f"has more than {MAX_PROMPTS} texts; send fewer"
         elif self.stream and len(prompts) > 1:
             why = "may have only one text in a stream; send them one by one"
         if why:
@@ -104,7 +104,7 @@ async def complete_text(
             text="",
             system="",
             limit=limit,
-            # Each draws a seed of its own, so that equal prompts are sampled apart.
+            # Each draws its own seed, so that equal prompts get different answers.
             sampling=request.make_sampling(service.defaults),
             prompt=prompt,
             has_seed=request.seed is not None,
@@ -120,7 +120,7 @@ async def complete_text(
             pending.append(await _begin_in_turn(partial(begin, prompt), pending))
         parts = [await each.wait_for_reply() for each in pending]
     finally:
-        # Where one fails or is refused, nobody waits for the others.
+        # Where one fails or is refused, the others are not needed.
         for each in pending:
             each.question.cancelled = True
     whole = make_text_completion(pending[0].header, parts, service.engine.tokenizer)
@@ -130,7 +130,7 @@ async def complete_text(
 async def _begin_in_turn(
     begin: Callable[[], PendingAnswer], earlier: Sequence[PendingAnswer]
 ) -> PendingAnswer:
-    """Begin an answer; where too many wait, when an earlier one of its request is there.
+    """Begin an answer. Where too many wait, wait for an earlier answer of the request first.
 
     So a request may have more prompts than may wait.
 

@@ -20,7 +20,7 @@ def start_document_hash(kind: str) -> hashlib._Hash:
     """Return the SHA-256 that names a document of a kind, once its content is added.
 
     The kind's length and the kind come first, so a content of one kind never has the name of a
-    content of another: the same bytes as .html and as .txt are different documents.
+    content of another kind: the same bytes as .html and as .txt are different documents.
     """
     return hashlib.sha256(len(kind).to_bytes(8, "big") + kind.encode())
 
@@ -53,8 +53,8 @@ def compose_documents(contexts: Sequence[CompressedContext]) -> CompressedContex
     """Return the context of a question's documents, composed if there are several.
 
     Raises:
-        UnlikeContextsError: They were not compressed alike. The library's own message names
-            settings of other commands.
+        UnlikeContextsError: They were not compressed in the same way. The library's own message
+            names settings of other commands.
     """
     if len(contexts) == 1:
         return contexts[0]
@@ -69,11 +69,11 @@ def check_size(text: str, tokenizer: Tokenizer, positions: int) -> None:
 
     Tokenizing such a text to count its tokens could take gigabytes.
     """
-    most = positions * _find_longest_token(tokenizer)
-    if len(text) > most:
+    max_chars = positions * _find_longest_token(tokenizer)
+    if len(text) > max_chars:
         raise TextTooLongError(
             f"The text has {len(text):,} characters, and the model's {positions:,} positions have "
-            f"room for fewer than {most:,}; split it."
+            f"room for fewer than {max_chars:,}; split it."
         )
 
 

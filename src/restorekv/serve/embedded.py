@@ -253,7 +253,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         question = active.question
 
         def is_cancelled() -> bool:
-            # The client has gone, or the question was answered with an error.
+            # The client has disconnected, or the question was answered with an error.
             return question.cancelled or question.done.done()
 
         self.scheduler.admit(

@@ -287,7 +287,7 @@ class Engine(ABC):
 
     @abstractmethod
     def write_held_cache(self, sha256: str, variant: Variant) -> None:
-        """Write a cache that this process holds in memory to disk, if its file has gone."""
+        """Write a cache that this process holds in memory to disk, if its file is gone."""
 
     @abstractmethod
     def get_state(self, sha256: str, variant: Variant) -> CacheState:

@@ -1,8 +1,8 @@
 """Which fields of OpenAI's requests have an effect, which change no answer, and which are refused.
 
 A field that the request's class has is honored. All others are in one of the two tables below, or
-unknown, which is refused as well: a server that ignores what it was asked for would give wrong
-answers without a word.
+unknown, which is refused as well: a server that ignores what it was asked for would silently give
+wrong answers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WITHOUT_TOOLS = "leave it out, or ask for an answer in JSON by {}"
 
 
 class Refusal(NamedTuple):
-    """What is said of a field that cannot be honored: "X is not supported, since WHY; FIX".
+    """The error of a field that cannot be honored: "X is not supported, since WHY; FIX".
 
     Args:
         nothing: The values that ask for nothing, in addition to null.
@@ -35,7 +35,7 @@ class Refusal(NamedTuple):
 
 Refused = Mapping[str, Refusal]  # by field
 
-IDLE_ALWAYS = frozenset(
+IGNORED_ALWAYS = frozenset(
     {
         "metadata",
         "parallel_tool_calls",
@@ -54,13 +54,13 @@ REFUSED_ALWAYS: Refused = {
     "tool_choice": Refusal(("none", "auto"), TOOLS, WITHOUT_TOOLS.format("response_format")),
 }
 
-CHAT_IDLE = IDLE_ALWAYS | {"functions", "prediction", "store"}
+CHAT_IGNORED = IGNORED_ALWAYS | {"functions", "prediction", "store"}
 CHAT_REFUSED: Refused = {
     **REFUSED_ALWAYS,
     "audio": Refusal((), "answers are text"),
     # vLLM's, which clients of models that can think send to have them not do so.
     "chat_template_kwargs": Refusal(
-        ({"enable_thinking": False}, {}), "the chat template is used as it is, with thinking off"
+        ({"enable_thinking": False}, {}), "the chat template is used unchanged, with thinking off"
     ),
     "function_call": Refusal(("none", "auto"), TOOLS),
     "modalities": Refusal((["text"],), "answers are text"),
@@ -73,14 +73,14 @@ CHAT_REFUSED: Refused = {
     "web_search_options": Refusal((), TOOLS),
 }
 
-COMPLETION_IDLE = frozenset({"service_tier", "user"})
+COMPLETION_IGNORED = frozenset({"service_tier", "user"})
 COMPLETION_REFUSED: Refused = {
     "best_of": Refusal((1,), "every answer is returned", "use n to ask for several"),
     "echo": Refusal((False,), "an answer is what follows the prompt"),
     "suffix": Refusal(("",), "the models here write after a text, not before one"),
 }
 
-RESPONSES_IDLE = (IDLE_ALWAYS - {"metadata"}) | {"max_tool_calls", "stream_options"}
+RESPONSES_IGNORED = (IGNORED_ALWAYS - {"metadata"}) | {"max_tool_calls", "stream_options"}
 RESPONSES_REFUSED: Refused = {
     **REFUSED_ALWAYS,
     "access_programs": Refusal(([],), TOOLS),
@@ -104,7 +104,7 @@ RESPONSES_REFUSED: Refused = {
 }
 
 TEXT_REFUSED: Refused = {"verbosity": CHAT_REFUSED["verbosity"]}
-MESSAGE_IDLE = frozenset({"annotations", "id", "name", "phase", "refusal", "status", "type"})
+MESSAGE_IGNORED = frozenset({"annotations", "id", "name", "phase", "refusal", "status", "type"})
 MESSAGE_REFUSED: Refused = {
     "audio": Refusal((), "messages are text and files"),
     "function_call": Refusal((), TOOLS),
@@ -112,7 +112,7 @@ MESSAGE_REFUSED: Refused = {
     "tool_call_id": Refusal((), TOOLS),
     "tool_calls": Refusal(([],), TOOLS),
 }
-PART_IDLE = frozenset({"annotations", "detail", "id", "index", "logprobs"})
+PART_IGNORED = frozenset({"annotations", "detail", "id", "index", "logprobs"})
 PART_REFUSED: Refused = {
     "file_url": Refusal(
         (), "this server fetches nothing from other sites", "upload the file and send its file_id"
@@ -124,17 +124,17 @@ CACHE_MARKS = {
     "prompt_cache_breakpoint": ("mode", "explicit"),
     "cache_control": ("type", "ephemeral"),
 }
-MARK_IDLE = frozenset({"ttl"})
+MARK_IGNORED = frozenset({"ttl"})
 # What names a file, in a part of a message or in the object `file` of one.
 FILE_FIELDS = ("file_id", "filename", "file_data", "format")
 # Fields of a schema: every answer follows it strictly.
-FORMAT_IDLE = frozenset({"description", "name", "strict"})
+FORMAT_IGNORED = frozenset({"description", "name", "strict"})
 NUMBERS: tuple[Any, ...] = (int | None, float | None)  # types of fields
 STREAM = frozenset({"include_usage", "include_obfuscation"})
 
 
 # What other servers call a field that requests here have.
-OTHER_NAMES = {
+FIELD_ALIASES = {
     "num_predict": "max_tokens",
     "max_new_tokens": "max_tokens",
     "repeat_penalty": "repetition_penalty",
@@ -144,71 +144,71 @@ OTHER_NAMES = {
 def take_known(
     given: Any,
     honored: Mapping[str, object],
-    idle: frozenset[str],
+    ignored: frozenset[str],
     refused: Refused,
-    place: str = "",
+    prefix: str = "",
 ) -> Any:
     """Return an object of a request without the fields that have no effect.
 
     Args:
         given: What the request holds; anything but an object is returned as it is.
         honored: The fields that have an effect.
-        idle: Those that may have any value, since none changes an answer.
+        ignored: Those that may have any value, since none changes an answer.
         refused: Those that may only ask for nothing.
-        place: What comes before its fields' names in an error, such as "file.", where the
-            object is inside of the one that pydantic validates and names.
+        prefix: What comes before its fields' names in an error, such as "file.", where the
+            object is inside the one that pydantic validates and names.
 
     Raises:
-        PydanticCustomError: A field is unknown, asks for what is not supported, or has a boolean in
-            place of a number.
+        PydanticCustomError: A field is unknown, asks for what is not supported, or has a boolean
+            instead of a number.
     """
     if not isinstance(given, dict):
         return given
     taken = {}
     for name, value in given.items():
         if name in honored:
-            # Pydantic would read true as 1: a flag of another API would be a number without a word.
+            # Pydantic would silently read true as 1, such as a flag of a different API.
             is_number = getattr(honored[name], "annotation", None) in NUMBERS
             if is_number and isinstance(value, bool):
                 why = "must be a number, not true or false"
-                raise make_field_error("invalid_value", place + name, why)
+                raise make_field_error("invalid_value", prefix + name, why)
             taken[name] = value
         elif name in refused:
             refusal = refused[name]
             if value is not None and not _is_one_of(value, refusal.nothing):
                 raise make_field_error(
                     "unsupported_parameter",
-                    place + name,
+                    prefix + name,
                     f"is not supported, since {refusal.why}; {refusal.fix}",
                 )
-        elif name not in idle:
-            ours = OTHER_NAMES.get(name)
+        elif name not in ignored:
+            ours = FIELD_ALIASES.get(name)
             fix = f"use {ours}" if ours in honored else "leave it out"
             raise make_field_error(
-                "unknown_parameter", place + name, f"is not a field of this request; {fix}"
+                "unknown_parameter", prefix + name, f"is not a field of this request; {fix}"
             )
     return taken
 
 
 def take_request(
-    given: Any, honored: Mapping[str, object], idle: frozenset[str], refused: Refused
+    given: Any, honored: Mapping[str, object], ignored: frozenset[str], refused: Refused
 ) -> Any:
     """Return a request that may be streamed without the fields that have no effect."""
-    taken = take_known(given, honored, idle, refused)
+    taken = take_known(given, honored, ignored, refused)
     if isinstance(taken, dict):
-        place = "stream_options"
-        options = take_known(taken.get(place), dict.fromkeys(STREAM), frozenset(), {}, f"{place}.")
+        field = "stream_options"
+        options = take_known(taken.get(field), dict.fromkeys(STREAM), frozenset(), {}, f"{field}.")
         if not isinstance(options, dict):
             return taken  # none were sent, or their type is refused later
         for name, value in options.items():
             if not isinstance(value, bool | None):
                 why = "must be a boolean, true or false"
-                raise make_field_error("invalid_value", f"{place}.{name}", why)
+                raise make_field_error("invalid_value", f"{field}.{name}", why)
     return taken
 
 
 def check_cache_marks(part: Mapping[str, Any]) -> None:
-    """Refuse a mistyped mark of a part of a message: ignored, it would leave a text uncompressed.
+    """Refuse a mistyped mark of a message part. Ignoring it would leave a text uncompressed.
 
     Raises:
         PydanticCustomError: A mark is of no known kind, or has an unknown field.
@@ -217,7 +217,7 @@ def check_cache_marks(part: Mapping[str, Any]) -> None:
         given = part.get(mark)
         if not isinstance(given, dict):
             continue
-        take_known(given, {name: None}, MARK_IDLE, {}, f"{mark}.")
+        take_known(given, {name: None}, MARK_IGNORED, {}, f"{mark}.")
         if given.get(name) != known:
             raise make_field_error(
                 "invalid_value",
@@ -227,10 +227,10 @@ def check_cache_marks(part: Mapping[str, Any]) -> None:
 
 
 def check_kind_of_part(part: Mapping[str, Any]) -> None:
-    """Refuse the text of a file's part and the file of a text's: one of both would be ignored.
+    """Refuse a text in a file part and a file in a text part: one of both would be ignored.
 
     Raises:
-        PydanticCustomError: A part has a field of the other kind, or names a file in two places.
+        PydanticCustomError: A part has a field of the other kind, or names two files.
     """
     is_file = "file" in part["type"]
     for name in ("text",) if is_file else ("file", *FILE_FIELDS):
@@ -250,12 +250,12 @@ def _is_one_of(value: Any, known: tuple[Any, ...]) -> bool:
     return any(type(value) is type(each) and value == each for each in known)
 
 
-def make_config(idle: frozenset[str], refused: Refused) -> ConfigDict:
+def make_config(ignored: frozenset[str], refused: Refused) -> ConfigDict:
     """Return a request class's setting that lists these fields in its schema, and no others."""
 
     def extend(schema: dict[str, Any]) -> None:
         schema["additionalProperties"] = False
-        for name in idle:
+        for name in ignored:
             schema["properties"].setdefault(name, {})
         for name, refusal in refused.items():
             schema["properties"][name] = {"enum": [None, *refusal.nothing]}

@@ -94,7 +94,7 @@ class Index:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.late: list[Statement] = []  # changes that are in memory and not yet on disk
+        self.deferred: list[Statement] = []  # changes that are in memory and not yet on disk
         # When caches were used last, where that is not yet on disk.
         self.touched: dict[str, float] = {}
         self.memory = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
@@ -127,24 +127,25 @@ class Index:
                 except ValidationError as error:
                     column = error.errors()[0]["loc"][0]
                     raise _make_foreign_error(
-                        self.path, f"a row with another {column} than the store gives"
+                        self.path, f"a row with a {column} other than the store gives"
                     ) from None
 
     def select(self, sql: str, parameters: Sequence[Any] = ()) -> list[tuple]:
         """Return the rows of a query."""
         return self.memory.execute(sql, parameters).fetchall()
 
-    def apply(self, *statements: Statement, late: bool = False) -> None:
+    def apply(self, *statements: Statement, deferrable: bool = False) -> None:
         """Execute all the statements or none.
 
         Args:
             statements: What to change.
-            late: Whether the disk may take them later, so that this never fails because of it.
+            deferrable: Whether the disk may take them later, so that this never fails because of
+                it.
 
         Raises:
-            sqlite3.Error: the disk does not take them.
+            sqlite3.Error: The disk does not take them.
         """
-        if not late:
+        if not deferrable:
             self.write_to_disk(statements)
         self.memory.execute("begin")
         try:
@@ -154,8 +155,8 @@ class Index:
             self.memory.execute("rollback")
             raise
         self.memory.execute("commit")
-        if late:
-            self.late += statements
+        if deferrable:
+            self.deferred += statements
             with suppress(sqlite3.Error):
                 self.write_to_disk(())
 
@@ -175,7 +176,7 @@ class Index:
         """Write what waits, then the statements, in one transaction."""
         if self.disk is None:
             self.disk = open_writable(self.path)
-        changes = list(self.late)
+        changes = list(self.deferred)
         for key, used in self.touched.items():
             changes.append(("update caches set used = ? where key = ?", (used, key)))
         changes.extend(statements)
@@ -189,13 +190,13 @@ class Index:
                 if self.disk.in_transaction:
                     self.disk.execute("rollback")
             raise
-        self.late.clear()
+        self.deferred.clear()
         self.touched.clear()
 
     def close(self) -> None:
         """Write what waits, where that is possible."""
         with suppress(sqlite3.Error):
-            if self.late or self.touched:
+            if self.deferred or self.touched:
                 self.write_to_disk(())
         self.close_disk()
         self.memory.close()
@@ -208,15 +209,15 @@ class Index:
 
 
 def check_schema(path: Path, disk: sqlite3.Connection) -> set[str]:
-    """Return the names of the tables; refuse another version, and anything but our tables.
+    """Return the names of the tables; refuse a different version, and anything but our tables.
 
-    Triggers, views and computed columns would run whatever their author liked with every change.
+    Triggers, views and computed columns would run their author's code with every change.
     """
     version = disk.execute("pragma user_version").fetchone()[0]
     if version > VERSION:
         raise RestoreKVError(
             f"The store {path.parent} was made by a newer version of restorekv; update this one, "
-            "or choose another folder with --store."
+            "or choose a different folder with --store."
         )
     own = {_normalize(statement) for statement in SCHEMA.split(";")}
     names = set()
@@ -228,7 +229,7 @@ def check_schema(path: Path, disk: sqlite3.Connection) -> set[str]:
     if names & TABLES and version != VERSION:
         raise RestoreKVError(
             f"The store {path.parent} has version {version}, this restorekv reads {VERSION}; "
-            "choose another folder with --store."
+            "choose a different folder with --store."
         )
     return names
 
@@ -295,7 +296,7 @@ def load_read_only(path: Path, memory: sqlite3.Connection, problem: sqlite3.Erro
                 disk.execute("pragma temp_store = memory")
                 check_schema(path, disk)
                 for table in TABLES:
-                    # Raises at once what `backup` would try forever.
+                    # Raises an error immediately, where `backup` would retry forever.
                     disk.execute(f"select 1 from {table} limit 1")
                 disk.backup(memory)
                 return
@@ -303,5 +304,5 @@ def load_read_only(path: Path, memory: sqlite3.Connection, problem: sqlite3.Erro
                 disk.close()
     raise RestoreKVError(
         f"The index of the store {path.parent} cannot be opened ({problem}); free some space, make "
-        "the folder writable, end other servers there, or choose another folder with --store."
+        "the folder writable, end other servers there, or choose a different folder with --store."
     ) from None

@@ -29,11 +29,11 @@ from restorekv.serve.requests import ChatRequest, parse_chat
 from restorekv.serve.service import ApiError, Service, explain_error
 
 GRACE = 2.5  # seconds that answers may still take once the server ends
-# Else nginx holds a stream back until it has some kilobytes, and a cache may keep it.
+# Otherwise nginx buffers some kilobytes of a stream, and a cache may keep it.
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 T = TypeVar("T")
 
-# Returns whether the client has gone.
+# Returns whether the client has disconnected.
 IsGone = Callable[[], Awaitable[bool]]
 
 
@@ -76,7 +76,7 @@ class Questions:
         Args:
             request: What is asked.
             kind: How the id of the answer begins.
-            is_gone: Returns whether the client has gone.
+            is_gone: Returns whether the client has disconnected.
             names: The fields of the messages, as `parse_chat` takes them.
 
         Returns:
@@ -84,14 +84,14 @@ class Questions:
 
         Raises:
             RestoreKVError: The request asks for what cannot be done.
-            ApiError: A document is not there or took too long, or the client has gone.
+            ApiError: A document is not there or took too long, or the client has disconnected.
             BusyError: Too many questions wait.
         """
         service = self.service
         chat = parse_chat(request, service.base, service.limits.tokens, service.defaults, names)
         service.check_open()
 
-        # Compressing may outlast the server, whose end is then the answer.
+        # Compressing may take longer than the server still runs; its end is then the answer.
         async def is_over() -> bool:
             service.check_open()
             return await is_gone()
@@ -100,7 +100,7 @@ class Questions:
         seconds = service.limits.seconds
         try:
             documents = await wait_unless_gone(getting, is_over, seconds)
-        except BaseException as error:  # one that is being compressed is finished all the same
+        except BaseException as error:  # a running compression is finished anyway
             getting.cancel()
             if isinstance(error, TimeoutError):
                 raise ApiError(
@@ -131,7 +131,7 @@ class Questions:
             question: What is asked.
             model: The model id of the request.
             kind: How the id of the answer begins.
-            is_gone: Returns whether the client has gone.
+            is_gone: Returns whether the client has disconnected.
         """
         service = self.service
         # While it is in `answering`, the server's end can settle it.
@@ -172,10 +172,10 @@ class PendingAnswer:
     Args:
         question: What the engine was asked.
         reply: What it will say.
-        tokens: What it has said and nobody has read yet, with None at the end.
+        tokens: What it has said that is not read yet, with None at the end.
         texts: The text of each sample so far.
         header: What all parts of the answer begin with.
-        is_gone: Returns whether the client has gone.
+        is_gone: Returns whether the client has disconnected.
         seconds: How long it may take until its first token or its end.
         peeked: The item that `start_stream` took from the queue; empty once it is read.
     """
@@ -196,7 +196,7 @@ class PendingAnswer:
     async def start_stream(self, events: AsyncIterator[str]) -> Response:
         """Return events as a response once the first token is there.
 
-        So what is wrong with the question is raised while the response can still have a status.
+        So an error of the question is raised while the response can still have a status.
         """
         first = await self._wait(asyncio.ensure_future(self.tokens.get()))
         # No token came: raise the error, if there was one.
@@ -208,7 +208,7 @@ class PendingAnswer:
     async def iter_pieces(self) -> AsyncIterator[tuple[int, str, list[tuple]]]:
         """Yield (sample, piece of its text, its ids with `TokenSampler.likely`).
 
-        Whoever stops listening ends the writing.
+        A caller that stops listening ends the writing.
         """
         likely: list[list[tuple]] = [[] for _ in self.texts]
         try:
@@ -228,7 +228,7 @@ class PendingAnswer:
                 if rest or likely[number]:
                     yield number, rest, likely[number]
         finally:
-            # Also after the last piece, when nobody looks at it any more.
+            # Also after the last piece, when it no longer matters.
             self.question.cancelled = True
 
     async def _iter_tokens(self) -> AsyncIterator[tuple[tuple, bool]]:
@@ -295,7 +295,7 @@ async def wait_unless_gone(future: asyncio.Future[T], is_gone: IsGone, seconds: 
     """Return the result of a future; raise if the client leaves or `seconds` pass first.
 
     Raises:
-        ApiError: The client has gone.
+        ApiError: The client has disconnected.
         TimeoutError: It took too long.
     """
 
@@ -304,7 +304,7 @@ async def wait_unless_gone(future: asyncio.Future[T], is_gone: IsGone, seconds: 
         while not future.done():
             await asyncio.wait([future], timeout=1.0)
             if not future.done() and await is_gone():
-                raise ApiError(499, "The client has gone.")
+                raise ApiError(499, "The client disconnected.")
         return future.result()
 
     return await asyncio.wait_for(wait_and_look(), seconds)

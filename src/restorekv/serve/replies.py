@@ -160,7 +160,7 @@ def describe_logprobs(
 
     def describe(token: int, value: float) -> dict[str, Any]:
         text = str(tokenizer.decode([token]))
-        # A part of a character is no text, and its bytes are not those of the sign for it.
+        # A part of a character decodes to U+FFFD, whose bytes are not the token's.
         known = None if REPLACEMENT in text else list(text.encode())
         return {"token": text, "logprob": value, "bytes": known}
 

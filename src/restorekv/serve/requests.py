@@ -240,7 +240,7 @@ class MessagePart(FileReference):
         """Refuse fields that would be ignored; `check_type` refuses parts of other types."""
         if not isinstance(given, dict) or given.get("type") not in PART_TYPES:
             return given
-        taken = fields.take_known(given, cls.model_fields, fields.PART_IDLE, fields.PART_REFUSED)
+        taken = fields.take_known(given, cls.model_fields, fields.PART_IGNORED, fields.PART_REFUSED)
         fields.check_cache_marks(taken)
         fields.check_kind_of_part(taken)
         if taken.get("file"):
@@ -286,7 +286,7 @@ class MessagePart(FileReference):
 class Message(BaseModel):
     """Who says what; an assistant may have said nothing."""
 
-    model_config = fields.make_config(fields.MESSAGE_IDLE, fields.MESSAGE_REFUSED)
+    model_config = fields.make_config(fields.MESSAGE_IGNORED, fields.MESSAGE_REFUSED)
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | list[MessagePart] | None
@@ -302,7 +302,7 @@ class Message(BaseModel):
             why = f"is {printable!r}, and only messages are read here; leave that item out"
             raise fields.make_field_error("unsupported_parameter", "type", why)
         return fields.take_known(
-            given, cls.model_fields, fields.MESSAGE_IDLE, fields.MESSAGE_REFUSED
+            given, cls.model_fields, fields.MESSAGE_IGNORED, fields.MESSAGE_REFUSED
         )
 
 
@@ -327,7 +327,7 @@ class Format(BaseModel):
         if has_schema:
             known = {"schema": None}
             schema = fields.take_known(
-                taken["json_schema"], known, fields.FORMAT_IDLE, {}, f"{field}."
+                taken["json_schema"], known, fields.FORMAT_IGNORED, {}, f"{field}."
             )
             if isinstance(schema, dict) and not isinstance(schema.get("schema", {}), dict | None):
                 raise fields.make_field_error(
@@ -425,7 +425,7 @@ class SamplingRequest(BaseModel):
 class ChatRequest(SamplingRequest):
     """What `/v1/chat/completions` takes; fields.py says what becomes of OpenAI's other fields."""
 
-    model_config = fields.make_config(fields.CHAT_IDLE, fields.CHAT_REFUSED)
+    model_config = fields.make_config(fields.CHAT_IGNORED, fields.CHAT_REFUSED)
 
     model: Text
     messages: list[Message] = Field(min_length=1, max_length=1000)
@@ -438,7 +438,9 @@ class ChatRequest(SamplingRequest):
     @classmethod
     def take_fields(cls, given: Any) -> Any:
         """Refuse fields that would be ignored."""
-        return fields.take_request(given, cls.model_fields, fields.CHAT_IDLE, fields.CHAT_REFUSED)
+        return fields.take_request(
+            given, cls.model_fields, fields.CHAT_IGNORED, fields.CHAT_REFUSED
+        )
 
     @model_validator(mode="after")
     def check_logprobs(self) -> Self:

@@ -45,14 +45,14 @@ class TextOptions(BaseModel):
         """Refuse fields that would be ignored."""
         taken = fields.take_known(given, cls.model_fields, frozenset(), fields.TEXT_REFUSED)
         if isinstance(taken, dict) and taken.get("format"):
-            fields.take_known(taken["format"], FORMAT, fields.FORMAT_IDLE, {}, "format.")
+            fields.take_known(taken["format"], FORMAT, fields.FORMAT_IGNORED, {}, "format.")
         return taken
 
 
 class ResponsesRequest(BaseModel):
     """What `/v1/responses` takes; fields.py says what becomes of OpenAI's other fields."""
 
-    model_config = fields.make_config(fields.RESPONSES_IDLE, fields.RESPONSES_REFUSED)
+    model_config = fields.make_config(fields.RESPONSES_IGNORED, fields.RESPONSES_REFUSED)
 
     model: Text
     input: Text | list[Message]
@@ -71,7 +71,7 @@ class ResponsesRequest(BaseModel):
     def take_fields(cls, given: Any) -> Any:
         """Refuse fields that would be ignored."""
         return fields.take_known(
-            given, cls.model_fields, fields.RESPONSES_IDLE, fields.RESPONSES_REFUSED
+            given, cls.model_fields, fields.RESPONSES_IGNORED, fields.RESPONSES_REFUSED
         )
 
     def name_messages(self, earlier: Sequence[Message]) -> list[str]:
@@ -152,7 +152,7 @@ class ResponseMemory:
         self.answers[name] = answer
         self.answer_sizes[name] = len(json.dumps(answer))
         turns = list(messages)
-        if turns and turns[-1].role == "assistant":  # the answer went on from there
+        if turns and turns[-1].role == "assistant":  # the answer continued it
             text = read_text(turns.pop()) + text
         turns.append(Message(role="assistant", content=text))
         self.turns[name] = turns
@@ -202,7 +202,7 @@ def add_responses(app: FastAPI, questions: Questions) -> None:
         def finish(reply: Reply) -> schemas.Response:
             response = make_response(pending, asked, reply)
             if asked.store is not False:
-                # Every request gives its instructions anew; they come first.
+                # Every request gives its instructions again; they come first.
                 messages = chat.messages[1:] if asked.instructions else chat.messages
                 answer = schemas.to_json(response)
                 memory.add(response.id, messages, reply.answers[0].text, answer)
@@ -225,7 +225,7 @@ async def stream_response(
 
     # There is one message with one text in it; these say which, in each event about it.
     item = f"msg_{pending.header.id}"
-    place = {"item_id": item, "output_index": 0, "content_index": 0}
+    location = {"item_id": item, "output_index": 0, "content_index": 0}
     try:
         yield format_event(
             types.ResponseCreatedEvent, "response.created", response=make_response(pending, asked)
@@ -240,7 +240,7 @@ async def stream_response(
             types.ResponseContentPartAddedEvent,
             "response.content_part.added",
             part=make_part(""),
-            **place,
+            **location,
         )
         async for _, piece, _ in pending.iter_pieces():
             yield format_event(
@@ -248,7 +248,7 @@ async def stream_response(
                 "response.output_text.delta",
                 delta=piece,
                 logprobs=[],
-                **place,
+                **location,
             )
         reply = pending.reply.result()
         text = reply.answers[0].text
@@ -257,13 +257,13 @@ async def stream_response(
             "response.output_text.done",
             text=text,
             logprobs=[],
-            **place,
+            **location,
         )
         yield format_event(
             types.ResponseContentPartDoneEvent,
             "response.content_part.done",
             part=make_part(text),
-            **place,
+            **location,
         )
         yield format_event(
             types.ResponseOutputItemDoneEvent,

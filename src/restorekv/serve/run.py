@@ -50,7 +50,7 @@ HTTP: dict[str, Any] = {
     "access_log": False,
     "timeout_graceful_shutdown": 10,
     # Longer than the 5 seconds of httpx, and so of `openai`, which are uvicorn's own as well: when
-    # both end an idle connection at once, a request on it fails.
+    # both end an idle connection at the same time, a request on it fails.
     "timeout_keep_alive": 20,
 }
 LOG = logging.getLogger("restorekv.serve")
@@ -97,7 +97,7 @@ def find_engine_class(name: str) -> type[CacheEngine]:
     """Return the class of an engine; refuse unknown names."""
     # Imported by name, so that an engine's own libraries are needed only where it runs.
     if name not in ENGINES:
-        raise RestoreKVError(f"An engine is one of {', '.join(ENGINES)}, not {name!r}.")
+        raise RestoreKVError(f"--engine must be one of {', '.join(ENGINES)}, got {name!r}.")
     module, _, kind = ENGINES[name].partition(":")
     return getattr(import_module(module), kind)
 
@@ -126,7 +126,7 @@ def build_engine_app(
     Its start-up runs `check`, and continues with uploads that were not processed.
     """
     default = Variant.parse(settings.default, settings.base)
-    # An engine over a store of its own does so itself; Ray's has none in this process.
+    # An engine with a store has done so itself; Ray's engine has none in this process.
     store.on_delete = engine.forget_document
     service = Service(engine, store, settings.base, default, settings.limits, settings.defaults)
     started = False
@@ -172,7 +172,7 @@ def check_loading(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
     """Check that a stored document is loaded and not computed again.
 
     Where the disk has no room for temporary files, only a warning is logged, since documents that
-    are stored can be asked all the same.
+    are stored can be queried anyway.
     """
     try:
         _count_read_tokens(model, tokenizer)
@@ -216,10 +216,10 @@ def _count_read_tokens(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
 
 
 class Server(uvicorn.Server):
-    """Ends in order within a few seconds, and at once on a second signal.
+    """Ends in order within a few seconds, and immediately on a second signal.
 
     A request that has begun may be answered for GRACE seconds of questions.py; then streams end
-    with an error event, and whoever waits gets a 503. An upload that is being compressed continues
+    with an error event, and other requests get a 503. An upload that is being compressed continues
     after the next start.
     """
 

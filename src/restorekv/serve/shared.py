@@ -26,7 +26,7 @@ from restorekv.files import HOST, NUMBERS, replace_file
 LOG = logging.getLogger("restorekv.serve")
 # Protocols without folders, where a file is seen once all of it has come.
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "memory"}
-PAUSE = 30.0  # seconds without another try after a failure
+PAUSE = 30.0  # seconds until the next try after a failure
 NOTES_LAST = 30 * 86400  # seconds for which a note of a deletion stays
 HALF_WRITTEN = 86400  # seconds after which a temporary file was left by a server that is dead
 
@@ -125,14 +125,14 @@ class SharedFolder:
         return True
 
     @pause_on_error
-    def get_cache(self, sha256: str, key: str, path: Path, most: int) -> bool:
+    def get_cache(self, sha256: str, key: str, path: Path, max_bytes: int) -> bool:
         """Copy a cache from there, unchecked.
 
         Args:
             sha256: Hash of the document.
             key: Key of the cache.
             path: Where it goes.
-            most: How many bytes it may have.
+            max_bytes: How many bytes it may have.
 
         Returns:
             Whether there was one.
@@ -141,7 +141,7 @@ class SharedFolder:
         try:
             info = self.files.info(source)
             # Others write to the folder too: neither a link nor a file of any size is followed.
-            if info["type"] != "file" or info.get("islink") or info["size"] > most:
+            if info["type"] != "file" or info.get("islink") or info["size"] > max_bytes:
                 return False
             with replace_file(path, follow=False) as temporary:
                 self.files.get_file(source, str(temporary))

@@ -113,7 +113,7 @@ class Store:
                     self.delete_upload(upload_id)
             for key in keys:
                 if not self.cache_path(key).exists():
-                    self.index.apply(("delete from caches where key = ?", (key,)), late=True)
+                    self.index.apply(("delete from caches where key = ?", (key,)), deferrable=True)
 
     def _list_files(self) -> list[Path]:
         return [*self.folder.glob("files/*"), *self.folder.glob("caches/*")]
@@ -242,7 +242,7 @@ class Store:
         """
         with self.lock:
             change = "update files set status = ?, problem = ? where id = ?"
-            self.index.apply((change, (status, problem, upload.id)), late=True)
+            self.index.apply((change, (status, problem, upload.id)), deferrable=True)
             self.drop_caches_if_deleted(upload)
 
     def read_origin(self) -> str:
@@ -285,7 +285,7 @@ class Store:
                 # The disk has no room even for this, so the file goes first. If the row is still
                 # on disk at the next start, `_remove_orphans` deletes the upload again.
                 path.unlink(missing_ok=True)
-                self.index.apply(change, late=True)
+                self.index.apply(change, deferrable=True)
             path.unlink(missing_ok=True)
             self._drop_unused_caches(rows[0][0])
             return True
@@ -301,7 +301,7 @@ class Store:
             self.index.apply(
                 ("delete from pending where sha256 = ?", (sha256,)),
                 ("insert into pending values (?, '')", (sha256,)),
-                late=True,
+                deferrable=True,
             )
             self.has_pending.set()
 
@@ -330,7 +330,7 @@ class Store:
                 self.index.apply(
                     ("delete from pending where sha256 = ? and key = ''", (sha256,)),
                     ("insert or ignore into pending values (?, ?)", (sha256, key)),
-                    late=True,
+                    deferrable=True,
                 )
             self._push_pending(self.shared, sha256, key)
 
@@ -385,7 +385,7 @@ class Store:
         The next request computes it again.
         """
         with self.lock:
-            self.index.apply(("delete from caches where key = ?", (key,)), late=True)
+            self.index.apply(("delete from caches where key = ?", (key,)), deferrable=True)
             path = self.cache_path(key)
             if path.exists():
                 # Where the disk can only be read, the file stays, no longer in the index.
@@ -402,7 +402,7 @@ class Store:
         keys = list(keys)
         if keys:
             changes = [("delete from caches where key = ?", (key,)) for key in keys]
-            self.index.apply(*changes, late=True)
+            self.index.apply(*changes, deferrable=True)
         for key in keys:
             # A cache that is made again under this key was not fetched.
             self.unverified.discard(key)
@@ -441,7 +441,9 @@ class Store:
         size = path.stat().st_size
         with self.lock:
             row = (key, sha256, size, time.time())
-            self.index.apply(("insert or replace into caches values (?, ?, ?, ?)", row), late=True)
+            self.index.apply(
+                ("insert or replace into caches values (?, ?, ?, ?)", row), deferrable=True
+            )
             self._enforce_quota(key)
 
     # The shared folder. Every change that it must learn of is a row of `pending` until it has been
@@ -465,13 +467,13 @@ class Store:
             elif self.cache_path(key).exists():
                 is_done = self._push_cache(shared, sha256, key)
             else:
-                # The cache has gone meanwhile. An attempt that failed may have copied it.
+                # The cache was dropped meanwhile. An attempt that failed may have copied it.
                 is_done = shared.remove_cache(sha256, key)
             if is_done:
                 with self.lock:
                     if not self.closed:
                         delete = "delete from pending where sha256 = ? and key = ?"
-                        self.index.apply((delete, row), late=True)
+                        self.index.apply((delete, row), deferrable=True)
 
     def _push_cache(self, shared: SharedFolder, sha256: str, key: str) -> bool | None:
         """Copy a cache to the shared folder. If its document was deleted there meanwhile, delete

@@ -55,6 +55,6 @@ def _choose(name: str, index: int | None, size: int) -> slice:
         return slice(None)
     if not 0 <= index < size:
         raise RestoreKVError(
-            f"{name} is a number from 0 to {size - 1}; leave it out for all of them."
+            f"{name} must be a number from 0 to {size - 1}; leave it out for all of them."
         )
     return slice(index, index + 1)
