@@ -32,8 +32,8 @@ from restorekv.serve import run
         (("--vllm-url", "http://127.0.0.1:1/v1"), "--engine vllm"),
         (("--documents-memory", "1G"), "--engine vllm"),
         (("--engine", "vllm", "--documents-memory", "much"), "a size such as"),
-        (("--engine", "vllm", "--vllm-documents", "round"), "is one of ragged, portable"),
-        (("--engine", "vllm", "--vllm-store", "x"), "goes with --vllm-url"),
+        (("--engine", "vllm", "--vllm-documents", "round"), "must be one of ragged, portable"),
+        (("--engine", "vllm", "--vllm-store", "x"), "--vllm-store is for --vllm-url"),
         (
             ("--engine", "vllm", "--vllm-url", "http://127.0.0.1:1/v1", "--port", 0),
             "There is no vLLM server",

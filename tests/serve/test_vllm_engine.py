@@ -417,8 +417,8 @@ def test_a_server_that_ends_is_no_fault_of_the_request(model, tiny_tokenizer, tm
 @pytest.mark.parametrize(
     ("failure", "status", "message"),
     [
-        ("cut", 503, "broke the answer off"),
-        ("abort", 503, "broke the answer off"),
+        ("cut", 503, "vLLM aborted the answer"),
+        ("abort", 503, "vLLM aborted the answer"),
         (429, 503, "cannot answer now: No"),
         (500, 503, "cannot answer now: No"),
         (401, 503, "set VLLM_API_KEY"),
@@ -440,11 +440,11 @@ def test_servers_that_cannot_serve_documents(model, tiny_tokenizer, tmp_path):
     if not find_spec("vllm"):
         with pytest.raises(RestoreKVError, match="pip install vllm"):
             kind.check_options({})
-    with pytest.raises(RestoreKVError, match="goes with --vllm-url"):
+    with pytest.raises(RestoreKVError, match="--vllm-store is for --vllm-url"):
         kind.check_options({"folder": tmp_path})
-    with pytest.raises(RestoreKVError, match="goes without --vllm-url"):
+    with pytest.raises(RestoreKVError, match="cannot be combined with --vllm-url"):
         kind.check_options({"url": "http://127.0.0.1:1/v1", "documents_memory": 1})
-    with pytest.raises(RestoreKVError, match="--vllm-documents is one of ragged, portable"):
+    with pytest.raises(RestoreKVError, match="--vllm-documents must be one of ragged, portable"):
         kind.check_options({"documents": "round"})
     for other, wanted, start in (
         (None, "portable", "start it with --kv-tr"),

