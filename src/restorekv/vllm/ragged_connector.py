@@ -1,8 +1,8 @@
 """The KV connector that gives an unpatched vLLM documents whose heads keep different lengths.
 
-The scheduler's half finds the document that a prompt's placeholders stand for, promises vLLM that
+The scheduler's side finds the document that a prompt's placeholders stand for, promises vLLM that
 the placeholders are computed, and decides which documents are in the workers' pools. A request
-whose document is not there yet waits, while others continue. The worker's half reads documents in a
+whose document is not there yet waits, while others continue. The worker's side reads documents in a
 thread and reports to the attention backend, at every step, which requests ask which document.
 Nothing is written into vLLM's own pool.
 """
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 log = logging.getLogger("vllm.restorekv")
-HAND_OVER = 0.002  # seconds that a step waits for documents that are read
+LOAD_WAIT_SECONDS = 0.002  # that a step waits for documents that are being read
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class LoadOrder:
 
 
 @dataclass
-class StepOrders(KVConnectorMetadata):
+class RaggedConnectorMetadata(KVConnectorMetadata):
     """What workers do before and in a step.
 
     Args:
@@ -95,7 +95,7 @@ class StepOrders(KVConnectorMetadata):
 
 
 @dataclass
-class LoadReport(KVConnectorWorkerMetadata):
+class RaggedWorkerMetadata(KVConnectorWorkerMetadata):
     """Results of loads, by (document, number of the load).
 
     Args:
@@ -106,14 +106,14 @@ class LoadReport(KVConnectorWorkerMetadata):
     loaded: dict[tuple[str, int], int] = field(default_factory=dict)
     failed: dict[tuple[str, int], str] = field(default_factory=dict)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> LoadReport:
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> RaggedWorkerMetadata:
         """Add the report of another rank."""
-        assert isinstance(other, LoadReport)
+        assert isinstance(other, RaggedWorkerMetadata)
         loaded = dict(self.loaded)
         for load, count in other.loaded.items():
             loaded[load] = loaded.get(load, 0) + count
         # One rank that fails decides for all: a document is in every pool or in none.
-        return LoadReport(loaded, {**other.failed, **self.failed})
+        return RaggedWorkerMetadata(loaded, {**other.failed, **self.failed})
 
 
 class RaggedConnector(DocumentConnector):
@@ -123,7 +123,7 @@ class RaggedConnector(DocumentConnector):
 
     - store: The folder of the files.
     - fingerprint: Of the weights that the caches must have been made with.
-    - documents_memory: Bytes of documents that each worker keeps at once.
+    - documents_memory: Bytes of documents that each worker keeps at a time.
     """
 
     def __init__(
@@ -134,32 +134,32 @@ class RaggedConnector(DocumentConnector):
         folder = require_store(options, ".rkv files")
         refuse_unsupported(vllm_config, kv_cache_config)
         model = EngineModel.from_vllm(vllm_config, options.get("fingerprint"))
-        self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
+        self._scheduler: RaggedConnectorScheduler | None = None
+        self._worker: RaggedConnectorWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(vllm_config, RaggedStore(folder, model))
+            self._scheduler = RaggedConnectorScheduler(vllm_config, RaggedStore(folder, model))
         else:
-            self._worker = WorkerHalf(vllm_config, model)
+            self._worker = RaggedConnectorWorker(vllm_config, model)
 
     @property
-    def scheduler(self) -> SchedulerHalf:
-        """The half of a connector that vLLM made for its scheduler."""
+    def scheduler(self) -> RaggedConnectorScheduler:
+        """The side of a connector that vLLM made for its scheduler."""
         assert self._scheduler is not None
         return self._scheduler
 
     @property
-    def worker(self) -> WorkerHalf:
-        """The half of a connector that vLLM made for a worker."""
+    def worker(self) -> RaggedConnectorWorker:
+        """The side of a connector that vLLM made for a worker."""
         assert self._worker is not None
         return self._worker
 
-    # The scheduler's half.
+    # The scheduler's side.
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         tokens = self.scheduler.count_computed_tokens(request, num_computed_tokens)
-        # The tokens count as computed at once, because nothing is loaded into vLLM's own pool. Only
+        # The tokens count as computed immediately: nothing is loaded into vLLM's own pool. Only
         # a request that must end with an error waits for it; see connector_base.
         return tokens, request.request_id in self.scheduler.problems
 
@@ -170,28 +170,28 @@ class RaggedConnector(DocumentConnector):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
-        if isinstance(report, LoadReport):
+        if isinstance(report, RaggedWorkerMetadata):
             self.scheduler.apply_report(report)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepOrders:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> RaggedConnectorMetadata:
         return self.scheduler.make_orders(scheduler_output.num_scheduled_tokens)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
         self.scheduler.forget_request(request.request_id)
         return False, None
 
-    # The worker's half.
+    # The worker's side.
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        assert isinstance(connector_metadata, StepOrders)
+        assert isinstance(connector_metadata, RaggedConnectorMetadata)
         self.worker.begin_step(connector_metadata)
 
     def clear_connector_metadata(self) -> None:
         worker_state.end_step()
         super().clear_connector_metadata()
 
-    def build_connector_worker_meta(self) -> LoadReport | None:
+    def build_connector_worker_meta(self) -> RaggedWorkerMetadata | None:
         return self.worker.report_loads()
 
     # vLLM asks both once a step, before it clears the step's orders.
@@ -203,9 +203,9 @@ class RaggedConnector(DocumentConnector):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set(self._get_orders().refused.values())
 
-    def _get_orders(self) -> StepOrders:
+    def _get_orders(self) -> RaggedConnectorMetadata:
         orders = self._get_connector_metadata()
-        assert isinstance(orders, StepOrders)
+        assert isinstance(orders, RaggedConnectorMetadata)
         return orders
 
     def shutdown(self) -> None:
@@ -221,7 +221,7 @@ class RaggedConnector(DocumentConnector):
         return True
 
 
-class SchedulerHalf:
+class RaggedConnectorScheduler:
     """Which document every request is about, whether it is in the pool, and where the request's
     blocks are.
     """
@@ -237,9 +237,9 @@ class SchedulerHalf:
                 log.warning("A file of the store is not served: %s", document.problem)
         self.page_size = worker_state.page_size(config)
         self.ledger = PoolLedger(worker_state.count_pool_pages(config, store.model.head_dim))
-        self.documents: dict[str, StoredDocument] = {}  # by request
-        self.problems: dict[str, str] = {}  # by request: why it ends
-        self.first_blocks: dict[str, int] = {}  # by request
+        self.documents: dict[str, StoredDocument] = {}  # by request id
+        self.problems: dict[str, str] = {}  # by request id: why the request ends
+        self.first_blocks: dict[str, int] = {}  # by request id
         self.newest_load: dict[str, int] = {}  # its number, by document
         self.finished_workers: dict[str, int] = {}  # how many have finished it, by document
         self.files: dict[str, tuple[tuple[str, Path], ...]] = {}  # by document
@@ -250,29 +250,30 @@ class SchedulerHalf:
     def count_computed_tokens(self, request: Request, computed: int) -> int | None:
         """Return how many more tokens of a request count as computed; None while it must wait.
 
-        The document of a new request is found and pinned here, because this is the first that vLLM
-        asks about a request.
+        The document of a new request is found and pinned here, because this is vLLM's first call
+        about a request.
 
         Args:
             request: vLLM's.
             computed: Tokens that vLLM's prefix cache has.
         """
-        name = request.request_id
+        request_id = request.request_id
         ids: list[int] = list(request.prompt_token_ids or ())
         # vLLM asks again in every step in which the request waits.
-        if name not in self.documents and name not in self.problems:
+        if request_id not in self.documents and request_id not in self.problems:
             self._assign_document(request, ids)
-        document = self.documents.get(name)
+        document = self.documents.get(request_id)
         if document is not None:
-            residency = self._pin_document(name, document)
+            residency = self._pin_document(request_id, document)
             if residency in (Residency.LOADING, Residency.NO_ROOM):
                 return None
             if residency is Residency.TOO_LARGE:
                 # It will never fit, so the request must not wait for room.
                 pages = self.page_counts[document.name]
-                self._give_up(name, describe_excess(document.path, pages, self.ledger.pages))
+                problem = describe_excess(document.path, pages, self.ledger.pages)
+                self._give_up(request_id, problem)
                 document = None
-        if name in self.problems:
+        if request_id in self.problems:
             # vLLM must believe what is promised, even if the request wants nothing from caches.
             request.skip_reading_prefix_cache = False
             return request.num_tokens - computed
@@ -296,8 +297,8 @@ class SchedulerHalf:
         shorten_answer(request, self.store, document)
         self.documents[request.request_id] = document
 
-    def _pin_document(self, request: str, document: StoredDocument) -> Residency:
-        """Pin a request's document in the pool, or begin to load it; return how it stands."""
+    def _pin_document(self, request_id: str, document: StoredDocument) -> Residency:
+        """Pin a request's document in the pool, or begin to load it; return whether it is there."""
         self.files[document.name] = document.files
         pages = self.page_counts.get(document.name)
         if pages is None:
@@ -305,24 +306,24 @@ class SchedulerHalf:
             # Heads differ in length and ranks hold different heads, so the fullest rank decides.
             pages = pages_of_largest_rank(document.lengths, self.ranks, self.page_size)
             self.page_counts[document.name] = pages
-        return self.ledger.pin_or_load(request, document.name, pages)
+        return self.ledger.pin_or_load(request_id, document.name, pages)
 
-    def _give_up(self, request: str, problem: str) -> None:
+    def _give_up(self, request_id: str, problem: str) -> None:
         """End a request with an error, and log the reason."""
-        log.error("Request %s ends: %s", request, problem)
-        self.ledger.release(request)
-        self.documents.pop(request, None)
-        self.problems[request] = problem
+        log.error("Request %s ends: %s", request_id, problem)
+        self.ledger.release(request_id)
+        self.documents.pop(request_id, None)
+        self.problems[request_id] = problem
 
     def note_blocks(self, request: Request, blocks: Sequence[int]) -> None:
         """Note where a request's tokens lie."""
-        name = request.request_id
-        if name in self.documents:
-            self.first_blocks[name] = blocks[0]
-        elif name in self.problems:
-            self.refused[name] = blocks[(request.num_tokens - 1) // self.block_size]
+        request_id = request.request_id
+        if request_id in self.documents:
+            self.first_blocks[request_id] = blocks[0]
+        elif request_id in self.problems:
+            self.refused[request_id] = blocks[(request.num_tokens - 1) // self.block_size]
 
-    def apply_report(self, report: LoadReport) -> None:
+    def apply_report(self, report: RaggedWorkerMetadata) -> None:
         """Learn which loads workers have finished, and which have failed."""
         for (name, number), count in report.loaded.items():
             if number != self.newest_load.get(name):
@@ -335,17 +336,17 @@ class SchedulerHalf:
             if number != self.newest_load.get(name):
                 continue
             del self.newest_load[name]
-            for request, document in list(self.documents.items()):
+            for request_id, document in list(self.documents.items()):
                 if document.name == name:
-                    self._give_up(request, problem)
+                    self._give_up(request_id, problem)
             self.ledger.forget(name)
 
-    def make_orders(self, scheduled: Mapping[str, int]) -> StepOrders:
+    def make_orders(self, scheduled: Mapping[str, int]) -> RaggedConnectorMetadata:
         """Return what workers do for a step with these requests."""
         documents = {
-            self.first_blocks[request]: document.name
-            for request, document in self.documents.items()
-            if request in scheduled and request in self.first_blocks
+            self.first_blocks[request_id]: document.name
+            for request_id, document in self.documents.items()
+            if request_id in scheduled and request_id in self.first_blocks
         }
         # Drops come first: a load may need the pages of what leaves.
         drops, names = self.ledger.take_orders()
@@ -357,29 +358,29 @@ class SchedulerHalf:
             loads.append(LoadOrder(name, self.files[name], self.load_number))
         refused = self.refused
         self.refused = {}
-        return StepOrders(documents, drops, loads, refused)
+        return RaggedConnectorMetadata(documents, drops, loads, refused)
 
-    def forget_request(self, request: str) -> None:
+    def forget_request(self, request_id: str) -> None:
         """Release what a finished request held."""
-        self.ledger.release(request)
+        self.ledger.release(request_id)
         for table in (self.documents, self.problems, self.first_blocks):
-            table.pop(request, None)
+            table.pop(request_id, None)
 
 
-class WorkerHalf:
+class RaggedConnectorWorker:
     """Reads documents into the pool of this worker."""
 
     def __init__(self, config: VllmConfig, model: EngineModel) -> None:
         if not worker_state.has_pool(config.instance_id):
             raise RestoreKVError(
                 "vLLM runs without restorekv's attention backend, which documents need; set the "
-                "environment variable RESTOREKV_VLLM=1 before vLLM starts, and give it no other "
-                "connector than RaggedConnector."
+                "environment variable RESTOREKV_VLLM=1 before vLLM starts, with RaggedConnector as "
+                "its only connector."
             )
         self.model = model
         self.dtype = config.model_config.dtype
         self.rope_model = build_rope_model(config.model_config.hf_text_config)
-        # Refuses a model whose keys cannot be moved when vLLM starts, not at the first document.
+        # Refuse a model whose keys cannot be rotated when vLLM starts, not at the first document.
         shift_keys(self.rope_model, torch.zeros(1, model.head_dim), 1)
         rank = get_tensor_model_parallel_rank()
         ranks = get_tensor_model_parallel_world_size()
@@ -390,9 +391,9 @@ class WorkerHalf:
         # By document, with the number of the load.
         self.pending_loads: dict[str, tuple[int, Future[DocumentPairs]]] = {}
 
-    def begin_step(self, orders: StepOrders) -> None:
-        """Follow the scheduler's orders, and tell the attention layers whose rows belong to which
-        document.
+    def begin_step(self, orders: RaggedConnectorMetadata) -> None:
+        """Follow the scheduler's orders, and record for the attention layers which rows belong to
+        which document.
         """
         pool = worker_state.pool()
         for name in orders.drops:
@@ -403,7 +404,7 @@ class WorkerHalf:
         for load in orders.loads:
             future = self.loader.submit(self._load_pairs, load.files)
             self.pending_loads[load.name] = load.number, future
-        # Attention would read pages of something else: better no answer than a wrong one.
+        # Otherwise attention would read wrong pages: better no answer than a wrong one.
         missing = set(orders.documents.values()) - set(pool.tables)
         if missing:
             raise RuntimeError(
@@ -426,20 +427,20 @@ class WorkerHalf:
             cache = composition.compose_files(opened, self.rope_model)
         return gather_pairs(cache, self.rope_model, self.heads, self.dtype)
 
-    def report_loads(self) -> LoadReport | None:
+    def report_loads(self) -> RaggedWorkerMetadata | None:
         """Put what the thread has read into the pool; return what is new, if anything is."""
         # Where all requests wait for documents, vLLM takes one empty step after the other, which
         # would leave the thread hardly any of the interpreter's time.
-        wait([future for _, future in self.pending_loads.values()], timeout=HAND_OVER)
+        wait([future for _, future in self.pending_loads.values()], timeout=LOAD_WAIT_SECONDS)
         # The pool is written between two steps, in this thread, and never while a layer reads it.
         done = [name for name, (_, future) in self.pending_loads.items() if future.done()]
-        report = LoadReport()
+        report = RaggedWorkerMetadata()
         for name in done:
             number, future = self.pending_loads.pop(name)
             try:
                 worker_state.pool().put(name, future.result())
                 report.loaded[name, number] = 1
-            except Exception as error:  # else requests would wait for it forever
+            except Exception as error:  # otherwise requests would wait for it forever
                 if not isinstance(error, RestoreKVError):
                     log.exception("The document %s cannot be read.", name)
                 report.failed[name, number] = str(error)
@@ -453,7 +454,7 @@ class WorkerHalf:
 def refuse_unsupported(config: VllmConfig, cache: KVCacheConfig) -> None:
     """Raise RestoreKVError for engines whose attention over documents is not known to be right."""
     block_size = config.cache_config.block_size
-    # The obstacles, and what to do about each.
+    # Each completes a sentence of `refuse_engine`: the obstacle, and what to do about it.
     obstacles = [
         (
             config.parallel_config.pipeline_parallel_size > 1,
@@ -476,8 +477,8 @@ def refuse_unsupported(config: VllmConfig, cache: KVCacheConfig) -> None:
             f"with blocks of {block_size} tokens, which do not divide {PLACEHOLDERS}; set "
             "block_size to 16 or 32",
         ),
-        # The weights of a document and a question, which are found from what a sink takes away, are
-        # too small for it.
+        # float16 cannot hold the log-sum-exp that is recovered from a sink's share of the weights
+        # accurately enough.
         (
             config.model_config.dtype == torch.float16,
             "in float16; set dtype to bfloat16 or float32",
