@@ -77,7 +77,7 @@ def measure_kernels(llm: Any) -> list[dict]:
     assert isinstance(impl, RaggedCPUImpl)
     heads = impl.num_kv_heads
     groups = impl.num_heads // heads
-    pool = worker_state.pool()
+    pool = worker_state.get_pool()
     rows = []
     for pairs in PAIRS:
         keys = torch.randn(heads * pairs, impl.head_size)

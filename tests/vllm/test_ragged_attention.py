@@ -47,7 +47,7 @@ class RaggedBackend(RaggedAttention, PlainBackend):
         return self.run(queries, kv_cache, sequences, True)
 
     def attend_pages(self, queries, sequences):
-        return self.run(queries, worker_state.pool().pages, sequences, False)
+        return self.run(queries, worker_state.get_pool().pages, sequences, False)
 
     def run(self, queries, pages, sequences, causal):
         keys, values = pages.transpose(1, 2).split(DIM, -1)
@@ -75,10 +75,10 @@ class LoopingBackend(RaggedBackend):
         self.looped = looped
 
     def prefers_loop(self, tokens, document):
-        return any(worker_state.pool().tables[name] is document for name in self.looped)
+        return any(worker_state.get_pool().tables[name] is document for name in self.looped)
 
     def attend_heads(self, queries, document, number):
-        pages = worker_state.pool().pages
+        pages = worker_state.get_pool().pages
         return attend_by_head(queries, document, number, pages, read_flat_pages, self.scale)
 
 
@@ -182,7 +182,7 @@ def test_steps_share_what_their_documents_have_in_common(pool):
             own, table = query[row : row + 1], metadata.block_table[row]
             wanted = expect(backend, 0, documents[name], own, kv_cache, table, PLACEHOLDERS + seen)
             assert (found[row] - wanted[0]).abs().max() < 1e-5
-        return worker_state.last_batch()
+        return worker_state.get_last_batch()
 
     first = check_step(["a", "b"], 3)
     assert check_step(["a", "b"], 4) is first

@@ -216,7 +216,7 @@ def test_a_pool_that_is_too_small_for_all_serves_all(world):
     with engine(world, documents_memory=300_000) as llm:
         from restorekv.vllm import worker_state
 
-        pool = worker_state.pool()
+        pool = worker_state.get_pool()
         found = answers(llm, world.prompts)
         assert without_halves(found) == without_halves(world.expected)
         assert len(pool.tables) < len(DOCUMENTS)

@@ -51,7 +51,7 @@ class RaggedCPUImpl(RaggedAttention, CPUAttentionBackendImpl):
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
         self.page_isa = _get_attn_isa(
-            config.model_config.dtype, worker_state.page_size(config), self.head_size
+            config.model_config.dtype, worker_state.get_page_size(config), self.head_size
         )
         special = {
             "sinks": self.sinks is not None,
@@ -63,7 +63,7 @@ class RaggedCPUImpl(RaggedAttention, CPUAttentionBackendImpl):
         # None where the kernel's layout is not one that is known.
         self.reader: PageReader | None = None
         if worker_state.serves_documents(config):
-            size = worker_state.page_size(config)
+            size = worker_state.get_page_size(config)
             trial = torch.zeros(2, 1, size, 2 * self.head_size, dtype=config.model_config.dtype)
             self.reader = find_reader([read_transposed_pages], trial, self._write_pages)
 
@@ -89,7 +89,7 @@ class RaggedCPUImpl(RaggedAttention, CPUAttentionBackendImpl):
         return measure_log_sum_exp(
             lambda sink: self._call(
                 queries,
-                _split_pages(worker_state.pool().pages),
+                _split_pages(worker_state.get_pool().pages),
                 sequences,
                 sink,
                 causal=False,
@@ -108,7 +108,7 @@ class RaggedCPUImpl(RaggedAttention, CPUAttentionBackendImpl):
         self, queries: Tensor, document: PageTable, number: int
     ) -> tuple[Tensor, Tensor]:
         assert self.reader is not None
-        pages = worker_state.pool().pages
+        pages = worker_state.get_pool().pages
         return attend_by_head(queries, document, number, pages, self.reader, self.scale)
 
     def _call(

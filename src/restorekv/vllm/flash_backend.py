@@ -80,7 +80,7 @@ class RaggedFlashImpl(RaggedAttention, FlashAttentionImpl):
         return self._call(queries, kv_cache, sequences, causal=True)
 
     def attend_pages(self, queries: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        return self._call(queries, worker_state.pool().pages, sequences, causal=False)
+        return self._call(queries, worker_state.get_pool().pages, sequences, causal=False)
 
     def _call(
         self, queries: Tensor, pages: Tensor, sequences: Sequences, *, causal: bool

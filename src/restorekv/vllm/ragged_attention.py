@@ -73,7 +73,7 @@ class RaggedAttention:
         def make_pool() -> PagePool:
             return PagePool(
                 pages=worker_state.count_pool_pages(config, self.head_size),
-                page_size=worker_state.page_size(config),
+                page_size=worker_state.get_page_size(config),
                 head_dim=self.head_size,
                 dtype=config.model_config.dtype,
                 device=device,
@@ -161,7 +161,7 @@ class RaggedAttention:
             queries = query.view(-1, self.num_heads, self.head_size)[plan.tokens]
             tail, tail_lse = self.attend_tail(layer, queries, kv_cache, plan.tail)
             # vLLM calls layers by their names; documents number theirs.
-            number = worker_state.layer_number(layer.layer_name)
+            number = worker_state.find_layer_number(layer.layer_name)
             document, document_lse = self._attend_documents(queries, plan, number)
             merged = merge(tail, tail_lse, document, document_lse)
             output.view(-1, self.num_heads, self.head_size)[plan.tokens] = merged.to(output.dtype)
@@ -171,7 +171,7 @@ class RaggedAttention:
         """Return the step's plan, which its first layer makes; None if it asks no document."""
         plan = getattr(metadata, "restorekv_plan", _NOT_PLANNED)
         if plan is _NOT_PLANNED:
-            documents = worker_state.current_step()
+            documents = worker_state.get_step()
             plan = self._make_plan(documents, kv_cache, metadata) if documents else None
             # One object for all layers of a step, so the first layer plans for all.
             metadata.restorekv_plan = plan
@@ -218,9 +218,9 @@ class RaggedAttention:
 
     def _make_batch(self, counts: Mapping[str, int], device: torch.device) -> DocumentBatch:
         """Return the batch of documents with these tokens; that of the last step if it fits."""
-        pool = worker_state.pool()
+        pool = worker_state.get_pool()
         documents = [pool.tables[name] for name in counts]
-        batch = worker_state.last_batch()
+        batch = worker_state.get_last_batch()
         if batch is None or not batch.is_of(documents, list(counts.values())):
             by_head = [
                 self.prefers_loop(count, document)

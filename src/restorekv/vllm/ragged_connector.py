@@ -235,7 +235,7 @@ class RaggedConnectorScheduler:
         for document in store.documents:
             if document.problem:
                 log.warning("A file of the store is not served: %s", document.problem)
-        self.page_size = worker_state.page_size(config)
+        self.page_size = worker_state.get_page_size(config)
         self.ledger = PoolLedger(worker_state.count_pool_pages(config, store.model.head_dim))
         self.documents: dict[str, StoredDocument] = {}  # by request id
         self.problems: dict[str, str] = {}  # by request id: why the request ends
@@ -395,7 +395,7 @@ class RaggedConnectorWorker:
         """Follow the scheduler's orders, and record for the attention layers which rows belong to
         which document.
         """
-        pool = worker_state.pool()
+        pool = worker_state.get_pool()
         for name in orders.drops:
             # A load that failed on another worker is dropped on all, so it is forgotten here even
             # if this worker still reads the files.
@@ -438,7 +438,7 @@ class RaggedConnectorWorker:
         for name in done:
             number, future = self.pending_loads.pop(name)
             try:
-                worker_state.pool().put(name, future.result())
+                worker_state.get_pool().put(name, future.result())
                 report.loaded[name, number] = 1
             except Exception as error:  # otherwise requests would wait for it forever
                 if not isinstance(error, RestoreKVError):

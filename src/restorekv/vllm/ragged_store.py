@@ -175,7 +175,7 @@ def refuse_too_large(document: StoredDocument, config: VllmConfig) -> None:
     pages = pages_of_largest_rank(
         document.lengths,
         config.parallel_config.tensor_parallel_size,
-        worker_state.page_size(config),
+        worker_state.get_page_size(config),
     )
     available = worker_state.count_pool_pages(config, config.model_config.get_head_size())
     if pages > available:

@@ -27,22 +27,22 @@ def serves_documents(config: Any) -> bool:
     return transfer is not None and transfer.kv_connector == "RaggedConnector"
 
 
-def documents_memory(config: Any) -> int:
+def get_documents_memory(config: Any) -> int:
     """Return the bytes of documents that a worker may hold."""
     transfer = config.kv_transfer_config
     options = transfer.kv_connector_extra_config if transfer else {}
     return int(options.get("documents_memory", MEMORY))
 
 
-def page_size(config: Any) -> int:
+def get_page_size(config: Any) -> int:
     """Return the pairs of a page: the smallest block of the platform's attention kernel."""
     return 32 if config.device_config.device_type == "cpu" else 16
 
 
 def count_pool_pages(config: Any, head_dim: int) -> int:
     """Return how many pages the pool of a worker has, for heads of `head_dim` numbers."""
-    page_bytes = page_size(config) * 2 * head_dim * config.model_config.dtype.itemsize
-    return documents_memory(config) // page_bytes
+    page_bytes = get_page_size(config) * 2 * head_dim * config.model_config.dtype.itemsize
+    return get_documents_memory(config) // page_bytes
 
 
 def reserve_pool(engine: str, make_pool: Callable[[], PagePool]) -> PagePool:
@@ -64,7 +64,7 @@ def forget_pools() -> None:
     keep_batch(None)
 
 
-def pool() -> PagePool:
+def get_pool() -> PagePool:
     """Return the pool of this process."""
     (only,) = _pools.values()
     return only
@@ -89,12 +89,12 @@ def end_step() -> None:
     begin_step({})
 
 
-def current_step() -> Mapping[int, str]:
+def get_step() -> Mapping[int, str]:
     """Return what `begin_step` was given."""
     return _step
 
 
-def last_batch() -> DocumentBatch | None:
+def get_last_batch() -> DocumentBatch | None:
     """Return what `keep_batch` was given."""
     return _batch
 
@@ -105,7 +105,7 @@ def keep_batch(batch: DocumentBatch | None) -> None:
     _batch = batch
 
 
-def layer_number(name: str) -> int:
+def find_layer_number(name: str) -> int:
     """Return the number of a layer from its name in vLLM, such as model.layers.3.self_attn.attn."""
     number = _numbers.get(name)
     if number is None:
