@@ -158,7 +158,7 @@ def test_a_length_that_is_no_number_gets_a_sentence(model, tiny_tokenizer, tmp_p
         answer = app.get("/v1/models", headers={"content-length": length.encode()})
         assert (
             answer.status_code == 400
-            and "content-length is a number" in answer.json()["error"]["message"]
+            and "content-length must be a number" in answer.json()["error"]["message"]
         )
 
 

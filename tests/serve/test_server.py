@@ -456,7 +456,7 @@ def test_a_marked_system_text_is_found_again_and_a_plain_one_is_an_instruction(
 
 def test_documents_that_cannot_be_had_get_a_sentence(client, file):
     said = {"role": "assistant", "content": about(file)[0]["content"][:1]}
-    with pytest.raises(openai.BadRequestError, match="not of the assistant"):
+    with pytest.raises(openai.BadRequestError, match="An assistant message cannot have documents"):
         ask(client, [*about(file), said, {"role": "user", "content": "And?"}])
     with pytest.raises(openai.NotFoundError, match="no file"):
         ask(client, about(type("Gone", (), {"id": "file-none"})))
@@ -938,8 +938,8 @@ def test_the_format_of_a_file_is_heeded(client):
         ("{}", {"format": "pdf"}, "media type such as application/pdf"),
         ("{}", {"format": "application/pdf", "filename": "page.html"}, "make them agree"),
         ("data:text/plain;base64,{}", {"format": "text/html"}, "make them agree"),
-        ("data:text/html,{}", {}, "file_data is base64"),
-        ("text/html;base64,{}", {}, "file_data is base64"),
+        ("data:text/html,{}", {}, "file_data must be base64"),
+        ("text/html;base64,{}", {}, "file_data must be base64"),
         ("data:text/html;charset=iso-8859-1;base64,{}", {}, "save it as UTF-8"),
     ],
 )

@@ -12,7 +12,7 @@ from restorekv.restore.adapter import RestoreAdapter
 from restorekv.storage.cache_file import open_cache_file
 from restorekv.vllm import chat, prompt
 from restorekv.vllm.composition import (
-    MOST_DOCUMENTS,
+    MAX_DOCUMENTS,
     compose_files,
     find_names,
     make_ids,
@@ -60,7 +60,7 @@ def store(documents, tiny_model, tmp_path):
 
 def test_placeholders_say_which_documents_are_asked():
     names = [f"{number * 0x123456789ABCDEF % 2**64:016x}" for number in range(1, 11)]
-    for count in range(2, MOST_DOCUMENTS + 1):
+    for count in range(2, MAX_DOCUMENTS + 1):
         ids = make_ids(names[:count])
         assert len(ids) == PLACEHOLDERS
         assert all(0 <= number < 256 for number in ids)
@@ -71,7 +71,7 @@ def test_placeholders_say_which_documents_are_asked():
     assert make_ids(names[:2])[:16] != make_ids([names[0], names[2]])[:16]
     assert make_ids(names[:2]) != make_ids(names[1::-1])
     for count in (1, 11):
-        with pytest.raises(RestoreKVError, match=f"2 to 10 documents at once, not {count}"):
+        with pytest.raises(RestoreKVError, match=f"2 to 10 documents together, got {count}"):
             make_ids((names * 2)[:count])
 
 
@@ -100,7 +100,7 @@ def test_names_with_the_same_short_form_are_told_apart():
         assert find_names(ids, read_short_names(ids), names) == asked
     many = [f"{7 + base * number:016x}" for number in range(400)]
     ids = make_ids(many[:2])
-    with pytest.raises(RestoreKVError, match="too many documents to ask several at once"):
+    with pytest.raises(RestoreKVError, match="too many documents to query several together"):
         find_names(ids, read_short_names(ids), many)
 
 
@@ -154,7 +154,7 @@ def test_a_composition_is_another_document_than_its_parts(store, documents, tiny
         assert found.name not in names
         names.add(found.name)
     assert len(names) == 4
-    with pytest.raises(RestoreKVError, match="several documents, not of red"):
+    with pytest.raises(RestoreKVError, match="several documents, but the request names red"):
         store.find_document(prompt(files, QUESTION, tiny_tokenizer), "red")
 
 
@@ -167,7 +167,7 @@ def test_placeholders_that_do_not_stand_whole_at_the_beginning_are_refused(store
     for first in (red, both):
         for second in (blue, both):
             for question in ([], [5], [5, 6, 7] * 20):
-                with pytest.raises(RestoreKVError, match="ask several documents and turns by one"):
+                with pytest.raises(RestoreKVError, match="pass several documents and turns to one"):
                     store.find_document([*first[:PLACEHOLDERS], *question, *second])
         # After a system text, for example.
         with pytest.raises(RestoreKVError, match="put nothing before what"):
@@ -187,13 +187,13 @@ def test_documents_that_are_not_here_are_named(store, documents, tiny_tokenizer,
     name = identify(open_cache_file(tmp_path / "blue.rkv")).name
     elsewhere = RaggedStore(tmp_path, store.model)
     damaged = [*asked[:5], asked[5] ^ 1, *asked[6:]]
-    with pytest.raises(RestoreKVError, match="fit no 2 documents of the store"):
+    with pytest.raises(RestoreKVError, match="match no 2 documents of the store"):
         store.find_document(damaged)
     assert store.find_document(asked)
     (tmp_path / "blue.rkv").unlink()
     with pytest.raises(RestoreKVError, match=f"does not have {name}"):
         store.find_document(asked)
-    with pytest.raises(RestoreKVError, match="does not have the one at place 2"):
+    with pytest.raises(RestoreKVError, match="does not have number 2"):
         elsewhere.find_document(asked)
     documents["blue"].save(tmp_path / "other.rkv")
     assert store.find_document(asked).parts[1].path.stem == "other"
@@ -230,7 +230,7 @@ def test_documents_of_several_models_are_refused(store, documents, tiny_tokenize
     store.find_document(prompt(paths, QUESTION, tiny_tokenizer))
     first, second = list(store.parts.values())[:2]
     other = replace(second, manifest=replace(second.manifest, fingerprint="0" * 16))
-    with pytest.raises(RestoreKVError, match="several models"):
+    with pytest.raises(RestoreKVError, match="different models"):
         refuse_unlike_parts([first, other])
 
 

@@ -5,8 +5,8 @@ import torch
 
 from restorekv.vllm.flat_pages import write_pages
 from restorekv.vllm.head_loop import (
-    FEWEST_TOKENS,
-    LEAST_WORK,
+    MIN_TOKENS,
+    MIN_WORK,
     attend_by_head,
     find_reader,
     prefers_loop,
@@ -72,11 +72,11 @@ def test_it_is_one_softmax_over_every_head(reader):
 
 def test_it_is_for_many_tokens_over_many_pairs():
     pool = PagePool(4000, PAGE, DIM, torch.float32, "cpu", write_pages)
-    long, short = LEAST_WORK // FEWEST_TOKENS, 4
+    long, short = MIN_WORK // MIN_TOKENS, 4
     tables = {}
     for pairs in (long, short):
         tables[pairs] = pool.put(str(pairs), make_document([[pairs, pairs]], DIM))
-    assert prefers_loop(FEWEST_TOKENS, tables[long])
-    assert not prefers_loop(FEWEST_TOKENS - 1, tables[long])
-    assert not prefers_loop(FEWEST_TOKENS, tables[short])
-    assert prefers_loop(LEAST_WORK // short, tables[short])
+    assert prefers_loop(MIN_TOKENS, tables[long])
+    assert not prefers_loop(MIN_TOKENS - 1, tables[long])
+    assert not prefers_loop(MIN_TOKENS, tables[short])
+    assert prefers_loop(MIN_WORK // short, tables[short])

@@ -131,7 +131,7 @@ def test_a_document_that_could_not_be_read_gives_its_room_back():
 
 
 def test_who_waits_long_gets_room():
-    """A document that is always asked keeps another out for PATIENCE requests and no longer."""
+    """A document that is always asked keeps another out for MAX_OVERTAKES requests at most."""
     ledger = PoolLedger(4)
     ledger.pin_or_load("first", "a", 4)
     load_all(ledger)
@@ -146,7 +146,7 @@ def test_who_waits_long_gets_room():
             ledger.release(running.pop(0))
     else:
         pytest.fail("the document never got room")
-    assert number <= 4 * PoolLedger.PATIENCE
+    assert number <= 4 * PoolLedger.MAX_OVERTAKES
 
 
 def test_one_who_gives_up_waiting_holds_up_nobody():
@@ -154,7 +154,7 @@ def test_one_who_gives_up_waiting_holds_up_nobody():
     ledger.pin_or_load("first", "a", 4)
     load_all(ledger)
     ledger.pin_or_load("patient", "b", 4)
-    for number in range(PoolLedger.PATIENCE):
+    for number in range(PoolLedger.MAX_OVERTAKES):
         assert ledger.pin_or_load(str(number), "a", 4) is Residency.RESIDENT
     assert ledger.pin_or_load("late", "a", 4) is Residency.NO_ROOM
     ledger.release("patient")
@@ -214,11 +214,11 @@ def test_new_small_documents_do_not_keep_a_large_one_out():
         if ledger.pin_or_load("patient", "large", 4) is Residency.LOADING:
             break
         # Nothing new begins any more; what runs ends.
-        if ledger.waiting["large"] >= PoolLedger.PATIENCE and running:
+        if ledger.waiting["large"] >= PoolLedger.MAX_OVERTAKES and running:
             ledger.release(running.pop(0))
     else:
         pytest.fail("the large document never got room")
-    assert number <= 4 * PoolLedger.PATIENCE
+    assert number <= 4 * PoolLedger.MAX_OVERTAKES
 
 
 def test_a_document_that_is_put_twice_takes_its_pages_once():

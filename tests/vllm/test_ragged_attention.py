@@ -56,7 +56,7 @@ class RaggedBackend(RaggedAttention, PlainBackend):
             keys,
             values,
             cu_seqlens_q=sequences.starts,
-            max_seqlen_q=sequences.most_queries,
+            max_seqlen_q=sequences.max_queries,
             seqused_k=sequences.lengths,
             max_seqlen_k=sequences.longest,
             softmax_scale=self.scale,

@@ -112,7 +112,7 @@ def test_wrong_prompts_are_refused(place, tiny_model, tiny_tokenizer, change, me
     ids = prompt(place / "red.rkv", QUESTION, tiny_tokenizer)
     with pytest.raises(RestoreKVError, match=message):
         store.find_document(change(ids))
-    with pytest.raises(RestoreKVError, match=r"of red\.rkv, not of blue"):
+    with pytest.raises(RestoreKVError, match=r"of red\.rkv, but the request names blue"):
         store.find_document(ids, "blue")
     with pytest.raises(RestoreKVError, match="does not begin with placeholders"):
         store.find_document([1, 2, 3], "red")
@@ -121,7 +121,7 @@ def test_wrong_prompts_are_refused(place, tiny_model, tiny_tokenizer, change, me
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"layers": 9}, "for layers 3, the engine's model has 9"),
+        ({"layers": 9}, "for layers 3, but the engine's model has 9"),
         ({"rope": {"rope_theta": 1.0}}, "for rope"),
         ({"fingerprint": "0" * 16}, "with other weights"),
     ],
@@ -146,7 +146,7 @@ def test_damaged_and_replaced_files_are_never_served(place, tiny_model, tiny_tok
     ids = prompt(place / "red.rkv", QUESTION, tiny_tokenizer)
     found = store.find_document(ids)
     (place / "blue.rkv").rename(place / "red.rkv")
-    with pytest.raises(CacheFileError, match="was replaced by another document"):
+    with pytest.raises(CacheFileError, match="was replaced by a different document"):
         load_file(found.path, found.name)
     content = bytearray((place / "red.rkv").read_bytes())
     content[-40] ^= 1

@@ -45,8 +45,8 @@ def test_distributions_are_those_of_ask(tmp_path, monkeypatch, by_head):
     from restorekv.vllm import head_loop
 
     if by_head:
-        monkeypatch.setattr(head_loop, "FEWEST_TOKENS", 1)
-        monkeypatch.setattr(head_loop, "LEAST_WORK", 1)
+        monkeypatch.setattr(head_loop, "MIN_TOKENS", 1)
+        monkeypatch.setattr(head_loop, "MIN_WORK", 1)
     monkeypatch.setenv("RESTOREKV_VLLM", "1")
     tokenizer = build_tokenizer()
     build_calm_model().save_pretrained(tmp_path / "model")

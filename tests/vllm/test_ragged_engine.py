@@ -168,8 +168,8 @@ def test_answers_are_the_same_head_by_head(world, monkeypatch):
     """The other way to attend, which small documents are not worth."""
     from restorekv.vllm import cpu_backend, head_loop
 
-    monkeypatch.setattr(head_loop, "FEWEST_TOKENS", 1)
-    monkeypatch.setattr(head_loop, "LEAST_WORK", 1)
+    monkeypatch.setattr(head_loop, "MIN_TOKENS", 1)
+    monkeypatch.setattr(head_loop, "MIN_WORK", 1)
     calls = []
     attend = cpu_backend.attend_by_head
     monkeypatch.setattr(

@@ -220,7 +220,7 @@ def test_a_document_that_vllms_memory_cannot_hold_is_refused_with_a_sentence(
         wanted = [answers_of(each, "ragged", world, QUESTIONS[:1]) for each in small]
         assert [told(answer) for answer in found] == wanted
         large = upload(client, TEXTS[0] * 4)
-        with pytest.raises(openai.BadRequestError, match="give documents_memory more bytes"):
+        with pytest.raises(openai.BadRequestError, match="increase documents_memory"):
             ask(client, about(large))
         assert told(ask(client, asked[0], max_tokens=TOKENS)) == wanted[0]
 

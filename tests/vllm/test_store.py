@@ -69,7 +69,7 @@ def test_other_prompts_are_not_ours(place):
         == store.find_document(asked, documents[0].name).name
         == documents[0].name
     )
-    with pytest.raises(RestoreKVError, match=r"red.safetensors, not of blue"):
+    with pytest.raises(RestoreKVError, match=r"red.safetensors, but the request names blue"):
         store.find_document(asked, "blue")
 
 
@@ -97,7 +97,7 @@ def test_placeholders_that_do_not_stand_whole_at_the_beginning_are_refused(place
             store.find_document(red[cut:], "red")
     assert store.find_document(red[tokens:]) is None
     for ids in ([5, *red], [*red, *blue], [*red[:tokens], *blue], [5] * 99 + red):
-        with pytest.raises(RestoreKVError, match="do not stand whole at its beginning"):
+        with pytest.raises(RestoreKVError, match="are not complete at its beginning"):
             store.find_document(ids)
 
 
@@ -126,7 +126,7 @@ def test_files_may_come_go_and_change(place):
     shutil.move(folder / "away", folder / "again.safetensors")
     found = store.find_document(asked[1])
     shutil.copy(folder / "red.safetensors", folder / "again.safetensors")
-    with pytest.raises(CacheFileError, match="replaced by another document"):
+    with pytest.raises(CacheFileError, match="replaced by a different document"):
         store.load_pairs(found)
     raw = (folder / "red.safetensors").read_bytes()
     for path in folder.glob("*.safetensors"):

@@ -1,6 +1,6 @@
-"""Compressed documents inside an unpatched vLLM: configurations for it, and prompts that ask.
+"""Compressed documents inside an unpatched vLLM: its configuration, and prompts about documents.
 
-Cache files (.rkv) are served as they are, with heads of different lengths: `ragged_config` and
+Cache files (.rkv) are served unchanged, with heads of different lengths: `ragged_config` and
 vLLM's environment variable RESTOREKV_VLLM=1. Portable files (`restorekv export`) have one length in
 all heads and need nothing but `transfer_config`. A request names a document by beginning with its
 placeholders, which `prompt` and `chat` write.
@@ -46,7 +46,7 @@ def ragged_config(
 
     Args:
         store: Folder of .rkv files.
-        documents_memory: Bytes of documents that each worker holds at once; 1 GiB by default.
+        documents_memory: Bytes of documents that each worker holds at a time; 1 GiB by default.
         fingerprint: The fingerprint of the model's weights; documents made with others are refused.
     """
     options: dict[str, Any] = {"store": str(store)}
@@ -94,7 +94,7 @@ def _open_several(documents: Sequence[Document]) -> tuple[list[CacheFile], list[
         file = _open(document)
         if not isinstance(file, CacheFile):
             raise RestoreKVError(
-                "Several portable files cannot be asked at once; pass cache files (.rkv), or "
+                "Several portable files cannot be queried together; pass cache files (.rkv), or "
                 "export a composed one."
             )
         files.append(file)
@@ -111,7 +111,7 @@ def prompt(
     answer_prefix: str = "",
     turns: Sequence[tuple[str, str]] = (),
 ) -> list[int]:
-    """Return the token ids that ask a document: its placeholders, earlier turns, the question.
+    """Return the token ids that query a document: its placeholders, earlier turns, the question.
 
     vLLM takes them as {"prompt_token_ids": ids}, its completions API as `prompt`.
 
@@ -124,8 +124,8 @@ def prompt(
         turns: Earlier questions with their answers.
 
     Raises:
-        CacheFileError: A file is damaged, or was made with another tokenizer or chat template.
-        RestoreKVError: The question is empty, or the documents cannot be asked at once.
+        CacheFileError: A file is damaged, or was made with a different tokenizer or chat template.
+        RestoreKVError: The question is empty, or the documents cannot be queried together.
     """
     return _identify_and_ask(document, question, tokenizer, answer_prefix, turns)[1]
 

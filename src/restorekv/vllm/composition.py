@@ -29,14 +29,14 @@ from restorekv.storage.portable import FIRST_ID, MARK, make_placeholders
 from restorekv.vllm.ragged_documents import LARGEST_ID, PLACEHOLDERS
 
 KIND = b"restorekv-composition-2"  # what placeholders begin with follows from this
-MOST_DOCUMENTS = 10  # of a request
-DIGITS = 2  # ids that stand for a name
-HASHED = PLACEHOLDERS - MARK - 1 - MOST_DOCUMENTS * DIGITS
+MAX_DOCUMENTS = 10  # of a request
+DIGITS = 2  # ids that encode a name
+HASHED = PLACEHOLDERS - MARK - 1 - MAX_DOCUMENTS * DIGITS
 # Of 50,000 documents in a store, two or three share the ids of a name, so that ten of them can be
 # combined in about 5,000 ways.
-MOST_COMBINATIONS = 100_000
+MAX_COMBINATIONS = 100_000
 
-ShortName = tuple[int, ...]  # the DIGITS ids that stand for a name
+ShortName = tuple[int, ...]  # the DIGITS ids that encode a name
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ def describe_part(file: CacheFile) -> PartFacts:
     lengths = []
     for layer in file.make_cache().full_attention:
         # Eviction may have dropped pairs of the prefix too, so they are counted head by head.
-        of_prefix = layer.row_heads[layer.positions < prefix]
-        lengths.append(torch.bincount(of_prefix, minlength=layer.heads))
+        prefix_heads = layer.row_heads[layer.positions < prefix]
+        lengths.append(torch.bincount(prefix_heads, minlength=layer.heads))
     return PartFacts(
         manifest=file.manifest,
         prefix=tuple(file.context.ids[0, :prefix].tolist()),
@@ -78,10 +78,10 @@ def name_composition(names: Sequence[str]) -> str:
 
 def refuse_wrong_number(names: Sequence[str]) -> None:
     """Raise RestoreKVError where there are too few or too many documents."""
-    if not 2 <= len(names) <= MOST_DOCUMENTS:
+    if not 2 <= len(names) <= MAX_DOCUMENTS:
         raise RestoreKVError(
-            f"A request asks 2 to {MOST_DOCUMENTS} documents at once, not {len(names)}; "
-            "compose more with restorekv compose."
+            f"A request can be about 2 to {MAX_DOCUMENTS} documents together, got {len(names)}; "
+            "join more with restorekv compose."
         )
 
 
@@ -97,12 +97,12 @@ def make_ids(names: Sequence[str]) -> tuple[int, ...]:
     for name in names:
         digits += shorten_name(name)
     # Compositions of few documents fill as many positions as those of many.
-    padding = [FIRST_ID] * (MOST_DOCUMENTS * DIGITS - len(digits))
+    padding = [FIRST_ID] * (MAX_DOCUMENTS * DIGITS - len(digits))
     return (*make_mark(), *hashed, FIRST_ID + len(names), *digits, *padding)
 
 
 def shorten_name(name: str) -> ShortName:
-    """Return the ids that stand for a document's name."""
+    """Return the ids that encode a document's name."""
     number = int(name, 16)
     base = LARGEST_ID - FIRST_ID
     digits = []
@@ -113,17 +113,17 @@ def shorten_name(name: str) -> ShortName:
 
 
 def read_short_names(ids: Sequence[int]) -> list[ShortName] | None:
-    """Return what a prompt says of the documents that it asks; None if it asks no composition.
+    """Return the short names in a prompt's placeholders; None if they are not a composition's.
 
     Raises:
         RestoreKVError: The placeholders are damaged.
     """
     if list(ids[:MARK]) != make_mark():
         return None
-    # From here on the prompt claims to be a composition; whatever is wrong with it is an error.
+    # From here on the prompt claims to be a composition; anything wrong with it is an error.
     own = tuple(ids[:PLACEHOLDERS])
     count = own[MARK + HASHED] - FIRST_ID if len(own) == PLACEHOLDERS else 0
-    if not 2 <= count <= MOST_DOCUMENTS:
+    if not 2 <= count <= MAX_DOCUMENTS:
         raise RestoreKVError(
             "The prompt begins with damaged placeholders of several documents; make it with "
             "restorekv.vllm.prompt."
@@ -135,7 +135,7 @@ def read_short_names(ids: Sequence[int]) -> list[ShortName] | None:
 def find_names(
     ids: Sequence[int], short_names: Sequence[ShortName], known: Iterable[str]
 ) -> list[str] | None:
-    """Return the names of the documents that a prompt asks; None if some of them are not known.
+    """Return the names of a prompt's documents; None if some of them are not known.
 
     Args:
         ids: The prompt's ids.
@@ -149,9 +149,9 @@ def find_names(
     for name in sorted(known):
         names_by_ids.setdefault(shorten_name(name), []).append(name)
     candidates = [names_by_ids.get(short_name, []) for short_name in short_names]
-    if math.prod(map(len, candidates)) > MOST_COMBINATIONS:
+    if math.prod(map(len, candidates)) > MAX_COMBINATIONS:
         raise RestoreKVError(
-            "The store has too many documents to ask several at once; ask fewer, or compose them "
+            "The store has too many documents to query several together; query fewer, or join them "
             "with restorekv compose."
         )
     own = tuple(ids[:PLACEHOLDERS])
@@ -169,17 +169,18 @@ def refuse_unlike_parts(parts: Sequence[PartFacts]) -> None:
     for part in parts:
         if part.manifest.fingerprint != first.manifest.fingerprint:
             raise RestoreKVError(
-                "The documents were made with several models; a request asks documents of one."
+                "The documents were made with different models; a request must be about documents "
+                "of one model."
             )
         if part.manifest.template != first.manifest.template or part.prefix != first.prefix:
             raise RestoreKVError(
-                "Only documents with the same chat prefix can be asked at once; compress them with "
-                "one system text."
+                "Only documents with the same chat prefix can be queried together; compress them "
+                "with the same system text."
             )
         if part.manifest.offset:
             raise RestoreKVError(
-                "Only documents of evictors without an offset can be asked at once; compress the "
-                "texts in another way."
+                "Only documents of evictors without an offset can be queried together; compress "
+                "the texts with a different evictor."
             )
 
 

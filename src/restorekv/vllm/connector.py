@@ -1,7 +1,7 @@
 """The KV connector that gives vLLM compressed documents; vLLM calls this interface experimental.
 
-The scheduler's half finds the document that a prompt's placeholders stand for and promises its m
-tokens. The worker's half writes the document's keys and values into the blocks that the scheduler
+The scheduler's side finds the document that a prompt's placeholders name and promises its m
+tokens. The worker's side writes the document's keys and values into the blocks that the scheduler
 chose, through the attention backend's own method, so no cache layout is ours. A document that a
 process has not read yet is read and written in a thread, while steps of other requests continue.
 One that cannot be loaded is promised and reported as not loaded, which ends that request alone
@@ -124,7 +124,7 @@ class RestoreKVConnector(DocumentConnector):
         self.reader = ThreadPoolExecutor(1, "restorekv-reader")
         self.reading: dict[str, Future] = {}  # by request
 
-    # The scheduler's half.
+    # The scheduler's side.
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -203,7 +203,7 @@ class RestoreKVConnector(DocumentConnector):
         self.matched.pop(request.request_id, None)
         return False, None
 
-    # The worker's half.
+    # The worker's side.
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Write this step's documents into vLLM's cache; begin those that requests wait for."""

@@ -1,5 +1,5 @@
-"""What both KV connectors share: hooks of vLLM in which documents have no part, how long an answer
-may be, and how a request ends with an error.
+"""What both KV connectors share: hooks of vLLM that documents do not use, how long an answer may
+be, and how a request ends with an error.
 
 A connector cannot refuse a request. So one that must end is promised all its tokens, as if they
 were being loaded; the workers report that the load is over and that the block of its last token was
@@ -74,7 +74,7 @@ def find_request_problem(request: Request) -> str:
 def shorten_answer(request: Request, store: DocumentStore, document: StoredDocument) -> None:
     """Let a request's answer end at the last of the model's positions.
 
-    vLLM ends answers at max_model_len for that, and counts placeholders in place of the text.
+    vLLM ends answers at max_model_len for that, and counts placeholders instead of the text.
     """
     room = store.count_answer_room(document, request.prompt_token_ids or ())
     request.max_tokens = min(request.max_tokens, room)
@@ -85,8 +85,8 @@ def refuse_engine(config: VllmConfig, obstacles: Sequence[tuple[bool, str]]) -> 
 
     Args:
         config: vLLM's.
-        obstacles: What else may stand in the way of a connector: whether it does, and what it is
-            and what to do about it, as the end of a sentence.
+        obstacles: More of them, for one connector: whether the engine has it, and what it is and
+            what to do about it, as the end of a sentence.
     """
     parallel = config.parallel_config
     assert config.kv_transfer_config is not None
@@ -107,8 +107,8 @@ def refuse_engine(config: VllmConfig, obstacles: Sequence[tuple[bool, str]]) -> 
             "for embeddings and scores; leave out runner and convert",
         ),
     ]
-    for stands_in_the_way, obstacle in [*common, *obstacles]:
-        if stands_in_the_way:
+    for is_present, obstacle in [*common, *obstacles]:
+        if is_present:
             raise RestoreKVError(f"vLLM does not serve compressed documents {obstacle}.")
 
 

@@ -1,7 +1,7 @@
 """The documents of a step as sequences for an attention kernel: every KV head is one.
 
 What does not depend on the queries is made once for a set of documents, and serves all steps until
-another set is asked: while answers are written, that is nearly every step.
+a different set is asked: while answers are written, that is nearly every step.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Sequences:
     """Queries and pages of one call of a kernel over N sequences.
 
     starts (N + 1,) int32: the first query of every sequence, then their number; lengths (N,) int32:
-    pairs that the last query of a sequence sees; table (N, W) int32: pages; most_queries, longest:
+    pairs that the last query of a sequence sees; table (N, W) int32: pages; max_queries, longest:
     the largest difference of `starts` and the largest of `lengths`, known to the host.
     """
 
     starts: Tensor
     lengths: Tensor
     table: Tensor
-    most_queries: int
+    max_queries: int
     longest: int
     # What a kernel prepares for these sequences.
     schedule: dict[str, Any]
@@ -40,9 +40,9 @@ class DocumentBatch:
 
     Those that are attended as pages come first, then those that are attended head by head.
 
-    order (R * H,): how pairs of token and KV head are sorted by document, head, token; places
-    (R * H,): the inverse; paged: how many of the sorted pairs are of documents in pages; looped:
-    every other document with its part of the sorted pairs.
+    order (R * H,): how pairs of token and KV head are sorted by document, head, token;
+    inverse_order (R * H,): the inverse; paged: how many of the sorted pairs are of documents in
+    pages; looped: every other document with its part of the sorted pairs.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class DocumentBatch:
         in_pages = [number for number, looped in enumerate(is_looped) if not looped]
         others = [number for number, looped in enumerate(is_looped) if looped]
         self.order = torch.cat([parts[number] for number in (*in_pages, *others)]).to(device)
-        self.places = self.order.argsort()
+        self.inverse_order = self.order.argsort()
         self.in_pages = [self.documents[number] for number in in_pages]
         paged_counts = [self.counts[number] for number in in_pages]
         self.paged = sum(paged_counts) * heads
@@ -79,14 +79,14 @@ class DocumentBatch:
             end = first + len(parts[number])
             self.looped.append((self.documents[number], slice(first, end)))
             first = end
-        self.most_queries = max(paged_counts, default=0)
+        self.max_queries = max(paged_counts, default=0)
         per_head = [count for count in paged_counts for _ in range(heads)]
         self.starts = make_starts(per_head, device)
         self.repeats = torch.tensor(per_head, device=device)
         self._layers: dict[int, tuple[Sequences, Tensor | None]] = {}
 
     def is_of(self, documents: Sequence[PageTable], counts: Sequence[int]) -> bool:
-        """Whether these are the documents, at the same places, and their tokens."""
+        """Whether the batch is of these very documents, in this order, with these counts."""
         return (
             self.counts == list(counts)
             and len(self.documents) == len(documents)
@@ -110,18 +110,18 @@ class DocumentBatch:
             starts=self.starts,
             lengths=torch.cat([document.lengths[number] for document in self.in_pages]),
             table=torch.cat(padded),
-            most_queries=self.most_queries,
+            max_queries=self.max_queries,
             longest=max(document.longest[number] for document in self.in_pages),
             schedule={},
         )
         empty = []
         for document, table in zip(self.in_pages, tables, strict=True):
-            of_heads = document.empty[number]
-            if of_heads is None:
-                of_heads = torch.zeros(len(table), dtype=torch.bool, device=table.device)
-            empty.append(of_heads)
-        of_queries = torch.cat(empty).repeat_interleave(self.repeats)
-        return sequences, of_queries if bool(of_queries.any()) else None
+            empty_heads = document.empty[number]
+            if empty_heads is None:
+                empty_heads = torch.zeros(len(table), dtype=torch.bool, device=table.device)
+            empty.append(empty_heads)
+        empty_queries = torch.cat(empty).repeat_interleave(self.repeats)
+        return sequences, empty_queries if bool(empty_queries.any()) else None
 
 
 def make_starts(counts: Sequence[int], device: torch.device) -> Tensor:

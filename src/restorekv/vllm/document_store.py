@@ -1,4 +1,4 @@
-"""Documents of a folder, and which of them a prompt asks; needs no vLLM.
+"""Documents of a folder, and which of them a prompt is about; needs no vLLM.
 
 Both kinds of documents are found the same way: a prompt begins with a mark and with placeholders
 that follow from a document's contents. Each kind has a store that lists its files and reads them:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-# Times of a file's content and of its place, in nanoseconds, and its size.
+# Times of a file's content and of its path, in nanoseconds, and its size.
 Change = tuple[int, int, int]
 
 
@@ -73,7 +73,7 @@ class EngineModel:
         )
 
     def check(self, manifest: Manifest, path: Path, vocabulary: int | None = None) -> None:
-        """Refuse a document of another model.
+        """Refuse a document of a different model.
 
         Args:
             manifest: The document's manifest.
@@ -99,11 +99,12 @@ class EngineModel:
             needed = getattr(self, name)
             if value != needed:
                 raise CacheFileError(
-                    f"{path} was made for {name} {value}, the engine's model has {needed}."
+                    f"{path} was made for {name} {value}, but the engine's model has {needed}."
                 )
         if vocabulary is not None and vocabulary != self.vocabulary:
             raise CacheFileError(
-                f"{path} was made for {vocabulary} token ids, not {self.vocabulary}."
+                f"{path} was made for {vocabulary} token ids, but the engine's model has "
+                f"{self.vocabulary}."
             )
         # An engine that was not told the hash of its weights can check the shape alone.
         if self.fingerprint not in (None, manifest.fingerprint):
@@ -113,7 +114,7 @@ class EngineModel:
 
 
 def find_limit(config: PretrainedConfig) -> PositionLimit:
-    """Return how many positions a model sees whole that vLLM was given.
+    """Return how many positions vLLM's model can see in full.
 
     In layers that all have a window, vLLM counts placeholders, which are fewer than the tokens of
     the text. So a document is asked up to the window, as the library's own engine asks it.
@@ -131,7 +132,7 @@ class StoredDocument:
     Args:
         path: Where it is.
         name: A hash of its contents.
-        ids: The placeholders that stand for it.
+        ids: The placeholders that name it.
         positions: How many positions its text takes, which are more than the placeholders.
         problem: Why the file is not served.
         lengths: (L, H), pairs of every head, if heads may differ in length.
@@ -160,7 +161,7 @@ def _begins_with(ids: Sequence[int], placeholders: tuple[int, ...]) -> bool:
 
 
 def _contains(ids: list[int], part: list[int]) -> bool:
-    """Whether some ids stand together in others."""
+    """Whether `ids` contains `part` as a run."""
     first = -1
     with suppress(ValueError):  # the first of them does not come again
         while True:
@@ -173,7 +174,7 @@ def _contains(ids: list[int], part: list[int]) -> bool:
 class DocumentStore(ABC):
     """Files of a folder.
 
-    A new file is found when a prompt first asks it; damaged ones are never served.
+    A new file is found when a prompt first names it; damaged ones are never served.
 
     Args:
         folder: Where the files are.
@@ -218,7 +219,7 @@ class DocumentStore(ABC):
 
         Raises:
             RestoreKVError: The placeholders are of no document here, of one that does not fit, or
-                of another than `wanted`, or do not stand whole at the beginning, or no question
+                of one other than `wanted`, or are not complete at the beginning, or no question
                 follows them, or one that ends beyond the model's positions.
         """
         # The first ids mark a document; a prompt that begins otherwise is an ordinary one.
@@ -242,7 +243,8 @@ class DocumentStore(ABC):
         path = document.path
         if wanted and wanted not in (document.name, path.stem, path.name):
             raise RestoreKVError(
-                f"The prompt begins with placeholders of {path.name}, not of {wanted}."
+                f"The prompt begins with placeholders of {path.name}, but the request names "
+                f"{wanted}."
             )
         # Something must follow: the engine computes the last token of a prompt itself.
         if len(ids) <= len(document.ids):
@@ -259,8 +261,8 @@ class DocumentStore(ABC):
     def refuse_misplaced(self, ids: Sequence[int]) -> None:
         """Raise RestoreKVError for placeholders among the ids of a text.
 
-        vLLM would read them as a text, and answer about something else without a word. Of those
-        that were cut at their beginning, only what is left of them can be found.
+        vLLM would read them as a text, and silently answer about something else. Of those that
+        were cut at their beginning, only the rest can be found.
         """
         has_sign = any(_contains(list(ids), sign) for sign in self.signs)
         beginning = ids[: self._longest]
@@ -269,9 +271,9 @@ class DocumentStore(ABC):
         )
         if has_sign or has_end:
             raise RestoreKVError(
-                "The prompt has placeholders of a document that do not stand whole at its "
-                "beginning; put nothing before what restorekv.vllm.prompt returns, ask several "
-                "documents and turns by one call of it, and leave out truncate_prompt_tokens."
+                "The prompt has placeholders of a document that are not complete at its beginning; "
+                "put nothing before what restorekv.vllm.prompt returns, pass several documents and "
+                "turns to one call of it, and leave out truncate_prompt_tokens."
             )
 
     def refuse_long_prompt(self, document: StoredDocument, ids: Sequence[int]) -> None:
@@ -310,7 +312,7 @@ class DocumentStore(ABC):
         Of several, one that can be served comes first.
         """
         for document in self.documents:
-            # One that was renamed leaves another file at its place, or none.
+            # After a rename, its path has a different file, or none.
             if is_asked(document) and _find_change(document.path) == self._files[document.path][0]:
                 return document
         return None
@@ -320,7 +322,7 @@ class DocumentStore(ABC):
         has_news = False
         for path in sorted(self.folder.glob(self.pattern)):
             changed = _find_change(path)
-            if changed is None:  # it was moved away just now, or is a circle of links
+            if changed is None:  # it was just moved away, or is a circular link
                 continue
             known, _ = self._files.get(path, (None, None))
             if known != changed:
@@ -337,8 +339,8 @@ class DocumentStore(ABC):
 def _find_change(path: Path) -> Change | None:
     """Return what changes with a file, None if there is none.
 
-    Archives give all their files one time of modification, so the time at which a file came to its
-    place counts too, which nobody can set.
+    Archives give all their files one time of modification, so the ctime counts too, which users
+    cannot set.
     """
     try:
         status = path.stat()

@@ -92,7 +92,7 @@ class RaggedFlashImpl(RaggedAttention, FlashAttentionImpl):
             k=keys,
             v=values,
             cu_seqlens_q=sequences.starts,
-            max_seqlen_q=sequences.most_queries,
+            max_seqlen_q=sequences.max_queries,
             seqused_k=sequences.lengths,
             max_seqlen_k=sequences.longest,
             softmax_scale=self.scale,

@@ -19,9 +19,9 @@ PageReader = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 # A document is attended head by head if as many tokens of the step ask it, and if tokens times the
 # pairs of its mean head are as many. `benchmarks vllm-steps`, with SmolLM2's heads, chose 8 tokens
-# on one machine and 32 on another one. At 16, in between, neither way loses much.
-FEWEST_TOKENS = 16
-LEAST_WORK = 4096
+# on one machine and 32 on another. At 16, in between, neither way loses much.
+MIN_TOKENS = 16
+MIN_WORK = 4096
 
 
 def prefers_loop(tokens: int, document: PageTable) -> bool:
@@ -31,7 +31,7 @@ def prefers_loop(tokens: int, document: PageTable) -> bool:
         tokens: How many tokens of the step ask it.
         document: Where it lies.
     """
-    return tokens >= FEWEST_TOKENS and tokens * document.mean_length >= LEAST_WORK
+    return tokens >= MIN_TOKENS and tokens * document.mean_length >= MIN_WORK
 
 
 def attend_by_head(
@@ -81,7 +81,7 @@ def find_reader(
     pages: Tensor,
     writer: Callable[[Tensor, Tensor, Tensor, Tensor], None],
 ) -> PageReader | None:
-    """Return the reader that finds what a writer wrote; None if the layout is of no candidate.
+    """Return the reader that finds what a writer wrote; None if no candidate knows the layout.
 
     Args:
         candidates: Readers of layouts that are known.

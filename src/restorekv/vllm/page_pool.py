@@ -1,6 +1,6 @@
 """Where documents' pairs lie in a worker, and which documents stay; knows nothing of vLLM.
 
-A document keeps another number of pairs in every KV head of every layer, so its pairs do not fit
+A document keeps a different number of pairs in every KV head of every layer, so they do not fit
 vLLM's own pool, whose blocks have one length for all heads. They lie in pages here: a page holds
 `page_size` pairs of one head of one layer, and a document has one table of pages per layer and
 head. The scheduler decides with a `PoolLedger` which documents are resident; workers follow.
@@ -52,7 +52,7 @@ class PageTable:
     tables: one (H, W) int32 per layer, W the pages of the layer's longest head, padded with the
     head's first page; lengths: one (H,) int32 per layer, at least 1; longest: the largest of them
     per layer; empty: one (H,) bool per layer, the heads without a pair, or None for a layer that
-    has none; mean_length: pairs of a head, on the mean; pages: all of the document's.
+    has none; mean_length: mean number of pairs of a head; pages: all of the document's.
     """
 
     tables: Sequence[Tensor]
@@ -90,7 +90,7 @@ class PagePool:
         # On a CPU the system gives memory page by page, when it is written for the first time.
         self.pages = torch.empty(pages, 1, page_size, 2 * head_dim, dtype=dtype, device=device)
         self.writer = writer
-        # The lowest free page is taken first, so that the same documents lie at the same places.
+        # The lowest free page is taken first, so that the same documents get the same pages.
         self.free = list(range(pages - 1, -1, -1))
         self.tables: dict[str, PageTable] = {}
 
@@ -100,7 +100,7 @@ class PagePool:
         Raises:
             RestoreKVError: There are too few free pages; nothing was taken.
         """
-        # A document that is loaded again replaces what is here of it.
+        # A document that is loaded again replaces its earlier pages.
         self.drop(name)
         wanted = count_pages(document.lengths, self.page_size)
         if wanted > len(self.free):
@@ -148,9 +148,9 @@ class PagePool:
                 table[head, :page_count] = own
                 inside = torch.arange(self.page_size)
                 slots.append((own[:, None] * self.page_size + inside).flatten()[:pairs])
-            of_layer = table.unique().long().to(device)
+            layer_pages = table.unique().long().to(device)
             # A kernel multiplies what comes after the last pair by 0, and 0 * nan is nan.
-            self.pages[of_layer] = 0
+            self.pages[layer_pages] = 0
             self.writer(
                 self.pages,
                 keys.to(device, self.pages.dtype)[:, None],
@@ -173,7 +173,7 @@ class PagePool:
 
 
 class Residency(Enum):
-    """What the ledger says of a document that a request asks."""
+    """What the ledger says of a document that a request is about."""
 
     RESIDENT = "resident"  # and pinned for the request
     LOADING = "loading"  # ask again at the next step
@@ -193,31 +193,32 @@ class _Entry:
 class PoolLedger:
     """Which documents are in the workers' pools: pinned while asked, else least recently used.
 
-    The scheduler's half of the connector keeps it; workers do what `take_orders` returns, in that
+    The scheduler's side of the connector keeps it; workers do what `take_orders` returns, in that
     order. It counts pages of the rank that holds most, so that what fits here fits everywhere.
     """
 
-    PATIENCE = 64  # admissions of other documents' requests until one that finds no room goes first
+    # Admissions of other documents' requests until one that finds no room goes first.
+    MAX_OVERTAKES = 64
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
-        self.entries: OrderedDict[str, _Entry] = OrderedDict()  # the least recently asked first
+        self.entries: OrderedDict[str, _Entry] = OrderedDict()  # the least recently used first
         self.drops: list[str] = []
         self.loads: list[str] = []
         # Documents that found no room, the longest waiting first, and admissions since then.
         self.waiting: OrderedDict[str, int] = OrderedDict()
-        self.waiting_for: dict[str, str] = {}  # document by request
+        self.waiting_for: dict[str, str] = {}  # document by request id
 
     @property
     def free(self) -> int:
         """Pages of no document."""
         return self.pages - sum(entry.pages for entry in self.entries.values())
 
-    def pin_or_load(self, request: str, name: str, pages: int) -> Residency:
-        """Pin a document for a request, and begin to load it if it is absent; return how it stands.
+    def pin_or_load(self, request_id: str, name: str, pages: int) -> Residency:
+        """Pin a document for a request, and begin to load it if it is absent; return where it is.
 
         Args:
-            request: The id of the request; `release` takes its pin back.
+            request_id: The request; `release` takes its pin back.
             name: The document.
             pages: How many pages the document takes.
         """
@@ -227,26 +228,26 @@ class PoolLedger:
         if entry is None:
             if self._must_yield(name) or not self._make_room(pages):
                 self.waiting.setdefault(name, 0)
-                self.waiting_for[request] = name
+                self.waiting_for[request_id] = name
                 return Residency.NO_ROOM
             entry = self.entries[name] = _Entry(pages)
             self.loads.append(name)
-        elif request not in entry.pinned_by and self._must_yield(name):
+        elif request_id not in entry.pinned_by and self._must_yield(name):
             return Residency.NO_ROOM
-        self._stop_waiting(request)
+        self._stop_waiting(request_id)
         self.waiting.pop(name, None)
-        if request not in entry.pinned_by:
+        if request_id not in entry.pinned_by:
             for other in self.waiting:
                 self.waiting[other] += 1
-        entry.pinned_by.add(request)
+        entry.pinned_by.add(request_id)
         self.entries.move_to_end(name)
         return Residency.RESIDENT if entry.loaded else Residency.LOADING
 
-    def release(self, request: str) -> None:
+    def release(self, request_id: str) -> None:
         """Take back what a request holds or waits for."""
-        self._stop_waiting(request)
+        self._stop_waiting(request_id)
         for entry in self.entries.values():
-            entry.pinned_by.discard(request)
+            entry.pinned_by.discard(request_id)
 
     def finish_load(self, name: str) -> None:
         """Note that every worker has read a document."""
@@ -259,32 +260,31 @@ class PoolLedger:
             self.drops.append(name)
 
     def take_orders(self) -> tuple[list[str], list[str]]:
-        """Return the documents that workers drop, then those that they load; each is said once."""
+        """Return the documents that workers drop, then those that they load; each is given once."""
         orders = self.drops, self.loads
         self.drops = []
         self.loads = []
         return orders
 
-    def _stop_waiting(self, request: str) -> None:
-        name = self.waiting_for.pop(request, None)
+    def _stop_waiting(self, request_id: str) -> None:
+        name = self.waiting_for.pop(request_id, None)
         if name is not None and name not in self.waiting_for.values():
             self.waiting.pop(name, None)
 
     def _must_yield(self, name: str) -> bool:
-        """Return whether another document has waited for room so long that new requests for `name`
-        wait, too.
+        """Return whether a different document has waited for room so long that new requests for
+        `name` wait, too.
 
-        Without that, documents that are always asked, or that always come, would keep a large one
-        out forever.
+        Otherwise documents with a steady flow of requests would keep a large one out forever.
         """
         if not self.waiting:
             return False
         # The first of equals: the one that began to wait first.
         longest_waiting = max(self.waiting, key=self.waiting.__getitem__)
-        return longest_waiting != name and self.waiting[longest_waiting] >= self.PATIENCE
+        return longest_waiting != name and self.waiting[longest_waiting] >= self.MAX_OVERTAKES
 
     def _make_room(self, pages: int) -> bool:
-        """Drop documents that nobody asks, the least recently asked first, if that is enough."""
+        """Drop documents without requests, the least recently used first, if that is enough."""
         idle = [
             (other, entry)
             for other, entry in self.entries.items()

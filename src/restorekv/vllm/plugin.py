@@ -1,6 +1,6 @@
 """The entry point `vllm.general_plugins`: puts restorekv's attention backends into vLLM's registry.
 
-vLLM calls `register` in every process, restorekv's backends are asked for or not. Without the
+vLLM calls `register` in every process, whether restorekv's backends are wanted or not. Without the
 environment variable RESTOREKV_VLLM=1 it registers nothing.
 
 Processes of vLLM that `restorekv serve` started end with it, even if it is killed: vLLM's engine
@@ -17,7 +17,7 @@ TESTED = ("0.32.0",)
 OPTION = "RESTOREKV_VLLM"
 SERVER = "RESTOREKV_SERVER"  # the process id of a `restorekv serve` that starts vLLM
 WATCH = "restorekv-watch"  # a thread's name
-INTERVAL = 1.0  # seconds between two looks at it
+INTERVAL = 1.0  # seconds between two checks of the parent process
 
 log = logging.getLogger("vllm.restorekv")
 
@@ -25,7 +25,7 @@ log = logging.getLogger("vllm.restorekv")
 def register() -> None:
     """Override vLLM's attention on CPUs, if the environment asks for it.
 
-    FlashAttention stays as it is until flash_backend.py has run on a GPU.
+    FlashAttention stays vLLM's own until flash_backend.py has run on a GPU.
 
     Raises:
         RuntimeError: This version of vLLM was not tested.

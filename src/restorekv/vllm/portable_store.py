@@ -33,7 +33,7 @@ class PortableStore(DocumentStore):
             portable = load_portable(path)
         except RestoreKVError as error:
             return StoredDocument(path, problem=str(error))
-        # A prompt that asks a file for another vocabulary is told so.
+        # So that a prompt with a file for a different vocabulary gets that error.
         mark = make_mark(portable.vocabulary)
         if mark not in self.marks:
             self.marks.append(mark)
@@ -54,7 +54,7 @@ class PortableStore(DocumentStore):
         """Return a document's keys and values (L, H, m, D) in the engine's dtype.
 
         Raises:
-            CacheFileError: The file is another document by now, or the dtype cannot hold its
+            CacheFileError: The file is a different document by now, or the dtype cannot hold its
                 numbers.
         """
         with self.loading:
@@ -63,7 +63,7 @@ class PortableStore(DocumentStore):
                 self.model.check(portable.manifest, document.path, portable.vocabulary)
                 if portable.name != document.name:
                     raise CacheFileError(
-                        f"{document.path} was replaced by another document; ask that one."
+                        f"{document.path} was replaced by a different document; query that one."
                     )
                 pair = cast_pairs(portable, self.model.dtype, document.path)
                 self.loaded[document.name] = pair
@@ -86,7 +86,7 @@ def cast_pairs(portable: Portable, dtype: str, path: Path) -> tuple[Tensor, Tens
     )
     if not is_finite:
         raise CacheFileError(
-            f"{path} holds numbers that are too large for {dtype}; serve the model in another "
+            f"{path} holds numbers that are too large for {dtype}; serve the model in a different "
             "dtype."
         )
     return keys, values

@@ -199,7 +199,7 @@ class RaggedAttention:
             # A request begins with PLACEHOLDERS ids that stand for the document: whole blocks
             # whose pairs are never attended to.
             table=metadata.block_table[table_rows, PLACEHOLDERS // block_size :].contiguous(),
-            most_queries=max(row_counts),
+            max_queries=max(row_counts),
             longest=max(row_tails),
             schedule={},
         )
@@ -267,8 +267,8 @@ class RaggedAttention:
         all_sums = sums[0] if len(sums) == 1 else torch.cat(sums)
         return (
             # Back into the order of the tokens.
-            all_outputs[batch.places].view(count, self.num_heads, self.head_size),
-            all_sums[batch.places].view(count, self.num_heads),
+            all_outputs[batch.inverse_order].view(count, self.num_heads, self.head_size),
+            all_sums[batch.inverse_order].view(count, self.num_heads),
         )
 
 

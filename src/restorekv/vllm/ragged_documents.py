@@ -67,7 +67,7 @@ def make_mark() -> list[int]:
 def identify(file: CacheFile) -> RaggedIdentity:
     """Return the name, the placeholders and the lengths of a cache file."""
     # Over the tensors in the order of their names, so that two files of one content are one
-    # document, wherever they lie. Of their records only the question's position counts.
+    # document, whatever their paths. Of their manifests only the question's position counts.
     sha256 = hashlib.sha256(KIND)
     sha256.update(f"{file.manifest.positions} positions".encode())
     for name, tensor in sorted(file.tensors.items()):
@@ -84,7 +84,8 @@ def identify(file: CacheFile) -> RaggedIdentity:
 def build_rope_model(config: PretrainedConfig) -> PreTrainedModel:
     """Return a tiny random model that rotates keys exactly as the one of `config` does.
 
-    `shift_keys` checks on it that all layers rotate alike; an engine has no transformers model.
+    `shift_keys` checks on it that all layers rotate in the same way; an engine has no transformers
+    model.
     """
     # What decides the rotation (kind of RoPE, base, scaling, head dim) is the config's; all that
     # costs memory becomes tiny.
@@ -118,11 +119,11 @@ def load_file(path: Path, name: str) -> CacheFile:
     """Read a cache file once more, for its pairs.
 
     Raises:
-        CacheFileError: The file is damaged, or by now another document than `name`.
+        CacheFileError: The file is damaged, or by now a document other than `name`.
     """
     file = cache_file.open_cache_file(path)
     if identify(file).name != name:
-        raise CacheFileError(f"{path} was replaced by another document; ask that one.")
+        raise CacheFileError(f"{path} was replaced by a different document; query that one.")
     return file
 
 
@@ -162,7 +163,7 @@ def gather_pairs(
         if not bool(keys[-1].isfinite().all() and values[-1].isfinite().all()):
             raise RestoreKVError(
                 f"The document holds numbers that are too large for {dtype}; "
-                "serve the model in another dtype."
+                "serve the model in a different dtype."
             )
     return DocumentPairs(keys, values, torch.stack(lengths))
 

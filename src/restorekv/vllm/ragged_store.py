@@ -44,7 +44,7 @@ class RaggedStore(DocumentStore):
 
         Raises:
             RestoreKVError: The placeholders are of no document here, of some that do not fit, or
-                of another than `wanted`, or do not stand whole at the beginning, or no question
+                of one other than `wanted`, or are not complete at the beginning, or no question
                 follows them, or one that ends beyond the model's positions.
         """
         short_names = composition.read_short_names(ids)
@@ -64,7 +64,7 @@ class RaggedStore(DocumentStore):
     def _find_names(
         self, ids: Sequence[int], short_names: Sequence[composition.ShortName]
     ) -> list[str]:
-        """Return the names of the documents that a prompt asks at once."""
+        """Return the names of the documents that a prompt asks together."""
         names = composition.find_names(ids, short_names, self._list_names())
         # Folders are read again only for documents that are not known, not for every prompt.
         if names is None and self.scan():
@@ -75,16 +75,16 @@ class RaggedStore(DocumentStore):
         for number, short_name in enumerate(short_names, 1):
             if short_name not in known:
                 raise RestoreKVError(
-                    f"The prompt asks {len(short_names)} documents, and the store does not have "
-                    f"the one at place {number}."
+                    f"The prompt names {len(short_names)} documents, and the store does not have "
+                    f"number {number}."
                 )
         raise RestoreKVError(
-            f"The prompt's placeholders fit no {len(short_names)} documents of the store; make it "
-            "with restorekv.vllm.prompt, of files that are there."
+            f"The prompt's placeholders match no {len(short_names)} documents of the store; make "
+            "the prompt with restorekv.vllm.prompt, of files that are there."
         )
 
     def _list_names(self) -> set[str]:
-        """Return the names of all documents that are known, of damaged files none."""
+        """Return the names of all documents that are known, except damaged files."""
         return {document.name for document in self.documents if document.name}
 
     def _compose(self, names: Sequence[str], wanted: str | None) -> StoredDocument:
@@ -93,7 +93,8 @@ class RaggedStore(DocumentStore):
         name = composition.name_composition(names)
         if wanted not in (None, name):
             raise RestoreKVError(
-                f"The prompt begins with placeholders of several documents, not of {wanted}."
+                f"The prompt begins with placeholders of several documents, but the request names "
+                f"{wanted}."
             )
         parts = [self.parts[document.name] for document in documents]
         composition.refuse_unlike_parts(parts)
@@ -115,7 +116,7 @@ class RaggedStore(DocumentStore):
         document = self._find(lambda each: each.name == name)
         if document is None:
             raise RestoreKVError(
-                f"The prompt asks several documents, and the store does not have {name}."
+                f"The prompt names several documents, and the store does not have {name}."
             )
         return document
 
@@ -157,15 +158,15 @@ def pages_of_largest_rank(lengths: Tensor, ranks: int, page_size: int) -> int:
     """
     heads = lengths.shape[1]
     pages = count_pages_of_heads(lengths, page_size).sum(0)
-    of_ranks = [pages[find_heads(rank, ranks, heads)].sum() for rank in range(ranks)]
-    return int(torch.stack(of_ranks).max())
+    rank_pages = [pages[find_heads(rank, ranks, heads)].sum() for rank in range(ranks)]
+    return int(torch.stack(rank_pages).max())
 
 
 def describe_excess(path: Path, pages: int, available: int) -> str:
     """Return the error about a document that the whole pool cannot hold."""
     return (
-        f"{path.name} takes {pages:,} pages of documents' memory, which has {available:,}; give "
-        "documents_memory more bytes."
+        f"{path.name} needs {pages:,} pages of documents' memory, which has {available:,}; "
+        "increase documents_memory."
     )
 
 

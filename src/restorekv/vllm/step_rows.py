@@ -64,7 +64,7 @@ def find_document_rows(
         if start < end:
             tail = seq_lens[row] - PLACEHOLDERS
             found.append(DocumentRows(document, start, end - start, tail, row))
-    order = {name: place for place, name in enumerate(dict.fromkeys(r.document for r in found))}
+    order = {name: rank for rank, name in enumerate(dict.fromkeys(r.document for r in found))}
     return sorted(found, key=lambda rows: order[rows.document])
 
 
@@ -76,7 +76,7 @@ def index_tokens(rows: Sequence[DocumentRows]) -> Tensor:
 def index_heads_as_sequences(counts: Sequence[int], heads: int) -> list[Tensor]:
     """Return how (R, H) pairs of token and KV head are ordered by document, head, token.
 
-    Attention over a document takes every KV head for a separate sequence, whose queries are the
+    Attention over a document treats every KV head as a separate sequence, whose queries are the
     tokens that ask the document.
 
     Args:

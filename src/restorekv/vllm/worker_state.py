@@ -1,6 +1,6 @@
 """What attention layers and the connector share in a worker process: the pool and the step.
 
-vLLM makes attention layers and connectors apart and gives them nothing in common but the process.
+vLLM makes attention layers and connectors separately; they have only the process in common.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def reserve_pool(engine: str, make_pool: Callable[[], PagePool]) -> PagePool:
 
 
 def forget_pools() -> None:
-    """Give the memory of an engine that ended back."""
+    """Release the memory of an engine that has ended."""
     _pools.clear()
     keep_batch(None)
 
