@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from restorekv.vllm.flat_pages import write_pages
 from restorekv.vllm.head_loop import (
     MIN_TOKENS,
     MIN_WORK,
@@ -12,6 +11,7 @@ from restorekv.vllm.head_loop import (
     prefers_loop,
     read_flat_pages,
     read_transposed_pages,
+    write_flat_pages,
 )
 from restorekv.vllm.page_pool import PagePool
 from tests.helpers.document_pairs import make_document
@@ -32,10 +32,10 @@ def write_transposed(pages, keys, values, slots):
 
 def write_backwards(pages, keys, values, slots):
     """Write in a layout that nobody knows."""
-    write_pages(pages, keys.flip(-1), values, slots)
+    write_flat_pages(pages, keys.flip(-1), values, slots)
 
 
-LAYOUTS = {read_flat_pages: write_pages, read_transposed_pages: write_transposed}
+LAYOUTS = {read_flat_pages: write_flat_pages, read_transposed_pages: write_transposed}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -71,7 +71,7 @@ def test_it_is_one_softmax_over_every_head(reader):
 
 
 def test_it_is_for_many_tokens_over_many_pairs():
-    pool = PagePool(4000, PAGE, DIM, torch.float32, "cpu", write_pages)
+    pool = PagePool(4000, PAGE, DIM, torch.float32, "cpu", write_flat_pages)
     long, short = MIN_WORK // MIN_TOKENS, 4
     tables = {}
     for pairs in (long, short):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from restorekv.errors import RestoreKVError
-from restorekv.vllm.flat_pages import write_pages
+from restorekv.vllm.head_loop import write_flat_pages
 from restorekv.vllm.page_pool import PagePool, PoolLedger, Residency, count_pages
 from tests.helpers.document_pairs import make_document
 
@@ -14,7 +14,7 @@ PAGE, DIM = 4, 8
 
 
 def make_pool(pages):
-    return PagePool(pages, PAGE, DIM, torch.float32, "cpu", write_pages)
+    return PagePool(pages, PAGE, DIM, torch.float32, "cpu", write_flat_pages)
 
 
 def read_back(pool, table, layer, head, pairs):

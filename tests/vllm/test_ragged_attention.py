@@ -7,8 +7,7 @@ import torch
 
 from restorekv.errors import RestoreKVError
 from restorekv.vllm import worker_state
-from restorekv.vllm.flat_pages import write_pages
-from restorekv.vllm.head_loop import attend_by_head, read_flat_pages
+from restorekv.vllm.head_loop import attend_by_head, read_flat_pages, write_flat_pages
 from restorekv.vllm.page_pool import PagePool
 from restorekv.vllm.ragged_attention import RaggedAttention, refuse_special_attention
 from restorekv.vllm.ragged_documents import PLACEHOLDERS
@@ -86,7 +85,7 @@ class LoopingBackend(RaggedBackend):
 def pool():
     worker_state.forget_pools()
     yield worker_state.reserve_pool(
-        "test", lambda: PagePool(100, PAGE, DIM, torch.float32, "cpu", write_pages)
+        "test", lambda: PagePool(100, PAGE, DIM, torch.float32, "cpu", write_flat_pages)
     )
     worker_state.end_step()
     worker_state.forget_pools()

@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from restorekv.errors import RestoreKVError
 from restorekv.vllm import worker_state
 from restorekv.vllm.document_batch import Sequences
-from restorekv.vllm.flat_pages import write_pages
+from restorekv.vllm.head_loop import write_flat_pages
 from restorekv.vllm.ragged_attention import RaggedAttention
 
 KNOWN_VERSIONS = (2, 3)  # of FlashAttention, whose pages and log-sum-exps are as used here
@@ -72,7 +72,7 @@ class RaggedFlashImpl(RaggedAttention, FlashAttentionImpl):
             "a sliding window": self.sliding_window != (-1, -1),
         }
         device = torch.device("cuda", torch.cuda.current_device())
-        self.reserve_documents(config, device, write_pages, special)
+        self.reserve_documents(config, device, write_flat_pages, special)
 
     def attend_tail(
         self, layer: Any, queries: Tensor, kv_cache: Tensor, sequences: Sequences

@@ -104,8 +104,17 @@ def find_reader(
     return None
 
 
+def write_flat_pages(pages: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    """Write keys and values (N, 1, D) into slots (N,) of pages (P, 1, page_size, 2 * D).
+
+    This is the plain layout of FlashAttention: a row is a pair's key, then its value.
+    """
+    rows = pages.view(-1, pages.shape[-1])
+    rows[slots] = torch.cat([keys, values], -1)[:, 0]
+
+
 def read_flat_pages(pages: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Copy pages whose rows are a pair each: its key, then its value (flat_pages.py)."""
+    """Copy pages that `write_flat_pages` wrote."""
     keys, values = pages[numbers.long(), 0].chunk(2, dim=-1)
     return keys, values
 
