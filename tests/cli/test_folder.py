@@ -114,8 +114,8 @@ def test_files_of_other_settings_are_replaced_only_where_that_is_asked(world, gi
     assert refused.code == 1 and "written" not in refused.out, refused
     assert refused.err.splitlines()[-1] == (
         f"error: The folder {out} has cache files that these settings did not make: D.TXT.rkv, "
-        "a.txt.rkv, below/b.md.rkv, c.html.rkv. Give another folder, or --replace to make them "
-        "anew."
+        "a.txt.rkv, below/b.md.rkv, c.html.rkv. Name a different folder, or pass --replace to "
+        "make them again."
     )
     # Not even the new document is compressed, so that a folder has files of one kind.
     assert written(out) == first

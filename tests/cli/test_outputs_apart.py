@@ -63,7 +63,8 @@ def test_no_file_is_written_over_another(world, tmp_path, name):
     result = cli(*words)
     assert result.code == 1 and not result.out
     assert (
-        "is also another file of this command; choose another name for the output.\n" in result.err
+        "is also another file of this command; choose a different name for the output.\n"
+        in result.err
     )
     assert (files_below(tmp_path), files_below(world.root)) == before
 

@@ -22,13 +22,13 @@ from restorekv.serve import run
         (("--memory", "lots"), "a size such as 512M or 4G"),
         (
             ("--preset", "never"),
-            "--preset is fast or best, or the name of an evictor, not 'never'.",
+            "--preset must be fast or best, or the name of an evictor, got 'never'.",
         ),
         (("--ratio", 7), "The ratio is a number above 0"),
         (("--api-key-file", "none"), "none"),
         (("--host", "no.such.host.invalid"), "Cannot listen at"),
         (("--engine", "tgi"), "one of embedded, vllm"),
-        (("--vllm-options", "{}x"), "is a JSON object"),
+        (("--vllm-options", "{}x"), "must be a JSON object"),
         (("--vllm-url", "http://127.0.0.1:1/v1"), "--engine vllm"),
         (("--documents-memory", "1G"), "--engine vllm"),
         (("--engine", "vllm", "--documents-memory", "much"), "a size such as"),
@@ -73,11 +73,13 @@ def test_short_keys_taken_ports_and_shared_stores(tmp_path):
         taken.listen()
         port = taken.getsockname()[1]
         assert (
-            "choose another --port"
+            "choose a different --port"
             in cli("serve", "--model", "tiny", "--port", port, "--store", tmp_path / "a").err
         )
         own = "--ray", "local", "--store", tmp_path / "my store é"
-        assert "choose another --port" in cli("serve", "--model", "tiny", "--port", port, *own).err
+        assert (
+            "choose a different --port" in cli("serve", "--model", "tiny", "--port", port, *own).err
+        )
         assert not list(tmp_path.glob("my*")), "nothing is left of a server that did not start"
     with folder_lock(tmp_path / "b"):
         assert (

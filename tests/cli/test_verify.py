@@ -99,7 +99,7 @@ def test_conversations_are_told_from_caches(place, capsys):
     with pytest.raises(RestoreKVError, match="the cache of a document, not a conversation"):
         Chat.load(place / "doc.rkv", small)
     (place / "other.json").write_text("{}")
-    assert "no conversation of restorekv" in said(capsys, place / "other.json")[1]
+    assert "not a conversation of restorekv" in said(capsys, place / "other.json")[1]
 
 
 def test_folders_of_data_and_results(capsys, tmp_path):

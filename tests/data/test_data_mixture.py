@@ -307,7 +307,7 @@ def test_mistakes_on_the_command_line_are_one_sentence(files, tmp_path, monkeypa
     refused("one of paper, permissive", "build", "--out", out, "--mixture", "free")
     # The last one won without a word.
     refused(
-        "--permissive is short for --mixture permissive, not corpus",
+        "--permissive is short for --mixture permissive, but --mixture is corpus",
         *("build", "--out", out, "--permissive", "--mixture", "corpus"),
     )
     refused("chunk must be at least 1", "build", "--out", out, "--licenses", "mit", "--chunk", 0)

@@ -1,8 +1,8 @@
 """The command line `restorekv COMMAND`: names the commands and imports the one that runs.
 
 PyTorch takes seconds to import, so a command's module is imported only when that command runs. The
-signature of its function is the command's arguments: of `run`, unless the table names another
-behind a colon. A module with a group of commands calls the group `app`.
+signature of its function is the command's arguments: of `run`, unless the table names a different
+function after a colon. A module with a group of commands calls the group `app`.
 """
 
 import importlib
@@ -126,8 +126,8 @@ def _load_command(path: str, line: str, name: str) -> Command:
     """Import a command; its flags come from the signature of its function, or from the group
     `app`.
     """
-    place, _, function = path.partition(":")
-    module = importlib.import_module(place)
+    module_name, _, function = path.partition(":")
+    module = importlib.import_module(module_name)
     if hasattr(module, "app"):
         return typer.main.get_command(module.app)
     single = typer.Typer(add_completion=False)

@@ -23,7 +23,7 @@ from restorekv.cli.inputs import (
 from restorekv.cli.terminal import STDOUT, notes, output, write_figures
 from restorekv.errors import RestoreKVError
 
-FEWEST_WORDS = 3  # of a question that was probably meant as one
+MIN_WORDS = 3  # of a question that was probably meant as one
 
 
 @options.add_options_of(options.SamplingFlags)
@@ -88,7 +88,7 @@ def run(
             for piece in stream:
                 print(make_visible(piece), end="", flush=True)
         finally:
-            print()  # after a Ctrl-C too, so that what is said next begins a line
+            print()  # after a Ctrl-C too, so that the next message begins a line
         if stream.answer:
             _say_how_answers_ended([stream.answer.finish], max_new_tokens)
         return
@@ -106,7 +106,7 @@ def run(
             row = {"file": str(each), "question": question, "answer": answer.text}
             rows.append({**row, "finish": answer.finish})
 
-    if json:  # before anything is printed, because whoever reads that may go away
+    if json:  # before anything is printed, because the reader of a pipe may close it
         write_figures(json, {"answers": rows, "seconds": round(time.perf_counter() - start, 4)})
     if json == STDOUT:
         return
@@ -121,7 +121,7 @@ def run(
 
 
 def _say_how_answers_ended(finishes: list[str], max_new_tokens: int) -> None:
-    """Tell on stderr how many answers ended at a limit and not by themselves."""
+    """Report on stderr how many answers were ended by a limit."""
     ways = {
         "length": f"cut after {max_new_tokens} tokens; --max-new-tokens sets the limit",
         "repetition": "ended at a repetition; with --stop-repeats 0, repetitions end no answer",
@@ -161,10 +161,10 @@ def _warn_of_unquoted_question(words: list[str]) -> None:
     """Warn of several words each of which is a question, as one without quotation marks becomes."""
     # Not of "Who? When?", nor of languages that put no spaces between words.
     are_words = all(word.isascii() and word.isprintable() and " " not in word for word in words)
-    if len(words) < FEWEST_WORDS or not are_words or words[0].endswith("?") or "-" in words:
+    if len(words) < MIN_WORDS or not are_words or words[0].endswith("?") or "-" in words:
         return
     notes.print(
-        f"warning: each of these {len(words)} words is asked as a question of its own; put one "
+        f"warning: each of these {len(words)} words is asked as a separate question; put one "
         f'question into quotation marks: "{" ".join(words)}"',
         markup=False,
         highlight=False,

@@ -41,7 +41,7 @@ def run(
     **flags: Any,
 ) -> None:
     if resume and system:
-        raise RestoreKVError("A conversation goes on with its own --system; leave it out.")
+        raise RestoreKVError("--continue keeps the conversation's own --system; leave it out.")
     check_cache_files([file])
 
     # From here on PyTorch is imported.

@@ -109,7 +109,8 @@ def check_preset(preset: str) -> None:
     if preset not in known and not _list_plugins(EVICTOR_PLUGINS):
         hint = hint_near_name(preset, known)
         raise RestoreKVError(
-            f"--preset is {' or '.join(PRESETS)}, or the name of an evictor, not {preset!r}{hint}."
+            f"--preset must be {' or '.join(PRESETS)}, or the name of an evictor, got "
+            f"{preset!r}{hint}."
         )
 
 
@@ -128,7 +129,7 @@ def _list_added(group: str) -> list[str]:
 def _check_spec(text: str, known: Iterable[str], group: str, what: str) -> None:
     """Refuse a spec whose name is not known.
 
-    A plugin's class may have another name than its entry point, so where one is installed the
+    A plugin's class may have a name other than its entry point's, so where one is installed the
     library decides.
     """
     name = text.partition(":")[0].partition("#")[0]

@@ -25,17 +25,17 @@ from restorekv.generation.sampling import SamplingConfig
 from restorekv.spec import hint_near_name
 from restorekv.storage.cache_file import KIND
 
-MOST_DIGITS = 9  # of the number of turns after /undo
+MAX_DIGITS = 9  # of the number of turns after /undo
 HELP = {
     "/undo [N]": "take the latest question and its answer back, or the latest N",
     "/history": "show the conversation",
-    "/fold": "compress the conversation into the document, to go on with less memory",
+    "/fold": "compress the conversation into the document, to continue with less memory",
     "/save FILE": "write the conversation for --continue; as FILE.rkv, the document with all "
-    "that was said; --replace before FILE replaces a file of another conversation",
+    "that was said; --replace before FILE replaces a different conversation's file",
     "/help": "show this list",
     "/quit": "leave, as do /exit and Ctrl-D",
 }
-# What other programs take without a slash, alone on a line: nobody asks a document just that.
+# What other programs take without a slash, alone on a line: it is never a question.
 WITHOUT_SLASH = {"quit": "/quit", "exit": "/quit", "help": "/help"}
 REPLACE = "--replace"
 
@@ -45,7 +45,7 @@ class SaveRecord:
     """Which files hold a conversation, and which are not its own.
 
     Args:
-        reads: Files that the conversation goes on with, which /save never replaces.
+        reads: Files that the conversation continues to read, which /save never replaces.
         own: Real paths of the files that /save may replace: those that it wrote, and the one that
             --continue named.
         turns: The turns that a file holds.
@@ -61,8 +61,8 @@ class SaveRecord:
         if os.path.realpath(path) in self.own or not path.exists() or not path.stat().st_size:
             return
         raise RestoreKVError(
-            f"{path} exists and is not of this conversation; give another name, or replace it with "
-            f"/save {REPLACE} {shlex.quote(str(path))}"
+            f"{path} exists and is not of this conversation; give a different name, or replace it "
+            f"with /save {REPLACE} {shlex.quote(str(path))}"
         )
 
     def note_written(self, path: Path, turns: Sequence[Turn]) -> None:
@@ -89,8 +89,8 @@ def run_conversation(
         sampling: How tokens are chosen.
         fold: Fold the conversation before it holds more than the full cache of its text.
         adapter: What restores when it is folded, as `append` takes it.
-        reads: Files that the conversation goes on with, which /save does not replace.
-        continued: The file whose conversation goes on, which /save may replace.
+        reads: Files that the conversation continues to read, which /save does not replace.
+        continued: The file whose conversation continues, which /save may replace.
     """
     if sys.stdin is None:
         raise RestoreKVError(
@@ -111,7 +111,7 @@ def run_conversation(
         line = WITHOUT_SLASH.get(line.lower(), line)
         if line.split()[:1] in (["/quit"], ["/exit"]):
             break
-        with _continue_after_errors("(broken off; the conversation is as it was before)"):
+        with _continue_after_errors("(interrupted; the conversation is unchanged)"):
             if line.startswith("/"):
                 _run_command(chat, line, adapter, files)
             elif line:
@@ -250,8 +250,8 @@ def _run_command(chat: Chat, line: str, adapter: str | None, files: SaveRecord) 
     rest = "".join(words)
     match name:
         case "/undo":
-            # Nobody takes a billion turns back, and Python reads no number of 5,000 digits.
-            if rest and (not rest.isdecimal() or len(rest) > MOST_DIGITS):
+            # Python refuses to parse a number of 5,000 digits.
+            if rest and (not rest.isdecimal() or len(rest) > MAX_DIGITS):
                 raise RestoreKVError("Give a number of turns after /undo, or nothing for one.")
             count = int(rest or 1)
             chat.undo(count)
@@ -310,7 +310,7 @@ def _parse_target(rest: str) -> tuple[Path, bool]:
         raise RestoreKVError("Give a file after /save.")
     if len(names) > 1:
         raise RestoreKVError(
-            f"/save takes one file, not {len(names)}; put a name with spaces in quotation marks: "
+            f"/save takes one file, got {len(names)}; put a name with spaces in quotation marks: "
             '/save "NAME OF THE FILE"'
         )
     if names[0].startswith("-"):
@@ -318,7 +318,7 @@ def _parse_target(rest: str) -> tuple[Path, bool]:
             f"/save has no option {names[0]}, only {REPLACE}; of a file with that name write "
             f"./{names[0]}"
         )
-    # Which leaves the home of an unknown user as it is.
+    # `expanduser` leaves the home of an unknown user as written.
     return Path(os.path.expanduser(names[0])), REPLACE in words
 
 
@@ -328,18 +328,18 @@ def _save(chat: Chat, path: Path, replace: bool, adapter: str | None, files: Sav
     Args:
         chat: The conversation.
         path: The file; the ending .rkv asks for the document.
-        replace: Replace a file of another conversation or document.
+        replace: Replace a file of a different conversation or document.
         adapter: What restores when the turns are folded into the document.
         files: The conversation's own files, to which this one is added.
     """
     check_target(path)
     if any(is_same_file(path, each) for each in files.reads):
         raise RestoreKVError(
-            f"{path} is the document that this conversation is about, which stays as it is; give "
-            "another name."
+            f"{path} is the document that this conversation is about, which is not changed; use a "
+            "different name."
         )
     saves_document = path.suffix.lower() == ".rkv"
-    # Before the turns are folded, which takes long. A file of another kind is not replaced at all.
+    # Before the turns are folded, which takes long. A file of a different kind is never replaced.
     if saves_document:
         check_replaceable(path, KIND.name, KIND.format)
     else:
@@ -347,7 +347,7 @@ def _save(chat: Chat, path: Path, replace: bool, adapter: str | None, files: Sav
     if not replace:
         files.check_own(path)
     if saves_document:
-        said = chat.fork()  # the conversation itself goes on as it is
+        said = chat.fork()  # the conversation itself stays unfolded
         said.fold(adapter=adapter)
         assert isinstance(said.document, CompressedContext), "a conversation over a file"
         said.document.save(path)

@@ -46,8 +46,8 @@ def run(
         # "paper" is the default, which gives way.
         if settings["mixture"] not in ("paper", "permissive"):
             raise RestoreKVError(
-                f"--permissive is short for --mixture permissive, not {settings['mixture']}; leave "
-                "out one of them."
+                f"--permissive is short for --mixture permissive, but --mixture is "
+                f"{settings['mixture']}; leave out one of them."
             )
         settings["mixture"] = "permissive"
     config = BuildConfig(**settings)

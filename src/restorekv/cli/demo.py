@@ -36,7 +36,7 @@ def run(
     if count is not None and not full:
         raise RestoreKVError("--count is the number of documents of --full; add --full.")
     if ratio is not None and full:
-        raise RestoreKVError("--full scores at ratios of its own; leave out --ratio.")
+        raise RestoreKVError("--full scores at its own ratios; leave out --ratio.")
     ratio = RATIO if ratio is None else ratio
     parse_ratio(ratio)
     check_json_output(json)

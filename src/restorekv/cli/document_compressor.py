@@ -68,7 +68,7 @@ class DocumentResult:
         held: Bytes of the small cache.
         full: Bytes of the full cache.
         reason: Why it failed.
-        warning: What of the document could not be read.
+        warning: Which parts of the document could not be read.
         whole: Whether the cache keeps every pair.
         restored: Whether an adapter's restore tokens are in the cache.
         cut: How many tokens of the text's end were dropped.
@@ -103,7 +103,7 @@ class DocumentCompressor:
     def __init__(self, recipe: CompressionRecipe) -> None:
         self.recipe = recipe
         self.model_and_tokenizer: tuple[PreTrainedModel, Tokenizer] | None = None
-        # JSON of all that decides a cache file, except the document.
+        # JSON of everything that decides a cache file, except the document.
         self.recipe_identity = ""
         # A digest of the part of it that the user chooses.
         self.settings_digest = ""
@@ -201,7 +201,7 @@ class DocumentCompressor:
             config=self.recipe.config,
             **self.recipe.get_options(),
         )
-        # Without its seconds, a cache file has the same bytes, whoever makes it.
+        # Without its seconds, a cache file has the same bytes whenever it is made.
         manifest = replace(compressed.manifest, seconds={})
         # Until the cache file is replaced, the record says only that these settings make it: a run
         # that is killed in between leaves no record of a document, so the file is made again.
@@ -246,7 +246,7 @@ def _find_existing(target: Path, record: Path, digest: str) -> DocumentResult | 
             return None
     except (RestoreKVError, AttributeError):  # damaged: it is made again
         return None
-    # The document is not read again, and what it lacks is said again. Old records do not say it.
+    # The document is not read again, so repeat its recorded warning. Old records have none.
     warning = entries.get("warning", "")
     if not isinstance(warning, str) or not warning.isprintable():
         return None

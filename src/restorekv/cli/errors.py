@@ -25,11 +25,13 @@ UsageError: Any = next(
 )
 
 FIXES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space or choose another place"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions or choose another place"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space or choose a different path"),
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM), "change its permissions or choose a different path"
+    ),
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "check the path"),
-    errno.EFBIG: "choose a place that allows larger files",
-    errno.EROFS: "choose a place that can be written to",
+    errno.EFBIG: "choose a file system that allows larger files",
+    errno.EROFS: "choose a folder that can be written to",
     errno.EISDIR: "give the name of a file",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
@@ -54,7 +56,7 @@ PLAIN = str.maketrans(SIGNS, ".:#@_.,-=+*.||--")
 CONTROL = {n: 0x2400 + n for n in range(32) if chr(n) not in "\t\n"}
 CONTROL[127] = 0x2421
 CONTROL |= dict.fromkeys(range(128, 160), 0xFFFD)
-# What the library's sentences say of Python, and how the same is said in the shell.
+# Python's arguments in the library's messages, and the flags that replace them in the shell.
 FLAGS = {
     CUT_END: "--on-long-text cut",
     "adapter=None (in the shell --adapter none)": "--adapter none",
@@ -69,7 +71,7 @@ FLAGS = {
     "reached max_new_tokens": "reached --max-new-tokens",
     "evict with allocation='per-head'": "compress with --allocation per-head",
 }
-# By command: options of other commands, and what this one has in their place.
+# By command: options of other commands, and what this one has instead.
 ELSEWHERE = {
     "eval": {"--adapter": "an adapter follows its evictor, as in kvzip@FOLDER"},
 }
@@ -99,7 +101,7 @@ def explain_usage_error(error: Any) -> str:
 
 
 def _find_meant_options(name: str, command: Any) -> list[str]:
-    """Return the options of a command that a name may stand for."""
+    """Return the options of a command that a misspelled name may mean."""
     options = {}
     for parameter in command.params:
         for option in (*parameter.opts, *parameter.secondary_opts):
@@ -111,7 +113,7 @@ def _find_meant_options(name: str, command: Any) -> list[str]:
 
 @contextmanager
 def explain_interrupt(fix: str) -> Iterator[None]:
-    """Say how the work of the block goes on later, where a user interrupts it.
+    """Report how to continue the work of the block later, if a user interrupts it.
 
     `fix` is a clause without a period.
     """
@@ -150,7 +152,7 @@ def report_error(error: BaseException) -> int:
 
 
 def name_flags(message: str) -> str:
-    """Return a message with the flags of the command line in place of Python's fixes."""
+    """Return a message with the flags of the command line instead of Python's arguments."""
     for in_python, in_shell in FLAGS.items():
         message = message.replace(in_python, in_shell)
     stretch = re.escape(STRETCH_ROPE).replace(re.escape("{}"), r"(\d+)")
@@ -171,7 +173,7 @@ def prepare_process() -> None:
     for number, mode in enumerate(("r", "w", "w")):
         try:
             os.fstat(number)
-        except OSError:  # closed: a file that is opened later would take its place
+        except OSError:  # closed: a file that is opened later would get its number
             os.open(os.devnull, os.O_RDWR)
             if number == 2:
                 sys.stderr = open(os.devnull, mode)  # noqa: SIM115

@@ -63,7 +63,7 @@ def run(
         typer.Option(
             "--set-aside",
             help="Compute results again that were made with something else, such as an older "
-            "evictor or another adapter; the old ones move to set-aside/ in the folder.",
+            "evictor or a different adapter; the old ones move to set-aside/ in the folder.",
         ),
     ] = False,
     count: Annotated[
@@ -112,8 +112,8 @@ def run(
     options.refuse_workers_without_ray(workers, ray)
     if restore_tokens is not None and all(each.endswith("@none") for each in evictor):
         raise RestoreKVError(
-            "--restore-tokens is of adapters, and no --evictor has one; drop an @none, or leave "
-            "it out."
+            "--restore-tokens is for adapters, and no --evictor has one; drop an @none, or leave "
+            "out --restore-tokens."
         )
     check_outputs_apart([json], [*model, *find_files_in_specs([*benchmark, *specs])])
     check_json_output(json)

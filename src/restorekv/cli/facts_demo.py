@@ -177,8 +177,8 @@ def compare_answers(
         answers = {}
         verdicts = {}
         for title, each in zip(CACHES, caches, strict=False):
-            place = index if each is caches[0] else number
-            answers[title] = _shorten(each.answers[place], each.cut[place])
+            row = index if each is caches[0] else number
+            answers[title] = _shorten(each.answers[row], each.cut[row])
             verdicts[title] = contains_reference(answers[title], _truths(question))
         compared.append(ShownQuestion(question.text, _truths(question)[0], answers, verdicts))
     return compared

@@ -24,7 +24,7 @@ def describe_file(path: Path) -> str:
             if any(path.glob(file)):
                 return describe_folder(path)
         raise RestoreKVError(
-            f"{path} is not a folder that restorekv made; name a file or another folder."
+            f"{path} is not a folder that restorekv made; name a file or a different folder."
         )
     with open_with_size(path, str(path)) as (file, _):
         start = file.read(1)
@@ -34,7 +34,7 @@ def describe_file(path: Path) -> str:
     name = metadata.get("format")
     if name in FILES:
         return FILES[name](path)
-    for kind in OF_TRAINING:
+    for kind in TRAINING_KINDS:
         if name == kind.format:
             return _describe_training(path, kind)
     raise RestoreKVError(
@@ -48,7 +48,7 @@ def _describe_conversation(path: Path) -> str:
     content = read_json(path, str(path))
     if content.get("format") != chat.FORMAT:
         raise RestoreKVError(
-            f"{path} is JSON, and no conversation of restorekv; name another file."
+            f"{path} is JSON, but not a conversation of restorekv; name a different file."
         )
     turns = chat.check_form(path, content)["turns"]
     noun = "turn" if len(turns) == 1 else "turns"
@@ -110,7 +110,7 @@ def _describe_run(folder: Path) -> str:
     return f"a training run at step {metadata.get('step', '?')[:20]} with {len(tensors)} tensors"
 
 
-OF_TRAINING = (checkpoint.KIND, teacher_cache.KIND)
+TRAINING_KINDS = (checkpoint.KIND, teacher_cache.KIND)
 FILES: dict[str, Callable[[Path], str]] = {
     cache_file.KIND.format: _describe_cache,
     portable.KIND.format: _describe_portable,

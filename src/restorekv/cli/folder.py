@@ -62,8 +62,8 @@ def _list_documents(folder: Path) -> list[Path]:
         )
     if not documents:
         raise RestoreKVError(
-            f"The folder {folder} has no document ({', '.join(sorted(DOCUMENT_ENDINGS))}); name "
-            "another one."
+            f"The folder {folder} has no document ({', '.join(sorted(DOCUMENT_ENDINGS))}); name a "
+            "different one."
         )
     return documents
 
@@ -78,7 +78,7 @@ def _name_some(names: Sequence[Path]) -> str:
 
 def _list_orphans(out: Path, targets: Collection[Path]) -> list[Path]:
     """Return the cache files of earlier runs, relative to their folder, that are of none of the
-    documents: those were removed or renamed, or are of another folder.
+    documents: those were removed or renamed, or are of a different folder.
 
     A cache file without a record was not made by a run over a folder, and is not named.
     """
@@ -106,9 +106,9 @@ def compress_folder(
         out: The folder of cache files, which is created if needed.
         recipe: The model, and how it compresses.
         ray: A Ray cluster; None is this process.
-        workers: How many documents at once, with `ray`.
+        workers: How many documents at the same time, with `ray`.
         figures: A file for the figures.
-        replace: Whether cache files that other settings made are made anew.
+        replace: Whether cache files that other settings made are made again.
 
     Raises:
         RestoreKVError: At the end, if some could not be compressed; before, if there are cache
@@ -184,7 +184,7 @@ def _explain_caches(
     """Yield sentences about what a user may not expect: texts that are cut or kept whole, and that
     nothing is restored.
     """
-    # Others have no bytes.
+    # Those that failed have no bytes.
     there = [(name, each) for name, each in zip(names, results, strict=True) if each.full]
     cut = [name for name, result in there if result.cut]
     if cut:
@@ -213,14 +213,14 @@ def _check_foreign_files(
     if foreign:
         raise RestoreKVError(
             f"The folder {out} has cache files that these settings did not make: "
-            f"{_name_some(foreign)}. Give another folder, or --replace to make them anew."
+            f"{_name_some(foreign)}. Name a different folder, or pass --replace to make them again."
         )
 
 
 def _compress_all(
     names: list[Path], work: list[tuple[str, str, str]], folder: Path, call_each: CallEach
 ) -> list[DocumentResult]:
-    """Return what became of every document, in order; show progress by the sizes of the files."""
+    """Return the result of every document, in order; show progress by the sizes of the files."""
     sizes = [(folder / name).stat().st_size + 1 for name in names]
     results: list[DocumentResult] = []
     with show_progress_share("compressing") as update:

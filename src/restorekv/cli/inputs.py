@@ -42,7 +42,7 @@ def read_text(name: str) -> str:
         text = decode_text(sys.stdin.buffer.read(), source)
     elif name.lower().endswith(".rkv"):
         raise RestoreKVError(
-            f"{name} is a cache file, compressed already; ask it with restorekv ask."
+            f"{name} is a cache file, which is compressed already; query it with restorekv ask."
         )
     else:
         source = f"The file {name}"
@@ -64,7 +64,7 @@ def check_cache_files(files: Iterable[Path]) -> None:
         if example is not None:
             raise CacheFileError(
                 f"{path} is a folder; name cache files in it, such as {example}; restorekv ask "
-                f"takes several at once: {path}/*.rkv."
+                f"takes several together: {path}/*.rkv."
             )
         with (
             reraise_as(CacheFileError),
@@ -93,13 +93,14 @@ def check_outputs_apart(
             continue
         if any(is_same_file(path, other) for other in others):
             raise RestoreKVError(
-                f"{path} is also another file of this command; choose another name for the output."
+                f"{path} is also another file of this command; choose a different name for the "
+                "output."
             )
         others.append(path)
 
 
 def check_output_kind(path: Path, file_format: str) -> None:
-    """Refuse to replace a file of another format; `check_outputs_apart` comes first, since this
+    """Refuse to replace a file of a different format; `check_outputs_apart` comes first, since this
     sentence says to delete it.
     """
     check_replaceable(path, OUTPUT_KINDS[file_format], file_format)
@@ -120,7 +121,7 @@ def find_files_in_specs(specs: Iterable[str]) -> list[str]:
 
 
 def is_same_file(path: Path | str, other: Path | str) -> bool:
-    """Return whether two names, of files that may not exist yet, stand for one file."""
+    """Return whether two names, of files that may not exist yet, mean one file."""
     if os.path.exists(path) and os.path.exists(other):
         return os.path.samefile(path, other)
     return os.path.realpath(path) == os.path.realpath(other)

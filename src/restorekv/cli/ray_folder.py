@@ -41,7 +41,7 @@ class RayDocumentCompressor(WorkerProcess, DocumentCompressor):
 
 
 class RayCompressorPool(RayWorkers):
-    """Workers that compress; a document over which one after another dies is one that failed."""
+    """Workers that compress; a document over which worker after worker dies has failed."""
 
     def __init__(self, recipe: CompressionRecipe, workers: int, address: str) -> None:
         super().__init__(RayDocumentCompressor, (recipe,), workers, address, recipe.device)

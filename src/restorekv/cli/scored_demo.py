@@ -34,7 +34,7 @@ from restorekv.tasks.tiny import convert_question
 from restorekv.tiny import suite
 
 PHASES = ("prefill", "score", "restore", "evict", "ask")
-FAMILIES = 3  # questions about the tiny world's document, each of another family
+FAMILIES = 3  # questions about the tiny world's document, each of a different family
 COMMON = {"prefix_policy": "free"}  # as the shipped adapters were trained
 # Title, cache, and the seconds of every phase that led to it.
 NamedCache = tuple[str, RaggedCache, dict[str, float]]
@@ -216,7 +216,7 @@ def ask_cache(
     named: NamedCache,
     questions: Sequence[tasks.Question],
 ) -> CacheAnswers:
-    """Return a cache's greedy answers to all of the questions at once."""
+    """Return a cache's greedy answers to all of the questions, in one batch."""
     title, cache, seconds = named
     requests = [(prepared.context, cache, question.text) for question in questions]
     limits = [question.max_new_tokens for question in questions]

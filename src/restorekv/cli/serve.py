@@ -21,12 +21,12 @@ from restorekv.errors import RestoreKVError, check_choice, import_extra
 from restorekv.files import decode_text, folder_lock, read_bytes
 from restorekv.serve.ray.options import RayOptions
 
-SHORTEST_KEY = 16  # characters
+MIN_KEY_CHARS = 16  # characters
 BACKLOG = 2048  # connections that wait to be accepted, as many as uvicorn has
-LOSES_FACTS = 0.2  # a ratio below which single facts of short texts are lost (docs/choosing.md)
+FACT_LOSS_RATIO = 0.2  # a ratio below which single facts of short texts are lost (docs/choosing.md)
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")  # values of --host that other machines do not reach
 # Addresses at which a server listens and which no client can use, and what this machine calls them.
-EVERYWHERE = {"0.0.0.0": "localhost", "::": "[::1]"}
+WILDCARD_HOSTS = {"0.0.0.0": "localhost", "::": "[::1]"}
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -89,8 +89,7 @@ def run(
     vllm_documents: Annotated[
         str | None,
         typer.Option(
-            help="What vLLM reads: ragged (caches as they are) or portable (heads of equal "
-            "length).",
+            help="What vLLM reads: ragged (caches unchanged) or portable (heads of equal length).",
             show_default="ragged",
         ),
     ] = None,
@@ -106,7 +105,7 @@ def run(
         typer.Option(
             min=0,
             max=2,
-            help="Temperature of requests that give none; 0 always takes the most likely token.",
+            help="Temperature of requests that set none; 0 always takes the most likely token.",
         ),
     ] = 1.0,
     stop_repeats: Annotated[
@@ -121,9 +120,9 @@ def run(
     ] = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
-    **spread: Any,
+    **ray_flags: Any,
 ) -> None:
-    ray_options = RayOptions(**spread)
+    ray_options = RayOptions(**ray_flags)
     check_choice("The dtype", dtype, DTYPES)
     check_choice("The engine", engine, ENGINES)
     check_preset(preset)
@@ -132,17 +131,17 @@ def run(
     memory_bytes = _parse_size("--memory", memory)
     disk_bytes = _parse_size("--disk", disk)
     if ray_options.ray and engine != "embedded":
-        raise RestoreKVError("Replicas of --ray answer with the library; leave out --engine.")
+        raise RestoreKVError("--ray works only with --engine embedded; leave out --engine.")
     keys = _read_keys(api_key_file) if api_key_file else ()
     store = store or Path("restorekv-store")
     engine_options = _collect_engine_options(
         vllm_url, vllm_store, vllm_options, vllm_documents, documents_memory
     )
-    with ExitStack() as lasting:
+    with ExitStack() as stack:
         # Before PyTorch is imported and the model loaded, which takes seconds, so that a port or a
-        # store in use is refused at once, and nobody takes them meanwhile.
-        listeners = open_listeners(host, port, lasting)
-        _lock_store(store, lasting)
+        # store in use is refused immediately, and no other process takes them meanwhile.
+        listeners = open_listeners(host, port, stack)
+        _lock_store(store, stack)
         server = _import_server(host, keys)
         settings = server.Settings(
             store=store,
@@ -162,7 +161,7 @@ def run(
         if ray_options.ray:
             engines = import_module("restorekv.serve.ray.engine")
             with notes.status("starting replicas"):
-                replicas = lasting.enter_context(
+                replicas = stack.enter_context(
                     engines.deploy_replicas(settings, ray_options, model, dtype, device)
                 )
             app = server.build_engine_app(replicas, server.open_store(settings), settings)
@@ -207,37 +206,37 @@ def _choose_shared_folder(shared: str | None, store: Path, uses_ray: bool) -> st
 def _list_host_names(host: str) -> tuple[str, ...]:
     """Return what clients here may call this machine, besides localhost, where it listens at more.
 
-    A page of another site cannot have these names: the machine itself resolves them to itself.
+    A page of another site cannot have these names: this machine resolves them to itself.
     """
     name = None if host in LOCAL_HOSTS else _find_own_name()
     return () if name is None else (name,)
 
 
 def _find_own_name() -> str | None:
-    """Return this machine's name, None where it leads nowhere or to another machine."""
+    """Return this machine's name, None where it resolves to nothing or to a different machine."""
     name = socket.gethostname().lower()
     try:
-        for family, kind, protocol, _, place in socket.getaddrinfo(
+        for family, kind, protocol, _, address in socket.getaddrinfo(
             name, 0, type=socket.SOCK_STREAM
         ):
             with socket.socket(family, kind, protocol) as probe:
-                probe.bind(place)  # refused for an address of another machine
+                probe.bind(address)  # refused for an address of a different machine
     except (OSError, UnicodeError):
         return None
     return name
 
 
 def _print_address(default: str, host: str, listener: socket.socket, ratio: str) -> None:
-    """Say where the server is reached, and what its ratio loses."""
+    """Print the server's address, and a note if its ratio loses facts."""
     listening, port = listener.getsockname()[:2]
     name = host
-    if listening in EVERYWHERE:
-        name = EVERYWHERE[listening]
+    if listening in WILDCARD_HOSTS:
+        name = WILDCARD_HOSTS[listening]
     elif ":" in host:
         name = f"[{host}]"
     address = f"http://{name}:{port}"
     _print_note(f"Serving {default} at {address}/v1\nThe page is at {address}/")
-    if parse_ratio(ratio) < LOSES_FACTS:
+    if parse_ratio(ratio) < FACT_LOSS_RATIO:
         _print_note(
             f"A short text full of facts loses some of them at {ratio}; --ratio 0.3 keeps more."
         )
@@ -260,18 +259,18 @@ def _check_settings(server: ModuleType, settings: Any) -> None:
         server.SharedFolder(settings.shared)  # tries to write there
 
 
-def _lock_store(store: Path, lasting: ExitStack) -> None:
-    """Refuse a second server at a store for as long as `lasting` lasts.
+def _lock_store(store: Path, stack: ExitStack) -> None:
+    """Refuse a second server at a store for as long as `stack` lasts.
 
     A disk that is full or read-only may have no room for the lock file; then the lock of the
     store's index does it.
     """
     if store.exists() and not store.is_dir():
-        raise RestoreKVError(f"--store is a folder, and {store} is a file; name another.")
+        raise RestoreKVError(f"--store must be a folder, and {store} is a file; name a folder.")
     if not store.exists():
-        lasting.callback(_remove_if_empty, store)
+        stack.callback(_remove_if_empty, store)
     try:
-        lasting.enter_context(folder_lock(store))
+        stack.enter_context(folder_lock(store))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) or not store.is_dir():
             raise
@@ -288,7 +287,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _print_note(text: str) -> None:
-    """Print for whoever started the server, which answers even if its log is on a full disk."""
+    """Print a note; on a full disk, do without it, since the server can still answer."""
     with suppress(OSError):
         notes.print(text, highlight=False)
 
@@ -299,27 +298,28 @@ def _import_server(host: str, keys: tuple[str, ...]) -> ModuleType:
     """
     if host not in LOCAL_HOSTS and not keys:
         notes.print(
-            "warning: whoever reaches this machine can ask; --api-key-file asks for a key.",
+            "warning: anyone who can reach this machine can use the server; --api-key-file "
+            "requires a key.",
             highlight=False,
         )
     return import_extra("restorekv.serve.run", "serve", "Serving")
 
 
-def open_listeners(host: str, port: int, lasting: ExitStack) -> list[socket.socket]:
-    """Return sockets that listen at every address of a host, until `lasting` closes them.
+def open_listeners(host: str, port: int, stack: ExitStack) -> list[socket.socket]:
+    """Return sockets that listen at every address of a host, until `stack` closes them.
 
-    Whoever connects before the server answers waits. A port of 0 is one that is free, the same at
-    all addresses. Raises RestoreKVError where nothing can listen.
+    Clients that connect before the server answers wait. A port of 0 is one that is free, the same
+    at all addresses. Raises RestoreKVError where nothing can listen.
     """
     listeners: list[socket.socket] = []
     try:
         found = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        for family, kind, protocol, _, place in dict.fromkeys(found):
+        for family, kind, protocol, _, address in dict.fromkeys(found):
             try:
-                listener = lasting.enter_context(socket.socket(family, kind, protocol))
-            except OSError:  # a system without IPv6, say
+                listener = stack.enter_context(socket.socket(family, kind, protocol))
+            except OSError:  # such as on a system without IPv6
                 if len(found) == 1:
                     raise
                 continue
@@ -329,7 +329,7 @@ def open_listeners(host: str, port: int, lasting: ExitStack) -> list[socket.sock
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             chosen = listeners[0].getsockname()[1] if listeners else port
             try:
-                listener.bind((place[0], chosen, *place[2:]))
+                listener.bind((address[0], chosen, *address[2:]))
                 listener.listen(BACKLOG)
             except OSError as error:
                 # IPv6 is switched off.
@@ -342,7 +342,7 @@ def open_listeners(host: str, port: int, lasting: ExitStack) -> list[socket.sock
     except OSError as error:
         which = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
         raise RestoreKVError(
-            f"Cannot listen at {host}:{port} ({error.strerror}); choose another {which}."
+            f"Cannot listen at {host}:{port} ({error.strerror}); choose a different {which}."
         ) from None
     if hasattr(os, "register_at_fork"):  # a process that outlives the server must not hold its port
         os.register_at_fork(after_in_child=lambda: [each.close() for each in listeners])
@@ -353,7 +353,7 @@ def _parse_size(name: str, text: str) -> int:
     """4G -> 4 * 2^30."""
     parts = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", text.strip(), re.IGNORECASE)
     if not parts:
-        raise RestoreKVError(f"{name} is a size such as 512M or 4G, not {text!r}.")
+        raise RestoreKVError(f"{name} must be a size such as 512M or 4G, got {text!r}.")
     return int(float(parts[1]) * UNITS[parts[2].upper()])
 
 
@@ -365,7 +365,8 @@ def _parse_json_object(name: str, text: str) -> dict:
         found = None
     if not isinstance(found, dict):
         raise RestoreKVError(
-            f"{name} is a JSON object such as '{{\"max_model_len\": 8192}}', not {text[:60]!r}."
+            f"{name} must be a JSON object such as '{{\"max_model_len\": 8192}}', got "
+            f"{text[:60]!r}."
         )
     return found
 
@@ -376,16 +377,16 @@ def _read_keys(path: Path) -> tuple[str, ...]:
     text = decode_text(read_bytes(path, what), what)
     keys = tuple(line.strip() for line in text.splitlines() if line.strip())
     if not keys:
-        raise RestoreKVError(f"The file {path} is empty; write one key a line.")
-    if min(map(len, keys)) < SHORTEST_KEY:
+        raise RestoreKVError(f"The file {path} is empty; write one key per line.")
+    if min(map(len, keys)) < MIN_KEY_CHARS:
         raise RestoreKVError(
             f"The file {path} has a key of {min(map(len, keys))} characters, which can be guessed; "
-            f"write keys of at least {SHORTEST_KEY}, one per line."
+            f"write keys of at least {MIN_KEY_CHARS}, one per line."
         )
-    # Clients send a key in a header, where other characters have no one form.
+    # Clients send a key in a header, where other characters have no single encoding.
     if not all(key.isascii() and key.isprintable() for key in keys):
         raise RestoreKVError(
-            f"The file {path} has a key that no client could send; write keys of letters, digits "
-            "and signs of ASCII."
+            f"The file {path} has a key that no client could send; write keys of printable ASCII "
+            "characters."
         )
     return keys

@@ -22,7 +22,7 @@ from restorekv.storage.manifest import Manifest
 
 
 def silence_transformers() -> None:
-    """Keep transformers' remarks and progress bars from the terminal."""
+    """Hide transformers' messages and progress bars."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
@@ -33,7 +33,7 @@ def open_model(
     device: str = "cpu",
     rope: Mapping[str, object] | float | None = None,
 ) -> tuple[PreTrainedModel, Tokenizer]:
-    """Call `load_model` without the remarks that transformers prints."""
+    """Call `load_model` without the messages that transformers prints."""
     check_dtype(dtype)
     silence_transformers()
     with notes.status(f"loading {name}"):
@@ -67,9 +67,9 @@ def _find_model_of_file(file: Path, name: str) -> str:
     known = find_known_name(name)
     if known is None:
         raise RestoreKVError(
-            f"{file} says that its model is '{make_printable(name)}', and a file's word alone "
-            "opens "
-            "no model; if you know it, give its folder, GGUF file or hub id with --model."
+            f"{file} says that its model is '{make_printable(name)}', which is not opened just "
+            "because a file says so; if you know the model, pass its folder, GGUF file or hub id "
+            "with --model."
         )
     return known
 

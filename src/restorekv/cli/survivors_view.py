@@ -105,10 +105,11 @@ def tabulate_heads(survivors: Survivors) -> Table:
     """
     counts = survivors.per_head
     shares = survivors.per_layer
-    most = max(int(counts.max()), 1)
-    # A head's column has its title or the count, a sign and a rule; 46 letters are for the others.
-    head_width = max(len(f"head {counts.shape[1]}"), len(f"{most:,}") + 2) + 3
-    numbered = counts.shape[1] * head_width + len(f"{most:,.1f}") + 46 <= output.width
+    max_count = max(int(counts.max()), 1)
+    # A head's column has its title or the count, a shade and a rule; the other columns have 46
+    # characters.
+    head_width = max(len(f"head {counts.shape[1]}"), len(f"{max_count:,}") + 2) + 3
+    numbered = counts.shape[1] * head_width + len(f"{max_count:,.1f}") + 46 <= output.width
     table = Table(
         title="Context tokens kept, by layer and KV head", title_justify="left", title_style="bold"
     )
@@ -117,11 +118,11 @@ def tabulate_heads(survivors: Survivors) -> Table:
         for head in range(counts.shape[1]):
             table.add_column(f"head {head}", justify="right", no_wrap=True)
     else:
-        table.add_column(f"heads 0-{counts.shape[1] - 1} (█ = {most:,})")
+        table.add_column(f"heads 0-{counts.shape[1] - 1} (█ = {max_count:,})")
     table.add_column("mean", justify="right", no_wrap=True)
     table.add_column("share of all")
     for layer, row in enumerate(counts.tolist()):
-        shades = [_choose_shade(count / most) for count in row]
+        shades = [_choose_shade(count / max_count) for count in row]
         if numbered:
             cells = [f"{count:,} {sign}" for count, sign in zip(row, shades, strict=True)]
         else:
@@ -152,7 +153,7 @@ def show_text(survivors: Survivors, tokenizer: Tokenizer, limit: int) -> Text:
     """
     start = survivors.context.prefix_length
     share = survivors.per_position[start:]
-    most = max(float(share.max()), 1e-9)
+    max_share = max(float(share.max()), 1e-9)
     text = Text(
         "The first tokens of the text; what no head keeps is a dot\n", style="bold", end="\n"
     )
@@ -166,7 +167,7 @@ def show_text(survivors: Survivors, tokenizer: Tokenizer, limit: int) -> Text:
             blank = piece[: len(piece) - len(piece.lstrip())]
             text.append(blank + GONE, style="not bold grey50")
         else:
-            text.append(piece, style="not bold " + INKS[max(1, round(4 * part / most))])
+            text.append(piece, style="not bold " + INKS[max(1, round(4 * part / max_share))])
     if limit < len(share):
         text.append(f" ... ({len(share) - limit:,} more)", style="not bold")
     return text

@@ -1,6 +1,6 @@
 """What commands print and how: texts of others, progress, tables.
 
-It imports no PyTorch, so that a command that is refused ends at once.
+It imports no PyTorch, so that a command that is refused ends immediately.
 """
 
 import sys

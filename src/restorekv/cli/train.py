@@ -163,7 +163,7 @@ def check_lengths(shortest: int, longest: int) -> None:
 def summarize_losses(losses: Sequence[float]) -> str:
     """Return the mean loss of the first and of the last tenth of a run's steps, in a sentence.
 
-    Steps have texts and ratios of their own, so of a short run the two say little.
+    Steps have different texts and ratios, so the means of a short run say little.
     """
     tenth = max(len(losses) // 10, 1)
     begin = fmean(losses[:tenth])
