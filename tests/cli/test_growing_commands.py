@@ -319,7 +319,7 @@ def test_a_file_to_save_is_named_as_in_a_shell(world, tmp_path, monkeypatch):
     }
     errors = [line for line in told.splitlines() if line.startswith("error: ")]
     assert len(errors) == len(refused)
-    words = ("Give a file", "Give a file", "takes one file, got 2", "no partner", "no partner")
+    words = ("Give a file", "Give a file", "takes one file, not 2", "no partner", "no partner")
     for error, part in zip(errors, (*words, "takes one file", "has no option --help"), strict=True):
         assert part in error
 

@@ -22,7 +22,7 @@ from restorekv.serve import run
         (("--memory", "lots"), "a size such as 512M or 4G"),
         (
             ("--preset", "never"),
-            "--preset must be fast or best, or the name of an evictor, got 'never'.",
+            "--preset must be fast or best, or the name of an evictor, not 'never'.",
         ),
         (("--ratio", 7), "The ratio is a number above 0"),
         (("--api-key-file", "none"), "none"),

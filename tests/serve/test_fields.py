@@ -376,7 +376,7 @@ def test_a_stream_of_null_is_none(url, path):
 def test_what_must_be_an_object_is_named(url, file, more, param, example, kind):
     status, error = sent(url, *request_of("chat", file, **more))
     assert (status, error["param"]) == (400, param)
-    assert error["message"] == f"{param} must be an object such as {example}, got {kind}."
+    assert error["message"] == f"{param} must be an object such as {example}, not {kind}."
 
 
 BREAKPOINT = "messages.0.content.0.prompt_cache_breakpoint"
@@ -410,12 +410,12 @@ def test_a_mistyped_cache_mark_is_refused(url, file, mark, param, known):
         (
             {"prompt_cache_breakpoint": "explicit"},
             BREAKPOINT,
-            'must be an object such as {"mode": "explicit"}, got a string',
+            'must be an object such as {"mode": "explicit"}, not a string',
         ),
         (
             {"cache_control": True},
             CONTROL,
-            'must be an object such as {"type": "ephemeral"}, got a boolean',
+            'must be an object such as {"type": "ephemeral"}, not a boolean',
         ),
         (
             {"cache_control": {"type": "ephemeral", "mode": "a"}},

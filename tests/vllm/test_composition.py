@@ -71,7 +71,7 @@ def test_placeholders_say_which_documents_are_asked():
     assert make_ids(names[:2])[:16] != make_ids([names[0], names[2]])[:16]
     assert make_ids(names[:2]) != make_ids(names[1::-1])
     for count in (1, 11):
-        with pytest.raises(RestoreKVError, match=f"2 to 10 documents together, got {count}"):
+        with pytest.raises(RestoreKVError, match=f"2 to 10 documents together, not {count}"):
             make_ids((names * 2)[:count])
 
 

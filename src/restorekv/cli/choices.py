@@ -109,7 +109,7 @@ def check_preset(preset: str) -> None:
     if preset not in known and not _list_plugins(EVICTOR_PLUGINS):
         hint = hint_near_name(preset, known)
         raise RestoreKVError(
-            f"--preset must be {' or '.join(PRESETS)}, or the name of an evictor, got "
+            f"--preset must be {' or '.join(PRESETS)}, or the name of an evictor, not "
             f"{preset!r}{hint}."
         )
 

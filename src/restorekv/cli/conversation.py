@@ -310,7 +310,7 @@ def _parse_target(rest: str) -> tuple[Path, bool]:
         raise RestoreKVError("Give a file after /save.")
     if len(names) > 1:
         raise RestoreKVError(
-            f"/save takes one file, got {len(names)}; put a name with spaces in quotation marks: "
+            f"/save takes one file, not {len(names)}; put a name with spaces in quotation marks: "
             '/save "NAME OF THE FILE"'
         )
     if names[0].startswith("-"):

@@ -353,7 +353,7 @@ def _parse_size(name: str, text: str) -> int:
     """4G -> 4 * 2^30."""
     parts = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", text.strip(), re.IGNORECASE)
     if not parts:
-        raise RestoreKVError(f"{name} must be a size such as 512M or 4G, got {text!r}.")
+        raise RestoreKVError(f"{name} must be a size such as 512M or 4G, not {text!r}.")
     return int(float(parts[1]) * UNITS[parts[2].upper()])
 
 
@@ -365,7 +365,7 @@ def _parse_json_object(name: str, text: str) -> dict:
         found = None
     if not isinstance(found, dict):
         raise RestoreKVError(
-            f"{name} must be a JSON object such as '{{\"max_model_len\": 8192}}', got "
+            f"{name} must be a JSON object such as '{{\"max_model_len\": 8192}}', not "
             f"{text[:60]!r}."
         )
     return found

@@ -289,7 +289,7 @@ def _explain_no_object(where: str, value: Any) -> str:
     if where:
         field = [part for part in where.split(".") if not part.isdecimal()][-1]
         example = f" such as {OBJECTS[field]}" if field in OBJECTS else ""
-        return f"{where} must be an object{example}, got {JSON_TYPES.get(type(value), 'null')}."
+        return f"{where} must be an object{example}, not {JSON_TYPES.get(type(value), 'null')}."
     # Without the header the body arrives as bytes.
     if isinstance(value, bytes):
         return (

@@ -184,7 +184,7 @@ def find_kind_of_type(media_type: str) -> str | None:
     printable = printable_name(media_type)
     if "/" not in media_type:
         raise RestoreKVError(
-            f"A format must be a media type such as application/pdf, got {printable!r}."
+            f"A format must be a media type such as application/pdf, not {printable!r}."
         )
     raise RestoreKVError(
         f"Files of the type {printable} cannot be read here; send a text, HTML, PDF, DOCX or EPUB."
@@ -278,7 +278,7 @@ class MessagePart(FileReference):
         """Refuse a part that is neither a text nor a file."""
         if self.type not in PART_TYPES:
             raise RestoreKVError(
-                f"A part of a message must be a text or a file here, got {self.type[:40]!r}; "
+                f"A part of a message must be a text or a file here, not {self.type[:40]!r}; "
                 "leave it out."
             )
 

@@ -97,7 +97,7 @@ def find_engine_class(name: str) -> type[CacheEngine]:
     """Return the class of an engine; refuse unknown names."""
     # Imported by name, so that an engine's own libraries are needed only where it runs.
     if name not in ENGINES:
-        raise RestoreKVError(f"--engine must be one of {', '.join(ENGINES)}, got {name!r}.")
+        raise RestoreKVError(f"--engine must be one of {', '.join(ENGINES)}, not {name!r}.")
     module, _, kind = ENGINES[name].partition(":")
     return getattr(import_module(module), kind)
 

@@ -180,5 +180,5 @@ DEFAULT = RaggedForm.name
 def find_form(name: str) -> DocumentForm:
     """Return a form by its name; refuse unknown names."""
     if name not in FORMS:
-        raise RestoreKVError(f"--vllm-documents must be one of {', '.join(FORMS)}, got {name!r}.")
+        raise RestoreKVError(f"--vllm-documents must be one of {', '.join(FORMS)}, not {name!r}.")
     return FORMS[name]

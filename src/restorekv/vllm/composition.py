@@ -80,7 +80,7 @@ def refuse_wrong_number(names: Sequence[str]) -> None:
     """Raise RestoreKVError where there are too few or too many documents."""
     if not 2 <= len(names) <= MAX_DOCUMENTS:
         raise RestoreKVError(
-            f"A request can be about 2 to {MAX_DOCUMENTS} documents together, got {len(names)}; "
+            f"A request can be about 2 to {MAX_DOCUMENTS} documents together, not {len(names)}; "
             "join more with restorekv compose."
         )
 
