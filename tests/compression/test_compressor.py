@@ -196,7 +196,7 @@ def test_the_wrong_model_is_refused(case, tmp_path):
     path = tmp_path / "doc.rkv"
     compress(model, tokenizer, text, ratio=0.2).save(path)
     family = model.config.model_type
-    with pytest.raises(CacheFileError, match="another model"):
+    with pytest.raises(CacheFileError, match="a different model"):
         CompressedContext.load(path, build_model(family, seed=1), tokenizer)
     rope = {"rope_type": "default", "rope_theta": 5000.0}
     with pytest.raises(CacheFileError, match="RoPE"):
@@ -225,7 +225,7 @@ def test_another_chat_template_is_refused_where_it_writes_something_else(case, t
         other = copy.deepcopy(own)
         other.chat_template = template
         with pytest.raises(
-            CacheFileError, match=r"plain\.rkv was made with another chat template;"
+            CacheFileError, match=r"plain\.rkv was made with a different chat template;"
         ):
             CompressedContext.load(tmp_path / "plain.rkv", model, other)
         if name == "system message":
@@ -233,7 +233,7 @@ def test_another_chat_template_is_refused_where_it_writes_something_else(case, t
                 loaded = CompressedContext.load(tmp_path / "system.rkv", model, other)
             assert loaded.ask(QUESTIONS, 8) == with_system.ask(QUESTIONS, 8)
         else:
-            with pytest.raises(CacheFileError, match="was made with another chat template;"):
+            with pytest.raises(CacheFileError, match="was made with a different chat template;"):
                 CompressedContext.load(tmp_path / "system.rkv", model, other)
 
 
@@ -255,7 +255,7 @@ def test_the_wrong_tokenizer_is_refused(case, tmp_path):
     model, tokenizer, text = case
     path = tmp_path / "doc.rkv"
     compress(model, tokenizer, text, ratio=0.5).save(path)
-    with pytest.raises(CacheFileError, match="another tokenizer"):
+    with pytest.raises(CacheFileError, match="a different tokenizer"):
         CompressedContext.load(path, model, rename_tokens(tokenizer))
     # What the text does not have may be added.
     more = copy.deepcopy(tokenizer)

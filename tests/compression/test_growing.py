@@ -246,7 +246,10 @@ def test_what_cannot_grow_says_so(model, tiny_tokenizer):
     ("change", "refusal"),
     [
         (lambda model: model.bfloat16(), r"The cache holds float32; load the model with dtype"),
-        (lambda model: model.lm_head.weight.mul_(1.1), r"The cache was made with another model.*"),
+        (
+            lambda model: model.lm_head.weight.mul_(1.1),
+            r"The cache was made with a different model.*",
+        ),
     ],
 )
 def test_a_model_that_was_changed_since_reads_nothing_more(tiny_tokenizer, change, refusal):
@@ -426,7 +429,7 @@ def test_a_file_whose_heads_hold_other_restore_pairs_is_refused(model, tiny_toke
     head[first] = dropped
     layer.positions[:end] = head.sort().values
     whole.save(tmp_path / "whole.rkv")
-    with pytest.raises(RestoreKVError, match="other restore pairs of earlier texts"):
+    with pytest.raises(RestoreKVError, match="does not have the restore pairs of earlier texts"):
         CompressedContext.load(tmp_path / "whole.rkv", model, tiny_tokenizer)
 
 

@@ -338,9 +338,9 @@ CASES: dict[str, tuple[Build, str]] = {
         "is a file here; cache files come first",
     ),
     # asking and looking
-    "cache of another model": (ask(model="other"), "another model"),
+    "cache of another model": (ask(model="other"), "a different model"),
     "cache of another RoPE": (ask(model="turned"), "RoPE"),
-    "cache of another shape": (ask(model="wide"), "another model"),
+    "cache of another shape": (ask(model="wide"), "a different model"),
     "cache of another dtype": (ask("--dtype", "bfloat16"), "float32"),
     "empty question": (ask(questions=("",)), "question is empty"),
     "one of two questions empty": (ask(questions=(QUESTION, " ")), "question is empty"),

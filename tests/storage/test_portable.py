@@ -97,7 +97,7 @@ def test_another_model_is_refused_by_a_cache_that_was_loaded_without_one(
         other.lm_head.weight[5] += 1
     loaded = load_portable(tmp_path / "a.safetensors")
     assert loaded.ask(tiny_model, tiny_tokenizer, QUESTIONS[0], 4)
-    with pytest.raises(CacheFileError, match="was made with another model"):
+    with pytest.raises(CacheFileError, match="was made with a different model"):
         loaded.ask(other, tiny_tokenizer, QUESTIONS[0], 4)
 
 
@@ -164,7 +164,7 @@ def test_files_of_strangers(tiny_model, tiny_tokenizer, tmp_path):
     with pytest.raises(CacheFileError, match="checksum"):
         load_portable(path)
     path.write_bytes(raw)
-    with pytest.raises(CacheFileError, match="another model"):
+    with pytest.raises(CacheFileError, match="a different model"):
         load_portable(path, build_model("llama", seed=5))
 
 

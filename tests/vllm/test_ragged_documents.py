@@ -94,9 +94,11 @@ def test_prompts_of_another_tokenizer_are_refused(
         assert prompt(path, QUESTION, copy.deepcopy(tiny_tokenizer))
         for other in (with_template, base):
             for ask in (prompt, chat):
-                with pytest.raises(CacheFileError, match="was made with another chat template;"):
+                with pytest.raises(
+                    CacheFileError, match="was made with a different chat template;"
+                ):
                     ask(path, QUESTION, other)
-        with pytest.raises(CacheFileError, match="was made with another tokenizer;"):
+        with pytest.raises(CacheFileError, match="was made with a different tokenizer;"):
             prompt(path, QUESTION, trained)
 
 

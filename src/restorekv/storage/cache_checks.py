@@ -1,8 +1,8 @@
 """Whether a cache file can be what `compress` wrote: everything in it is compared with everything
 else.
 
-A checksum proves that a file is as somebody sealed it, not that it is harmless. So types, ranges,
-shapes, dtypes, offsets, ids, sums and finiteness are checked before a tensor is used.
+A checksum proves that a file is unchanged since it was sealed, not that it is harmless. So types,
+ranges, shapes, dtypes, offsets, ids, sums and finiteness are checked before a tensor is used.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ FIELD_CHOICES = {
 }
 PAIR_PARTS = ("keys", "values")
 LARGEST_COUNT = 2**62  # of pairs or bytes
-# Texts of several lines, with their most characters.
+# Texts of several lines, and how many characters they may have.
 TEXT_LIMITS = {
     "separator": AROUND_LETTERS,
     "folded_separator": AROUND_LETTERS,
@@ -86,12 +86,16 @@ ADAPTER_ENTRIES: dict[str, Any] = {
 
 
 class ContradictionError(CacheFileError):
-    """What is wrong with a file, as the end of a sentence that begins with its name."""
+    """What is wrong with a file, as the end of a sentence that begins with the file's name."""
 
 
-def require(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise ContradictionError(otherwise)
+def require(condition: bool, problem: str) -> None:
+    """Raise ContradictionError unless a condition holds.
+
+    `problem` begins with a verb, since it completes a sentence that begins with the file's name.
+    """
+    if not condition:
+        raise ContradictionError(problem)
 
 
 def check_manifest(manifest: Manifest) -> None:
@@ -101,12 +105,12 @@ def check_manifest(manifest: Manifest) -> None:
         value = getattr(manifest, name)
         require(matches_type(value, hint), f"has a {name} that is not of the type {hint}")
         if isinstance(value, str):
-            most = TEXT_LIMITS.get(name, NAME_LETTERS)
+            max_chars = TEXT_LIMITS.get(name, NAME_LETTERS)
             require(
-                len(value) <= most,
-                f"records {len(value):,} characters as its {name}, more than {most:,}",
+                len(value) <= max_chars,
+                f"records {len(value):,} characters as its {name}, more than {max_chars:,}",
             )
-            # What cannot be printed may command a terminal.
+            # Characters that cannot be printed may act on a terminal.
             require(
                 name in TEXT_LIMITS or value.isprintable(),
                 f"records {make_printable(value)} as its {name}",
@@ -188,17 +192,17 @@ def check_adapter(adapter: dict[str, Any] | None) -> None:
     for name, value in adapter.items():
         # Unknown entries are refused: nothing checks them.
         known = name in ADAPTER_ENTRIES and matches_type(value, ADAPTER_ENTRIES[name])
-        require(known, f"records something else than an adapter's {make_printable(name)}")
+        require(known, f"records an invalid adapter field {make_printable(name)}")
         fits = not isinstance(value, str) or (len(value) <= NAME_LETTERS and value.isprintable())
         require(fits, f"records an adapter's {name} that is too long or cannot be printed")
     require(0 < adapter["restore_tokens"] <= POSITIONS, "records an adapter without restore tokens")
 
 
-def check_around(text: str, ids: Tensor) -> None:
+def check_suffix(text: str, ids: Tensor) -> None:
     """Check the length of what follows every question; `text` and `ids` (1, P) are the same."""
-    most = f"more than {AROUND_LETTERS:,} characters or {AROUND_TOKENS:,} tokens"
+    limits = f"{AROUND_LETTERS:,} characters or {AROUND_TOKENS:,} tokens"
     fits = len(text) <= AROUND_LETTERS and ids.shape[-1] <= AROUND_TOKENS
-    require(fits, f"has {most} after every question")
+    require(fits, f"has more than {limits} after every question")
 
 
 def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> None:
@@ -208,7 +212,7 @@ def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> Non
     identity = identify_model(model)
     if manifest.rope != identity.rope:
         raise CacheFileError(
-            f"{path} was made with RoPE {make_printable(manifest.rope)}, the model has "
+            f"{path} was made with RoPE {make_printable(manifest.rope)}, but the model has "
             f"{identity.rope}; load the model with the same RoPE configuration."
         )
     if manifest.dtype != get_dtype_name(model.dtype):
@@ -219,8 +223,8 @@ def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> Non
         # A model that was built from a config has no name.
         name = f" ({make_printable(manifest.model)})" if manifest.model else ""
         raise CacheFileError(
-            f"{path} was made with another model{name}, or the same with other weights; load that "
-            "one."
+            f"{path} was made with a different model{name}, or the same with other weights; load "
+            "that one."
         )
     if manifest.shape != vars(identity.shape) or manifest.windows != identity.windows:
         raise CacheFileError(
@@ -231,8 +235,8 @@ def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> Non
 def check_tokenizer(
     path: object, manifest: Manifest, context: Context, tokenizer: Tokenizer
 ) -> None:
-    """Refuse a tokenizer that names the text's tokens otherwise, or whose chat template writes
-    something else around the text and its questions; warn of one that differs elsewhere.
+    """Refuse a tokenizer that would decode the text's ids differently, or whose chat template
+    writes something else around the text and its questions; warn of one that differs elsewhere.
 
     Args:
         path: The file, for the message.
@@ -246,34 +250,34 @@ def check_tokenizer(
     """
     has_text = context.num_tokens > 0
     if has_text:
-        reads_alike = manifest.tokens_hash == hash_token_names(tokenizer, context.ids)
+        decodes_equally = manifest.tokens_hash == hash_token_names(tokenizer, context.ids)
     else:
         suffix_ids = encode_text(tokenizer, after=context.suffix_text)
-        reads_alike = suffix_ids.equal(context.suffix_ids)
-    if not reads_alike:
+        decodes_equally = suffix_ids.equal(context.suffix_ids)
+    if not decodes_equally:
         raise CacheFileError(
-            f"{path} was made with another tokenizer; use the one that belongs to the model."
+            f"{path} was made with a different tokenizer; use the one that belongs to the model."
         )
     if manifest.template == hash_template(tokenizer):
         return
-    # The hash covers the template's own system message, which a text with another one does not
-    # have.
-    if not has_text or not _surrounds_alike(manifest, context, tokenizer):
+    # The hash covers the template's own system message, which a text with its own system message
+    # does not have.
+    if not has_text or not _has_same_surroundings(manifest, context, tokenizer):
         raise CacheFileError(
-            f"{path} was made with another chat template; use the tokenizer that it was made with, "
-            "or compress the text again."
+            f"{path} was made with a different chat template; use the tokenizer that it was made "
+            "with, or compress the text again."
         )
     warn(
-        f"{path} was made with another chat template, which writes the same around this text and "
-        "its questions; conversations may suffer."
+        f"{path} was made with a different chat template, which writes the same around this text "
+        "and its questions; conversations may suffer."
     )
 
 
-def _surrounds_alike(manifest: Manifest, context: Context, tokenizer: Tokenizer) -> bool:
-    """Return whether a tokenizer's template writes what stands around a text and its questions."""
+def _has_same_surroundings(manifest: Manifest, context: Context, tokenizer: Tokenizer) -> bool:
+    """Return whether a tokenizer's template writes what is around a text and its questions."""
     try:
         before, after = split_template(tokenizer, manifest.system)
-    except RestoreKVError:  # it has no place for the system message
+    except RestoreKVError:  # it does not allow a system message
         return False
     prefix = context.ids[:, : context.prefix_length]
     return after == context.suffix_text and encode_text(tokenizer, before=before).equal(prefix)
@@ -335,7 +339,7 @@ def check_layer(
     counts = torch.nn.functional.pad(is_restore_pair.cumsum(0), (1, 0))[offsets].diff()
     require(
         bool((counts == manifest.earlier).all()),
-        "has other restore pairs of earlier texts than its manifest names",
+        "does not have the restore pairs of earlier texts that its manifest lists",
     )
     if kv_dtype != "model":
         scale_shapes = compute_scale_shapes(offsets, kv_dtype, dim)
@@ -381,15 +385,15 @@ def check_tensor(
 
 
 def check_scales(scales: Tensor, kv_dtype: str) -> None:
-    """Check that no code of 8 bits stands for a number beyond LARGEST_NUMBER, and that none has
-    the scale 0.
+    """Check that no code of 8 bits means a number beyond LARGEST_NUMBER, and that none has the
+    scale 0.
     """
     if not scales.numel():
         return
-    # A scale is rounded to float32.
-    # Codes go up to 127 or 448; the scale limits the number that they stand for.
-    most = LARGEST_NUMBER / quantized.LARGEST_CODE[QUANTIZED_DTYPES[kv_dtype]] * (1 + 1e-6)
-    fits = float(scales.min()) > 0 and float(scales.max()) <= most
+    # Codes go up to 127 or 448, and the scale limits the number that they mean. The factor allows
+    # for scales that were rounded to float32.
+    max_scale = LARGEST_NUMBER / quantized.LARGEST_CODE[QUANTIZED_DTYPES[kv_dtype]] * (1 + 1e-6)
+    fits = float(scales.min()) > 0 and float(scales.max()) <= max_scale
     require(fits, f"has scales of {kv_dtype} numbers that no cache has")
 
 
@@ -397,7 +401,7 @@ def check_positions(positions: Tensor, offsets: list[int], columns: int) -> None
     """Check that each head's positions grow and lie inside the context."""
     require(
         bool(((positions >= 0) & (positions < columns)).all()),
-        "has positions outside of its context",
+        "has positions outside its context",
     )
     # Inside a head positions grow; at a head's first row they begin again.
     grows = positions.diff() > 0

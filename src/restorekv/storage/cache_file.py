@@ -27,9 +27,9 @@ from restorekv.model.prompt import Context
 from restorekv.seal import FileKind
 from restorekv.storage.cache_checks import (
     ContradictionError,
-    check_around,
     check_counts,
     check_manifest,
+    check_suffix,
     check_tensors,
     require,
 )
@@ -85,7 +85,7 @@ def open_cache_file(path: str | Path) -> CacheFile:
         # Shapes, dtypes and ranges, then what follows a question, then the counts: each check
         # assumes the ones before it.
         check_tensors(tensors, manifest)
-        check_around(extra_values["suffix_text"], tensors["suffix_ids"])
+        check_suffix(extra_values["suffix_text"], tensors["suffix_ids"])
         context = Context(
             ids=tensors["context_ids"].long(),
             prefix_length=manifest.prefix,
@@ -100,9 +100,7 @@ def open_cache_file(path: str | Path) -> CacheFile:
 
 @contextmanager
 def refuse_contradictions(path: str | Path, fix: str) -> Iterator[None]:
-    """Raise whatever is wrong with a file as a CacheFileError; a contradiction's sentence ends in
-    `fix`.
-    """
+    """Raise every error of a file as a CacheFileError; a contradiction's sentence ends in `fix`."""
     try:
         yield
     except ContradictionError as error:
@@ -158,7 +156,7 @@ def pack_cache(cache: RaggedCache, context: Context) -> dict[str, Tensor]:
         "restore_keys": torch.stack([layer.restore_keys[0] for layer in layers]),
         "restore_values": torch.stack([layer.restore_values[0] for layer in layers]),
     }
-    # Layers with a window are dense, so their columns are stored as they are.
+    # Layers with a window are dense, so their columns are stored directly.
     for index, layer in enumerate(cache.sliding):
         tensors[f"sliding.{index}.keys"] = layer.context_keys[0]
         tensors[f"sliding.{index}.values"] = layer.context_values[0]
@@ -198,7 +196,7 @@ def unpack_cache(tensors: dict[str, Tensor], seen: int, manifest: Manifest) -> R
 def unpack_layer(
     tensors: dict[str, Tensor], index: int, seen: int, manifest: Manifest
 ) -> RaggedLayer:
-    """Return the layer with that number among those that see the whole text."""
+    """Return the layer with an index among those that see the whole text."""
     offsets = tensors["offsets"][index]
     keys, values = unpack_context(tensors, index, offsets, manifest)
     return RaggedLayer(
@@ -216,7 +214,7 @@ def unpack_layer(
 def unpack_sliding_layer(
     tensors: dict[str, Tensor], index: int, window: int, seen: int, manifest: Manifest
 ) -> SlidingLayer:
-    """Return the layer with that number among those that have a window."""
+    """Return the layer with an index among those that have a window."""
     keys = tensors[f"sliding.{index}.keys"][None]
     return SlidingLayer(
         context_keys=keys,

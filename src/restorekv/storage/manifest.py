@@ -28,14 +28,14 @@ def count_pairs_and_bytes(
     + T `columns`.
     """
     first = cache.full_attention[0]
-    of_prefix = cache.count_prefix_pairs(prefix)
+    prefix_pairs = cache.count_prefix_pairs(prefix)
     # A full cache, too, holds no more than its window in a layer that has one.
     held = len(cache.full_attention) * columns
     held += sum(min(layer.window - 1, columns) for layer in cache.sliding)
     numbers = held * first.heads * 2 * first.restore_keys.shape[-1]
     return {
-        "pairs": cache.pairs_held - (of_prefix if prefix_policy == "free" else 0),
-        "pairs_of_prefix": of_prefix,
+        "pairs": cache.pairs_held - (prefix_pairs if prefix_policy == "free" else 0),
+        "pairs_of_prefix": prefix_pairs,
         "pairs_held": cache.pairs_held,
         "bytes_full": numbers * first.dtype.itemsize,
         "bytes_held": cache.nbytes,
@@ -77,7 +77,7 @@ class Manifest:
     versions: dict[str, str]  # of the libraries
     kv_dtype: str  # of the retained pairs: "model" for the model's dtype, or "int8", "fp8"
     streaming_chunk: int | None  # tokens of a chunk, if the context was evicted during its prefill
-    separator: str  # what stands before every question
+    separator: str  # what is before every question
     # Tokens of the text's end that were left out because the model has no positions for them.
     cut: int
     system: str  # the system message before the text, where one was given
@@ -86,7 +86,7 @@ class Manifest:
     # For a hybrid model: the window of every layer, 0 where a layer sees the whole text and is
     # among the `layers` of the shape. Files of other models do not have this field.
     windows: list[int] = field(default_factory=list)
-    # For a text that ends with a folded conversation, whose next question follows at once: what
+    # For a text that ends with a folded conversation, whose next question follows directly: what
     # separates questions from a text that is appended to it. Other files do not have this field.
     folded_separator: str | None = None
 

@@ -5,7 +5,7 @@ An engine believes that m cached tokens occupy the positions 0 to m - 1 and give
 position m. The pairs of a compressed context come from positions up to S + T + n - 1. RoPE depends
 on differences of positions alone, so rotating every key by the same m - (S + T + n) puts all of
 them where the engine expects them. That needs one length in every head (allocation="per-head"). The
-engine's prompt begins with m placeholder ids, which nobody reads: they follow from a hash of the
+engine's prompt begins with m placeholder ids, which no model reads: they follow from a hash of the
 document, so that no two documents share a prefix.
 """
 
@@ -38,8 +38,8 @@ from restorekv.model.rope import shift_keys
 from restorekv.model.shape import get_vocabulary_size
 from restorekv.seal import FileKind
 from restorekv.storage.cache_checks import (
-    check_around,
     check_model,
+    check_suffix,
     check_tensor,
     check_tokenizer,
     require,
@@ -50,7 +50,7 @@ from restorekv.storage.manifest import Manifest
 FIX = "make it with restorekv export"
 KIND = FileKind("restorekv-portable", "4", "a portable cache of restorekv", FIX)
 # Fewer columns have too few placeholders to distinguish documents.
-LEAST_COLUMNS = 12
+MIN_COLUMNS = 12
 MARK = 4  # ids at the start that tell placeholders from a text
 FIRST_ID = 64  # placeholders leave out the lowest ids, where control tokens often are
 
@@ -61,7 +61,7 @@ class Portable:
 
     keys: Tensor
     values: Tensor
-    context: Context  # what stands around a question, without the text's ids
+    context: Context  # what is around a question, without the text's ids
     manifest: Manifest  # of the compressed context
     vocabulary: int  # ids that the model embeds, from which the placeholders are drawn
 
@@ -84,7 +84,7 @@ class Portable:
 
     @property
     def name(self) -> str:
-        """16 hex digits that stand for the contents."""
+        """16 hex digits of a hash of the contents."""
         return self.digest.hex()[:16]
 
     @cached_property
@@ -132,15 +132,15 @@ class Portable:
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
     ) -> str | list[str]:
         """Return the answer to a question, or those to several, in batches, as
-        `CompressedContext.ask` gives them; refuse a model that the cache was not made by, another
-        tokenizer, and questions that end beyond the model's positions.
+        `CompressedContext.ask` gives them; refuse a model or tokenizer that the cache was not made
+        with, and questions that end beyond the model's positions.
         """
         check_model("The portable cache", self.manifest, model)
         check_tokenizer("The portable cache", self.manifest, self.context, tokenizer)
         support.prepare_model(model)
         several = [questions] if isinstance(questions, str) else questions
-        # The m columns stand at the first m positions, and yet are as far from the question as the
-        # tokens of the text are.
+        # The m columns are at the first m positions, and yet are as far from the question as the
+        # tokens of the text.
         lengths = [encode_question(tokenizer, self.context, each).shape[1] for each in several]
         firsts = [self.manifest.positions] * len(lengths)
         limits = decoding.parse_limits(max_new_tokens, len(lengths))
@@ -183,12 +183,12 @@ def make_portable(
         for name in ("keys", "values")
     )
     columns = keys.shape[2]
-    if columns < LEAST_COLUMNS:
+    if columns < MIN_COLUMNS:
         raise RestoreKVError(
-            f"The cache has {columns} columns, and a portable one needs {LEAST_COLUMNS}, whose "
-            "placeholders tell it from others; compress the context at a higher ratio."
+            f"The cache has {columns} columns, and a portable one needs {MIN_COLUMNS} for "
+            "placeholders that distinguish it from others; compress the context at a higher ratio."
         )
-    # m columns stand at 0 to m - 1; the cache's own positions end at S + T + n - 1.
+    # The m columns are at 0 to m - 1; the cache's own positions end at S + T + n - 1.
     shifted = shift_keys(model, keys, columns - cache.get_seq_length())
     vocabulary = get_vocabulary_size(model)
     around = replace(context, ids=context.ids[:, :0], prefix_length=0)
@@ -210,8 +210,8 @@ def make_placeholders(seed: bytes, count: int, vocabulary: int) -> list[int]:
 
 
 def load_portable(path: str | Path, model: PreTrainedModel | None = None) -> Portable:
-    """Read what `Portable.save` wrote, onto the model's device; refuse anything else, and another
-    model.
+    """Read what `Portable.save` wrote, onto the model's device; refuse anything else, and a
+    different model.
     """
     with refuse_contradictions(path, "export it again"):
         extra = {"suffix_text": str, "vocabulary": int}
@@ -223,7 +223,7 @@ def load_portable(path: str | Path, model: PreTrainedModel | None = None) -> Por
         stored = Portable(
             tensors["keys"], tensors["values"], context, manifest, others["vocabulary"]
         )
-        # Other ids could be those of another document, whose pairs an engine would then reuse.
+        # Other ids could be those of a different document, whose pairs an engine would then reuse.
         require(
             tensors["ids"].equal(stored.ids),
             "has placeholder ids that do not follow from its contents",
@@ -258,6 +258,6 @@ def check_contents(
         f"records {manifest.pairs_held} pairs and has {pairs}",
     )
     check_tensor(tensors, "suffix_ids", torch.int64, (1, None))
-    check_around(suffix_text, tensors["suffix_ids"])
+    check_suffix(suffix_text, tensors["suffix_ids"])
     known = (tensors["suffix_ids"] >= 0) & (tensors["suffix_ids"] < vocabulary)
     require(bool(known.all()), "has token ids that its vocabulary lacks")
