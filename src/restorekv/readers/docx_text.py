@@ -18,22 +18,23 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from restorekv.readers.raised import LOWERED, RAISED, mark, remove_signs, write_plainly
+from restorekv.readers.raised import LOWERED, RAISED, mark, remove_markers, write_plainly
 from restorekv.readers.symbol_fonts import UNKNOWN, find_symbol, is_symbol_font
 from restorekv.readers.word_equations import MATH, read_equation
 
 # Names of a Word document's XML: elements around paragraphs, rows and cells, or around a part of a
-# paragraph, that are not text themselves; elements that hold the text of a paragraph; and signs.
+# paragraph, that are not text themselves; elements that hold the text of a paragraph; and single
+# characters.
 WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 AROUND = ("sdt", "sdtContent", "customXml", "ins", "moveTo")
 INSIDE = ("hyperlink", "smartTag", "fldSimple", "bdo", "dir", "ruby", "rubyBase")
-SIGNS = {"tab": "\t", "ptab": "\t", "cr": "\n", "br": "\n", "noBreakHyphen": "-"}
+CHARACTERS = {"tab": "\t", "ptab": "\t", "cr": "\n", "br": "\n", "noBreakHyphen": "-"}
 DELETED = ("del", "moveFrom")
 # Several forms of one thing, for newer and older programs.
 COMPATIBILITY = "{http://schemas.openxmlformats.org/markup-compatibility/2006}"
 ALTERNATIVES = COMPATIBILITY + "AlternateContent"
 FORMS = (COMPATIBILITY + "Choice", COMPATIBILITY + "Fallback")
-# Other files, such as a page of HTML, whose content Word shows in their place.
+# Other files, such as a page of HTML, whose content Word shows instead of them.
 INSERTED = (WORD + "altChunk", WORD + "subDoc")
 RELATION = "{http://schemas.openxmlformats.org/officeDocument/2006/relationships}id"
 MAX_COLUMNS = 1000  # that one cell, or the space before a row, may span; Word has 63
@@ -43,8 +44,8 @@ Piece = tuple[str, str]  # RAISED, LOWERED or "", and a text
 
 
 def extract_docx(content: bytes) -> tuple[str, dict[str, Any]]:
-    """Return the text of a document. Of it are counted, where there are any, the signs that are not
-    known ("symbols") and the files that Word inserts when it opens the document ("inserted").
+    """Return the text of a document and notices: how many symbols are not known ("symbols") and how
+    many files Word inserts when it opens the document ("inserted"), where there are any.
     """
     from docx import Document
 
@@ -85,7 +86,7 @@ def choose_form(alternatives: Any) -> Any | None:
 
 
 def iter_parts(container: Any, names: Sequence[str]) -> Iterator[Any]:
-    """Yield the elements of some names in an element, also those inside of content controls and
+    """Yield the elements of some names in an element, also those inside content controls and
     similar wrappers.
     """
     for element in container:
@@ -118,10 +119,10 @@ def iter_boxes(element: Any) -> Iterator[Any]:
 
 @dataclass
 class Fields:
-    """The fields that are open at a place of a text.
+    """The fields that are open at a position in a text.
 
     Attributes:
-        in_code: For each of them whether the place is in its code, before its result.
+        in_code: For each of them whether the position is in its code, before its result.
     """
 
     in_code: list[bool] = field(default_factory=list)
@@ -308,7 +309,7 @@ class DocumentReader:
         return span
 
     def _read_paragraph(self, element: Any) -> str:
-        """Return the text of a paragraph, with the signs of raised.py."""
+        """Return the text of a paragraph, with the markers of raised.py."""
         return join_pieces(self._iter_pieces(element))
 
     def _iter_pieces(self, element: Any) -> Iterator[Piece]:
@@ -338,14 +339,14 @@ class DocumentReader:
     def _iter_run(self, run: Any) -> Iterator[Piece]:
         """Yield the text of a run, which is raised or lowered as a whole."""
         properties = run.find(WORD + "rPr")
-        sign = ""
+        marker = ""
         font = ""
         if properties is not None:
             if is_on(properties.find(WORD + "vanish")):
                 # Fields may begin and end in hidden text.
                 self._note_fields(run)
                 return
-            sign = self._find_sign(properties)
+            marker = self._find_marker(properties)
             fonts = properties.find(WORD + "rFonts")
             if fonts is not None:
                 font = fonts.get(WORD + "ascii") or fonts.get(WORD + "hAnsi", "")
@@ -359,11 +360,11 @@ class DocumentReader:
             elif name in ("footnoteReference", "endnoteReference"):
                 yield "", self._number_note(name.removesuffix("Reference"), child)
             elif name == "t":
-                yield sign, self._replace_symbols(remove_signs(child.text or ""), font)
+                yield marker, self._replace_symbols(remove_markers(child.text or ""), font)
             elif name == "sym":
-                yield sign, self._read_symbol(child)
-            elif name in SIGNS:
-                yield sign, SIGNS[name]
+                yield marker, self._read_symbol(child)
+            elif name in CHARACTERS:
+                yield marker, CHARACTERS[name]
             elif name in INSIDE or name in AROUND:
                 yield from self._iter_pieces(child)
             elif name == ALTERNATIVES:
@@ -371,7 +372,7 @@ class DocumentReader:
                 if form is not None:
                     yield from self._iter_run(form)
 
-    def _find_sign(self, properties: Any) -> str:
+    def _find_marker(self, properties: Any) -> str:
         """Return whether a run is raised, lowered or neither."""
         aligned = properties.find(WORD + "vertAlign")
         style = properties.find(WORD + "rStyle")
@@ -409,18 +410,18 @@ class DocumentReader:
         """Return a run's text, in which codes of a font of symbols become characters."""
         if not is_symbol_font(font):
             return text
-        symbols = [find_symbol(font, ord(letter)) for letter in text]
+        symbols = [find_symbol(font, ord(char)) for char in text]
         self.unknown_symbols += symbols.count(UNKNOWN)
         return "".join(symbols)
 
 
 def join_pieces(pieces: Iterable[Piece]) -> str:
-    """Return text with signs around what is raised or lowered, which may be in several runs."""
+    """Return text with markers around what is raised or lowered, which may be in several runs."""
     joined = []
     texts = (piece for piece in pieces if piece[1])
-    for sign, group in groupby(texts, key=itemgetter(0)):
+    for marker, group in groupby(texts, key=itemgetter(0)):
         text = "".join(piece for _, piece in group)
-        joined.append(mark(sign, text) if sign else text)
+        joined.append(mark(marker, text) if marker else text)
     return "".join(joined)
 
 
@@ -456,5 +457,5 @@ def _read_form_field(begin: Any) -> str:
             chosen = choices.find(WORD + "default")
         number = get_number(chosen)
         if number < len(entries):
-            return remove_signs(entries[number].get(WORD + "val", ""))
+            return remove_markers(entries[number].get(WORD + "val", ""))
     return ""

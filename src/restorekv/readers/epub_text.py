@@ -3,7 +3,7 @@ one.
 
 The container names the package document, which lists the files of the book and, in its spine, the
 order in which they are read (EPUB 3.3, https://www.w3.org/TR/epub-33/; EPUB 2 is the same here).
-Pages outside of the main order, such as notes, are read where the spine has them.
+Pages outside the main order, such as notes, are read where the spine has them.
 """
 
 import io
@@ -37,7 +37,7 @@ def extract_epub(content: bytes) -> tuple[str, dict[str, Any]]:
     with ZipFile(io.BytesIO(content)) as book:
         files = set(book.namelist())
         pages = _list_pages(book)
-        # Fonts are often encrypted in books that everybody may read, and no page needs them.
+        # Fonts are often encrypted in books without DRM, and no page needs them.
         if set(pages) & _list_encrypted(book, files):
             raise ProtectedBookError
         texts = []
@@ -65,7 +65,7 @@ def _list_pages(book: ZipFile) -> list[str]:
 
 
 def _find_package(book: ZipFile) -> str:
-    """Return the file of the package document; raises KeyError for what is no book."""
+    """Return the file of the package document; raises KeyError for what is not a book."""
     container = ElementTree.fromstring(book.read(CONTAINER))
     for file in container.iterfind("{*}rootfiles/{*}rootfile"):
         if file.get("media-type") == PACKAGE_TYPE:

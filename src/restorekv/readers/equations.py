@@ -31,15 +31,15 @@ def write_scripts(base: str, lower: str = "", upper: str = "") -> str:
 
 
 def write_root(radicand: str, degree: str = "") -> str:
-    """Return "sqrt(a)", or "root(a, 3)" for another degree than 2."""
+    """Return "sqrt(a)", or "root(a, 3)" for a degree other than 2."""
     if degree.strip():
         return f"root({radicand.strip()}, {degree.strip()})"
     return f"sqrt({radicand.strip()})"
 
 
-def write_operator(sign: str, lower: str, upper: str, operand: str) -> str:
+def write_operator(symbol: str, lower: str, upper: str, operand: str) -> str:
     """Return a sum, an integral or a similar operator, such as "∑_(i=1)^n i"."""
-    return f"{write_scripts(sign, lower, upper)} {operand.strip()}"
+    return f"{write_scripts(symbol, lower, upper)} {operand.strip()}"
 
 
 def write_function(name: str, argument: str) -> str:

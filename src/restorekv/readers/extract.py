@@ -1,6 +1,6 @@
 """The text of a file, by the ending of its name.
 
-UTF-8 and Markdown are taken as they are; HTML, PDF, DOCX and EPUB are read by program.py, which
+UTF-8 and Markdown are taken unchanged; HTML, PDF, DOCX and EPUB are read by program.py, which
 also says what in them it could not read.
 """
 
@@ -33,10 +33,10 @@ DOCUMENT_ENDINGS = {*FILE_TYPES, ".txt", ".text", ".md", ".markdown", ".rst", ".
 CPU_SECONDS = {"pdf": 30, "docx": 20, "epub": 30, "html": 10}
 PACKAGES = {"pypdf": "pypdf", "docx": "python-docx"}
 MEMORY_BYTES = 2 << 30  # that reading a file may take
-READ_SLOTS = threading.BoundedSemaphore(2)  # processes that read at once
+READ_SLOTS = threading.BoundedSemaphore(2)  # processes that read at the same time
 LONGEST_NAME = 120  # characters
 NAMED_RANGES = 8  # of pages in a sentence
-# What is said of pages that could not be read, by the names of pdf_text.py's notices.
+# Descriptions of pages that could not be read, by the names of pdf_text.py's notices.
 UNREAD_PAGES = {
     "damaged": "damaged",
     "pictures": "pictures without text",
@@ -44,7 +44,7 @@ UNREAD_PAGES = {
 }
 
 PDF_START = b"%PDF-"
-# What files begin with that are no plain text, by what is said of them.
+# How files begin that are not plain text, with the end of the error's sentence.
 SIGNATURES = {
     PDF_START: "is a PDF file by its content; give it a name that ends in .pdf",
     b"PK\x03\x04": "is a ZIP file by its content; name it .docx or .epub if it is one of these",
@@ -67,7 +67,7 @@ def find_kind(name: str) -> str:
 
 
 def guess_ending(content: bytes) -> str:
-    """Return the ending for a file of which nothing else says how it is read, "" for a text.
+    """Return the ending for a file by its content, "" for a text.
 
     `content` may be the first bytes alone.
     """
@@ -235,7 +235,7 @@ def _run_program(kind: str, name: str, content: bytes) -> tuple[str, dict[str, A
         raise RestoreKVError(
             f"{name} is a form that only Adobe's reader shows; print it to a PDF file first."
         )
-    # What Python itself calls an error says nothing of the file.
+    # The name of a built-in exception says nothing about the file.
     cause = ""
     if not hasattr(builtins, why):
         cause = f" ({why[:60]})"
@@ -246,5 +246,5 @@ def _run_program(kind: str, name: str, content: bytes) -> tuple[str, dict[str, A
 
 def printable_name(name: str) -> str:
     """Return a file's name for a sentence: on one line and not too long."""
-    printable = "".join(letter if letter.isprintable() else "_" for letter in name)
+    printable = "".join(char if char.isprintable() else "_" for char in name)
     return printable[-LONGEST_NAME:]

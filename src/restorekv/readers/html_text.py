@@ -24,7 +24,7 @@ from typing import Any
 
 from restorekv.readers.equations import MathElement
 from restorekv.readers.list_numbers import KINDS, ItemNumber, ListCounter, write_number
-from restorekv.readers.raised import END, LOWERED, NOTE, RAISED, remove_signs, write_plainly
+from restorekv.readers.raised import END, LOWERED, NOTE, RAISED, remove_markers, write_plainly
 
 # Their content is not text of the page. It runs to their own end tag, whatever is in between.
 RAW_TAGS = ("script", "style", "title")
@@ -55,7 +55,7 @@ IMPLIED_ENDS = {
     "rt": (("rt", "rp"), ("ruby",)),
     "rp": (("rt", "rp"), ("ruby",)),
 }
-# What styles call kinds of numbers; all others are signs, or numbers that are not known here.
+# What styles call kinds of numbers; all others are bullets, or numbers that are not known here.
 NUMBER_STYLES = {
     "decimal": "1",
     "lower-alpha": "a",
@@ -65,7 +65,7 @@ NUMBER_STYLES = {
     "lower-roman": "i",
     "upper-roman": "I",
 }
-# Elements that are not shown, whatever they say. What was deleted would run into what replaces it.
+# Elements that are never shown. Deleted text would run into the text that replaces it.
 HIDDEN_TAGS = ("template", "del", "datalist")
 GROUPS_OF_ROWS = ("thead", "tbody", "tfoot")
 # Kinds of inputs whose value a browser does not show as text.
@@ -143,11 +143,11 @@ class Element:
     Attributes:
         tag: Its name.
         hidden: Whether nothing in it is shown.
-        invisible: Whether only what is made visible again is shown in it.
+        invisible: Whether it has `visibility: hidden`, which descendants may override.
         kind: FLOW or PREFORMATTED.
-        sign: The sign before its text, if the text is raised, lowered or an index.
+        marker: The marker before its text, if the text is raised, lowered or an index.
         start: How many parts there are before it.
-        links_to_place: Whether it is a link to a place of a page.
+        links_to_anchor: Whether it is a link to an anchor of a page.
         counter: Of a list, what counts its items; None of all others.
         number: The number of an item of a list.
     """
@@ -156,9 +156,9 @@ class Element:
     hidden: bool = False
     invisible: bool = False
     kind: str = FLOW
-    sign: str = ""
+    marker: str = ""
     start: int = 0
-    links_to_place: bool = False
+    links_to_anchor: bool = False
     counter: ListCounter | None = None
     number: ItemNumber | None = None
 
@@ -187,12 +187,12 @@ class Scope:
         self.elements.append(element)
         self.counts[element.tag] += 1
 
-    def close_elements(self, number: int) -> None:
-        """End all open elements but the first ones."""
-        while len(self.elements) > number:
+    def close_elements(self, keep: int) -> None:
+        """End all open elements but the first `keep`."""
+        while len(self.elements) > keep:
             element = self.elements.pop()
             self.counts[element.tag] -= 1
-            if element.sign:
+            if element.marker:
                 self.parts.append((END, element.kind))
             if element.counter is not None:
                 self._write_deferred_numbers(self.counters.pop())
@@ -206,26 +206,26 @@ class Scope:
             number = item.number
             assert number is not None
             if number.is_relative:
-                place = (len(self.parts), number.value, number.kind)
-                number.counter.places.append(place)
+                deferred = (len(self.parts), number.value, number.kind)
+                number.counter.deferred.append(deferred)
             self.parts.append((f"{write_number(number.value, number.kind)}. ", item.kind))
         self.unnumbered.clear()
 
     def _write_deferred_numbers(self, counter: ListCounter) -> None:
         """Write the numbers of a list that counts down to 1, now that its end is known."""
-        for index, difference, kind in counter.places:
+        for index, difference, kind in counter.deferred:
             number = write_number(counter.items + difference, kind)
             self.parts[index] = (f"{number}. ", self.parts[index][1])
 
     def close_tag(self, tags: Sequence[str], borders: Sequence[str] = ()) -> None:
-        """End the innermost element of some tags, unless one of the borders is inside of it."""
+        """End the innermost element of some tags, unless one of the borders is inside it."""
         if not any(self.counts[tag] for tag in tags):
             return
-        for number in range(len(self.elements) - 1, -1, -1):
-            if self.elements[number].tag in tags:
-                self.close_elements(number)
+        for index in range(len(self.elements) - 1, -1, -1):
+            if self.elements[index].tag in tags:
+                self.close_elements(index)
                 return
-            if self.elements[number].tag in borders:
+            if self.elements[index].tag in borders:
                 return
 
 
@@ -292,13 +292,13 @@ def _render_row(row: Row, reaching: dict[int, tuple[int, str]]) -> list[str]:
         while len(values) in reaching:
             add_reaching()
         text = " ".join(" ".join(cell.lines).split())
-        for number in range(cell.colspan):
-            value = "" if number else text
+        for column in range(cell.colspan):
+            value = "" if column else text
             if cell.rowspan > 1:
                 repeated = value if len(value) <= MAX_REPEATED else ""
                 reaching[len(values)] = (cell.rowspan - 1, repeated)
             values.append(value)
-            is_own.append(number == 0)
+            is_own.append(column == 0)
     last = max(reaching, default=-1)
     while len(values) <= last:
         if len(values) in reaching:
@@ -347,12 +347,12 @@ class PageReader(HTMLParser):
             self.raw_tag = tag
             return
         if self.equation and tag in SEPARATORS:
-            # As in browsers, HTML ends an equation that has no end.
+            # As in browsers, an HTML tag closes an unclosed <math>.
             self.end_equation()
         if self.equation:
             self._open_in_equation(tag, attributes)
             return
-        if self.tables and not self._is_in_template() and self._open_part(tag, attributes):
+        if self.tables and not self._is_in_template() and self._open_table_part(tag, attributes):
             return
         scope = self.scopes[-1]
         if tag in ENDS_PARAGRAPH:
@@ -381,7 +381,7 @@ class PageReader(HTMLParser):
                 self._add("[x] ", element)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note an element that ends at once."""
+        """Note an element that ends immediately."""
         self.handle_starttag(tag, attrs)
         if tag not in VOID:
             self.handle_endtag(tag)
@@ -394,7 +394,7 @@ class PageReader(HTMLParser):
         if self.equation:
             self._close_in_equation(tag)
             return
-        if self.tables and not self._is_in_template() and self._close_part(tag):
+        if self.tables and not self._is_in_template() and self._close_table_part(tag):
             return
         if tag == "template":
             self._close_template()
@@ -410,9 +410,9 @@ class PageReader(HTMLParser):
         # A browser shows it only where it breaks a line; in the text it would cut words.
         data = data.replace(SOFT_HYPHEN, "")
         if self.equation:
-            self.equation[-1].children.append(remove_signs(data))
+            self.equation[-1].children.append(remove_markers(data))
         elif not self.raw_tag:
-            self._add(remove_signs(data), self.scopes[-1].get_top())
+            self._add(remove_markers(data), self.scopes[-1].get_top())
         elif self.raw_tag == "noscript" and data.strip():
             self.has_hidden = True
 
@@ -458,39 +458,38 @@ class PageReader(HTMLParser):
             element.kind = PREFORMATTED
         role = f"{attributes.get('role', '')} {attributes.get('epub:type', '')}".split()
         if "doc-noteref" in role or "noteref" in role:
-            element.sign = NOTE
+            element.marker = NOTE
         elif tag == "sup" or style.get("vertical-align") == "super":
-            element.sign = RAISED
+            element.marker = RAISED
         elif tag == "sub" or style.get("vertical-align") == "sub":
-            element.sign = LOWERED
-        element.links_to_place = tag == "a" and "#" in attributes.get("href", "")
+            element.marker = LOWERED
+        element.links_to_anchor = tag == "a" and "#" in attributes.get("href", "")
         return element
 
     def _begin(self, element: Element) -> None:
-        """Open an element, with the sign that begins its text."""
+        """Open an element, with the marker that begins its text."""
         scope = self.scopes[-1]
-        if scope.unnumbered and (element.sign or element.links_to_place):
+        if scope.unnumbered and (element.marker or element.links_to_anchor):
             scope.write_numbers()
         element.start = len(scope.parts)
         if element.hidden or element.invisible:
-            element.sign = ""
-        # Raised text that links to a place is the mark of a note: a link in raised text, or raised
-        # text with which a link begins.
+            element.marker = ""
+        # Raised text that links to an anchor is the mark of a note.
         for outer in reversed(scope.elements[-3:]):
-            if (element.links_to_place or element.sign == NOTE) and outer.sign in (RAISED, NOTE):
+            # A link in raised text: <sup><a href="#n">1</a></sup>.
+            is_note = element.links_to_anchor or element.marker == NOTE
+            if is_note and outer.marker in (RAISED, NOTE):
                 scope.parts[outer.start] = (NOTE, outer.kind)
-                outer.sign = NOTE
-                element.sign = ""
+                outer.marker = NOTE
+                element.marker = ""
                 break
+            # Raised text with which a link begins: <a href="#n"><sup>1</sup></a>.
             inside = scope.parts[outer.start :]
-            if (
-                element.sign
-                and outer.links_to_place
-                and not any(text.strip() for text, _ in inside)
-            ):
-                element.sign = NOTE
-        if element.sign:
-            scope.parts.append((element.sign, element.kind))
+            begins_link = outer.links_to_anchor and not any(text.strip() for text, _ in inside)
+            if element.marker and begins_link:
+                element.marker = NOTE
+        if element.marker:
+            scope.parts.append((element.marker, element.kind))
         scope.open_element(element)
 
     def _read_void(self, tag: str, attributes: Attributes, element: Element) -> None:
@@ -504,7 +503,7 @@ class PageReader(HTMLParser):
         elif tag == "input" and kind not in SILENT_INPUTS:
             text = attributes.get("value", "")
         if text.strip():
-            self._add(f" {remove_signs(text)} ", element)
+            self._add(f" {remove_markers(text)} ", element)
 
     # Equations.
 
@@ -583,11 +582,11 @@ class PageReader(HTMLParser):
             self.scopes[-1].parts.append(("\n".join(lines), ROWS))
             self._add("\n", table.base)
 
-    def _open_part(self, tag: str, attributes: Attributes) -> bool:
+    def _open_table_part(self, tag: str, attributes: Attributes) -> bool:
         """Begin a row, cell or caption of the innermost table; return whether the tag does so."""
         table = self.tables[-1]
         if tag == "table":
-            # A table outside of the cells of another one ends that.
+            # As in browsers, a table between the cells of a table ends the outer one.
             if not self._is_in_cell():
                 self.close_table()
             return False
@@ -610,13 +609,13 @@ class PageReader(HTMLParser):
                 table.has_open_row = True
             if table.rows[-1].hidden:
                 element.hidden = True
-            colspan = min(max(_parse_number(attributes, "colspan"), 1), MAX_COLUMNS)
+            colspan = min(max(_parse_span(attributes, "colspan"), 1), MAX_COLUMNS)
             # 0 is all the rows of the group.
-            rowspan = min(_parse_number(attributes, "rowspan") or MAX_ROWS, MAX_ROWS)
+            rowspan = min(_parse_span(attributes, "rowspan") or MAX_ROWS, MAX_ROWS)
             self.scopes.append(Scope(element, colspan, rowspan))
         return True
 
-    def _close_part(self, tag: str) -> bool:
+    def _close_table_part(self, tag: str) -> bool:
         """End a table or a part of one; return whether the tag does so."""
         table = self.tables[-1]
         if tag not in ("table", "tr", "td", "th", "caption", *GROUPS_OF_ROWS):
@@ -681,7 +680,7 @@ def _parse_whole_number(attributes: Attributes, name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _parse_number(attributes: Attributes, name: str) -> int:
-    """Return the number of an attribute as browsers read it; 1 unless there is one."""
+def _parse_span(attributes: Attributes, name: str) -> int:
+    """Return the value of colspan or rowspan as browsers read it; 1 unless there is one."""
     found = re.match(r"\s*\+?(\d{1,6})", attributes.get(name, ""))
     return int(found[1]) if found else 1

@@ -63,8 +63,8 @@ class ListCounter:
         step: 1, or -1 in a list that counts down.
         is_relative: Whether `following` is such a difference.
         items: How many there were.
-        places: Where numbers have to be written once the number of items is known: the index of the
-            part, the difference and the kind.
+        deferred: Numbers to be written once the number of items is known: the index of the part,
+            the difference and the kind.
     """
 
     kind: str = ""
@@ -72,7 +72,7 @@ class ListCounter:
     step: int = 1
     is_relative: bool = False
     items: int = 0
-    places: list[tuple[int, int, str]] = field(default_factory=list)
+    deferred: list[tuple[int, int, str]] = field(default_factory=list)
 
     def count_item(self, value: int | None, kind: str) -> "ItemNumber":
         """Return the number of the next item, which may say its `value`, as one of a kind."""

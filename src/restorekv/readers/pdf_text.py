@@ -3,7 +3,7 @@
 - Values of form fields ("name: value", "[x] name" for a ticked box) and the texts of free text
   annotations follow the text of their page. Passwords and hidden fields are not read.
 - Pictures are not read: there is no OCR. Text in a font that does not say which characters its
-  codes are is left out, since the codes themselves would be other words.
+  codes are is left out, since the codes themselves would be wrong words.
 
 pypdf repairs what it can and only logs that it did, so the log is watched while a page is read, and
 compressed streams are checked again.
@@ -34,8 +34,8 @@ GLYPH_NAME = re.compile(r"/[A-Za-z_.]{0,8}\d+")
 # Flags of annotations that are not shown, and of fields.
 HIDDEN_FLAGS = 1 << 1 | 1 << 5
 PASSWORD, RADIO, PUSH_BUTTON = 1 << 13, 1 << 15, 1 << 16
-# What pypdf logs where text is lost: modules, and how a message of another one begins. All else is
-# about what it repairs without loss.
+# What pypdf logs where text is lost: modules, and how a message of a different module begins.
+# Other messages are about what it repairs without loss.
 LOSS_LOGS = ("pypdf.filters", "pypdf._page")
 LOSS_MESSAGE = "Expected StreamObject"
 
@@ -200,7 +200,7 @@ class PageReading:
             text = self._leave_out_unmapped(text, runs)
         text = text.encode("utf-8", "replace").decode()
         bad = sum(map(is_bad_character, text)) + len(GLYPH_NAME.findall(text)) * 2
-        shown = sum(not letter.isspace() for letter in text)
+        shown = sum(not char.isspace() for char in text)
         # A few are bullets of a font of symbols.
         if bad >= 3 and bad > MAX_BAD_SHARE * shown:
             self.is_unmapped = True
@@ -216,7 +216,7 @@ class PageReading:
                 continue
             self.is_unmapped = True
             start = text.find(shown, position)
-            if start < 0:  # it was written in another order
+            if start < 0:  # it was written in a different order
                 return ""
             kept.append(text[position:start])
             position = start + len(shown)
@@ -315,7 +315,7 @@ def is_mapped(font: Any) -> bool:
     """Return whether a font says which characters its codes are.
 
     Fonts of one byte mostly have names for their codes. Those of several bytes number the shapes of
-    letters; without a map from these numbers, pypdf takes them for characters that they are not.
+    letters; without a map from these numbers, pypdf mistakes them for other characters.
     """
     if resolve(font.get("/ToUnicode")) is not None:
         return True
@@ -329,10 +329,10 @@ def is_mapped(font: Any) -> bool:
     return True
 
 
-def is_bad_character(letter: str) -> bool:
-    """Return whether a character is one for private use, a sign for an unknown one, or none."""
-    code = ord(letter)
-    is_control = (code < 0x20 and not letter.isspace()) or 0x7F <= code < 0xA0
+def is_bad_character(char: str) -> bool:
+    """Return whether a character is for private use, a replacement character, or a control code."""
+    code = ord(char)
+    is_control = (code < 0x20 and not char.isspace()) or 0x7F <= code < 0xA0
     return is_control or 0xE000 <= code <= 0xF8FF or code == 0xFFFD or code >= 0xF0000
 
 
@@ -355,7 +355,7 @@ def iter_values(page: Any) -> Iterator[str]:
         elif annotation.get("/Subtype") == "/Widget":
             line = read_field(annotation)
         if line.strip() and line not in seen:
-            # A field with several places on a page is read once.
+            # A field with several widgets on a page is read once.
             if annotation.get("/Subtype") == "/Widget":
                 seen.add(line)
             yield line

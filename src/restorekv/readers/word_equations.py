@@ -12,7 +12,7 @@ from restorekv.readers.equations import (
     write_rows,
     write_scripts,
 )
-from restorekv.readers.raised import remove_signs
+from restorekv.readers.raised import remove_markers
 
 MATH = "{http://schemas.openxmlformats.org/officeDocument/2006/math}"
 # How a run of an equation is marked as deleted.
@@ -35,7 +35,7 @@ def read_equation(element: Any, read_other: ReadOther) -> str:
         return read_other(element)
     name = tag.removeprefix(MATH)
     if name == "t":
-        return remove_signs(element.text or "")
+        return remove_markers(element.text or "")
     if name.endswith("Pr") or element.find(DELETED_RUN) is not None:
         return ""
     write = WRITERS.get(name)
@@ -60,7 +60,7 @@ def _read_parts(element: Any, name: str, read_other: ReadOther) -> list[str]:
 
 
 def _find_property(element: Any, name: str, default: str) -> str:
-    """Return a property of an element, such as the sign of a sum; `default` if it is not given."""
+    """Return a property of an element, such as a sum's symbol; `default` if it is not given."""
     local = str(element.tag).removeprefix(MATH)
     found = element.find(f"{MATH}{local}Pr/{MATH}{name}")
     if found is None:
