@@ -15,8 +15,8 @@ from paper.experiments import EXPERIMENTS, FURTHER, choose_experiments
 from paper.training import train_all
 from paper.write import write_page_of_paper
 from restorekv.cli import options
+from restorekv.cli.loading import silence_transformers
 from restorekv.cli.pools import open_pool
-from restorekv.cli.session import silence_transformers
 from restorekv.cli.terminal import notes, output, print_written
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.evaluation.report import SVG

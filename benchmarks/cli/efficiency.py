@@ -10,7 +10,7 @@ import typer
 from benchmarks.efficiency import SCORERS, CostOptions, measure_efficiency
 from benchmarks.efficiency_page import write_efficiency_page
 from restorekv.cli import options
-from restorekv.cli.session import silence_transformers
+from restorekv.cli.loading import silence_transformers
 from restorekv.cli.terminal import notes, print_written, show_progress_bar
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor

@@ -12,7 +12,7 @@ from paper.analysis.page import write_analyses
 from paper.analysis.run import ANALYSES, analyze
 from restorekv import tasks
 from restorekv.cli import options
-from restorekv.cli.session import silence_transformers
+from restorekv.cli.loading import silence_transformers
 from restorekv.cli.terminal import notes, print_written, show_progress_bar
 from restorekv.compression.adapters import load_adapter
 from restorekv.compression.budget import parse_ratio

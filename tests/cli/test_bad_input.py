@@ -156,7 +156,7 @@ def test_a_folder_that_holds_a_run_is_refused_before_the_model_is_loaded(
     world, tmp_path, monkeypatch
 ):
     command = old_run()(world, tmp_path)
-    monkeypatch.setattr("restorekv.cli.session.open_model", None)
+    monkeypatch.setattr("restorekv.cli.loading.open_model", None)
     assert_refused(cli(*command), "already holds a run")
 
 

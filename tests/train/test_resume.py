@@ -206,7 +206,7 @@ def test_a_log_that_lacks_steps_does_not_stop_a_whole_checkpoint(tiny_tokenizer,
 def test_a_run_that_is_done_and_lost_its_log_ends_without_a_stack_trace(
     tiny_model, tiny_tokenizer, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("restorekv.cli.session.open_model", lambda *_: (tiny_model, tiny_tokenizer))
+    monkeypatch.setattr("restorekv.cli.loading.open_model", lambda *_: (tiny_model, tiny_tokenizer))
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"context": EXAMPLES[0].context, "questions": ["who lives?"]}))
     words = ["train", "--data", data, "--out", tmp_path / "run", "--steps", 1, "--rank", 1]

@@ -729,7 +729,7 @@ def test_training_without_tensorboard_is_refused_before_the_first_step(
 )
 def test_a_missing_extra_is_found_before_the_model_is_loaded(tmp_path, monkeypatch, package, extra):
     monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setattr("restorekv.cli.session.open_model", None)
+    monkeypatch.setattr("restorekv.cli.loading.open_model", None)
     monkeypatch.setattr("restorekv.cli.train.read_manifest", lambda folder: {})
     (tmp_path / "mixture").mkdir()
     result = cli("train", "--out", tmp_path / "run", "--data", tmp_path / "mixture")

@@ -72,7 +72,7 @@ def run(
     _warn_of_unquoted_question(words)
 
     # From here on PyTorch is imported.
-    from restorekv.cli.session import make_sampling, open_documents
+    from restorekv.cli.loading import make_sampling, open_documents
     from restorekv.many_contexts import ask_many
 
     sampling = make_sampling(options.SamplingFlags(**flags))

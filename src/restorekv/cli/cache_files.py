@@ -48,7 +48,7 @@ def append(
     added = read_text(text)
 
     from restorekv.cli.compress_text import summarize_cache  # which imports PyTorch
-    from restorekv.cli.session import open_documents
+    from restorekv.cli.loading import open_documents
 
     (document,) = open_documents([file], model, dtype, device)
     with notes.status("appending"):
@@ -76,7 +76,7 @@ def compose(
     check_cache_files(files)
 
     from restorekv.cli.compress_text import summarize_cache  # which imports PyTorch
-    from restorekv.cli.session import open_documents
+    from restorekv.cli.loading import open_documents
     from restorekv.many_contexts import compose as compose_documents
 
     whole = compose_documents(open_documents(files, model, dtype, device))
@@ -95,7 +95,7 @@ def export(
     check_output_kind(out, "restorekv-portable")
     check_cache_files([file])
 
-    from restorekv.cli.session import open_documents  # which imports PyTorch
+    from restorekv.cli.loading import open_documents  # which imports PyTorch
     from restorekv.context import format_bytes
 
     (document,) = open_documents([file], model, None, "cpu")

@@ -46,7 +46,7 @@ def run(
 
     # From here on PyTorch is imported.
     from restorekv.cli.conversation import run_conversation
-    from restorekv.cli.session import make_sampling, open_documents
+    from restorekv.cli.loading import make_sampling, open_documents
     from restorekv.generation.chat import Chat
 
     sampling = make_sampling(options.SamplingFlags(**flags))

@@ -5,7 +5,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from restorekv.cli.document_compressor import CompressionRecipe
-from restorekv.cli.session import describe_method, open_model
+from restorekv.cli.loading import describe_method, open_model
 from restorekv.cli.terminal import print_figures, show_progress_share, write_figures
 from restorekv.context import CompressedContext, describe_bytes, format_bytes
 from restorekv.pipeline import compress

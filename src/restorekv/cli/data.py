@@ -57,7 +57,7 @@ def run(
             raise RestoreKVError(f"There is no evaluation file or folder {name}; check the path.")
 
     # From here on PyTorch is imported.
-    from restorekv.cli.session import open_model
+    from restorekv.cli.loading import open_model
     from restorekv.data.build import build_mixture
     from restorekv.data.sources import select_sources
 

@@ -21,7 +21,7 @@ import restorekv.generation.decoding
 import restorekv.model.offload  # noqa: F401  (each registers its components)
 from restorekv.cli import diagnosis, options
 from restorekv.cli.inputs import check_json_output
-from restorekv.cli.session import silence_transformers
+from restorekv.cli.loading import silence_transformers
 from restorekv.cli.terminal import (
     STDOUT,
     notes,

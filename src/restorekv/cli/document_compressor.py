@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import __version__
 from restorekv.cli.errors import name_flags
-from restorekv.cli.session import open_model
+from restorekv.cli.loading import open_model
 from restorekv.compression.adapters import load_adapter
 from restorekv.compression.budget import parse_ratio
 from restorekv.compression.config import CompressionConfig

@@ -119,8 +119,8 @@ def run(
     check_json_output(json)
 
     # From here on PyTorch is imported.
+    from restorekv.cli.loading import silence_transformers
     from restorekv.cli.pools import open_pool
-    from restorekv.cli.session import silence_transformers
     from restorekv.evaluation.frame import GridResults
     from restorekv.evaluation.grid import Grid, find_unrestored, parse_method
     from restorekv.evaluation.grid_tables import describe_cut_texts, make_tables

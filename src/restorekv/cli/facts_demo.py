@@ -16,8 +16,8 @@ from rich.text import Text
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.cli.loading import open_model
 from restorekv.cli.scored_demo import CacheAnswers, ask_cache, choose_document, evict_caches
-from restorekv.cli.session import open_model
 from restorekv.cli.terminal import notes, output, write_figures
 from restorekv.compression.adapters import load_adapter
 from restorekv.compression.budget import parse_ratio

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from restorekv.cli.session import describe_method
+from restorekv.cli.loading import describe_method
 from restorekv.data import build_folder
 from restorekv.data.mixture import read_mixture
 from restorekv.errors import RestoreKVError, make_printable

@@ -67,7 +67,7 @@ def train(
     check_data(data)
 
     # From here on PyTorch is imported.
-    from restorekv.cli.session import open_model
+    from restorekv.cli.loading import open_model
     from restorekv.tasks.reading import choose_spread
     from restorekv.train.examples import make_tiny_examples, read_contexts
     from restorekv.train.gate import train_gate
@@ -106,7 +106,7 @@ def convert(
     check_published_gate(source)
 
     # From here on PyTorch is imported.
-    from restorekv.cli.session import open_model
+    from restorekv.cli.loading import open_model
     from restorekv.evictors import gate_file
     from restorekv.evictors.published_gate import convert_gate
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import tasks
 from restorekv.cache.ragged import RaggedCache
-from restorekv.cli.session import silence_transformers
+from restorekv.cli.loading import silence_transformers
 from restorekv.cli.terminal import notes, output, show_progress_share, write_figures
 from restorekv.compression.adapters import load_adapter
 from restorekv.compression.compressor import time_phase

@@ -166,7 +166,7 @@ def run(
                 )
             app = server.build_engine_app(replicas, server.open_store(settings), settings)
         else:
-            from restorekv.cli.session import open_model  # which imports PyTorch
+            from restorekv.cli.loading import open_model  # which imports PyTorch
 
             app = server.build_app(*open_model(model, dtype, device), settings)
         _print_address(settings.default, host, listeners[0], ratio)

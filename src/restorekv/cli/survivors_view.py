@@ -9,7 +9,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cli.errors import make_visible
-from restorekv.cli.session import describe_method
+from restorekv.cli.loading import describe_method
 from restorekv.cli.terminal import output, print_figures, write_figures
 from restorekv.context import describe_bytes, format_bytes
 from restorekv.errors import ModelError

@@ -84,7 +84,7 @@ def run(
     config = TrainConfig(**{**settings, "targets": targets})
 
     # From here on PyTorch is imported.
-    from restorekv.cli.session import open_model
+    from restorekv.cli.loading import open_model
     from restorekv.train.examples import (
         TrainingContext,
         keep_short_examples,
