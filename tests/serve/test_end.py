@@ -198,7 +198,7 @@ def test_the_end_refuses_waits_and_then_breaks_off_in_this_order(monkeypatch):
     class Left:
         tasks = ()
 
-        def break_off(self) -> None:
+        def abort_all(self) -> None:
             done.append("requests are broken off")
 
     async def shut(self, sockets) -> None:

@@ -204,7 +204,7 @@ def _choose_shared_folder(shared: str | None, store: Path, uses_ray: bool) -> st
 
 
 def _list_host_names(host: str) -> tuple[str, ...]:
-    """Return what clients here may call this machine, besides localhost, where it listens at more.
+    """Return this machine's names, besides localhost, that clients may use if it listens at more.
 
     A page of another site cannot have these names: this machine resolves them to itself.
     """

@@ -146,7 +146,7 @@ def _is_joined_when_raised(inner: str, before: str) -> bool:
 
 
 def _write_fraction(inner: str, before: str, following: str) -> str:
-    """Return an equation's fraction, apart from what stands next to it."""
+    """Return an equation's fraction, set apart from the text around it."""
     is_mixed = before.isdigit() and re.fullmatch(r"\d+/\d+", inner)
     if following.isalnum() or following in (RAISED, INDEX, LOWERED, FRACTION, "("):
         inner = f"({inner})"

@@ -1,5 +1,5 @@
 """What every engine asks of documents: the hash that names one, and that one is not too long and
-several were compressed alike.
+several were compressed in the same way.
 """
 
 from __future__ import annotations

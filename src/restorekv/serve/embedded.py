@@ -148,12 +148,12 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
     def prepare(self, question: ServedQuestion) -> LocalQuestion:
         """Return a question with its documents loaded and its prompt as ids."""
         started = time.perf_counter()
-        most = count_usable_positions(self.model)
+        max_positions = count_usable_positions(self.model)
         # Refuse what is far too long before it is tokenized.
         texts = [question.system, question.text, question.opening]
         for turn in question.turns:
             texts.extend(turn)
-        check_size("".join(texts), self.tokenizer, most)
+        check_size("".join(texts), self.tokenizer, max_positions)
         if question.documents:
             contexts = [self.load_document(document) for document in question.documents]
             joined = compose_documents(contexts)
@@ -195,7 +195,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
 
     def _get_empty_cache(self) -> RaggedCache:
         """Return the cache of a context without tokens."""
-        # If several questions come first at once, one of them makes it.
+        # If the first questions come together, one of them makes it.
         with self.beginning:
             if self.empty_cache is None:
                 self.empty_cache = make_empty_cache(self.model)
@@ -303,7 +303,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
     # In the thread that compresses, before each layer of the model.
 
     def _yield_to_decoding(self, *_: object) -> None:
-        """Let a token be written first; break a compression off where the server ends."""
+        """Let a token be written first; abort a compression when the server ends."""
         # The hook runs in every pass of the model, and holds up compressions alone.
         if threading.get_ident() != self.compressing_thread:
             return

@@ -254,7 +254,7 @@ class Engine(ABC):
             time.sleep(0.05)
 
     def stop_asking(self) -> None:
-        """Take no more questions and break compressions off, as the server is about to end.
+        """Take no more questions and abort compressions, because the server is about to end.
 
         Answers that are being written continue.
         """

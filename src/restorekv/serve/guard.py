@@ -42,15 +42,15 @@ class RefusedError(Exception):
 
 
 class OpenRequests:
-    """Requests that are being answered, which the server's end breaks off."""
+    """Requests that are being answered, which the server's end aborts."""
 
     def __init__(self) -> None:
-        self.broken_off = False
+        self.aborted = False
         self.tasks: set[asyncio.Task] = set()
 
-    def break_off(self) -> None:
+    def abort_all(self) -> None:
         """End every request with a 503, or in the middle of its answer."""
-        self.broken_off = True
+        self.aborted = True
         for task in list(self.tasks):
             task.cancel()
 
@@ -122,7 +122,7 @@ class Guard:
                 await self._run_app(scope, receive, send_with_id)
         except asyncio.CancelledError:
             # Cancelled by someone else than the end of the server: not ours to answer.
-            if not self.open_requests.broken_off:
+            if not self.open_requests.aborted:
                 raise
             # Without this the next await would raise again, and no answer could be sent.
             task.uncancel()
@@ -269,7 +269,7 @@ class Body:
         if self.held > AROUND and self.guard.held > AT_ONCE * self.guard.largest:
             return RefusedError(
                 429,
-                "Too many large requests come at once; send it again in a moment.",
+                "Too many large requests come at the same time; send it again in a moment.",
                 {"retry-after": "1"},
             )
         # A drip of single bytes would otherwise keep a connection forever.

@@ -54,7 +54,7 @@ HTTP: dict[str, Any] = {
     "timeout_keep_alive": 20,
 }
 LOG = logging.getLogger("restorekv.serve")
-CLOSING = 0.5  # seconds in which requests send their last words, before they are broken off
+CLOSING = 0.5  # seconds in which requests send their last words, before they are aborted
 LAST = 4.7  # seconds after a signal at which the process ends, whatever a thread of it still does
 # The text of the check at the start: long enough that half of its pairs go.
 PROBE = "The code of the red house is seven, and the code of the blue house is nine. " * 8
@@ -248,12 +248,12 @@ class Server(uvicorn.Server):
         await ending
 
     async def _end_requests(self) -> None:
-        """Let answers end, then break off the rest, such as a body that still arrives."""
+        """Let answers end, then abort the rest, such as a body that is still arriving."""
         state = self.application.state
         await state.questions.end()
         if state.open_requests.tasks:
             await asyncio.wait(list(state.open_requests.tasks), timeout=CLOSING)
-        state.open_requests.break_off()
+        state.open_requests.abort_all()
         await asyncio.sleep(0.2)
         for connection in list(self.server_state.connections):
             # A client that reads nothing would keep the connection open forever.

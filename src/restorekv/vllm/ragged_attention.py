@@ -196,8 +196,8 @@ class RaggedAttention:
         tail = Sequences(
             starts=make_starts(row_counts, device),
             lengths=torch.tensor(row_tails, dtype=torch.int32, device=device),
-            # A request begins with PLACEHOLDERS ids that stand for the document: whole blocks
-            # whose pairs are never attended to.
+            # A request begins with PLACEHOLDERS ids that name the document: whole blocks whose
+            # pairs are never attended to.
             table=metadata.block_table[table_rows, PLACEHOLDERS // block_size :].contiguous(),
             max_queries=max(row_counts),
             longest=max(row_tails),

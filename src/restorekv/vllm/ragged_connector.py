@@ -1,7 +1,7 @@
 """The KV connector that gives an unpatched vLLM documents whose heads keep different lengths.
 
-The scheduler's side finds the document that a prompt's placeholders stand for, promises vLLM that
-the placeholders are computed, and decides which documents are in the workers' pools. A request
+The scheduler's side finds the document that a prompt's placeholders name, promises vLLM that the
+placeholders are computed, and decides which documents are in the workers' pools. A request
 whose document is not there yet waits, while others continue. The worker's side reads documents in a
 thread and reports to the attention backend, at every step, which requests ask which document.
 Nothing is written into vLLM's own pool.
