@@ -142,7 +142,8 @@ def run(
         # store in use is refused immediately, and no other process takes them meanwhile.
         listeners = open_listeners(host, port, stack)
         _lock_store(store, stack)
-        server = _import_server(host, keys)
+        _warn_of_open_access(host, keys)
+        server = import_extra("restorekv.serve.run", "serve", "Serving")
         settings = server.Settings(
             store=store,
             base=model,
@@ -292,17 +293,14 @@ def _print_note(text: str) -> None:
         notes.print(text, highlight=False)
 
 
-def _import_server(host: str, keys: tuple[str, ...]) -> ModuleType:
-    """Return the module that serves; warn where a server without keys can be reached from
-    elsewhere.
-    """
+def _warn_of_open_access(host: str, keys: tuple[str, ...]) -> None:
+    """Warn if other machines can reach a server without keys."""
     if host not in LOCAL_HOSTS and not keys:
         notes.print(
             "warning: anyone who can reach this machine can use the server; --api-key-file "
             "requires a key.",
             highlight=False,
         )
-    return import_extra("restorekv.serve.run", "serve", "Serving")
 
 
 def open_listeners(host: str, port: int, stack: ExitStack) -> list[socket.socket]:
