@@ -88,8 +88,8 @@ def list_files(
     while tops:
         links = []
         for top in sorted(tops):
-            for root, folders, names in os.walk(top, onerror=refuse_folder):
-                real = Path(os.path.realpath(root))
+            for current, folders, names in os.walk(top, onerror=refuse_folder):
+                real = Path(os.path.realpath(current))
                 if real in seen or (real != root and root.is_relative_to(real)):
                     folders.clear()
                     continue
@@ -98,8 +98,9 @@ def list_files(
                     folders[:] = [name for name in folders if not name.startswith(".")]
                     names = [name for name in names if not name.startswith(".")]
                 # os.walk names links to folders, but does not follow them.
-                links += [Path(root, name) for name in folders if Path(root, name).is_symlink()]
-                files += [Path(root, name) for name in names]
+                inside = [Path(current, name) for name in folders]
+                links += [path for path in inside if path.is_symlink()]
+                files += [Path(current, name) for name in names]
         # After all real folders, so that a link takes none of their names.
         tops = links
     if broken_links is not None:

@@ -98,21 +98,22 @@ def _drop_near_copies(train: Features, held: Features, texts: Sequence[str]) -> 
     """Return the features to train on without those of contexts that are nearly the same as one
     that the gate is checked on: the figures would be too good.
     """
-    numbers = train.document.unique().tolist()
-    held_texts = [texts[number] for number in held.document.unique().tolist()]
-    places = find_near_copies([texts[number] for number in numbers], held_texts)
-    if not places:
+    numbers: list[int] = train.document.unique().tolist()
+    held_numbers: list[int] = held.document.unique().tolist()
+    train_texts = [texts[number] for number in numbers]
+    copies = find_near_copies(train_texts, [texts[number] for number in held_numbers])
+    if not copies:
         return train
-    if len(places) == len(numbers):
+    if len(copies) == len(numbers):
         raise RestoreKVError(
             "All contexts are nearly the same, so that none can check the gate; give others."
         )
     warn(
-        f"{len(places)} of {len(texts)} contexts are nearly the same as one that the gate is "
+        f"{len(copies)} of {len(texts)} contexts are nearly the same as one that the gate is "
         "checked on; they are not trained on."
     )
-    copies = torch.tensor([numbers[place] for place in places])
-    return train.select(~torch.isin(train.document, copies))
+    dropped = torch.tensor([numbers[index] for index in copies])
+    return train.select(~torch.isin(train.document, dropped))
 
 
 def _init_linear(
