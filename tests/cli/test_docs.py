@@ -6,11 +6,14 @@ others need minutes, a GPU or a hub: their flags are compared with --help. The R
 SmolLM2, run with the slow tests.
 """
 
+import ast
 import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -150,6 +153,20 @@ def test_the_python_of_a_page_runs(page, elsewhere, capsys, monkeypatch):
     compile(source, page.name, "exec")
     exec(source, {"__name__": "page"})
     assert page != QUICK or "46" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=name)
+def test_names_of_the_package_are_there(page):
+    """Also in Python that needs vLLM, a server or a hub, and in sentences."""
+    for _, text in blocks(page, "python", "py"):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("restorekv"):
+                module = import_module(str(node.module))
+                assert all(hasattr(module, each.name) for each in node.names), ast.unparse(node)
+    groups = {"restorekv.evictors", "restorekv.benchmarks"}  # of entry points
+    for dotted in set(re.findall(r"`(restorekv(?:\.[A-Za-z_]\w*)+)", "\n".join(prose(page)))):
+        if not dotted.endswith((".json", ".rkv")) and dotted not in groups:
+            resolve_name(dotted)
 
 
 @pytest.mark.slow
