@@ -93,7 +93,8 @@ def _describe_adapter(folder: Path) -> str:
 
 def _describe_data(folder: Path) -> str:
     contexts, manifest = read_mixture(folder)
-    return f"training data of {len(contexts):,} contexts from {len(manifest['sources'])} sources"
+    noun = "source" if len(manifest["sources"]) == 1 else "sources"
+    return f"training data of {len(contexts):,} contexts from {len(manifest['sources'])} {noun}"
 
 
 def _describe_results(folder: Path) -> str:
