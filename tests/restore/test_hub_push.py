@@ -92,9 +92,11 @@ def test_no_folder_of_this_machine_goes_up(tmp_path, hub):
     assert str(secret) in (tmp_path / "adapter" / "restorekv.json").read_text()
     # What the hub knows keeps its name.
     adapter = adapter_of(settings={"init": "me/first", "evictor": "kvzip"})
+    adapter.record_results([{"benchmark": "ruler:source=me/texts", "ratio": 0.1}])
     adapter.push_to_hub("me/other")
     record = json.loads(hub.files("me/other")["restorekv.json"])
     assert (record["model"], record["settings"]["init"]) == ("Qwen/Qwen3-tiny", "me/first")
+    assert record["results"][0]["benchmark"] == "ruler:source=me/texts"
 
 
 OWN = "---\nlicense: {}\n---\n# My adapter\n"

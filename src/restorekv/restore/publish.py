@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -201,7 +200,7 @@ def drop_local_paths(stored: StoredAdapter) -> StoredAdapter:
     if settings:
         settings = dict(settings)
         init = settings.get("init")
-        if isinstance(init, str) and (os.path.isdir(init) or not model_card.is_hub_name(init)):
+        if isinstance(init, str) and _is_local(init):
             settings["init"] = _name_last_part(init)
         if "evictor" in settings:
             settings["evictor"] = _shorten_paths(settings["evictor"])
@@ -216,13 +215,25 @@ def _name_last_part(path: str) -> str:
     return PureWindowsPath(path).name
 
 
+def _is_local(name: str) -> bool:
+    """Return whether a name is a path rather than that of a repository of the hub."""
+    return os.path.exists(name) or not model_card.is_hub_name(name)
+
+
 def _shorten_paths(spec: Any) -> Any:
     """Return one or several specs, such as lines:path=/home/me/mine.jsonl, with the last part alone
     of every path among their settings.
     """
     if not isinstance(spec, str):
         return spec
-    return re.sub(r"=[^,=]*[/\\\\]([^,=/\\\\]*)", r"=\1", spec)
+    parts = []
+    for part in spec.split(","):
+        name, mark, value = part.partition("=")
+        has_folder = "/" in value or "\\" in value
+        if has_folder and _is_local(value):
+            value = _name_last_part(value)
+        parts.append(name + mark + value)
+    return ",".join(parts)
 
 
 def push_adapter(
