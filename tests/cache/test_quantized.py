@@ -75,9 +75,12 @@ def test_scales_are_as_many_as_the_format_says():
 
 @pytest.mark.parametrize("how", EIGHT_BITS)
 def test_empty_heads_and_single_pairs_have_scales(how):
-    nothing = torch.empty(0, 4)
-    for each in quantized.quantize(nothing, nothing, (0, 0, 0), how):
-        assert each.codes.shape == (0, 4) and len(each.scales) == 0 and each[:].shape == (0, 4)
+    nothing = torch.empty(0, 4).bfloat16()
+    packed_rows = quantized.quantize(nothing, nothing, (0, 0, 0), how)
+    shapes = quantized.compute_scale_shapes((0, 0, 0), how, 4)
+    for each, shape in zip(packed_rows, shapes, strict=True):
+        assert each.codes.shape == each[:].shape == (0, 4) and each[:].dtype == torch.bfloat16
+        assert each.scales.shape == shape and each.scales.dtype == torch.float32
     pairs = torch.tensor([[1.0, -2.0], [0.0, 4.0]])
     for each in quantized.quantize(pairs, pairs, (0, 2, 2), how):
         torch.testing.assert_close(each[:], pairs, rtol=1 / 16, atol=4 / 254)

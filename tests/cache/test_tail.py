@@ -136,6 +136,21 @@ def test_what_is_written_after_a_crop_into_the_restore_cache_is_not_restored():
     assert all(x.equal(y) for x, y in zip(layer.keys_and_values, restore, strict=True))
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("appended", [0, 3])
+def test_a_reset_writes_no_buffer_where_gradients_are_recorded(gradients, appended):
+    layer = make_layer().fork(2)
+    restore = [x.clone() for x in layer.keys_and_values]
+    with torch.no_grad():
+        if appended:
+            layer.update(*pair(appended, 2))
+    buffers = layer.buffers
+    with torch.set_grad_enabled(gradients):
+        layer.reset()
+    assert all(x.equal(y) for x, y in zip(layer.keys_and_values, restore, strict=True))
+    assert layer.buffers is (None if gradients else buffers)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("length", [-RESTORE - 1, SEEN - 1, 1])
 def test_a_crop_into_the_context_is_refused(length):

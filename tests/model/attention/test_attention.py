@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from restorekv.errors import ModelError
+from restorekv.model import attention
 from restorekv.model.attention import BACKENDS, autograd
 from tests.helpers.attention import EXACT, HEADS, ON_CPU, SEEN, build, make_layer
 from tests.helpers.ragged_layers import TOLERANCE, defined
@@ -119,6 +121,27 @@ def test_frozen_in_every_shape_and_dtype(case, block):
     theirs = [wished, *torch.autograd.grad(wished, leaves, gradient.double())]
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.double(), other.double(), rtol=tolerance, atol=tolerance)
+
+
+def test_what_a_mask_hides_of_a_tail_does_not_reach_beyond_a_window():
+    case = {"seed": 1, "lengths": [5, 0, SEEN], "batch": 2, "queries": 2, "tail": 6}
+    keep, leaves, fixed, _, mask = build(case | {"bias": False, "padding": False})
+    query = leaves.pop("query").flatten(1, 2)
+    layer = make_layer(keep, **fixed, **leaves, bias=None)
+
+    def attend(mask, window):
+        return attention.attend_layer(
+            torch.nn.Module(), query, layer, layer, mask, scaling=0.3, sliding_window=window
+        )[0]
+
+    # Both rows have padding in two columns, one of them in one more.
+    mask[:, :, :, :2] = False
+    mask[0, :, :, 2] = False
+    assert attend(mask, SEEN + 4).equal(attend(mask, 1000))
+    for too_many, window in ((mask, SEEN + 3), (None, SEEN + 5)):
+        with pytest.raises(ModelError, match=f"sees {window} positions"):
+            attend(too_many, window)
+    assert attend(None, SEEN + 6).equal(attend(None, None))
 
 
 @pytest.mark.parametrize("backend", ON_CPU)
