@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as rules
+from hypothesis import strategies as st
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.data.self_study import GreedyUntilLoop, SelfStudy
@@ -10,7 +13,7 @@ from restorekv.generation import padded
 from restorekv.generation.decoding import generate_ids
 from restorekv.generation.padded import generate_padded
 from restorekv.model.prefill import prefill
-from restorekv.model.prompt import encode_question, make_context
+from restorekv.model.prompt import Context, encode_question, make_context
 from tests.helpers.data_world import settings
 from tests.helpers.decoding import QUESTIONS, TEXT
 from tests.helpers.models import build_model
@@ -44,6 +47,25 @@ def test_every_row_is_written_as_if_it_were_alone(case, most_positions):
     written = generate_padded(*case, LIMITS, most_positions=most_positions)
     assert [ids.tolist() for ids in written] == write_alone(*case, LIMITS)
     assert all(len(ids) <= limit for ids, limit in zip(written, LIMITS, strict=True))
+
+
+@rules(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 40)), max_size=12), st.integers(1, 120))
+def test_batches_hold_what_fits_in_the_order_of_limits_and_lengths(rows, most):
+    limits = [limit for limit, _ in rows]
+    lengths = [length for _, length in rows]
+    nothing = torch.empty(1, 0, dtype=torch.long)
+    contexts = [Context(torch.zeros(1, length), 0, nothing) for length in lengths]
+    batches = padded._split_rows(contexts, limits, most)
+    order = [row for batch in batches for row in batch]
+    assert sorted(order) == list(range(len(rows)))
+    assert [rows[row] for row in order] == sorted(rows)
+    for number, batch in enumerate(batches):
+        longest = max(lengths[row] for row in batch)
+        assert len(batch) == 1 or len(batch) * longest <= most
+        for after in batches[number + 1 : number + 2]:
+            # The next row would not have fitted.
+            assert (len(batch) + 1) * max(longest, lengths[after[0]]) > most
 
 
 def test_an_answer_that_repeats_itself_ends(case):
