@@ -50,7 +50,7 @@ def test_every_row_is_written_as_if_it_were_alone(case, most_positions):
 
 
 @rules(deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 40)), max_size=12), st.integers(1, 120))
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 5)), max_size=12), st.integers(1, 20))
 def test_batches_hold_what_fits_in_the_order_of_limits_and_lengths(rows, most):
     limits = [limit for limit, _ in rows]
     lengths = [length for _, length in rows]
