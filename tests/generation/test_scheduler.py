@@ -322,6 +322,40 @@ def test_who_leaves_frees_memory_at_the_next_step(world):
     stays.check()
 
 
+def test_who_leaves_after_the_first_token_writes_no_second(world):
+    """Its row waits then to join the next pass."""
+    engine = scheduler_of(world)
+    gone, stays = endless(world, 0), endless(world, 0, limit=5)
+
+    def leave(step):
+        if step == 1:
+            assert [selection.rows[0].request.label for selection in engine.joining] == [
+                gone,
+                stays,
+            ]
+            gone.cancelled = True
+
+    run(engine, {0: [gone, stays]}, leave)
+    assert gone.done == 1 and len(gone.tokens[0]) == 1
+    stays.check()
+
+
+def test_a_pass_that_decodes_and_fails_ends_whatever_it_decoded(world):
+    engine = scheduler_of(world)
+    both = [endless(world, 0), endless(world, 1, samples=2, temperature=1.0)]
+    later = endless(world, 0, limit=4)
+
+    def fail(_, args):
+        if engine.steps == 4:
+            raise MemoryError("no more memory")
+
+    with world[0].model.layers[1].register_forward_pre_hook(fail):
+        run(engine, {0: both, 6: [later]})
+    for each in both:
+        assert isinstance(each.error, MemoryError) and each.done == 4
+    later.check()
+
+
 def test_rows_of_one_context_share_tails_unless_that_costs_too_much(world):
     engine = scheduler_of(world, prefill_chunk=512)
     every = [endless(world, 0, words=3 + number) for number in range(5)]

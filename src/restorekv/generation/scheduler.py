@@ -348,15 +348,11 @@ class Scheduler:
         request = max(self.active_requests, key=lambda each: each.active_rows)
         # The one that began last has usually written least, so preempting it delays least.
         chosen = max((row for row in rows if row.request is request), key=lambda row: row.number)
-        joining = next((selection for selection in self.joining if chosen in selection.rows), None)
-        # A row that has not run yet is kept as it is; one out of a group gets its own group.
-        if joining:
-            self.joining.remove(joining)
-            request.preempted.append(joining)
-        else:
-            group = next(group for group in self.running if chosen in group.rows)
-            own_group = _join_rows([Selection(group, [group.rows.index(chosen)])])
-            request.preempted.append(Selection(own_group, [0]))
+        # A request has at most one row that joins, and here more than one: the others' first rows
+        # alone would not be too many. So the row is in a group, and gets its own.
+        group = next(group for group in self.running if chosen in group.rows)
+        own_group = _join_rows([Selection(group, [group.rows.index(chosen)])])
+        request.preempted.append(Selection(own_group, [0]))
         chosen.preempted = True
         request.active_rows -= 1
 
@@ -475,8 +471,6 @@ class Scheduler:
         for request in failed:
             self.end_request(request)
             outputs.append(StepOutput(request, done=True, error=error))
-        if not prefilling:
-            self.running = []
 
     def record_prefill(self, request: Request) -> None:
         """Record that a chunk of a prompt was prefilled; after the last one, its first sample
