@@ -115,7 +115,7 @@ def test_a_changed_model_is_noticed_by_caches_and_adapters(change, tiny_tokenize
         CompressedContext.load(tmp_path / "cache.rkv", model, tiny_tokenizer)
     # An adapter is refused for other weights; close ones get a warning.
     with pytest.raises(
-        (AdapterError, RestoreKVWarning), match=r"another model|other weights|RoPE|PEFT"
+        (AdapterError, RestoreKVWarning), match=r"different model|other weights|RoPE|PEFT"
     ):
         compress(model, tiny_tokenizer, TEXT, ratio=0.5, adapter=tmp_path / "adapter")
 

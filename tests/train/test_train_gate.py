@@ -177,12 +177,11 @@ def test_whole_contexts_are_held_out():
         Features(torch.zeros(5, 1, 2), torch.zeros(5, 1, 1), torch.zeros(5)).split_held_out(0.2)
 
 
-def test_features_are_inputs_and_scores_of_the_same_tokens(tiny_model, tiny_tokenizer, tmp_path):
-    found = collect_features(tiny_model, tiny_tokenizer, TEXTS, "kvzip+", 20, 0, tmp_path / "f")
-    assert (
-        found.hidden.shape == (60, 3, 32)
-        and found.document.tolist() == [0] * 20 + [1] * 20 + [2] * 20
-    )
+@pytest.mark.parametrize("chunk", [4096, 17])
+def test_features_are_inputs_and_scores_of_the_same_tokens(
+    tiny_model, tiny_tokenizer, tmp_path, monkeypatch, chunk
+):
+    """Also of a text that is read in several chunks."""
     context, inputs = make_context(tiny_tokenizer, TEXTS[1]), {}
     with observe_layers(tiny_model, lambda view: inputs.update({view.layer: view.hidden})):
         full = prefill(tiny_model, context.ids)
@@ -190,12 +189,16 @@ def test_features_are_inputs_and_scores_of_the_same_tokens(tiny_model, tiny_toke
     # Features hold the inputs in half of the bits.
     inputs = inputs.to(torch.bfloat16).float()
     scores = evictors.make_evictor("kvzip+").score(tiny_model, tiny_tokenizer, context, full)
+    monkeypatch.setattr("restorekv.model.prefill.CHUNK", chunk)
+    found = collect_features(tiny_model, tiny_tokenizer, TEXTS, "kvzip+", 20, 0, tmp_path / "f")
+    assert found.hidden.shape == (60, 3, 32) and found.hidden.dtype == torch.bfloat16
+    assert found.document.tolist() == [0] * 20 + [1] * 20 + [2] * 20
     columns = []
     for hidden, target in zip(found.hidden[20:40], found.target[20:40], strict=True):
         same = (inputs - hidden[:, None]).abs().amax((0, 2))
         columns.append(int(same.argmin()))
-        assert same.min() < 1e-5
-        torch.testing.assert_close(target, scores[..., columns[-1]])
+        assert same.min() < 0.05  # the last bit may differ; other tokens are at 2 and more
+        torch.testing.assert_close(target, scores[..., columns[-1]], rtol=1e-3, atol=1e-5)
     assert len(set(columns)) == 20, "every token is drawn once"
 
 
