@@ -106,7 +106,7 @@ def test_a_run_goes_on_with_the_kind_of_embeddings_that_the_adapter_has(
     make_initial_adapter(model, tiny_tokenizer, replace(config, init="")).save_pretrained(tmp_path)
     again = make_initial_adapter(model, tiny_tokenizer, config)
     assert again.embeddings.requires_grad == (kind == "learned")
-    with pytest.raises(AdapterError, match=f"train it on with --embeddings {kind}\\.$"):
+    with pytest.raises(AdapterError, match=f"training it with --embeddings {kind}\\.$"):
         make_initial_adapter(model, tiny_tokenizer, replace(config, embeddings=other))
 
 
@@ -120,7 +120,7 @@ def test_all_that_differs_from_the_first_adapter_is_said_at_once(tiny_tokenizer,
     with pytest.raises(AdapterError) as raised:
         make_initial_adapter(model, tiny_tokenizer, other)
     flags = "--restore-tokens 3 --rank 2 --targets q_proj --knows-ratio"
-    assert str(raised.value).endswith(f"train it on with {flags}.")
+    assert str(raised.value).endswith(f"continue training it with {flags}.")
     make_initial_adapter(model, tiny_tokenizer, replace(first, init=str(tmp_path)))
 
 
@@ -175,7 +175,7 @@ def test_a_program_without_gradients_trains_all_the_same(tiny_tokenizer, tmp_pat
 def test_weights_that_allow_no_gradients_are_refused(tiny_tokenizer, tmp_path):
     with torch.inference_mode():
         model = build_model("llama")
-    with pytest.raises(RestoreKVError, match=r"loaded inside of torch\.inference_mode.*outside"):
+    with pytest.raises(RestoreKVError, match=r"loaded inside torch\.inference_mode.*outside"):
         train_adapter(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -559,7 +559,7 @@ def test_a_run_is_resumed_as_it_was_and_what_differs_is_named(tiny_tokenizer, tm
         [replace(EXAMPLES[0], license="mit"), *EXAMPLES[1:]] if change == "data" else EXAMPLES
     )
     config = replace(CONFIG, lr=1.0) if change == "lr" else CONFIG
-    with pytest.raises(RestoreKVError, match=f"is another one .{change} is .*, was ") as raised:
+    with pytest.raises(RestoreKVError, match=f"is a different one .{change} is .*, was ") as raised:
         train_adapter(model, tiny_tokenizer, examples, config, tmp_path / "run", resume=True)
     # An adapter can be trained on with other settings, but not for another model.
     assert (f"--init {tmp_path / 'run' / 'adapter'}" in str(raised.value)) == (change != "model")
@@ -633,7 +633,7 @@ def test_checkpoints_that_cannot_be_are_refused_and_change_nothing(tiny_tokenize
     train_adapter(model, tiny_tokenizer, EXAMPLES[:2], config, tmp_path / "run", resume=True)
     harm(metadata, own)
     seal.write_sealed(path, checkpoint.KIND, own, metadata)
-    with pytest.raises(RestoreKVError, match=r"damaged|not finite|is another one") as caught:
+    with pytest.raises(RestoreKVError, match=r"damaged|not finite|is a different one") as caught:
         train_adapter(model, tiny_tokenizer, EXAMPLES[:2], config, tmp_path / "run", resume=True)
     assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
 

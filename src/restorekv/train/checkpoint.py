@@ -1,5 +1,5 @@
-"""Checkpoints of a run, written under another name first, so that a kill at any moment leaves a
-whole one.
+"""Checkpoints of a run, written under a temporary name first, so that a kill at any moment leaves
+a whole one.
 """
 
 import json
@@ -48,7 +48,7 @@ FREE_SETTINGS = ("keep", "checkpoint_every")
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """The settings of a run, what it updates, and what it depends on besides its settings."""
+    """The settings of a run, what it updates, and what else it depends on."""
 
     config: TrainConfig
     adapter: RestoreAdapter
@@ -63,7 +63,9 @@ def describe_origin(
     config: TrainConfig,
     processes: int,
 ) -> dict[str, object]:
-    """Return what a run depends on besides its settings; a gate is identified by its weights."""
+    """Return what a run depends on in addition to its settings; a gate is identified by its
+    weights.
+    """
     return {
         **describe_teacher(model, tokenizer),
         "data": hash_examples(examples),
@@ -78,7 +80,7 @@ def identify_scores(config: TrainConfig, model: PreTrainedModel) -> str:
     return ",".join(eviction.identity(model) for eviction in config.make_evictions())
 
 
-def identify_beginning(adapter: RestoreAdapter) -> str:
+def identify_init_adapter(adapter: RestoreAdapter) -> str:
     """Return 16 hex digits of an adapter that training begins with: its weights, and what the
     trained one inherits from its record.
     """
@@ -141,7 +143,7 @@ def load_checkpoint(folder: Path, run: TrainingRun) -> int:
         saved = TrainConfig.from_json(metadata["config"])
         step = int(metadata["step"][:20])
         origin = parse_record(metadata["origin"], what)
-        # Settings and origin in one mapping: a run is another one if any of them differs.
+        # Settings and origin in one mapping: a run is a different one if any of them differs.
         before = asdict(saved) | origin
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RestoreKVError(f"{what} is damaged ({summarize_error(error)}); {FIX}.") from error
@@ -153,10 +155,10 @@ def load_checkpoint(folder: Path, run: TrainingRun) -> int:
         further = ""
         same_model = run.origin["model"] == before.get("model")
         if same_model and (folder / "adapter").is_dir():
-            further = f" There, --init {folder / 'adapter'} trains its adapter on."
+            further = f" There, --init {folder / 'adapter'} continues its adapter's training."
         raise RestoreKVError(
-            f"The run in {folder} is another one ({'; '.join(changes)}); resume it as it was or "
-            f"choose another folder.{further}"
+            f"The run in {folder} is a different one ({'; '.join(changes)}); resume it as it was "
+            f"or choose another folder.{further}"
         )
     if not _is_run_state(run, tensors, step):
         raise RestoreKVError(f"{what} is damaged, it does not hold the state of this run; {FIX}.")

@@ -35,7 +35,7 @@ class SetupLosses:
     def __str__(self) -> str:
         when = "Before training"
         if self.steps_done:
-            # The context is another one than at the start.
+            # The context is not the one that was checked at the start.
             when = f"After {self.steps_done} steps"
         return (
             f"{when}, loss at r = {self.ratio:g} on one context: {self.full:.4f} full "

@@ -31,7 +31,7 @@ def draw_step_samples(
     config: TrainConfig, step: int, examples: list[TrainingContext], processes: int = 1
 ) -> list[StepSample]:
     """Return the samples of `step` for all processes, which seed and step alone decide; every
-    epoch shuffles anew.
+    epoch shuffles again.
 
     The `config.draws` samples of a context follow each other and share its evictor.
     """
@@ -41,10 +41,10 @@ def draw_step_samples(
     samples = []
     for number in range(step * count, (step + 1) * count):
         # Contexts are numbered over all steps; each epoch takes all of them once, in its own order.
-        epoch, place = divmod(number, len(examples))
+        epoch, position = divmod(number, len(examples))
         order = list(range(len(examples)))
         random.Random(f"order {config.seed} {epoch}").shuffle(order)
-        index = order[place]
+        index = order[position]
         question_count = len(examples[index].questions)
         drawn = []
         for _ in range(config.draws):

@@ -78,7 +78,7 @@ def hash_examples(examples: Sequence[TrainingContext]) -> str:
     """Return 16 hex digits of everything but where it was read from; checkpoints hold them."""
     digest = hashlib.sha256()
     for example in examples:
-        # Another path or line number is not other data.
+        # A different path or line number does not make different data.
         digest.update(json.dumps(asdict(replace(example, where=""))).encode())
     return digest.hexdigest()[:16]
 
@@ -185,7 +185,9 @@ def _read_line_examples(path: Path) -> list[TrainingContext]:
             f"{path} is a plain text; training data are JSON lines "
             '{"context": "...", "questions": ["..."]}, or a folder that restorekv data build made.'
         )
-    examples = [_parse_example(row, f"{path}, {place}") for place, row in iterate_values(path)]
+    examples = [
+        _parse_example(row, f"{path}, {location}") for location, row in iterate_values(path)
+    ]
     if not examples:
         raise RestoreKVError(
             f"The training file {path} has no examples; write one JSON object per line."

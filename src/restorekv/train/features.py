@@ -102,7 +102,7 @@ def collect_features(
     key = {"evictor": evictor.identity(model), "code": spec.digest_code(type(evictor))}
     contexts = [fit_context(model, make_context(tokenizer, text))[0] for text in texts]
     rows = [min(tokens, context.text_tokens) for context in contexts]
-    # Filled context by context, since a list of them beside the whole would take twice the memory.
+    # Filled context by context, since a list of them next to the whole would take twice the memory.
     hidden = torch.empty(sum(rows), shape.layers, shape.hidden, dtype=HIDDEN_DTYPE)
     scores = torch.empty(sum(rows), shape.layers, shape.heads, dtype=torch.float32)
     start = 0

@@ -74,7 +74,7 @@ def train_gate(
     data = collect_features(
         model, tokenizer, texts, target, config.tokens, config.seed, features, resume, progress
     )
-    # Whole contexts are held out: tokens of one text are too much alike.
+    # Whole contexts are held out: tokens of one text are too similar.
     train, held = data.split_held_out(config.held_out)
     del data  # the two halves are copies
     train = _drop_near_copies(train, held, texts)
@@ -277,7 +277,7 @@ def unstack_layers(stacked: Stacked) -> list[dict[str, Tensor]]:
 def measure_gate(
     data: Features, gate: Stacked, predict: Predict, config: GateConfig, device: torch.device
 ) -> dict[str, float]:
-    """Return the mean over contexts of the loss, and of how alike gate and evictor rank pairs."""
+    """Return means over contexts: of the loss, and of how similarly gate and evictor rank pairs."""
     rows: dict[str, list[Tensor]] = {
         "held_out_loss": [],
         "spearman": [],
@@ -311,8 +311,8 @@ def compute_spearman(first: Tensor, second: Tensor) -> Tensor:
 
 def compute_ranks(scores: Tensor) -> Tensor:
     """Return ranks from 1, flat, float64; equal scores get the mean of their ranks."""
-    _, place, counts = scores.flatten().unique(return_inverse=True, return_counts=True)
-    return (counts.cumsum(0) - (counts - 1) / 2).double()[place]
+    _, index, counts = scores.flatten().unique(return_inverse=True, return_counts=True)
+    return (counts.cumsum(0) - (counts - 1) / 2).double()[index]
 
 
 def compute_top_overlap(first: Tensor, second: Tensor, share: float = 0.1) -> Tensor:

@@ -54,9 +54,9 @@ class GateConfig:
         for name in ("lr", "alpha", "floor"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise RestoreKVError(f"{name} must be above 0, not {value}.")
+                raise RestoreKVError(f"{name} must be above 0, got {value}.")
         if not 0 < self.held_out < 1:
-            raise RestoreKVError(f"held_out must be between 0 and 1, not {self.held_out:g}.")
+            raise RestoreKVError(f"held_out must be between 0 and 1, got {self.held_out:g}.")
         used = (*EVERY_KIND, *USED_SETTINGS[self.kind])
         for field in fields(self):
             if field.name not in used and getattr(self, field.name) != field.default:
@@ -66,7 +66,7 @@ class GateConfig:
                 )
 
     def resolve(self, shape: CacheShape) -> Self:
-        """Return the settings with numbers in place of None, which leaves the choice to the kind
+        """Return the settings with numbers instead of None, which leaves the choice to the kind
         and the model.
         """
         width = self.width

@@ -1,7 +1,7 @@
 """The training loop (Eqs. 7-9 and "Training Setup Details"), top to bottom.
 
 One step: for each of a few contexts, prefill and score without gradients, run the restore pass with
-them, draw r ~ U(r_min, r_max), evict to the budget, and let the student answer from what is left.
+them, draw r ~ U(r_min, r_max), evict to the budget, and let the student answer from the rest.
 Teacher and student see the same question and the teacher's own greedy answer; only embeddings and
 LoRA are trained. The teacher's question starts at position S + T, the student's at S + T + n.
 """
@@ -135,8 +135,8 @@ def train_adapter(
         )
     if any(weight.is_inference() for weight in model.parameters()):
         raise RestoreKVError(
-            "The model was loaded inside of torch.inference_mode, so nothing can be trained "
-            "through its weights; load it outside."
+            "The model was loaded inside torch.inference_mode, so nothing can be trained through "
+            "its weights; load it outside."
         )
     # Everything that can be refused is refused before the folder is made.
     check_folders(folder, resume, store)
@@ -148,16 +148,16 @@ def train_adapter(
             f"ends at {peak:.2g} of {config.lr:.2g}; a lower --warmup lets it learn more."
         )
     adapter = make_initial_adapter(model, tokenizer, config, notice)
-    beginning = _name_beginning(config.init)
-    # Fixed embeddings are no parameters of the optimizer.
+    init_name = _name_init_adapter(config.init)
+    # Fixed embeddings are not among the optimizer's parameters.
     parameters = [parameter for parameter in adapter.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         parameters, lr=config.lr, betas=(0.9, 0.999), weight_decay=config.weight_decay
     )
     origin = checkpoint.describe_origin(model, tokenizer, examples, config, group.size)
     if config.init:
-        # A folder may hold another adapter by the time the run is resumed.
-        origin["init_adapter"] = checkpoint.identify_beginning(adapter)
+        # The folder may hold a different adapter by the time the run is resumed.
+        origin["init_adapter"] = checkpoint.identify_init_adapter(adapter)
     run = TrainingRun(config, adapter, optimizer, origin)
     # Processes with different data, settings or adapters would average gradients of different runs.
     group.check_same(config.to_json() + json.dumps(run.origin))
@@ -169,11 +169,11 @@ def train_adapter(
     lock = folder_lock(folder) if group.rank == 0 else nullcontext()
     with lock:
         if group.rank == 0:
-            # Another run may have used the folder since it was looked at.
+            # A different run may have used the folder since the check above.
             check_folders(folder, resume, store)
             checkpoint.start_log(folder, start)
         _take_steps(run, teachers, folder, start, progress, group)
-        _save_adapter(adapter, beginning, teachers, folder, group)
+        _save_adapter(adapter, init_name, teachers, folder, group)
     return adapter
 
 
@@ -212,10 +212,10 @@ def _take_steps(
         # Interrupted, or broken off by an error: what was done since the last checkpoint is kept.
         if done > start and group.rank == 0:
             # A launcher repeats the signal, which would interrupt the saving.
-            holding = checkpoint.hold_signals() if group.size > 1 else nullcontext()
-            # Where the disk is full, the first error is the one to tell.
-            failing = () if isinstance(error, KeyboardInterrupt) else (OSError, RestoreKVError)
-            with holding, suppress(*failing):
+            signal_guard = checkpoint.hold_signals() if group.size > 1 else nullcontext()
+            # Where the disk is full, the first error is the one to report.
+            ignored = () if isinstance(error, KeyboardInterrupt) else (OSError, RestoreKVError)
+            with signal_guard, suppress(*ignored):
                 checkpoint.save_checkpoint(folder, run, done)
         raise
 
@@ -228,7 +228,7 @@ def _resume_and_check(
     group: ProcessGroup,
     notice: Callable[[str], None],
 ) -> int:
-    """Load the checkpoint if the run goes on, check the setup, and return the step to begin with.
+    """Load the checkpoint if the run continues, check the setup, and return the step to begin with.
 
     It changes no file but the store's.
     """
@@ -321,18 +321,18 @@ def make_initial_adapter(
         notice: Gets a sentence where restore tokens are added.
 
     Raises:
-        AdapterError: The adapter that the settings name has another shape than they say.
+        AdapterError: The adapter that the settings name does not have the shape that they say.
     """
     if config.init:
         adapter = RestoreAdapter.from_pretrained(model, config.init)
         first = adapter.restore_tokens
         if first < config.restore_tokens:
-            # Whoever does not set the number gets the default, which may be more than meant.
+            # The number may be the default, larger than intended, so tell the user.
             adapter = adapter.extend(config.restore_tokens)
             notice(
                 f"The adapter {config.init} has {first} restore tokens and gets "
-                f"{config.restore_tokens - first} more, which begin as copies of its own; "
-                f"--restore-tokens {first} trains it on with those that it has."
+                f"{config.restore_tokens - first} more, which begin as copies of them; "
+                f"--restore-tokens {first} continues its training with only those that it has."
             )
         _check_same_shape(adapter, config)
     else:
@@ -342,9 +342,9 @@ def make_initial_adapter(
     return adapter
 
 
-def _name_beginning(init: str) -> str:
-    """Return the adapter that training begins with as a record names it, which may be published: a
-    folder's by the hash of its weights, and not by the folder.
+def _name_init_adapter(init: str) -> str:
+    """Return how a record, which may be published, names the adapter that training begins with: in
+    a folder, it is named by the hash of its weights, not by the folder.
     """
     if not os.path.isdir(init):
         return init
@@ -371,9 +371,9 @@ def _make_untrained_adapter(
 
 
 def _check_same_shape(adapter: RestoreAdapter, config: TrainConfig) -> None:
-    """Refuse settings that do not name an adapter's shape, which it keeps when it is trained on.
+    """Refuse settings that do not name an adapter's shape, which it keeps in further training.
 
-    All that differs is said at once.
+    Report all differences in one message.
     """
     shape = {
         "restore_tokens": adapter.restore_tokens,
@@ -392,20 +392,20 @@ def _check_same_shape(adapter: RestoreAdapter, config: TrainConfig) -> None:
         flags.append("--knows-ratio")
     if flags:
         raise AdapterError(
-            f"The adapter {config.init} has another shape than the settings; train it on with "
-            f"{' '.join(flags)}."
+            f"The adapter {config.init} and the settings differ in shape; continue training it "
+            f"with {' '.join(flags)}."
         )
 
 
 def _save_adapter(
     adapter: RestoreAdapter,
-    beginning: str,
+    init_name: str,
     teachers: TeacherCache,
     folder: Path,
     group: ProcessGroup,
 ) -> None:
-    """Save the adapter with what it was trained with, which includes the data of the adapter it
-    started from, which `beginning` names.
+    """Save the adapter with a record of its training, which includes the data of the adapter that
+    training began with, called `init_name` there.
     """
     config = teachers.config
     data = count_sources(teachers.examples)
@@ -416,7 +416,7 @@ def _save_adapter(
     # The record may be published: it names a gate by its hash, and not by where it is.
     if any(drop_gate(spec) != spec for spec in split_specs(config.evictor)):
         settings["evictor"] = identity
-    settings["init"] = beginning
+    settings["init"] = init_name
     adapter.record_training(
         evictor=identity,
         prefix_policy=config.prefix_policy,

@@ -41,7 +41,7 @@ class ProcessGroup:
         self.device = device
         self.rank = 0
         self.size = 1
-        # A single process needs no communication and has no device of its own.
+        # A single process needs no communication and no separate device.
         if device is not None:
             self.rank = dist.get_rank()
             self.size = dist.get_world_size()
@@ -186,7 +186,7 @@ def wants_shards(asked: bool, shared: bool = False) -> bool:
 
 @contextmanager
 def open_process_group(device: torch.device, shared: bool = False) -> Iterator[ProcessGroup]:
-    """Yield the group of this process; raises RestoreKVError if another process stops meanwhile.
+    """Yield the group of this process; raise RestoreKVError if another process stops meanwhile.
 
     Args:
         device: The device of this process.
@@ -232,7 +232,7 @@ def shard_model(model: PreTrainedModel, device: torch.device) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    # Weights in shards cannot be read in one place any more.
+    # A process that holds a shard cannot read all weights any more.
     remember_identity(model)
     backbone = get_backbone(model)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))

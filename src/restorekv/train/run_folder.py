@@ -13,13 +13,13 @@ HEADER = "step,loss,lr,seconds\n"
 
 
 def check_folders(folder: Path, resume: bool = False, store: Path | None = None) -> None:
-    """Refuse places that no run can use, and a folder of other files or of another run.
+    """Refuse paths that no run can use, and a folder of other files or of a different run.
 
     Nothing is made or changed.
     """
-    for place in (folder, store):
-        if place is not None:
-            _check_folder(place)
+    for path in (folder, store):
+        if path is not None:
+            _check_folder(path)
     if folder.exists():
         check_target(folder / CHECKPOINT_FILE)
     if os.path.lexists(folder / CHECKPOINT_FILE):
@@ -31,11 +31,11 @@ def check_folders(folder: Path, resume: bool = False, store: Path | None = None)
     names: set[str] = set()
     if folder.exists():
         names = {path.name for path in folder.iterdir() if not _is_unfinished(path.name)}
-    # A log alone is what a run leaves that was killed before its first checkpoint; it may be begun
-    # anew.
+    # A log alone is what a run leaves that was killed before its first checkpoint; a new run may
+    # use its folder.
     if names and (LOG_FILE not in names or read_log_lines(folder / LOG_FILE) is None):
         raise RestoreKVError(
-            f"{folder} holds other files and no run; choose an empty or a new folder."
+            f"{folder} holds other files, not a run; choose an empty or a new folder."
         )
 
 
@@ -47,8 +47,8 @@ def _is_unfinished(name: str) -> bool:
 
 def _check_folder(folder: Path) -> None:
     """Refuse what is not a folder and what cannot become one."""
-    places = (folder, *folder.absolute().parents)
-    existing = next(place for place in places if place.exists())
+    paths = (folder, *folder.absolute().parents)
+    existing = next(path for path in paths if path.exists())
     if not existing.is_dir():
         raise RestoreKVError(f"{existing} is a file; give the name of a folder.")
     if existing != folder:
@@ -58,9 +58,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def read_log_lines(path: Path) -> list[str] | None:
-    """Return the lines of a run's log, none where there is no file yet, or None for a file of
-    something else.
-    """
+    """Return the lines of a run's log, [] without a file, or None for any other file."""
     if not os.path.lexists(path):
         return []
     text = read_bytes(path, f"The log {path}").decode(errors="replace")

@@ -75,8 +75,6 @@ class TensorStore:
 
     def make_entry_path(self, kind: str, key: Mapping[str, object]) -> Path:
         """Return the file of an entry, named by a hash of all that it depends on."""
-        # Everything that an entry depends on is in its name. So a stale file is never read: nothing
-        # asks for its name any more.
         text = json.dumps({"version": VERSION, **self.identity, **key}, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()
         return self.folder / kind / f"{digest[:32]}.safetensors"
@@ -88,7 +86,7 @@ class TensorStore:
 
         Args:
             kind: The subfolder: "scores", "prefill", "teacher" or "features".
-            key: What the entry depends on besides `identity`.
+            key: What the entry depends on in addition to `identity`.
             is_valid: Checks names, dtypes and shapes of tensors that were read.
             compute: Computes the tensors.
 
@@ -365,7 +363,7 @@ def _are_targets(
         tokens = int(answer)
         if row.ndim != 1 or not 1 <= tokens < len(row) or row.min() < 0 or row.max() >= vocabulary:
             return False
-        # Another question of the same length would give other targets.
+        # A different question of the same length would give other targets.
         if not torch.equal(row[:-tokens].long(), question):
             return False
         sizes[f"{number}.row"] = (torch.int32, (len(row),))
