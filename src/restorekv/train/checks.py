@@ -45,7 +45,7 @@ class SetupLosses:
 
 @torch.no_grad()
 def check_setup(
-    adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSample, steps_done: int = 0
+    adapter: RestoreAdapter, teacher_cache: TeacherCache, sample: StepSample, steps_done: int = 0
 ) -> SetupLosses:
     """Compare what must be equal on a sample's questions.
 
@@ -55,16 +55,16 @@ def check_setup(
 
     Args:
         adapter: The adapter that is trained.
-        teachers: The full caches and what the model answers with them.
+        teacher_cache: The full caches and what the model answers with them.
         sample: The context, with its questions and evictor.
         steps_done: How many steps the adapter has been trained.
 
     Raises:
         RestoreKVError: Two of these losses differ.
     """
-    model = teachers.model
-    ratio = teachers.config.ratio_max
-    prepared, targets = teachers.get_context(sample.index, sample.evictor)
+    model = teacher_cache.model
+    ratio = teacher_cache.config.ratio_max
+    prepared, targets = teacher_cache.get_context(sample.index, sample.evictor)
     targets = [targets[question] for question in sample.questions]
     rows = [target.ids for target in targets]
     answers = [target.answer_length for target in targets]

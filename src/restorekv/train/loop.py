@@ -162,8 +162,8 @@ def train_adapter(
     # Processes with different data, settings or adapters would average gradients of different runs.
     group.check_same(config.to_json() + json.dumps(run.origin))
     check_example_lengths(model, tokenizer, examples, config)
-    teachers = TeacherCache(model, tokenizer, examples, config, store, store_prefill)
-    start = _resume_and_check(folder, run, teachers, resume, group, notice)
+    teacher_cache = TeacherCache(model, tokenizer, examples, config, store, store_prefill)
+    start = _resume_and_check(folder, run, teacher_cache, resume, group, notice)
     group.check_same(adapter.to_stored().weights_hash())
     # Only now is the folder made: everything that may be refused has been checked.
     lock = folder_lock(folder) if group.rank == 0 else nullcontext()
@@ -172,14 +172,14 @@ def train_adapter(
             # A different run may have used the folder since the check above.
             check_folders(folder, resume, store)
             checkpoint.start_log(folder, start)
-        _take_steps(run, teachers, folder, start, progress, group)
-        _save_adapter(adapter, init_name, teachers, folder, group)
+        _take_steps(run, teacher_cache, folder, start, progress, group)
+        _save_adapter(adapter, init_name, teacher_cache, folder, group)
     return adapter
 
 
 def _take_steps(
     run: TrainingRun,
-    teachers: TeacherCache,
+    teacher_cache: TeacherCache,
     folder: Path,
     start: int,
     progress: Progress,
@@ -195,7 +195,7 @@ def _take_steps(
         with _open_step_log(folder, start, group.rank) as log:
             for step in range(start, config.steps):
                 begun = time.perf_counter()
-                loss = _run_forward_backward(run, teachers, step, group)
+                loss = _run_forward_backward(run, teacher_cache, step, group)
                 # A step changes adapter and optimizer together, or not at all.
                 with checkpoint.hold_signals():
                     _take_optimizer_step(run, step)
@@ -223,7 +223,7 @@ def _take_steps(
 def _resume_and_check(
     folder: Path,
     run: TrainingRun,
-    teachers: TeacherCache,
+    teacher_cache: TeacherCache,
     resume: bool,
     group: ProcessGroup,
     notice: Callable[[str], None],
@@ -236,15 +236,15 @@ def _resume_and_check(
     if resume and not start:
         notice(f"There is no checkpoint in {folder}; starting from the beginning.")
     # The first sample of the first step is the one that the setup is checked on.
-    samples = draw_step_samples(run.config, start, teachers.examples, group.size)
+    samples = draw_step_samples(run.config, start, teacher_cache.examples, group.size)
     sample = select_own_samples(samples, run.config.draws, group.rank, group.size)[0]
-    with group.join_uneven(teachers.model):
-        notice(str(check_setup(run.adapter, teachers, sample, start)))
+    with group.join_uneven(teacher_cache.model):
+        notice(str(check_setup(run.adapter, teacher_cache, sample, start)))
     return start
 
 
 def _run_forward_backward(
-    run: TrainingRun, teachers: TeacherCache, step: int, group: ProcessGroup
+    run: TrainingRun, teacher_cache: TeacherCache, step: int, group: ProcessGroup
 ) -> float:
     """Run a step's contexts forward and backward, and leave the clipped mean gradient over all
     processes; return the mean loss.
@@ -253,12 +253,12 @@ def _run_forward_backward(
     """
     config = run.config
     parameters = run.optimizer.param_groups[0]["params"]
-    samples = draw_step_samples(config, step, teachers.examples, group.size)
+    samples = draw_step_samples(config, step, teacher_cache.examples, group.size)
     samples = select_own_samples(samples, config.draws, group.rank, group.size)
     total = 0.0
     for sample in samples:
-        with group.join_uneven(teachers.model):
-            prepared, targets = teachers.get_context(sample.index, sample.evictor)
+        with group.join_uneven(teacher_cache.model):
+            prepared, targets = teacher_cache.get_context(sample.index, sample.evictor)
         sample_loss = compute_sample_loss(run.adapter, prepared, targets, sample, config)
         # The mean over the samples of this process; `average_gradients` takes that over the
         # processes.
@@ -400,18 +400,18 @@ def _check_same_shape(adapter: RestoreAdapter, config: TrainConfig) -> None:
 def _save_adapter(
     adapter: RestoreAdapter,
     init_name: str,
-    teachers: TeacherCache,
+    teacher_cache: TeacherCache,
     folder: Path,
     group: ProcessGroup,
 ) -> None:
     """Save the adapter with a record of its training, which includes the data of the adapter that
     training began with, called `init_name` there.
     """
-    config = teachers.config
-    data = count_sources(teachers.examples)
+    config = teacher_cache.config
+    data = count_sources(teacher_cache.examples)
     if config.init:
         data = data + inherit_data(adapter.card.data or [], data)
-    identity = checkpoint.identify_scores(config, teachers.model)
+    identity = checkpoint.identify_scores(config, teacher_cache.model)
     settings = json.loads(config.to_json()) | {"processes": group.size}
     # The record may be published: it names a gate by its hash, and not by where it is.
     if any(drop_gate(spec) != spec for spec in split_specs(config.evictor)):
@@ -421,11 +421,11 @@ def _save_adapter(
         evictor=identity,
         prefix_policy=config.prefix_policy,
         ratio_range=(config.ratio_min, config.ratio_max),
-        allocation=teachers.evictions[0].config.allocation_spec,
+        allocation=teacher_cache.evictions[0].config.allocation_spec,
         restore_from=config.restore_from,
         settings=settings,
         data=data,
-        separator=get_default_separator(teachers.tokenizer),
+        separator=get_default_separator(teacher_cache.tokenizer),
     )
     if group.rank == 0:
         adapter.save_pretrained(folder / "adapter")
