@@ -205,7 +205,7 @@ def _take_step(
                 teachers.evictions[sample.evictor],
             )
         with phase("teacher"):
-            targets = teachers.find_targets(prepared, example)
+            targets = teachers.load_or_compute_targets(prepared, example)
     with phase("restore"):
         ready = Ready(**vars(prepared.with_restore_cache(adapter)))
     with phase("student"):

@@ -134,8 +134,8 @@ class TeacherCache:
     are first asked for.
 
     The first `config.keep` pairs of a context and an evictor that are asked for stay in memory. A
-    `store` keeps scores and targets on disk, and with `store_prefill` the full caches too, which
-    only those of small models are small enough for.
+    `store_folder` keeps scores and targets on disk, and with `store_prefill` the full caches too,
+    which only those of small models are small enough for.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class TeacherCache:
         tokenizer: Tokenizer,
         examples: list[TrainingContext],
         config: TrainConfig,
-        store: Path | None = None,
+        store_folder: Path | None = None,
         store_prefill: bool = False,
     ) -> None:
         self.model = model
@@ -156,9 +156,9 @@ class TeacherCache:
             model, tokenizer, config.max_new_tokens, tuple(config.state_weights())
         )
         self.store_prefill = store_prefill
-        self.store = (
-            None if store is None else TensorStore(store, describe_teacher(model, tokenizer))
-        )
+        self.store: TensorStore | None = None
+        if store_folder is not None:
+            self.store = TensorStore(store_folder, describe_teacher(model, tokenizer))
         # By the index of the context and of the evictor.
         self.in_memory: dict[tuple[int, int], ScoredWithTargets] = {}
         # The newest one that is not in `in_memory`: the other draws of its step ask for it again.
@@ -177,7 +177,7 @@ class TeacherCache:
         example = self.examples[example_index]
         context = make_context(self.tokenizer, example.context)
         prepared = self.prepare_context(context, self.evictions[evictor_index])
-        targets = self.find_targets(prepared, example)
+        targets = self.load_or_compute_targets(prepared, example)
         if len(self.in_memory) < self.config.keep:
             self.in_memory[index] = prepared, targets
         elif self.config.draws > 1:
@@ -207,8 +207,8 @@ class TeacherCache:
             limits = torch.finfo(torch.float32)
             return {"scores": prepared.scores.float().clamp(limits.min, limits.max)}
 
-        scores_spec = (torch.float32, (shape.layers, shape.heads, context.text_tokens))
-        are_scores = partial(seal.has_sizes, sizes={"scores": scores_spec})
+        scores_size = (torch.float32, (shape.layers, shape.heads, context.text_tokens))
+        are_scores = partial(seal.has_sizes, sizes={"scores": scores_size})
         stored = self.store.load_or_compute("scores", scores_key, are_scores, compute_scores)
         if self.store_prefill:
 
@@ -217,8 +217,8 @@ class TeacherCache:
                     return _pack_cache(full)
                 return _pack_cache(prefill(self.model, context.ids))
 
-            specs = self._list_prefill_specs(context.num_tokens)
-            is_prefill = partial(seal.has_sizes, sizes=specs)
+            sizes = self._list_prefill_sizes(context.num_tokens)
+            is_prefill = partial(seal.has_sizes, sizes=sizes)
             entry = self.store.load_or_compute("prefill", prefill_key, is_prefill, compute_prefill)
             full = _unpack_cache(self.model, entry, context.num_tokens)
         if full is None:
@@ -226,21 +226,21 @@ class TeacherCache:
         scores = stored["scores"].to(self.model.device)
         return ScoredContext(self.model, context, full, scores, config=eviction.config)
 
-    def _list_prefill_specs(self, positions: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def _list_prefill_sizes(self, positions: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return dtype and shape of every tensor of a full cache of S + T positions, by name."""
         shape = CacheShape.from_model(self.model)
-        specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        sizes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for layer, window in enumerate(list_windows(self.model.config)):
             # A layer with a window holds its last W - 1 columns, the others all.
             columns = positions
             if window is not None:
                 columns = min(columns, window - 1)
-            layer_spec = (self.model.dtype, (1, shape.heads, columns, shape.head_dim))
-            specs[f"keys.{layer}"] = layer_spec
-            specs[f"values.{layer}"] = layer_spec
-        return specs
+            layer_size = (self.model.dtype, (1, shape.heads, columns, shape.head_dim))
+            sizes[f"keys.{layer}"] = layer_size
+            sizes[f"values.{layer}"] = layer_size
+        return sizes
 
-    def find_targets(
+    def load_or_compute_targets(
         self, prepared: ScoredContext, example: TrainingContext
     ) -> list[TeacherTarget]:
         """Return the targets of a context, from the store if they are there."""
