@@ -436,7 +436,7 @@ def test_other_nonsense_is_refused(tiny_model, tmp_path):
         ({"megatron_config": {"a": 1}, "megatron_core": "antigravity"}, "megatron_config"),
         ({"rank_pattern": {"(a+)+$": 2}}, "not the name of a layer"),
         ({"r": 10**9}, "rank"),
-        ({"r": True}, "another type"),
+        ({"r": True}, "wrong type"),
         ({"lora_alpha": 1e300}, "out of range"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"task_type": "OTHER"}, "damaged"),

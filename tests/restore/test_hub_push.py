@@ -355,7 +355,7 @@ def test_results_of_another_adapter_are_refused(measured, own, world):
     assert "was measured with the evictor knorm; evaluate the adapter with kvzip" in refusal(
         world.adapter, eval_json
     )
-    assert "with another base model" in refusal(world.adapter_of_other, eval_json)
+    assert "with a different base model" in refusal(world.adapter_of_other, eval_json)
     stored = read_adapter(own)
     shifted = own / "changed.json"
     payload = json.loads(eval_json.read_text())

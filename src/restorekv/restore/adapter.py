@@ -123,7 +123,7 @@ class RestoreAdapter(nn.Module):
         """
         if n < 1 or rank < 1:
             raise AdapterError(
-                f"A restore adapter needs at least one token and rank 1, not {n} and {rank}."
+                f"A restore adapter needs at least one token and rank 1, got {n} and {rank}."
             )
         if fixed is not None and not targets:
             raise AdapterError(
@@ -153,7 +153,7 @@ class RestoreAdapter(nn.Module):
                 f"The fixed token {fixed} is not one of the model's, which go from 0 to "
                 f"{len(weight) - 1}."
             )
-        # The caller's own random state is left as it was.
+        # The caller's random state does not change.
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
             if fixed is None:
@@ -189,14 +189,14 @@ class RestoreAdapter(nn.Module):
             identity: The model's, where it is known already.
 
         Raises:
-            AdapterError: For an adapter that is missing, damaged or for another model.
+            AdapterError: For an adapter that is missing, damaged or for a different model.
         """
         identity = identity or identify_model(model)
         folder = fetch_adapter(name, revision, token, cache_dir, identity)
         stored = adapter_file.read_adapter(folder)
         n, hidden = stored.embeddings.shape
         model_hidden = identity.shape.hidden
-        # Another width cannot be this model, whatever the card says.
+        # A model of a different width cannot be this one, whatever the card says.
         if hidden != model_hidden:
             raise AdapterError(
                 f"The adapter {name} is for a model of width {hidden}, this one has "
@@ -204,7 +204,7 @@ class RestoreAdapter(nn.Module):
             )
         card = stored.card
         if card is None:
-            # An adapter that another program wrote has no record; for a published one it is known.
+            # An adapter that a different program wrote has no record; a published one is known.
             card = recognize_copy(make_card(n, identity), name, folder)
         else:
             base_weights.check_base(f"adapter {name}", card, identity, AdapterError)
@@ -218,12 +218,12 @@ class RestoreAdapter(nn.Module):
 
     @property
     def restore_tokens(self) -> int:
-        """Return n."""
+        """The number n of restore tokens."""
         return self.embeddings.shape[0]
 
     @property
     def knows_ratio(self) -> bool:
-        """Return whether the restore pass depends on the ratio: each ratio needs its own."""
+        """Whether the restore pass depends on the ratio: each ratio needs its own."""
         return self.ratio_vectors is not None
 
     @property
@@ -243,7 +243,7 @@ class RestoreAdapter(nn.Module):
         if not 1 <= count <= self.restore_tokens:
             raise AdapterError(
                 f"restore_tokens must be from 1 to {self.restore_tokens}, the adapter's number of "
-                f"restore tokens, not {count}."
+                f"restore tokens, got {count}."
             )
         if count == self.restore_tokens:
             return self
@@ -260,10 +260,10 @@ class RestoreAdapter(nn.Module):
     def extend(self, count: int) -> RestoreAdapter:
         """Return an untrained start for `count` restore tokens, with this adapter's n as the first.
 
-        Each further token reads what an earlier one reads, in turn: token i reads as token i - n.
-        Its pairs differ all the same, because it is at a later position and sees those before it,
-        so training can move the two apart. The first n do not see the others (the pass is
-        causal): truncated to n, it is this adapter again until it is trained.
+        New token i starts as a copy of token i mod n. Its pairs differ all the same, because it is
+        at a later position and sees those before it, so training can move the two apart. The first
+        n do not see the others (the pass is causal): truncated to n, it is this adapter again until
+        it is trained.
 
         What was trained and measured with n tokens says nothing of the result, so its record has
         no settings and no measurements. Data and license stay, as those of what it began with.
@@ -317,9 +317,7 @@ class RestoreAdapter(nn.Module):
         if self.ratio_vectors is None:
             return self.embeddings
         if ratio is None:
-            raise AdapterError(
-                "The adapter's restore pass depends on the ratio; say at which ratio it runs."
-            )
+            raise AdapterError("The adapter's restore pass depends on the ratio; pass ratio=...")
         return self.embeddings + math.log(float(ratio) / REFERENCE_RATIO) * self.ratio_vectors
 
     def run_restore_pass(
@@ -331,7 +329,7 @@ class RestoreAdapter(nn.Module):
 
         Args:
             cache: An evicted cache, or a view of the full cache of S + T columns. The pairs of the
-                restore tokens are appended to it; a full cache behind a view is not changed.
+                restore tokens are appended to it; the full cache that a view shows is not changed.
             count: How many of the n restore tokens run, the first ones; all by default.
             ratio: The ratio of the cache that the pairs are for. An adapter that knows the ratio
                 needs it.
@@ -379,7 +377,7 @@ class RestoreAdapter(nn.Module):
         Args:
             evictor: The spec of the evictor, or several with commas between.
             prefix_policy: "free" or "counted".
-            ratio_range: The least and the largest ratio.
+            ratio_range: The smallest and the largest ratio.
             allocation: Which pairs competed.
             restore_from: What the restore pass read, "full" or "evicted".
             settings: The settings of the training.

@@ -39,7 +39,7 @@ CARD = "restorekv.json"
 README = "README.md"
 FILES = (CARD, CONFIG, WEIGHTS, EMBEDDINGS, README)
 SUMMED = (CONFIG, WEIGHTS, EMBEDDINGS)  # their checksums are in the card
-PENDING = ".replacing"  # new files on the way to their places
+PENDING = ".replacing"  # new files before they are moved into the adapter's folder
 READS = 10  # attempts to read an adapter that others are replacing
 PREFIX = "base_model.model."  # what PEFT puts before the names of the model's own modules
 VERSION = 3
@@ -47,7 +47,7 @@ VERSION = 3
 
 @dataclass(frozen=True)
 class AdapterCard:
-    """The record of what an adapter was made for; a field is None where nobody recorded it.
+    """The record of what an adapter was made for; a field is None where it was not recorded.
 
     Attributes:
         settings: The settings of the training.
@@ -60,7 +60,7 @@ class AdapterCard:
         helps_up_to: The highest ratio at which a cache restored by it was no further from the full
             one than without, on texts kept out of training.
         also_for: Specs of evictors that it was not trained for, whose caches it restores about as
-            well as an adapter of their own, or better, on texts kept out of training.
+            well as their own adapter, or better, on texts kept out of training.
         helps_from: By evictor of `also_for`, the lowest ratio at which it was no further from the
             full cache than without.
         knows_ratio: Whether the restore pass depends on the ratio, by ratio vectors.
@@ -105,7 +105,7 @@ class AdapterCard:
         if not all(0 < ratio <= 1 for ratio in (self.helps_from or {}).values()):
             wrong.append("helps_from")
         if wrong:
-            raise TypeError(f"the field {wrong[0]} of the record has another type or value")
+            raise TypeError(f"the field {wrong[0]} of the record has a wrong type or value")
 
     def find_helpful_ratios(self, evictor: str) -> tuple[float, float]:
         """Return the lowest and the highest ratio at which "auto" restores an evictor's caches.
@@ -164,7 +164,7 @@ def to_plain_json(value: Any) -> Any:
 
 def write_adapter(folder: Path, stored: StoredAdapter, readme: str | None = None) -> None:
     """Replace an older adapter as a whole; without a `readme`, keep its README.md. Refuse a folder
-    with an adapter of another kind.
+    with a different kind of adapter.
     """
     ours = (CARD, EMBEDDINGS)
     if (folder / CONFIG).exists() and not any(locate_file(folder, name).exists() for name in ours):
@@ -173,9 +173,8 @@ def write_adapter(folder: Path, stored: StoredAdapter, readme: str | None = None
             "another folder."
         )
     # All files are completed in a folder of this process. The moment that folder is called PENDING,
-    # they are the adapter, wherever a process dies. Then they are moved to their places, by this
-    # process or by the next one that writes there. Whoever reads meanwhile looks into PENDING
-    # first.
+    # they are the adapter, wherever a process dies. Then they are moved to the adapter's folder, by
+    # this process or by the next one that writes there. Readers look into PENDING first.
     try:
         folder.mkdir(parents=True, exist_ok=True)
         fresh = files.make_temporary_name(folder / "adapter")
@@ -199,7 +198,7 @@ def _write_files(fresh: Path, stored: StoredAdapter, readme: str | None) -> None
     # PEFT writes the file; sorted, the same adapter has the same bytes.
     config = json.loads((fresh / CONFIG).read_text(encoding="utf-8"))
     if isinstance(config.get("target_modules"), list):
-        config["target_modules"].sort()  # a set, in another order in every process
+        config["target_modules"].sort()  # a set, in a different order in every process
     config_text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     (fresh / CONFIG).write_text(config_text, encoding="utf-8")
 
@@ -219,8 +218,8 @@ def _write_files(fresh: Path, stored: StoredAdapter, readme: str | None) -> None
 
 
 def _try_commit(fresh: Path, pending: Path) -> bool:
-    """Give the folder of new files its name, unless another process is just moving its own
-    there.
+    """Rename the folder of new files to `pending`; return False if a different process is moving
+    its own files there.
     """
     try:
         fresh.rename(pending)
@@ -232,11 +231,11 @@ def _try_commit(fresh: Path, pending: Path) -> bool:
 
 
 def move_into_place(folder: Path) -> None:
-    """Move the files of PENDING to their places.
+    """Move the files of PENDING to the adapter's folder.
 
     Several processes may do so at a time, or continue what a dead one began.
     """
-    files.check_not_link(folder / PENDING)  # which would take the files of another folder away
+    files.check_not_link(folder / PENDING)  # a link would take the files of a different folder
     for file in FILES:
         with suppress(FileNotFoundError):
             os.replace(folder / PENDING / file, folder / file)
@@ -245,7 +244,7 @@ def move_into_place(folder: Path) -> None:
 
 
 def locate_file(folder: Path, file: str) -> Path:
-    """Return where a file of the adapter is: in its place, or where a killed process left it."""
+    """Return where a file of the adapter is: in its folder, or where a killed process left it."""
     pending = folder / PENDING / file
     return pending if pending.exists() else folder / file
 
@@ -260,7 +259,7 @@ def read_adapter(folder: Path) -> StoredAdapter:
         try:
             stored = _read_files(folder)
         except AdapterError:
-            # Files that another process has moved in the meantime are not damage.
+            # Files that a different process has moved in the meantime are not damage.
             if _identify_files(folder) == before:
                 raise
             continue
@@ -270,13 +269,14 @@ def read_adapter(folder: Path) -> StoredAdapter:
 
 
 def _identify_files(folder: Path) -> list[tuple[str, int, int]]:
-    """Return place, inode and time of every file, which change when the adapter is replaced."""
+    """Return path, inode and time of every file, which change when the adapter is replaced."""
     found = []
-    for place in (folder / PENDING, folder):
+    for parent in (folder / PENDING, folder):
         for file in FILES:
             with suppress(OSError):
-                state = (place / file).stat()
-                found.append((str(place / file), state.st_ino, state.st_mtime_ns))
+                path = parent / file
+                state = path.stat()
+                found.append((str(path), state.st_ino, state.st_mtime_ns))
     return found
 
 
@@ -306,13 +306,13 @@ def _read_files(folder: Path) -> StoredAdapter:
     vectors = inputs.get("ratio_vectors")
     if embeddings is None or embeddings.ndim != 2 or 0 in embeddings.shape:
         raise AdapterError(
-            f"{folder / EMBEDDINGS} has no tensor restore_embeddings (n, d); use another adapter."
+            f"{folder / EMBEDDINGS} has no tensor restore_embeddings (n, d); use a different "
+            "adapter."
         )
     if vectors is not None and (vectors.shape, vectors.dtype) != (embeddings.shape, torch.float32):
         raise AdapterError(
-            f"{folder / EMBEDDINGS} has ratio_vectors of another shape than its "
-            "restore_embeddings, or of another dtype than float32; fetch or train the adapter "
-            "again."
+            f"{folder / EMBEDDINGS} has ratio_vectors that are not float32 or not of the shape of "
+            "its restore_embeddings; fetch or train the adapter again."
         )
     if card is not None:
         _check_card(folder, card, lora, embeddings, vectors)
@@ -354,8 +354,8 @@ def _parse_config(folder: Path, raw: bytes, lora: dict[str, Tensor]) -> LoraConf
     except (ValueError, TypeError) as error:
         reason = summarize_error(error)
         raise AdapterError(
-            f"{folder / CONFIG} is damaged or of no restore adapter ({reason}); fetch or train the "
-            "adapter again."
+            f"{folder / CONFIG} is damaged or not a restore adapter's ({reason}); fetch or train "
+            "the adapter again."
         ) from error
 
 
@@ -399,7 +399,7 @@ def _read_card(folder: Path, raw: dict[str, bytes]) -> AdapterCard | None:
 def _parse_weights(raw: bytes, path: Path) -> dict[str, Tensor]:
     """Return the tensors of safetensors, never those of a pickle, whatever the file is called."""
     _, tensors = seal.parse_tensors(raw, str(path))
-    seal.check_weights(tensors, str(path), "use another adapter")
+    seal.check_weights(tensors, str(path), "use a different adapter")
     return tensors
 
 

@@ -57,8 +57,8 @@ def normalize_license(license: str) -> str:
 def forbids_commercial_use(license: str | None) -> bool:
     """Return whether a license, known or not, forbids commercial use, judging by its name."""
     # Words of letters and digits, whatever separates them.
-    letters = [each if each.isalnum() else " " for each in (license or "").lower()]
-    words = "".join(letters).split()
+    chars = [each if each.isalnum() else " " for each in (license or "").lower()]
+    words = "".join(chars).split()
     joined = "".join(words)
     return "nc" in words or "noncommercial" in joined or "notforcommercial" in joined
 

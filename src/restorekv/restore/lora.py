@@ -63,7 +63,7 @@ def parse_lora_config(entries: dict[str, Any], lora: dict[str, Tensor]) -> LoraC
     known = {name: entries[name] for name in TYPES if name in entries}
     for name, value in known.items():
         if not matches_type(value, TYPES[name]):
-            raise ValueError(f"{name} has another type")
+            raise ValueError(f"{name} has the wrong type")
     # PEFT takes some of the names for regular expressions, and a stranger's could run for years.
     # Layers that are chosen by more than a list of names become the list of those with tensors.
     is_pattern = isinstance(known.get("target_modules"), str)
@@ -157,7 +157,7 @@ def attach_lora(
     _drop_other_parts(adapted, layers)
     _check_targets(model, config, layers)
     _check_replaced_functions(model, adapted)
-    # Its modules have modes of their own, which do not follow the model's.
+    # Its modules have their own modes, which do not follow the model's.
     adapted.eval()
     for layer in layers.values():
         for part in (layer.lora_A[NAME], layer.lora_B[NAME]):
@@ -218,8 +218,8 @@ def _check_targets(model: PreTrainedModel, config: LoraConfig, layers: dict[str,
 
 
 def _check_replaced_functions(model: PreTrainedModel, adapted: PreTrainedModel) -> None:
-    """Refuse a module whose forward pass another program has replaced in such a way that the twin
-    would run the model's own layers, without LoRA.
+    """Refuse a module whose forward pass a different program has replaced in such a way that the
+    twin would run the model's own layers, without LoRA.
     """
     # The restore pass runs this part alone.
     running = set(get_backbone(model).modules())
@@ -236,7 +236,7 @@ def _check_replaced_functions(model: PreTrainedModel, adapted: PreTrainedModel) 
             raise AdapterError(
                 f"Another program has replaced the forward pass of {path} by a function that runs "
                 "this module alone, so LoRA could not be used in it; load the model again, and "
-                "patch its class in place of the module."
+                "patch its class instead of the module."
             )
 
 
@@ -249,7 +249,7 @@ def make_twin(module: nn.Module) -> Any:
     """
     twins: dict[int, nn.Module] = {}  # by the id of the module that each is a copy of
     twin = _copy_modules(module, twins)
-    # Once all of them are there: a function may run another module than its own.
+    # Once all of them are there: a function may run a module other than its own.
     for copied in twin.modules():
         for name, value in vars(copied).items():
             if callable(value):

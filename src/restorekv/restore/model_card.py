@@ -61,9 +61,7 @@ def parse_license(readme: str) -> str | None:
 
 
 def is_generated_card(path: Path) -> bool:
-    """Return whether `path` may be replaced: nothing is there, or a card of ours that nobody has
-    changed.
-    """
+    """Return whether `path` may be replaced: nothing is there, or an unchanged card of ours."""
     if not path.exists():
         return True
     try:
@@ -133,12 +131,11 @@ def make_front_matter(card: AdapterCard, config: LoraConfig) -> ModelCardData:
     license = normalize_license(card.license or UNKNOWN)
     license_name = None
     if license not in HUB:
-        letters = [
-            letter if letter.isascii() and (letter.isalnum() or letter == ".") else " "
-            for letter in license
+        chars = [
+            char if char.isascii() and (char.isalnum() or char == ".") else " " for char in license
         ]
         license = "other"
-        license_name = "-".join("".join(letters).lower().split())
+        license_name = "-".join("".join(chars).lower().split())
     tags = ["restorekv", "kv-cache", "long-context"]
     if config.target_modules:
         tags.append("lora")

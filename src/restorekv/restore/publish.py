@@ -162,13 +162,14 @@ def prepare_upload(
         repo: The name of the repository, OWNER/NAME.
         stored: The adapter.
         license: The publisher's; the record decides unless given.
-        readme: A card of the user's own, in place of a generated one.
+        readme: The user's own card, instead of a generated one.
 
     Returns:
         The adapter under its license, and its README.md.
 
     Raises:
-        AdapterError: For another name, and for a license that allows more than the record.
+        AdapterError: For a name of a different form, and for a license that allows more than the
+            record.
     """
     if not model_card.is_hub_name(repo):
         raise AdapterError(f"{repo!r} is not a name for a repository on the hub; pass OWNER/NAME.")
@@ -211,7 +212,7 @@ def drop_local_paths(stored: StoredAdapter) -> StoredAdapter:
 
 
 def _name_last_part(path: str) -> str:
-    """Return the last part of a path of this or of another system, any other name unchanged."""
+    """Return the last part of a path of this or a different system, any other name unchanged."""
     return PureWindowsPath(path).name
 
 
@@ -256,7 +257,7 @@ def push_adapter(
         private: Whether only the owner may see the repository.
         token: A token for the hub; the one of `hf auth login` unless given.
         license: The publisher's; the record decides unless given.
-        readme: A card of the user's own, in place of a generated one.
+        readme: The user's own card, instead of a generated one.
         commit_message: The message of the commit.
 
     Returns:
@@ -310,7 +311,7 @@ def _explain_hub_errors(repo: str) -> Iterator[None]:
     except AdapterError:
         raise
     except Exception as error:
-        # Every version of the client raises other kinds where there is no connection.
+        # Every version of the client raises different kinds where there is no connection.
         raise AdapterError(_describe_hub_error(error, repo)) from error
 
 
@@ -340,7 +341,7 @@ def read_results(path: Path, stored: StoredAdapter) -> list[dict]:
     cell, in points.
 
     Conventions other than the adapter's own are in the rows. Raise AdapterError for results of
-    other weights, another base model or another evictor.
+    other weights, a different base model or a different evictor.
     """
     card = stored.get_card()
     weights = stored.weights_hash()
@@ -363,7 +364,7 @@ def read_results(path: Path, stored: StoredAdapter) -> list[dict]:
         ) from error
     if not of_this_model:
         raise AdapterError(
-            f"{path} was measured with another base model ({model}); evaluate this one."
+            f"{path} was measured with a different base model ({model}); evaluate this one."
         )
     if not of_this_adapter:
         count = _find_truncation(of_this_model, stored)
@@ -385,7 +386,7 @@ def read_results(path: Path, stored: StoredAdapter) -> list[dict]:
 
 def _find_truncation(rows: list[dict], stored: StoredAdapter) -> int | None:
     """Return k where rows were measured with the adapter's first k restore tokens alone, whose
-    weights have another hash; None where no row was.
+    weights have a different hash; None where no row was.
     """
     measured = [row["adapter"] for row in rows]
     for count in range(1, len(stored.embeddings)):
@@ -467,7 +468,7 @@ def _compare_to_baselines(row: dict, rows: list[dict], card: AdapterCard) -> dic
 
 
 def merge_results(card: AdapterCard, results: list[dict]) -> AdapterCard:
-    """Return the card with these rows in place of older ones of the same kind."""
+    """Return the card with these rows instead of older ones of the same kind."""
 
     conventions = (*CONVENTIONS, *HELD, *MEASURED_WITH)
 
