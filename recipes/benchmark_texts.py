@@ -21,7 +21,7 @@ from pathlib import Path
 
 from restorekv.data.exercises import (
     BLANK,
-    LEAST_WORDS,
+    MIN_WORDS,
     QUOTED_WORDS,
     WORDINGS,
     leave_gap,
@@ -96,7 +96,7 @@ def _find_checkable_places(pieces: list[str]) -> list[int]:
     # Neither the first nor the last, since "before" and "after" need a neighbor.
     for place in range(1, len(pieces) - 1):
         around = pieces[place - 1 : place + 2]
-        long_enough = all(len(piece.split()) >= LEAST_WORDS for piece in around)
+        long_enough = all(len(piece.split()) >= MIN_WORDS for piece in around)
         is_unique = beginnings[quote_words(pieces[place], QUOTED_WORDS[0])] == 1
         if long_enough and is_unique and BLANK not in pieces[place]:
             places.append(place)

@@ -100,7 +100,7 @@ def test_the_parts_make_the_whole(tiny_tokenizer):
 
 @pytest.mark.parametrize("wrong", ["0/2", "3/2", "1", "1/0", "a/b", "1/2/3"])
 def test_a_part_that_is_none_is_refused(wrong):
-    with pytest.raises(RestoreKVError, match="--part is K/N"):
+    with pytest.raises(RestoreKVError, match="--part must be K/N"):
         replace(CONFIG, part=wrong)
 
 

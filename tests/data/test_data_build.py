@@ -19,7 +19,7 @@ import restorekv.data.build
 from restorekv.data.build import SHIPPED_TEXTS, build_mixture
 from restorekv.data.config import BuildConfig
 from restorekv.data.documents import SourceDocument
-from restorekv.data.gather import AttemptFile
+from restorekv.data.gather import AttemptFile, compute_longest_context
 from restorekv.data.mixture import read_mixture
 from restorekv.data.self_study import QUESTION_PROMPTS, SelfStudy
 from restorekv.data.sources import MIXTURES
@@ -250,7 +250,7 @@ def test_a_build_that_another_one_overtook_leaves_its_folder_alone(
 KILLED = """
 import os, signal, sys
 from restorekv.cli import main
-from restorekv.data.gather import AttemptFile
+from restorekv.data.gather import AttemptFile, compute_longest_context
 
 left, add = int(sys.argv[1]), AttemptFile.append_attempts
 
@@ -499,8 +499,8 @@ def test_a_dataset_of_the_hub_stays_at_the_commit_it_was_made_from(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("config.json", r"is not empty and holds no such data \(config\.json\); choose another"),
-        ("parts/mine", r"is not empty and holds no such data \(parts\)"),
+        ("config.json", r"holds other files \(config\.json\); choose another"),
+        ("parts/mine", r"holds other files \(parts\)"),
         ("build.json", "is damaged or not written by restorekv; build into another folder"),
         ("manifest.json", "damaged or not a manifest of restorekv"),
     ],
@@ -545,6 +545,13 @@ def test_what_is_less_than_wanted_is_told(files, model, tiny_tokenizer, tmp_path
         words[2].startswith("Tulu-3 FLAN gave 3 of 9 examples, all of ")
         and "1 too short" in words[2]
     )
+
+
+@pytest.mark.parametrize("option", ["answer_tokens", "flan_answer_tokens"])
+def test_answers_beyond_the_positions_name_their_option(files, model, tiny_tokenizer, option):
+    config = settings(files, **{option: 10**6})
+    with pytest.raises(RestoreKVError, match=f"lower --{option.replace('_', '-')}\\.$"):
+        compute_longest_context(model, tiny_tokenizer, config)
 
 
 def test_a_refused_book_is_replaced_by_the_next(files, model, tiny_tokenizer, tmp_path):

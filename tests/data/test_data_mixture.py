@@ -140,7 +140,7 @@ def test_any_other_change_is_damage(data, made):
         ),
         (
             lambda m: m["sources"]["flan"]["file"].update(name="../a.parquet"),
-            "its sources.flan.file has another name",
+            "its sources.flan.file has the wrong name",
         ),
         (lambda m: m["exclusion"].update(files=["a"]), r"\(its exclusion\)"),
         (lambda m: m["licenses"].update(MIT="1"), r"\(its licenses\)"),
@@ -163,9 +163,9 @@ def test_foreign_manifests_are_refused(change, message, data):
 def test_data_of_another_model_or_tokenizer_is_refused(made, tiny_tokenizer):
     model = build_model("qwen3")
     assert read_mixture(made, model, tiny_tokenizer)[0] == read_mixture(made)[0]
-    with pytest.raises(RestoreKVError, match="with another model"):
+    with pytest.raises(RestoreKVError, match="with a different model"):
         read_mixture(made, build_model("qwen3", seed=1), tiny_tokenizer)
-    with pytest.raises(RestoreKVError, match="with another model"):
+    with pytest.raises(RestoreKVError, match="with a different model"):
         read_mixture(
             made,
             build_model("qwen3", rope_parameters={"rope_type": "default", "rope_theta": 5.0}),
@@ -174,7 +174,7 @@ def test_data_of_another_model_or_tokenizer_is_refused(made, tiny_tokenizer):
     template = tiny_tokenizer.chat_template
     try:
         tiny_tokenizer.chat_template = template.replace("assistant", "helper")
-        with pytest.raises(RestoreKVError, match="with another chat template"):
+        with pytest.raises(RestoreKVError, match="with a different chat template"):
             read_mixture(made, model, tiny_tokenizer)
     finally:
         tiny_tokenizer.chat_template = template

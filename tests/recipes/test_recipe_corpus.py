@@ -126,7 +126,7 @@ def test_the_builder_takes_no_passage_that_shares_a_tenth(tiny_tokenizer, tmp_pa
         assert len(mine & tests) <= TENTH * len(mine), example["document"]
     taken = {example["document"].partition("/")[0] for example in result.examples}
     assert {"0.0", "0.02"} <= taken and "1.0" not in taken
-    refused = {each["document"].partition("/")[0] for each in result.refused}
+    refused = {each["document"].partition("/")[0] for each in result.overlaps}
     assert {"0.3", "0.6", "1.0"} == refused
 
 

@@ -69,8 +69,8 @@ def list_versions() -> dict[str, str]:
 
 
 def read_manifest(folder: Path) -> dict:
-    """Return the manifest of a complete folder; refuse one that is missing, damaged or of another
-    version.
+    """Return the manifest of a complete folder; refuse one that is missing, damaged or of a
+    different version.
     """
     path = folder / MANIFEST_FILE
     if not path.is_file():
@@ -86,8 +86,8 @@ def read_manifest(folder: Path) -> dict:
         )
     if manifest["version"] != VERSION:
         raise RestoreKVError(
-            f"{path} has version {manifest['version']}, not {VERSION}; use another restorekv or "
-            "build again."
+            f"{path} has version {manifest['version']}, not {VERSION}; use the restorekv that "
+            "wrote it or build again."
         )
     problem = _find_manifest_fault(manifest)
     if problem:
@@ -111,9 +111,9 @@ def _find_manifest_fault(manifest: dict) -> str | None:
             wrong = find_wrong_entry(source["file"], FILE_HASH)
         if wrong is not None or source["examples"] < 1:
             return f"its sources.{name}.{wrong or 'examples'}"
-        # Another name than the builder gives might lead out of the folder.
+        # A name other than the builder's might lead out of the folder.
         if source["file"]["name"] != f"{name}.parquet":
-            return f"its sources.{name}.file has another name"
+            return f"its sources.{name}.file has the wrong name"
     return None
 
 
@@ -130,9 +130,7 @@ def check_folder(out: Path, resume: bool) -> None:
             # What a build that was killed at its very beginning may have left.
             if name.startswith(f".{BUILD_FILE}.") or _is_empty_parts(out / name):
                 continue
-            raise RestoreKVError(
-                f"{out} is not empty and holds no such data ({name}); choose another folder."
-            )
+            raise RestoreKVError(f"{out} holds other files ({name}); choose another folder.")
     if names and not resume:
         raise RestoreKVError(
             f"{out} already holds a data set; continue with --resume or choose another folder."
@@ -176,8 +174,8 @@ def read_earlier_build(out: Path) -> dict | None:
 
 
 def check_not_overtaken(out: Path, before: dict | None) -> None:
-    """Refuse a folder that another build has begun or ended since it was read as `before`, an
-    unfinished build or none: that one's work would be overwritten.
+    """Refuse a folder that a different build has begun or ended since it was read as `before`, an
+    unfinished build or none: that build's work would be overwritten.
     """
     if (out / MANIFEST_FILE).exists() or read_earlier_build(out) != before:
         raise RestoreKVError(
@@ -187,12 +185,9 @@ def check_not_overtaken(out: Path, before: dict | None) -> None:
 
 
 def begin_build(out: Path, before: dict | None, record: dict) -> None:
-    """Write down what is being built, after checking that it is what was begun here.
-
-    The sources' files may have been corrected since: answers are only reused for the texts they
-    were made for.
-    """
-    # Files of a source may have been corrected since; their answers are checked one by one.
+    """Write down what is being built, after checking that it is what was begun here."""
+    # The sources' files may have been corrected since: answers are only reused for the texts they
+    # were made for.
     compared = {key: value for key, value in record.items() if key != "sources"}
     check_same_build(out, before, compared)
     check_not_link(out / PARTS_FOLDER)
@@ -201,7 +196,7 @@ def begin_build(out: Path, before: dict | None, record: dict) -> None:
 
 
 def discard_empty_build(out: Path) -> None:
-    """Leave nothing behind after a failure if nothing has been asked yet."""
+    """Delete the files of a build that failed before anything was asked."""
     if not any((out / PARTS_FOLDER).iterdir()):
         delete_build_files(out)
 
@@ -214,7 +209,7 @@ def delete_build_files(out: Path) -> None:
 
 def list_compared_keys(before: dict[str, Any]) -> list[str]:
     """Return the keys by which a model is compared with the one that a record describes."""
-    # A model may have another name, but not other weights.
+    # A model may have a different name, but not different weights.
     keys = ["fingerprint", "dtype", "template", "tokenizer", "rope"]
     # Records of earlier versions do not say which ids end an answer.
     if "stops" in before:
@@ -251,7 +246,7 @@ def check_same_build(out: Path, before: dict | None, now: dict) -> None:
             changes.append(f"{option} {earlier} (now {value})")
     if changes:
         raise RestoreKVError(
-            f"{out} was made with {', '.join(changes)}; give the same or another folder."
+            f"{out} was made with {', '.join(changes)}; pass the same or choose another folder."
         )
 
 

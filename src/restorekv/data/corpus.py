@@ -31,7 +31,7 @@ from restorekv.model.tokenize import locate_tokens
 from restorekv.restore.licenses import forbids_commercial_use
 
 TRAIN_SPLIT = "train"
-STUDIED = 0.1  # share of the passages about which the teacher asks questions of its own
+STUDIED = 0.1  # share of the passages about which the teacher asks its own questions
 FACT_QUESTIONS = 2  # of a passage, at most
 CORPUS_LICENSES = {  # what the corpus' rows say, and the identifier of the hub
     "apache-2.0": "apache-2.0",
@@ -55,7 +55,7 @@ CORPUS_LICENSES = {  # what the corpus' rows say, and the identifier of the hub
 # not known.
 OWN_TERMS = "other"
 PUBLIC_DOMAIN = "public domain"  # what the other ones begin with that may be used
-# Words that name another license, for a part of the text or for other countries, and beginnings of
+# Words that also name a license, for a part of the text or for other countries, and beginnings of
 # such words.
 LICENSE_WORDS = frozenset(("cc", "nd", "sa"))
 LICENSE_BEGINNINGS = (
@@ -115,7 +115,7 @@ def _take_turns(genres: dict[str, list[dict]], config: BuildConfig) -> Iterator[
     taken = 0
     while any(genres.values()):
         left = sorted(name for name in genres if genres[name])
-        # Another order in every turn, so that each part gets all genres.
+        # A different order in every turn, so that each part gets all genres.
         for name in rng.sample(left, len(left)):
             # As many made documents as keep their share of all so far.
             if config.made and made < config.made * (made + taken + 1):
@@ -126,7 +126,7 @@ def _take_turns(genres: dict[str, list[dict]], config: BuildConfig) -> Iterator[
 
 
 def _read_genre(row: dict) -> str:
-    """Return the genre of a row that may be trained on; raise DropRow for another."""
+    """Return the genre of a row that may be trained on; raise DropRow for any other row."""
     if row.get("split") not in (None, TRAIN_SPLIT):
         raise DropRow("of another split")
     if not isinstance(row.get("genre"), str) or not row["genre"].strip():
@@ -152,7 +152,7 @@ def identify_license(row: dict) -> str:
 
 
 def _names_other_license(words: str) -> bool:
-    """Return whether words about the public domain, in lower case, name another license too."""
+    """Return whether words about the public domain, in lower case, also name a license."""
     if forbids_commercial_use(words):
         return True
     return any(
@@ -168,7 +168,8 @@ def _make_passage(row: dict, config: BuildConfig, tokenizer: Tokenizer) -> Sourc
     if not name:
         text_hash = hashlib.sha256(read_text_field(row, "text").encode()).hexdigest()
         name = f"passage {text_hash[:12]}"
-    # Draws of a passage depend on its name alone, so that every part of a build cuts it alike.
+    # Draws of a passage depend on its name alone, so that every part of a build cuts it the same
+    # way.
     rng = random.Random(f"{config.seed} passage {name}")
     whole_text = read_text_field(row, "text").strip()
     text = _cut_passage(whole_text, _draw_length(rng, config), tokenizer, rng)
@@ -184,7 +185,7 @@ def _make_passage(row: dict, config: BuildConfig, tokenizer: Tokenizer) -> Sourc
     exercises = draw_exercises(text, rng, max(config.questions - len(questions), 2))
     studied = not questions and rng.random() < STUDIED
     if studied:
-        # The teacher's own questions take the place of the others.
+        # The teacher's own questions replace the others.
         exercises = exercises[:1]
     questions += exercises
     if not questions and not studied:
@@ -222,23 +223,22 @@ def _cut_passage(text: str, tokens: int, tokenizer: Tokenizer, rng: random.Rando
     Half of the parts begin where the passage does. A part may end inside a sentence that has no end
     in reach.
     """
-    places = locate_tokens(tokenizer, text)
-    if len(places) <= tokens:
+    spans = locate_tokens(tokenizer, text)
+    if len(spans) <= tokens:
         return text
     first = 0
     if rng.random() < 0.5:
         # A paragraph that begins after this would leave the part too short.
-        # The last paragraph that still leaves `tokens` tokens after it.
-        latest = places[len(places) - tokens][0]
+        latest = spans[len(spans) - tokens][0]
         starts = []
-        for place, letter in enumerate(text):
-            if letter == "\n" and place < latest:
-                starts.append(place + 1)
+        for offset, char in enumerate(text):
+            if char == "\n" and offset < latest:
+                starts.append(offset + 1)
         if starts:
             first = rng.choice(starts)
     # From characters back to tokens: the first token at or after the start.
-    after = next(index for index, place in enumerate(places) if place[0] >= first)
-    last = places[min(after + tokens, len(places)) - 1][1]
+    after = next(index for index, span in enumerate(spans) if span[0] >= first)
+    last = spans[min(after + tokens, len(spans)) - 1][1]
     part = text[first:last]
     ends = [match.start() for match in SENTENCE_END.finditer(part)]
     # An end near the end of the part; otherwise too much would be lost.

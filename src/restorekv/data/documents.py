@@ -18,9 +18,9 @@ SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which JSON may ho
 class SourceDocument:
     """A context; `name` identifies it within its source.
 
-    `book` names the book that a chunk is from, `more` says that another chunk of it follows.
+    `book` names the book that a chunk is from, `more` says that one more chunk of it follows.
     `asked` holds (kind, question) pairs that come with the text; `studied` says whether the teacher
-    asks questions of its own.
+    asks its own questions.
     """
 
     name: str

@@ -2,7 +2,7 @@
 things to list.
 
 A small model writes poor questions about a text. These are drawn from the text itself, so they work
-for prose, code, tables and logs alike, and they ask for every part of it: a cache that answers them
+for prose, code, tables and logs, and they ask for every part of it: a cache that answers them
 has lost little. None of their wordings is one of a benchmark's.
 """
 
@@ -20,11 +20,11 @@ SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 QUOTED_WORDS = (6, 14)  # of a quotation that names a place of the text
 GAP_WORDS = (1, 4)  # that a blank leaves out
 BLANK = "____"
-LEAST_WORDS = 4  # of a sentence or line that is worth asking about
+MIN_WORDS = 4  # of a sentence or line that is worth asking about
 
 
 def draw_exercises(text: str, rng: random.Random, count: int) -> list[tuple[str, str]]:
-    """Draw `count` exercises about a text, each of another kind.
+    """Draw `count` exercises about a text, each of a different kind.
 
     The first asks for a part of the text word for word, the second for something that takes all of
     it, and the others for single places. A text with too few sentences or lines gives fewer.
@@ -38,7 +38,7 @@ def draw_exercises(text: str, rng: random.Random, count: int) -> list[tuple[str,
         Pairs of kind and question.
     """
     kinds = [rng.choice(VERBATIM), rng.choice(OPEN)]
-    # More kinds than are wanted: a text may have no place for some.
+    # More kinds than are wanted: a text may not suit some.
     kinds += rng.sample(LOCAL, len(LOCAL))
     units = split_units(text)
     exercises = []
@@ -58,11 +58,11 @@ def split_units(text: str) -> list[str]:
     """Return the sentences of a text, or its lines where these are shorter, without the shortest of
     them.
     """
-    return [unit for unit in split_pieces(text) if len(unit.split()) >= LEAST_WORDS]
+    return [unit for unit in split_pieces(text) if len(unit.split()) >= MIN_WORDS]
 
 
 def _write_exercise(kind: str, units: list[str], rng: random.Random) -> str | None:
-    """Return a question of that kind, or None if the text has no place for it."""
+    """Return a question of that kind, or None if the text is too short for it."""
     if len(units) < 4:
         return None
     wording = rng.choice(WORDINGS[kind])

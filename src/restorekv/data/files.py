@@ -41,7 +41,7 @@ def list_source_files(path: Path) -> list[Path]:
     are linked there, sorted.
     """
     if path.is_file():
-        # A single file is what the user named; another ending would be read as something else.
+        # A single file is what the user named; an unknown ending would be read as something else.
         if format_suffix(path) not in ENDINGS:
             raise RestoreKVError(f"{path} is not a file of type {FORMATS}; convert it first.")
         return [path]
@@ -97,10 +97,10 @@ def iterate_rows(where: str, origin: dict) -> Iterator[dict]:
     for file in list_source_files(Path(where)):
         if not file.stat().st_size:
             raise RestoreKVError(f"{file} is empty; fetch it again or leave it out.")
-        for place, row in iterate_values(file):
+        for location, row in iterate_values(file):
             if not isinstance(row, dict):
                 raise RestoreKVError(
-                    f"{file}, {place} is not a JSON object; fix it or leave it out."
+                    f"{file}, {location} is not a JSON object; fix it or leave it out."
                 )
             yield row
 
@@ -156,7 +156,7 @@ def iterate_values(file: Path) -> Iterator[tuple[str, object]]:
 
 
 def _iterate_json(file: Path, content: bytes) -> Iterator[tuple[str, object]]:
-    """Yield the elements of a JSON list, or the one value of another file."""
+    """Yield the elements of a JSON list, or the one value of any other file."""
     if not content.strip():
         return
     parsed = _parse_json_at(file, content)

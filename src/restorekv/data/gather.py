@@ -29,9 +29,9 @@ from restorekv.seal import short_hash
 # What a line of such a file holds: name and hash of a context, and what was asked about it.
 ATTEMPT_LINE = {"context": list[str], "attempts": list[dict[str, Any]]}
 # Contexts whose answers a GPU writes in one batch.
-AT_ONCE_PADDED = 24
+PADDED_BATCH = 24
 # Positions reserved for the wording around the longest question.
-_WORDING_MARGIN = 64
+WORDING_MARGIN = 64
 Progress = Callable[[int, int, str], None]
 
 
@@ -44,8 +44,8 @@ class AttemptFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        for place in (path.parent, path):
-            check_not_link(place)
+        for each in (path.parent, path):
+            check_not_link(each)
         self.done = list(load_lines(path))
         if any(find_wrong_entry(line, ATTEMPT_LINE) for line in self.done):
             raise RestoreKVError(f"{path} is damaged; delete it to ask its contexts again.")
@@ -86,7 +86,7 @@ class LengthFilter:
             return "too short"
         if context.text_tokens > self.longest:
             return "too long"
-        # Case and punctuation do not make another text.
+        # Case and punctuation do not make a different text.
         digest = hashlib.sha256(" ".join(split_words(text)).encode()).hexdigest()
         if digest in self.seen:
             return "repeated"
@@ -107,18 +107,20 @@ def compute_longest_context(
     if any(source.asked_once for source in select_sources(config)):
         longest_answer = max(longest_answer, config.flan_answer_tokens)
     tail = frame.suffix_ids.shape[-1] + config.question_tokens + longest_answer
-    most = min(config.longest, positions - frame.prefix_length - tail - _WORDING_MARGIN)
-    if most < 1:
+    longest = min(config.longest, positions - frame.prefix_length - tail - WORDING_MARGIN)
+    if longest < 1:
+        option = "answer" if longest_answer == config.answer_tokens else "flan-answer"
         raise RestoreKVError(
-            f"The model's {positions} positions are too few for such answers; ask for shorter ones."
+            f"The model has only {positions} positions, too few for a context with a question and "
+            f"an answer; lower --{option}-tokens."
         )
-    return most
+    return longest
 
 
 @dataclass
 class SourceResult:
     """What one source gave: its examples, and how many rows and attempts were dropped for which
-    reason.
+    reason; `overlaps` are the documents that have an evaluation text.
     """
 
     examples: list[dict] = field(default_factory=list)
@@ -126,9 +128,9 @@ class SourceResult:
     contexts: int = 0
     units: set[str | int] = field(default_factory=set)
     dropped: Counter[str] = field(default_factory=Counter)
-    refused: list[dict] = field(default_factory=list)
+    overlaps: list[dict] = field(default_factory=list)
     attempts: int = 0
-    faults: Counter[str] = field(default_factory=Counter)
+    dropped_attempts: Counter[str] = field(default_factory=Counter)
 
     def count_units(self, source: Source) -> int:
         """Return how many of the wanted units there are; a book counts once one of its chunks was
@@ -140,7 +142,7 @@ class SourceResult:
 
     def describe_drops(self) -> str:
         """Return the reasons for dropped rows and attempts with their counts."""
-        counts = self.dropped + self.faults
+        counts = self.dropped + self.dropped_attempts
         reasons = [f"{count} {reason}" for reason, count in counts.items()]
         return ", ".join(reasons) or "nothing"
 
@@ -150,10 +152,10 @@ class SourceResult:
             "title": source.title,
             "rows": self.read,
             "dropped": dict(self.dropped),
-            "refused": self.refused,
+            "refused": self.overlaps,
             "contexts": self.contexts,
             "attempts": self.attempts,
-            "dropped_attempts": dict(self.faults),
+            "dropped_attempts": dict(self.dropped_attempts),
             "examples": len(self.examples),
             "licenses": dict(Counter(example["license"] for example in self.examples)),
         }
@@ -187,7 +189,7 @@ class SourceBuilder:
             steps = wanted * self.config.chunks
         at_once = source.at_once
         if teacher.pads and not source.asked_once:
-            at_once = max(at_once, AT_ONCE_PADDED)
+            at_once = max(at_once, PADDED_BATCH)
         lengths = LengthFilter(self.tokenizer, source.shortest(self.config), self.longest)
         waiting: list[tuple[SourceDocument, Context]] = []
         for item in items:
@@ -258,7 +260,7 @@ class SourceBuilder:
         if match is not None:
             text, share = match
             result.dropped["in an evaluation set"] += 1
-            result.refused.append({"document": item.name, "found in": text, "share": share})
+            result.overlaps.append({"document": item.name, "found in": text, "share": share})
             return None
         return item, context
 
@@ -276,7 +278,7 @@ class SourceBuilder:
         result.attempts += len(attempts)
         for attempt in attempts:
             if "fault" in attempt:
-                result.faults[attempt["fault"]] += 1
+                result.dropped_attempts[attempt["fault"]] += 1
                 continue
             example = {
                 "source": source.name,

@@ -89,9 +89,9 @@ def read_mixture(
 ) -> tuple[list[MixtureContext], dict]:
     """Return the contexts, source by source, and the manifest.
 
-    Refuses data of another model than `model` and `tokenizer`, and contexts of more tokens than the
-    limit they were made with. Raises RestoreKVError that names the file, and the row where one is
-    bad (from 1).
+    Refuses data of a model other than `model` with `tokenizer`, and contexts of more tokens than
+    the limit they were made with. Raises RestoreKVError that names the file, and the row where one
+    is bad (from 1).
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -151,7 +151,7 @@ def _find_row_fault(row: dict, source: str, limit: int) -> str | None:
     if min(ids) < 0:
         return "has an answer id below 0"
     if len(ids) != row["answer_tokens"]:
-        return "has another number of answer ids than it says"
+        return "does not have the number of answer ids that it says"
     if row["context_tokens"] > limit:
         return f"has a context of {row['context_tokens']} tokens, more than {limit}"
     return None

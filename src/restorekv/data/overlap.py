@@ -2,7 +2,7 @@
 
 A document is refused if its words are those of an evaluation text, or if a fraction of at least
 `share` of its 13-grams is among those of the evaluation texts, or of one evaluation text's among
-its own. Fewer than LEAST_COMMON common 13-grams (a stretch of 20 words) count as a coincidence.
+its own. Fewer than MIN_COMMON common 13-grams (a stretch of 20 words) count as a coincidence.
 """
 
 import hashlib
@@ -30,11 +30,11 @@ UNSPACED = (
     "\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"
     "\uf900-\ufaff\U00020000-\U0003ffff"
 )
-# One such letter, or a run of others.
+# One such character, or a run of others.
 WORD = re.compile(rf"(?=\w)[{UNSPACED}]|[^\W{UNSPACED}]+")
 GRAM_WORDS = 13
 NEAR_COPY = 0.8  # share of common grams from which on two texts are nearly the same
-LEAST_COMMON = 8  # grams, below which texts have nothing in common
+MIN_COMMON = 8  # grams, below which texts have nothing in common
 # The base of the polynomial that hashes a gram: an odd number with bits everywhere.
 BASE = np.uint64(0x9E3779B97F4A7C15)
 # Fields of evaluation files that hold texts.
@@ -61,7 +61,8 @@ SHOWN_NAMES = 5  # of files in a warning
 def split_words(text: str) -> list[str]:
     """Return the words in lower case, without punctuation, compatible characters unified.
 
-    In scripts without spaces every letter is a word, so that line breaks do not change the words.
+    In scripts without spaces every character is a word, so that line breaks do not change the
+    words.
     """
     return WORD.findall(unicodedata.normalize("NFKC", text).lower())
 
@@ -79,8 +80,8 @@ def hash_grams(text: str) -> np.ndarray:
         return np.empty(0, dtype=np.uint64)
     # A polynomial in BASE over each stretch of words, all stretches at once.
     total = np.zeros(len(hashes) - GRAM_WORDS + 1, dtype=np.uint64)
-    for place in range(GRAM_WORDS):
-        total = total * BASE + hashes[place : place + len(total)]  # modulo 2**64
+    for offset in range(GRAM_WORDS):
+        total = total * BASE + hashes[offset : offset + len(total)]  # modulo 2**64
     return np.unique(total)
 
 
@@ -98,7 +99,7 @@ def find_near_copies(texts: Sequence[str], others: Sequence[str]) -> list[int]:
         for other in grams_of_others:
             fewer = min(len(grams), len(other))
             common = len(np.intersect1d(grams, other, assume_unique=True))
-            is_copy |= common >= max(NEAR_COPY * fewer, LEAST_COMMON)
+            is_copy |= common >= max(NEAR_COPY * fewer, MIN_COMMON)
         if is_copy:
             copies.append(index)
     return copies
@@ -145,20 +146,20 @@ class EvaluationIndex:
         own = hash_grams(text)
         if not len(own) or not len(self.grams):
             return None
-        # The places of each gram of the document among those of all evaluation texts.
+        # The range of each gram of the document among those of all evaluation texts.
         first = np.searchsorted(self.grams, own, "left")
         last = np.searchsorted(self.grams, own, "right")
         common = first < last
         count = common.sum()
-        # Stock phrases of a language share a few grams; that is no evidence.
-        if count < LEAST_COMMON:
+        # Stock phrases of a language share a few grams; that is not evidence.
+        if count < MIN_COMMON:
             return None
-        places = zip(first[common], last[common], strict=True)
-        owners = np.concatenate([self.owners[start:end] for start, end in places])
+        ranges = zip(first[common], last[common], strict=True)
+        owners = np.concatenate([self.owners[start:end] for start, end in ranges])
         counts = np.bincount(owners, minlength=len(self.sizes))
         # Two shares may be high: that of the document that is known, and that of one evaluation
         # text that is in the document.
-        known = np.where(counts >= LEAST_COMMON, counts / np.maximum(self.sizes, 1), 0)
+        known = np.where(counts >= MIN_COMMON, counts / np.maximum(self.sizes, 1), 0)
         of_document = count / len(own)
         share, best = max((of_document, counts.argmax()), (known.max(), known.argmax()))
         if share < self.share:

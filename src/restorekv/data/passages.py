@@ -98,17 +98,17 @@ def cut_passages(
     Lengths are log-uniform between `config.passage_shortest` and `config.passage_longest` tokens.
     """
     rng = random.Random(f"{config.seed} passages {name}")
-    places = locate_tokens(tokenizer, text)
+    spans = locate_tokens(tokenizer, text)
     low = math.log(config.passage_shortest)
     high = math.log(config.passage_longest)
-    spare = max(len(places) - count * config.passage_longest, 0)
+    spare = max(len(spans) - count * config.passage_longest, 0)
     start = 0
     for _ in range(count):
         length = round(math.exp(rng.uniform(low, high)))
-        end = min(start + length, len(places))
+        end = min(start + length, len(spans))
         if end - start < config.passage_shortest:
             return
-        yield text[places[start][0] : places[end - 1][1]], (end - start) / len(places)
+        yield text[spans[start][0] : spans[end - 1][1]], (end - start) / len(spans)
         # A gap between passages, drawn so that all of them fit into the text.
         start = end + (rng.randint(0, 2 * spare // count) if count > 1 else 0)
 
@@ -212,7 +212,7 @@ def invent_facts(passage: str, rng: random.Random) -> tuple[str, list[str]]:
             facts.append(sentence.format(attribute=attribute, thing=thing, value=value))
         questions.append(question.format(attribute=attribute, thing=thing))
     sentences = SENTENCE_END.split(passage)
-    # Each at a random place, so that nothing tells where a fact is.
+    # Each at a random index, so that nothing tells where a fact is.
     for fact in facts:
         sentences.insert(rng.randint(0, len(sentences)), fact)
     return " ".join(sentences), questions

@@ -128,16 +128,16 @@ def read_book(
             chunks[number],
             PG19_LICENSE,
             book=f"row {index}",
-            # A further chunk of this book follows, so the builder goes on after it has enough.
+            # A further chunk of this book follows, so the builder continues after it has enough.
             more=number != drawn[-1],
         )
 
 
 def _cut_chunks(tokenizer: Tokenizer, text: str, size: int) -> Iterator[str]:
     """Cut the text into stretches of `size` tokens and drop the rest at the end."""
-    places = locate_tokens(tokenizer, text)
-    for start in range(0, len(places) - size + 1, size):
-        yield text[places[start][0] : places[start + size - 1][1]]
+    spans = locate_tokens(tokenizer, text)
+    for start in range(0, len(spans) - size + 1, size):
+        yield text[spans[start][0] : spans[start + size - 1][1]]
 
 
 @read_each_row

@@ -70,8 +70,8 @@ def make_data_table(rows: list[dict], manifest: dict) -> Table:
     for row in rows:
         cells = list(_format_row(row))
         if row["paper"]:
-            for place, figure in enumerate(_format_row(row["paper"])):
-                cells[place] += f" ({figure})"
+            for index, figure in enumerate(_format_row(row["paper"])):
+                cells[index] += f" ({figure})"
         licenses = [f"{name}: {count:,}" for name, count in row["licenses"].items()]
         style = "bold" if row["source"] == "total" else None
         table.add_row(row["title"], *cells, "\n".join(licenses), style=style)

@@ -1,4 +1,4 @@
-"""The model whose answers a mixture holds: what identifies it, and whether another is the same."""
+"""The model whose answers a mixture holds: what identifies it, and whether a model is the same."""
 
 import json
 from pathlib import Path
@@ -45,8 +45,8 @@ def hash_tokenizer(tokenizer: Tokenizer) -> str:
 
 
 def check_model(manifest: dict, model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
-    """Refuse answers of another model: they are not this teacher's, and their ids may mean other
-    words.
+    """Refuse answers of a different model: they are not this teacher's, and their ids may mean
+    other words.
     """
     now = describe_model(model, tokenizer)
     before = manifest["model"]
@@ -55,6 +55,6 @@ def check_model(manifest: dict, model: PreTrainedModel, tokenizer: Tokenizer, fo
         if key in compared and now[key] != before.get(key):
             raise RestoreKVError(
                 f"The data in {folder} was made by the model {make_printable(before.get('name'))} "
-                f"with another {what} ({make_printable(before.get(key))}, not {now[key]}); build "
-                "it for this model."
+                f"with a different {what} ({make_printable(before.get(key))}, not {now[key]}); "
+                "build it for this model."
             )
