@@ -398,7 +398,7 @@ def test_a_text_too_short_for_its_ratio_is_kept_whole_with_a_warning(case):
 
 BAD = [
     ({"context": ""}, "context is empty"),
-    ({"context": None}, "context is text"),
+    ({"context": None}, "context must be text"),
     ({"ratio": 0}, "above 0"),
     ({"ratio": 1.5}, "above 0"),
     ({"ratio": float("nan")}, "above 0"),
@@ -543,7 +543,7 @@ def test_an_adapter_from_disk_is_as_the_one_in_memory(case, tmp_path):
 
 def test_adapters_of_another_model_object_or_evictor(case):
     model, tokenizer, text = case
-    with pytest.raises(AdapterError, match="another model object"):
+    with pytest.raises(AdapterError, match="a different model object"):
         compress(
             model,
             tokenizer,
@@ -584,7 +584,7 @@ def test_automatic_adapters_are_for_the_tiny_model_alone(case):
 def test_budgets_of_another_context_are_refused(case):
     model, tokenizer, text = case
     prepared = Eviction.make("kvzip").prepare(model, tokenizer, text)
-    with pytest.raises(BudgetError, match="make another"):
+    with pytest.raises(BudgetError, match="make a new one"):
         prepared.evict(Budget.of_ratio(0.1, 7, 3, 2))
     shape = CacheShape.from_model(model)
     with pytest.raises(BudgetError, match="prepare the context with an adapter"):

@@ -258,6 +258,6 @@ def test_paths_and_documents_of_another_type_are_refused(small, tmp_path):
     talk = small.chat()
     talk.save(tmp_path / "talk.json")
     with pytest.raises(
-        RestoreKVError, match=r"goes on over the compressed context .* not over str"
+        RestoreKVError, match=r"continues over the compressed context .* not over str"
     ):
         Chat.load(tmp_path / "talk.json", "doc.rkv")

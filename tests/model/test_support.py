@@ -189,7 +189,9 @@ def test_sinks_that_only_the_class_knows_are_seen(monkeypatch):
 
         return with_sink
 
-    with pytest.raises(ModelError, match="in another way, such as with a cap or another sink"):
+    with pytest.raises(
+        ModelError, match="in a different way, such as with a cap or a different sink"
+    ):
         support.get_support(with_eager(monkeypatch, change))
 
 

@@ -393,7 +393,7 @@ def test_earlier_turns_stand_before_the_question(connector):
     )
     alone = encode_question(tokenizer, document.context, QUESTION)[0].tolist()
     assert prompt(document, QUESTION, tokenizer) == document.ids.tolist() + alone
-    with pytest.raises(RestoreKVError, match="is text, not a list"):
+    with pytest.raises(RestoreKVError, match="must be text, not a list"):
         prompt(document, [QUESTION], tokenizer)
 
 
