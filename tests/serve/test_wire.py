@@ -35,7 +35,7 @@ class Scripted:
 
     def __init__(self) -> None:
         self.tokenizer = build_tokenizer()
-        self.stops = {self.tokenizer.eos_token_id}
+        self.stop_ids = {self.tokenizer.eos_token_id}
         self.ids = self.tokenizer(WORDS, add_special_tokens=False).input_ids
 
     def start(self) -> None: ...

@@ -132,7 +132,7 @@ class CacheEngine(Engine, Generic[Active]):
         self.tokenizer = tokenizer
         self.store = store
         self.memory = memory
-        self.stops = decoding.get_stop_ids(model, tokenizer)
+        self.stop_ids = decoding.get_stop_ids(model, tokenizer)
         self.origin = CacheOrigin.describe(model, tokenizer, self.compress_settings)
         # By the document's hash and the cache's key.
         self.held: OrderedDict[tuple[str, str], CompressedContext] = OrderedDict()
@@ -206,7 +206,11 @@ class CacheEngine(Engine, Generic[Active]):
             ids = torch.tensor(self._encode_prompt(question.prompt), dtype=torch.long)
         else:
             ids = encode_plain_chat(
-                self.tokenizer, question.turns, question.text, question.system, question.opening
+                self.tokenizer,
+                question.turns,
+                question.text,
+                question.system,
+                question.answer_prefix,
             )
         nothing = torch.empty(1, 0, dtype=torch.long)
         context = Context(ids[None, :first], prefix_length=0, suffix_ids=nothing)
@@ -220,7 +224,7 @@ class CacheEngine(Engine, Generic[Active]):
             question.turns,
             question.text,
             question.system,
-            question.opening,
+            question.answer_prefix,
         )
 
     def _encode_prompt(self, prompt: str | Sequence[int]) -> Sequence[int]:
@@ -280,10 +284,10 @@ class CacheEngine(Engine, Generic[Active]):
                 answer = make_answer(
                     self.tokenizer,
                     sampler.answer,
-                    self.stops,
+                    self.stop_ids,
                     read,
                     sampler,
-                    active.question.goes_on,
+                    active.question.continues_text,
                 )
                 answers.append(answer)
             else:

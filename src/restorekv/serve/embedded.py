@@ -86,7 +86,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         self.slots = asyncio.Semaphore(decoding.BATCH)
         self.prepare_executor = ThreadPoolExecutor(PREPARING, "restorekv-prepare")
         self.prepared: queue.SimpleQueue[LocalQuestion | None] = queue.SimpleQueue()
-        self.scheduler = Scheduler(model, self.stops)
+        self.scheduler = Scheduler(model, self.stop_ids)
         # Questions without a document append to this one; so they share their passes too.
         self.empty_cache: RaggedCache | None = None
         self.beginning = threading.Lock()
@@ -150,7 +150,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         started = time.perf_counter()
         max_positions = count_usable_positions(self.model)
         # Refuse what is far too long before it is tokenized.
-        texts = [question.system, question.text, question.opening]
+        texts = [question.system, question.text, question.answer_prefix]
         for turn in question.turns:
             texts.extend(turn)
         check_size("".join(texts), self.tokenizer, max_positions)
@@ -179,7 +179,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         ids = torch.cat([context.ids[0], prompt])[None]
         seeds = [sampling.seed + number for number in range(sampling.samples)]
         samplers = make_samplers(
-            sampling, self.tokenizer, [ids] * len(seeds), seeds, self.stops, always=True
+            sampling, self.tokenizer, [ids] * len(seeds), seeds, self.stop_ids, always=True
         )
         assert samplers is not None
         return LocalQuestion(
@@ -287,7 +287,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         for request in (*self.scheduler.active_requests, *self.scheduler.pending):
             assert isinstance(request.label, LocalQuestion)
             settle_future(request.label.written, error=error)
-        self.scheduler = Scheduler(self.model, self.stops)
+        self.scheduler = Scheduler(self.model, self.stop_ids)
 
     def _yield_to_compression(self, seconds: float) -> None:
         """Give a compression its share of the time, after a step that took some seconds."""

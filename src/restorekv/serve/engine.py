@@ -139,7 +139,7 @@ class ServedQuestion:
         turns: Earlier questions with their answers.
         text: The question.
         system: The system message, or "".
-        opening: The beginning of the answer, which the client has and the model continues.
+        answer_prefix: The beginning of the answer, which the client has and the model continues.
         limit: How many tokens an answer may have.
         sampling: How the answers are written.
         on_token: Called with (sample, id, *TokenSampler.likely) for every token, from any thread.
@@ -163,13 +163,13 @@ class ServedQuestion:
     started: bool = False
     cancelled: bool = False
     prompt: str | Sequence[int] = ""
-    opening: str = ""
+    answer_prefix: str = ""
     has_seed: bool = False
 
     @property
-    def goes_on(self) -> bool:
+    def continues_text(self) -> bool:
         """Whether the answer continues a text, so that a space at its start belongs to it."""
-        return bool(self.prompt or self.opening)
+        return bool(self.prompt or self.answer_prefix)
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class Engine(ABC):
     """
 
     tokenizer: Tokenizer
-    stops: set[int]  # ids that end an answer
+    stop_ids: set[int]  # ids that end an answer
     # Seconds the engine needs at its end after all requests have ended, where it is more than a
     # moment.
     shutdown_grace: float = 0.0

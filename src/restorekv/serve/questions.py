@@ -115,7 +115,7 @@ class Questions:
             turns=chat.turns,
             text=chat.question,
             system=chat.system,
-            opening=chat.opening,
+            answer_prefix=chat.answer_prefix,
             limit=chat.limit,
             sampling=chat.sampling,
             has_seed=request.seed is not None,
@@ -149,9 +149,9 @@ class Questions:
         for _ in range(question.sampling.samples):
             text = GrowingText(
                 service.engine.tokenizer,
-                service.engine.stops,
+                service.engine.stop_ids,
                 question.sampling.stop,
-                keep_leading_space=question.goes_on,
+                keep_leading_space=question.continues_text,
             )
             texts.append(text)
         return PendingAnswer(

@@ -482,7 +482,7 @@ class ParsedChat:
         system: All system messages.
         turns: Earlier questions with their answers.
         question: The last question.
-        opening: What the assistant has begun to answer to it, or "".
+        answer_prefix: What the assistant has begun to answer to it, or "".
         variant: How the documents are held.
         sampling: How the answers are written.
         limit: How many tokens an answer may have.
@@ -492,7 +492,7 @@ class ParsedChat:
     system: str
     turns: Sequence[tuple[str, str]]
     question: str
-    opening: str
+    answer_prefix: str
     variant: Variant
     sampling: SamplingConfig
     limit: int
@@ -545,9 +545,9 @@ def parse_chat(
         else:
             roles.append(role)
             texts.append(text)
-    opening = ""
+    answer_prefix = ""
     if roles and roles[-1] == "assistant":
-        opening = texts.pop()
+        answer_prefix = texts.pop()
         if request.response_format and request.response_format.find_schema():
             raise OptionError(
                 "response_format cannot continue a partial answer; leave out the assistant's last "
@@ -565,7 +565,7 @@ def parse_chat(
         system=_join_texts(system),
         turns=list(zip(questions[:-1], texts[1::2], strict=True)),
         question=questions[-1],
-        opening=opening,
+        answer_prefix=answer_prefix,
         variant=Variant.parse(request.model, base),
         sampling=request.make_sampling(defaults),
         limit=min(request.max_completion_tokens or request.max_tokens or max_tokens, max_tokens),

@@ -310,7 +310,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
                 f"vLLM reads at most {self.client.longest:,} tokens, and the prompt has "
                 f"{len(ids):,}."
             )
-        params = make_sampling_params(question.sampling, limit, self.stops)
+        params = make_sampling_params(question.sampling, limit, self.stop_ids)
         # A greedy answer has no use for a seed. Without one from the client none is sent, because
         # vLLM on a CPU crashes if it reads a question with a seed in pieces.
         if question.has_seed and question.sampling.temperature:
@@ -380,7 +380,9 @@ def refuse_seed(question: ServedQuestion) -> None:
         )
 
 
-def make_sampling_params(sampling: SamplingConfig, limit: int, stops: set[int]) -> dict[str, Any]:
+def make_sampling_params(
+    sampling: SamplingConfig, limit: int, stop_ids: set[int]
+) -> dict[str, Any]:
     """Return how an answer is written, in vLLM's names, but for its seed.
 
     The library's ids end it, and no others.
@@ -393,7 +395,7 @@ def make_sampling_params(sampling: SamplingConfig, limit: int, stops: set[int]) 
         "repetition_penalty": 1.0,
         "n": sampling.samples,
         "max_tokens": limit,
-        "stop_token_ids": sorted(stops),
+        "stop_token_ids": sorted(stop_ids),
         # The library's EOS ids are in stop_token_ids; vLLM's own might differ.
         "ignore_eos": True,
         "skip_special_tokens": False,

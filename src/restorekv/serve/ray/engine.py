@@ -64,7 +64,7 @@ class RayEngine(Engine):
         self.handle = handle
         self.replica = import_module("restorekv.serve.ray.replica")
         self.errors = import_module("ray.exceptions")
-        self.tokenizer, self.stops, self.origin = handle.describe_model.remote().result()
+        self.tokenizer, self.stop_ids, self.origin = handle.describe_model.remote().result()
         # Tokens of documents, by the hash of their content and the key of their cache.
         self.lengths: OrderedDict[tuple[str, str], int] = OrderedDict()
         self.states: dict[str, CacheState] = {}  # of the documents that are being made, by key

@@ -121,7 +121,7 @@ class Replica:
 
     async def describe_model(self) -> tuple[Tokenizer, set[int], CacheOrigin]:
         """Return the tokenizer, the ids that end answers, and the origin of caches."""
-        return self.engine.tokenizer, self.engine.stops, self.engine.origin
+        return self.engine.tokenizer, self.engine.stop_ids, self.engine.origin
 
     def refuse_other_origin(self, origin: str) -> None:
         """Raise UnavailableError where this replica answers with something else than another one.
@@ -273,7 +273,7 @@ def pack_question(question: ServedQuestion) -> dict[str, Any]:
         "limit": question.limit,
         "sampling": question.sampling,
         "prompt": question.prompt,
-        "opening": question.opening,
+        "answer_prefix": question.answer_prefix,
     }
 
 
