@@ -180,8 +180,8 @@ class RaggedCPUImpl(RaggedAttention, CPUAttentionBackendImpl):
 @cache
 def _make_sinks(sink: float, kv_heads: int, groups: int) -> Tensor:
     """Return logits of sinks, of which the first copy of a KV head's queries has none."""
-    of_kv_head = [NO_SINK] * groups + [sink] * groups
-    return torch.tensor(of_kv_head * kv_heads)
+    head_sinks = [NO_SINK] * groups + [sink] * groups
+    return torch.tensor(head_sinks * kv_heads)
 
 
 def _split_pages(pages: Tensor) -> tuple[Tensor, ...]:
