@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from restorekv.cli import facts_demo, session
+from restorekv.cli import facts_demo, loading
 from restorekv.cli import scored_demo as cli_demo
 from restorekv.cli.scored_demo import (
     STORIES,
@@ -184,7 +184,7 @@ def test_the_demo_loads_its_model_once(monkeypatch):
     monkeypatch.setattr(cli_demo, "choose_plan", lambda model: show)
     monkeypatch.setattr(cli_demo, "choose_document", lambda *_: SAMPLE)
     loads, load_model = [], worker.load_model
-    for module in (session, worker):
+    for module in (loading, worker):
         monkeypatch.setattr(
             module, "load_model", lambda *given: loads.append(given) or load_model(*given)
         )

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from restorekv.cli import execute, session
+from restorekv.cli import execute, loading
 from restorekv.model import load
 from restorekv.model.names import tiny_path
 from restorekv.storage import cache_file
@@ -146,8 +146,8 @@ def test_the_yarn_of_a_hybrid_model_is_found():
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
     window = {"rope_type": "default", "rope_theta": 10_000.0}
     hybrid = {"full_attention": {**yarn, "rope_theta": 1e6}, "sliding_attention": window}
-    assert session._extract_yarn(hybrid) == session._extract_yarn(yarn) == yarn
-    assert session._extract_yarn(window) is None
+    assert loading._extract_yarn(hybrid) == loading._extract_yarn(yarn) == yarn
+    assert loading._extract_yarn(window) is None
 
 
 def test_a_long_name_is_cut(place, capsys):

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from restorekv.cli import serve, session
+from restorekv.cli import loading, serve
 from restorekv.errors import RestoreKVError
 from restorekv.files import folder_lock
 from tests.helpers.cli_world import cli
@@ -111,7 +111,7 @@ def test_the_port_is_held_while_the_model_is_loaded(tmp_path, monkeypatch):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     flags = ["--model", "tiny", "--store", str(tmp_path / "store"), "--port", str(port)]
-    monkeypatch.setattr(session, "open_model", load)
+    monkeypatch.setattr(loading, "open_model", load)
     monkeypatch.setattr(run, "build_app", lambda *_: None)
     monkeypatch.setattr(run, "serve_app", answer)
     monkeypatch.setattr(run, "exit_after_signal", lambda _: None)
@@ -127,7 +127,7 @@ def test_the_port_is_held_while_the_model_is_loaded(tmp_path, monkeypatch):
 )
 def test_addresses_are_printed_that_the_server_accepts(tmp_path, monkeypatch, host, here, names):
     found = []
-    monkeypatch.setattr(session, "open_model", lambda *_, **__: (None, None))
+    monkeypatch.setattr(loading, "open_model", lambda *_, **__: (None, None))
     monkeypatch.setattr(run, "build_app", lambda *given: found.append(given[-1]))
     monkeypatch.setattr(run, "serve_app", lambda _, listeners: found.append(listeners[0]))
     monkeypatch.setattr(run, "exit_after_signal", lambda _: None)
@@ -155,7 +155,7 @@ def test_a_name_is_the_machines_own_only_if_it_leads_here(monkeypatch):
 def test_a_shared_folder_of_a_run_with_ray_stays_in_use(tmp_path, monkeypatch, is_there):
     """Else a document that is deleted now would stay there."""
     found = []
-    monkeypatch.setattr(session, "open_model", lambda *_, **__: (None, None))
+    monkeypatch.setattr(loading, "open_model", lambda *_, **__: (None, None))
     monkeypatch.setattr(run, "build_app", lambda *given: found.append(given[-1]))
     monkeypatch.setattr(run, "serve_app", lambda *_: 0)
     monkeypatch.setattr(run, "exit_after_signal", lambda _: None)
