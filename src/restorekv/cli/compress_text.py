@@ -44,7 +44,7 @@ def _should_explain_no_adapter(compressed: CompressedContext) -> bool:
 def summarize_cache(
     compressed: CompressedContext, out: Path, seconds: float | None = None
 ) -> dict[str, str]:
-    """Return what a person wants to know about a new cache file.
+    """Return figures about a new cache file, for people.
 
     Args:
         compressed: The cache.

@@ -122,7 +122,7 @@ def run_conversation(
 
 
 def _report_lost_turns(chat: Chat, saved: Sequence[Turn]) -> None:
-    """Say at the end how many turns no file holds, if folded ones are among them."""
+    """Report at the end how many turns no file holds, if folded ones are among them."""
     if all(turn in saved for turn in chat.turns[: chat.folded]):
         return
     lost = sum(turn not in saved for turn in chat.turns)
@@ -150,7 +150,7 @@ def _continue_after_errors(after_ctrl_c: str) -> Iterator[None]:
 
 
 def read_lines() -> Iterable[str]:
-    """Yield what is typed, with a history on a terminal, or the lines of a pipe."""
+    """Yield the lines that are typed, with a history on a terminal, or those of a pipe."""
     if not sys.stdin.isatty():
         yield from sys.stdin
         return

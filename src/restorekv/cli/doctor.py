@@ -220,7 +220,7 @@ def _tabulate_checks(target: Target, rows: list[dict[str, Any]]) -> Table:
 
 
 def _report_problems(checks: list[dict]) -> None:
-    """Say what came of it; fail where nothing right is left to answer."""
+    """Report components that failed their checks; fail if a device has no correct fallback."""
     broken = [each["device"] for each in checks if not _is_used(each, PLAIN)]
     if broken:
         raise RestoreKVError(

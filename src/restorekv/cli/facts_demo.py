@@ -102,7 +102,7 @@ def run_facts_demo(name: str, ratio: str, json: Path | None) -> None:
 
 
 def make_note(compared: Sequence[ShownText], ratio: str, seconds: float) -> str:
-    """Return what a reader of the tables has to know.
+    """Return a note that explains the tables.
 
     Args:
         compared: The texts with small caches.

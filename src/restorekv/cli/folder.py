@@ -246,7 +246,9 @@ def _compress_all(
 def _open_compressors(
     recipe: CompressionRecipe, ray: str | None, workers: int
 ) -> Iterator[CallEach]:
-    """Yield what calls a method of a compressor for each document, here or on a Ray cluster."""
+    """Yield a function that calls a method of a compressor for each document, here or on a Ray
+    cluster.
+    """
     if ray is None:
         compressor = DocumentCompressor(recipe)
         compressor.open()

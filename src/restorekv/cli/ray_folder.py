@@ -55,7 +55,7 @@ class RayCompressorPool(RayWorkers):
         self.identity = identity
 
     def call_each(self, method: str, given: Iterable[tuple]) -> Iterator[Any]:
-        """Yield what a method returns for each tuple of arguments, in their order."""
+        """Yield the results of a method for each tuple of arguments, in their order."""
         return self.run_calls([("call_alike", (self.identity, method, each)) for each in given])
 
     def give_up(self, reason: str) -> DocumentResult:

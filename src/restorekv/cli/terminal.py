@@ -143,7 +143,7 @@ def write_figures(path: Path, content: object) -> None:
 
 
 def print_written(path: Path) -> None:
-    """Say what was written, on one line however long the name."""
+    """Print the path of a new file on one line, however long it is."""
     output.print(f"Wrote {path}", soft_wrap=True, markup=False)
 
 

@@ -442,7 +442,7 @@ DELETED_TAGS = {WORD + name for name in DELETED}
 
 
 def _read_form_field(begin: Any) -> str:
-    """Return what an old form field shows that has no text: a box, or the entry of a list."""
+    """Return the text that an old form field shows: a box, or the entry of a list."""
     box = begin.find(f"{WORD}ffData/{WORD}checkBox")
     if box is not None:
         checked = box.find(WORD + "checked")

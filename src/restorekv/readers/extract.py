@@ -154,7 +154,7 @@ def _decode_plain_text(content: bytes, name: str) -> str:
 
 
 def _describe_unread(notices: dict[str, Any]) -> str:
-    """Return what could not be read, as a part of a sentence; "" where all could be."""
+    """Return a part of a sentence about what could not be read; "" where all could be."""
     parts = []
     for kind, what in UNREAD_PAGES.items():
         pages = notices.get(kind)

@@ -83,7 +83,7 @@ Part = tuple[str, str]  # a text, and its kind
 
 
 def extract_html(content: bytes) -> tuple[str, dict[str, Any]]:
-    """Return what a browser would show as text; what is hidden only if there is nothing else.
+    """Return the text that a browser would show; hidden text only if there is nothing else.
 
     Args:
         content: The page in UTF-8.

@@ -114,7 +114,7 @@ def _count_pages(root: Any) -> int:
 
 
 def resolve(value: Any) -> Any:
-    """Return what a reference leads to; None if it leads nowhere."""
+    """Return the object that a reference leads to; None if it leads nowhere."""
     from pypdf.generic import NullObject
 
     if hasattr(value, "get_object"):
@@ -436,7 +436,7 @@ def _read_button(widget: Any, name: str, value: Any, is_radio: bool) -> str:
 
 
 def _read_options(options: Any) -> dict[str, str]:
-    """Return what a field of choices shows for each of its values."""
+    """Return the text that a field of choices shows for each of its values."""
     shown = {}
     for reference in resolve_list(options):
         option = resolve(reference)

@@ -211,7 +211,7 @@ def add_errors(app: FastAPI, service: Service) -> None:
 
 
 def _find_right_path(app: FastAPI, request: Request) -> str:
-    """Return what to do about a path that is not there, as a clause."""
+    """Return a clause that says what to do about an unknown path."""
     path = request.scope["path"]
     # Clients add "/chat/completions" and the like to their base URL, which may lack /v1, have it
     # twice, or have something before it.

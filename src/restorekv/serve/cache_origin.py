@@ -82,7 +82,7 @@ class CacheOrigin:
 
 
 def _describe_evictor(name: str, model: PreTrainedModel, model_name: str) -> tuple[str, str]:
-    """Return what decides an evictor's scores, and the digest of its adapter's record or ""."""
+    """Return the identity of an evictor's scores, and the digest of its adapter's record or ""."""
     try:
         compressor = make_compressor(name)
         scores = f"{compressor.identity(model)} {compressor.digest_code()}"

@@ -276,7 +276,7 @@ class CacheEngine(Engine, Generic[Active]):
         """Write the answers into the samplers, until all have ended or the client has left."""
 
     def make_reply(self, active: ActiveQuestion) -> Reply:
-        """Return what was written, and count it."""
+        """Return the reply to a question, and count it."""
         read = len(active.prompt)
         answers = []
         for sampler in active.samplers:

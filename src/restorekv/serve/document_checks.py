@@ -27,7 +27,7 @@ def start_document_hash(kind: str) -> hashlib._Hash:
 
 @contextmanager
 def explain_length() -> Iterator[None]:
-    """Tell clients what they can do about a text that is too long.
+    """Explain to clients what they can do about a text that is too long.
 
     The library's own message names flags of other commands.
     """

@@ -301,7 +301,7 @@ class Engine(ABC):
 
     @abstractmethod
     def collect_metrics(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return what was counted since the start, and what holds now."""
+        """Return counters since the start, and gauges of the moment."""
 
 
 def settle_future(

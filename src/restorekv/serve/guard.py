@@ -214,7 +214,7 @@ class Guard:
             await answer(scope, receive, send)
 
     def make_size_error(self) -> RefusedError:
-        """Return what is said of a body that is too large."""
+        """Return the error of a body that is too large."""
         return RefusedError(
             413, f"The request is larger than {self.largest - AROUND:,} bytes; split it."
         )

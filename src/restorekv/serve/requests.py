@@ -505,7 +505,7 @@ def parse_chat(
     defaults: AnswerDefaults,
     names: Sequence[str] | None = None,
 ) -> ParsedChat:
-    """Return what a request asks: system messages, then user and assistant in turn.
+    """Parse a request into system messages and the turns of user and assistant.
 
     Any message but the assistant's may hold documents. The model reads all of them first, in their
     order; the texts of a message stay together. Chat templates do not allow a system message after
@@ -573,7 +573,7 @@ def parse_chat(
 
 
 def _choose(asked: float | None, default: float) -> float:
-    """Return what a request asks for, 0 included, or the default."""
+    """Return the value that a request asks for, which may be 0, or the default."""
     return default if asked is None else asked
 
 

@@ -315,7 +315,7 @@ def make_message(pending: PendingAnswer, reply: Reply | None = None) -> types.Re
 
 
 def count_usage(pending: PendingAnswer, reply: Reply) -> types.ResponseUsage:
-    """Return what `replies.count_usage` counts, in the names of the Responses API."""
+    """Return the counts of `replies.count_usage`, in the names of the Responses API."""
     counts = replies.count_usage(pending.header, reply)
     details = counts.prompt_tokens_details.to_dict() if counts.prompt_tokens_details else {}
     return types.ResponseUsage(

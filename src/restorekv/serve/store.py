@@ -224,7 +224,7 @@ class Store:
         return Upload(*rows[0]) if rows else None
 
     def read_upload(self, upload_id: str) -> bytes:
-        """Return what was uploaded."""
+        """Return the content of an upload."""
         path = self.upload_path(upload_id)
         try:
             return read_bytes(path, f"The upload {upload_id}", limit=sys.maxsize, follow=False)
@@ -246,7 +246,7 @@ class Store:
             self.drop_caches_if_deleted(upload)
 
     def read_origin(self) -> str:
-        """Return what `write_origin` wrote, or ""."""
+        """Return the origin that `write_origin` wrote, or ""."""
         path = self.folder / ORIGIN
         try:
             return read_bytes(path, str(path), follow=False).decode(errors="replace")

@@ -54,7 +54,7 @@ class Variant:
 
     @classmethod
     def parse(cls, name: str, base: str) -> Self:
-        """Return what a model id such as smollm2:fast-0.1 names; refuse what is not here."""
+        """Return the variant of a model id such as smollm2:fast-0.1; refuse unknown ids."""
         if name == base:
             return cls(base)
         before, _, rest = name.partition(f"{base}:")

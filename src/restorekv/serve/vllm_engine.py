@@ -423,7 +423,7 @@ def join_contexts(contexts: Sequence[Context]) -> Context:
 
 
 def full_cache_cost(model: PreTrainedModel, positions: int) -> CacheCost:
-    """Return what a full cache of some positions holds."""
+    """Return the cost of a full cache of some positions."""
     shape = CacheShape.from_model(model)
     pairs = shape.layers * shape.heads * positions
     return CacheCost(pairs, 2 * pairs * shape.head_dim * model.dtype.itemsize, {})

@@ -12,7 +12,7 @@ from restorekv.model.prompt import Context
 
 
 class CacheCounts(TypedDict):
-    """What a record says of a cache's pairs and bytes."""
+    """The manifest fields about a cache's pairs and bytes."""
 
     pairs: int
     pairs_of_prefix: int
@@ -24,8 +24,9 @@ class CacheCounts(TypedDict):
 def count_pairs_and_bytes(
     cache: RaggedCache, prefix: int, columns: int, prefix_policy: str
 ) -> CacheCounts:
-    """Return what a record says of a cache's pairs and bytes; the full cache has S = `prefix` of S
-    + T `columns`.
+    """Return the manifest fields about a cache's pairs and bytes.
+
+    The full cache has S + T `columns`, of which S are its `prefix`.
     """
     first = cache.full_attention[0]
     prefix_pairs = cache.count_prefix_pairs(prefix)

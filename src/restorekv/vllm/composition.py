@@ -52,7 +52,7 @@ class PartFacts:
 
 
 def describe_part(file: CacheFile) -> PartFacts:
-    """Return what a composition must know of a cache file."""
+    """Return the facts of a cache file that a composition needs."""
     prefix = file.context.prefix_length
     lengths = []
     for layer in file.make_cache().full_attention:

@@ -193,7 +193,7 @@ class RestoreKVConnector(DocumentConnector):
                 self.loaded.add(document.name)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Loads:
-        """Return what the worker is to load."""
+        """Return the loads of the worker's next step."""
         loads = Loads(list(self.pending.values()))
         self.pending = {}
         return loads

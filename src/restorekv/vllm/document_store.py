@@ -58,7 +58,7 @@ class EngineModel:
 
     @classmethod
     def from_vllm(cls, config: VllmConfig, fingerprint: str | None) -> EngineModel:
-        """Return what documents for an engine's model must be like."""
+        """Return the requirements that an engine's model has for documents."""
         model = config.model_config
         text = model.hf_text_config
         return cls(
@@ -337,7 +337,7 @@ class DocumentStore(ABC):
 
 
 def _find_change(path: Path) -> Change | None:
-    """Return what changes with a file, None if there is none.
+    """Return the times and size that change with a file, None if there is no file.
 
     Archives give all their files one time of modification, so the ctime counts too, which users
     cannot set.

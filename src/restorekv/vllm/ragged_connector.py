@@ -342,7 +342,7 @@ class RaggedConnectorScheduler:
             self.ledger.forget(name)
 
     def make_orders(self, scheduled: Mapping[str, int]) -> RaggedConnectorMetadata:
-        """Return what workers do for a step with these requests."""
+        """Return the workers' orders for a step with these requests."""
         documents = {
             self.first_blocks[request_id]: document.name
             for request_id, document in self.documents.items()

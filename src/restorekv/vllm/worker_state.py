@@ -90,12 +90,12 @@ def end_step() -> None:
 
 
 def get_step() -> Mapping[int, str]:
-    """Return what `begin_step` was given."""
+    """Return the documents that `begin_step` was given."""
     return _step
 
 
 def get_last_batch() -> DocumentBatch | None:
-    """Return what `keep_batch` was given."""
+    """Return the batch that `keep_batch` was given."""
     return _batch
 
 

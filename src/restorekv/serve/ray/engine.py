@@ -229,7 +229,7 @@ class RayEngine(Engine):
     # Calls of replicas.
 
     async def _call(self, method: str, route: str, *arguments: object) -> AsyncIterator[Any]:
-        """Yield what a method yields at the replica to which the key `route` belongs.
+        """Yield the items of a method at the replica to which the key `route` belongs.
 
         Its reports are noted and not yielded.
         """
@@ -248,7 +248,7 @@ class RayEngine(Engine):
             stream.cancel()
 
     async def _try_replicas(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        """Return what a call returns; where a replica dies over it, try another one."""
+        """Return the result of a call; where a replica dies over it, try another one."""
         for _ in range(TRIES):
             with suppress(self.errors.RayError):
                 return await call()
@@ -257,7 +257,7 @@ class RayEngine(Engine):
         )
 
     def collect_metrics(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return what the replicas counted, and what held at their last answer."""
+        """Return the replicas' counters, and their gauges at their last answer."""
         alive = ray_options.REPLICAS
         counted: dict[str, int] = {}
         now: dict[str, int] = {}

@@ -55,7 +55,7 @@ class RayOptions:
             )
 
     def find_resources(self, device: str) -> dict[str, float]:
-        """Return what a replica needs of its node."""
+        """Return the resources that a replica needs of its node."""
         gpus = self.replica_gpus
         if gpus < 0:
             gpus = 1.0 if device.startswith("cuda") else 0.0

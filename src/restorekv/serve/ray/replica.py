@@ -124,10 +124,10 @@ class Replica:
         return self.engine.tokenizer, self.engine.stop_ids, self.engine.origin
 
     def refuse_other_origin(self, origin: str) -> None:
-        """Raise UnavailableError where this replica answers with something else than another one.
+        """Raise UnavailableError where this replica's caches differ from those of the others.
 
-        Nodes find the model by its name, which may stand for something else on each. A document
-        would then be answered now by one model and now by another one.
+        Nodes find the model by its name, which may mean a different model on each. A document's
+        answers would then come from different models.
 
         Args:
             origin: The digest of the origin of the caches that the sender expects.
@@ -240,7 +240,7 @@ def make_portable_error(error: RestoreKVError, source: str | Path) -> Exception:
 def make_deployment(
     min_replicas: int, max_replicas: int, resources: Mapping[str, float]
 ) -> serve.Deployment:
-    """Return what Ray Serve deploys.
+    """Return the deployment of replicas.
 
     Two batches are on their way to a replica before another one gets more.
     """
