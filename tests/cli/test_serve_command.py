@@ -24,7 +24,7 @@ from restorekv.serve import run
             ("--preset", "never"),
             "--preset must be fast or best, or the name of an evictor, not 'never'.",
         ),
-        (("--ratio", 7), "The ratio is a number above 0"),
+        (("--ratio", 7), "The ratio must be above 0"),
         (("--api-key-file", "none"), "none"),
         (("--host", "no.such.host.invalid"), "Cannot listen at"),
         (("--engine", "tgi"), "one of embedded, vllm"),
@@ -173,7 +173,8 @@ def test_a_free_port_is_named_and_the_same_at_all_addresses():
         ports = {each.getsockname()[1] for each in listeners}
         assert len(ports) == 1 and 0 not in ports
         with pytest.raises(
-            RestoreKVError, match=rf"Cannot listen at localhost:{min(ports)} \(.*\); choose another"
+            RestoreKVError,
+            match=rf"Cannot listen at localhost:{min(ports)} \(.*\); choose a different",
         ):
             serve.open_listeners("localhost", min(ports), lasting)
     assert [each.fileno() for each in listeners] == [-1] * len(listeners)

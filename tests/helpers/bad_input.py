@@ -171,7 +171,7 @@ def in_folder(make: Callable[[Path], object], build: Build) -> Build:
     return prepared
 
 
-RATIO = "a number above 0 and at most 1"
+RATIO = "above 0 and at most 1"
 
 
 CASES: dict[str, tuple[Build, str]] = {
