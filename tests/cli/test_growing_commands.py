@@ -105,7 +105,7 @@ def test_nothing_is_folded_before_the_first_turn(world):
         (("--continue", "none.json"), "none.json"),
         (("--continue", "text"), "text"),
         (("--continue", "x", "--system", "y"), "leave it out"),
-        (("--top-p", 0), "top_p is"),
+        (("--top-p", 0), "top_p must be"),
     ],
 )
 def test_chat_refuses_with_a_sentence(world, words, message):
@@ -141,7 +141,7 @@ def test_a_conversation_goes_on_after_what_fails(world, tmp_path, monkeypatch):
         result = cli("chat", world.cache, *options, stdin=b"\n".join(lines))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert result.code == 0 and "broken off" in result.err and f"user: {QUESTION}\n" in result.out
+    assert result.code == 0 and "interrupted" in result.err and f"user: {QUESTION}\n" in result.out
     assert "caf" not in result.out and not list(tmp_path.iterdir())
     for part in (
         f"error: Cannot write {tmp_path / 'c.json'}: File too large",
