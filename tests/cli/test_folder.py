@@ -138,7 +138,7 @@ def test_a_file_that_no_run_made_is_replaced_only_where_that_is_asked(world, giv
     for content in (first["D.TXT.rkv"], Path(world.cache).read_bytes()):
         own.write_bytes(content)
         refused = run(world, given)
-        assert refused.code == 1 and "did not make: a.txt.rkv. Give" in refused.err, refused
+        assert refused.code == 1 and "did not make: a.txt.rkv. Name" in refused.err, refused
         assert own.read_bytes() == content
         (out / ".made" / "a.txt.rkv.json").unlink(missing_ok=True)
     assert ": 1 written" in run(world, given, "--replace").out and written(out) == first

@@ -358,7 +358,7 @@ def test_what_is_deployed():
     "given", [{"replicas": 0}, {"replicas": 3, "max_replicas": 2}, {"replica_cpus": 0}]
 )
 def test_numbers_that_make_no_sense(given):
-    with pytest.raises(RestoreKVError, match="at least 1 replica"):
+    with pytest.raises(RestoreKVError, match="must be at least 1"):
         RayOptions("local", **given)
 
 
