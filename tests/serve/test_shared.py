@@ -83,6 +83,20 @@ def test_the_quota_is_the_local_folders(url, tmp_path):
     store.close()
 
 
+def test_a_cache_that_the_quota_dropped_before_its_push_costs_no_other_server_its_copy(two):
+    one, other = two
+    one.shared.resumes = time.monotonic() + 60  # it cannot be reached
+    write(one)
+    assert one.index.select("select key from pending") == [(KEY,)]
+    write(other)
+    one.drop_caches([KEY])
+    one.shared.resumes = 0
+    one.sync_once()
+    assert names(other) == [f"/{SHA}/{KEY}.rkv"]
+    assert not one.index.select("select * from pending")
+    assert one.find_or_fetch_file(KEY, SHA).read_bytes() == b"cache"
+
+
 def test_a_deleted_document_goes_everywhere(two):
     """Also from a server that fetched it, unless that one's own upload needs it."""
     one, other = two

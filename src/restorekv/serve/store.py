@@ -467,8 +467,7 @@ class Store:
             elif self.cache_path(key).exists():
                 is_done = self._push_cache(shared, sha256, key)
             else:
-                # The cache was dropped meanwhile. An attempt that failed may have copied it.
-                is_done = shared.remove_cache(sha256, key)
+                is_done = self._remove_copy_if_deleted(shared, sha256, key)
             if is_done:
                 with self.lock:
                     if not self.closed:
@@ -499,6 +498,19 @@ class Store:
                 self.drop_caches([key])
                 self.on_delete(sha256)
         return True
+
+    def _remove_copy_if_deleted(self, shared: SharedFolder, sha256: str, key: str) -> bool | None:
+        """Remove what an attempt that failed may have copied of a cache that has gone since.
+
+        Where the quota dropped the cache, the copy stays: it is whole, and may be another server's.
+
+        Returns:
+            Whether that is done; None where the folder cannot be reached.
+        """
+        removed = shared.list_removed()
+        if removed is None:
+            return None
+        return True if sha256 not in removed else shared.remove_cache(sha256, key)
 
     def _was_removed(self, key: str, sha256: str, removed: Mapping[str, int]) -> bool:
         """Return whether a cache here is one that a deletion in the shared folder is about. The
