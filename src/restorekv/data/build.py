@@ -234,7 +234,7 @@ def _describe_build(
     excluded = []
     for given in exclude:
         if Path(given).exists():
-            # The hashes of the files, so that a changed file is another build.
+            # The hashes of the files, so that a changed file makes a different build.
             for file in list_source_files(Path(given)):
                 excluded.append({"name": file.name, "sha256": digest_file(file)})
     record = {

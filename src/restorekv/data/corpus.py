@@ -2,7 +2,7 @@
 material.
 
 Rows are {id, genre, license, text} with {split, questions: [{question}]} if known. Passages are
-taken from all genres in turn, so any number of them is a balanced mixture; those of another split
+taken from all genres in turn, so any number of them is a balanced mixture; those of other splits
 than "train" are left out. Every passage is cut to a length drawn between `passage_shortest` and
 `passage_longest` tokens, at the end of a sentence or line.
 """

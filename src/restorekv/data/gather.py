@@ -182,13 +182,13 @@ class SourceBuilder:
         """
         result = SourceResult()
         wanted = source.wanted(self.config)
-        teacher = SelfStudy(self.model, self.tokenizer, self.config)
+        self_study = SelfStudy(self.model, self.tokenizer, self.config)
         # Progress is counted in chunks, since a book is many contexts.
         steps = wanted
         if source.unit == "books":
             steps = wanted * self.config.chunks
         at_once = source.at_once
-        if teacher.pads and not source.asked_once:
+        if self_study.pads and not source.asked_once:
             at_once = max(at_once, PADDED_BATCH)
         lengths = LengthFilter(self.tokenizer, source.shortest(self.config), self.longest)
         waiting: list[tuple[SourceDocument, Context]] = []
@@ -200,12 +200,12 @@ class SourceBuilder:
             # No more contexts are asked at once than are still wanted.
             missing = max(wanted - result.count_units(source), 1)
             if len(waiting) == min(at_once, missing):
-                self._ask_waiting(source, waiting, stored, teacher, result, steps)
+                self._ask_waiting(source, waiting, stored, self_study, result, steps)
             # A book that was begun is finished, even where there are enough books.
             more_of_a_book = isinstance(item, SourceDocument) and item.more
             if result.count_units(source) >= wanted and not more_of_a_book:
                 break
-        self._ask_waiting(source, waiting, stored, teacher, result, steps)
+        self._ask_waiting(source, waiting, stored, self_study, result, steps)
         return result
 
     def _ask_waiting(
@@ -213,27 +213,26 @@ class SourceBuilder:
         source: Source,
         waiting: list[tuple[SourceDocument, Context]],
         stored: AttemptFile,
-        teacher: SelfStudy,
+        self_study: SelfStudy,
         result: SourceResult,
         steps: int,
     ) -> None:
-        """Ask about the contexts that wait, all at once, and add what comes of it; none of them
-        waits after that.
+        """Ask about the contexts that wait, all together, and add the examples; none of them waits
+        after that.
 
-        A batch that was interrupted is asked again as a whole, since a batch of other rows may
-        round differently.
+        Attempts that are on disk are taken. A batch that lacks one is asked again as a whole, since
+        a batch of other rows may round differently.
         """
         attempts: list[list[dict]] = []
         for document, _ in waiting:
             found = stored.find_attempts(document)
             if found is not None:
                 attempts.append(found)
-        # Attempts that are on disk are taken; a batch that lacks one is asked again as a whole.
         if len(attempts) < len(waiting):
             if source.asked_once:
-                attempts = [teacher.answer_prompt(context) for _, context in waiting]
+                attempts = [self_study.answer_prompt(context) for _, context in waiting]
             else:
-                attempts = teacher.study_contexts([(context, item) for item, context in waiting])
+                attempts = self_study.study_contexts([(context, item) for item, context in waiting])
             for (document, _), own_attempts in zip(waiting, attempts, strict=True):
                 if stored.find_attempts(document) is None:
                     stored.append_attempts(document, own_attempts)

@@ -94,7 +94,7 @@ def export_kvpress(folder: Path) -> list[Path]:
 
 
 def _is_readable(result: Result) -> bool:
-    """Return whether the files of a cell are whole; another run's may be damaged."""
+    """Return whether the files of a cell are whole; those of other runs may be damaged."""
     try:
         return bool(result.summary and result.lines)
     except RestoreKVError:

@@ -80,9 +80,9 @@ class RayWorker(WorkerProcess, LocalPool):
         return next(self.answer_contexts(job, [(sample, cells)]))
 
     def _refuse_other_setup(self, job: Job, identities: Identities) -> None:
-        """Refuse to answer with another model, adapter, evictor or data than the results record.
+        """Refuse to answer with a model, adapter, evictor or data other than the results record.
 
-        Nodes find them by their names, which may stand for something else on each.
+        Nodes find them by their names, which may mean something else on each.
         """
         own, _ = self.open_job(job)
         for cell in job.cells:

@@ -176,7 +176,7 @@ class RestoreAdapter(nn.Module):
     ) -> RestoreAdapter:
         """Load an adapter.
 
-        Warn if it was trained on other weights of this model, or for another evictor than
+        Warn if it was trained on other weights of this model, or for an evictor other than
         `evictor`. Its license is looked up when it is trained on, saved or published.
 
         Args:

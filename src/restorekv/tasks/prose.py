@@ -1,7 +1,7 @@
 """Generates prose: plain sentences about ordinary life, as filler if no essays are given.
 
-prose.txt is a grammar of our own words: a rule is a list of phrases, in which {rule} stands for a
-phrase of that rule. It has no digits, no names of towns and no questions, so that nothing reads
+prose.txt is a grammar of our own words: a rule is a list of phrases, in which {rule} is replaced by
+a phrase of that rule. It has no digits, no names of towns and no questions, so that nothing reads
 like a needle.
 """
 

@@ -123,7 +123,7 @@ def train_adapter(
         notice: Gets the figures before the first step.
 
     Raises:
-        RestoreKVError: `folder` holds another run, or a context does not fit.
+        RestoreKVError: `folder` holds a different run, or a context does not fit.
     """
     if not examples:
         raise RestoreKVError("There is nothing to train on; give at least one example.")
