@@ -12,6 +12,7 @@ from restorekv.evaluation.stats import (
     bootstrap_score,
     compute_mean_score,
     compute_task_means,
+    draw_resamples,
     summarize_scores,
 )
 
@@ -39,6 +40,41 @@ def test_the_interval_agrees_with_the_normal_one_for_one_family():
     )
     half = 1.96 * 100 * values.std(ddof=1) / np.sqrt(len(values))
     assert (low, high) == (pytest.approx(mean - half, abs=0.4), pytest.approx(mean + half, abs=0.4))
+
+
+def test_a_resample_averages_over_the_tasks_that_it_drew():
+    """Task by task and resample by resample, of a task that most resamples do not draw."""
+    rng = np.random.default_rng(2)
+    scores = {(n, "common"): float(rng.random()) for n in range(8)}
+    scores |= {(7, "rare"): 1.0, (6, "rare"): 0.25}
+    base = {key: score * float(rng.random()) for key, score in scores.items()}
+    found = []
+    for drawn in draw_resamples(8, 0):
+        means = []
+        for task in ("common", "rare"):
+            own = [key for key in scores if key[1] == task]
+            total = sum(drawn[key[0]] for key in own)
+            if total:
+                gain = sum(drawn[key[0]] * (scores[key] - base[key]) for key in own)
+                means.append(100 * gain / total)
+        found.append(np.mean(means))
+    assert any(drawn[6] == drawn[7] == 0 for drawn in draw_resamples(8, 0))
+    exact = np.percentile(found, (2.5, 97.5))
+    assert bootstrap_score(answers(scores), answers(base))[1:] == pytest.approx(tuple(exact))
+
+
+def test_a_ratio_is_of_totals_and_leaves_out_resamples_without_weight():
+    sums, weights = np.array([3.0, 1.0] + [0.0] * 5), np.array([4.0, 2.0] + [0.0] * 5)
+    other_sums, other_weights = np.array([1.0, 1.0] + [0.0] * 5), np.array([5.0, 1.0] + [0.0] * 5)
+    ratios = []
+    for drawn in draw_resamples(7, 0):
+        if drawn[0] or drawn[1]:
+            own = (drawn @ sums) / (drawn @ weights)
+            ratios.append(own - (drawn @ other_sums) / (drawn @ other_weights))
+    assert len(ratios) < len(draw_resamples(7, 0))
+    exact = 4 / 6 - 2 / 6, *np.percentile(ratios, (2.5, 97.5))
+    found = bootstrap_ratio(sums, weights, (other_sums, other_weights))
+    assert found == pytest.approx(exact)
 
 
 def test_a_paired_gain_of_one_everywhere_has_no_width():
