@@ -40,6 +40,6 @@ def test_autocast_is_refused(tiny_model, tiny_tokenizer):
     """It would make pairs of two dtypes, which no file takes."""
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),
-        pytest.raises(ModelError, match="outside of it"),
+        pytest.raises(ModelError, match="outside it"),
     ):
         compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.3)
