@@ -183,7 +183,7 @@ def test_data_of_another_model_or_tokenizer_is_refused(made, tiny_tokenizer):
 def test_answers_that_ended_at_another_eos_are_refused(data, files, tiny_tokenizer):
     model = build_model("qwen3")
     model.generation_config.eos_token_id = [2, 7]
-    with pytest.raises(RestoreKVError, match=r"another set of ids .* \(\[2\], not \[2, 7\]\)"):
+    with pytest.raises(RestoreKVError, match=r"a different set of ids .* \(\[2\], not \[2, 7\]\)"):
         read_mixture(data, model, tiny_tokenizer)
     with pytest.raises(RestoreKVError, match=r"the model's stops \[2\] \(now \[2, 7\]\)"):
         build_mixture(model, tiny_tokenizer, settings(files), data, resume=True)
@@ -320,7 +320,7 @@ def test_mistakes_on_the_command_line_are_one_sentence(files, tmp_path, monkeypa
         "nowhere",
     )
     refused("is a file", "build", "--out", files["flan"])
-    refused("is not empty", "build", "--out", tmp_path.parent)
+    refused("holds other files", "build", "--out", tmp_path.parent)
     refused("give a folder of restorekv data build", "show", tmp_path)
     refused(
         "There is no file or folder ./no", "build", "--out", out, "--permissive", "--papers", "./no"

@@ -246,7 +246,7 @@ def check_same_build(out: Path, before: dict | None, now: dict) -> None:
             changes.append(f"{option} {earlier} (now {value})")
     if changes:
         raise RestoreKVError(
-            f"{out} was made with {', '.join(changes)}; pass the same or choose another folder."
+            f"{out} was made with {', '.join(changes)}; give the same or choose another folder."
         )
 
 
