@@ -59,7 +59,7 @@ CASES = {
     "a text": (lambda small: ask_many("ab"), PAIRS),
     "one context to compose": (
         lambda small: compose(small),
-        "compose takes a list of compressed contexts",
+        "compose needs a list of compressed contexts",
     ),
     "a text to compose": (
         lambda small: compose("ab"),
