@@ -197,7 +197,7 @@ def test_a_preset_is_an_evictor_for_every_command(tmp_path):
         done = subprocess.run(
             [sys.executable, "-c", PROBE, *command], cwd=tmp_path, capture_output=True, text=True
         )
-        assert "ratio is a number" in done.stderr or "missing.jsonl" in done.stderr, done
+        assert "ratio must be above 0" in done.stderr or "missing.jsonl" in done.stderr, done
     assert choose_evictor("fast", None) == "fastkvzip"
     assert parse_method("best@none") == ("kvzip", None)
 

@@ -370,8 +370,8 @@ def test_an_upload_says_what_of_it_could_not_be_read(client, caplog, monkeypatch
         ({"n": 0}, 400, "n:"),
         ({"presence_penalty": 3}, 400, "presence_penalty"),
         ({"tool_choice": "required"}, 400, "tool_choice is not supported"),
-        ({"stop": [""]}, 400, "stop is"),
-        ({"model": "tiny:snapkv-7"}, 400, "ratio is a number"),
+        ({"stop": [""]}, 400, "stop must be"),
+        ({"model": "tiny:snapkv-7"}, 400, "ratio must be above 0"),
     ],
 )
 def test_wrong_requests_get_a_sentence(client, file, change, status, message):
