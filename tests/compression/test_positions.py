@@ -224,7 +224,7 @@ def test_yarn_from_the_command_line(model, tiny_tokenizer, tmp_path):
     figures = json.loads((tmp_path / "yarn.json").read_text())
     assert figures["cut"] == 0 and figures["rope"]["factor"] == 4.0
     assert cli("ask", out, "Who?", "--model", folder, "--max-new-tokens", 2).code == 0
-    assert "YaRN's factor is more than 1" in cli(*command, "--yarn", 0.5).err
+    assert "YaRN's factor must be more than 1" in cli(*command, "--yarn", 0.5).err
 
 
 def test_yarn_stretches_the_layers_that_see_the_whole_text(tiny_tokenizer, tmp_path):

@@ -63,7 +63,7 @@ CASES = {
     ),
     "a text to compose": (
         lambda small: compose("ab"),
-        "A compressed context, which compress returns, is needed, not str",
+        "A compressed context, as compress returns it, is needed, not str",
     ),
 }
 
