@@ -161,7 +161,7 @@ def test_foreign_and_damaged_conversations_are_refused(small, tiny_tokenizer, tm
     path, chat = tmp_path / "chat.json", small.chat()
     chat.ask(QUESTIONS[0], 4)
     chat.save(path)
-    with pytest.raises(CacheFileError, match="another document"):
+    with pytest.raises(CacheFileError, match="a different document"):
         Chat.load(path, make_small(tiny_tokenizer, ratio=0.5))
     content = json.loads(path.read_text())
     for change in (

@@ -49,7 +49,7 @@ def test_generate_takes_no_inputs_besides_the_question(small, name):
     "options, said",
     [
         ({"generation_config": {"top_k": 5}}, "a GenerationConfig of transformers, not dict"),
-        ({"logits_processor": InfNanRemoveLogitsProcessor()}, "logits_processor is a list, not "),
+        ({"logits_processor": InfNanRemoveLogitsProcessor()}, "logits_processor must be a list, not "),
         ({"stopping_criteria": MaxLengthCriteria(9)}, r"pass stopping_criteria=\[...\]"),
     ],
 )
@@ -193,7 +193,7 @@ def test_an_option_of_ask_alone_is_not_suggested_again(small):
 )
 def test_settings_of_another_type_are_refused(settings):
     (name,) = settings
-    with pytest.raises(RestoreKVError, match=f"{name} is .*, not "):
+    with pytest.raises(RestoreKVError, match=f"{name} must be .*, not "):
         CompressionConfig(**settings)
 
 

@@ -134,7 +134,7 @@ def test_own_weights_copies_and_strangers(model, tmp_path, what):
     WEIGHT_SOURCES[twin] = "the hub's"
     with pytest.warns(RestoreKVWarning, match="GGUF Q4_1, than these, the hub's; expect"):
         load(twin, path)
-    with pytest.raises(error, match="another model"):
+    with pytest.raises(error, match="a different model"):
         load(build_model("qwen3", seed=1), path)
     with pytest.raises(error, match="RoPE"):
         load(
@@ -162,7 +162,7 @@ def test_an_adapter_without_a_sketch_needs_its_own_weights(model, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert RestoreAdapter.from_pretrained(model, path).card.weights is None
-    with pytest.raises(AdapterError, match="another model"):
+    with pytest.raises(AdapterError, match="a different model"):
         RestoreAdapter.from_pretrained(changed(model, rounded(8)), path)
     card["weights"] = "q4"
     (path / "restorekv.json").write_text(json.dumps(seal_record(card)))

@@ -216,7 +216,7 @@ def test_sinks_that_are_computed_otherwise_are_refused(monkeypatch):
 
     for name, eager in (("without sinks", without_sinks), ("capped", capped)):
         monkeypatch.setattr(module, "eager_attention_forward", eager)
-        assert "in another way, such as with a cap or another sink" in refuse_anew(model, name)
+        assert "in a different way, such as with a cap or a different sink" in refuse_anew(model, name)
 
 
 @pytest.mark.parametrize("sinks", [torch.zeros(2), torch.zeros(4, 1), 0.5])

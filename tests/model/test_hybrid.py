@@ -419,7 +419,7 @@ def test_a_window_that_a_mask_does_not_show_is_refused():
     model = build_hybrid("qwen3")
     model.model.layers[0].self_attn.sliding_window = WINDOW + 1
     model.config.name = "another config, which is probed anew"
-    with pytest.raises(ModelError, match="another window"):
+    with pytest.raises(ModelError, match="a different window"):
         get_support(model)
 
 
