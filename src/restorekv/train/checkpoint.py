@@ -155,10 +155,10 @@ def load_checkpoint(folder: Path, run: TrainingRun) -> int:
         further = ""
         same_model = run.origin["model"] == before.get("model")
         if same_model and (folder / "adapter").is_dir():
-            further = f" There, --init {folder / 'adapter'} continues its adapter's training."
+            further = f", where --init {folder / 'adapter'} continues its adapter's training"
         raise RestoreKVError(
             f"The run in {folder} is a different one ({'; '.join(changes)}); resume it as it was "
-            f"or choose another folder.{further}"
+            f"or choose another folder{further}."
         )
     if not _is_run_state(run, tensors, step):
         raise RestoreKVError(f"{what} is damaged, it does not hold the state of this run; {FIX}.")
