@@ -111,6 +111,8 @@ def train(*more: object, data: bytes | None = None) -> Build:
             tmp / "run",
             "--steps",
             1,
+            "--warmup",
+            0,
             *more,
         ]
 
@@ -277,7 +279,10 @@ CASES: dict[str, tuple[Build, str]] = {
         adapter(lambda a: None, "adapter_of_wide"),
         "width 64, this one has 32",
     ),
-    "adapter of another model": (adapter(lambda a: None, "adapter_of_other"), "a different model"),
+    "adapter of another model": (
+        adapter(lambda a: None, "adapter_of_other"),
+        "a different model",
+    ),
     # the output
     "output folder missing": (compress(None, None, "nowhere/doc.rkv"), "does not exist"),
     "output is a folder": (compress(None, None, "."), "is a folder"),
