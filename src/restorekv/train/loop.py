@@ -141,12 +141,6 @@ def train_adapter(
     # Everything that can be refused is refused before the folder is made.
     check_folders(folder, resume, store)
     model.requires_grad_(False)
-    if config.steps < config.warmup:
-        peak = compute_learning_rate(config, config.steps - 1)
-        notice(
-            f"The learning rate rises for {config.warmup} steps and the run has {config.steps}: it "
-            f"ends at {peak:.2g} of {config.lr:.2g}; a lower --warmup lets it learn more."
-        )
     adapter = make_initial_adapter(model, tokenizer, config, notice)
     init_name = _name_init_adapter(config.init)
     # Fixed embeddings are not among the optimizer's parameters.
@@ -166,6 +160,12 @@ def train_adapter(
     start = _resume_and_check(folder, run, teacher_cache, resume, group, notice)
     group.check_same(adapter.to_stored().weights_hash())
     # Only now is the folder made: everything that may be refused has been checked.
+    if config.steps < config.warmup:
+        peak = compute_learning_rate(config, config.steps - 1)
+        notice(
+            f"The learning rate rises for {config.warmup} steps and the run has {config.steps}: it "
+            f"ends at {peak:.2g} of {config.lr:.2g}; a lower --warmup lets it learn more."
+        )
     lock = folder_lock(folder) if group.rank == 0 else nullcontext()
     with lock:
         if group.rank == 0:
