@@ -49,7 +49,10 @@ def test_generate_takes_no_inputs_besides_the_question(small, name):
     "options, said",
     [
         ({"generation_config": {"top_k": 5}}, "a GenerationConfig of transformers, not dict"),
-        ({"logits_processor": InfNanRemoveLogitsProcessor()}, "logits_processor must be a list, not "),
+        (
+            {"logits_processor": InfNanRemoveLogitsProcessor()},
+            "logits_processor must be a list, not ",
+        ),
         ({"stopping_criteria": MaxLengthCriteria(9)}, r"pass stopping_criteria=\[...\]"),
     ],
 )

@@ -214,9 +214,10 @@ def test_sinks_that_are_computed_otherwise_are_refused(monkeypatch):
         result, weights = own(layer, query * 0.9, key, value, mask, scaling, **options)
         return result, weights
 
+    said = "in a different way, such as with a cap or a different sink"
     for name, eager in (("without sinks", without_sinks), ("capped", capped)):
         monkeypatch.setattr(module, "eager_attention_forward", eager)
-        assert "in a different way, such as with a cap or a different sink" in refuse_anew(model, name)
+        assert said in refuse_anew(model, name)
 
 
 @pytest.mark.parametrize("sinks", [torch.zeros(2), torch.zeros(4, 1), 0.5])
