@@ -185,10 +185,9 @@ def add_adapter(
     Returns:
         The compressor, with the adapter if there is something to restore, and the budget.
     """
-    # With ratio=1 nothing is lost, so "auto" has nothing to restore, whatever its settings are.
+    # With ratio=1 nothing is lost, so "auto" has nothing to restore, whatever the config says.
     if budget.ratio == 1 and adapter == "auto":
-        adapter = None
-        restore_tokens = None
+        return compressor, budget
     restore_adapter = load_adapter(
         model, adapter, compressor, restore_tokens, context.separator, budget.ratio, identity
     )

@@ -44,6 +44,7 @@ def test_at_ratio_1_everything_stays(tiny):
         whole.kept.all() and whole.manifest.restore_tokens == 0 and whole.manifest.adapter is None
     )
     assert small(tiny, ratio=1, restore_tokens=2).kept.all()
+    assert small(tiny, ratio=1, restore_from="evicted").kept.all()
     assert (
         small(tiny, ratio=1, adapter=find_shipped_adapter("tiny", "snapkv")).manifest.restore_tokens
         == 3
