@@ -232,8 +232,8 @@ def test_gates_of_others_are_refused(tmp_path):
     path = save_gate(tmp_path / "gate", "kvzap-linear", model)
     turned = build_model("qwen3", rope_parameters={"rope_type": "default", "rope_theta": 500.0})
     cases = [
-        (build_model("qwen3", seed=1), "another model"),
-        (build_model("llama"), "another model"),
+        (build_model("qwen3", seed=1), "a different model"),
+        (build_model("llama"), "a different model"),
         (turned, "RoPE"),
     ]
     for other, words in cases:

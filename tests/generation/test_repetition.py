@@ -178,7 +178,7 @@ def test_answers_that_match_as_a_whole_are_not_cut(small):
 
 @pytest.mark.parametrize("wrong", [1, -1, 2.5, True, 1001])
 def test_a_wrong_number_of_copies_is_refused(small, wrong):
-    with pytest.raises(RestoreKVError, match="stop_repeats is 0, or a number of copies"):
+    with pytest.raises(RestoreKVError, match="stop_repeats must be 0, or a number of copies"):
         small.ask(QUESTIONS[0], stop_repeats=wrong)
     with pytest.raises(RestoreKVError, match="no_repeat_ngram_size; stop_repeats ends"):
         small.ask(QUESTIONS[0], no_repeat_ngram_size=3)

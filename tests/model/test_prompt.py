@@ -67,8 +67,8 @@ def test_refused_contexts(tiny_tokenizer, text):
     [
         ("", "question is empty"),
         (" ", "question is empty"),
-        (None, "is text"),
-        (["a?"], "is text, not a list"),
+        (None, "must be text"),
+        (["a?"], "must be text, not a list"),
     ],
 )
 def test_refused_questions(tiny_tokenizer, question, told):
