@@ -252,8 +252,6 @@ class RaggedCache(Cache):
         """
         dense_layers = list_dense_layers(full)
         columns = keep_mask.shape[-1]
-        # The restore pass appends its pairs to a view of the full cache, after the S + T columns
-        # that compete.
         if restore_cache is None:
             restore_cache = (_slice_restore_pairs(dense, columns) for dense in dense_layers)
         full_layers = list_full_attention(full)
@@ -262,8 +260,7 @@ class RaggedCache(Cache):
                 f"The mask has {len(keep_mask)} layers, but {len(full_layers)} layers of the cache "
                 "see the whole text."
             )
-        # The mask has rows for the layers that see the whole text only, in their order among all
-        # layers.
+        # Layers with a window have no row in the mask.
         masks = iter(keep_mask)
         layers = []
         for dense, restore_pairs in zip(dense_layers, restore_cache, strict=True):
@@ -390,9 +387,9 @@ class RaggedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every tensor, plans included; the tail counts with what it holds now."""
-        # Every tensor counts, also positions and offsets, so that ratios of bytes are those of
-        # memory.
+        """Bytes of every tensor, positions, offsets and plans included, so that ratios of bytes are
+        those of memory; the tail counts with what it holds now.
+        """
         total = 0
         for layer in self.layers:
             total += sum(tensor.nbytes for tensor in layer.list_tensors())

@@ -204,7 +204,6 @@ async def run_in_thread(ask: Callable[[], T]) -> T:
     cancelled = threading.Event()
 
     def run() -> T:
-        # `decode_batch` looks at it between two tokens.
         CANCELLED.set(cancelled)  # in the thread's own copy of the task's context
         return ask()
 

@@ -72,9 +72,8 @@ def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
     rows = {index: row for row, index in enumerate(list_full_layers(model.config))}
 
     def before_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
-        # Hooks see the passes of other threads too, and without kwargs while PyTorch is still
-        # registering them.
-        # Another thread's observer may be active; only this one's passes are shown.
+        # Hooks see the passes of other threads too, whose observers may be active, and come without
+        # kwargs while PyTorch is still registering them.
         if kwargs is not None and get_observer() is before_attention:
             inputs[:] = [kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]]
             rotations[:] = [kwargs.get("position_embeddings")]

@@ -162,8 +162,6 @@ def _view_layer(
     if not isinstance(layer, RaggedLayer | SlidingLayer):
         return ReadOnlyLayer(layer, columns)
     keys, values = layer.keys_and_values
-    # The tail ends `dropped` columns earlier: the start may hold fewer columns than other layers
-    # do.
     if isinstance(layer, SlidingLayer):
         end = layer.columns - dropped
         return layer.with_restore_cache((keys[..., :end, :], values[..., :end, :]))
@@ -179,12 +177,11 @@ def _view_layer(
     )
 
 
-# KVzip's passes attend to chosen columns of the cache. The layer therefore shows the pass its own
-# pairs only, and the observer reads the full cache.
 class QueryOnlyLayer(CompressedLayer):
-    """Shows only the pairs of a pass, at positions after `seen` cached ones.
+    """Shows a pass only its own pairs, at positions after `seen` cached ones.
 
-    The pass's observer computes attention.
+    KVzip's passes attend to chosen columns of the cache, so their observer reads the full cache and
+    computes attention itself.
     """
 
     def __init__(self, seen: int) -> None:
