@@ -46,19 +46,6 @@ SHIPPED_TEXTS = [
 ]
 
 
-# The option that says how short a context of a source may be.
-_SHORTEST_FLAGS = {
-    "longalpaca": "--shortest",
-    "papers": "--shortest",
-    "pg19": "--chunk",
-    "flan": "--flan-shortest",
-    "stories": "--passage-shortest",
-    "novels": "--passage-shortest",
-    "sections": "--passage-shortest",
-    "corpus": "--passage-shortest",
-}
-
-
 def build_mixture(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
@@ -196,17 +183,15 @@ def _check_source_lengths(config: BuildConfig, longest: int) -> None:
     """
     sources = select_sources(config)
     for source in sources:
-        # A chunk of a book has its length exactly, whatever the shortest context is.
-        shortest = config.chunk
-        if source.name != "pg19":
-            shortest = source.shortest(config)
+        shortest = getattr(config, source.length_setting)
         if shortest > longest:
+            flag = "--" + source.length_setting.replace("_", "-")
             raise RestoreKVError(
                 f"{source.title} needs contexts of {shortest} tokens, and at most {longest} fit "
-                f"with a question and an answer; lower {_SHORTEST_FLAGS[source.name]}."
+                f"with a question and an answer; lower {flag}."
             )
     # The lengths of passages are said by other flags.
-    uses_longest = any(_SHORTEST_FLAGS[each.name] != "--passage-shortest" for each in sources)
+    uses_longest = any(source.length_setting != "passage_shortest" for source in sources)
     if uses_longest and longest < config.longest:
         warn(
             f"--longest {config.longest} is lowered to {longest}: with a question and an answer "

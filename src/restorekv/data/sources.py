@@ -167,7 +167,7 @@ def _find_user_message(messages: object) -> str:
 @dataclass(frozen=True)
 class Source:
     """`name` is its setting in BuildConfig; `wanted` counts `unit`: documents, books, or examples
-    if `asked_once`.
+    if `asked_once`. `length_setting` is the setting that says how many tokens a context needs.
     """
 
     name: str
@@ -175,6 +175,7 @@ class Source:
     read: Reader
     wanted: Callable[[BuildConfig], int]
     shortest: Callable[[BuildConfig], int]
+    length_setting: str
     unit: str = "documents"
     asked_once: bool = False
     at_once: int = 1  # contexts whose answers are written in one batch
@@ -197,6 +198,7 @@ def _make_passage_source(
         read=make_passage_reader(license, per_text, check_row),
         wanted=wanted,
         shortest=lambda config: config.passage_shortest,
+        length_setting="passage_shortest",
     )
 
 
@@ -206,6 +208,7 @@ LONGALPACA = Source(
     read=read_longalpaca,
     wanted=lambda config: config.documents,
     shortest=lambda config: config.shortest,
+    length_setting="shortest",
 )
 PAPERS = Source(
     name="papers",
@@ -213,6 +216,7 @@ PAPERS = Source(
     read=read_paper,
     wanted=lambda config: config.documents,
     shortest=lambda config: config.shortest,
+    length_setting="shortest",
 )
 PG19 = Source(
     name="pg19",
@@ -220,6 +224,7 @@ PG19 = Source(
     read=read_book,
     wanted=lambda config: config.books,
     shortest=lambda config: 1,
+    length_setting="chunk",  # of a book, exactly
     unit="books",
 )
 FLAN = Source(
@@ -228,6 +233,7 @@ FLAN = Source(
     read=read_flan_prompt,
     wanted=lambda config: config.examples,
     shortest=lambda config: config.flan_shortest,
+    length_setting="flan_shortest",
     unit="examples",
     asked_once=True,
 )
@@ -254,6 +260,7 @@ CORPUS = Source(
     read=read_corpus,
     wanted=lambda config: config.corpus_passages,
     shortest=lambda config: config.passage_shortest,
+    length_setting="passage_shortest",
     at_once=8,
 )
 MIXTURES = {
