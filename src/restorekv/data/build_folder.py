@@ -207,14 +207,13 @@ def delete_build_files(out: Path) -> None:
     (out / BUILD_FILE).unlink(missing_ok=True)
 
 
-def list_compared_keys(before: dict[str, Any]) -> list[str]:
-    """Return the keys by which a model is compared with the one that a record describes."""
+def is_compared(key: str, before: dict[str, Any]) -> bool:
+    """Return whether a model is compared with the one that a record describes by this key."""
     # A model may have a different name, but not different weights.
-    keys = ["fingerprint", "dtype", "template", "tokenizer", "rope"]
+    if key == "name":
+        return False
     # Records of earlier versions do not say which ids end an answer.
-    if "stops" in before:
-        keys.append("stops")
-    return keys
+    return key in before or key != "stops"
 
 
 def check_same_build(out: Path, before: dict | None, now: dict) -> None:
@@ -230,9 +229,8 @@ def check_same_build(out: Path, before: dict | None, now: dict) -> None:
     compared = []
     for name, value in now.get("config", {}).items():
         compared.append((f"--{name.replace('_', '-')}", before["config"].get(name), value))
-    compared_keys = list_compared_keys(before["model"])
     for name, value in now.get("model", {}).items():
-        if name in compared_keys:
+        if is_compared(name, before["model"]):
             compared.append((f"the model's {name}", before["model"].get(name), value))
     if "exclude" in now:
         excluded = [_describe_origin({"files": each["exclude"]}) for each in (before, now)]

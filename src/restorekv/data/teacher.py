@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.data.build_folder import list_compared_keys
+from restorekv.data.build_folder import is_compared
 from restorekv.errors import RestoreKVError, make_printable
 from restorekv.generation.decoding import get_stop_ids
 from restorekv.model.identity import identify_model
@@ -50,9 +50,8 @@ def check_model(manifest: dict, model: PreTrainedModel, tokenizer: Tokenizer, fo
     """
     now = describe_model(model, tokenizer)
     before = manifest["model"]
-    compared = list_compared_keys(before)
     for key, what in _SAME_MODEL.items():
-        if key in compared and now[key] != before.get(key):
+        if is_compared(key, before) and now[key] != before.get(key):
             raise RestoreKVError(
                 f"The data in {folder} was made by the model {make_printable(before.get('name'))} "
                 f"with a different {what} ({make_printable(before.get(key))}, not {now[key]}); "
