@@ -6,7 +6,6 @@ worker dies (killed, out of memory, node lost) goes to another worker, and a new
 there is room.
 """
 
-import json
 import os
 import warnings
 from collections import Counter, deque
@@ -19,7 +18,7 @@ from restorekv.cluster import LOCAL, connect_ray
 from restorekv.errors import RestoreKVError, RestoreKVWarning, summarize_error, warn
 from restorekv.evaluation.grid import Cell, Job
 from restorekv.evaluation.results import describe_changes
-from restorekv.evaluation.run import Digests, Identities, LocalPool, Missing
+from restorekv.evaluation.run import Digests, Identities, LocalPool, Missing, identify_cell
 from restorekv.evaluation.worker import AnsweredCell
 from restorekv.files import HOST
 
@@ -84,9 +83,9 @@ class RayWorker(WorkerProcess, LocalPool):
 
         Nodes find them by their names, which may mean something else on each.
         """
-        own, _ = self.open_job(job)
+        worker = self._get_worker(job)
         for cell in job.cells:
-            changes = describe_changes(json.loads(json.dumps(identities[cell])), own[cell])
+            changes = describe_changes(identities[cell], identify_cell(worker, cell))
             if changes:
                 raise RestoreKVError(
                     f"The worker on {HOST} differs from the one that opened the job: {changes}. "

@@ -253,8 +253,8 @@ def describe_changes(before: dict, now: dict) -> str:
     """Name what changed, as "fingerprint 1f (now 2e)"; versions and threads are recorded, not
     compared.
     """
-    # A stored identity comes from JSON, so the new one takes the same way: tuples become lists.
-    before = flatten_identity(before)
+    # A stored identity comes from JSON, so others take the same way: tuples become lists.
+    before = flatten_identity(json.loads(json.dumps(before)))
     now = flatten_identity(json.loads(json.dumps(now)))
     changed = []
     for key in {**before, **now}:
