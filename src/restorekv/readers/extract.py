@@ -42,6 +42,18 @@ UNREAD_PAGES = {
     "pictures": "pictures without text",
     "unmapped": "in a font that does not say which characters it shows",
 }
+# What is said of a file by the name of its reader's error.
+REFUSALS = {
+    "FileNotDecryptedError": "asks for a password; save it without one",
+    TooManyPagesError.__name__: f"has more than {MAX_PAGES:,} pages; split it, or give its text",
+    DynamicFormError.__name__: (
+        "is a form that only Adobe's reader shows; print it to a PDF file first"
+    ),
+    ProtectedBookError.__name__: (
+        "is protected against copying (DRM), so only its seller's program can read it; give a file "
+        "without protection, or its text"
+    ),
+}
 
 PDF_START = b"%PDF-"
 # How files begin that are not plain text, with the end of the error's sentence.
@@ -220,21 +232,8 @@ def _run_program(kind: str, name: str, content: bytes) -> tuple[str, dict[str, A
         raise RestoreKVError(describe_missing_extra(f"Reading {name}", package, "serve"))
     if done.returncode < 0 or why == "MemoryError":  # a signal is the bound on time
         raise too_much
-    if why == "FileNotDecryptedError":
-        raise RestoreKVError(f"{name} asks for a password; save it without one.")
-    if why == TooManyPagesError.__name__:
-        raise RestoreKVError(
-            f"{name} has more than {MAX_PAGES:,} pages; split it, or give its text."
-        )
-    if why == ProtectedBookError.__name__:
-        raise RestoreKVError(
-            f"{name} is protected against copying (DRM), so only its seller's program can read "
-            "it; give a file without protection, or its text."
-        )
-    if why == DynamicFormError.__name__:
-        raise RestoreKVError(
-            f"{name} is a form that only Adobe's reader shows; print it to a PDF file first."
-        )
+    if why in REFUSALS:
+        raise RestoreKVError(f"{name} {REFUSALS[why]}.")
     # The name of a built-in exception says nothing about the file.
     cause = ""
     if not hasattr(builtins, why):
