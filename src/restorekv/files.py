@@ -481,7 +481,7 @@ def parse_record(text: str | bytes, what: str) -> Any:
 
 
 def check_elements(text: str | bytes, what: str, limit: int) -> None:
-    """Refuse JSON of more than `most` values and keys before any of them takes memory."""
+    """Refuse JSON of more than `limit` values and keys before any of them takes memory."""
     if isinstance(text, bytes):
         at_most = sum(text.count(sign) for sign in (b"[", b"{", b",", b":"))
         matches = SIGNS_OF_BYTES.finditer(text)

@@ -160,13 +160,13 @@ def _begins_with(ids: Sequence[int], placeholders: tuple[int, ...]) -> bool:
     return bool(placeholders) and tuple(ids[: len(placeholders)]) == placeholders
 
 
-def _contains(ids: list[int], part: list[int]) -> bool:
+def _contains(ids: Sequence[int], part: Sequence[int]) -> bool:
     """Whether `ids` contains `part` as a run."""
     first = -1
     with suppress(ValueError):  # the first of them does not come again
         while True:
             first = ids.index(part[0], first + 1)
-            if ids[first : first + len(part)] == part:
+            if list(ids[first : first + len(part)]) == part:
                 return True
     return False
 
@@ -264,7 +264,7 @@ class DocumentStore(ABC):
         vLLM would read them as a text, and silently answer about something else. Of those that
         were cut at their beginning, only the rest can be found.
         """
-        has_sign = any(_contains(list(ids), sign) for sign in self.signs)
+        has_sign = any(_contains(ids, sign) for sign in self.signs)
         beginning = ids[: self._longest]
         has_end = any(
             tuple(beginning[first : first + MARK]) in self._ends for first in range(len(beginning))
