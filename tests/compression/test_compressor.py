@@ -634,7 +634,7 @@ def test_the_first_tokens_of_a_nested_adapter_work_alone(tiny_model, tiny_tokeni
             config=CompressionConfig(restore_tokens=2),
         )
     with pytest.raises(
-        AdapterError, match="from 1 to 4, the adapter's number of restore tokens, got 5"
+        AdapterError, match="from 1 to 4, the adapter's number of restore tokens, not 5"
     ):
         compress(
             tiny_model,

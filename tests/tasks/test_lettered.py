@@ -196,7 +196,7 @@ def test_quality_takes_the_first_articles_and_the_hard_questions(quality):
 
 
 def test_a_negative_number_of_articles_is_refused(quality):
-    with pytest.raises(RestoreKVError, match=r"articles must be 0 \(all\) or more, got -1"):
+    with pytest.raises(RestoreKVError, match=r"articles must be 0 \(all\) or more, not -1"):
         Quality(str(quality), articles=-1)
 
 

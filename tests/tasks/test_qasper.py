@@ -125,7 +125,7 @@ def test_the_closest_annotator_counts():
 
 
 def test_mistakes_are_told(tmp_path):
-    with pytest.raises(RestoreKVError, match="source must be longbench or official, got 'hub'"):
+    with pytest.raises(RestoreKVError, match="source must be longbench or official, not 'hub'"):
         make_benchmark("qasper:source=hub")
     broken = {
         "1": {

@@ -40,7 +40,7 @@ def require_at_least(least: int, config: object, names: Iterable[str]) -> None:
     for name in names:
         value = getattr(config, name)
         if value is not None and not least <= value < math.inf:
-            raise RestoreKVError(f"{name} must be at least {least}, got {value}.")
+            raise RestoreKVError(f"{name} must be at least {least}, not {value}.")
 
 
 @dataclass(frozen=True)
@@ -130,21 +130,21 @@ class BuildConfig:
         require_at_least(0, self, MAY_BE_ZERO)
         require_at_least(1, self, sorted(counts - MAY_BE_ZERO))
         if not 0 < self.overlap <= 1:
-            raise RestoreKVError(f"overlap must be above 0 and at most 1, got {self.overlap:g}.")
+            raise RestoreKVError(f"overlap must be above 0 and at most 1, not {self.overlap:g}.")
         if self.documents and self.shortest > self.longest:
             raise RestoreKVError(
                 f"--shortest {self.shortest} is more than --longest {self.longest}; swap them."
             )
         if not 0 <= self.invented <= 1:
-            raise RestoreKVError(f"invented must be from 0 to 1, got {self.invented:g}.")
+            raise RestoreKVError(f"invented must be from 0 to 1, not {self.invented:g}.")
         if "{question}" not in self.wording:
             raise RestoreKVError(
-                f"--wording needs {{question}} where the question goes, got {self.wording!r}."
+                f"--wording needs {{question}} where the question goes, not {self.wording!r}."
             )
         if self.passage_shortest > self.passage_longest:
             raise RestoreKVError("--passage-shortest is more than --passage-longest; swap them.")
         if not 0 <= self.made < 1:
-            raise RestoreKVError(f"made must be at least 0 and below 1, got {self.made:g}.")
+            raise RestoreKVError(f"made must be at least 0 and below 1, not {self.made:g}.")
         _ = self.shard  # refuses a part that is not one
         counts_of_mixture = {
             "passages": (self.story_passages, self.novel_passages, self.section_passages),
@@ -163,7 +163,7 @@ class BuildConfig:
         found = re.fullmatch(r"([1-9][0-9]{0,3})/([1-9][0-9]{0,3})", self.part)
         if not found or int(found[1]) > int(found[2]):
             raise RestoreKVError(
-                f"--part must be K/N with K from 1 to N, such as 1/2, got {self.part!r}."
+                f"--part must be K/N with K from 1 to N, such as 1/2, not {self.part!r}."
             )
         return int(found[1]) - 1, int(found[2])
 

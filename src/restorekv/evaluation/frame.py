@@ -117,7 +117,7 @@ def make_frame(results: Sequence[Result]) -> DataFrame:
     """Return the rows of a grid, the results of `load_results`, as a DataFrame."""
     if not isinstance(results, list | tuple):
         raise RestoreKVError(
-            f"make_frame takes the results of load_results, got {type(results).__name__}."
+            f"make_frame takes the results of load_results, not {type(results).__name__}."
         )
     for each in results:
         check_result(each)

@@ -115,7 +115,7 @@ class RayWorkers:
     ) -> None:
         if workers < 1 or threads < 1:
             raise RestoreKVError(
-                f"Ray needs at least 1 worker and 1 thread, got {workers} and {threads}."
+                f"Ray needs at least 1 worker and 1 thread, not {workers} and {threads}."
             )
         gpus = int(device.startswith("cuda"))
         self.ray = connect_ray(address, workers * threads, STORE, {"CPU": threads, "GPU": gpus})

@@ -174,7 +174,7 @@ def check_result(value: object) -> None:
     """Refuse what is not a Result, such as a cell's name or folder."""
     if not isinstance(value, Result):
         raise RestoreKVError(
-            f"A cell must be a Result, as load_results(FOLDER) lists them, got "
+            f"A cell must be a Result, as load_results(FOLDER) lists them, not "
             f"{type(value).__name__}."
         )
 

@@ -123,7 +123,7 @@ class RestoreAdapter(nn.Module):
         """
         if n < 1 or rank < 1:
             raise AdapterError(
-                f"A restore adapter needs at least one token and rank 1, got {n} and {rank}."
+                f"A restore adapter needs at least one token and rank 1, not {n} and {rank}."
             )
         if fixed is not None and not targets:
             raise AdapterError(
@@ -243,7 +243,7 @@ class RestoreAdapter(nn.Module):
         if not 1 <= count <= self.restore_tokens:
             raise AdapterError(
                 f"restore_tokens must be from 1 to {self.restore_tokens}, the adapter's number of "
-                f"restore tokens, got {count}."
+                f"restore tokens, not {count}."
             )
         if count == self.restore_tokens:
             return self

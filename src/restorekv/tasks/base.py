@@ -191,7 +191,7 @@ class Benchmark(ABC):
     def choose_samples(self, tokenizer: Tokenizer, protocol: str) -> list[Sample]:
         """Return the samples that a run asks."""
         if self.count < 0:
-            raise RestoreKVError(f"count must be at least 0 (0 asks all), got {self.count}.")
+            raise RestoreKVError(f"count must be at least 0 (0 asks all), not {self.count}.")
         title = self.describe_title()
         loaded = list(self.load_samples(tokenizer, protocol))
         for each in loaded:

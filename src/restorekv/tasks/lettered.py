@@ -106,9 +106,9 @@ class Quality(Lettered):
 
     def __post_init__(self) -> None:
         if self.subset not in ("all", "hard"):
-            raise RestoreKVError(f"QuALITY's subset must be all or hard, got {self.subset!r}.")
+            raise RestoreKVError(f"QuALITY's subset must be all or hard, not {self.subset!r}.")
         if self.articles < 0:
-            raise RestoreKVError(f"articles must be 0 (all) or more, got {self.articles}.")
+            raise RestoreKVError(f"articles must be 0 (all) or more, not {self.articles}.")
 
     def load_samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
         """Yield articles in the file's order, except those without a question of the subset."""
@@ -185,7 +185,7 @@ class LongHealth(Lettered):
 
     def __post_init__(self) -> None:
         if self.patients < 1:
-            raise RestoreKVError(f"patients must be at least 1, got {self.patients}.")
+            raise RestoreKVError(f"patients must be at least 1, not {self.patients}.")
 
     def load_samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
         path = self.locate_file()

@@ -47,11 +47,11 @@ class Needle(Benchmark):
     def __post_init__(self) -> None:
         if not all(length.isdecimal() and int(length) for length in self.lengths.split("+")):
             raise RestoreKVError(
-                f"lengths must be numbers of ids such as 500+2000, got {self.lengths!r}."
+                f"lengths must be numbers of ids such as 500+2000, not {self.lengths!r}."
             )
         if self.depths < 2:
             raise RestoreKVError(
-                f"depths must be at least 2, the beginning and the end, got {self.depths}."
+                f"depths must be at least 2, the beginning and the end, not {self.depths}."
             )
 
     def load_samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:

@@ -43,7 +43,7 @@ class Qasper(Benchmark):
     def __post_init__(self) -> None:
         if self.source not in ("longbench", "official"):
             raise RestoreKVError(
-                f"QASPER's source must be longbench or official, got {self.source!r}."
+                f"QASPER's source must be longbench or official, not {self.source!r}."
             )
 
     def load_samples(self, tokenizer: Tokenizer, protocol: str) -> list[Sample]:

@@ -65,12 +65,12 @@ class Reading(Benchmark):
         length = getattr(self, "length", 0)
         if split not in (known := get_args(Split)):
             raise RestoreKVError(
-                f"split must be one of {', '.join(known)}, got {split!r}; the default is "
+                f"split must be one of {', '.join(known)}, not {split!r}; the default is "
                 f"{EVALUATION}."
             )
         if 0 < length < MIN_LENGTH:
             raise RestoreKVError(
-                f"The length of a passage must be at least {MIN_LENGTH} tokens, got {length}; 0 "
+                f"The length of a passage must be at least {MIN_LENGTH} tokens, not {length}; 0 "
                 "keeps texts whole."
             )
 

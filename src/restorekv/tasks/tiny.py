@@ -32,7 +32,7 @@ class TinySuite(Benchmark):
             )
         if not 0 < self.low <= self.high:
             raise RestoreKVError(
-                f"low and high must be numbers of ids with 0 < low <= high, got {self.low} and "
+                f"low and high must be numbers of ids with 0 < low <= high, not {self.low} and "
                 f"{self.high}."
             )
         if self.count < 1:

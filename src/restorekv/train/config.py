@@ -153,7 +153,7 @@ class TrainConfig:
         require_at_least(0, self, AT_LEAST_ZERO)
         if not 1e-6 <= self.ratio_min <= self.ratio_max <= 1:
             raise RestoreKVError(
-                "Training ratios need 0.000001 <= ratio_min <= ratio_max <= 1, got "
+                "Training ratios need 0.000001 <= ratio_min <= ratio_max <= 1, not "
                 f"{self.ratio_min:g} and {self.ratio_max:g}."
             )
         # Makes every evictor once, which refuses unknown ones and contradicting settings. Last,

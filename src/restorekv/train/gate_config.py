@@ -54,9 +54,9 @@ class GateConfig:
         for name in ("lr", "alpha", "floor"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise RestoreKVError(f"{name} must be above 0, got {value}.")
+                raise RestoreKVError(f"{name} must be above 0, not {value}.")
         if not 0 < self.held_out < 1:
-            raise RestoreKVError(f"held_out must be between 0 and 1, got {self.held_out:g}.")
+            raise RestoreKVError(f"held_out must be between 0 and 1, not {self.held_out:g}.")
         used = (*EVERY_KIND, *USED_SETTINGS[self.kind])
         for field in fields(self):
             if field.name not in used and getattr(self, field.name) != field.default:

@@ -105,7 +105,7 @@ class Ruler(Benchmark):
         super().__post_init__()
         if self.per_task < 1 or self.length < 1:
             raise RestoreKVError(
-                f"RULER needs length and per_task of at least 1, got {self.length} and "
+                f"RULER needs length and per_task of at least 1, not {self.length} and "
                 f"{self.per_task}."
             )
         given = [setting for setting in REPLACEMENTS if getattr(self, setting)]
