@@ -5,7 +5,7 @@ import pytest
 from restorekv.errors import RestoreKVWarning, TextTooLongError
 from restorekv.generation.sampling import SamplingConfig
 from restorekv.serve import caches, embedded
-from restorekv.serve.caches import NOTHING_MADE
+from restorekv.serve.caches import CompressionJob
 from restorekv.serve.embedded import SHARE, SLICE, EmbeddedEngine
 from restorekv.serve.engine import CacheState, ServedQuestion
 from restorekv.serve.store import Store
@@ -60,11 +60,11 @@ def test_a_short_text_is_asked_together_with_a_restored_one(
 def test_answers_wait_for_a_compression_and_for_nothing_else(engine, monkeypatch):
     slept = []
     monkeypatch.setattr(embedded.time, "sleep", slept.append)
-    assert engine.making == NOTHING_MADE
+    assert engine.job is None
     for _ in range(10):
         engine._yield_to_compression(SLICE / SHARE)
     assert slept == []
-    engine.making = ("a key", CacheState("prefill", 0.5))
+    engine.job = CompressionJob("a hash", "a key", CacheState("prefill", 0.5))
     for _ in range(4):
         engine._yield_to_compression(SLICE / SHARE / 2)
     # Half a slice is saved up until it is a whole one.

@@ -444,11 +444,16 @@ def test_a_sound_cache_that_cannot_be_read_now_stays(model, tiny_tokenizer, tmp_
 def test_a_document_that_is_deleted_later_ends_the_work_on_no_other_one(
     model, tiny_tokenizer, tmp_path
 ):
-    """The next document may be about to be in work when the deletion comes."""
+    """The next document may be in work when the deletion comes."""
     caches = DocumentHolder(model, tiny_tokenizer, Store(tmp_path, MUCH))
-    caches.make_document(SHA, Variant.parse("tiny:snapkv-0.4", "tiny"), lambda: TEXT)
-    caches.forget_document(SHA)
-    assert not caches.is_abandoned
+    variant = Variant.parse("tiny:snapkv-0.4", "tiny")
+    caches.make_document(SHA, variant, lambda: TEXT)
+
+    def read_while_the_first_is_deleted() -> str:
+        caches.forget_document(SHA)
+        return f"{TEXT} More."
+
+    assert caches.make_document("1" * 64, variant, read_while_the_first_is_deleted).fresh
 
 
 def test_a_slow_shared_folder_holds_up_no_local_document(

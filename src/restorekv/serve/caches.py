@@ -71,8 +71,24 @@ class CacheCost:
     seconds: Mapping[str, float]
 
 
-NOTHING_MADE = ("", WAITING)  # the key and state while no cache is being made
 NO_CACHE = CacheCost(0, 0, {})  # of a conversation without a document
+
+
+@dataclass
+class CompressionJob:
+    """A document that is being compressed.
+
+    Args:
+        sha256: The hash of its content.
+        key: The key of the cache that is being made.
+        state: How far the cache is.
+        is_abandoned: Whether the document was deleted meanwhile.
+    """
+
+    sha256: str
+    key: str
+    state: CacheState = WAITING
+    is_abandoned: bool = False
 
 
 @dataclass(kw_only=True)
@@ -142,11 +158,8 @@ class CacheEngine(Engine, Generic[Active]):
         self.prepared_cache = PreparedContextCache(memory)
         self.loading = threading.Lock()  # while a cache is read from disk
         store.on_delete = self.forget_document
-        # The key of the cache that is being made, and how far it is.
-        self.making = NOTHING_MADE
-        # The document that is being compressed, and whether it was deleted meanwhile.
-        self.sha256_in_work = ""
-        self.is_abandoned = False
+        # What the thread that compresses works on. Others read it, and abandon it.
+        self.job: CompressionJob | None = None
         self.counts = {"questions": 0, "tokens": 0, "compressed": 0, "loaded": 0, "hits": 0}
         self.compress_executor = ThreadPoolExecutor(
             1, "restorekv-compress", initializer=self._note_compressing_thread
@@ -349,20 +362,19 @@ class CacheEngine(Engine, Generic[Active]):
         if compressed is None:
             # Notice a disk that takes nothing before minutes of work, not after.
             self.store.check_writable()
-            # In this order: a deletion between the two lines must not be overwritten.
-            self.is_abandoned = False
-            self.sha256_in_work = sha256
+            self.job = CompressionJob(sha256, key)
             try:
-                compressed = self.make_cache(content(), variant, key)
+                compressed = self.make_cache(content(), variant, self.job)
             finally:
-                # A later deletion of this document must not abandon the next compression.
-                self.sha256_in_work = ""
+                self.job = None
             with self.store.write_cache_file(key, sha256) as path:
                 compressed.save(path)
             self._hold(sha256, key, compressed)
         return ServedDocument(sha256, variant, compressed.context.num_tokens, fresh)
 
-    def make_cache(self, content: str | Path, variant: Variant, key: str) -> CompressedContext:
+    def make_cache(
+        self, content: str | Path, variant: Variant, job: CompressionJob
+    ) -> CompressedContext:
         """Compress a text; of a path, load the cache file."""
         if isinstance(content, Path):
             return CompressedContext.load(content, self.model, self.tokenizer)
@@ -370,25 +382,21 @@ class CacheEngine(Engine, Generic[Active]):
         check_size(content, self.tokenizer, count_usable_positions(self.model))
 
         def note_progress(phase: str, share: float) -> None:
-            # One assignment of a tuple, so that other threads never see a state of another key.
-            self.making = (key, CacheState(phase, share))
-            if self.is_abandoned:
+            job.state = CacheState(phase, share)
+            if job.is_abandoned:
                 raise DeletedError
 
         self.prepared_cache.max_bytes = self.memory - self.bytes_held
-        try:
-            with explain_length():
-                compressed = compress(
-                    self.model,
-                    self.tokenizer,
-                    content,
-                    progress=note_progress,
-                    prepared_cache=self.prepared_cache,
-                    config=CompressionConfig(**self.compress_settings),
-                    **variant.options,
-                )
-        finally:
-            self.making = NOTHING_MADE
+        with explain_length():
+            compressed = compress(
+                self.model,
+                self.tokenizer,
+                content,
+                progress=note_progress,
+                prepared_cache=self.prepared_cache,
+                config=CompressionConfig(**self.compress_settings),
+                **variant.options,
+            )
         self.counts["compressed"] += 1
         return compressed
 
@@ -436,8 +444,9 @@ class CacheEngine(Engine, Generic[Active]):
         keep it to their end.
         """
         self.prepared_cache.clear()
-        if self.sha256_in_work == sha256:
-            self.is_abandoned = True
+        job = self.job  # which may end meanwhile
+        if job and job.sha256 == sha256:
+            job.is_abandoned = True
         with self.lock:
             for held_key in list(self.held):
                 if held_key[0] == sha256:
@@ -445,9 +454,9 @@ class CacheEngine(Engine, Generic[Active]):
 
     def get_state(self, sha256: str, variant: Variant) -> CacheState:
         key = self.make_key(sha256, variant)
-        making, state = self.making
-        if making == key:
-            return state
+        job = self.job
+        if job and job.key == key:
+            return job.state
         # Without the lock: the answer may be old by the time it arrives anyway.
         is_here = (sha256, key) in self.held or self.store.has_cache(key)
         return READY if is_here else WAITING

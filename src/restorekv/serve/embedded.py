@@ -33,7 +33,6 @@ from restorekv.model.shape import get_backbone
 from restorekv.serve.caches import (
     DOCUMENTS_TOO_LONG,
     NO_CACHE,
-    NOTHING_MADE,
     SHUTDOWN_SECONDS,
     ActiveQuestion,
     CacheCost,
@@ -291,7 +290,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
 
     def _yield_to_compression(self, seconds: float) -> None:
         """Give a compression its share of the time, after a step that took some seconds."""
-        if self.making == NOTHING_MADE:
+        if self.job is None:
             self.owed = 0.0
             return
         self.owed += SHARE * seconds

@@ -39,6 +39,7 @@ from restorekv.serve.caches import (
     ActiveQuestion,
     CacheCost,
     CacheEngine,
+    CompressionJob,
 )
 from restorekv.serve.document_checks import (
     compose_documents,
@@ -173,9 +174,11 @@ class VllmEngine(CacheEngine[VllmQuestion]):
                 )
         return await super().get_document(sha256, variant, content)
 
-    def make_cache(self, content: str | Path, variant: Variant, key: str) -> CompressedContext:
+    def make_cache(
+        self, content: str | Path, variant: Variant, job: CompressionJob
+    ) -> CompressedContext:
         """Compress a text; refuse a document on upload if vLLM could not read its cache."""
-        compressed = super().make_cache(content, variant, key)
+        compressed = super().make_cache(content, variant, job)
         self.form.check_context(compressed)
         return compressed
 
