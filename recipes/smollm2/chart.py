@@ -29,15 +29,19 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "docs" / "charts" / "smollm2.svg"
+# The results of other evictors on some of the same texts.
+OTHERS = (ROOT / "paper" / "results" / "smollm2-fast-65.json",)
 PAGE = ROOT / "docs" / "evaluation.md"
 CHOOSING = ROOT / "docs" / "choosing.md"
 README = ROOT / "README.md"
 BEGIN = "<!-- made by `make charts` -->"
 BEGIN_KEPT = "<!-- answers kept, made by `make charts` -->"
 BEGIN_GENRES = "<!-- genres, made by `make charts` -->"
+BEGIN_EVICTORS = "<!-- evictors, made by `make charts` -->"
 END = "<!-- end -->"
 END_KEPT = "<!-- end of answers kept -->"
 END_GENRES = "<!-- end of genres -->"
+END_EVICTORS = "<!-- end of evictors -->"
 PANELS = ("RULER", "Factbook", "FairytaleQA", "Genres")
 PANELS_BESIDE = 2
 FEW_LOST = 10  # answers: of fewer, no share is shown that comes back
@@ -182,6 +186,71 @@ def make_table(result: Mapping) -> str:
                     )
                 )
     return "\n".join(lines)
+
+
+def make_evictors_table(results: Sequence[Mapping]) -> str:
+    """Return what small caches of several evictors have on the same texts, ratio by ratio.
+
+    Each result is of one evictor. Benchmarks that only one of them has are left out.
+    """
+    columns = ["texts", "r", "evictor", "score", "restored", "gain"]
+    columns += ["KL", "KL restored", "answers kept", "restored"]
+    lines = [format_line(*columns), "|---" * len(columns) + "|"]
+    titles: dict[str, str] = {}
+    for result in results:
+        titles |= collect_titles(result)
+    for benchmark, title in titles.items():
+        asked = [each for each in results if benchmark in collect_titles(each)]
+        if len(asked) < 2:
+            continue
+        full = find_full_cache(asked[0], benchmark)
+        for result in asked[1:]:
+            other = find_full_cache(result, benchmark)
+            if (full["samples"], full["score"]) != (other["samples"], other["score"]):
+                raise ValueError(f"The full cache does not answer the same in {benchmark}.")
+        begins = f"{title}, {full['samples']} texts"
+        for ratio in sorted({row["ratio"] for row in asked[0]["rows"]} - {1}, reverse=True):
+            for result in asked:
+                line = list_evictor_cells(result, benchmark, title, ratio)
+                lines.append(format_line(begins, ratio if result is asked[0] else "", *line))
+                begins = ""
+    return "\n".join(lines)
+
+
+def list_evictor_cells(
+    result: Mapping, benchmark: str, title: str, ratio: float
+) -> tuple[str, ...]:
+    """Return the cells of a result's evictor at one ratio of `make_evictors_table`, from the
+    evictor's name on.
+    """
+    (evictor,) = {evictor_of(row) for row in result["rows"]} - {"full"}
+    rows = []
+    for restored in (False, True):
+        (row,) = [
+            each
+            for each in find_small_caches(result, benchmark, evictor, restored)
+            if each["ratio"] == ratio
+        ]
+        rows.append(row)
+    counts = []
+    # The evictor alone comes first, then restored.
+    for method in dict.fromkeys(row["method"] for row in result["kept"]):
+        contexts = result["kept_by_context"][f"{method} at {ratio:g}"]
+        own = [(right, kept) for name, _, right, kept in contexts if name == title]
+        right, kept = map(sum, zip(*own, strict=True))
+        counts.append(f"{kept} of {right}")
+    alone, restored_row = rows
+    kept_alone, kept_restored = counts
+    return (
+        EVICTOR_NAMES[evictor],
+        format_score(alone),
+        format_score(restored_row),
+        format_gain(restored_row),
+        f"{alone['kl']:.3f}",
+        f"{restored_row['kl']:.3f}",
+        kept_alone,
+        kept_restored,
+    )
 
 
 def make_summary(result: Mapping, evictor: str) -> str:
@@ -374,6 +443,9 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--evictor", default="kvzip", help="The evictor of the chart; the table has all."
     )
+    parser.add_argument(
+        "--other", nargs="*", type=Path, default=OTHERS, help="Results of other evictors."
+    )
     parser.add_argument("--chart", type=Path, default=CHART)
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--choosing", type=Path, default=CHOOSING)
@@ -384,6 +456,8 @@ def main(args: Sequence[str] | None = None) -> None:
     fill_page(given.page, BEGIN, END, make_table(result))
     fill_page(given.page, BEGIN_KEPT, END_KEPT, make_kept_table(result))
     fill_page(given.page, BEGIN_GENRES, END_GENRES, make_genres_table(result, given.evictor))
+    others = [read_json(path, str(path)) for path in given.other]
+    fill_page(given.page, BEGIN_EVICTORS, END_EVICTORS, make_evictors_table([result, *others]))
     fill_page(given.choosing, BEGIN, END, make_summary(result, given.evictor))
     kept = make_kept_summary(result, given.evictor)
     for page in (given.choosing, given.readme):

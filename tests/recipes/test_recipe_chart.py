@@ -55,6 +55,38 @@ def test_the_summary_of_answers_kept_has_the_numbers_of_the_result():
             assert int(right) == alone["right"] == restored["right"]
 
 
+def test_evictors_are_next_to_each_other_on_the_texts_that_several_have():
+    results = [json.loads(path.read_text()) for path in (RESULT, *chart.OTHERS)]
+    lines = chart.make_evictors_table(results).splitlines()[2:]
+    rows = []
+    for result in results:
+        for row in result["rows"]:
+            # A line for each small cache, with what its restored one has.
+            if row["method"] != "full" and not row["restored"]:
+                rows.append(row)
+    shared = {row["benchmark"] for row in rows if chart.evictor_of(row) != "kvzip"}
+    rows = [row for row in rows if row["benchmark"] in shared]
+    assert len(lines) == len(rows) > 5
+    for row in rows:
+        name = chart.EVICTOR_NAMES[chart.evictor_of(row)]
+        wanted = f"| {name} | {row['score']:.1f} |"
+        assert any(wanted in line and f"| {row['kl']:.3f} |" in line for line in lines), row
+    kept = {
+        (row["method"], row["ratio"]): row for row in results[0]["kept"] if row["part"] == "RULER"
+    }
+    right = kept["KVzip", 0.1]["right"]
+    counts = [kept[method, 0.1]["kept"] for method in ("KVzip", "KVzip + RestoreKV")]
+    cells = chart.list_evictor_cells(results[0], "ruler:length=1024,per_task=5", "RULER", 0.1)
+    assert list(cells[-2:]) == [f"{count} of {right}" for count in counts]
+
+
+def test_evictors_that_were_asked_other_texts_are_not_compared():
+    results = [json.loads(path.read_text()) for path in (RESULT, *chart.OTHERS)]
+    chart.find_full_cache(results[1], "ruler:length=1024,per_task=5")["score"] += 1
+    with pytest.raises(ValueError, match="does not answer the same in ruler"):
+        chart.make_evictors_table(results)
+
+
 def test_an_evictor_without_an_adapter_has_empty_cells(tmp_path):
     result = json.loads(RESULT.read_text())
     result["rows"] = [row for row in result["rows"] if not row["restored"]]
