@@ -125,6 +125,13 @@ def test_options_of_another_type_are_refused(small, options, said):
         small.ask(QUESTION, 2, **options)
 
 
+@pytest.mark.parametrize("name", ["forced_bos_token_id", "forced_eos_token_id", "max_time"])
+def test_a_zero_in_a_generation_config_is_a_value(small, name):
+    """It equals False, and was taken for an option that is off."""
+    with pytest.raises(RestoreKVError, match=f"takes no {name} from a GenerationConfig"):
+        small.ask(QUESTION, 2, config=GenerationConfig(**{name: 0}))
+
+
 @pytest.mark.parametrize(
     "limits, said",
     [
@@ -173,7 +180,9 @@ def test_generate_ends_where_its_generation_config_says(small):
 
 
 def test_neutral_options_ask_for_nothing(small):
-    config = GenerationConfig(num_beams=1, typical_p=1.0, length_penalty=1.0)
+    config = GenerationConfig(
+        num_beams=1, typical_p=1.0, length_penalty=1.0, min_new_tokens=0, penalty_alpha=0.0
+    )
     assert small.ask(QUESTION, 3, config=config) == small.ask(QUESTION, 3)
 
 

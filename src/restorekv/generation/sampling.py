@@ -76,7 +76,9 @@ NO_OP_VALUES: dict[str, object] = {
     "encoder_no_repeat_ngram_size": 0,
     "guidance_scale": 1.0,
     "min_length": 0,
+    "min_new_tokens": 0,
     "diversity_penalty": 0.0,
+    "penalty_alpha": 0.0,
 }
 MIN_TEMPERATURE = 0.01  # below it only the most likely token has a chance
 # Type, further condition, and both in words.
@@ -326,7 +328,9 @@ def read_generation_config(config: GenerationConfig) -> dict[str, object]:
     defaults = GenerationConfig().to_dict()
     own = config.to_dict()
     for name, value in sorted(own.items()):
-        is_set = value not in (None, False, defaults.get(name), NO_OP_VALUES.get(name))
+        # By identity: 0 equals False, but as an id or a number of seconds it asks for something.
+        is_set = value is not None and value is not False
+        is_set = is_set and value not in (defaults.get(name), NO_OP_VALUES.get(name))
         if is_set and name not in HONORED_FIELDS | IGNORED_FIELDS and not name.startswith("_"):
             fix = "use generate, transformers' own"
             if name == "max_new_tokens":
