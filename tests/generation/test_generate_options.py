@@ -194,6 +194,32 @@ def test_an_answer_without_a_limit_has_as_many_tokens_as_that_of_ask(small, monk
     assert small.generate(QUESTION, generation_config=config) == small.ask(QUESTION, 5)
 
 
+def test_a_generation_config_that_does_not_say_so_does_not_sample(small, monkeypatch):
+    """transformers would do what the model's own config says."""
+    own = small.model.generation_config
+    monkeypatch.setattr(own, "do_sample", True)
+    monkeypatch.setattr(own, "temperature", 5.0)
+    config = GenerationConfig(max_new_tokens=TOKENS)
+    plain = small.ask(QUESTION, TOKENS)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        assert small.generate(QUESTION, generation_config=config) == plain
+    config = GenerationConfig(max_new_tokens=TOKENS, do_sample=True)
+    assert small.generate(QUESTION, generation_config=config) != plain
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_model_without_an_eos_writes_up_to_the_limit(tiny_tokenizer, beams):
+    model = build_model("llama", eos_token_id=None)
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.eos_token = None
+    made = compress(model, tokenizer, TEXT, ratio=0.4, evictor="knorm", adapter=None)
+    written = made.generate(QUESTION, num_beams=beams, max_new_tokens=TOKENS)
+    assert written
+    if beams == 1:
+        assert written == made.ask(QUESTION, TOKENS)
+
+
 def test_lengths_count_what_the_cache_has_seen(small):
     """They are those of `inputs`, whose first ids stand for positions without a token."""
     read = small.inputs(QUESTION)["input_ids"].shape[1]

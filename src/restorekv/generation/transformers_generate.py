@@ -238,10 +238,12 @@ def _make_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of transformers' `generate`, without inputs and processors."""
     arguments: dict[str, Any] = {
-        "eos_token_id": sorted(stop_ids),
+        # Of an empty list, beams would look for the first id.
+        "eos_token_id": sorted(stop_ids) or None,
         "pad_token_id": get_padding_id(tokenizer),
     }
-    if options.config is None:
+    # Where neither the call nor its config says so, transformers does what the model's own says.
+    if getattr(options.config, "do_sample", None) is None:
         arguments["do_sample"] = False
     if not options.has_limit():
         # Without a limit transformers would write 20 tokens.
