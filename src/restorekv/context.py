@@ -447,7 +447,7 @@ class CompressedContext:
         """Return the answer of transformers' own `generate` with its options.
 
         It is greedy and has at most 128 tokens, unless the options or their generation_config say
-        otherwise.
+        otherwise. What they leave out besides is as the model's own generation_config says.
         """
         return generate_answer(
             self.model,

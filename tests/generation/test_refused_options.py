@@ -36,6 +36,20 @@ def test_nothing_may_write_ahead(small):
     assert small.generate(QUESTION, max_new_tokens=8) == small.ask(QUESTION, 8)
 
 
+@pytest.mark.parametrize("name", ["token_healing", "use_mtp"])
+def test_nothing_may_be_read_again(small, tiny_tokenizer, monkeypatch, name):
+    """The first tokenizes the prompt again, without its control tokens; the cache has their ids."""
+    if not hasattr(GenerationConfig(), name):
+        pytest.skip("an option of later versions")
+    said = f"cannot use {name}, .* pass {name}=False"
+    with pytest.raises(RestoreKVError, match=said):
+        small.generate(QUESTION, max_new_tokens=4, tokenizer=tiny_tokenizer, **{name: True})
+    monkeypatch.setattr(small.model.generation_config, name, True)
+    with pytest.raises(RestoreKVError, match=said):
+        small.generate(QUESTION, max_new_tokens=4)
+    assert small.generate(QUESTION, max_new_tokens=4, **{name: False}) == small.ask(QUESTION, 4)
+
+
 @pytest.mark.parametrize("name", INPUT_OPTIONS)
 def test_generate_takes_no_inputs_besides_the_question(small, name):
     """Another cache in place of the context's would be left out without a word."""
@@ -59,6 +73,45 @@ def test_generate_takes_no_inputs_besides_the_question(small, name):
 def test_generate_says_which_type_an_option_has(small, options, said):
     with pytest.raises(RestoreKVError, match=said):
         small.generate(QUESTION, **options)
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "max_length", "num_beams"])
+@pytest.mark.parametrize("value", ["5", 0, -1, 2.5, True])
+def test_generate_refuses_what_is_no_number_of_something(small, name, value):
+    """It was added or compared before transformers could refuse it."""
+    with pytest.raises(RestoreKVError, match=f"{name} must be a number of at least 1, not "):
+        small.generate(QUESTION, **{name: value})
+
+
+def test_generate_refuses_a_number_of_beams_in_its_config(small):
+    config = GenerationConfig(max_new_tokens=4)
+    config.num_beams = "2"
+    with pytest.raises(RestoreKVError, match="num_beams must be a number of at least 1, not '2'"):
+        small.generate(QUESTION, generation_config=config)
+
+
+@pytest.mark.parametrize("more", [-100, 0])
+def test_a_length_that_leaves_no_answer_says_what_it_counts(small, more):
+    asked = small.inputs(QUESTION)["input_ids"].shape[1]
+    said = f"max_length={asked + more} counts text and question, too, which have {asked} tokens"
+    with pytest.raises(RestoreKVError, match=said):
+        small.generate(QUESTION, max_length=asked + more)
+    with pytest.raises(RestoreKVError, match=said):
+        small.generate(QUESTION, generation_config=GenerationConfig(max_length=asked + more))
+    # Of both, transformers heeds the other.
+    answer = small.generate(QUESTION, max_length=asked + more, max_new_tokens=3)
+    assert answer == small.ask(QUESTION, 3)
+
+
+def test_an_option_of_none_is_left_to_the_models_own_config(small, monkeypatch):
+    """Our own n-grams were, and transformers' beams were not."""
+    own = small.model.generation_config
+    monkeypatch.setattr(own, "no_repeat_ngram_size", 1)
+    monkeypatch.setattr(own, "num_beams", 2)
+    monkeypatch.setattr(own, "eos_token_id", 319)
+    wanted = small.generate(QUESTION, max_new_tokens=8)
+    names = ("no_repeat_ngram_size", "num_beams", "do_sample", "eos_token_id", "stopping_criteria")
+    assert small.generate(QUESTION, max_new_tokens=8, **dict.fromkeys(names)) == wanted
 
 
 def test_generate_takes_a_list_of_criteria(small):

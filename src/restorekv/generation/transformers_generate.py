@@ -47,8 +47,13 @@ INPUT_OPTIONS = (
 )
 # Options that let a draft write ahead.
 DRAFT_OPTIONS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
+# Further options by which transformers would read other ids than those after the cache: the draft
+# of the model's own layers, and the prompt that is tokenized again without its control tokens.
+REREADING_OPTIONS = ("use_mtp", "token_healing")
 # Options that end an answer; the second counts the prompt too.
 LENGTH_OPTIONS = ("max_new_tokens", "max_length")
+# Options that are numbers of something.
+COUNT_OPTIONS = (*LENGTH_OPTIONS, "num_beams", "num_return_sequences")
 # Options that are lists of functions.
 LIST_OPTIONS = ("logits_processor", "stopping_criteria")
 # Options that take n-grams of all ids.
@@ -81,16 +86,13 @@ class GenerateOptions:
             model: The model that answers.
 
         Raises:
-            RestoreKVError: An option comes from the question itself, is of the wrong type, lets a
-                draft write ahead, or asks for more than one text.
+            RestoreKVError: An option comes from the question itself, is of the wrong type or out
+                of range, makes transformers read tokens twice, or asks for more than one text.
         """
-        given = dict(options)
-        for name in LENGTH_OPTIONS:
-            # None is the same as an option that is left out.
-            if given.get(name) is None:
-                given.pop(name, None)
+        # None is the same as an option that is left out.
+        given = {name: value for name, value in options.items() if value is not None}
         for name in INPUT_OPTIONS:
-            if given.pop(name, None) is not None:
+            if name in given:
                 raise RestoreKVError(
                     f"generate makes {name} from the question itself; leave it out, or call "
                     "model.generate with `inputs` yourself."
@@ -101,6 +103,10 @@ class GenerateOptions:
                 "generation_config is a GenerationConfig of transformers, not "
                 f"{describe_type(config)}; pass GenerationConfig(...), or its options one by one."
             )
+        for name in COUNT_OPTIONS:
+            for count in (given.get(name), getattr(config, name, None)):
+                if count is not None and (type(count) is not int or count < 1):
+                    raise RestoreKVError(f"{name} must be a number of at least 1, not {count!r}.")
         for name in LIST_OPTIONS:
             functions = given.get(name)
             if functions is not None and not isinstance(functions, list | tuple):
@@ -108,13 +114,13 @@ class GenerateOptions:
                     f"{name} must be a list, not {describe_type(functions)}; pass {name}=[...]."
                 )
         checked = cls(given, config, getattr(model, "generation_config", None))
-        checked._refuse_drafts()
+        checked._refuse_rereading()
         checked._refuse_several_texts()
         return checked
 
     def find(self, name: str, default: Any) -> Any:
         """Return the value that transformers would use for an option; None counts as left out."""
-        if self.given.get(name) is not None:
+        if name in self.given:
             return self.given[name]
         for config in (self.config, self.model_config):
             value = getattr(config, name, None)
@@ -122,13 +128,19 @@ class GenerateOptions:
                 return value
         return default
 
-    def _refuse_drafts(self) -> None:
+    def _refuse_rereading(self) -> None:
         configs = (self.config, self.model_config)
         for name in DRAFT_OPTIONS:
             if self.given.get(name) or any(getattr(config, name, None) for config in configs):
                 raise RestoreKVError(
                     f"generate cannot use {name}, for which transformers would read the question "
                     "into the cache twice; leave it out."
+                )
+        for name in REREADING_OPTIONS:
+            if self.find(name, False):
+                raise RestoreKVError(
+                    f"generate cannot use {name}, for which transformers would read other tokens "
+                    f"than those that follow the cache; pass {name}=False."
                 )
 
     def _refuse_several_texts(self) -> None:
@@ -155,13 +167,26 @@ class GenerateOptions:
         )
 
     def count_longest_answer(self, prompt_tokens: int) -> int:
-        """Return how many tokens the answer may have after `prompt_tokens`, text included."""
-        if self.given.get("max_new_tokens"):
+        """Return how many tokens the answer may have after `prompt_tokens`, text included.
+
+        Raises:
+            RestoreKVError: A `max_length` leaves no token for the answer.
+        """
+        if "max_new_tokens" in self.given:
             return self.given["max_new_tokens"]
         if not self.has_limit():
             return DEFAULT_MAX_NEW_TOKENS
-        longest = self.find("max_new_tokens", 0)
-        return longest or max(self.find("max_length", 1) - prompt_tokens, 1)
+        # Of both, transformers heeds max_new_tokens.
+        longest = self.find("max_new_tokens", None)
+        if longest is not None:
+            return longest
+        length = self.find("max_length", 0)
+        if length <= prompt_tokens:
+            raise RestoreKVError(
+                f"max_length={length} counts text and question, too, which have "
+                f"{prompt_tokens:,} tokens; pass max_new_tokens, which limits the answer alone."
+            )
+        return length - prompt_tokens
 
     def find_stop_ids(self, model: PreTrainedModel, tokenizer: Tokenizer) -> set[int]:
         """Return the ids that end the answer: those of the call, its config's or the model's."""
