@@ -2,6 +2,7 @@
 regular expression asks for comes as it is.
 """
 
+import copy
 import re
 import warnings
 
@@ -10,7 +11,7 @@ import torch
 from transformers import GenerationConfig, InfNanRemoveLogitsProcessor, MaxLengthCriteria
 
 from restorekv import CompressedContext, CompressionConfig, ask_many, compress
-from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.errors import OptionError, RestoreKVError, RestoreKVWarning
 from restorekv.generation.chat import Chat
 from restorekv.generation.transformers_generate import INPUT_OPTIONS
 from tests.helpers.models import build_model
@@ -139,7 +140,17 @@ def test_a_length_of_the_whole_is_heeded(small):
 
 
 @pytest.mark.parametrize(
-    "expression", [r"\n\n[ab]{3}", "  [ab]{2}", "[ab]{3}", "( a|b)[ab]", "^a$"]
+    "expression",
+    [
+        r"\n\n[ab]{3}",
+        "  [ab]{2}",
+        "[ab]{3}",
+        "( a|b)[ab]",
+        "^a$",
+        "\u3000[ab]{2}",
+        r"\u00a0[ab]",
+        r"\f[ab]",
+    ],
 )
 def test_an_answer_matches_its_expression_from_the_start(small, expression):
     pytest.importorskip("llguidance")
@@ -164,6 +175,48 @@ def test_more_tokens_than_logits_are_no_matter_to_a_form(small, tiny_tokenizer):
     constraint = Constraint.make(tiny_tokenizer, None, "[ab]{3}", {1})
     width = len(tiny_tokenizer) - 3
     assert constraint.allow(torch.zeros(1, width)).shape == (1, width)
+
+
+@pytest.fixture
+def with_added_tokens(tiny_tokenizer):
+    """A context whose tokenizer has two tokens more than its model."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.add_tokens(["zyx", "wvu"])
+    model = build_model("llama", vocab_size=len(tokenizer) - 2)
+    return compress(model, tokenizer, TEXT, ratio=0.5, adapter=None)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_a_form_that_asks_for_a_token_without_logits_says_so(with_added_tokens, temperature):
+    """Drawing from nothing ended in an error of torch."""
+    pytest.importorskip("llguidance")
+    with pytest.raises(RestoreKVError, match="no logits for the added token that the regular"):
+        with_added_tokens.ask(QUESTION, 4, regex="zyx", temperature=temperature)
+
+
+def test_a_bias_on_a_token_without_logits_says_so(with_added_tokens):
+    last = len(with_added_tokens.tokenizer) - 1
+    with pytest.raises(OptionError, match=f"token {last}, an added one that the model has no"):
+        with_added_tokens.ask(QUESTION, 4, logit_bias={last: 5.0})
+
+
+@pytest.mark.parametrize("eos", [-1, [2, 10_000], []])
+def test_an_eos_that_no_token_has_ends_no_form(small, monkeypatch, eos):
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(small.model.generation_config, "eos_token_id", eos)
+    assert re.fullmatch("[ab]{3}", small.ask(QUESTION, 12, regex="[ab]{3}"))
+
+
+def test_a_form_without_any_eos_is_refused(small, tiny_tokenizer, monkeypatch):
+    """The first token of the vocabulary would end it, and stand in its text."""
+    pytest.importorskip("llguidance")
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.eos_token = None
+    monkeypatch.setattr(small.model.generation_config, "eos_token_id", None)
+    made = compress(small.model, tokenizer, TEXT, ratio=0.5, adapter=None)
+    for form in ({"regex": "[ab]*"}, {"json_schema": {"type": "string"}}):
+        with pytest.raises(RestoreKVError, match="need a token that ends the answer"):
+            made.ask(QUESTION, 4, **form)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ WHITESPACE = {"whitespace_pattern": r"( |\n {0,16})?"}
 NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 # Keywords whose values are no schemas, whatever keys they have.
 VALUES = {"const", "enum", "default", "examples", "required"}
+# What `str.strip` takes from the start of an answer: spaces of all widths, line and page breaks.
+WHITE_SPACE = "".join(each for each in map(chr, range(0x3001)) if each.isspace())
 # How often something comes in a regular expression, such as {2,5}.
 COUNT = re.compile(r"\{[\d,]+\}")
 # What llguidance says is wrong with a regular expression, after a drawing of the place.
@@ -65,7 +67,14 @@ class Constraint:
                 "json_schema and regex need a fast tokenizer; load the model with one."
             )
         own = VOCABULARIES.setdefault(tokenizer, {})
-        ends = tuple(sorted(stop_ids))
+        # Some configs name an id that no token has, such as -1, so that no answer ends by itself.
+        ends = tuple(sorted(each for each in stop_ids if 0 <= each < len(tokenizer)))
+        if not ends and tokenizer.eos_token_id is None:
+            # llguidance would take the first token of the vocabulary.
+            raise RestoreKVError(
+                "json_schema and regex need a token that ends the answer, and this model has none; "
+                "set model.generation_config.eos_token_id."
+            )
         key = (len(tokenizer), ends)  # tokens may be added to a tokenizer
         if key not in own:
             own[key] = llguidance.hf.from_tokenizer(tokenizer, eos_token=list(ends) or None)
@@ -107,6 +116,12 @@ class Constraint:
         ):
             raise RestoreKVError(
                 "No text matches the regular expression or JSON schema; give another one."
+            )
+        if bool(refused.all()):
+            raise RestoreKVError(
+                "The model has no logits for the added token that the regular expression or JSON "
+                "schema asks for; call model.resize_token_embeddings(len(tokenizer)), or give "
+                "another one."
             )
         return torch.nn.functional.pad(
             allowed, (0, logits.shape[-1] - allowed.shape[-1]), value=-torch.inf
@@ -235,7 +250,7 @@ def begins_with_space(expression: str) -> bool:
     once = COUNT.sub(lambda count: re.sub(r"\d+", _cap_count, count[0]), _drop_anchors(expression))
     try:
         pattern = regex_library.compile(once)
-        return any(pattern.fullmatch(each, partial=True) for each in " \n\t\r")
+        return any(pattern.fullmatch(each, partial=True) for each in WHITE_SPACE)
     # Of what is no regular expression, or another one to this library, which knows recursion:
     # llguidance says what is wrong with it.
     except (regex_library.error, RecursionError, MemoryError):

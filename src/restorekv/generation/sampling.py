@@ -458,6 +458,12 @@ class TokenSampler:
         # Callers keep the logits, for log-probabilities.
         adjusted = logits.clone()
         for token, bias in (sampling.logit_bias or {}).items():
+            if token >= logits.shape[-1]:
+                raise OptionError(
+                    f"logit_bias names the token {token}, an added one that the model has no "
+                    "logits for; leave it out.",
+                    "logit_bias",
+                )
             adjusted[0, token] += bias
         if self.answer:
             counts = torch.bincount(torch.tensor(self.answer), minlength=logits.shape[-1]).to(
