@@ -100,6 +100,16 @@ def test_refused_limits(case, limit):
         answer_greedily(*case, QUESTIONS, limit)
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_prompt_without_ids_is_refused(case, others):
+    """In a batch it was answered as if its padding were a question."""
+    model, tokenizer, context, cache = case
+    prompts = [torch.empty(0, dtype=torch.long)]
+    prompts += [encode_question(tokenizer, context, QUESTIONS[0])] * others
+    with pytest.raises(RestoreKVError, match="A question has no tokens"):
+        generate_ids(model, tokenizer, cache, prompts, 4)
+
+
 def test_no_questions_no_answers(case):
     assert answer_greedily(*case, [], 5) == []
 

@@ -103,8 +103,8 @@ def generate_ids(
         batch: How many answers are written at once.
 
     Raises:
-        RestoreKVError: A limit is not a number of at least 1, a prompt has an id that the model
-            does not know, the logits are not finite, or the task was cancelled.
+        RestoreKVError: A limit is not a number of at least 1, a prompt is empty or has an id that
+            the model does not know, the logits are not finite, or the task was cancelled.
     """
     answers: list[list[int]] = [[] for _ in prompts]
     for row, token in generate_tokens(
@@ -140,9 +140,9 @@ def generate_tokens(
         batch: How many answers are written at once.
 
     Raises:
-        RestoreKVError: A limit is not a number of at least 1, a prompt has an id that the model
-            does not know or ends beyond the model's positions, the logits are not finite, or the
-            task was cancelled.
+        RestoreKVError: A limit is not a number of at least 1, a prompt is empty, has an id that the
+            model does not know or ends beyond the model's positions, the logits are not finite, or
+            the task was cancelled.
     """
     # Steps of fixed shapes take the likeliest token themselves.
     assert not (graph and samplers), "a graph has no samplers"
@@ -153,6 +153,9 @@ def generate_tokens(
     if isinstance(caches, RaggedCache):
         caches = [caches] * len(prompts)
     for prompt in prompts:
+        if not len(prompt):
+            # In a batch its row would answer what pads it.
+            raise RestoreKVError("A question has no tokens; ask something.")
         check_vocabulary(model, prompt)
     firsts = [cache.get_seq_length() for cache in caches]
     check_question_positions(model, firsts, [len(prompt) for prompt in prompts], limits)
