@@ -310,6 +310,14 @@ def test_the_models_own_generation_config_is_understood(small):
         small.ask(QUESTIONS[0], config=GenerationConfig(max_new_tokens=1))
 
 
+@pytest.mark.parametrize("name, value", [("processors", []), ("criteria", []), ("logit_bias", {})])
+def test_an_empty_option_asks_for_nothing(small, name, value):
+    """A graph was refused, because the option was there."""
+    assert SamplingConfig(**{name: value}) == SamplingConfig()
+    expected = small.ask(QUESTIONS[0], 3)
+    assert small.ask(QUESTIONS[0], 3, graph=True, **{name: value}) == expected
+
+
 def test_max_tokens_is_the_limit_of_an_answer(small):
     expected = small.ask(QUESTIONS[0], 3, details=True)
     assert len(expected.ids) == 3

@@ -252,7 +252,11 @@ class SamplingConfig:
             check_option(name, getattr(self, name), kind, wanted, holds)
         if self.regex is not None and self.json_schema is not None:
             raise RestoreKVError("regex is for answers without a json_schema; give one of them.")
-        object.__setattr__(self, "stop", tuple(self.stop))
+        # What asks for nothing is left out, so that the answer is a plain one.
+        for name in ("stop", "processors", "criteria"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if not self.logit_bias:
+            object.__setattr__(self, "logit_bias", None)
 
     @classmethod
     def make(
