@@ -232,11 +232,15 @@ class CompressedContext:
             raise RestoreKVError("Use stream_async to get the pieces of an answer.")
         return await decoding.run_in_thread(partial(self.ask, question, max_new_tokens, **options))
 
-    async def stream_async(self, question: str, **options: Any) -> AsyncIterator[str]:
+    async def stream_async(
+        self, question: str, max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS, **options: Any
+    ) -> AsyncIterator[str]:
         """Yield the pieces of an answer as they are written, while other tasks of the event loop
         continue. The options are those of `ask`.
         """
-        pieces = self.ask(question, stream=True, **options)
+        if not options.pop("stream", True):
+            raise RestoreKVError("Use ask_async to get an answer as a whole.")
+        pieces = self.ask(question, max_new_tokens, stream=True, **options)
         # Each piece is waited for in a thread, so the event loop is free between two tokens.
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             yield piece

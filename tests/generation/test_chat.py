@@ -316,6 +316,17 @@ def test_tasks_of_an_event_loop(small):
     )
 
 
+def test_a_stream_of_an_event_loop_takes_what_ask_takes(small):
+    async def write(*given, **options):
+        return [piece async for piece in small.stream_async(QUESTIONS[0], *given, **options)]
+
+    answer = small.ask(QUESTIONS[0], 4)
+    for given, options in (((4,), {}), ((4,), {"stream": True}), ((), {"max_tokens": 4})):
+        assert "".join(asyncio.run(write(*given, **options))) == answer
+    with pytest.raises(RestoreKVError, match="Use ask_async"):
+        asyncio.run(write(4, stream=False))
+
+
 def test_a_pass_that_is_broken_off_inside_the_model_has_not_happened(small):
     """Ctrl-C between two layers leaves one layer's tail longer than the others'."""
     chat = small.chat()
