@@ -43,6 +43,7 @@ from restorekv.model.shape import CacheShape
 from restorekv.model.tokenize import check_model_and_tokenizer, hash_token_names
 from restorekv.readers.extract import DOCUMENT_ENDINGS, load_document
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.spec import drop_gate
 from restorekv.storage.manifest import Manifest, count_pairs_and_bytes
 
 # What to write instead of arguments that other libraries have, or that belong elsewhere.
@@ -104,7 +105,8 @@ def compress(
             or None. "smollm2:kvzip" is one that ships, by its name. "auto" restores nothing above
             the highest ratio at which the adapter was measured to help, or, without a measurement,
             was trained for, nor below the lowest one at which it helps this evictor, unless the
-            config's `restore_tokens` or `restore_from` asks for it.
+            config's `restore_tokens` or `restore_from` asks for it. Any other adapter is used at
+            every ratio, at these with a warning.
         config: The settings that are rarely changed.
         progress: Called with the phase ("prefill", "score" and so on) and the share of the whole
             that is done, whenever a phase begins or the share has grown by a hundredth.
@@ -173,6 +175,8 @@ def add_adapter(
 ) -> tuple[Compressor, Budget]:
     """Load the adapter that was asked for, if any, and reserve its part of the budget.
 
+    Warns of a ratio at which the adapter is not known to help.
+
     Args:
         compressor: What compresses, without an adapter.
         adapter: As `compress` takes it.
@@ -197,6 +201,7 @@ def add_adapter(
     # A budget too small for the restore tokens keeps the whole text under on_small_budget="whole":
     # then there is nothing to restore, although the adapter was found.
     if not budget.kept_whole:
+        restore_adapter.warn_of_unhelpful_ratio(drop_gate(compressor.spec), budget.ratio)
         compressor = compressor.with_adapter(restore_adapter)
     return compressor, budget
 

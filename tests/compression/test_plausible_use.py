@@ -396,6 +396,40 @@ def test_auto_restores_up_to_the_ratio_at_which_the_adapter_is_known_to_help(tin
     assert small(tiny, ratio=0.5, adapter=named).manifest.restore_tokens == 2
 
 
+def test_a_ratio_at_which_a_named_adapter_is_not_known_to_help_is_told_once(tiny, shipped):
+    folder = shipped / "adapters" / "kvzip"
+
+    def collect_warnings(text: str = TEXT, **options: object) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            compress_with(*tiny, text, **{"adapter": folder, "evictor": "kvzip", **options})
+        return [str(each.message) for each in caught]
+
+    ship_adapter(tiny, folder, "kvzip")
+    assert collect_warnings(ratio=0.6) == []
+    (told,) = collect_warnings(ratio=0.7)
+    assert told == (
+        "The adapter was trained for ratios up to 0.6, and is used at 0.7; answers may be better "
+        "without it (adapter=None)."
+    )
+    assert collect_warnings(ratio=0.7, adapter="auto") == []
+    assert collect_warnings(ratio=0.7, adapter=None) == []
+
+    adapter = RestoreAdapter.from_pretrained(tiny[0], folder)
+    adapter.record_results([], 0.3, ["knorm"], {"knorm": 0.2})
+    adapter.save_pretrained(folder)
+    assert collect_warnings(ratio="0.3") == collect_warnings(ratio=0.1) == []
+    (told,) = collect_warnings(ratio=0.5)
+    assert "was measured to help up to the ratio 0.3, and is used at 0.5;" in told
+    # Whoever asks "auto" for some of its tokens gets them at any ratio.
+    assert collect_warnings(ratio=0.5, adapter="auto", restore_tokens=2) == [told]
+    # Nothing is restored of a text that is kept whole, since the restore tokens need more room.
+    (told,) = collect_warnings("a text", ratio=0.31)
+    assert "is kept whole" in told
+    (told,) = collect_warnings(ratio=0.1, evictor="knorm")
+    assert "was measured to help knorm from the ratio 0.2 on, and is used at 0.1;" in told
+
+
 def test_another_training_does_not_inherit_up_to_which_ratio_an_adapter_helps(tiny, tmp_path):
     ship_adapter(tiny, tmp_path, "snapkv", helps_up_to=0.3)
     loaded = RestoreAdapter.from_pretrained(tiny[0], tmp_path)

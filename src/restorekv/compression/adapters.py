@@ -88,11 +88,10 @@ def load_adapter(
                 raise
             warn(f"{error} Nothing is restored.")
             return None
-    if auto and not wanted and ratio is not None:
-        lowest, highest = adapter.card.find_helpful_ratios(drop_gate(compressor.spec))
-        # As decimals, not as the nearest doubles: 0.1 is the ratio 1/10.
-        if not Fraction(str(lowest)) <= ratio <= Fraction(str(highest)):
-            return None  # docs/evaluation.md has the figures
+    spec = drop_gate(compressor.spec)
+    # docs/evaluation.md has the figures.
+    if auto and not wanted and ratio is not None and not adapter.card.is_helpful_at(spec, ratio):
+        return None
     # The LoRA layers wrap this very model object; with a different one they would read its weights.
     if adapter.model is not model:
         raise AdapterError(

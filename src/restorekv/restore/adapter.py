@@ -496,6 +496,27 @@ class RestoreAdapter(nn.Module):
             if trained is not None and used is not None and trained != used:
                 _warn_of_change(what, trained, used)
 
+    def warn_of_unhelpful_ratio(self, evictor: str, ratio: Fraction) -> None:
+        """Warn of a ratio at which "auto" would restore nothing.
+
+        Args:
+            evictor: The spec of the evictor, without the hash of a gate.
+            ratio: The share of the pairs to hold.
+        """
+        if self.card.is_helpful_at(evictor, ratio):
+            return
+        lowest, highest = self.card.find_helpful_ratios(evictor)
+        if ratio < Fraction(str(lowest)):
+            border = f"was measured to help {make_printable(evictor)} from the ratio {lowest:g} on"
+        elif self.card.helps_up_to is not None:
+            border = f"was measured to help up to the ratio {highest:g}"
+        else:
+            border = f"was trained for ratios up to {highest:g}"
+        warn(
+            f"The adapter {border}, and is used at {float(ratio):g}; answers may be better without "
+            "it (adapter=None)."
+        )
+
     def trainable_state(self) -> dict[str, Tensor]:
         """Return copies of everything that training changes, by name."""
         return {name: value.detach().clone() for name, value in self._trainable().items()}

@@ -17,6 +17,7 @@ import os
 import shutil
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,12 @@ class AdapterCard:
         if highest is None:
             highest = self.ratio_range[1] if self.ratio_range else 1.0
         return lowest, highest
+
+    def is_helpful_at(self, evictor: str, ratio: Fraction) -> bool:
+        """Return whether "auto" restores an evictor's caches at a ratio."""
+        lowest, highest = self.find_helpful_ratios(evictor)
+        # As decimals, not as the nearest doubles: 0.1 is the ratio 1/10.
+        return Fraction(str(lowest)) <= ratio <= Fraction(str(highest))
 
 
 @dataclass(frozen=True)
