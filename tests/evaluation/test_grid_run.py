@@ -18,7 +18,7 @@ from restorekv.compression.streaming import Stream
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import results, worker
 from restorekv.evaluation.frame import load_grid
-from restorekv.evaluation.grid import FULL, Cell, group_jobs
+from restorekv.evaluation.grid import FULL, Cell, Grid, group_jobs
 from restorekv.evaluation.results import describe_changes
 from restorekv.evaluation.rows import make_rows
 from restorekv.evaluation.run import run_grid
@@ -530,6 +530,21 @@ def test_cells_are_told_apart_by_everything_in_them():
     assert len(names) == 17 and all(
         len(name) < 200 and "/" not in name and ":" not in name for name in names
     )
+
+
+@pytest.mark.parametrize("change", [{"kv_dtype": "int8"}, {"ratio": "0.3"}, {"adapter": "auto"}])
+def test_a_full_cache_that_is_none_is_refused(change):
+    """Its answers are those of every pair as computed, so its bytes would be of something else."""
+    full = Cell.full_cache(model="m", benchmark="plain")
+    with pytest.raises(RestoreKVError, match="keeps every pair as the model computes it"):
+        replace(full, **change)
+    assert replace(full, ratio="1.0").ratio_value == 1
+
+
+def test_a_grid_has_one_place_for_every_setting():
+    """Its cells would be of the arguments, and only the full cache's of what `common` says."""
+    with pytest.raises(RestoreKVError, match="not kv_dtype; a Grid has an argument"):
+        Grid(["m"], [("kvzip", None)], ["tiny"], common={"kv_dtype": "int8"})
 
 
 def test_jobs_share_what_can_be_shared():

@@ -37,6 +37,8 @@ IGNORED_BY_FULL = (
     "restore_tokens",
     "streaming_chunk",
 )
+# Fields of a cell for which a grid has settings of its own.
+SET_BY_GRID = ("model", "protocol", "benchmark", "evictor", "ratio", "adapter", "kv_dtype")
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,13 @@ class Cell:
             raise RestoreKVError(
                 "Scores compare caches of one size, and on_small_budget='whole' makes others; use "
                 "error, fewer or clip."
+            )
+        if self.evictor == FULL and not (
+            self.ratio_value == 1 and not self.restored and self.kv_dtype == "model"
+        ):
+            raise RestoreKVError(
+                "The full cache keeps every pair as the model computes it; leave out ratio, "
+                "adapter and kv_dtype, or name an evictor."
             )
 
     @classmethod
@@ -162,6 +171,13 @@ class Grid:
     count: int | None = None
     kv_dtypes: Sequence[str] = ("model",)
     common: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in SET_BY_GRID:
+            if name in self.common:
+                raise RestoreKVError(
+                    f"common sets other fields of cells, not {name}; a Grid has an argument for it."
+                )
 
     def list_cells(self) -> list[Cell]:
         """Return every cell once; specs and ratios take their shortest form, so that equal cells
