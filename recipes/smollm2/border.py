@@ -21,8 +21,7 @@ from typing import Any
 
 from recipes.pages import fill_page
 from restorekv.compression.budget import parse_ratio
-from restorekv.evaluation.compare import compare_divergence, select_common_lines
-from restorekv.evaluation.fidelity import summarize_fidelity
+from restorekv.evaluation.compare import compare_results
 from restorekv.evaluation.results import Result, load_results
 from restorekv.files import read_json, write_json
 
@@ -37,23 +36,21 @@ def compare_cells(alone: Result, restored: Result) -> dict[str, Any]:
     """Return the divergences of two cells that were asked the same contexts, and their paired
     difference.
 
-    Contexts that only one of them has answered so far are left out.
+    Contexts that only one of them has answered so far are left out, with a warning.
     """
-    of_alone, of_restored = select_common_lines(alone, restored)
-    mean, low, high = compare_divergence(of_alone, of_restored)
-    benchmark = alone.identity["benchmark"]
+    found = compare_results(alone, restored)
     return {
         "benchmark": alone.cell.benchmark,
-        "title": benchmark["title"],
+        "title": alone.identity["benchmark"]["title"],
         "evictor": alone.cell.evictor,
         "ratio": float(parse_ratio(alone.cell.ratio)),
-        "contexts": len(of_alone),
-        "questions": sum(len(line["answers"]) for line in of_alone),
-        "kl_alone": summarize_fidelity(of_alone)["kl"],
-        "kl_restored": summarize_fidelity(of_restored)["kl"],
-        "difference": mean,
-        "difference_low": low,
-        "difference_high": high,
+        "contexts": found["contexts"],
+        "questions": found["questions"],
+        "kl_alone": found["kl_first"],
+        "kl_restored": found["kl_second"],
+        "difference": found["kl_gain"],
+        "difference_low": found["kl_low"],
+        "difference_high": found["kl_high"],
     }
 
 

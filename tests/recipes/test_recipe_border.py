@@ -3,14 +3,17 @@ holds.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from recipes.pages import fill_page
 from recipes.smollm2 import border
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.evaluation.grid import Cell
+from restorekv.evaluation.results import Result
+from tests.helpers.report_world import facts_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,16 +23,21 @@ def make_result(
     adapter: str | None = None,
     ratio: str = "0.2",
     evictor: str = "kvzip",
-):
+) -> Result:
     """A cell whose contexts have one answer of ten tokens each."""
-    lines = [
-        {"sample": sample, "answers": [{"kl": kl, "answer_tokens": 10, "same": False, "task": "a"}]}
+    cell = Cell("tiny", "tiny", evictor, ratio, adapter)
+    result = Result(Path("cell"), cell, facts_of(cell, len(divergences)))
+    asked = {"task": "a", "question": "q?", "answer_prefix": "", "max_new_tokens": 8}
+    asked |= {"id": "q", "references": ["r"], "prediction": "p", "score": 0.5}
+    result.__dict__["lines"] = [
+        {
+            "sample": sample,
+            "context": f"text {sample}",
+            "answers": [{**asked, "kl": kl, "answer_tokens": 10, "same": False}],
+        }
         for sample, kl in divergences.items()
     ]
-    cell = SimpleNamespace(benchmark="made", evictor=evictor, ratio=ratio, adapter=adapter)
-    return SimpleNamespace(
-        cell=cell, lines=lines, identity={"benchmark": {"title": "Made"}}, folder=Path("cell")
-    )
+    return result
 
 
 def test_differences_are_paired_by_context():
@@ -57,7 +65,8 @@ def test_only_shared_contexts_count():
     shared = {name: 1.0 + number % 2 for number, name in enumerate("abcdef")}
     alone = make_result({**shared, "g": 9.0})
     restored = make_result({name: kl - 0.5 for name, kl in shared.items()}, "kvzip")
-    [row] = border.compare_all([alone, restored])
+    with pytest.warns(RestoreKVWarning, match="only the 6 that both have answered"):
+        [row] = border.compare_all([alone, restored])
     assert (
         row["contexts"] == 6 and row["kl_alone"] == 1.5 and border.describe_effect(row) == "helps"
     )
@@ -65,6 +74,19 @@ def test_only_shared_contexts_count():
     assert border.describe_effect(few) == "too few texts"
     with pytest.raises(RestoreKVError, match="share no context"):
         border.compare_cells(alone, make_result({"x": 1.0}, "kvzip"))
+
+
+def test_cells_of_two_models_or_texts_are_no_pair():
+    """Two folders may hold the same names of something else."""
+    alone = make_result({"a": 1.0})
+    restored = make_result({"a": 0.5}, "kvzip")
+    other_model = replace(restored, identity={**restored.identity, "fingerprint": "0" * 16})
+    other_model.__dict__["lines"] = restored.lines
+    with pytest.raises(RestoreKVError, match="are of two models"):
+        border.compare_all([alone, other_model])
+    restored.lines[0]["context"] = "something else"
+    with pytest.raises(RestoreKVError, match="about different texts"):
+        border.compare_all([alone, restored])
 
 
 def test_cells_without_a_partner_and_full_caches_have_no_row():
@@ -80,9 +102,7 @@ def test_rows_of_other_benchmarks_stay_with_the_same_adapter(tmp_path):
     path = tmp_path / "border.json"
     pair = [make_result({"a": 1.0}), make_result({"a": 0.5}, "auto")]
     for result in pair:
-        result.identity.update(
-            model="m", fingerprint="f", prefix_policy="free", dtype="float32", versions={}
-        )
+        result.identity.update(prefix_policy="free")
         result.identity["adapter"] = {"hash": "h"} if result.cell.adapter else None
     border.write_comparison(pair, path)
     stored = json.loads(path.read_text())

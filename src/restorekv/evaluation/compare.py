@@ -91,7 +91,7 @@ def compare_results(first: Result, second: Result, full: Result | None = None) -
     for each in (first, second, *([full] if full is not None else [])):
         check_result(each)
     _check_comparable(first, second)
-    one, other = select_common_lines(first, second)
+    one, other = _select_common_lines(first, second)
     if len(one) < max(len(first.lines), len(second.lines)):
         warn(
             f"{first.folder.name} has answered {len(first.lines)} contexts and "
@@ -114,7 +114,7 @@ def compare_results(first: Result, second: Result, full: Result | None = None) -
         left_out = find_tasks_without_loss(full.answers, by_context)
     counted = [drop_tasks(each, left_out) for each in answers]
     gain, low, high = bootstrap_score(counted[1], counted[0], by_context=by_context)
-    divergence, kl_low, kl_high = compare_divergence(one, other)
+    divergence, kl_low, kl_high = _compare_divergence(one, other)
     return {
         "contexts": len(one),
         "questions": len(answers[0]),
@@ -183,7 +183,7 @@ def _check_full(full: Result, compared: Result, lines: Lines) -> None:
         )
 
 
-def select_common_lines(first: Result, second: Result) -> tuple[list[dict], list[dict]]:
+def _select_common_lines(first: Result, second: Result) -> tuple[list[dict], list[dict]]:
     """Return the contexts that two cells have both answered, in the order of the first.
 
     Raises:
@@ -199,7 +199,7 @@ def select_common_lines(first: Result, second: Result) -> tuple[list[dict], list
     return [of_first[sample] for sample in samples], [of_second[sample] for sample in samples]
 
 
-def compare_divergence(first: Lines, second: Lines) -> Estimate:
+def _compare_divergence(first: Lines, second: Lines) -> Estimate:
     """Return how much further the second's answers are from the full cache than the first's, in
     nats per answer token, with a paired 95 % interval over the contexts, which are the same.
     """
