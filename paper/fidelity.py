@@ -20,7 +20,7 @@ from paper.setting import Setting
 from restorekv.evaluation.fidelity import tally_divergence
 from restorekv.evaluation.grid import FULL
 from restorekv.evaluation.results import Result
-from restorekv.evaluation.stats import FEW, Estimate, draw_resamples
+from restorekv.evaluation.stats import FEW, Estimate, bootstrap_ratio
 from restorekv.evaluation.tables import Table, format_number, format_range
 
 NOTE = (
@@ -47,14 +47,6 @@ class Fidelity:
     @property
     def kl(self) -> float:
         return float(self.sums.sum() / self.tokens.sum())
-
-    def draws(self) -> np.ndarray:
-        """The KL of every resampled set of documents: (RESAMPLES,), not a number where a set has no
-        tokens.
-        """
-        drawn = draw_resamples(len(self.sums), 0)
-        with np.errstate(invalid="ignore"):
-            return (drawn @ self.sums) / (drawn @ self.tokens)
 
 
 def load_fidelity(
@@ -84,12 +76,12 @@ def _bootstrap(one: Fidelity, other: Fidelity | None = None) -> Estimate:
     """Return the KL with its 95 % interval, None over fewer than FEW documents; minus that of
     another row, paired, if given.
     """
-    value = one.kl - (other.kl if other else 0)
+    reference = (other.sums, other.tokens) if other else None
+    value, low, high = bootstrap_ratio(one.sums, one.tokens, reference)
+    # Documents that were not asked these tasks are drawn too, but say nothing.
     if np.count_nonzero(one.tokens) < FEW:
         return value, None, None
-    drawn = one.draws() - (other.draws() if other else 0)
-    low, high = np.nanpercentile(drawn, (2.5, 97.5))
-    return value, float(low), float(high)
+    return value, low, high
 
 
 def collect_fidelity(

@@ -22,7 +22,7 @@ from restorekv.evaluation.charts import Chart
 from restorekv.evaluation.grid import FULL, Cell
 from restorekv.evaluation.report import Block, Section, write_page
 from restorekv.evaluation.results import Result
-from restorekv.evaluation.stats import FEW, draw_resamples
+from restorekv.evaluation.stats import bootstrap_ratio
 from restorekv.evaluation.tables import Table, name_method
 from restorekv.files import replace_file, write_json
 
@@ -163,18 +163,16 @@ def _judge_faster(experiment: Comparison, took: Mapping[str, Mapping[str, float]
             if sample in took[slow]
         ]
     )
-    value = float(both[:, 1].sum() / both[:, 0].sum())
+    value, low, high = bootstrap_ratio(both[:, 1], both[:, 0])
     text = (
         f"{experiment.rows[quick].label} makes a cache faster than {experiment.rows[slow].label} "
         "(times less 1)"
     )
     in_paper = (slow_paper / quick_paper - 1,)
-    if len(both) < FEW:
+    if low is None or high is None:
         return JudgedClaim(text, TOO_FEW, in_paper, value - 1)
-    drawn = draw_resamples(len(both), 0) @ both
-    low, high = np.percentile(drawn[:, 1] / drawn[:, 0], (2.5, 97.5)) - 1
-    verdict = decide_verdict(low, high)
-    return JudgedClaim(text, verdict, in_paper, value - 1, float(low), float(high))
+    verdict = decide_verdict(low - 1, high - 1)
+    return JudgedClaim(text, verdict, in_paper, value - 1, low - 1, high - 1)
 
 
 def _make_seconds_table(experiment: Comparison, took: Mapping[str, Mapping[str, float]]) -> Table:
