@@ -10,9 +10,12 @@ from restorekv.evaluation.stats import (
     ScoredAnswer,
     bootstrap_ratio,
     bootstrap_score,
+    check_same_questions,
     compute_mean_score,
     compute_task_means,
     draw_resamples,
+    drop_tasks,
+    find_tasks_without_loss,
     summarize_scores,
 )
 
@@ -77,6 +80,23 @@ def test_a_ratio_is_of_totals_and_leaves_out_resamples_without_weight():
     assert found == pytest.approx(exact)
 
 
+def test_a_ratio_has_the_percentiles_of_its_resamples():
+    """One text has all the weight: where it is drawn, once or often, the ratio is its own."""
+    rng = np.random.default_rng(3)
+    sums, weights = rng.random(40), rng.random(40)
+    drawn = draw_resamples(40, 0)
+    exact = np.percentile((drawn @ sums) / (drawn @ weights), (2.5, 97.5))
+    assert bootstrap_ratio(sums, weights)[1:] == pytest.approx(tuple(exact), abs=1e-12)
+    alone = np.eye(1, 9)[0]
+    with np.errstate(all="raise"):
+        assert bootstrap_ratio(0.25 * alone, alone) == (0.25, 0.25, 0.25)
+    once = draw_resamples(9, 0)[:, 0]
+    ramp = np.arange(9.0)
+    ratios = (draw_resamples(9, 0) @ ramp)[once > 0] / once[once > 0]
+    exact = np.percentile(ratios, (2.5, 97.5))
+    assert bootstrap_ratio(ramp, alone)[1:] == pytest.approx(tuple(exact))
+
+
 def test_a_paired_gain_of_one_everywhere_has_no_width():
     base = answers({(index, "qa"): 0.0 for index in range(30)})
     better = answers({(index, "qa"): 1.0 for index in range(30)})
@@ -98,6 +118,21 @@ def test_a_context_may_count_once_however_much_it_is_asked():
         compute_task_means(other) == {"qa": 75, "vt": 100}
         and compute_task_means(other, by_context=True)["qa"] == 50
     )
+    # Of two tasks the mean, whatever the number of their questions.
+    assert compute_mean_score(other) == 87.5
+    assert compute_mean_score(other, by_context=True) == 75
+
+
+def test_ten_points_are_something_to_lose():
+    told = answers({(0, "ten"): 0.1, (0, "less"): 0.0999})
+    assert find_tasks_without_loss(told) == ["less"]
+    assert drop_tasks(told, ["less"]) == told[:1]
+    assert drop_tasks(told, ["less", "ten"]) == told
+    # The mean over contexts decides where scores are that.
+    told = [ScoredAnswer(0, "qa", f"{turn}", "", 0.0) for turn in range(9)]
+    told.append(ScoredAnswer(1, "qa", "0", "", 0.9))
+    assert find_tasks_without_loss(told) == ["qa"]
+    assert find_tasks_without_loss(told, by_context=True) == []
 
 
 def test_runs_that_were_asked_other_questions_are_not_compared():
@@ -105,6 +140,9 @@ def test_runs_that_were_asked_other_questions_are_not_compared():
     for other in (answers({(0, "qa"): 1.0, (2, "qa"): 0.0}), told[::-1], told[:1]):
         with pytest.raises(RestoreKVError, match="different questions"):
             bootstrap_score(told, other)
+        # One of several runs is enough.
+        with pytest.raises(RestoreKVError, match="different questions"):
+            check_same_questions([told, told, other])
 
 
 def test_few_contexts_have_no_interval_to_show():
