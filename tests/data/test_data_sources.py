@@ -263,6 +263,27 @@ def test_a_dataset_of_the_hub_is_pinned_and_streamed(monkeypatch):
         ("a.json", b'[{"text": "a"},\n{"text": "\xe4"}]', r"a\.json, line 2 is not UTF-8"),
         ("a.json", b'{"text": "a"}\n{"text"', r"a\.json, line 2 is not JSON"),
         ("a.json", b"[" * 100_000, r"a\.json, line 1 is not JSON"),
+        # Of two values one would be lost without a word.
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": "b", "id": 1, "text": "c"}\n',
+            r"a\.jsonl, line 2 has the key 'text' twice in an object; fix it\.",
+        ),
+        (
+            "a.json",
+            b'{"text": "a", "meta": [{"b": 1, "b": 1}]}\n{"text": "c"}\n',
+            r"a\.json, line 1 has the key 'b' twice in an object; fix it\.",
+        ),
+        (
+            "a.json",
+            b'[{"text": "a"},\n{"text": "b", "text": "c"}]',
+            r"a\.json has the key 'text' twice in an object; fix it\.",
+        ),
+        (
+            "a.jsonl",
+            b'{"text": "a", "id": 1' + b"0" * 5000 + b"}",
+            r"a\.jsonl, line 1 is not JSON \(an integer of 5,001 digits\); fix",
+        ),
         (
             "a.json.gz",
             gzip.compress(b'{"text": "a"}\n' * 9, mtime=0)[:-9],

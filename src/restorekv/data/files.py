@@ -27,6 +27,11 @@ from restorekv.size_limits import ROW_ELEMENTS, TEXT_BYTES
 ENDINGS = (".json", ".jsonl", ".parquet", ".txt")
 FORMATS = ", ".join(ENDINGS)
 LONGEST_LINE = 1 << 28  # bytes
+LONGEST_INTEGER = 4300  # digits; Python reads no longer one
+
+
+class RepeatedKeyError(ValueError):
+    """Names a key that an object of JSON has twice: one of the two values would be lost."""
 
 
 def format_suffix(path: Path) -> str:
@@ -205,9 +210,19 @@ def _parse_json_at(file: Path, content: bytes, line: int = 1) -> object:
     """Parse JSON that begins on line `line` of the file."""
     try:
         check_elements(content, str(file), ROW_ELEMENTS)
-        value = json.loads(content.rstrip().decode("utf-8-sig"))
+        value = json.loads(
+            content.rstrip().decode("utf-8-sig"),
+            object_pairs_hook=_parse_object,
+            parse_int=_parse_integer,
+        )
         check_levels(value)
         return value
+    except RepeatedKeyError as error:
+        # Of several lines it is not known which one has it.
+        where = file if b"\n" in content.strip() else f"{file}, line {line}"
+        raise RestoreKVError(
+            f"{where} has the key {str(error)[:120]!r} twice in an object; fix it."
+        ) from error
     except UnicodeEncodeError as error:
         raise RestoreKVError(
             f"{file}, line {line} has half a character (a surrogate); fix it."
@@ -224,6 +239,22 @@ def _parse_json_at(file: Path, content: bytes, line: int = 1) -> object:
         raise _make_json_error(file, line, reason) from error
     except (ValueError, RecursionError) as error:
         raise _make_json_error(file, line, str(error)) from error
+
+
+def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; raise RepeatedKeyError for a key that it has twice."""
+    entries: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in entries:
+            raise RepeatedKeyError(key)
+        entries[key] = value
+    return entries
+
+
+def _parse_integer(text: str) -> int:
+    if len(text) > LONGEST_INTEGER:
+        raise ValueError(f"an integer of {len(text.removeprefix('-')):,} digits")
+    return int(text)
 
 
 def _make_json_error(file: Path, line: int, reason: str) -> RestoreKVError:
