@@ -212,6 +212,25 @@ def test_seed_decides_everything(tiny_model):
     assert one.identity() == same.identity() != other.identity()
 
 
+@pytest.mark.parametrize("act", ["create", "load", "truncate", "extend"])
+def test_an_adapter_leaves_the_random_state_of_the_program(tmp_path, act):
+    """PEFT draws new weights for every layer; the caller's next draw must not depend on that."""
+    model = build_model("llama")
+    adapter = RestoreAdapter.create(model, 4, rank=2)
+    adapter.save_pretrained(tmp_path)
+    acts = {
+        "create": partial(RestoreAdapter.create, model, 4),
+        "load": partial(RestoreAdapter.from_pretrained, model, tmp_path),
+        "truncate": partial(adapter.truncate, 2),
+        "extend": partial(adapter.extend, 6),
+    }
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with warnings.catch_warnings(action="ignore", category=RestoreKVWarning):
+        acts[act]()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_trainable_state_round_trip(tiny_model):
     first, second = trained(tiny_model), trained(tiny_model, seed=1)
     second.load_trainable_state(first.trainable_state())

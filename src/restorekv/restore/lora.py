@@ -13,6 +13,7 @@ from functools import partial
 from types import MethodType
 from typing import Any, Literal
 
+import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -140,7 +141,8 @@ def attach_lora(
     adapted = make_twin(model)
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
-        with _take_targets_as_named(adapted):
+        # PEFT draws weights, on the CPU; the random state of the program stays as it is.
+        with _take_targets_as_named(adapted), torch.random.fork_rng(devices=[]):
             inject_adapter_in_model(config, adapted, NAME)
     except (ValueError, TypeError) as error:
         raise AdapterError(
