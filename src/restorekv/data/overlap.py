@@ -73,9 +73,9 @@ def _hash_word(word: str) -> int:
     return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
 
 
-def hash_grams(text: str) -> np.ndarray:
+def hash_grams(words: Sequence[str]) -> np.ndarray:
     """Return the distinct hashes of every 13 consecutive words, sorted uint64."""
-    hashes = np.array([_hash_word(word) for word in split_words(text)], dtype=np.uint64)
+    hashes = np.array([_hash_word(word) for word in words], dtype=np.uint64)
     if len(hashes) < GRAM_WORDS:
         return np.empty(0, dtype=np.uint64)
     # A polynomial in BASE over each stretch of words, all stretches at once.
@@ -90,12 +90,17 @@ def find_near_copies(texts: Sequence[str], others: Sequence[str]) -> list[int]:
     their words are the same, or at least NEAR_COPY of the 13-grams of the one that has fewer are in
     both.
     """
-    words_of_others = {" ".join(split_words(text)) for text in others}
-    grams_of_others = [hash_grams(text) for text in others]
+    words_of_others = set()
+    grams_of_others = []
+    for text in others:
+        words = split_words(text)
+        words_of_others.add(" ".join(words))
+        grams_of_others.append(hash_grams(words))
     copies = []
     for index, text in enumerate(texts):
-        grams = hash_grams(text)
-        is_copy = " ".join(split_words(text)) in words_of_others
+        words = split_words(text)
+        grams = hash_grams(words)
+        is_copy = " ".join(words) in words_of_others
         for other in grams_of_others:
             fewer = min(len(grams), len(other))
             common = len(np.intersect1d(grams, other, assume_unique=True))
@@ -120,9 +125,10 @@ class EvaluationIndex:
         grams_of_texts = [np.empty(0, dtype=np.uint64)]
         sizes: list[int] = []
         for name, text in texts:
-            self.exact.setdefault(" ".join(split_words(text)), name)
+            words = split_words(text)
+            self.exact.setdefault(" ".join(words), name)
             self.names.append(name)
-            grams = hash_grams(text)
+            grams = hash_grams(words)
             grams_of_texts.append(grams)
             sizes.append(len(grams))
         # Grams of each text, to know how many of them a document shares.
@@ -140,10 +146,11 @@ class EvaluationIndex:
         None.
         """
         # The very words, whatever their punctuation: found without any grams.
-        exact = self.exact.get(" ".join(split_words(text)))
+        words = split_words(text)
+        exact = self.exact.get(" ".join(words))
         if exact is not None:
             return exact, 1.0
-        own = hash_grams(text)
+        own = hash_grams(words)
         if not len(own) or not len(self.grams):
             return None
         # The range of each gram of the document among those of all evaluation texts.
