@@ -30,7 +30,7 @@ from restorekv.model.prompt import DEFAULT_SEPARATOR, encode_question, encode_te
 from restorekv.tasks.reading import TEXTS
 from restorekv.tiny.suite import draw_documents as suite
 from tests.helpers.data_world import flags, settings, text, two_papers, write_jsonl, write_sources
-from tests.helpers.models import build_model
+from tests.helpers.models import SHAPE, build_model
 
 
 @pytest.fixture(scope="module")
@@ -552,6 +552,21 @@ def test_answers_beyond_the_positions_name_their_option(files, model, tiny_token
     config = settings(files, **{option: 10**6})
     with pytest.raises(RestoreKVError, match=f"lower --{option.replace('_', '-')}\\.$"):
         compute_longest_context(model, tiny_tokenizer, config)
+
+
+def test_contexts_fit_into_a_window_that_all_layers_have(files, tiny_tokenizer, tmp_path):
+    """Its config says more positions than such a model sees; a build would end in the middle."""
+    windows = {
+        "use_sliding_window": True,
+        "sliding_window": 300,
+        "layer_types": ["sliding_attention"] * SHAPE["num_hidden_layers"],
+    }
+    config = settings(files, documents=0, books=0, examples=2, flan_shortest=1)
+    with pytest.warns(RestoreKVWarning, match="--longest 1000 is lowered to"):
+        made = build_mixture(build_model("qwen3", **windows), tiny_tokenizer, config, tmp_path)
+    assert made["longest"] < 300
+    tokens = [context.tokens for context in read_mixture(tmp_path)[0]]
+    assert tokens and max(tokens) <= made["longest"]
 
 
 def test_a_refused_book_is_replaced_by_the_next(files, model, tiny_tokenizer, tmp_path):

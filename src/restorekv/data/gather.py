@@ -22,8 +22,8 @@ from restorekv.data.self_study import SelfStudy
 from restorekv.data.sources import Source, select_sources
 from restorekv.errors import RestoreKVError
 from restorekv.files import append_line, check_not_link, find_wrong_entry, load_lines
+from restorekv.model.position_limits import count_usable_positions
 from restorekv.model.prompt import Context, encode_text, make_context
-from restorekv.model.rope import count_positions
 from restorekv.seal import short_hash
 
 # What a line of such a file holds: name and hash of a context, and what was asked about it.
@@ -100,7 +100,7 @@ def compute_longest_context(
     """Return `config.longest`, or fewer tokens where the model has no positions for them, a
     question and an answer.
     """
-    positions = count_positions(model.config)
+    positions = count_usable_positions(model)
     # What surrounds a context whatever its text is.
     frame = make_context(tokenizer, "a")
     longest_answer = config.answer_tokens
