@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import CohereForCausalLM, GraniteForCausalLM
 
@@ -178,6 +179,21 @@ def test_weights_that_allow_no_gradients_are_refused(tiny_tokenizer, tmp_path):
     with pytest.raises(RestoreKVError, match=r"loaded inside torch\.inference_mode.*outside"):
         train_adapter(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_training_leaves_the_models_own_gradient_flags(tiny_tokenizer, tmp_path):
+    """Whoever trains the model next would otherwise train nothing."""
+    model = build_model("llama").requires_grad_(True)
+    model.lm_head.requires_grad_(False)
+    flags = [weight.requires_grad for weight in model.parameters()]
+    train_adapter(model, tiny_tokenizer, EXAMPLES, replace(CONFIG, steps=1), tmp_path / "run")
+    assert [weight.requires_grad for weight in model.parameters()] == flags
+    assert all(weight.grad is None for weight in model.parameters())
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    flags = [weight.requires_grad for weight in wrapped.parameters()]
+    with pytest.raises(AdapterError, match="merge or unload"):
+        train_adapter(wrapped, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "other")
+    assert [weight.requires_grad for weight in wrapped.parameters()] == flags
 
 
 def test_targets_are_the_teachers_own_greedy_answers(tiny_model, tiny_tokenizer):

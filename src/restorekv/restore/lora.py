@@ -139,19 +139,20 @@ def attach_lora(
         return model, {}
     refuse_other_adapters(model)
     adapted = make_twin(model)
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
-        # PEFT draws weights, on the CPU; the random state of the program stays as it is.
-        with _take_targets_as_named(adapted), torch.random.fork_rng(devices=[]):
+        # PEFT freezes what it finds, and draws weights, on the CPU; the flags and the random state
+        # of the program stay as they are.
+        with (
+            keep_gradient_flags(model),
+            _take_targets_as_named(adapted),
+            torch.random.fork_rng(devices=[]),
+        ):
             inject_adapter_in_model(config, adapted, NAME)
     except (ValueError, TypeError) as error:
         raise AdapterError(
             f"The adapter's LoRA does not fit {type(model).__name__} ({summarize_error(error)}); "
             "name linear layers that the model has."
         ) from error
-    finally:
-        for parameter, flag in flags:  # PEFT freezes what it finds
-            parameter.requires_grad_(flag)
     # Subclasses of LoraLayer, which are modules; PEFT's LoraLayer itself is not.
     layers: dict[str, Any] = {
         path: module for path, module in adapted.named_modules() if isinstance(module, LoraLayer)
@@ -165,6 +166,17 @@ def attach_lora(
         for part in (layer.lora_A[NAME], layer.lora_B[NAME]):
             part.float().requires_grad_(True)
     return adapted, {drop_wrappers(path): layer for path, layer in layers.items()}
+
+
+@contextmanager
+def keep_gradient_flags(model: nn.Module) -> Iterator[None]:
+    """Give every weight its own `requires_grad` back at the end of the block."""
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
 
 
 def refuse_other_adapters(model: PreTrainedModel) -> None:

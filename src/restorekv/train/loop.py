@@ -27,6 +27,7 @@ from restorekv.files import folder_lock, open_without_links
 from restorekv.model.prompt import encode_text, get_default_separator
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.restore.adapter_file import read_adapter
+from restorekv.restore.lora import keep_gradient_flags
 from restorekv.spec import drop_gate, split_specs
 from restorekv.train import checkpoint
 from restorekv.train.checkpoint import TrainingRun
@@ -140,7 +141,6 @@ def train_adapter(
         )
     # Everything that can be refused is refused before the folder is made.
     check_folders(folder, resume, store)
-    model.requires_grad_(False)
     adapter = make_initial_adapter(model, tokenizer, config, notice)
     init_name = _name_init_adapter(config.init)
     # Fixed embeddings are not among the optimizer's parameters.
@@ -167,11 +167,13 @@ def train_adapter(
             f"ends at {peak:.2g} of {config.lr:.2g}; a lower --warmup lets it learn more."
         )
     lock = folder_lock(folder) if group.rank == 0 else nullcontext()
-    with lock:
+    with lock, keep_gradient_flags(model):
         if group.rank == 0:
             # A different run may have used the folder since the check above.
             check_folders(folder, resume, store)
             checkpoint.start_log(folder, start)
+        # The adapter alone is trained.
+        model.requires_grad_(False)
         _take_steps(run, teacher_cache, folder, start, progress, group)
         _save_adapter(adapter, init_name, teacher_cache, folder, group)
     return adapter
