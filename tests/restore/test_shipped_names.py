@@ -68,6 +68,11 @@ def test_of_a_model_without_adapters_no_names_are_shown():
         RestoreAdapter.from_pretrained(build_model("qwen3"), "foo")
 
 
+def test_what_ships_has_no_revision():
+    with pytest.raises(AdapterError, match=r"tiny:kvzip ships .* no revision 'v1'; leave it out"):
+        fetch_adapter("tiny:kvzip", revision="v1")
+
+
 def test_a_missing_folder_is_no_name(tiny, tmp_path):
     with pytest.raises(AdapterError, match=r"from the hub; use a folder or a hub id that is there"):
         RestoreAdapter.from_pretrained(tiny[0], tmp_path / "kvzip")

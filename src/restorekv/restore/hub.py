@@ -66,6 +66,11 @@ def fetch_adapter(
         return Path(name)
     shipped = find_named_adapter(str(name))
     if shipped is not None:
+        if revision is not None:
+            raise AdapterError(
+                f"{name} ships with restorekv and has no revision {revision!r}; leave it out or "
+                "pass a hub id."
+            )
         return shipped
     try:
         folder = snapshot_download(
