@@ -276,6 +276,30 @@ def test_the_models_own_generation_config_may_be_passed(small, monkeypatch):
     assert len(small.ask(QUESTION, 8, config=own, details=True).ids) == 8
 
 
+@pytest.mark.parametrize("through", ["ask", "ask_many", "chat"])
+def test_what_the_models_own_config_forbids_and_answers_do_not_is_told_once(
+    tiny_tokenizer, through
+):
+    """Such as tokens that a model must not write; they were ignored without a word."""
+    model = build_model("llama")
+    made = compress(model, tiny_tokenizer, TEXT, ratio=0.5, adapter=None)
+    asking = {
+        "ask": lambda: made.ask(QUESTION, 2),
+        "ask_many": lambda: ask_many([(made, QUESTION)], 2)[0],
+        "chat": lambda: made.chat().ask(QUESTION, 2),
+    }
+    own = model.generation_config
+    own.suppress_tokens = [5, 6]
+    own.stop_strings = ["x"]
+    own.bad_words_ids = []
+    own.min_new_tokens = 0
+    with pytest.warns(RestoreKVWarning, match="do not use suppress_tokens and stop_strings of"):
+        answer = asking[through]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [ask() for ask in asking.values()] == [answer] * 3
+
+
 def test_generate_ends_where_its_generation_config_says(small):
     written = small.ask(QUESTION, 8, details=True).ids
     end = written.index(written[3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -17,8 +18,10 @@ from restorekv.generation.repetition import drop_repetition
 from restorekv.generation.sampling import (
     DEFAULT_MAX_NEW_TOKENS,
     GREEDY,
+    UNUSED_MODEL_FIELDS,
     SamplingConfig,
     TokenSampler,
+    asks_for_something,
     find_first_stop,
     make_samplers,
 )
@@ -32,6 +35,7 @@ from restorekv.model.prompt import (
 )
 from restorekv.model.tokenize import TextStream
 
+WARNED_MODELS: WeakSet[PreTrainedModel] = WeakSet()  # see `warn_about_model_options`
 # Options that only a temperature above 0 heeds.
 SAMPLING_ONLY = ("top_p", "top_k", "min_p")
 ContextQuestion = tuple[Context, RaggedCache, str]
@@ -227,6 +231,28 @@ def refuse_other_eos(config: object, model: PreTrainedModel, tokenizer: Tokenize
         raise RestoreKVError(
             f"The eos_token_id of this model is {sorted(stop_ids)}, not {sorted(wanted)}; set "
             "model.generation_config.eos_token_id, or pass stop with a text."
+        )
+
+
+def warn_about_model_options(model: PreTrainedModel) -> None:
+    """Warn, once for each model, of what its own generation config asks for besides sampling, such
+    as tokens that it must not write: answers do without it.
+    """
+    if model in WARNED_MODELS:
+        return
+    WARNED_MODELS.add(model)
+    own = model.generation_config
+    unused = []
+    for name in UNUSED_MODEL_FIELDS:
+        value = getattr(own, name, None)
+        if asks_for_something(name, value) and value not in ([], {}):
+            unused.append(name)
+    if unused:
+        them = "it" if len(unused) == 1 else "them"
+        warn(
+            f"Answers do not use {join_words(unused, 'and')} of the model's generation_config; "
+            f"generate, transformers' own, uses {them}, and processors, criteria or stop can do "
+            "the same here."
         )
 
 

@@ -80,6 +80,23 @@ NO_OP_VALUES: dict[str, object] = {
     "diversity_penalty": 0.0,
     "penalty_alpha": 0.0,
 }
+# Fields of a model's own config that change its greedy answers, in ways besides sampling. They are
+# not used, and `warn_about_model_options` says so.
+UNUSED_MODEL_FIELDS = (
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "bad_words_ids",
+    "sequence_bias",
+    "forced_eos_token_id",
+    "min_length",
+    "min_new_tokens",
+    "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty",
+    "guidance_scale",
+    "watermarking_config",
+    "stop_strings",
+)
 MIN_TEMPERATURE = 0.01  # below it only the most likely token has a chance
 # Type, further condition, and both in words.
 CHECKS: dict[str, tuple[object, Callable[[Any], bool], str]] = {
@@ -332,9 +349,7 @@ def read_generation_config(config: GenerationConfig) -> dict[str, object]:
     defaults = GenerationConfig().to_dict()
     own = config.to_dict()
     for name, value in sorted(own.items()):
-        # By identity: 0 equals False, but as an id or a number of seconds it asks for something.
-        is_set = value is not None and value is not False
-        is_set = is_set and value not in (defaults.get(name), NO_OP_VALUES.get(name))
+        is_set = value != defaults.get(name) and asks_for_something(name, value)
         if is_set and name not in HONORED_FIELDS | IGNORED_FIELDS and not name.startswith("_"):
             fix = "use generate, transformers' own"
             if name == "max_new_tokens":
@@ -362,6 +377,12 @@ def read_generation_config(config: GenerationConfig) -> dict[str, object]:
         if own.get(name) is not None:
             options[our_name] = own[name]
     return options
+
+
+def asks_for_something(name: str, value: object) -> bool:
+    """Return whether the value of a GenerationConfig's field changes an answer."""
+    # By identity: 0 equals False, but as an id or a number of seconds it asks for something.
+    return value is not None and value is not False and value != NO_OP_VALUES.get(name)
 
 
 NOT_FINITE = (
