@@ -143,6 +143,21 @@ def test_addresses_are_printed_that_the_server_accepts(tmp_path, monkeypatch, ho
     assert "0.0.0.0" not in result.err and found[0].host_names == names
 
 
+@pytest.mark.parametrize(
+    "flags, name",
+    [((), "auto"), (("--adapter", "none"), None), (("--adapter", "tiny:kvzip"), "tiny:kvzip")],
+)
+def test_an_adapter_is_named_as_for_compress(tmp_path, monkeypatch, flags, name):
+    found = []
+    monkeypatch.setattr(loading, "open_model", lambda *_, **__: (None, None))
+    monkeypatch.setattr(run, "build_app", lambda *given: found.append(given[-1]))
+    monkeypatch.setattr(run, "serve_app", lambda *_: None)
+    monkeypatch.setattr(run, "exit_after_signal", lambda _: None)
+    result = cli("serve", "--model", "tiny", "--port", 0, "--store", tmp_path, *flags)
+    assert result.code == 0, result.err
+    assert found[0].adapter == name
+
+
 def test_a_name_is_the_machines_own_only_if_it_leads_here(monkeypatch):
     monkeypatch.setattr(serve.socket, "gethostname", lambda: "LocalHost")
     assert serve._find_own_name() == "localhost"

@@ -3,11 +3,13 @@
 import shutil
 
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from restorekv import load_model, spec
 from restorekv.model import names
+from restorekv.restore.adapter import RestoreAdapter
 from restorekv.serve import cache_origin
 from restorekv.serve.cache_origin import CacheOrigin
 from restorekv.serve.variants import Variant
@@ -16,8 +18,8 @@ SHA = "0" * 64
 MODEL_IDS = ("tiny", "tiny:kvzip-0.1", "tiny:kvzip-0.1-base", "tiny:fast-0.1", "tiny:random-0.1")
 
 
-def make_keys(model, tokenizer, **settings):
-    origin = CacheOrigin.describe(model, tokenizer, settings)
+def make_keys(model, tokenizer, adapter="auto", **settings):
+    origin = CacheOrigin.describe(model, tokenizer, settings, adapter)
     return {name: origin.make_key(SHA, Variant.parse(name, "tiny")) for name in MODEL_IDS}
 
 
@@ -49,6 +51,19 @@ def test_a_replaced_adapter_renames_what_it_restored(loaded, shipped):
     assert list_changed(before, make_keys(*loaded)) == ["tiny:kvzip-0.1"]
     shutil.rmtree(record.parent)
     assert list_changed(before, make_keys(*loaded)) == ["tiny:kvzip-0.1"]
+
+
+def test_a_named_adapter_renames_what_it_restores(loaded, shipped):
+    before = make_keys(*loaded)
+    restored = ["tiny:kvzip-0.1", "tiny:fast-0.1", "tiny:random-0.1"]
+    adapter = RestoreAdapter.from_pretrained(loaded[0], shipped / "adapters" / "kvzip")
+    named = make_keys(*loaded, adapter)
+    assert list_changed(before, named) == restored
+    with torch.no_grad():
+        adapter.embeddings.mul_(2)
+    assert list_changed(named, make_keys(*loaded, adapter)) == restored
+    # No adapter ships for `random`, so nothing changes without one.
+    assert list_changed(before, make_keys(*loaded, None)) == restored[:2]
 
 
 def test_a_replaced_gate_renames_what_it_scored(shipped):

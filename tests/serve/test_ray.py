@@ -371,6 +371,35 @@ def test_replicas_have_folders_of_their_own(tmp_path):
     first.close(), second.close()
 
 
+def test_a_replica_restores_with_the_adapter_that_is_named(tmp_path):
+    replica = import_modules()[1]
+
+    def make_replica(adapter):
+        return replica.Replica(
+            replica.ReplicaConfig(
+                model="tiny",
+                dtype="auto",
+                device="cpu",
+                threads=1,
+                folder=str(tmp_path),
+                shared=str(tmp_path / "shared"),
+                memory=1 << 20,
+                disk=1 << 20,
+                default="tiny:kvzip-0.1",
+                base="tiny",
+                adapter=adapter,
+            )
+        )
+
+    variant = Variant.parse("tiny:kvzip-0.5", "tiny")
+    found = {}
+    for adapter in ("auto", "tiny:kvzip", None):
+        made = make_replica(adapter)  # it ends when nothing refers to it any more
+        document = made.engine.make_document("0" * 64, variant, lambda: TEXT)
+        found[adapter] = made.engine.load_document(document).manifest.restore_tokens
+    assert found == {"auto": 0, "tiny:kvzip": 3, None: 0}
+
+
 def test_a_payload_is_a_text_or_the_bytes_of_a_cache(tmp_path):
     (tmp_path / "a.rkv").write_bytes(b"cache")
     assert (

@@ -20,7 +20,7 @@ openai = pytest.importorskip("openai")
 import httpx2  # noqa: E402
 
 from restorekv import CompressedContext  # noqa: E402
-from restorekv.errors import RestoreKVError  # noqa: E402
+from restorekv.errors import AdapterError, RestoreKVError  # noqa: E402
 from restorekv.generation import decoding  # noqa: E402
 from restorekv.generation.decoding import decode_answer, generate_ids, get_stop_ids  # noqa: E402
 from restorekv.model.shape import get_backbone  # noqa: E402
@@ -30,6 +30,7 @@ from restorekv.serve.replies import describe_logprobs  # noqa: E402
 from restorekv.serve.requests import AnswerDefaults, ChatRequest  # noqa: E402
 from restorekv.serve.run import Settings, build_app  # noqa: E402
 from restorekv.serve.service import Limits, Service  # noqa: E402
+from tests.helpers.compressing import compress_with, make_adapter  # noqa: E402
 from tests.helpers.models import build_model  # noqa: E402
 from tests.helpers.pdf import make_pdf_with_a_damaged_page  # noqa: E402
 from tests.helpers.serving import (  # noqa: E402
@@ -616,6 +617,48 @@ def test_a_model_may_have_an_owner(model, tiny_tokenizer, tmp_path):
                 == json.load(urlopen(f"{url}/models/{name}"))["id"]
                 == name
             )
+
+
+def test_a_named_adapter_restores_every_document(model, tiny_tokenizer, tmp_path):
+    make_adapter(model).save_pretrained(tmp_path / "adapter")
+    options = {"evictor": "snapkv", "ratio": "0.4"}
+    whole = make_adapter(model).restore_tokens
+
+    def ask_variants(adapter: str | None) -> dict[str, int]:
+        """Return the restore tokens of each variant; its answers are those of `compress`."""
+        counts = {}
+        with serving(model, tiny_tokenizer, tmp_path / "store", adapter=adapter) as url:
+            client = client_of(url)
+            file = upload(client)
+            for name in (VARIANT, "tiny:knorm-0.9", f"{VARIANT}-base"):
+                answer = ask(client, about(file), name).choices[0].message.content
+                asked = urlopen(f"{url}/files/{file.id}/kept?model={name}")
+                counts[name] = json.load(asked)["restore_tokens"]
+                if name == VARIANT:
+                    small = compress_with(model, tiny_tokenizer, TEXT, **options, adapter=adapter)
+                    assert answer == small.ask(QUESTION, 12)
+        return counts
+
+    folder = str(tmp_path / "adapter")
+    assert list(ask_variants(folder).values()) == [whole, whole, 0]
+    # Over the same store: what the adapter restored is not taken for what nothing restored.
+    assert list(ask_variants(None).values()) == [0, 0, 0]
+    assert list(ask_variants(folder).values()) == [whole, whole, 0]
+
+
+def test_an_adapter_that_cannot_be_used_is_refused_before_the_server_starts(
+    model, tiny_tokenizer, tmp_path
+):
+    make_adapter(build_model("llama")).save_pretrained(tmp_path / "other")
+    for name, message in (
+        (str(tmp_path / "none"), "There is no adapter folder"),
+        (str(tmp_path / "other"), "adapter"),
+        ("published", "There is no published adapter for"),
+    ):
+        settings = Settings(tmp_path / "store", "tiny", VARIANT, adapter=name)
+        with pytest.raises(AdapterError, match=message):
+            build_app(model, tiny_tokenizer, settings)
+    assert not (tmp_path / "store").exists()
 
 
 def test_keys_limits_and_quotas(model, tiny_tokenizer, tmp_path):

@@ -31,6 +31,7 @@ from restorekv.serve.vllm_documents import find_form  # noqa: E402
 from restorekv.serve.vllm_files import VllmFiles  # noqa: E402
 from restorekv.storage.cache_file import open_cache_file  # noqa: E402
 from restorekv.vllm.ragged_documents import identify  # noqa: E402
+from tests.helpers.compressing import make_adapter  # noqa: E402
 from tests.helpers.fake_vllm import LONGEST, FakeVllm  # noqa: E402
 from tests.helpers.models import build_model  # noqa: E402
 from tests.helpers.serving import (  # noqa: E402
@@ -81,7 +82,7 @@ def client(model, tiny_tokenizer, fake, address, tmp_path_factory):
         yield client_of(url)
 
 
-def small_of(model, tokenizer, form, text=TEXT):
+def small_of(model, tokenizer, form, text=TEXT, adapter=None):
     """Compress as the engine does for documents of a form."""
     settings = find_form(form).compress_settings
     return compress(
@@ -90,7 +91,7 @@ def small_of(model, tokenizer, form, text=TEXT):
         text,
         evictor="snapkv",
         ratio="0.4",
-        adapter=None,
+        adapter=adapter,
         config=CompressionConfig(**settings),
     )
 
@@ -113,6 +114,18 @@ def test_answers_are_those_of_ask(client, file, fake, model, tiny_tokenizer):
     assert whole.choices[0].message.content == expected(model, tiny_tokenizer, ratio=1).ask(
         QUESTION, 12
     )
+
+
+def test_a_named_adapter_restores_documents(fake, address, model, tiny_tokenizer, tmp_path):
+    make_adapter(model).save_pretrained(tmp_path / "adapter")
+    options = {**engine(address, fake), "adapter": str(tmp_path / "adapter")}
+    with serving(model, tiny_tokenizer, tmp_path / "store", **options) as url:
+        client = client_of(url)
+        answer = ask(client, about(upload(client)))
+    small = small_of(model, tiny_tokenizer, fake.form, adapter=tmp_path / "adapter")
+    assert small.manifest.restore_tokens > 0
+    wanted = expected_answers(small, fake.form, model, tiny_tokenizer, [QUESTION])
+    assert [answer.choices[0].message.content] == wanted
 
 
 def test_a_plain_chat_is_vllms_own(client, fake, model, tiny_tokenizer):

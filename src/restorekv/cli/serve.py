@@ -40,6 +40,7 @@ def run(
         str,
         typer.Option(help="Share of a document's KV pairs to keep, above 0 and at most 1."),
     ] = "0.1",
+    adapter: options.Adapter = "auto",
     host: Annotated[
         str,
         typer.Option(help="Address to listen at; 0.0.0.0 lets other machines connect."),
@@ -148,6 +149,7 @@ def run(
             store=store,
             base=model,
             default=f"{model}:{preset}-{ratio}",
+            adapter=None if adapter == "none" else adapter,
             memory=memory_bytes,
             disk=disk_bytes,
             shared=_choose_shared_folder(shared, store, bool(ray_options.ray)),

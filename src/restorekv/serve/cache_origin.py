@@ -27,6 +27,7 @@ from restorekv.files import read_bytes
 from restorekv.model.identity import identify_model
 from restorekv.model.names import SHIPPING, is_shipping_installed
 from restorekv.model.prompt import get_default_separator
+from restorekv.restore.adapter import RestoreAdapter
 from restorekv.restore.adapter_file import CARD
 from restorekv.restore.shipped import find_shipped_adapter
 from restorekv.seal import short_hash
@@ -40,7 +41,7 @@ class CacheOrigin:
     Args:
         common: The version of this package, the model, its dtype, template and separator, and
             settings of `compress` that are not the defaults.
-        evictors: For each evictor, digests of its files and gate, and of the adapter that ships.
+        evictors: For each evictor, digests of its files and gate, and of its adapter.
     """
 
     common: Sequence[str]
@@ -48,9 +49,21 @@ class CacheOrigin:
 
     @classmethod
     def describe(
-        cls, model: PreTrainedModel, tokenizer: Tokenizer, settings: Mapping[str, Any]
+        cls,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        settings: Mapping[str, Any],
+        adapter: RestoreAdapter | str | None = "auto",
     ) -> Self:
-        """Return the origin of caches that this process would make now."""
+        """Return the origin of caches that this process would make now.
+
+        Args:
+            model: What reads the documents.
+            tokenizer: Its tokenizer.
+            settings: Settings of `compress` that are not the defaults.
+            adapter: What restores the documents: "auto" for the one that ships for each evictor, or
+                one for all, or None.
+        """
         identity = identify_model(model, tokenizer)
         assert identity.template is not None  # since there is a tokenizer
         common = (
@@ -63,7 +76,9 @@ class CacheOrigin:
         )
         # Once, and not for each evictor: it may read the weights.
         model_name = name_model_with_adapters(identity)
-        return cls(common, {name: _describe_evictor(name, model, model_name) for name in EVICTORS})
+        named = None if adapter == "auto" else _digest_named_adapter(adapter)
+        evictors = {name: _describe_evictor(name, model, model_name, named) for name in EVICTORS}
+        return cls(common, evictors)
 
     @cached_property
     def digest(self) -> str:
@@ -81,15 +96,33 @@ class CacheOrigin:
         return hashlib.sha256(parts.encode()).hexdigest()[:32]
 
 
-def _describe_evictor(name: str, model: PreTrainedModel, model_name: str) -> tuple[str, str]:
-    """Return the identity of an evictor's scores, and the digest of its adapter's record or ""."""
+def _describe_evictor(
+    name: str, model: PreTrainedModel, model_name: str, named: str | None
+) -> tuple[str, str]:
+    """Return the identity of an evictor's scores, and a digest of its adapter.
+
+    Args:
+        name: The name of the evictor.
+        model: What reads the documents.
+        model_name: The name of the model that adapters ship for.
+        named: The digest of the adapter for all evictors; None takes the one that ships.
+    """
     try:
         compressor = make_compressor(name)
         scores = f"{compressor.identity(model)} {compressor.digest_code()}"
-        return scores, _digest_adapter(compressor, model_name)
+        adapter = _digest_adapter(compressor, model_name) if named is None else named
+        return scores, adapter
     except RestoreKVError:
         # It has no gate for this model, say. A request for it gets the error, and no cache.
         return "", ""
+
+
+def _digest_named_adapter(adapter: RestoreAdapter | str | None) -> str:
+    """Return the digest of an adapter that is loaded; "" for None."""
+    if adapter is None:
+        return ""
+    assert isinstance(adapter, RestoreAdapter)
+    return short_hash(json.dumps(adapter.identity(), sort_keys=True))
 
 
 def _digest_adapter(compressor: Compressor, model_name: str) -> str:

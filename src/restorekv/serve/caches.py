@@ -34,6 +34,7 @@ from restorekv.generation.sampling import TokenSampler
 from restorekv.model.position_limits import count_usable_positions
 from restorekv.model.prompt import Context, encode_plain_chat, encode_whole_prompt
 from restorekv.pipeline import compress
+from restorekv.restore.adapter import RestoreAdapter
 from restorekv.serve.cache_origin import CacheOrigin
 from restorekv.serve.document_checks import check_size, explain_length
 from restorekv.serve.engine import (
@@ -129,8 +130,8 @@ Active = TypeVar("Active", bound=ActiveQuestion)
 class CacheEngine(Engine, Generic[Active]):
     """Holds documents in memory up to `memory` bytes, and on disk in a store.
 
-    `compress_settings` are fields of `CompressionConfig` that are not the defaults; caches that
-    differ in them have different keys.
+    `compress_settings` are fields of `CompressionConfig` that are not the defaults, and `adapter`
+    restores documents; caches that differ in them have different keys.
     """
 
     def __init__(
@@ -141,15 +142,17 @@ class CacheEngine(Engine, Generic[Active]):
         memory: int,
         max_waiting: int | None,
         compress_settings: Mapping[str, Any] | None = None,
+        adapter: RestoreAdapter | str | None = "auto",
     ) -> None:
         super().__init__(max_waiting)
         self.compress_settings = compress_settings or {}
+        self.adapter = adapter
         self.model = model
         self.tokenizer = tokenizer
         self.store = store
         self.memory = memory
         self.stop_ids = decoding.get_stop_ids(model, tokenizer)
-        self.origin = CacheOrigin.describe(model, tokenizer, self.compress_settings)
+        self.origin = CacheOrigin.describe(model, tokenizer, self.compress_settings, adapter)
         # By the document's hash and the cache's key.
         self.held: OrderedDict[tuple[str, str], CompressedContext] = OrderedDict()
         self.lock = threading.Lock()  # of `held`
@@ -395,7 +398,7 @@ class CacheEngine(Engine, Generic[Active]):
                 progress=note_progress,
                 prepared_cache=self.prepared_cache,
                 config=CompressionConfig(**self.compress_settings),
-                **variant.options,
+                **variant.make_options(self.adapter),
             )
         self.counts["compressed"] += 1
         return compressed

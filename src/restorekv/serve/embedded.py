@@ -30,6 +30,7 @@ from restorekv.model.observer import HOOKS_LOCK
 from restorekv.model.position_limits import count_usable_positions
 from restorekv.model.prefill import make_empty_cache
 from restorekv.model.shape import get_backbone
+from restorekv.restore.adapter import RestoreAdapter
 from restorekv.serve.caches import (
     DOCUMENTS_TOO_LONG,
     NO_CACHE,
@@ -71,6 +72,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         memory: Bytes of documents in memory.
         max_waiting: How many more questions may wait for a slot; None means no limit. They hold no
             document.
+        adapter: What restores documents.
     """
 
     def __init__(
@@ -80,8 +82,9 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         store: Store,
         memory: int,
         max_waiting: int | None,
+        adapter: RestoreAdapter | str | None = "auto",
     ) -> None:
-        super().__init__(model, tokenizer, store, memory, max_waiting)
+        super().__init__(model, tokenizer, store, memory, max_waiting, adapter=adapter)
         self.slots = asyncio.Semaphore(decoding.BATCH)
         self.prepare_executor = ThreadPoolExecutor(PREPARING, "restorekv-prepare")
         self.prepared: queue.SimpleQueue[LocalQuestion | None] = queue.SimpleQueue()

@@ -24,12 +24,16 @@ from fastapi import FastAPI
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.compression.adapters import locate_adapter
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor
+from restorekv.compression.presets import DEFAULT_EVICTOR
 from restorekv.context import CompressedContext
 from restorekv.errors import GateError, RestoreKVError
 from restorekv.generation.answers import Answer
+from restorekv.model.identity import identify_model
 from restorekv.pipeline import compress
+from restorekv.restore.adapter import RestoreAdapter
 from restorekv.serve.app import make_app
 from restorekv.serve.caches import CacheEngine
 from restorekv.serve.engine import Engine, explain_resource_shortage
@@ -68,6 +72,7 @@ class Settings:
         store: The folder of documents.
         base: The name of the model.
         default: The variant of uploads, such as smollm2:fast-0.1.
+        adapter: The name of the adapter that restores documents, as `compress` takes it.
         memory: Bytes of documents in memory.
         disk: Bytes of documents on disk.
         shared: The address of a folder of caches that several servers use.
@@ -82,6 +87,7 @@ class Settings:
     store: Path
     base: str
     default: str
+    adapter: str | None = "auto"
     memory: int = 4 << 30
     disk: int = 100 << 30
     shared: str | None = None
@@ -104,10 +110,18 @@ def find_engine_class(name: str) -> type[CacheEngine]:
 
 def build_app(model: PreTrainedModel, tokenizer: Tokenizer, settings: Settings) -> FastAPI:
     """Return the application with the engine that the settings name."""
-    check_default_method(model, Variant.parse(settings.default, settings.base))
+    default = Variant.parse(settings.default, settings.base)
+    check_default_method(model, default)
+    adapter = open_adapter(model, settings.adapter, default)
     store = open_store(settings)
     engine = find_engine_class(settings.engine)(
-        model, tokenizer, store, settings.memory, settings.limits.max_waiting, **settings.options
+        model,
+        tokenizer,
+        store,
+        settings.memory,
+        settings.limits.max_waiting,
+        adapter=adapter,
+        **settings.options,
     )
     return build_engine_app(engine, store, settings, lambda: check_loading(model, tokenizer))
 
@@ -163,9 +177,29 @@ def check_default_method(model: PreTrainedModel, default: Variant) -> None:
         return
     try:
         # The identity of an evictor with a gate has the gate's hash, so it loads the gate.
-        make_compressor(default.options["evictor"], CompressionConfig()).identity(model)
+        make_compressor(default.make_options()["evictor"], CompressionConfig()).identity(model)
     except GateError as error:
         raise GateError(f"{error} Or serve with --preset best, which needs no gate.") from error
+
+
+def open_adapter(
+    model: PreTrainedModel, name: str | None, default: Variant
+) -> RestoreAdapter | str | None:
+    """Return the adapter for every document: None, "auto", or the one of this name, loaded.
+
+    It is loaded once, so that no cache is restored by files that were replaced meanwhile. Every
+    method uses it; "published" stands for the one for the method of uploads.
+
+    Raises:
+        AdapterError: It is missing, damaged or made for a different model.
+    """
+    if name is None or name == "auto":
+        return name
+    identity = identify_model(model)
+    compressor = make_compressor(default.make_options().get("evictor", DEFAULT_EVICTOR))
+    located = locate_adapter(name, identity.name, compressor)
+    assert located is not None  # only "auto" finds none
+    return RestoreAdapter.from_pretrained(model, located, identity=identity)
 
 
 def check_loading(model: PreTrainedModel, tokenizer: Tokenizer) -> None:

@@ -14,6 +14,7 @@ from restorekv.compression.budget import parse_ratio
 from restorekv.compression.presets import PRESETS, resolve_preset
 from restorekv.errors import OptionError, name_option
 from restorekv.evictors import EVICTORS
+from restorekv.restore.adapter import RestoreAdapter
 from restorekv.spec import hint_near_name
 
 WITHOUT_RESTORING = "-base"
@@ -44,7 +45,8 @@ class Variant:
         base: The name of the model.
         method: A preset, an evictor's name, or "" for the full cache.
         ratio: The share of the KV pairs that is kept.
-        restores: Whether an adapter adds restore tokens where one ships for model and method.
+        restores: Whether the server's adapter adds restore tokens, by default the one that ships
+            for model and method.
     """
 
     base: str
@@ -80,13 +82,12 @@ class Variant:
         ending = "" if self.restores else WITHOUT_RESTORING
         return f"{self.base}:{self.method}-{ratio}{ending}"
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The arguments of `compress`."""
+    def make_options(self, adapter: RestoreAdapter | str | None = "auto") -> dict[str, Any]:
+        """Return the arguments of `compress`; `adapter` is the server's, as `compress` takes it."""
         if not self.method:
             return {"ratio": 1, "adapter": None}
         return {
             "evictor": resolve_preset(self.method),
             "ratio": self.ratio,
-            "adapter": "auto" if self.restores else None,
+            "adapter": adapter if self.restores else None,
         }

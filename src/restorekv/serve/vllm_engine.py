@@ -33,6 +33,7 @@ from restorekv.model.identity import fingerprint_model
 from restorekv.model.position_limits import fit_context
 from restorekv.model.prompt import Context, get_default_separator, make_context
 from restorekv.model.shape import CacheShape, get_dtype_name
+from restorekv.restore.adapter import RestoreAdapter
 from restorekv.serve.caches import (
     DOCUMENTS_TOO_LONG,
     NO_CACHE,
@@ -89,7 +90,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
 
     `url` is that of a vLLM server, which reads documents from `folder`; without one, vLLM runs in
     this process with `options` of its AsyncEngineArgs and `documents_memory` bytes of documents.
-    `documents` names their form.
+    `documents` names their form, and `adapter` restores them.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
         memory: int,
         max_waiting: int | None,
         *,
+        adapter: RestoreAdapter | str | None = "auto",
         url: str = "",
         folder: Path | None = None,
         options: Mapping[str, Any] | None = None,
@@ -107,7 +109,15 @@ class VllmEngine(CacheEngine[VllmQuestion]):
         documents_memory: int | None = None,
     ) -> None:
         self.form = find_form(documents)
-        super().__init__(model, tokenizer, store, memory, max_waiting, self.form.compress_settings)
+        super().__init__(
+            model,
+            tokenizer,
+            store,
+            memory,
+            max_waiting,
+            self.form.compress_settings,
+            adapter,
+        )
         self.texts: OrderedDict[str, Context] = OrderedDict()  # that vLLM reads, by their hash
         self.files = VllmFiles(folder or store.folder / self.form.name, memory, self.form)
         store.on_drop = self.files.forget

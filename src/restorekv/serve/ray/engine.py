@@ -316,6 +316,9 @@ def deploy_replicas(
             shared=settings.shared,
             memory=settings.memory,
             disk=settings.disk,
+            default=settings.default,
+            base=settings.base,
+            adapter=settings.adapter,
         )
         name = f"restorekv-{hashlib.sha256(f'{HOST} {folder}'.encode()).hexdigest()[:8]}"
         serve.start(

@@ -36,7 +36,7 @@ from restorekv.serve.engine import (
     find_resource_shortage,
 )
 from restorekv.serve.ray.router import DocumentRouter
-from restorekv.serve.run import check_loading
+from restorekv.serve.run import check_loading, open_adapter
 from restorekv.serve.shared import SharedFolder
 from restorekv.serve.store import Store
 from restorekv.serve.variants import Variant
@@ -64,6 +64,9 @@ class ReplicaConfig:
         shared: The address of the caches that all share.
         memory: Bytes of documents in memory.
         disk: Bytes of documents on disk.
+        default: The model id of uploads, such as smollm2:fast-0.1.
+        base: The name of the model in such ids.
+        adapter: The name of the adapter that restores documents, as `compress` takes it.
     """
 
     model: str
@@ -74,6 +77,9 @@ class ReplicaConfig:
     shared: str
     memory: int
     disk: int
+    default: str
+    base: str
+    adapter: str | None
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,11 @@ class Replica:
             shutil.rmtree(left, ignore_errors=True)
         self.store = Store(folder, config.disk, SharedFolder(config.shared))
         # The sender bounds how many questions wait.
-        self.engine = EmbeddedEngine(model, tokenizer, self.store, config.memory, max_waiting=None)
+        default = Variant.parse(config.default, config.base)
+        adapter = open_adapter(model, config.adapter, default)
+        self.engine = EmbeddedEngine(
+            model, tokenizer, self.store, config.memory, max_waiting=None, adapter=adapter
+        )
         self.engine.start()
 
     def __del__(self) -> None:
