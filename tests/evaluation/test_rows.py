@@ -23,6 +23,7 @@ from tests.helpers.documents import DOCUMENTS
 from tests.helpers.grid_results import facts
 from tests.helpers.grid_world import Plain
 from tests.helpers.models import build_model
+from tests.helpers.report_world import write_cell
 
 LAYERS, HEADS, DIM = 3, 2, 16
 
@@ -162,6 +163,21 @@ def test_a_cell_that_runs_is_no_figure(world, tmp_path):
     assert len(make_rows(left)) == 4 and sum("gain" in row for row in make_rows(left)) == 1
     table = make_tables(GridResults(left))[0]
     assert any(text.startswith("running") for row in table.rows for text in row)
+
+
+def test_bytes_are_a_share_of_the_full_cache_s_for_the_same_contexts(tmp_path):
+    """A cell that runs has answered some of them, whose lengths are not the mean of all."""
+    full = write_cell(tmp_path, Cell.full_cache(model="tiny", benchmark="qasper"))
+    small = write_cell(tmp_path, Cell("tiny", "qasper", "kvzip", "0.2"), answered=2)
+    share = sum(line["bytes"] for line in small.lines)
+    share /= sum(line["bytes"] for line in full.lines[:2])
+    (row,) = [row for row in GridResults([full, small]).list_rows() if row["method"] == "KVzip"]
+    assert row["of_full"] == pytest.approx(share) and (row["answered"], row["of"]) == (2, 6)
+    # Of contexts that the full cache has not answered, nothing is known.
+    full.__dict__["lines"] = full.lines[1:]
+    (full.folder / SUMMARY).unlink()
+    (row,) = [row for row in GridResults([full, small]).list_rows() if row["method"] == "KVzip"]
+    assert "of_full" not in row
 
 
 def by_hand(folder, cell, means):

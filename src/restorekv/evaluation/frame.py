@@ -58,8 +58,9 @@ class GridEntry:
         }
         if pool.lines:
             whole |= pool.average_sizes()
-            if pool.full and pool.full.lines:
-                whole["of_full"] = whole["bytes"] / float(pool.full.get_values("bytes").mean())
+            full_bytes = pool.average_full_bytes()
+            if full_bytes is not None:
+                whole["of_full"] = whole["bytes"] / full_bytes
         # A cell that runs has a row too, with its progress instead of scores.
         if not pool.done:
             yield whole

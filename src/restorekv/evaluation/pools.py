@@ -186,6 +186,15 @@ class SeedPool:
         figures["kept_with_prefix"] = self.compute_kept_share(with_prefix=True)
         return figures
 
+    def average_full_bytes(self) -> float | None:
+        """Return the bytes of the full cache, mean over the contexts answered so far; None where it
+        has not answered all of them.
+        """
+        full_lines = self.full.lines_by_context if self.full else {}
+        if any(context not in full_lines for context in self.lines_by_context):
+            return None
+        return float(np.mean([full_lines[context]["bytes"] for context in self.lines_by_context]))
+
     def compute_kept_share(self, with_prefix: bool = False) -> float:
         """Return the share of pairs held, mean over contexts: of those in the budget, or of all
         with the prefix.
