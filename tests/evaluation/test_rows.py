@@ -268,6 +268,30 @@ def test_a_task_with_nothing_to_lose_is_shown_and_left_out_of_means(tmp_path, mo
     assert "scores say little" in make_tables(GridResults(hopeless))[0].note
 
 
+@pytest.mark.parametrize(("alone", "recovered"), [(0.78, 0.5), (0.795, None)])
+def test_of_a_loss_below_a_point_no_share_comes_back(tmp_path, monkeypatch, alone, recovered):
+    monkeypatch.setitem(tasks.BENCHMARKS, "plain", Plain)
+    cell = Cell("m", "plain", "kvzip", "0.5")
+    cells = {Cell.full_cache(model="m", benchmark="plain"): 0.8, cell: alone}
+    cells[replace(cell, adapter="auto")] = 0.79
+    results = [by_hand(tmp_path, cell, {"a": mean}) for cell, mean in cells.items()]
+    assert make_rows(results)[-1]["recovered"] == pytest.approx(recovered)
+
+
+def test_pairs_that_hold_other_numbers_are_counted(tmp_path):
+    cell = Cell("tiny", "qasper", "kvzip", "0.2")
+    cells = [cell, replace(cell, adapter="auto")]
+    cells += [replace(each, ratio="0.05") for each in cells]
+    results = [write_cell(tmp_path, each) for each in cells]
+    note = make_tables(GridResults(results))[0].note
+    assert "Both rows of a pair hold the same number of KV pairs, context by context." in note
+    # The same sum, but not context by context.
+    results[1].lines[0]["pairs"] += 1
+    results[1].lines[1]["pairs"] -= 1
+    note = make_tables(GridResults(results))[0].note
+    assert "In 1 of 2 pairs the two rows hold different numbers of KV pairs." in note
+
+
 def test_evictors_without_a_shipped_adapter_are_named_for_each_model():
     methods = [("knorm", SHIPPED), ("kvzip", SHIPPED), ("random", None)]
     cells = Grid(["smollm2", "other"], methods, ["tiny"], ratios=["0.2"]).list_cells()
