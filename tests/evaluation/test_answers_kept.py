@@ -17,6 +17,7 @@ from restorekv.evaluation.answers_kept import (
 )
 from restorekv.evaluation.frame import load_grid
 from restorekv.evaluation.grid import Cell
+from restorekv.evaluation.results import ANSWERS, SUMMARY, load_results
 from restorekv.evaluation.stats import FEW
 from tests.helpers.report_world import write_scores
 
@@ -62,6 +63,25 @@ def test_a_full_cache_that_knows_nothing_has_no_table(tmp_path):
     write_scores(tmp_path, Cell.full_cache(model="tiny", benchmark="tiny:count=6"), [[0, 0, 0]] * 6)
     write_scores(tmp_path, Cell("tiny", "tiny:count=6", "kvzip", "0.1"), [[1, 1, 1]] * 6)
     assert make_kept_table(load_grid(tmp_path)) is None
+
+
+@pytest.mark.parametrize("evictor", ["full", "kvzip"])
+def test_a_cell_that_runs_is_not_counted_yet(run, evictor):
+    """Of a full cache that runs some questions would count, of a small one none is known."""
+    for result in load_results(run):
+        if result.cell.evictor == evictor:
+            (result.folder / SUMMARY).unlink()
+            lines = (result.folder / ANSWERS).read_bytes().splitlines(keepends=True)
+            (result.folder / ANSWERS).write_bytes(b"".join(lines[:4]))
+    assert collect_answers(load_grid(run)) == {}
+
+
+def test_rows_come_method_by_method_from_the_mildest_ratio():
+    asked = [ContextAnswers(1, "text", 100, 2, 1)]
+    keys = [("two", 0.1), ("one", 0.05), ("two", 0.3), ("one", 0.2)]
+    rows = list(list_kept_rows(dict.fromkeys(keys, asked)))
+    order = [("two", 0.3), ("two", 0.1), ("one", 0.2), ("one", 0.05)]
+    assert [(row["method"], row["ratio"]) for row in rows] == order
 
 
 def test_few_contexts_have_counts_alone(tmp_path):
