@@ -26,10 +26,9 @@ FOREIGN = {
 }
 # Sentences of the library that the server's own ones replace, or that it never reaches.
 ELSEWHERE = {
-    "--adapter": "make_unlike_error in serve/document_checks.py",
     "--on-long-text": "told_to_clients in serve/document_checks.py",
     "--yarn": "told_to_clients in serve/document_checks.py",
-    "--on-small-budget": "Variant.options asks for fewer restore tokens",
+    "--on-small-budget": "Variant.make_options asks for fewer restore tokens",
     "--json": "publishing an adapter, which no server does",
     "--restore-tokens": "publishing an adapter, which no server does",
     "--nested": "a warning about an adapter, in the log",
