@@ -215,6 +215,10 @@ CASES: dict[str, tuple[Build, str]] = {
     "unknown setting of an evictor": (flags("--evictor", "kvzip:colour=3"), "no setting"),
     "unknown prefix policy": (flags("--prefix-policy", "maybe"), "free, counted"),
     "unknown on-small-budget": (flags("--on-small-budget", "shrug"), "whole, error, fewer, clip"),
+    "restore tokens without a restore pass": (
+        flags("--evictor", "am-fast", "--restore-tokens", 2),
+        "am-fast has no restore pass; leave out --restore-tokens",
+    ),
     # the model
     "missing model": (compress(None, "no/such-model"), "Cannot load the model"),
     "missing model folder": (compress(None, "nowhere"), "Cannot load the model"),
@@ -287,6 +291,10 @@ CASES: dict[str, tuple[Build, str]] = {
     "output folder missing": (compress(None, None, "nowhere/doc.rkv"), "does not exist"),
     "output is a folder": (compress(None, None, "."), "is a folder"),
     "output is a device": (flags("-o", "/dev/null"), "not a regular file"),
+    "a grown cache on stdout": (
+        lambda world, tmp: ["append", world.cache, world.text, "-o", "-", "--model", world.model],
+        "not written to stdout; give the name of a file",
+    ),
     "output name too long": (compress(None, None, "x" * 300), "too long"),
     "figures into a missing folder": (flags("--json", "/no/such/folder/f.json"), "does not exist"),
     "figures into a folder": (flags("--json", "/"), "is a folder"),
@@ -355,6 +363,14 @@ CASES: dict[str, tuple[Build, str]] = {
     "picture of no known kind": (inspect("--plot", "{}/plot.xyz"), r"must end in \.png"),
     "picture into a missing folder": (inspect("--plot", "{}/no/plot.png"), "does not exist"),
     "tokenizer of no model": (inspect("--model", "{}"), "Cannot load the model"),
+    "stdin twice": (ask(questions=("-", "-")), "is read once; give - for its questions once"),
+    "an adapter that restores nothing": (
+        lambda world, tmp: [
+            *("append", world.cache, world.text, "-o", tmp / "b.rkv", "--model", world.model),
+            *("--restore", "none", "--adapter", world.adapter),
+        ],
+        "--restore none restores nothing; leave out --restore or --adapter",
+    ),
     # training
     "missing data": (train("--data", "/no/such/data.jsonl"), "no training file"),
     "data no JSON": (train(data=b'{"context": \n'), "line 1"),
@@ -398,6 +414,14 @@ CASES: dict[str, tuple[Build, str]] = {
         evaluate("--benchmark", "tiny:split=restore 0"),
         "for training",
     ),
+    "evaluation of the restore pass without adapters": (
+        evaluate("--evictor", "kvzip@none", "--restore-from", "evicted"),
+        "--restore-from is for adapters, and no --evictor has one",
+    ),
+    "evaluation into a file": (
+        in_folder(lambda tmp: (tmp / "run").write_text("x"), evaluate()),
+        "is a file; name a folder with --out",
+    ),
     "evaluation into a missing folder": (
         evaluate("--json", "/no/such/folder/f.json"),
         "does not exist",
@@ -409,7 +433,20 @@ CASES: dict[str, tuple[Build, str]] = {
 }
 
 
+NO_NAME = "the name is empty; name a file or folder, or . for this one"
+
+
 USAGE: dict[str, tuple[Build, str]] = {
+    # As of a variable that the shell does not know.
+    "a text without a name": (
+        lambda world, tmp: ["compress", "", "--model", world.model, "-o", tmp / "out"],
+        NO_NAME,
+    ),
+    "an output without a name": (compress(None, None, "doc.rkv", "-o", ""), NO_NAME),
+    "a run without a name": (train("--out", ""), NO_NAME),
+    "results without a name": (evaluate("--out", ""), NO_NAME),
+    "a store without a name": (lambda world, tmp: ["serve", "--store", ""], NO_NAME),
+    "a cache on stdout": (flags("-o", "-"), "not written to stdout; name a file or folder"),
     "unknown command": (lambda world, tmp: ["squeeze"], "No such command 'squeeze'"),
     "a near miss of a command": (
         lambda world, tmp: ["compres"],

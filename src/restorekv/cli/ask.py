@@ -174,6 +174,8 @@ def _warn_of_unquoted_question(words: list[str]) -> None:
 
 def _read_questions(words: list[str]) -> list[str]:
     """Return the questions, with the lines of stdin that are not empty where a word is "-"."""
+    if words.count("-") > 1:
+        raise RestoreKVError("The standard input is read once; give - for its questions once.")
     questions: list[str] = []
     for word in words:
         if word != "-":

@@ -14,7 +14,7 @@ from restorekv.cli.inputs import (
     read_text,
 )
 from restorekv.cli.terminal import notes, print_figures
-from restorekv.errors import check_choice
+from restorekv.errors import RestoreKVError, check_choice
 
 if TYPE_CHECKING:
     from restorekv.compression.growing import RestoreParts
@@ -42,6 +42,8 @@ def append(
     dtype: options.Dtype = "auto",
 ) -> None:
     check_choice("--restore", restore, GROWING)
+    if restore == "none" and adapter not in ("auto", "none"):
+        raise RestoreKVError("--restore none restores nothing; leave out --restore or --adapter.")
     check_outputs_apart([out], (file, text, model))
     check_output_kind(out, "restorekv-cache")
     check_cache_files([file])

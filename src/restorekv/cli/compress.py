@@ -23,14 +23,14 @@ from restorekv.restore.choices import RestoreFrom
 def run(
     file: Annotated[
         str,
-        typer.Argument(
-            help="Text, HTML, PDF, DOCX or EPUB file, a folder of them, or - for stdin."
+        options.make_text_argument(
+            "Text, HTML, PDF, DOCX or EPUB file, a folder of them, or - for stdin."
         ),
     ],
     out: Annotated[
         Path,
-        typer.Option(
-            "--output", "-o", help="Cache file to write; for a folder of texts, a folder."
+        options.make_folder_option(
+            "Cache file to write; for a folder of texts, a folder.", "--output", "-o"
         ),
     ],
     ratio: Annotated[

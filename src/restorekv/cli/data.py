@@ -26,7 +26,7 @@ app = typer.Typer(
 @app.command("build")
 @options.add_options_of(BuildConfig)
 def run(
-    out: Annotated[Path, typer.Option(help="Folder to write the data to.")],
+    out: Annotated[Path, options.make_folder_option("Folder to write the data to.")],
     model: options.Model = options.DEFAULT_MODEL,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",

@@ -67,6 +67,8 @@ FLAGS = {
     "drop restore_from": "drop --restore-from",
     "restore_tokens needs": "--restore-tokens needs",
     "drop restore_tokens": "drop --restore-tokens",
+    "leave out restore_from": "leave out --restore-from",
+    "leave out restore_tokens": "leave out --restore-tokens",
     "on_small_budget='fewer', in the shell ": "",
     "reached max_new_tokens": "reached --max-new-tokens",
     "evict with allocation='per-head'": "compress with --allocation per-head",

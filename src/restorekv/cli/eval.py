@@ -56,7 +56,8 @@ def run(
         list[str], typer.Option(help=f"Model: {options.MODEL_HELP} Repeatable.")
     ] = DEFAULT_MODELS,
     out: Annotated[
-        Path, typer.Option(help="Folder of the results; what is there is not computed again.")
+        Path,
+        options.make_folder_option("Folder of the results; what is there is not computed again."),
     ] = Path("runs/eval"),
     set_aside: Annotated[
         bool,
@@ -110,11 +111,18 @@ def run(
         parse_ratio(each)
     check_choice("The dtype", dtype, DTYPES)
     options.refuse_workers_without_ray(workers, ray)
-    if restore_tokens is not None and all(each.endswith("@none") for each in evictor):
-        raise RestoreKVError(
-            "--restore-tokens is for adapters, and no --evictor has one; drop an @none, or leave "
-            "out --restore-tokens."
-        )
+    if all(each.endswith("@none") for each in evictor):
+        for flag, is_given in (
+            ("--restore-tokens", restore_tokens is not None),
+            ("--restore-from", restore_from != "full"),
+        ):
+            if is_given:
+                raise RestoreKVError(
+                    f"{flag} is for adapters, and no --evictor has one; drop an @none, or leave "
+                    f"out {flag}."
+                )
+    if out.exists() and not out.is_dir():
+        raise RestoreKVError(f"{out} is a file; name a folder with --out.")
     check_outputs_apart([json], [*model, *find_files_in_specs([*benchmark, *specs])])
     check_json_output(json)
 

@@ -44,9 +44,8 @@ def train(
     ] = LONGEST,
     features: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder for attention inputs and scores, which --resume uses; OUT.features by "
-            "default."
+        options.make_folder_option(
+            "Folder for attention inputs and scores, which --resume uses; OUT.features by default."
         ),
     ] = None,
     resume: Annotated[

@@ -102,7 +102,7 @@ def describe_method(m: Manifest) -> str:
     if m.streaming_chunk:
         settings.append(f"streamed {m.streaming_chunk} tokens at a time")
     if m.parts:
-        settings.append(f"{len(m.parts)} texts")
+        settings.append("1 text" if len(m.parts) == 1 else f"{len(m.parts)} texts")
     if m.kv_dtype != "model":
         settings.append(f"held in {m.kv_dtype}")
     return ", ".join(settings)

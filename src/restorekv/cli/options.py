@@ -17,6 +17,8 @@ from restorekv.files import check_target
 
 def _check_output(path: Path | None) -> Path | None:
     """Refuse a file that cannot be written, before hours of work go into its contents."""
+    if path == STDOUT:
+        raise RestoreKVError("This is not written to stdout; give the name of a file.")
     if path is not None:
         check_target(path)
     return path
@@ -25,6 +27,32 @@ def _check_output(path: Path | None) -> Path | None:
 def make_output_option(help: str, *names: str) -> Any:
     """Return an option that names a file to write, which is checked when the command is read."""
     return typer.Option(*names, help=help, callback=_check_output)
+
+
+def _parse_name(name: str | Path) -> str | Path:
+    """Refuse an empty name, as of a variable that the shell does not know: to Python it is the
+    current folder.
+    """
+    if str(name) == "":
+        raise typer.BadParameter("the name is empty; name a file or folder, or . for this one")
+    return name
+
+
+def _parse_folder(name: str | Path) -> Path:
+    """Refuse an empty name, and "-", which stands for stdout elsewhere."""
+    if str(name) == "-":
+        raise typer.BadParameter("this is not written to stdout; name a file or folder")
+    return Path(_parse_name(name))
+
+
+def make_folder_option(help: str, *names: str, **settings: Any) -> Any:
+    """Return an option that names a folder to write."""
+    return typer.Option(*names, help=help, parser=_parse_folder, metavar="<path>", **settings)
+
+
+def make_text_argument(help: str) -> Any:
+    """Return an argument that names a text or a folder of texts."""
+    return typer.Argument(help=help, parser=_parse_name, metavar="file")
 
 
 def _check_json(context: typer.Context, path: Path | None) -> Path | None:

@@ -57,7 +57,7 @@ def run(
     ] = None,
     store: Annotated[
         Path | None,
-        typer.Option(help="Folder of the documents.", show_default="restorekv-store"),
+        options.make_folder_option("Folder of the documents.", show_default="restorekv-store"),
     ] = None,
     memory: Annotated[
         str, typer.Option(help="Maximum memory for documents, such as 512M or 4G.")

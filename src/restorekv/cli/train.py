@@ -28,7 +28,8 @@ DATA_HELP = (
 @options.add_options_of(TrainConfig)
 def run(
     out: Annotated[
-        Path, typer.Option(help="Folder of the run, for adapter, losses and checkpoint.")
+        Path,
+        options.make_folder_option("Folder of the run, for adapter, losses and checkpoint."),
     ],
     data: Annotated[list[str], typer.Option(help=DATA_HELP)],
     count: Annotated[int, typer.Option(min=1, help="Number of texts of the tiny world.")] = 1000,
@@ -57,8 +58,8 @@ def run(
     ] = False,
     store: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder for scores and the teacher's answers, which later steps and runs use."
+        options.make_folder_option(
+            "Folder for scores and the teacher's answers, which later steps and runs use."
         ),
     ] = None,
     store_prefill: Annotated[

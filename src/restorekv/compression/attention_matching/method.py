@@ -102,6 +102,8 @@ class AttentionMatching(Compressor):
             )
         if self.config.restore_from != "full":
             raise RestoreKVError("am-fast has no restore pass; leave out restore_from.")
+        if self.config.restore_tokens is not None:
+            raise RestoreKVError("am-fast has no restore pass; leave out restore_tokens.")
         for name in ("streaming_chunk", "offload"):
             if getattr(self.config, name):
                 raise RestoreKVError(
