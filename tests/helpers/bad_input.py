@@ -386,6 +386,10 @@ CASES: dict[str, tuple[Build, str]] = {
     ),
     "data with an empty context": (train(data=b'{"context": "", "questions": ["a?"]}\n'), "line 1"),
     "empty data": (train(data=b"\n\n"), "no examples"),
+    "options of the tiny world for other data": (
+        train("--longest", 500),
+        "--longest is for --data tiny; leave it out",
+    ),
     "ratio_min above ratio_max": (
         train("--ratio-min", 0.5, "--ratio-max", 0.2),
         "ratio_min <= ratio_max",

@@ -414,7 +414,11 @@ MISTAKES = {
     "no floor": (["--floor", 0], "floor must be above 0"),
     "all held out": (["--held-out", 1], "held_out must be between"),
     "missing data": (["--data", "nowhere"], "no training file"),
-    "swapped lengths": (["--shortest", 900, "--longest", 800], "swap them"),
+    "swapped lengths": (
+        ["--data", "tiny", "--shortest", 900, "--longest", 800],
+        "swap them",
+    ),
+    "lengths of other data": (["--longest", 800], "--longest is for --data tiny; leave it out"),
     "one context": (["--data", "{}/one"], "at least two contexts"),
     "features in a file": (["--features", "{}/data"], "is a file"),
     "output into a missing folder": (["--out", "/no/such/folder/gate"], "does not exist"),

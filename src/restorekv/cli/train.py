@@ -1,6 +1,6 @@
 """`restorekv train --data tiny --out DIR`: TrainConfig's fields are options."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
@@ -19,6 +19,7 @@ from restorekv.tiny.world import LONGEST, SHORTEST
 from restorekv.train.config import TrainConfig
 from restorekv.train.run_folder import CHECKPOINT_FILE, LOG_FILE, check_folders, read_losses
 
+TINY_TEXTS = 1000
 DATA_HELP = (
     "Training data: tiny (the tiny model's world), a folder of `restorekv data build`, or JSON "
     'lines with "context", "questions" and, if there are drafts, "answers"; repeatable.'
@@ -32,13 +33,14 @@ def run(
         options.make_folder_option("Folder of the run, for adapter, losses and checkpoint."),
     ],
     data: Annotated[list[str], typer.Option(help=DATA_HELP)],
-    count: Annotated[int, typer.Option(min=1, help="Number of texts of the tiny world.")] = 1000,
-    shortest: Annotated[
-        int, typer.Option(min=64, help="Minimum length of a text of the tiny world, in tokens.")
-    ] = SHORTEST,
-    longest: Annotated[
-        int, typer.Option(min=64, help="Maximum length of a text of the tiny world, in tokens.")
-    ] = LONGEST,
+    count: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Number of texts of the tiny world.", show_default=str(TINY_TEXTS)
+        ),
+    ] = None,
+    shortest: options.ShortestTinyText = None,
+    longest: options.LongestTinyText = None,
     longest_context: Annotated[
         int | None,
         typer.Option(min=64, help="Leave out texts of more tokens than this, of any data."),
@@ -73,6 +75,10 @@ def run(
     targets: tuple[str, ...] = ()
     if settings["targets"] != "none":
         targets = tuple(name.strip() for name in settings["targets"].split(","))
+    check_world_options(data, {"--count": count, "--shortest": shortest, "--longest": longest})
+    count = count or TINY_TEXTS
+    shortest = shortest or SHORTEST
+    longest = longest or LONGEST
     check_lengths(shortest, longest)
     check_folders(out, resume, store)
     if store_prefill and store is None:
@@ -153,6 +159,13 @@ def check_data(names: list[str]) -> None:
         if path.is_dir():
             read_manifest(path)
             import_extra("pyarrow.parquet", "data", "A mixture")
+
+
+def check_world_options(data: list[str], given: Mapping[str, int | None]) -> None:
+    """Refuse options of the tiny model's world, by flag, where no data is of it."""
+    for flag, value in given.items():
+        if value is not None and "tiny" not in data:
+            raise RestoreKVError(f"{flag} is for --data tiny; leave it out.")
 
 
 def check_lengths(shortest: int, longest: int) -> None:
