@@ -319,6 +319,10 @@ def test_mistakes_on_the_command_line_are_one_sentence(files, tmp_path, monkeypa
         "--exclude",
         "nowhere",
     )
+    refused(
+        "--corpus is for --mixture corpus; add that, or leave out --corpus.",
+        *("build", "--out", out, "--corpus", "own.jsonl"),
+    )
     refused("is a file", "build", "--out", files["flan"])
     refused("holds other files", "build", "--out", tmp_path.parent)
     refused("give a folder of restorekv data build", "show", tmp_path)

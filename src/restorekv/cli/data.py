@@ -61,6 +61,7 @@ def run(
     from restorekv.data.build import build_mixture
     from restorekv.data.sources import select_sources
 
+    _refuse_other_sources(config)
     packages = ["pyarrow"]
     # Only what comes from the hub is read through `datasets`.
     if any(not Path(getattr(config, source.name)).exists() for source in select_sources(config)):
@@ -91,6 +92,19 @@ def show(
     rows, manifest = _print_tables(folder)
     if json:
         write_figures(json, {"rows": rows, "manifest": manifest})
+
+
+def _refuse_other_sources(config: BuildConfig) -> None:
+    """Refuse the place of a source that is not of the mixture: it would not be read."""
+    from restorekv.data.sources import MIXTURES  # which imports PyTorch
+
+    own = {source.name for source in MIXTURES[config.mixture]}
+    for mixture, sources in MIXTURES.items():
+        for name in (source.name for source in sources):
+            if name not in own and getattr(config, name) != getattr(BuildConfig, name):
+                raise RestoreKVError(
+                    f"--{name} is for --mixture {mixture}; add that, or leave out --{name}."
+                )
 
 
 def _print_tables(folder: Path) -> tuple[list[dict], dict]:
