@@ -43,6 +43,7 @@ from restorekv.serve.ray.engine import (  # noqa: E402
     TRIES,
     RayEngine,
     deploy_replicas,
+    explain_failed_start,
     import_modules,
     read_payload,
 )
@@ -398,6 +399,25 @@ def test_a_replica_restores_with_the_adapter_that_is_named(tmp_path):
         document = made.engine.make_document("0" * 64, variant, lambda: TEXT)
         found[adapter] = made.engine.load_document(document).manifest.restore_tokens
     assert found == {"auto": 0, "tiny:kvzip": 3, None: 0}
+
+
+def test_why_replicas_do_not_start_is_our_own_sentence():
+    """Ray's error only says that a deployment failed; its status quotes a replica's stack trace."""
+    trace = (
+        "The deployment failed to start 3 times in a row. Error:\nTraceback (most recent call):\n"
+        '  File "replica.py", line 3, in __init__\n    open_adapter(name)\n'
+        "restorekv.errors.AdapterError: There is no adapter 'x'; use a folder.\n"
+    )
+
+    def describe(message: str) -> types.SimpleNamespace:
+        deployment = types.SimpleNamespace(message=message)
+        application = types.SimpleNamespace(deployments={"documents": deployment})
+        return types.SimpleNamespace(applications={"restorekv": application})
+
+    told = explain_failed_start(describe(trace), "restorekv")
+    assert str(told) == "There is no adapter 'x'; use a folder."
+    assert explain_failed_start(describe("RuntimeError: none"), "restorekv") is None
+    assert explain_failed_start(describe(trace), "another") is None
 
 
 def test_a_payload_is_a_text_or_the_bytes_of_a_cache(tmp_path):

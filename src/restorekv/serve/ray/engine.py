@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import re
 import secrets
 import signal
 import threading
@@ -23,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from restorekv.cluster import LOCAL, connect_ray
-from restorekv.errors import import_extra
+from restorekv.errors import RestoreKVError, import_extra
 from restorekv.files import HOST
 from restorekv.serve.engine import (
     READY,
@@ -327,13 +328,30 @@ def deploy_replicas(
         )
         try:
             deployment = replica.make_deployment(options.replicas, max_replicas, resources)
-            handle = serve.run(deployment.bind(config), name=name, route_prefix=None)
+            try:
+                handle = serve.run(deployment.bind(config), name=name, route_prefix=None)
+            except RuntimeError as error:
+                raise explain_failed_start(serve.status(), name) or error from None
             yield RayEngine(handle, settings.limits.max_waiting)
         finally:
             if address != LOCAL:
                 serve.delete(name)
     finally:
         ray.shutdown()
+
+
+def explain_failed_start(status: Any, name: str) -> RestoreKVError | None:
+    """Return why the replicas of an application did not start, where one of our sentences says it.
+
+    Args:
+        status: What Ray Serve says of its applications.
+        name: The name of the application.
+    """
+    application = status.applications.get(name)
+    # It quotes the stack trace of a replica, which ends with the error.
+    texts = [each.message for each in application.deployments.values()] if application else []
+    sentences = re.findall(r"^restorekv\.errors\.\w+: (.+)$", "\n".join(texts), re.MULTILINE)
+    return RestoreKVError(sentences[-1]) if sentences else None
 
 
 def import_modules() -> tuple[ModuleType, ModuleType]:
