@@ -7,12 +7,12 @@ import pytest
 
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.answers_kept import EVERY, collect_answers, list_kept_rows
-from restorekv.evaluation.frame import GridResults, load_grid
+from restorekv.evaluation.frame import GridResults, load_grid, make_frame
 from restorekv.evaluation.grid import Cell, Grid
 from restorekv.evaluation.grid_tables import describe_cut_texts
 from restorekv.evaluation.kvpress_layout import LONGEST_NAME, export_kvpress
 from restorekv.evaluation.pools import SeedPool
-from restorekv.evaluation.results import CELL
+from restorekv.evaluation.results import CELL, load_results
 from restorekv.evaluation.stats import ScoredAnswer
 from restorekv.tasks import make_benchmark
 from restorekv.tasks.longbench import CATEGORIES
@@ -66,6 +66,20 @@ def test_seeds_of_two_adapters_are_not_pooled(tmp_path):
         (result.folder / CELL).write_text(json.dumps(record))
     with pytest.raises(RestoreKVError, match="different adapters"):
         load_grid(tmp_path)
+
+
+def test_a_frame_of_two_folders_is_of_one_model_and_one_text(tmp_path):
+    """One name may mean something else in each: what restoring gains would be of two models."""
+    write_scores(tmp_path / "one", SMALL, [[1, 0, 0]] * 6)
+    restored = write_scores(tmp_path / "two", replace(SMALL, adapter="auto"), [[1, 1, 0]] * 6)
+    both = load_results(tmp_path / "one") + load_results(tmp_path / "two")
+    assert len(make_frame(both)) > 0
+    record = json.loads((restored.folder / CELL).read_text())
+    record["facts"]["fingerprint"] = "0" * 16
+    (restored.folder / CELL).write_text(json.dumps(record))
+    both = load_results(tmp_path / "one") + load_results(tmp_path / "two")
+    with pytest.raises(RestoreKVError, match="share a name but were made with different models"):
+        make_frame(both)
 
 
 def kept_of(folder) -> dict:

@@ -83,10 +83,11 @@ class GridResults:
     ratios first.
 
     Tasks on which the full cache has nothing to lose are left out of the means of every method of
-    its condition.
+    its condition. Raises RestoreKVError for cells that share a name and not what it names.
     """
 
     def __init__(self, results: Sequence[Result]) -> None:
+        _check_names(results)
         self.results = results
         self.entries: list[GridEntry] = []
         pools = pool_seeds(results)
@@ -114,22 +115,8 @@ class GridResults:
         return [row for entry in self.entries for row in entry.list_rows()]
 
 
-def make_frame(results: Sequence[Result]) -> DataFrame:
-    """Return the rows of a grid, the results of `load_results`, as a DataFrame."""
-    if not isinstance(results, list | tuple):
-        raise RestoreKVError(
-            f"make_frame takes the results of load_results, not {type(results).__name__}."
-        )
-    for each in results:
-        check_result(each)
-    return import_extra("pandas", "eval").DataFrame(GridResults(results).list_rows())
-
-
-def load_grid(folder: Path) -> GridResults:
-    """Load every cell of the folder, which may hold none. Raises RestoreKVError for a mix-up."""
-    results = []
-    if (folder / CELLS).is_dir():
-        results = load_results(folder)
+def _check_names(results: Sequence[Result]) -> None:
+    """Refuse cells whose model, benchmark or adapter has one name but is not the same."""
     # What shares a name must share weights and questions, or a mean would mix two experiments.
     first: dict[tuple[str, ...], tuple[str, Result]] = {}
     for result in results:
@@ -149,7 +136,25 @@ def load_grid(folder: Path) -> GridResults:
             known, other = first.setdefault((what, *names), (value, result))
             if value != known:
                 raise RestoreKVError(
-                    f"{other.folder.name} and {result.folder.name} share a name but were made with "
-                    f"different {what} ({known} and {value}); report them from separate folders."
+                    f"{other.folder} and {result.folder} share a name but were made with different "
+                    f"{what} ({known} and {value}); report them apart."
                 )
+
+
+def make_frame(results: Sequence[Result]) -> DataFrame:
+    """Return the rows of a grid, the results of `load_results`, as a DataFrame."""
+    if not isinstance(results, list | tuple):
+        raise RestoreKVError(
+            f"make_frame takes the results of load_results, not {type(results).__name__}."
+        )
+    for each in results:
+        check_result(each)
+    return import_extra("pandas", "eval").DataFrame(GridResults(results).list_rows())
+
+
+def load_grid(folder: Path) -> GridResults:
+    """Load every cell of the folder, which may hold none. Raises RestoreKVError for a mix-up."""
+    results = []
+    if (folder / CELLS).is_dir():
+        results = load_results(folder)
     return GridResults(results)
