@@ -15,14 +15,12 @@ import argparse
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from restorekv.evaluation.answers_kept import (
-    EVERY,
     AnswersByMethod,
     ContextAnswers,
     collect_answers,
@@ -160,6 +158,9 @@ def add_former(payload: dict[str, Any], former: Mapping[str, Any]) -> None:
     if list_makers(payload["facts"]) != list_makers(former["facts"]):
         print("The former result was measured with other adapters; nothing of it stays.")
         return
+    if "kept_by_context" not in former:
+        print("The former result does not say which texts it counted; nothing of it stays.")
+        return
     # A benchmark with other settings, such as more questions, takes the place of the former one.
     here = {find_name(row) for row in payload["rows"]}
     kept_rows = [row for row in former["rows"] if find_name(row) not in here]
@@ -172,8 +173,8 @@ def add_former(payload: dict[str, Any], former: Mapping[str, Any]) -> None:
     }
     payload["rows"] = kept_rows + payload["rows"]
     payload["facts"] = added | payload["facts"]
-    payload["genres"] = former.get("genres", {}) | payload["genres"]
-    by_context = former.get("kept_by_context", {})
+    payload["genres"] = former["genres"] | payload["genres"]
+    by_context = former["kept_by_context"]
     counted: AnswersByMethod = {}
     for key in dict.fromkeys((*by_context, *payload["kept_by_context"])):
         method, _, ratio = key.rpartition(" at ")
@@ -187,9 +188,7 @@ def add_former(payload: dict[str, Any], former: Mapping[str, Any]) -> None:
         counted[method, float(ratio)] = [
             ContextAnswers(place, *each) for place, each in enumerate(own)
         ]
-    rows = list(list_kept_rows(counted))
-    former_rows = [{**row, "part": find_title(row["part"], titles)} for row in former["kept"]]
-    payload["kept"] = add_uncounted(rows, former_rows, names)
+    payload["kept"] = list(list_kept_rows(counted))
 
 
 def find_name(row: Mapping[str, Any]) -> str:
@@ -204,35 +203,6 @@ def list_makers(facts: Mapping[str, Mapping]) -> set[str]:
         if fact["adapter"]:
             makers.add(json.dumps([fact["fingerprint"], fact["dtype"], fact["adapter"]]))
     return makers
-
-
-def add_uncounted(
-    rows: list[dict[str, Any]], former: Sequence[Mapping[str, Any]], names: AbstractSet[str]
-) -> list[dict[str, Any]]:
-    """Return the rows of answers kept with those kinds of text whose contexts were not stored.
-
-    The rows of all texts get their numbers too, and lose their intervals, which cannot be known.
-    """
-    counted = {row["part"] for row in rows}
-    uncounted = []
-    for row in former:
-        part = row["part"]
-        if part not in counted | names | {EVERY} and "tokens" not in part:
-            uncounted.append({**row})
-    for row in list(rows):
-        if row["part"] != EVERY:
-            continue
-        key = row["method"], row["ratio"]
-        own = [each for each in uncounted if (each["method"], each["ratio"]) == key]
-        if own:
-            # With one kind of text, its row was that of all texts until now.
-            if len(names) == 1 and not names & counted:
-                rows.append({**row, "part": min(names)})
-            for name in ("right", "kept", "contexts"):
-                row[name] += sum(each[name] for each in own)
-            row["share"] = row["kept"] / row["right"]
-            del row["low"], row["high"]
-    return rows + uncounted
 
 
 def main(args: Sequence[str] | None = None) -> None:

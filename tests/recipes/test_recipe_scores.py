@@ -71,39 +71,16 @@ def test_a_result_of_another_evictor_stays_as_it_is(tmp_path):
     assert path.read_bytes() == before
 
 
-def test_contexts_that_were_not_stored_count_without_an_interval(tmp_path):
+def test_a_result_that_does_not_say_its_texts_does_not_stay(tmp_path, capsys):
+    """What it counted cannot be added to what is counted now."""
     path = tmp_path / "scores.json"
     first = rename(measure(tmp_path / "one", [FIRST], path), "Other", "other")
     del first["kept_by_context"]
-    for row in first["kept"]:
-        row["part"] = "Other" if row["part"] == EVERY else row["part"]
     path.write_text(json.dumps(first))
     both = measure(tmp_path / "two", [FIRST], path)
-    rows = {(row["method"], row["part"]): row for row in both["kept"]}
-    for row in first["kept"]:
-        if row["part"] == "Other":
-            total = rows[row["method"], EVERY]
-            assert total["right"] == 2 * row["right"] and "low" not in total
-            assert rows[row["method"], "Other"] == row
-    parts = {part for _, part in rows}
-    (fresh,) = {fact["benchmark"]["title"] for fact in both["facts"].values()} - {"Other"}
-    assert fresh in parts
-
-
-def test_every_kind_of_text_has_one_row_when_some_contexts_were_not_stored(tmp_path):
-    path = tmp_path / "scores.json"
-    counted = rename(measure(tmp_path / "one", [FIRST], path), "Counted", "counted")
-    path.write_text(json.dumps(counted))
-    both = measure(tmp_path / "two", [FIRST], path)
-    # A third kind of text is known by its rows alone.
-    for row in list(both["kept"]):
-        if row["part"] == "Counted":
-            both["kept"].append({**row, "part": "Uncounted"})
-    path.write_text(json.dumps(both))
-    again = measure(tmp_path / "two", [FIRST], path)
-    places = [(row["method"], row["ratio"], row["part"]) for row in again["kept"]]
-    assert len(places) == len(set(places))
-    assert {"Counted", "Uncounted", EVERY} < {row["part"] for row in again["kept"]}
+    assert "other" not in {row["benchmark"] for row in both["rows"]}
+    assert {row["part"] for row in both["kept"]} == {row["part"] for row in first["kept"]}
+    assert "does not say which texts it counted" in capsys.readouterr().out
 
 
 def test_more_questions_take_the_place_of_fewer(tmp_path):
