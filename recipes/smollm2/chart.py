@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from recipes.pages import fill_page
 from restorekv.evaluation.answers_kept import EVERY
 from restorekv.evaluation.stats import ENOUGH, bootstrap_ratio
+from restorekv.evaluation.tables import name_evictor
 from restorekv.files import read_json, replace_file
 
 if TYPE_CHECKING:
@@ -46,13 +47,6 @@ PANELS = ("RULER", "Factbook", "FairytaleQA", "Genres")
 PANELS_BESIDE = 2
 FEW_LOST = 10  # answers: of fewer, no share is shown that comes back
 
-EVICTOR_NAMES = {
-    "kvzip": "KVzip",
-    "kvzip+": "KVzip+",
-    "fastkvzip": "Fast KVzip",
-    "snapkv": "SnapKV",
-    "h2o": "H2O",
-}
 CHART_STYLE: "dict[RcKeyType, Any]" = {
     "svg.fonttype": "none",
     "svg.hashsalt": "smollm2",
@@ -128,7 +122,7 @@ def draw_chart(result: Mapping, evictor: str, path: Path) -> None:
                 shares = [100 * row["kept_with_prefix"] for row in rows]
                 scores = [row["score"] for row in rows]
                 suffix = "restored" if restored else "alone"
-                label = f"{EVICTOR_NAMES.get(evictor, evictor)} {suffix}"
+                label = f"{name_evictor(evictor)} {suffix}"
                 axes.plot(shares, scores, color=color, marker=marker, label=label)
                 # The intervals of both lines stand next to each other, not on top.
                 places = [share + 0.06 * side for share in shares]
@@ -175,7 +169,7 @@ def make_table(result: Mapping) -> str:
                 lines.append(
                     format_line(
                         "",
-                        EVICTOR_NAMES.get(evictor, evictor),
+                        name_evictor(evictor),
                         row["ratio"],
                         format_megabytes(row),
                         format_score(row),
@@ -328,7 +322,7 @@ def format_back(result: Mapping, part: str, ratio: float) -> str:
 
 def make_kept_summary(result: Mapping, evictor: str) -> str:
     """Return the README's table: answers kept alone and restored, a line for a kind of text."""
-    alone = EVICTOR_NAMES.get(evictor, evictor)
+    alone = name_evictor(evictor)
     restored = f"{alone} + RestoreKV"
     by_part = group_kept_rows(result)
     ratios = sorted({ratio for rows in by_part.values() for _, ratio in rows}, reverse=True)
