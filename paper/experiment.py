@@ -120,24 +120,24 @@ THREE = (0.2, 0.1, 0.05)
 FOUR = (0.4, 0.2, 0.1, 0.05)
 
 
-def list_places(benchmark: str, ratios: Sequence[float], part: str = "") -> tuple[Place, ...]:
+def list_places(benchmark: str, ratios: Sequence[float]) -> tuple[Place, ...]:
     """One a ratio."""
-    return tuple(Place(benchmark, ratio, part) for ratio in ratios)
+    return tuple(Place(benchmark, ratio) for ratio in ratios)
 
 
-def weigh_gap(where: Sequence[Place], *scores: float) -> dict[Place, float]:
+def make_points(where: Sequence[Place], *scores: float) -> dict[Place, float]:
     """A row of a table."""
     return dict(zip(where, scores, strict=True))
 
 
-def list_ruler_places(ratio: float) -> Place:
+def make_ruler_place(ratio: float) -> Place:
     """Most tables are measured there."""
     return Place("ruler", ratio)
 
 
-def claim_above(better: str, worse: str, place: Place, text: str, more: float = 0.0) -> Claim:
-    """One row scores more than another, `more` points at least."""
-    return Claim(f"{text} at r = {place.ratio:g}", {(better, place): 1, (worse, place): -1}, -more)
+def claim_above(better: str, worse: str, place: Place, text: str) -> Claim:
+    """One row scores more than another."""
+    return Claim(f"{text} at r = {place.ratio:g}", {(better, place): 1, (worse, place): -1})
 
 
 def claim_kept_share(part: str, share: float, of: str, base: str, place: Place, text: str) -> Claim:

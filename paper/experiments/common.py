@@ -4,7 +4,7 @@ paper.
 
 from __future__ import annotations
 
-from paper.experiment import Place, Points, Row, list_ruler_places, make_base_row
+from paper.experiment import Place, Points, Row, make_base_row, make_ruler_place
 from paper.setting import Setting
 
 # KVzip and RestoreKV on RULER-4K, Qwen3-4B, at THREE.
@@ -32,4 +32,4 @@ def make_restored(
 
 def add_columns(setting: Setting, where: tuple[Place, ...]) -> tuple[Place, ...]:
     """The paper's places and those that the setting asks besides."""
-    return (*where, *(list_ruler_places(ratio) for ratio in setting.more_ratios))
+    return (*where, *(make_ruler_place(ratio) for ratio in setting.more_ratios))

@@ -10,8 +10,8 @@ from paper.experiment import (
     claim_above,
     claim_kept_share,
     list_places,
-    list_ruler_places,
-    weigh_gap,
+    make_points,
+    make_ruler_place,
 )
 from paper.experiments.common import BASE, FULL, add_columns, make_base, make_restored
 from paper.setting import Setting
@@ -23,7 +23,7 @@ WHERE = list_places("ruler", THREE)
 def make_experiment(setting: Setting) -> Comparison:
     """Rows as in the paper; the last is the method."""
     evictor = setting.settings.evictor
-    tight = list_ruler_places(0.05)
+    tight = make_ruler_place(0.05)
     few = {("embeddings", tight): -1, ("base", tight): 0.8, ("full", tight): 0.2}
     return Comparison(
         name="components",
@@ -32,33 +32,33 @@ def make_experiment(setting: Setting) -> Comparison:
         title="Component and LoRA-target ablations",
         backbone="Qwen3-4B",
         rows={
-            "base": make_base(setting, weigh_gap(WHERE, *BASE)),
+            "base": make_base(setting, make_points(WHERE, *BASE)),
             "embeddings": Row(
                 "learned embeddings, no LoRA",
                 evictor,
                 {"targets": ()},
-                paper=weigh_gap(WHERE, 92.7, 82.6, 42.1),
+                paper=make_points(WHERE, 92.7, 82.6, 42.1),
             ),
             "qkv": Row(
                 "learned, LoRA on q, k, v",
                 evictor,
                 {"targets": QKV},
-                paper=weigh_gap(WHERE, 93.4, 88.2, 72.4),
+                paper=make_points(WHERE, 93.4, 88.2, 72.4),
             ),
             "qkvo": Row(
                 "learned, LoRA on q, k, v, o",
                 evictor,
                 {"targets": (*QKV, "o_proj")},
-                paper=weigh_gap(WHERE, 93.5, 88.4, 72.0),
+                paper=make_points(WHERE, 93.5, 88.4, 72.0),
             ),
             "fixed": Row(
                 "fixed (line breaks), LoRA everywhere",
                 evictor,
                 {"embeddings": "fixed"},
-                paper=weigh_gap(WHERE, 93.5, 88.0, 71.9),
+                paper=make_points(WHERE, 93.5, 88.0, 71.9),
             ),
             "full": make_restored(
-                setting, weigh_gap(WHERE, *FULL), "RestoreKV: learned, LoRA everywhere"
+                setting, make_points(WHERE, *FULL), "RestoreKV: learned, LoRA everywhere"
             ),
         },
         places=add_columns(setting, WHERE),

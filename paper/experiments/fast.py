@@ -5,14 +5,14 @@ from __future__ import annotations
 from paper.experiment import (
     Comparison,
     claim_above,
-    list_ruler_places,
     make_base_row,
     make_restored_row,
+    make_ruler_place,
 )
 from paper.experiments.methods import name_restored_row
 from paper.setting import Setting
 
-TIGHT = list_ruler_places(0.0625)
+TIGHT = make_ruler_place(0.0625)
 
 
 def make_experiment(setting: Setting) -> Comparison:

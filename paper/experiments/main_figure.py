@@ -38,8 +38,8 @@ def make_experiment(setting: Setting) -> Comparison:
         backbone="Qwen3-4B",
         rows={
             "full": make_full_row(),
-            **make_pair("kvzip", WHERE, mild),
-            **make_pair("kvzip+", WHERE),
+            **make_pair("kvzip", mild),
+            **make_pair("kvzip+"),
         },
         places=WHERE,
         claims=tuple(claims),

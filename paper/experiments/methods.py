@@ -17,8 +17,8 @@ from paper.experiment import (
     Weights,
     list_places,
     make_base_row,
+    make_points,
     make_restored_row,
-    weigh_gap,
 )
 from paper.setting import Setting
 
@@ -111,10 +111,9 @@ def simplified(setting: Setting) -> Comparison:
     )
 
 
-def _list_points(evictor: str, with_restoring: bool, where: tuple[Place, ...] = WHERE) -> Points:
-    """The paper's, at some of the places."""
-    every = weigh_gap(WHERE, *(RESTORED if with_restoring else SINGLE_PROCESS)[evictor])
-    return {place: every[place] for place in where if place in every}
+def _list_points(evictor: str, with_restoring: bool) -> Points:
+    """The paper's."""
+    return make_points(WHERE, *(RESTORED if with_restoring else SINGLE_PROCESS)[evictor])
 
 
 def name_restored_row(evictor: str) -> str:
@@ -140,16 +139,12 @@ def _claim_widening(evictor: str) -> Weights:
     return weights
 
 
-def make_pair(
-    evictor: str, where: tuple[Place, ...], more: dict[Place, tuple[float, float]] | None = None
-) -> dict[str, Row]:
-    """Both rows of an evictor at some places, with the paper's figures from here and `more` of
-    (alone, restored).
-    """
+def make_pair(evictor: str, more: Mapping[Place, tuple[float, float]] = NOTHING) -> dict[str, Row]:
+    """Both rows of an evictor: the paper's figures from here, and `more` of (alone, restored)."""
     found = [
         {
             **_list_points(evictor, side),
-            **{place: both[side] for place, both in (more or {}).items()},
+            **{place: both[side] for place, both in more.items()},
         }
         for side in (False, True)
     ]

@@ -8,8 +8,8 @@ from paper.experiment import (
     Row,
     claim_above,
     list_places,
-    list_ruler_places,
-    weigh_gap,
+    make_points,
+    make_ruler_place,
 )
 from paper.experiments.common import BASE, FULL, add_columns, make_base, make_restored
 from paper.setting import Setting
@@ -23,7 +23,7 @@ def make_experiment(setting: Setting) -> Comparison:
     or KVzip for it.
     """
     used = setting.settings.evictor
-    tight = list_ruler_places(0.05)
+    tight = make_ruler_place(0.05)
     own = name_method(used, False)
     other = "kvzip" if used == "snapkv" else "snapkv"
     label = f"trained on {name_method(other, False)}, used with {own}"
@@ -34,24 +34,24 @@ def make_experiment(setting: Setting) -> Comparison:
         title="Effect of training-inference evictor mismatch",
         backbone="Qwen3-4B",
         rows={
-            "base": make_base(setting, weigh_gap(WHERE, *BASE)),
+            "base": make_base(setting, make_points(WHERE, *BASE)),
             "mismatched": Row(
-                label, used, {"evictor": other}, paper=weigh_gap(WHERE, 93.5, 81.6, 42.0)
+                label, used, {"evictor": other}, paper=make_points(WHERE, 93.5, 81.6, 42.0)
             ),
             "matched": make_restored(
-                setting, weigh_gap(WHERE, *FULL), f"trained on and used with {own}"
+                setting, make_points(WHERE, *FULL), f"trained on and used with {own}"
             ),
         },
         places=add_columns(setting, WHERE),
         claims=(
             claim_above(
-                "mismatched", "base", list_ruler_places(0.2), "a mismatched adapter still helps"
+                "mismatched", "base", make_ruler_place(0.2), "a mismatched adapter still helps"
             ),
             claim_above("mismatched", "base", tight, "a mismatched adapter still helps"),
             claim_above(
                 "matched",
                 "mismatched",
-                list_ruler_places(0.1),
+                make_ruler_place(0.1),
                 "a matched adapter is above a mismatched one",
             ),
             claim_above(

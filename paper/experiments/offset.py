@@ -9,8 +9,8 @@ from paper.experiment import (
     Row,
     claim_above,
     list_places,
-    list_ruler_places,
-    weigh_gap,
+    make_points,
+    make_ruler_place,
 )
 from paper.experiments.common import BASE, FULL, add_columns, make_base, make_restored
 from paper.setting import Setting
@@ -23,7 +23,7 @@ def make_experiment(setting: Setting) -> Comparison:
     """The offset is as many positions as the settings have restore tokens (the paper's 8)."""
     n = setting.settings.restore_tokens
     evictor = setting.settings.evictor
-    tight = list_ruler_places(0.05)
+    tight = make_ruler_place(0.05)
     label = f"{name_method(evictor, False)}, questions {n} positions later, no restore states"
     few = {("offset", tight): -1, ("base", tight): 0.9, ("full", tight): 0.1}
     return Comparison(
@@ -33,11 +33,11 @@ def make_experiment(setting: Setting) -> Comparison:
         title="Effect of the query-position offset",
         backbone="Qwen3-4B",
         rows={
-            "base": make_base(setting, weigh_gap(WHERE, *BASE)),
+            "base": make_base(setting, make_points(WHERE, *BASE)),
             "offset": Row(
-                label, evictor, None, {"offset": n}, paper=weigh_gap(WHERE, 90.5, 80.8, 36.9)
+                label, evictor, None, {"offset": n}, paper=make_points(WHERE, 90.5, 80.8, 36.9)
             ),
-            "full": make_restored(setting, weigh_gap(WHERE, *FULL)),
+            "full": make_restored(setting, make_points(WHERE, *FULL)),
         },
         places=add_columns(setting, WHERE),
         claims=(

@@ -9,8 +9,8 @@ from paper.experiment import (
     claim_above,
     claim_kept_share,
     list_places,
-    list_ruler_places,
-    weigh_gap,
+    make_points,
+    make_ruler_place,
 )
 from paper.experiments.common import BASE, FULL, add_columns, make_base, make_restored
 from paper.setting import Setting
@@ -21,12 +21,12 @@ WHERE = list_places("ruler", THREE)
 def make_experiment(setting: Setting) -> Comparison:
     """The restore pass before and after eviction, each trained for it."""
     evictor = setting.settings.evictor
-    tight = list_ruler_places(0.05)
+    tight = make_ruler_place(0.05)
     evicted = Row(
         "generated from the evicted cache",
         evictor,
         {"restore_from": "evicted"},
-        paper=weigh_gap(WHERE, 93.7, 87.6, 64.4),
+        paper=make_points(WHERE, 93.7, 87.6, 64.4),
     )
     return Comparison(
         name="prune-first",
@@ -35,10 +35,10 @@ def make_experiment(setting: Setting) -> Comparison:
         title="Effect of full-context conditioning",
         backbone="Qwen3-4B",
         rows={
-            "base": make_base(setting, weigh_gap(WHERE, *BASE)),
+            "base": make_base(setting, make_points(WHERE, *BASE)),
             "evicted": evicted,
             "full": make_restored(
-                setting, weigh_gap(WHERE, *FULL), "RestoreKV: generated from the full cache"
+                setting, make_points(WHERE, *FULL), "RestoreKV: generated from the full cache"
             ),
         },
         places=add_columns(setting, WHERE),
@@ -56,13 +56,13 @@ def make_experiment(setting: Setting) -> Comparison:
             claim_above(
                 "full",
                 "evicted",
-                list_ruler_places(0.1),
+                make_ruler_place(0.1),
                 "the full cache gives more than the evicted one",
             ),
             claim_above(
                 "evicted",
                 "full",
-                list_ruler_places(0.2),
+                make_ruler_place(0.2),
                 "the evicted cache gives more than the full one",
             ),
         ),

@@ -9,18 +9,18 @@ from paper.experiment import (
     Row,
     claim_above,
     list_places,
-    list_ruler_places,
-    weigh_gap,
+    make_points,
+    make_ruler_place,
 )
 from paper.experiments.common import add_columns, make_base
 from paper.setting import Setting
 
 WHERE = list_places("ruler", FOUR)
 RANGES = {
-    (0.025, 0.25): weigh_gap(WHERE, 94.3, 93.5, 88.8, 73.2),
-    (0.025, 0.5): weigh_gap(WHERE, 94.1, 93.1, 86.1, 63.5),
-    (0.05, 0.25): weigh_gap(WHERE, 94.3, 93.2, 86.5, 65.6),
-    (0.05, 0.5): weigh_gap(WHERE, 94.0, 92.8, 84.5, 51.5),
+    (0.025, 0.25): make_points(WHERE, 94.3, 93.5, 88.8, 73.2),
+    (0.025, 0.5): make_points(WHERE, 94.1, 93.1, 86.1, 63.5),
+    (0.05, 0.25): make_points(WHERE, 94.3, 93.2, 86.5, 65.6),
+    (0.05, 0.5): make_points(WHERE, 94.0, 92.8, 84.5, 51.5),
 }
 DEFAULT = "0.025 to 0.25"
 
@@ -28,8 +28,8 @@ DEFAULT = "0.025 to 0.25"
 def make_experiment(setting: Setting) -> Comparison:
     """Four ranges and none."""
     evictor = setting.settings.evictor
-    tight = list_ruler_places(0.05)
-    mild = list_ruler_places(0.4)
+    tight = make_ruler_place(0.05)
+    mild = make_ruler_place(0.4)
     rows = {}
     for (low, high), paper in RANGES.items():
         name = f"{low:g} to {high:g}"
@@ -50,12 +50,12 @@ def make_experiment(setting: Setting) -> Comparison:
         label="tab:training_ratio_range",
         title="Training ratio range",
         backbone="Qwen3-4B",
-        rows={"base": make_base(setting, weigh_gap(WHERE, 93.5, 91.4, 80.1, 38.2)), **rows},
+        rows={"base": make_base(setting, make_points(WHERE, 93.5, 91.4, 80.1, 38.2)), **rows},
         places=add_columns(setting, WHERE),
         claims=(
             *(
                 claim_above(
-                    DEFAULT, other, list_ruler_places(ratio), f"r from {DEFAULT} is above {other}"
+                    DEFAULT, other, make_ruler_place(ratio), f"r from {DEFAULT} is above {other}"
                 )
                 for ratio in (0.1, 0.05)
                 for other in others

@@ -9,8 +9,8 @@ from paper.experiment import (
     list_places,
     make_base_row,
     make_full_row,
+    make_points,
     make_restored_row,
-    weigh_gap,
 )
 from paper.experiments.methods import name_restored_row
 from paper.setting import Setting
@@ -29,8 +29,8 @@ def make_experiment(setting: Setting) -> Comparison:
         backbone="Qwen3-4B",
         rows={
             "full": make_full_row(),
-            "kvzip": make_base_row("kvzip", weigh_gap(WHERE, 29.4, 31.6, 30.0, 24.1)),
-            better: make_restored_row("kvzip", weigh_gap(WHERE, 29.7, 33.1, 32.4, 25.6)),
+            "kvzip": make_base_row("kvzip", make_points(WHERE, 29.4, 31.6, 30.0, 24.1)),
+            better: make_restored_row("kvzip", make_points(WHERE, 29.7, 33.1, 32.4, 25.6)),
         },
         places=WHERE,
         claims=tuple(

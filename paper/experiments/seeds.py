@@ -8,8 +8,8 @@ from paper.experiment import (
     Comparison,
     claim_above,
     list_places,
-    list_ruler_places,
-    weigh_gap,
+    make_points,
+    make_ruler_place,
 )
 from paper.experiments.common import add_columns, make_base, make_restored
 from paper.setting import Setting
@@ -19,8 +19,8 @@ WHERE = list_places("ruler", FOUR)
 
 def make_experiment(setting: Setting) -> Comparison:
     """The method under several seeds."""
-    tight = list_ruler_places(0.05)
-    std = weigh_gap(WHERE, 0.04, 0.11, 0.51, 0.57)
+    tight = make_ruler_place(0.05)
+    std = make_points(WHERE, 0.04, 0.11, 0.51, 0.57)
     sixtieth = {("full", tight): 1 / 60, ("base", tight): -1 / 60}
     steady = [
         Claim(
@@ -38,9 +38,9 @@ def make_experiment(setting: Setting) -> Comparison:
         title="Sensitivity to training seeds",
         backbone="Qwen3-4B",
         rows={
-            "base": make_base(setting, weigh_gap(WHERE, 93.46, 91.38, 80.08, 38.23)),
+            "base": make_base(setting, make_points(WHERE, 93.46, 91.38, 80.08, 38.23)),
             "full": make_restored(
-                setting, weigh_gap(WHERE, 94.25, 93.37, 88.21, 72.81), paper_std=std
+                setting, make_points(WHERE, 94.25, 93.37, 88.21, 72.81), paper_std=std
             ),
         },
         places=add_columns(setting, WHERE),

@@ -7,9 +7,9 @@ from paper.experiment import (
     Comparison,
     claim_above,
     list_places,
-    list_ruler_places,
     make_full_row,
     make_restored_row,
+    make_ruler_place,
 )
 from paper.experiments.methods import make_pair, name_restored_row
 from paper.setting import Setting
@@ -20,10 +20,10 @@ WHERE = list_places("ruler", RATIOS)
 
 def make_experiment(setting: Setting) -> Comparison:
     """Both evictors of the paper's own method. Of its figure the source tells one point."""
-    mild = list_ruler_places(0.5)
-    tight = list_ruler_places(0.0625)
+    mild = make_ruler_place(0.5)
+    tight = make_ruler_place(0.0625)
     better = name_restored_row("kvzip+")
-    rows = {"full": make_full_row(), **make_pair("kvzip", WHERE), **make_pair("kvzip+", WHERE)}
+    rows = {"full": make_full_row(), **make_pair("kvzip"), **make_pair("kvzip+")}
     rows[better] = make_restored_row("kvzip+", {tight: 86.4})
     near = {("kvzip+", mild): 1, ("full", mild): -1}
     away = {("full", tight): 1, ("kvzip+", tight): -1, ("full", mild): -1, ("kvzip+", mild): 1}

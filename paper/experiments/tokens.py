@@ -9,19 +9,19 @@ from paper.experiment import (
     claim_above,
     claim_kept_share,
     list_places,
-    list_ruler_places,
-    weigh_gap,
+    make_points,
+    make_ruler_place,
 )
 from paper.experiments.common import BASE, FULL, add_columns, make_base
 from paper.setting import Setting
 
 WHERE = list_places("ruler", THREE)
 PAPER = {
-    1: weigh_gap(WHERE, 93.0, 85.3, 65.3),
-    2: weigh_gap(WHERE, 93.4, 87.6, 70.4),
-    4: weigh_gap(WHERE, 93.4, 87.0, 68.5),
-    8: weigh_gap(WHERE, *FULL),
-    16: weigh_gap(WHERE, 93.3, 87.8, 69.1),
+    1: make_points(WHERE, 93.0, 85.3, 65.3),
+    2: make_points(WHERE, 93.4, 87.6, 70.4),
+    4: make_points(WHERE, 93.4, 87.0, 68.5),
+    8: make_points(WHERE, *FULL),
+    16: make_points(WHERE, 93.3, 87.8, 69.1),
 }
 
 
@@ -31,7 +31,7 @@ def make_experiment(setting: Setting) -> Comparison:
     """
     default = setting.settings.restore_tokens
     evictor = setting.settings.evictor
-    tight = list_ruler_places(0.05)
+    tight = make_ruler_place(0.05)
     rows = {}
     for n in sorted({*PAPER, default}):
         label = f"n = {n}" + (" (default)" if n == default else "")
@@ -42,7 +42,7 @@ def make_experiment(setting: Setting) -> Comparison:
         label="tab:abl_ntok",
         title="Number of restore tokens",
         backbone="Qwen3-4B",
-        rows={"base": make_base(setting, weigh_gap(WHERE, *BASE)), **rows},
+        rows={"base": make_base(setting, make_points(WHERE, *BASE)), **rows},
         places=add_columns(setting, WHERE),
         claims=(
             *(claim_above(f"n{n}", "base", tight, f"n = {n} helps") for n in PAPER),

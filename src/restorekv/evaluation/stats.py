@@ -96,7 +96,6 @@ def summarize_scores(
 def bootstrap_score(
     answers: Sequence[ScoredAnswer],
     reference: Sequence[ScoredAnswer] | None = None,
-    seed: int = 0,
     by_context: bool = False,
 ) -> Estimate:
     """Return the mean over tasks in points with its 95 % interval, None over fewer than FEW
@@ -112,7 +111,7 @@ def bootstrap_score(
     mean = 100 * float(np.mean(sums.sum(0) / counts.sum(0)))
     if len(counts) < FEW:
         return mean, None, None
-    low, high = np.percentile(_resample_scores(sums, counts, seed), (2.5, 97.5))
+    low, high = np.percentile(_resample_scores(sums, counts), (2.5, 97.5))
     return mean, float(low), float(high)
 
 
