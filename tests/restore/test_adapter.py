@@ -4,6 +4,7 @@ or are refused.
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import shutil
@@ -81,6 +82,19 @@ def test_an_adapter_with_nothing_to_train_is_refused(tiny_model):
     for wrong in ({"n": 0}, {"rank": 0}):
         with pytest.raises(AdapterError, match="at least one token and rank 1"):
             RestoreAdapter.create(tiny_model, **wrong)
+
+
+@pytest.mark.parametrize("alpha", [-1.0, 1e7, math.inf, math.nan])
+def test_an_alpha_that_no_file_may_have_is_refused(tiny_model, alpha):
+    """Such an adapter could be trained, and not be loaded again."""
+    with pytest.raises(AdapterError, match=r"alpha must be from 0 to 1,000,000, not"):
+        RestoreAdapter.create(tiny_model, 3, alpha=alpha)
+
+
+def test_a_target_that_no_restore_pass_runs_is_refused(tiny_model):
+    """The pass ends before the LM head, whose LoRA would never get a gradient."""
+    with pytest.raises(AdapterError, match="does not run 'lm_head'; name linear layers before"):
+        RestoreAdapter.create(tiny_model, 3, targets=("q_proj", "lm_head"))
 
 
 def test_new_restore_tokens_are_tokens_as_the_model_reads_them(tiny_model):

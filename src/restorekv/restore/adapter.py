@@ -37,7 +37,7 @@ from restorekv.model.shape import get_backbone, get_dtype_name
 from restorekv.model.support import refuse_beyond_exact
 from restorekv.restore import adapter_file, publish
 from restorekv.restore.adapter_file import AdapterCard, StoredAdapter, to_plain_json
-from restorekv.restore.choices import LINEAR_LAYERS
+from restorekv.restore.choices import LARGEST_ALPHA, LINEAR_LAYERS
 from restorekv.restore.hub import fetch_adapter, recognize_copy
 from restorekv.restore.licenses import inherit_license, normalize_license
 from restorekv.restore.lora import NAME as LORA_NAME
@@ -130,6 +130,8 @@ class RestoreAdapter(nn.Module):
                 "Fixed embeddings without LoRA leave nothing to train; name LoRA targets or learn "
                 "the embeddings."
             )
+        if not 0 <= alpha <= LARGEST_ALPHA:
+            raise AdapterError(f"alpha must be from 0 to {LARGEST_ALPHA:,.0f}, not {alpha:g}.")
         config = LoraConfig(
             r=rank,
             # PEFT declares an integer and scales by any number.
@@ -160,7 +162,9 @@ class RestoreAdapter(nn.Module):
                 tokens = torch.randint(len(weight), (n,))
             else:
                 tokens = torch.full((n,), fixed)
-            return cls(model, config, layer(tokens.to(weight.device)), card)
+            adapter = cls(model, config, layer(tokens.to(weight.device)), card)
+        adapter._refuse_unused_targets()
+        return adapter
 
     @classmethod
     def from_pretrained(
@@ -616,6 +620,19 @@ class RestoreAdapter(nn.Module):
         if self.ratio_vectors is not None:
             trainable["ratio_vectors"] = self.ratio_vectors
         return trainable
+
+    def _refuse_unused_targets(self) -> None:
+        """Refuse LoRA on a layer that the restore pass does not run, such as the LM head: training
+        would never change it.
+        """
+        running = set(get_backbone(self.model).modules())
+        for name in self.lora_parameters:
+            path = name.rsplit(".", 2)[0]
+            if self.model.get_submodule(path) not in running:
+                raise AdapterError(
+                    f"The restore pass does not run {path!r}; name linear layers before it as LoRA "
+                    "targets."
+                )
 
     def _look_up_license(self) -> None:
         """Add the license that only the files next to the weights name; see

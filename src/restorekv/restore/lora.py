@@ -24,6 +24,7 @@ from restorekv.errors import AdapterError, summarize_error
 from restorekv.files import matches_type
 from restorekv.model.linear_layers import drop_wrappers
 from restorekv.model.shape import get_backbone
+from restorekv.restore.choices import LARGEST_ALPHA
 
 NAME = "restorekv"  # of the adapter in PEFT's layers
 LORA_A = ".lora_A.weight"
@@ -47,7 +48,6 @@ TYPES = {
 }
 SELECTING = ("exclude_modules", "layers_to_transform", "layers_pattern")
 DESCRIBING = ("peft_type", "peft_version", "auto_mapping", "megatron_core", "qalora_group_size")
-LARGEST_ALPHA = 1e6  # far above any lora_alpha that trains
 
 
 def parse_lora_config(entries: dict[str, Any], lora: dict[str, Tensor]) -> LoraConfig:

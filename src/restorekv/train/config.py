@@ -12,7 +12,7 @@ from restorekv.compression.budget import PrefixPolicy
 from restorekv.data.config import require_at_least, setting
 from restorekv.errors import RestoreKVError, check_choice, make_printable
 from restorekv.files import matches_type, parse_json
-from restorekv.restore.choices import LINEAR_LAYERS, RestoreFrom
+from restorekv.restore.choices import LARGEST_ALPHA, LINEAR_LAYERS, RestoreFrom
 from restorekv.spec import split_specs
 
 if TYPE_CHECKING:
@@ -34,6 +34,16 @@ AT_LEAST_ONE = (
     "max_new_tokens",
     "checkpoint_every",
 )
+LARGEST = {
+    "alpha": LARGEST_ALPHA,
+    "lr": 1e6,
+    "weight_decay": 1e6,
+    "hidden_weight": 1e6,
+    "attention_weight": 1e6,
+    "ratio_weight": 100,
+    "loss_power": 100,
+}
+LEAST_DECAY = 0.01  # tokens, of an answer of which the first token alone counts
 AT_LEAST_ZERO = (
     "alpha",
     "lr",
@@ -151,6 +161,15 @@ class TrainConfig:
         check_choice("reduction", self.reduction, get_args(Reduction))
         require_at_least(1, self, AT_LEAST_ONE)
         require_at_least(0, self, AT_LEAST_ZERO)
+        # Far above what trains. With more, a run would end in numbers that are not finite.
+        for name, largest in LARGEST.items():
+            value = getattr(self, name)
+            if value > largest:
+                raise RestoreKVError(f"{name} must be at most {largest:,.0f}, got {value:g}.")
+        if 0 < self.answer_decay < LEAST_DECAY:
+            raise RestoreKVError(
+                f"answer_decay must be 0 or at least {LEAST_DECAY}, got {self.answer_decay:g}."
+            )
         if not 1e-6 <= self.ratio_min <= self.ratio_max <= 1:
             raise RestoreKVError(
                 "Training ratios need 0.000001 <= ratio_min <= ratio_max <= 1, not "
