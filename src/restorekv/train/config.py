@@ -165,10 +165,10 @@ class TrainConfig:
         for name, largest in LARGEST.items():
             value = getattr(self, name)
             if value > largest:
-                raise RestoreKVError(f"{name} must be at most {largest:,.0f}, got {value:g}.")
+                raise RestoreKVError(f"{name} must be at most {largest:,.0f}, not {value:g}.")
         if 0 < self.answer_decay < LEAST_DECAY:
             raise RestoreKVError(
-                f"answer_decay must be 0 or at least {LEAST_DECAY}, got {self.answer_decay:g}."
+                f"answer_decay must be 0 or at least {LEAST_DECAY}, not {self.answer_decay:g}."
             )
         if not 1e-6 <= self.ratio_min <= self.ratio_max <= 1:
             raise RestoreKVError(
