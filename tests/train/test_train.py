@@ -305,12 +305,12 @@ def test_a_run_that_ends_in_its_warm_up_says_so(tiny_tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("lr", 1e39, "lr must be at most 1,000,000, got 1e+39."),
-        ("weight_decay", 1e300, "weight_decay must be at most 1,000,000, got 1e+300."),
-        ("alpha", 1e7, "alpha must be at most 1,000,000, got 1e+07."),
-        ("loss_power", 1000.0, "loss_power must be at most 100, got 1000."),
-        ("answer_decay", 1e-300, "answer_decay must be 0 or at least 0.01, got 1e-300."),
-        ("lr", float("nan"), "lr must be at least 0, got nan."),
+        ("lr", 1e39, "lr must be at most 1,000,000, not 1e+39."),
+        ("weight_decay", 1e300, "weight_decay must be at most 1,000,000, not 1e+300."),
+        ("alpha", 1e7, "alpha must be at most 1,000,000, not 1e+07."),
+        ("loss_power", 1000.0, "loss_power must be at most 100, not 1000."),
+        ("answer_decay", 1e-300, "answer_decay must be 0 or at least 0.01, not 1e-300."),
+        ("lr", float("nan"), "lr must be at least 0, not nan."),
     ],
 )
 def test_settings_that_no_float_can_compute_with_are_refused(name, value, told):
