@@ -236,7 +236,7 @@ def list_evictor_cells(
     alone, restored_row = rows
     kept_alone, kept_restored = counts
     return (
-        EVICTOR_NAMES[evictor],
+        name_evictor(evictor),
         format_score(alone),
         format_score(restored_row),
         format_gain(restored_row),

@@ -68,7 +68,7 @@ def test_evictors_are_next_to_each_other_on_the_texts_that_several_have():
     rows = [row for row in rows if row["benchmark"] in shared]
     assert len(lines) == len(rows) > 5
     for row in rows:
-        name = chart.EVICTOR_NAMES[chart.evictor_of(row)]
+        name = chart.name_evictor(chart.evictor_of(row))
         wanted = f"| {name} | {row['score']:.1f} |"
         assert any(wanted in line and f"| {row['kl']:.3f} |" in line for line in lines), row
     kept = {
