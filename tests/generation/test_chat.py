@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from transformers import LogitsProcessor
 
 from restorekv import Chat, CompressedContext, compose, compress
 from restorekv.errors import CacheFileError, RestoreKVError, RestoreKVWarning
@@ -279,6 +280,25 @@ def test_a_composed_text_ends_as_its_last_part_does(tiny_tokenizer):
     plain = compress_with(small.model, tiny_tokenizer, TEXT, **options)
     assert compose([plain, chat.document]).append(TEXT).context.separator == "\n\n"
     assert compose([chat.document, plain]).append(TEXT).context.separator == ""
+
+
+def test_what_counts_tokens_counts_the_whole_conversation(small):
+    """Penalties and criteria are given the document, earlier turns and what is read next."""
+    seen = []
+
+    class Look(LogitsProcessor):
+        def __call__(self, ids, scores):
+            seen.append(ids[0].tolist())
+            return scores
+
+    chat = small.chat()
+    for number, question in enumerate(QUESTIONS):
+        seen.clear()
+        chat.ask(question, 5, processors=[Look()])
+        known = [*small.context.ids[0].tolist(), *chat.ids()]
+        written = len(chat.turns[-1].answer_ids)
+        assert seen[0] == known[: len(known) - written + 1], number
+        assert seen[-1] == known
 
 
 def test_options_and_limits(small):

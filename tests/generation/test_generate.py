@@ -71,8 +71,16 @@ def test_first_token_can_end_the_answer(case):
     first = int(generate_ids(model, tokenizer, cache, [prompt], 1)[0])
     model.generation_config.eos_token_id = [5, first]
     assert get_stop_ids(model, tokenizer) == {5, first}
+    assert generate_ids(model, tokenizer, cache, [prompt], 20, first_may_stop=False)[0].numel() > 1
     assert generate_ids(model, tokenizer, cache, [prompt], 20)[0].tolist() == [first]
     assert answer_greedily(model, tokenizer, context, cache, QUESTIONS[:1], 20) == [""]
+
+
+def test_without_ids_of_the_model_the_tokenizers_eos_ends_answers(case):
+    model, tokenizer = case[:2]
+    for ids, wanted in ((None, {tokenizer.eos_token_id}), ([], set()), (7, {7}), ([7, 5], {5, 7})):
+        model.generation_config.eos_token_id = ids
+        assert get_stop_ids(model, tokenizer) == wanted
 
 
 def test_each_question_may_have_its_own_limit(case):

@@ -14,11 +14,17 @@ from transformers.generation import StoppingCriteria
 
 from restorekv import ask_many, compress
 from restorekv.errors import OptionError, RestoreKVError
+from restorekv.generation import decoding
 from restorekv.generation.constraint import begins_with_space
-from restorekv.generation.sampling import SamplingConfig, SamplingOptions, TokenSampler
+from restorekv.generation.sampling import (
+    SamplingConfig,
+    SamplingOptions,
+    TokenSampler,
+    find_first_stop,
+)
 from restorekv.readers.extract import extract_text
 from tests.helpers.compressing import QUESTIONS, TEXT, make_adapter
-from tests.helpers.models import build_model
+from tests.helpers.models import build_model, build_tokenizer
 
 SETTINGS = [
     {"temperature": 0.7},
@@ -85,6 +91,24 @@ def test_an_answer_depends_on_its_seed_alone(small):
     assert "".join(small.ask(QUESTIONS[0], 12, seed=3, stream=True, **hot)) == alone[0]
 
 
+def test_rows_beyond_one_batch_have_their_own_caches_limits_and_seeds(small, monkeypatch):
+    """More rows than are written at once; each is as alone. The first have no restore tokens."""
+    monkeypatch.setattr(small.model.generation_config, "eos_token_id", 319)
+    other = compress(small.model, small.tokenizer, TEXT, ratio=0.6, adapter=None)
+    asked = [(other, QUESTIONS * 3), (small, QUESTIONS * 3)]
+    limits = [1 + number % 5 for number in range(18)]
+    options = {"temperature": 1.5, "seed": 3}
+    first, second = ask_many(asked, limits, details=True, **options)
+    assert len(first) + len(second) == len(limits) > decoding.BATCH
+    for number, answer in enumerate([*first, *second]):
+        document = other if number < 9 else small
+        question = QUESTIONS[number % 3]
+        assert answer == document.ask(question, limits[number], details=True, **options)
+    drawn = small.ask(QUESTIONS[0], 4, samples=18, **options)
+    seeds = range(3, 21)
+    assert drawn == [small.ask(QUESTIONS[0], 4, temperature=1.5, seed=seed) for seed in seeds]
+
+
 def test_temperature_zero_is_greedy(small):
     greedy = small.ask(QUESTIONS, 12)
     assert small.ask(QUESTIONS, 12, temperature=0, seed=9) == greedy
@@ -117,6 +141,35 @@ def test_logprobs_are_the_models(small):
     torch.testing.assert_close(torch.tensor(answer.logprobs), chosen, atol=1e-4, rtol=1e-4)
     best = expected.topk(4)
     assert [list(each) for each in answer.top] == best.indices.tolist()
+
+
+def test_bias_and_penalties_come_before_the_rest_and_after_log_probabilities():
+    """OpenAI's formula, of the answer alone; the text has ids 1 and 2, too."""
+    options = {"logit_bias": {3: 2.0, 5: -1.0}, "frequency_penalty": 0.7, "presence_penalty": 0.4}
+    sampling = SamplingConfig(repetition_penalty=1.5, logprobs=6, **options)
+    tokenizer = build_tokenizer()
+    sampler = TokenSampler(sampling, tokenizer, torch.tensor([[1, 2]]), 0)
+    logits = torch.tensor([2.0, 3.2, -1.0, 1.4, 2.2, 2.6])
+    read = [1, 2]
+    for _ in range(8):
+        wanted = logits.clone()
+        wanted[3] += 2.0
+        wanted[5] -= 1.0
+        for token in set(sampler.answer):
+            wanted[token] -= 0.7 * sampler.answer.count(token) + 0.4
+        for token in set(read):
+            wanted[token] *= 1.5 if wanted[token] < 0 else 1 / 1.5
+        chosen = sampler.sample(logits)
+        assert chosen == int(wanted.argmax())
+        read.append(chosen)
+        assert sampler.logprobs[-1] == pytest.approx(float(logits.log_softmax(-1)[chosen]))
+    assert len(set(sampler.answer)) > 2 and sampler.ids.tolist() == [read]
+
+
+def test_the_first_of_several_stop_strings_ends_an_answer():
+    assert find_first_stop(["house", "red", "x"], "the red house") == 4
+    assert find_first_stop(["red", "house"], "the red house") == 4
+    assert find_first_stop(["blue"], "the red house") is None
 
 
 def test_a_generation_config_is_understood(small):
