@@ -242,3 +242,14 @@ def test_tokens_that_are_added_later_are_known():
     constraint = Constraint.make(tokenizer, None, "zyx", stops)
     logits = constraint.allow(torch.zeros(1, len(tokenizer)))
     assert logits[0, len(tokenizer) - 1] == 0
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_schema_that_is_nested_too_deeply_is_refused(tokenizer, as_text):
+    schema = {"type": "string"}
+    for _ in range(20_000):
+        schema = {"items": schema}
+    if as_text:
+        schema = '{"items":' * 20_000 + "{}" + "}" * 20_000
+    with pytest.raises(RestoreKVError, match="cannot be used: its parts are nested too deeply"):
+        Constraint.make(tokenizer, schema, None, {tokenizer.eos_token_id})

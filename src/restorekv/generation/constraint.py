@@ -88,6 +88,8 @@ class Constraint:
             elif regex is not None:
                 grammar = kind.grammar_from_regex(_allow_space(regex))
             wrong = kind.validate_grammar(grammar, vocabulary)
+        except RecursionError:
+            wrong = "its parts are nested too deeply"
         except (ValueError, TypeError) as error:
             wrong = str(error)
         if wrong:
