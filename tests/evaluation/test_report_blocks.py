@@ -69,6 +69,7 @@ def test_gain_has_arrow_sign_and_weight(figures, text, look):
 
 def test_cells():
     assert format_score(91.44, 88.5, 94.0) == "91.4 (88.5 to 94.0)"
+    assert format_score(91.44) == format_score(91.44, None, None) == "91.4"
     assert format_gain(2.0, few=True) == "≈ +2.0" and format_gain(0.0, few=True) == "= 0.0"
     assert format_gain(1.0, 0.5, 1.5, "9 % back") == "▲ +1.0 (+0.5 to +1.5; 9 % back)"
     assert mark_up_cell("*59.0* (+1.0)") == "<em>59.0</em> <small>(+1.0)</small>"

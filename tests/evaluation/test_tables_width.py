@@ -10,7 +10,14 @@ from rich.console import Console
 
 from restorekv.cli import facts_demo, survivors_view
 from restorekv.evaluation.survivors import Survivors
-from restorekv.evaluation.tables import Table, format_gain, format_percent, format_score
+from restorekv.evaluation.tables import (
+    Table,
+    fit_widths,
+    format_gain,
+    format_percent,
+    format_score,
+    measure_cells,
+)
 
 WIDTH = 80
 
@@ -88,3 +95,15 @@ def test_the_numbers_of_inspect_are_whole(monkeypatch, heads, tokens):
     table = survivors_view.tabulate_heads(object.__new__(Survivors))
     words = find_words(draw(table))
     assert f"{tokens:,}.0" in words and any(word.startswith(f"{tokens:,}") for word in words)
+
+
+def test_words_may_be_broken_and_numbers_may_not():
+    assert measure_cells(["a" * 16, "one two"]) == (12, 16)
+    assert measure_cells(["1" * 16, "one two"]) == (16, 16)
+    assert measure_cells(["one two\nthree"]) == (5, 7)
+
+
+def test_columns_that_lack_little_get_it_first():
+    assert fit_widths([(5, 30), (5, 6)], 14) == [8, 6]
+    assert fit_widths([(5, 6), (5, 30)], 14) == [6, 8]
+    assert fit_widths([(5, 6), (5, 30)], 4) == [5, 5]
