@@ -187,7 +187,7 @@ def by_hand(folder, cell, means):
     result = open_result(
         folder,
         cell,
-        facts(cell, {"spec": cell.benchmark, "title": "Plain", "samples": 3})
+        facts(cell, {"spec": cell.benchmark, "title": "Plain", "samples": 3, "digest": "d"})
         | {"fingerprint": "f"},
     )
     for name in range(3):
