@@ -112,6 +112,28 @@ def test_the_other_way_round_is_the_other_sign(cells):
     assert one["score_gain"] == pytest.approx(-other["score_gain"])
 
 
+def test_contexts_count_alike_where_the_protocol_averages_them(cells, monkeypatch):
+    (_, kvzip, random, _), _ = cells
+    first, second = replace(kvzip), replace(random)
+    for step, other, result in ((3, first, kvzip), (5, second, random)):
+        other.__dict__["lines"] = copy.deepcopy(result.lines)
+        for number, line in enumerate(other.lines):
+            for turn, answer in enumerate(line["answers"]):
+                answer["score"] = (number * step + turn) % 4 / 3
+        # Half of the contexts have one question of the first task, the others two.
+        for line in other.lines[::2]:
+            del line["answers"][2]
+    found = []
+    for by_context in (False, True):
+        monkeypatch.setattr(Plain, "averages_contexts", lambda *_, told=by_context: told)
+        figures = compare_results(first, second)
+        one, two = (compute_mean_score(each.answers, by_context) for each in (first, second))
+        assert (figures["score_first"], figures["score_second"]) == (one, two)
+        assert figures["score_gain"] == pytest.approx(two - one, abs=1e-9)
+        found.append((one, two))
+    assert found[0] != found[1]
+
+
 def test_tasks_on_which_the_full_cache_fails_are_left_out(cells, monkeypatch):
     (full, kvzip, random, _), _ = cells
     monkeypatch.setattr(
@@ -178,6 +200,9 @@ def test_contexts_that_one_cell_lacks_are_counted(cells):
     said = r"answered 9 contexts and .* 10; only the 7 that both have answered are compared"
     with pytest.warns(RestoreKVWarning, match=said):
         assert compare_results(first, second)["contexts"] == 7
+    # One that has answered all of the other's, and more.
+    with pytest.warns(RestoreKVWarning, match=r"answered 9 contexts and .* 12; only the 9 that"):
+        assert compare_results(first, random)["contexts"] == 9
     second.__dict__["lines"] = random.lines[9:]
     with pytest.raises(RestoreKVError, match="share no context"):
         compare_results(first, second)

@@ -56,6 +56,18 @@ def test_a_method_is_compared_with_the_full_cache_of_its_own_seeds(tmp_path):
     assert find_entry(tmp_path, "h2o").pool.full is None
 
 
+def test_a_gain_is_over_the_evictor_alone_on_the_same_seeds(tmp_path):
+    restored = replace(SMALL, adapter="auto")
+    for cell in (SMALL, restored, seed_of(restored, 1)):
+        write_scores(tmp_path, cell, [[1, 0, 0]] * 6)
+    pools = {entry.columns["restored"]: entry.pool for entry in load_grid(tmp_path).entries}
+    assert pools[True].evictor_alone is None and len(pools[True].lines) == 12
+    write_scores(tmp_path, seed_of(SMALL, 1), [[0, 0, 0]] * 6)
+    pools = {entry.columns["restored"]: entry.pool for entry in load_grid(tmp_path).entries}
+    gain = pools[True].score_tasks()["gain"]
+    assert gain == pytest.approx(100 / 6), "a third of the answers to half of the contexts"
+
+
 def test_seeds_of_two_adapters_are_not_pooled(tmp_path):
     restored = replace(SMALL, adapter="mine")
     first = write_scores(tmp_path, restored, [[1, 1, 1]] * 6)

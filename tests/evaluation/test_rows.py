@@ -268,6 +268,19 @@ def test_a_task_with_nothing_to_lose_is_shown_and_left_out_of_means(tmp_path, mo
     assert "scores say little" in make_tables(GridResults(hopeless))[0].note
 
 
+def test_a_further_metric_is_the_mean_of_its_tasks_however_much_each_is_asked(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setitem(tasks.BENCHMARKS, "plain", Plain)
+    result = by_hand(tmp_path, Cell("m", "plain", "kvzip", "0.5"), {"a": 0.8, "b": 0.2})
+    assert SeedPool((result,)).average_metrics() == {"half": pytest.approx(25)}
+    for line in result.lines[1:]:
+        del line["answers"][1]
+    pool = SeedPool((result,))
+    assert pool.average_metrics() == {"half": pytest.approx(25)}
+    assert pool.average_metrics(["b"]) == {"half": pytest.approx(10)}
+
+
 @pytest.mark.parametrize(("alone", "recovered"), [(0.78, 0.5), (0.795, None)])
 def test_of_a_loss_below_a_point_no_share_comes_back(tmp_path, monkeypatch, alone, recovered):
     monkeypatch.setitem(tasks.BENCHMARKS, "plain", Plain)
