@@ -146,6 +146,20 @@ def test_kinds_of_text_and_lengths_are_told_apart():
     }
 
 
+def test_the_longest_texts_have_a_row_too():
+    """Lengths of which the longest were left out would not add up to all texts."""
+    lengths = (512, 513, 8192, 8193, 100_000)
+    contexts = [ContextAnswers(length, "text", length, 1, 1) for length in lengths]
+    counts = {part: len(own) for part, own in _split_contexts(contexts, with_total=True).items()}
+    assert counts.pop(EVERY) == sum(counts.values()) == 5
+    assert counts == {
+        "1 to 512 tokens": 1,
+        "513 to 1,024 tokens": 1,
+        "4,097 to 8,192 tokens": 1,
+        "over 8,192 tokens": 2,
+    }
+
+
 def test_methods_that_were_asked_other_texts_have_no_common_row():
     def ask(*numbers):
         return [ContextAnswers(number, f"kind {number % 2}", 100, 2, 1) for number in numbers]

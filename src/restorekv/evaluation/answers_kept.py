@@ -8,8 +8,10 @@ decided from the references by the benchmark's `is_right`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from restorekv.evaluation.stats import FEW, bootstrap_ratio
 from restorekv.evaluation.tables import Table, format_percent, make_slug
 
 EVERY = "all texts"
-LENGTHS = (512, 1024, 2048, 4096, 8192)  # tokens of a context, upper ends of the ranges shown
+LENGTHS = (0, 512, 1024, 2048, 4096, 8192)  # tokens of a context: ends of the ranges shown
 NOTE = (
     "Questions that the full cache answers right by the references, and how many of them the small "
     "cache still does, with the share and its 95 % bootstrap interval over contexts, which fewer "
@@ -169,12 +171,12 @@ def _split_contexts(
             parts[title] = [each for each in contexts if each.text == title]
     if not one_way:
         return parts
-    lowest = 0
-    for highest in LENGTHS:
-        own = [each for each in distinct if lowest < each.tokens <= highest]
+    ranges = {f"{low + 1:,} to {high:,} tokens": (low, high) for low, high in pairwise(LENGTHS)}
+    ranges[f"over {LENGTHS[-1]:,} tokens"] = (LENGTHS[-1], math.inf)
+    for name, (low, high) in ranges.items():
+        own = [each for each in distinct if low < each.tokens <= high]
         if own and len(own) < len(distinct):
-            parts[f"{lowest + 1:,} to {highest:,} tokens"] = own
-        lowest = highest
+            parts[name] = own
     return parts
 
 
