@@ -171,7 +171,9 @@ def _split_contexts(
             parts[title] = [each for each in contexts if each.text == title]
     if not one_way:
         return parts
-    ranges = {f"{low + 1:,} to {high:,} tokens": (low, high) for low, high in pairwise(LENGTHS)}
+    ranges: dict[str, tuple[float, float]] = {}
+    for low, high in pairwise(LENGTHS):
+        ranges[f"{low + 1:,} to {high:,} tokens"] = (low, high)
     ranges[f"over {LENGTHS[-1]:,} tokens"] = (LENGTHS[-1], math.inf)
     for name, (low, high) in ranges.items():
         own = [each for each in distinct if low < each.tokens <= high]
