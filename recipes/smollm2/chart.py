@@ -39,10 +39,12 @@ BEGIN = "<!-- made by `make charts` -->"
 BEGIN_KEPT = "<!-- answers kept, made by `make charts` -->"
 BEGIN_GENRES = "<!-- genres, made by `make charts` -->"
 BEGIN_EVICTORS = "<!-- evictors, made by `make charts` -->"
+BEGIN_KEPT_BY_EVICTORS = "<!-- answers that evictors keep, made by `make charts` -->"
 END = "<!-- end -->"
 END_KEPT = "<!-- end of answers kept -->"
 END_GENRES = "<!-- end of genres -->"
 END_EVICTORS = "<!-- end of evictors -->"
+END_KEPT_BY_EVICTORS = "<!-- end of answers that evictors keep -->"
 PANELS = ("RULER", "Factbook", "FairytaleQA", "Genres")
 PANELS_BESIDE = 2
 FEW_LOST = 10  # answers: of fewer, no share is shown that comes back
@@ -187,8 +189,7 @@ def make_evictors_table(results: Sequence[Mapping]) -> str:
 
     Each result is of one evictor. Benchmarks that only one of them has are left out.
     """
-    columns = ["texts", "r", "evictor", "score", "restored", "gain"]
-    columns += ["KL", "KL restored", "answers kept", "restored"]
+    columns = ["texts", "r", "evictor", "score", "restored", "gain", "KL", "KL restored"]
     lines = [format_line(*columns), "|---" * len(columns) + "|"]
     titles: dict[str, str] = {}
     for result in results:
@@ -205,46 +206,118 @@ def make_evictors_table(results: Sequence[Mapping]) -> str:
         begins = f"{title}, {full['samples']} texts"
         for ratio in sorted({row["ratio"] for row in asked[0]["rows"]} - {1}, reverse=True):
             for result in asked:
-                line = list_evictor_cells(result, benchmark, title, ratio)
+                line = list_evictor_cells(result, benchmark, ratio)
                 lines.append(format_line(begins, ratio if result is asked[0] else "", *line))
                 begins = ""
     return "\n".join(lines)
 
 
-def list_evictor_cells(
-    result: Mapping, benchmark: str, title: str, ratio: float
-) -> tuple[str, ...]:
+def list_evictor_cells(result: Mapping, benchmark: str, ratio: float) -> tuple[str, ...]:
     """Return the cells of a result's evictor at one ratio of `make_evictors_table`, from the
     evictor's name on.
     """
-    (evictor,) = {evictor_of(row) for row in result["rows"]} - {"full"}
     rows = []
     for restored in (False, True):
         (row,) = [
             each
-            for each in find_small_caches(result, benchmark, evictor, restored)
+            for each in find_small_caches(result, benchmark, find_evictor(result), restored)
             if each["ratio"] == ratio
         ]
         rows.append(row)
-    counts = []
-    # The evictor alone comes first, then restored.
-    for method in dict.fromkeys(row["method"] for row in result["kept"]):
-        contexts = result["kept_by_context"][f"{method} at {ratio:g}"]
-        own = [(right, kept) for name, _, right, kept in contexts if name == title]
-        right, kept = map(sum, zip(*own, strict=True))
-        counts.append(f"{kept} of {right}")
     alone, restored_row = rows
-    kept_alone, kept_restored = counts
     return (
-        name_evictor(evictor),
+        name_evictor(find_evictor(result)),
         format_score(alone),
         format_score(restored_row),
         format_gain(restored_row),
         f"{alone['kl']:.3f}",
         f"{restored_row['kl']:.3f}",
-        kept_alone,
-        kept_restored,
     )
+
+
+def find_evictor(result: Mapping) -> str:
+    """Return the one evictor of a result, without settings."""
+    (evictor,) = {evictor_of(row) for row in result["rows"]} - {"full"}
+    return evictor
+
+
+def make_evictors_kept_table(results: Sequence[Mapping]) -> str:
+    """Return how many of the full cache's right answers other evictors keep, next to the first
+    result's restored one, on the benchmarks that both have; a line for each of them and for all.
+    """
+    first = results[0]
+    first_name = f"{name_evictor(find_evictor(first))} restored"
+    columns = ["evictor, texts", "r", "right with the full cache", "alone", "restored"]
+    lines = [format_line(*columns, first_name, "more"), "|---" * (len(columns) + 2) + "|"]
+    for result in results[1:]:
+        name = name_evictor(find_evictor(result))
+        titles = [
+            title
+            for benchmark, title in collect_titles(result).items()
+            if benchmark in collect_titles(first)
+        ]
+        parts = {title: [title] for title in titles}
+        if len(titles) > 1:
+            parts = {"all of them": titles, **parts}
+        for part, names in parts.items():
+            begins = f"{name}, {part}"
+            for ratio in sorted({row["ratio"] for row in result["rows"]} - {1}, reverse=True):
+                cells = compare_kept_answers(first, result, names, ratio)
+                lines.append(format_line(begins, f"{ratio:g}", *cells))
+                begins = ""
+    return "\n".join(lines)
+
+
+def compare_kept_answers(
+    first: Mapping, result: Mapping, titles: Sequence[str], ratio: float
+) -> tuple[str, ...]:
+    """Return the cells of one ratio of `make_evictors_kept_table`, from the right answers on.
+
+    Args:
+        first: The result whose restored caches the others are compared with.
+        result: The other evictor's.
+        titles: The benchmarks whose contexts count.
+        ratio: The share of the pairs that is held.
+    """
+    _, of_first = list_kept_by_context(first, titles, ratio)
+    alone, restored = list_kept_by_context(result, titles, ratio)
+    known = [context[:3] for context in of_first]
+    if [context[:3] for context in restored] != known:
+        raise ValueError("The two evictors were not asked the same, or the full cache differs.")
+    right = np.array([context[2] for context in restored], float)
+    kept = np.array([context[3] for context in restored], float)
+    kept_by_first = np.array([context[3] for context in of_first], float)
+    more, low, high = bootstrap_ratio(kept - kept_by_first, right)
+    interval = ""
+    if low is not None and high is not None:
+        interval = f", {format_points(low)} to {format_points(high)}"
+    return (
+        f"{right.sum():.0f}",
+        f"{sum(context[3] for context in alone)}",
+        f"{kept.sum():.0f}",
+        f"{kept_by_first.sum():.0f}",
+        f"{format_points(more)} %{interval}",
+    )
+
+
+def format_points(share: float) -> str:
+    """Return a difference of shares in points, with its sign unless it rounds to zero."""
+    text = f"{100 * share:+.0f}"
+    return "0" if text in ("+0", "-0") else text
+
+
+def list_kept_by_context(
+    result: Mapping, titles: Sequence[str], ratio: float
+) -> list[list[Sequence[Any]]]:
+    """Return the contexts of some benchmarks, alone and restored: title, tokens, how many answers
+    are right with the full cache and how many of these stay right.
+    """
+    both = []
+    # The evictor alone comes first, then restored.
+    for method in dict.fromkeys(row["method"] for row in result["kept"]):
+        contexts = result["kept_by_context"][f"{method} at {ratio:g}"]
+        both.append([each for title in titles for each in contexts if each[0] == title])
+    return both
 
 
 def make_summary(result: Mapping, evictor: str) -> str:
@@ -451,7 +524,10 @@ def main(args: Sequence[str] | None = None) -> None:
     fill_page(given.page, BEGIN_KEPT, END_KEPT, make_kept_table(result))
     fill_page(given.page, BEGIN_GENRES, END_GENRES, make_genres_table(result, given.evictor))
     others = [read_json(path, str(path)) for path in given.other]
-    fill_page(given.page, BEGIN_EVICTORS, END_EVICTORS, make_evictors_table([result, *others]))
+    results = [result, *others]
+    fill_page(given.page, BEGIN_EVICTORS, END_EVICTORS, make_evictors_table(results))
+    kept_by_evictors = make_evictors_kept_table(results)
+    fill_page(given.page, BEGIN_KEPT_BY_EVICTORS, END_KEPT_BY_EVICTORS, kept_by_evictors)
     fill_page(given.choosing, BEGIN, END, make_summary(result, given.evictor))
     kept = make_kept_summary(result, given.evictor)
     for page in (given.choosing, given.readme):

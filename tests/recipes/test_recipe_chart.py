@@ -71,13 +71,35 @@ def test_evictors_are_next_to_each_other_on_the_texts_that_several_have():
         name = chart.name_evictor(chart.evictor_of(row))
         wanted = f"| {name} | {row['score']:.1f} |"
         assert any(wanted in line and f"| {row['kl']:.3f} |" in line for line in lines), row
+
+
+def test_answers_that_an_evictor_keeps_are_next_to_those_of_the_first():
+    results = [json.loads(path.read_text()) for path in (RESULT, *chart.OTHERS)]
+    lines = chart.make_evictors_kept_table(results).splitlines()[2:]
     kept = {
         (row["method"], row["ratio"]): row for row in results[0]["kept"] if row["part"] == "RULER"
     }
-    right = kept["KVzip", 0.1]["right"]
-    counts = [kept[method, 0.1]["kept"] for method in ("KVzip", "KVzip + RestoreKV")]
-    cells = chart.list_evictor_cells(results[0], "ruler:length=1024,per_task=5", "RULER", 0.1)
-    assert list(cells[-2:]) == [f"{count} of {right}" for count in counts]
+    cells = chart.compare_kept_answers(results[0], results[-1], ["RULER"], 0.1)
+    assert any(line.endswith(f"| 0.1 | {' | '.join(cells)} |") for line in lines)
+    right, alone, restored, of_first, more = cells
+    assert int(right) == kept["KVzip", 0.1]["right"]
+    assert int(of_first) == kept["KVzip + RestoreKV", 0.1]["kept"]
+    own = [
+        sum(each[3] for each in contexts)
+        for contexts in chart.list_kept_by_context(results[-1], ["RULER"], 0.1)
+    ]
+    assert [int(alone), int(restored)] == own
+    share = 100 * (int(restored) - int(of_first)) / int(right)
+    assert more.startswith(f"{share:+.0f} %")
+    assert [chart.format_points(each) for each in (0.004, -0.004, 0.12)] == ["0", "0", "+12"]
+
+
+def test_kept_answers_to_other_questions_are_not_compared():
+    results = [json.loads(path.read_text()) for path in (RESULT, *chart.OTHERS)]
+    for contexts in results[-1]["kept_by_context"].values():
+        contexts[0][1] += 1  # tokens of its text
+    with pytest.raises(ValueError, match="not asked the same"):
+        chart.make_evictors_kept_table(results)
 
 
 def test_evictors_that_were_asked_other_texts_are_not_compared():
