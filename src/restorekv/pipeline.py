@@ -43,6 +43,7 @@ from restorekv.model.shape import CacheShape
 from restorekv.model.tokenize import check_model_and_tokenizer, hash_token_names
 from restorekv.readers.extract import DOCUMENT_ENDINGS, load_document
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.restore.use_warnings import warn_of_unhelpful_ratio
 from restorekv.spec import drop_gate
 from restorekv.storage.manifest import Manifest, count_pairs_and_bytes
 
@@ -201,7 +202,7 @@ def add_adapter(
     # A budget too small for the restore tokens keeps the whole text under on_small_budget="whole":
     # then there is nothing to restore, although the adapter was found.
     if not budget.kept_whole:
-        restore_adapter.warn_of_unhelpful_ratio(drop_gate(compressor.spec), budget.ratio)
+        warn_of_unhelpful_ratio(restore_adapter.card, drop_gate(compressor.spec), budget.ratio)
         compressor = compressor.with_adapter(restore_adapter)
     return compressor, budget
 

@@ -21,6 +21,7 @@ from restorekv.model.names import tiny_path
 from restorekv.restore import shipped as shipped_adapters
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.restore.shipped import find_shipped_adapter
+from restorekv.restore.use_warnings import warn_of_other_use
 from restorekv.storage.portable import load_portable
 from tests.helpers.cli_world import cli
 from tests.helpers.compressing import compress_with
@@ -328,8 +329,8 @@ def test_auto_takes_the_adapter_that_was_measured_with_other_evictors(tiny, ship
     loaded.record_results([])
     assert loaded.card.also_for == also_for
     with pytest.warns(RestoreKVWarning, match="evictor"):
-        loaded.warn_of_other_use("fastkvzip:gate=fedcba9876543210")
-    loaded.warn_of_other_use("fastkvzip:gate=0123456789abcdef")
+        warn_of_other_use(loaded.card, "fastkvzip:gate=fedcba9876543210")
+    warn_of_other_use(loaded.card, "fastkvzip:gate=0123456789abcdef")
     loaded.record_training(evictor="kvzip")
     assert loaded.card.also_for is None
 

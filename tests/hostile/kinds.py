@@ -34,6 +34,7 @@ from restorekv.model.load import load_tokenizer
 from restorekv.model.shape import CacheShape
 from restorekv.restore import adapter_file
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.restore.use_warnings import warn_of_other_use
 from restorekv.seal import digest_tensors, seal_record
 from restorekv.serve.store import Store
 from restorekv.storage.portable import load_portable
@@ -99,7 +100,7 @@ def make_adapter(folder: Path) -> None:
 
 def read_adapter(folder: Path) -> str:
     adapter = RestoreAdapter.from_pretrained(MODEL, folder)
-    adapter.warn_of_other_use("snapkv:window=64")
+    warn_of_other_use(adapter.card, "snapkv:window=64")
     return repr(
         (adapter.identity(), adapter.card, sorted(adapter.lora_config.to_dict().items(), key=str))
     )

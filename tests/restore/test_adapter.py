@@ -27,6 +27,7 @@ from restorekv.model.identity import fingerprint_model
 from restorekv.model.prefill import prefill
 from restorekv.restore import adapter_file
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.restore.use_warnings import warn_of_other_use
 from restorekv.seal import seal_record
 from tests.helpers import decoders
 from tests.helpers.models import SHAPE, VOCABULARY, build_model
@@ -349,8 +350,8 @@ def test_another_text_between_document_and_question_warns(tiny_model, tmp_path):
         assert loaded.card.separator == recorded
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            loaded.warn_of_other_use("kvzip", separator=used)
-            loaded.warn_of_other_use("kvzip")
+            warn_of_other_use(loaded.card, "kvzip", separator=used)
+            warn_of_other_use(loaded.card, "kvzip")
         messages = [str(each.message) for each in caught]
         assert len(messages) == warned and all(
             repr(recorded) in text and repr(used) in text for text in messages

@@ -21,6 +21,7 @@ from restorekv.model.attention import cascade
 from restorekv.model.prompt import get_default_separator, make_context
 from restorekv.model.rope import count_positions
 from restorekv.model.shape import compute_logits
+from restorekv.restore.use_warnings import warn_of_other_use
 from restorekv.train import checkpoint
 from restorekv.train import teacher as teacher_module
 from restorekv.train.checks import check_setup
@@ -684,10 +685,10 @@ def test_each_step_draws_one_of_several_evictors(tiny_tokenizer, tmp_path):
     assert adapter.card.evictor == "snapkv:window=8,kernel=3,h2o"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        adapter.warn_of_other_use("h2o")
-        adapter.warn_of_other_use("snapkv:window=8,kernel=3")
+        warn_of_other_use(adapter.card, "h2o")
+        warn_of_other_use(adapter.card, "snapkv:window=8,kernel=3")
     with pytest.warns(RestoreKVWarning, match="trained with the evictor"):
-        adapter.warn_of_other_use("kvzip")
+        warn_of_other_use(adapter.card, "kvzip")
 
 
 def test_the_weight_of_a_step_rises_with_its_ratio():

@@ -18,6 +18,7 @@ from restorekv.restore.shipped import (
     find_shipped_adapter,
     recognize_weights,
 )
+from restorekv.restore.use_warnings import warn_of_other_use
 from restorekv.spec import drop_gate
 
 # How many adapters a model keeps loaded, and its attribute for them.
@@ -97,7 +98,8 @@ def load_adapter(
         raise AdapterError(
             "The adapter was made for a different model object; load it for this one."
         )
-    adapter.warn_of_other_use(
+    warn_of_other_use(
+        adapter.card,
         compressor.identity(model),
         config.allocation_spec,
         config.restore_from,

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from restorekv.cache.tail import CompressedLayer
-from restorekv.errors import AdapterError, make_printable, warn
+from restorekv.errors import AdapterError, warn
 from restorekv.model import base_weights
 from restorekv.model.attention import install_attention
 from restorekv.model.cache_argument import pass_cache
@@ -42,7 +42,7 @@ from restorekv.restore.hub import fetch_adapter, recognize_copy
 from restorekv.restore.licenses import inherit_license, normalize_license
 from restorekv.restore.lora import NAME as LORA_NAME
 from restorekv.restore.lora import attach_lora, check_lora_fit, refuse_other_adapters
-from restorekv.spec import split_specs
+from restorekv.restore.use_warnings import warn_of_other_use
 
 # The ratio at which ratio vectors add nothing to the embeddings.
 REFERENCE_RATIO = 0.1
@@ -217,7 +217,7 @@ class RestoreAdapter(nn.Module):
         adapter.load_lora(name, stored.lora)
         adapter._folder = folder
         if evictor is not None:
-            adapter.warn_of_other_use(evictor)
+            warn_of_other_use(adapter.card, evictor)
         return adapter
 
     @property
@@ -456,71 +456,6 @@ class RestoreAdapter(nn.Module):
             helps_from=lowest,
         )
 
-    def warn_of_other_use(
-        self,
-        evictor: str,
-        allocation: str | None = None,
-        restore_from: str | None = None,
-        prefix_policy: str | None = None,
-        separator: str | None = None,
-    ) -> None:
-        """Warn of a use other than the training's: an adapter restores what its own eviction loses.
-
-        Args:
-            evictor: The spec of the evictor.
-            allocation: Which pairs compete. None skips the comparison, as for all that follow.
-            restore_from: What the restore pass reads.
-            prefix_policy: Whether the chat prefix counts.
-            separator: The text between document and question.
-        """
-        card = self.card
-        if card.source is not None and "Qwen3" in card.source:
-            warn(
-                f"The authors of {card.source} do not state whether they trained it with YaRN, as "
-                "their code does, or without it."
-            )
-        # kvpress counts the prefix, the authors' code does not.
-        if card.source is not None and prefix_policy == "free":
-            warn(
-                f"{card.source} is used in kvpress with the chat prefix in the budget "
-                "(prefix_policy='counted'); its authors do not state how it was trained."
-            )
-        # Nobody recorded what it was trained for, so nothing can be compared.
-        if not card.evictor:
-            return
-        # An adapter may have been trained for several evictors, and measured with others.
-        if evictor not in (*split_specs(card.evictor), *(card.also_for or ())):
-            _warn_of_change("evictor", card.evictor, evictor)
-        for what, trained, used in (
-            ("allocation", card.allocation, allocation),
-            ("restore pass over the cache", card.restore_from, restore_from),
-            ("prefix policy", card.prefix_policy, prefix_policy),
-            ("text between document and question", card.separator, separator),
-        ):
-            if trained is not None and used is not None and trained != used:
-                _warn_of_change(what, trained, used)
-
-    def warn_of_unhelpful_ratio(self, evictor: str, ratio: Fraction) -> None:
-        """Warn of a ratio at which "auto" would restore nothing.
-
-        Args:
-            evictor: The spec of the evictor, without the hash of a gate.
-            ratio: The share of the pairs to hold.
-        """
-        if self.card.is_helpful_at(evictor, ratio):
-            return
-        lowest, highest = self.card.find_helpful_ratios(evictor)
-        if ratio < Fraction(str(lowest)):
-            border = f"was measured to help {make_printable(evictor)} from the ratio {lowest:g} on"
-        elif self.card.helps_up_to is not None:
-            border = f"was measured to help up to the ratio {highest:g}"
-        else:
-            border = f"was trained for ratios up to {highest:g}"
-        warn(
-            f"The adapter {border}, and is used at {float(ratio):g}; answers may be better without "
-            "it (adapter=None)."
-        )
-
     def trainable_state(self) -> dict[str, Tensor]:
         """Return copies of everything that training changes, by name."""
         return {name: value.detach().clone() for name, value in self._trainable().items()}
@@ -648,10 +583,3 @@ def make_card(n: int, identity: ModelIdentity) -> AdapterCard:
     is_local = identity.name not in MODEL_NAMES and Path(identity.name).exists()
     base = base_weights.describe_base(identity)
     return AdapterCard(restore_tokens=n, local=is_local, **base)
-
-
-def _warn_of_change(what: str, trained: str, used: str) -> None:
-    """Warn that an adapter is not used as it was trained; an empty text is shown as ''."""
-    before = make_printable(trained) or "''"
-    now = make_printable(used) or "''"
-    warn(f"The adapter was trained with the {what} {before}, not {now}; expect worse answers.")
