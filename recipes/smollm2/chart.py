@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "docs" / "charts" / "smollm2.svg"
 # The results of other evictors on some of the same texts.
-OTHERS = (ROOT / "paper" / "results" / "smollm2-fast-65.json",)
+OTHERS = (
+    ROOT / "paper" / "results" / "smollm2-kvzip-plus.json",
+    ROOT / "paper" / "results" / "smollm2-fast-65.json",
+)
 PAGE = ROOT / "docs" / "evaluation.md"
 CHOOSING = ROOT / "docs" / "choosing.md"
 README = ROOT / "README.md"
