@@ -74,7 +74,7 @@ def test_an_offset_survives_the_file_and_generate(tiny_model, tiny_tokenizer, tm
         tiny_model,
         tiny_tokenizer,
         TEXT,
-        ratio=0.3,
+        ratio=0.25,
         adapter=None,
         config=CompressionConfig(offset=5),
     )
@@ -92,7 +92,7 @@ def test_an_offset_survives_the_file_and_generate(tiny_model, tiny_tokenizer, tm
             tiny_model,
             tiny_tokenizer,
             TEXT,
-            ratio=0.3,
+            ratio=0.25,
             adapter=make_adapter(tiny_model),
             config=CompressionConfig(offset=5),
         )
@@ -180,7 +180,7 @@ def test_training_reaches_every_part(tiny_tokenizer, tmp_path, restore_from):
             model,
             tiny_tokenizer,
             TEXT,
-            ratio=0.3,
+            ratio=0.25,
             adapter=tmp_path / "adapter",
             config=CompressionConfig(restore_from=other),
         )
@@ -339,7 +339,7 @@ def test_controls_that_would_do_nothing_are_refused(tiny_model, tiny_tokenizer):
             tiny_model,
             tiny_tokenizer,
             TEXT,
-            ratio=0.3,
+            ratio=0.25,
             adapter=None,
             config=CompressionConfig(restore_from="evicted"),
         )
@@ -362,14 +362,14 @@ def test_an_adapter_of_another_prefix_policy_is_warned_about(tiny_tokenizer, tmp
         model, tiny_tokenizer, [EXAMPLE], replace(TINY, prefix_policy="counted"), tmp_path
     )
     with pytest.warns(RestoreKVWarning, match="prefix policy counted, not free"):
-        compress(model, tiny_tokenizer, TEXT, ratio=0.3, adapter=adapter)
+        compress(model, tiny_tokenizer, TEXT, ratio=0.25, adapter=adapter)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compress(
             model,
             tiny_tokenizer,
             TEXT,
-            ratio=0.3,
+            ratio=0.25,
             adapter=adapter,
             config=CompressionConfig(prefix_policy="counted"),
         )

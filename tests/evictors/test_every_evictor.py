@@ -111,7 +111,7 @@ def test_a_training_step_reaches_the_adapter(tiny_tokenizer, tmp_path, name):
             tiny_tokenizer,
             TEXT,
             evictor=spec,
-            ratio=0.3,
+            ratio=0.25,
             adapter=tmp_path / "run" / "adapter",
         )
 
@@ -147,12 +147,12 @@ def test_a_gate_is_known_by_what_is_in_it(tiny_tokenizer, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         same = f"fastkvzip:gate={tmp_path / 'two.safetensors'}"
-        first = compress(model, tiny_tokenizer, TEXT, evictor=same, ratio=0.3, adapter=adapter)
+        first = compress(model, tiny_tokenizer, TEXT, evictor=same, ratio=0.25, adapter=adapter)
     save_gate(
         tmp_path / "one.safetensors", "fastkvzip", model, random_layers("fastkvzip", model, seed=1)
     )
     with pytest.warns(RestoreKVWarning, match="trained with the evictor"):
-        other = compress(model, tiny_tokenizer, TEXT, evictor=spec, ratio=0.3, adapter=adapter)
+        other = compress(model, tiny_tokenizer, TEXT, evictor=spec, ratio=0.25, adapter=adapter)
     assert first.manifest.evictor == adapter.card.evictor != other.manifest.evictor
 
 

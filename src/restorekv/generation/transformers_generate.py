@@ -167,10 +167,8 @@ class GenerateOptions:
         )
 
     def count_longest_answer(self, prompt_tokens: int) -> int:
-        """Return how many tokens the answer may have after `prompt_tokens`, text included.
-
-        Raises:
-            RestoreKVError: A `max_length` leaves no token for the answer.
+        """Return how many tokens the answer may have after `prompt_tokens`, text included; none or
+        fewer where a `max_length` leaves none.
         """
         if "max_new_tokens" in self.given:
             return self.given["max_new_tokens"]
@@ -180,13 +178,7 @@ class GenerateOptions:
         longest = self.find("max_new_tokens", None)
         if longest is not None:
             return longest
-        length = self.find("max_length", 0)
-        if length <= prompt_tokens:
-            raise RestoreKVError(
-                f"max_length={length} counts text and question, too, which have "
-                f"{prompt_tokens:,} tokens; pass max_new_tokens, which limits the answer alone."
-            )
-        return length - prompt_tokens
+        return self.find("max_length", 0) - prompt_tokens
 
     def find_stop_ids(self, model: PreTrainedModel, tokenizer: Tokenizer) -> set[int]:
         """Return the ids that end the answer: those of the call, its config's or the model's."""
@@ -234,7 +226,13 @@ def generate_answer(
     prompt_tokens = input_ids.shape[1]
     first = cache.get_seq_length()
     longest = checked.count_longest_answer(prompt_tokens)
-    check_question_positions(model, [first], [prompt_tokens - first], [longest])
+    # First: a question beyond the model's positions needs no other limit.
+    check_question_positions(model, [first], [prompt_tokens - first], [max(longest, 1)])
+    if longest < 1:
+        raise RestoreKVError(
+            f"max_length={prompt_tokens + longest} counts text and question, too, which have "
+            f"{prompt_tokens:,} tokens; pass max_new_tokens, which limits the answer alone."
+        )
     stop_ids = checked.find_stop_ids(model, tokenizer)
     arguments = _make_arguments(checked, tokenizer, stop_ids)
     sizes = checked.find_ngram_sizes()
