@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from restorekv.data.config import BuildConfig
+from restorekv.data.sources import MIXTURES
 
 WORDS = (
     "market lantern river house garden teacher answers question winter stone letter window morning "
@@ -146,9 +147,11 @@ def settings(files: dict[str, str], **changes: object) -> BuildConfig:
 
 
 def flags(config: BuildConfig) -> list[object]:
-    """The same on the command line."""
-    return [
-        part
-        for name, value in vars(config).items()
-        for part in (f"--{name.replace('_', '-')}", value)
-    ]
+    """The same on the command line, which takes no place of a source of another mixture."""
+    own = {source.name for source in MIXTURES[config.mixture]}
+    others = {source.name for sources in MIXTURES.values() for source in sources} - own
+    parts: list[object] = []
+    for name, value in vars(config).items():
+        if name not in others:
+            parts += [f"--{name.replace('_', '-')}", value]
+    return parts
