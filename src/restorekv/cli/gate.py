@@ -12,10 +12,9 @@ from restorekv.cli import options
 from restorekv.cli.errors import explain_interrupt
 from restorekv.cli.inputs import check_output_kind, check_outputs_apart
 from restorekv.cli.terminal import print_figures, show_progress_bar
-from restorekv.cli.train import check_data, check_lengths, check_world_options
+from restorekv.cli.train import LongestTinyText, ShortestTinyText, check_data, choose_lengths
 from restorekv.errors import GateError, RestoreKVError
 from restorekv.model.gate_kinds import FAST_KVZIP
-from restorekv.tiny.world import LONGEST, SHORTEST
 from restorekv.train.gate_config import GateConfig
 
 
@@ -36,8 +35,8 @@ def train(
             help="Number of texts of the tiny world; of other data the maximum, evenly spaced.",
         ),
     ] = 200,
-    shortest: options.ShortestTinyText = None,
-    longest: options.LongestTinyText = None,
+    shortest: ShortestTinyText = None,
+    longest: LongestTinyText = None,
     features: Annotated[
         Path | None,
         options.make_folder_option(
@@ -55,10 +54,7 @@ def train(
     config = GateConfig(**settings)
     check_outputs_apart([out], (*data, model))
     check_output_kind(out, "restorekv-gate")
-    check_world_options(data, {"--shortest": shortest, "--longest": longest})
-    shortest = shortest or SHORTEST
-    longest = longest or LONGEST
-    check_lengths(shortest, longest)
+    shortest, longest = choose_lengths(data, shortest, longest)
     folder = features or out.with_name(f"{out.name}.features")
     if folder.exists() and not folder.is_dir():
         raise RestoreKVError(f"{folder} is a file; name a folder with --features.")

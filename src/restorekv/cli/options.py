@@ -13,7 +13,6 @@ from restorekv.cli.terminal import STDOUT, output
 from restorekv.compression.presets import DEFAULT_EVICTOR
 from restorekv.errors import RestoreKVError
 from restorekv.files import check_target
-from restorekv.tiny.world import LONGEST, SHORTEST
 
 
 def _check_output(path: Path | None) -> Path | None:
@@ -103,22 +102,6 @@ Adapter = Annotated[
 # For a cache that grows.
 SAME_ADAPTER_HELP = f"auto (the one that made the cache file, if it ships), {OTHER_ADAPTERS}"
 SameAdapter = Annotated[str, typer.Option(help=f"Restore adapter: {SAME_ADAPTER_HELP}")]
-ShortestTinyText = Annotated[
-    int | None,
-    typer.Option(
-        min=64,
-        help="Minimum length of a text of the tiny world, in tokens.",
-        show_default=str(SHORTEST),
-    ),
-]
-LongestTinyText = Annotated[
-    int | None,
-    typer.Option(
-        min=64,
-        help="Maximum length of a text of the tiny world, in tokens.",
-        show_default=str(LONGEST),
-    ),
-]
 DEFAULT_MODEL = "smollm2"  # everywhere; the toy is used where it is named
 DEFAULT_WORKERS = 2  # of Ray
 STOP_REPEATS = 3  # as in conversations; 0 lets an answer repeat itself

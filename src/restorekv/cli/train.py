@@ -20,6 +20,22 @@ from restorekv.train.config import TrainConfig
 from restorekv.train.run_folder import CHECKPOINT_FILE, LOG_FILE, check_folders, read_losses
 
 TINY_TEXTS = 1000
+ShortestTinyText = Annotated[
+    int | None,
+    typer.Option(
+        min=64,
+        help="Minimum length of a text of the tiny world, in tokens.",
+        show_default=str(SHORTEST),
+    ),
+]
+LongestTinyText = Annotated[
+    int | None,
+    typer.Option(
+        min=64,
+        help="Maximum length of a text of the tiny world, in tokens.",
+        show_default=str(LONGEST),
+    ),
+]
 DATA_HELP = (
     "Training data: tiny (the tiny model's world), a folder of `restorekv data build`, or JSON "
     'lines with "context", "questions" and, if there are drafts, "answers"; repeatable.'
@@ -39,8 +55,8 @@ def run(
             min=1, help="Number of texts of the tiny world.", show_default=str(TINY_TEXTS)
         ),
     ] = None,
-    shortest: options.ShortestTinyText = None,
-    longest: options.LongestTinyText = None,
+    shortest: ShortestTinyText = None,
+    longest: LongestTinyText = None,
     longest_context: Annotated[
         int | None,
         typer.Option(min=64, help="Leave out texts of more tokens than this, of any data."),
@@ -75,11 +91,9 @@ def run(
     targets: tuple[str, ...] = ()
     if settings["targets"] != "none":
         targets = tuple(name.strip() for name in settings["targets"].split(","))
-    check_world_options(data, {"--count": count, "--shortest": shortest, "--longest": longest})
+    refuse_world_options(data, {"--count": count})
     count = count or TINY_TEXTS
-    shortest = shortest or SHORTEST
-    longest = longest or LONGEST
-    check_lengths(shortest, longest)
+    shortest, longest = choose_lengths(data, shortest, longest)
     check_folders(out, resume, store)
     if store_prefill and store is None:
         raise RestoreKVError("--store-prefill needs a folder; name it with --store.")
@@ -161,17 +175,23 @@ def check_data(names: list[str]) -> None:
             import_extra("pyarrow.parquet", "data", "A mixture")
 
 
-def check_world_options(data: list[str], given: Mapping[str, int | None]) -> None:
+def refuse_world_options(data: list[str], given: Mapping[str, int | None]) -> None:
     """Refuse options of the tiny model's world, by flag, where no data is of it."""
     for flag, value in given.items():
         if value is not None and "tiny" not in data:
             raise RestoreKVError(f"{flag} is for --data tiny; leave it out.")
 
 
-def check_lengths(shortest: int, longest: int) -> None:
-    """Refuse a range of lengths that is empty."""
+def choose_lengths(data: list[str], shortest: int | None, longest: int | None) -> tuple[int, int]:
+    """Return the least and the largest length of texts of the tiny world, by default the world's;
+    refuse lengths where no data is of it, and an empty range.
+    """
+    refuse_world_options(data, {"--shortest": shortest, "--longest": longest})
+    shortest = shortest or SHORTEST
+    longest = longest or LONGEST
     if shortest > longest:
         raise RestoreKVError(f"--shortest {shortest} is more than --longest {longest}; swap them.")
+    return shortest, longest
 
 
 def summarize_losses(losses: Sequence[float]) -> str:
