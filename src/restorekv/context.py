@@ -194,8 +194,7 @@ class CompressedContext:
         answers.refuse_other_eos(options.get("config"), self.model, self.tokenizer)
         single = isinstance(question, str)
         asked = [(self.context, self.cache, each) for each in answers.list_questions(question)]
-        answers.warn_about_model_options(self.model)
-        answers.warn_about_unused_options(sampling, details or stream)
+        answers.warn_about_unused_options(self.model, sampling, details or stream)
         # Pieces of several answers would arrive mixed, and neither details nor a graph has any.
         if stream:
             if not single or details or graph:

@@ -112,8 +112,7 @@ def ask_many(
         return [[] for _ in pairs]
     first = _check_one_model([context for context, _ in pairs])
     answers.refuse_other_eos(options.get("config"), first.model, first.tokenizer)
-    answers.warn_about_model_options(first.model)
-    answers.warn_about_unused_options(sampling, details)
+    answers.warn_about_unused_options(first.model, sampling, details)
     written = answers.answer_questions(
         first.model,
         first.tokenizer,

@@ -35,7 +35,7 @@ from restorekv.model.prompt import (
 )
 from restorekv.model.tokenize import TextStream
 
-WARNED_MODELS: WeakSet[PreTrainedModel] = WeakSet()  # see `warn_about_model_options`
+WARNED_MODELS: WeakSet[PreTrainedModel] = WeakSet()  # see `_warn_about_model_options`
 # Options that only a temperature above 0 heeds.
 SAMPLING_ONLY = ("top_p", "top_k", "min_p")
 ContextQuestion = tuple[Context, RaggedCache, str]
@@ -234,7 +234,7 @@ def refuse_other_eos(config: object, model: PreTrainedModel, tokenizer: Tokenize
         )
 
 
-def warn_about_model_options(model: PreTrainedModel) -> None:
+def _warn_about_model_options(model: PreTrainedModel) -> None:
     """Warn, once for each model, of what its own generation config asks for besides sampling, such
     as tokens that it must not write: answers do without it.
     """
@@ -273,10 +273,13 @@ def warn_about_truncated_output(written: Iterable[Answer], sampling: SamplingCon
         )
 
 
-def warn_about_unused_options(sampling: SamplingConfig, details: bool = True) -> None:
-    """Warn of options that change nothing: those of sampling at temperature 0, and logprobs where
-    no `details` are asked for, which would hold them.
+def warn_about_unused_options(
+    model: PreTrainedModel, sampling: SamplingConfig, details: bool = True
+) -> None:
+    """Warn of options that change nothing: those of the model's own generation config, those of
+    sampling at temperature 0, and logprobs where no `details` are asked for, which would hold them.
     """
+    _warn_about_model_options(model)
     if not sampling.temperature and sampling.samples > 1:
         warn(
             f"All {sampling.samples} answers to a question are the same, because temperature 0 "

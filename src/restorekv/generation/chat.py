@@ -31,7 +31,6 @@ from restorekv.generation.answers import (
     make_answer,
     refuse_other_eos,
     stream_text,
-    warn_about_model_options,
     warn_about_truncated_output,
     warn_about_unused_options,
 )
@@ -237,8 +236,7 @@ class Chat:
         constraint = Constraint.make(
             document.tokenizer, sampling.json_schema, sampling.regex, stop_ids
         )
-        warn_about_model_options(document.model)
-        warn_about_unused_options(sampling, details or stream)
+        warn_about_unused_options(document.model, sampling, details or stream)
         # Nothing runs before the first piece is taken: this is a generator.
         pieces = self._generate_or_undo(question, limit, sampling, stop_ids, constraint)
         if stream:

@@ -81,7 +81,7 @@ NO_OP_VALUES: dict[str, object] = {
     "penalty_alpha": 0.0,
 }
 # Fields of a model's own config that change its greedy answers, in ways besides sampling. They are
-# not used, and `warn_about_model_options` says so.
+# not used, and `warn_about_unused_options` says so.
 UNUSED_MODEL_FIELDS = (
     "suppress_tokens",
     "begin_suppress_tokens",
