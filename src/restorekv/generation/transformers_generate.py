@@ -170,8 +170,6 @@ class GenerateOptions:
         """Return how many tokens the answer may have after `prompt_tokens`, text included; none or
         fewer where a `max_length` leaves none.
         """
-        if "max_new_tokens" in self.given:
-            return self.given["max_new_tokens"]
         if not self.has_limit():
             return DEFAULT_MAX_NEW_TOKENS
         # Of both, transformers heeds max_new_tokens.
@@ -230,7 +228,7 @@ def generate_answer(
     check_question_positions(model, [first], [prompt_tokens - first], [max(longest, 1)])
     if longest < 1:
         raise RestoreKVError(
-            f"max_length={prompt_tokens + longest} counts text and question, too, which have "
+            f"max_length={checked.find('max_length', 0)} counts text and question, too, which have "
             f"{prompt_tokens:,} tokens; pass max_new_tokens, which limits the answer alone."
         )
     stop_ids = checked.find_stop_ids(model, tokenizer)
