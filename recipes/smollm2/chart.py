@@ -250,15 +250,12 @@ def make_evictors_kept_table(results: Sequence[Mapping]) -> str:
     """
     first = results[0]
     first_name = f"{name_evictor(find_evictor(first))} restored"
+    known = collect_titles(first).values()
     columns = ["evictor, texts", "r", "right with the full cache", "alone", "restored"]
     lines = [format_line(*columns, first_name, "more"), "|---" * (len(columns) + 2) + "|"]
     for result in results[1:]:
         name = name_evictor(find_evictor(result))
-        titles = [
-            title
-            for benchmark, title in collect_titles(result).items()
-            if benchmark in collect_titles(first)
-        ]
+        titles = [title for title in collect_titles(result).values() if title in known]
         parts = {title: [title] for title in titles}
         if len(titles) > 1:
             parts = {"all of them": titles, **parts}
@@ -310,16 +307,19 @@ def format_points(share: float) -> str:
 
 
 def list_kept_by_context(
-    result: Mapping, titles: Sequence[str], ratio: float
+    result: Mapping, titles: Sequence[str] | None, ratio: float
 ) -> list[list[Sequence[Any]]]:
-    """Return the contexts of some benchmarks, alone and restored: title, tokens, how many answers
-    are right with the full cache and how many of these stay right.
+    """Return the contexts of some benchmarks in the order of their titles, None of all, alone and
+    restored: title, tokens, how many answers are right with the full cache, and how many of these
+    stay right.
     """
     both = []
     # The evictor alone comes first, then restored.
     for method in dict.fromkeys(row["method"] for row in result["kept"]):
         contexts = result["kept_by_context"][f"{method} at {ratio:g}"]
-        both.append([each for title in titles for each in contexts if each[0] == title])
+        if titles is not None:
+            contexts = [each for title in titles for each in contexts if each[0] == title]
+        both.append(contexts)
     return both
 
 
@@ -374,19 +374,15 @@ def format_back(result: Mapping, part: str, ratio: float) -> str:
     """Return the share of the answers that the evictor alone loses and restoring brings back, less
     those that only restoring loses, with its paired 95 % interval over texts.
     """
-    alone, restored = [
-        result["kept_by_context"][f"{method} at {ratio:g}"]
-        for method in dict.fromkeys(row["method"] for row in result["kept"])
-    ]
+    alone, restored = list_kept_by_context(result, None if part == EVERY else [part], ratio)
     lost = []
     gained = []
     # Each entry is a text with its title, tokens, and how many answers are right in full and here.
     for (title, tokens, right, kept), other in zip(alone, restored, strict=True):
         if other[:3] != [title, tokens, right]:
             raise ValueError(f"{title} is not asked the same alone and restored.")
-        if part in (EVERY, title):
-            lost.append(right - kept)
-            gained.append(other[3] - kept)
+        lost.append(right - kept)
+        gained.append(other[3] - kept)
     # Of a few answers a share says nothing.
     if sum(lost) < FEW_LOST:
         return ""
