@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.compression.adapters import locate_adapter
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor
-from restorekv.compression.presets import DEFAULT_EVICTOR
+from restorekv.compression.presets import DEFAULT_EVICTOR, resolve_preset
 from restorekv.context import CompressedContext
 from restorekv.errors import GateError, RestoreKVError
 from restorekv.generation.answers import Answer
@@ -177,7 +177,7 @@ def check_default_method(model: PreTrainedModel, default: Variant) -> None:
         return
     try:
         # The identity of an evictor with a gate has the gate's hash, so it loads the gate.
-        make_compressor(default.make_options()["evictor"], CompressionConfig()).identity(model)
+        make_compressor(resolve_preset(default.method), CompressionConfig()).identity(model)
     except GateError as error:
         raise GateError(f"{error} Or serve with --preset best, which needs no gate.") from error
 
@@ -196,7 +196,7 @@ def open_adapter(
     if name is None or name == "auto":
         return name
     identity = identify_model(model)
-    compressor = make_compressor(default.make_options().get("evictor", DEFAULT_EVICTOR))
+    compressor = make_compressor(resolve_preset(default.method or DEFAULT_EVICTOR))
     located = locate_adapter(name, identity.name, compressor)
     assert located is not None  # only "auto" finds none
     return RestoreAdapter.from_pretrained(model, located, identity=identity)

@@ -82,7 +82,7 @@ class Variant:
         ending = "" if self.restores else WITHOUT_RESTORING
         return f"{self.base}:{self.method}-{ratio}{ending}"
 
-    def make_options(self, adapter: RestoreAdapter | str | None = "auto") -> dict[str, Any]:
+    def make_options(self, adapter: RestoreAdapter | str | None) -> dict[str, Any]:
         """Return the arguments of `compress`; `adapter` is the server's, as `compress` takes it."""
         if not self.method:
             return {"ratio": 1, "adapter": None}
