@@ -147,8 +147,10 @@ class Sequence:
     def _attend_by_mask(self) -> Iterator[None]:
         before = self.model.config._attn_implementation
         self.model.config._attn_implementation = "one graph"
-        yield
-        self.model.config._attn_implementation = before
+        try:
+            yield
+        finally:
+            self.model.config._attn_implementation = before
 
 
 def compute_loss(
