@@ -51,3 +51,9 @@ def flash_attn_varlen_func(
         outputs.append(output)
         sums.append(lse)
     return torch.cat(outputs).to(q.dtype), torch.cat(sums, 1).float()
+
+
+def read_flat_pages(pages, numbers):
+    """Copy pages that `write_flat_pages` wrote."""
+    keys, values = pages[numbers.long(), 0].chunk(2, dim=-1)
+    return keys, values

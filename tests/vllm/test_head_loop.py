@@ -9,13 +9,12 @@ from restorekv.vllm.head_loop import (
     attend_by_head,
     find_reader,
     prefers_loop,
-    read_flat_pages,
     read_transposed_pages,
     write_flat_pages,
 )
 from restorekv.vllm.page_pool import PagePool
 from tests.helpers.document_pairs import make_document
-from tests.helpers.paged_attention import attend_plainly
+from tests.helpers.paged_attention import attend_plainly, read_flat_pages
 
 PAGE, DIM = 8, 16
 

@@ -7,13 +7,17 @@ import torch
 
 from restorekv.errors import RestoreKVError
 from restorekv.vllm import worker_state
-from restorekv.vllm.head_loop import attend_by_head, read_flat_pages, write_flat_pages
+from restorekv.vllm.head_loop import attend_by_head, write_flat_pages
 from restorekv.vllm.page_pool import PagePool
 from restorekv.vllm.ragged_attention import RaggedAttention, refuse_special_attention
 from restorekv.vllm.ragged_documents import PLACEHOLDERS
 from restorekv.vllm.step_rows import find_document_rows, measure_log_sum_exp, merge
 from tests.helpers.document_pairs import make_document
-from tests.helpers.paged_attention import attend_plainly, flash_attn_varlen_func
+from tests.helpers.paged_attention import (
+    attend_plainly,
+    flash_attn_varlen_func,
+    read_flat_pages,
+)
 
 BLOCK, PAGE, DIM = 16, 4, 8
 SKIPPED = PLACEHOLDERS // BLOCK

@@ -257,20 +257,18 @@ def _warn_about_model_options(model: PreTrainedModel) -> None:
 
 
 def warn_about_truncated_output(written: Iterable[Answer], sampling: SamplingConfig) -> None:
-    """Warn of answers in JSON, or after a regular expression, that their limit has cut.
-
-    Such a text cannot be parsed.
-    """
+    """Warn of answers that should be JSON, or match a regular expression, and were cut."""
     if sampling.json_schema is None and sampling.regex is None:
         return
     cut = sum(answer.finish == "length" for answer in written)
-    if cut:
-        form = "its JSON" if sampling.json_schema is not None else "what its regex asks for"
-        who = "An answer" if cut == 1 else f"{cut} answers"
-        warn(
-            f"{who} reached max_new_tokens before the end of "
-            f"{form} and cannot be parsed; allow more tokens."
-        )
+    if not cut:
+        return
+    who = "An answer" if cut == 1 else f"{cut} answers"
+    if sampling.json_schema is not None:
+        outcome = "before the end of its JSON and cannot be parsed"
+    else:
+        outcome = "and may not match its regex as a whole"  # it might be long enough already
+    warn(f"{who} reached max_new_tokens {outcome}; allow more tokens.")
 
 
 def warn_about_unused_options(

@@ -113,12 +113,6 @@ def write_flat_pages(pages: Tensor, keys: Tensor, values: Tensor, slots: Tensor)
     rows[slots] = torch.cat([keys, values], -1)[:, 0]
 
 
-def read_flat_pages(pages: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Copy pages that `write_flat_pages` wrote."""
-    keys, values = pages[numbers.long(), 0].chunk(2, dim=-1)
-    return keys, values
-
-
 def read_transposed_pages(pages: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Copy pages of vLLM's CPU kernel for vector instructions: keys (D, page_size), then values."""
     copied = pages[numbers.long(), 0]
