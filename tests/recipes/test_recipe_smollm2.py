@@ -144,8 +144,7 @@ def test_the_adapter_for_one_length_begins_with_what_ships(tmp_path, monkeypatch
     [
         ("train", [*build.SHAPE, *build.RATIOS]),
         ("train", build.OF_SHARED),
-        ("train", build.OF_MORE),
-        ("train", build.OF_WIDE),
+        *(("train", flags) for flags in build.LEGS.values()),
         ("data build", build.CORPUS),
         ("data build", build.OF_PEOPLE),
         *(("data build", [*build.ANSWERS, *flags.split()]) for flags in build.DATA.values()),
@@ -178,8 +177,8 @@ def test_every_leg_has_a_folder_of_its_own_and_is_the_one_installed(tmp_path, mo
     monkeypatch.setattr(build, "wait_for", lambda *running: None)
     monkeypatch.setattr(build, "install_adapter", install)
     (tmp_path / "restore-kvzip" / "adapter").mkdir(parents=True)
-    for words in (("--more", "1"), ("--more", "2"), ("--wide", "1"), ("--more", "2")):
-        build.main([str(tmp_path), *words])
+    for leg, seed in (("more", "1"), ("more", "2"), ("wide", "1"), ("more", "2")):
+        build.main([str(tmp_path), "--leg", leg, "--seed", seed])
     more, other, wide = "restore-kvzip.more-1", "restore-kvzip.more-2", "restore-kvzip.wide-1"
     assert trained == [("1", more), ("2", other), ("1", wide)]
     assert installed == [(more, "kvzip"), (other, "kvzip"), (wide, "kvzip"), (other, "kvzip")]
