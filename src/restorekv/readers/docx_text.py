@@ -8,6 +8,7 @@
   value stays in its column and every row says what it belongs to.
 - Of tracked changes, what was inserted is read, and what was deleted is not. Hidden text and the
   codes of fields are not read either.
+- A paragraph of a numbered list begins with its number, as in word_lists.py.
 - Raised and lowered text is written as in raised.py, and equations as in equations.py.
 """
 
@@ -21,6 +22,7 @@ from typing import Any
 from restorekv.readers.raised import LOWERED, RAISED, mark, remove_markers, write_plainly
 from restorekv.readers.symbol_fonts import UNKNOWN, find_symbol, is_symbol_font
 from restorekv.readers.word_equations import MATH, read_equation
+from restorekv.readers.word_lists import WordLists
 
 # Names of a Word document's XML: elements around paragraphs, rows and cells, or around a part of a
 # paragraph, that are not text themselves; elements that hold the text of a paragraph; and single
@@ -152,6 +154,7 @@ class DocumentReader:
         self.notes: list[tuple[str, str]] = []  # kinds and ids, in the order of their numbers
         self.numbers: dict[tuple[str, str], int] = {}
         self.vertical_styles = self._read_vertical_styles()
+        self.lists = WordLists(self._find_related("numbering"), self._find_related("styles"))
 
     def read(self) -> Iterator[str]:
         """Yield the paragraphs and tables of the document and of what belongs to it."""
@@ -239,15 +242,18 @@ class DocumentReader:
     def _read_story(self, container: Any) -> list[str]:
         """Return the paragraphs and tables of the document, a header or a note."""
         outer = self.fields
+        outer_numbers = self.lists.begin_story()
         self.fields = Fields()
         # Where fields do not end, nothing is taken for the code of one.
         self.has_whole_fields = _has_whole_fields(container)
         blocks = list(self.read_blocks(container))
         self.fields = outer
+        self.lists.end_story(outer_numbers)
         return blocks
 
-    def read_blocks(self, container: Any) -> Iterator[str]:
-        """Yield the paragraphs and tables in the XML of a document or a cell.
+    def read_blocks(self, container: Any, counts: bool = True) -> Iterator[str]:
+        """Yield the paragraphs and tables in the XML of a document or a cell, with their numbers
+        where this `counts`.
 
         Text boxes follow the paragraph that they belong to. Read from the XML, since python-docx
         leaves out what is in content controls and in tracked insertions.
@@ -266,9 +272,15 @@ class DocumentReader:
                 # The end of the paragraph was deleted, so the next one continues it.
                 before = text
             else:
-                yield write_plainly(text).strip("\n")
+                is_hidden = mark_of_end is not None and is_on(mark_of_end.find(WORD + "vanish"))
+                number = ""
+                if counts and (text or not is_hidden):
+                    number = remove_markers(self.lists.number_paragraph(block))
+                yield (number + write_plainly(text)).strip("\n")
             for box in iter_boxes(block):
-                yield from self.read_blocks(box)
+                outer_numbers = self.lists.begin_story()
+                yield from self.read_blocks(box, counts)
+                self.lists.end_story(outer_numbers)
         if before:
             yield write_plainly(before)
 
@@ -292,17 +304,23 @@ class DocumentReader:
         """Add the value of a cell, with an empty one for each further column that it spans; return
         how many columns it spans.
         """
-        text = " ".join(" ".join(self.read_blocks(cell)).split())
         column = len(values)
         span = 1
+        is_deleted = False
+        continues = False
         properties = cell.find(WORD + "tcPr")
         if properties is not None:
-            if properties.find(WORD + "cellDel") is not None:
-                text = ""
+            is_deleted = properties.find(WORD + "cellDel") is not None
             span = max(get_number(properties.find(WORD + "gridSpan"), 1), 1)
             merged = properties.find(WORD + "vMerge")
-            if merged is not None and merged.get(WORD + "val", "continue") == "continue":
-                text = text or above.get(column, "")
+            continues = merged is not None and merged.get(WORD + "val", "continue") == "continue"
+        # Word shows no number in what belongs to the cell above.
+        blocks = self.read_blocks(cell, counts=not is_deleted and not continues)
+        text = " ".join(" ".join(blocks).split())
+        if is_deleted:
+            text = ""
+        if continues:
+            text = text or above.get(column, "")
         above[column] = text if len(text) <= MAX_REPEATED else ""
         values.append(text)
         values.extend([""] * (span - 1))
