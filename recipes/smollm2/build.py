@@ -10,9 +10,9 @@ data. Resumable.
 
 The training data is next to this file; --anew makes the passages of stories and novels again,
 --corpus the shards of the corpus of many genres, whose folder it names, and nothing else. Two
-processes with one thread each take hours on two cores; where a CPU has instructions for it,
---dtype bfloat16 halves the time of training and quarters that of data. What ships was trained in
-several goes; paper/log.md says how. gate.py makes the gate.
+processes with one thread each take hours on two cores; --dtype bfloat16 halves that where a CPU
+has instructions for it. What ships was trained in several goes; paper/log.md says how. gate.py
+makes the gate.
 """
 
 from __future__ import annotations
