@@ -324,6 +324,17 @@ def test_a_node_with_another_model_under_the_same_name_is_refused(world, given, 
     assert out.read_bytes() == (given.parent / "out" / "a.txt.rkv").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"), [(("--ray", "local"), "--ray"), (("--replace",), "--replace")]
+)
+def test_what_is_for_folders_is_refused_for_one_text(tmp_path, flags, says):
+    text = tmp_path / "one.txt"
+    text.write_text("A lighthouse.")
+    refused = cli("compress", text, "--model", "tiny", "-o", tmp_path / "one.rkv", *flags)
+    assert refused.code == 1 and f"{says} " in refused.err and "folder of documents" in refused.err
+    assert not (tmp_path / "one.rkv").exists()
+
+
 @pytest.mark.slow
 def test_spread_over_ray_gives_the_same_bytes(world, given, tmp_path):
     """And a run here goes on where one on a cluster stopped."""

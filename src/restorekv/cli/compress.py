@@ -94,6 +94,11 @@ def run(
             raise RestoreKVError(
                 "--ray needs a folder of documents; leave it out for a single text."
             )
+        if replace:
+            raise RestoreKVError(
+                "--replace is for a folder of documents; the cache file of a single text is "
+                "replaced in any case."
+            )
         check_target(out)
         check_outputs_apart((out, json), (file, model))
         check_output_kind(out, "restorekv-cache")
