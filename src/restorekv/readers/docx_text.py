@@ -12,7 +12,6 @@
 - Raised and lowered text is written as in raised.py, and equations as in equations.py.
 """
 
-import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -23,11 +22,11 @@ from restorekv.readers.raised import LOWERED, RAISED, mark, remove_markers, writ
 from restorekv.readers.symbol_fonts import UNKNOWN, find_symbol, is_symbol_font
 from restorekv.readers.word_equations import MATH, read_equation
 from restorekv.readers.word_lists import WordLists
+from restorekv.readers.word_package import WORD, WordPackage
 
 # Names of a Word document's XML: elements around paragraphs, rows and cells, or around a part of a
 # paragraph, that are not text themselves; elements that hold the text of a paragraph; and single
 # characters.
-WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 AROUND = ("sdt", "sdtContent", "customXml", "ins", "moveTo")
 INSIDE = ("hyperlink", "smartTag", "fldSimple", "bdo", "dir", "ruby", "rubyBase")
 CHARACTERS = {"tab": "\t", "ptab": "\t", "cr": "\n", "br": "\n", "noBreakHyphen": "-"}
@@ -49,14 +48,12 @@ def extract_docx(content: bytes) -> tuple[str, dict[str, Any]]:
     """Return the text of a document and notices: how many symbols are not known ("symbols") and how
     many files Word inserts when it opens the document ("inserted"), where there are any.
     """
-    from docx import Document
-
-    reader = DocumentReader(Document(io.BytesIO(content)).part)
+    reader = DocumentReader(WordPackage(content))
     text = "\n\n".join(reader.read())
     notices = {}
     if reader.unknown_symbols:
         notices["symbols"] = reader.unknown_symbols
-    inserted = len(list(reader.part.element.body.iter(*INSERTED)))
+    inserted = len(list(reader.body.iter(*INSERTED)))
     if inserted:
         notices["inserted"] = inserted
     return text, notices
@@ -143,11 +140,19 @@ class DocumentReader:
     """Reads the parts of a document.
 
     Args:
-        part: The part of the package with the document itself.
+        package: The document's parts.
+
+    Raises:
+        KeyError: There is no document in it.
     """
 
-    def __init__(self, part: Any) -> None:
-        self.part = part
+    def __init__(self, package: WordPackage) -> None:
+        self.package = package
+        main = package.find_main_part()
+        self.relations = package.read_relations(main)
+        self.body = package.read_part(main).find(WORD + "body")
+        if self.body is None:
+            raise KeyError("body")
         self.unknown_symbols = 0
         self.fields = Fields()
         self.has_whole_fields = True
@@ -158,10 +163,9 @@ class DocumentReader:
 
     def read(self) -> Iterator[str]:
         """Yield the paragraphs and tables of the document and of what belongs to it."""
-        body = self.part.element.body
-        yield from self._read_margins(body, "headerReference")
-        yield from self._read_story(body)
-        yield from self._read_margins(body, "footerReference")
+        yield from self._read_margins("headerReference")
+        yield from self._read_story(self.body)
+        yield from self._read_margins("footerReference")
         notes = {**self._find_notes("footnote"), **self._find_notes("endnote")}
         # The list may grow meanwhile, as a note may name further ones.
         for number, note in enumerate(self.notes, 1):
@@ -170,19 +174,10 @@ class DocumentReader:
 
     def _find_related(self, kind: str) -> Any | None:
         """Return the XML of a part that the document names by its kind, such as "footnotes"."""
-        for relation in self.part.rels.values():
-            if not relation.is_external and relation.reltype.endswith(f"/{kind}"):
-                return self._parse(relation.target_part)
+        for relation in self.relations.values():
+            if relation.target and relation.kind == kind:
+                return self.package.read_part(relation.target)
         return None
-
-    def _parse(self, part: Any) -> Any:
-        """Return the XML of a part."""
-        from docx.oxml import parse_xml
-
-        element = getattr(part, "element", None)
-        if element is None:
-            return parse_xml(part.blob)
-        return element
 
     def _read_vertical_styles(self) -> dict[str, str]:
         """Return which styles of characters are raised or lowered."""
@@ -209,24 +204,24 @@ class DocumentReader:
             styles[style_id] = own.get(name, "")
         return styles
 
-    def _read_margins(self, body: Any, kind: str) -> Iterator[str]:
+    def _read_margins(self, kind: str) -> Iterator[str]:
         """Yield the texts of all headers or footers that are shown, each once."""
         settings = self._find_related("settings")
         shown = {"default"}
         if settings is not None and is_on(settings.find(WORD + "evenAndOddHeaders")):
             shown.add("even")
         seen = set()
-        for section in body.iter(WORD + "sectPr"):
+        for section in self.body.iter(WORD + "sectPr"):
             kinds = set(shown)
             if is_on(section.find(WORD + "titlePg")):
                 kinds.add("first")
             for reference in section.findall(WORD + kind):
-                relation = self.part.rels.get(reference.get(RELATION, ""))
-                if reference.get(WORD + "type", "default") not in kinds or relation is None:
+                relation = self.relations.get(reference.get(RELATION, ""))
+                if reference.get(WORD + "type", "default") not in kinds:
                     continue
-                if relation.is_external:
+                if relation is None or not relation.target:
                     continue
-                blocks = self._read_story(self._parse(relation.target_part))
+                blocks = self._read_story(self.package.read_part(relation.target))
                 text = "\n".join(block for block in blocks if block.strip())
                 if text and text not in seen:
                     seen.add(text)
