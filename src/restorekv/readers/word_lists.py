@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from restorekv.readers.list_numbers import write_number
+from restorekv.readers.word_package import WORD
 
-WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 FALLBACK = "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"
 LEVELS = 9
 MAX_NUMBER = 32767  # as in Word
