@@ -22,7 +22,7 @@ from restorekv.readers.raised import LOWERED, RAISED, mark, remove_markers, writ
 from restorekv.readers.symbol_fonts import UNKNOWN, find_symbol, is_symbol_font
 from restorekv.readers.word_equations import MATH, read_equation
 from restorekv.readers.word_lists import WordLists
-from restorekv.readers.word_package import WORD, WordPackage
+from restorekv.readers.word_package import COMPATIBILITY, WORD, WordPackage, is_on, read_number
 
 # Names of a Word document's XML: elements around paragraphs, rows and cells, or around a part of a
 # paragraph, that are not text themselves; elements that hold the text of a paragraph; and single
@@ -32,7 +32,6 @@ INSIDE = ("hyperlink", "smartTag", "fldSimple", "bdo", "dir", "ruby", "rubyBase"
 CHARACTERS = {"tab": "\t", "ptab": "\t", "cr": "\n", "br": "\n", "noBreakHyphen": "-"}
 DELETED = ("del", "moveFrom")
 # Several forms of one thing, for newer and older programs.
-COMPATIBILITY = "{http://schemas.openxmlformats.org/markup-compatibility/2006}"
 ALTERNATIVES = COMPATIBILITY + "AlternateContent"
 FORMS = (COMPATIBILITY + "Choice", COMPATIBILITY + "Fallback")
 # Other files, such as a page of HTML, whose content Word shows instead of them.
@@ -59,19 +58,9 @@ def extract_docx(content: bytes) -> tuple[str, dict[str, Any]]:
     return text, notices
 
 
-def is_on(element: Any) -> bool:
-    """Return whether a property that is on or off is there and on."""
-    return element is not None and element.get(WORD + "val", "1") not in ("0", "off", "false")
-
-
 def get_number(element: Any, default: int = 0) -> int:
     """Return the value of an element as a number from 0 to MAX_COLUMNS."""
-    if element is None:
-        return default
-    value = element.get(WORD + "val", "")
-    if not value.isdecimal():
-        return default
-    return min(int(value[:9]), MAX_COLUMNS)
+    return read_number(element, default, MAX_COLUMNS)
 
 
 def choose_form(alternatives: Any) -> Any | None:

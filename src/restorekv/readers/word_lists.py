@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from restorekv.readers.list_numbers import write_number
-from restorekv.readers.word_package import WORD
+from restorekv.readers.word_package import COMPATIBILITY, WORD, is_on, read_number
 
-FALLBACK = "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"
+FALLBACK = COMPATIBILITY + "Fallback"
 LEVELS = 9
 MAX_NUMBER = 32767  # as in Word
 MAX_LETTERS = 30  # of a number, as in Word
@@ -156,7 +156,7 @@ class WordLists:
             own_level = own.find(WORD + "ilvl")
             name = _get_value(own.find(WORD + "numId"))
             if name:
-                return name, _read_number(own_level, 0)
+                return name, read_number(own_level, 0, MAX_NUMBER)
         style = _get_value(paragraph.find(f"{WORD}pPr/{WORD}pStyle")) or self.style_of_all
         for style_id in self._list_bases(style):
             properties = self.style_properties.get(style_id)
@@ -166,8 +166,8 @@ class WordLists:
             if not name:
                 continue
             if own_level is not None:
-                return name, _read_number(own_level, 0)
-            level = _read_number(properties.find(WORD + "ilvl"), 0)
+                return name, read_number(own_level, 0, MAX_NUMBER)
+            level = read_number(properties.find(WORD + "ilvl"), 0, MAX_NUMBER)
             return name, self._find_level_of_style(name, style_id, level)
         return "", 0
 
@@ -212,7 +212,7 @@ class WordLists:
                 levels[place] = _read_level(own)
             start = override.find(WORD + "startOverride")
             if start is not None:
-                starts[place] = _read_number(start, 0)
+                starts[place] = read_number(start, 0, MAX_NUMBER)
         return NumberedList(definition_id, levels, starts)
 
     def _find_definition(self, instance: Any) -> str:
@@ -264,7 +264,7 @@ def _find_all(root: Any | None, name: str) -> Sequence[Any]:
 def _iter_levels(parent: Any, name: str) -> Iterator[tuple[int, Any]]:
     """Yield the elements of a name, each about one level, with the level's place."""
     for element in parent.findall(WORD + name):
-        place = _read_number(element, 0, "ilvl")
+        place = read_number(element, 0, MAX_NUMBER, "ilvl")
         if place < LEVELS:
             yield place, element
 
@@ -274,25 +274,18 @@ def _get_value(element: Any | None) -> str:
     return "" if element is None else element.get(WORD + "val", "")
 
 
-def _read_number(element: Any | None, default: int, attribute: str = "val") -> int:
-    """Return an attribute of an element as a number from 0 to MAX_NUMBER."""
-    text = "" if element is None else element.get(WORD + attribute, "")
-    return min(int(text[:9]), MAX_NUMBER) if text.isdecimal() else default
-
-
 def _read_level(element: Any) -> Level:
     """Return a level from its XML."""
     kind = element.find(WORD + "numFmt")
     if kind is None:  # newer kinds, each with an older one for other programs
         kind = element.find(f".//{FALLBACK}/{WORD}numFmt")
-    legal = element.find(WORD + "isLgl")
     return Level(
-        start=_read_number(element.find(WORD + "start"), 0),
+        start=read_number(element.find(WORD + "start"), 0, MAX_NUMBER),
         kind=_get_value(kind) or "decimal",
         text=_get_value(element.find(WORD + "lvlText"))[:MAX_TEXT],
         suffix=SUFFIXES.get(_get_value(element.find(WORD + "suff")), " "),
-        restart=_read_number(element.find(WORD + "lvlRestart"), LEVELS),
-        is_legal=legal is not None and legal.get(WORD + "val", "1") not in ("0", "off", "false"),
+        restart=read_number(element.find(WORD + "lvlRestart"), LEVELS, MAX_NUMBER),
+        is_legal=is_on(element.find(WORD + "isLgl")),
         style=_get_value(element.find(WORD + "pStyle")),
     )
 

@@ -8,7 +8,9 @@ from typing import Any
 from urllib.parse import unquote
 from zipfile import ZipFile
 
+# The names of Word's own elements, and of those that choose between forms of one thing.
 WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
+COMPATIBILITY = "{http://schemas.openxmlformats.org/markup-compatibility/2006}"
 # Documents that are saved as "Strict Open XML" have other names for the same elements.
 STRICT = "{http://purl.oclc.org/ooxml/"
 STRICT_NAMES = re.compile(rb"http://purl\.oclc\.org/ooxml/(\w+)/")
@@ -74,6 +76,24 @@ class WordPackage:
             kind = element.get("Type", "").rpartition("/")[2]
             relations[element.get("Id", "")] = Relation(kind, target)
         return relations
+
+
+def is_on(element: Any) -> bool:
+    """Return whether a property that is on or off is there and on."""
+    return element is not None and element.get(WORD + "val", "1") not in ("0", "off", "false")
+
+
+def read_number(element: Any | None, default: int, highest: int, attribute: str = "val") -> int:
+    """Return an attribute of an element as a number from 0 to `highest`.
+
+    Args:
+        element: The element, or None.
+        default: What is returned where there is no such number.
+        highest: What is returned for higher numbers.
+        attribute: Its name, without that of the space of names.
+    """
+    text = "" if element is None else element.get(WORD + attribute, "")
+    return min(int(text[:9]), highest) if text.isdecimal() else default
 
 
 def _unify_name(name: str) -> str:
