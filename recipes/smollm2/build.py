@@ -244,7 +244,7 @@ def write_held_out(folder: Path, source: Path) -> Path:
     return path
 
 
-def build_shards(folder: Path, source: Path, shards: list[int], place: Sequence[str]) -> None:
+def build_shards(folder: Path, source: Path, shards: list[int], model_flags: Sequence[str]) -> None:
     """Build shards of the corpus, two at a time; its development passages are kept out by their
     words too.
     """
@@ -264,11 +264,11 @@ def build_shards(folder: Path, source: Path, shards: list[int], place: Sequence[
             command = ("data", "build", *CORPUS, "--model", SMOLLM2, "--corpus", str(source))
             command += ("--exclude", str(held_out), "--part", f"{shard}/{SHARDS}", "--resume")
             out = folder / "data" / f"corpus-{shard}"
-            running.append(start_command(*command, *place, "--out", str(out)))
+            running.append(start_command(*command, *model_flags, "--out", str(out)))
         wait_for(*running)
 
 
-def build_people(folder: Path, source: Path, place: Sequence[str]) -> None:
+def build_people(folder: Path, source: Path, model_flags: Sequence[str]) -> None:
     """Build the passages of the corpus' training split that people asked about."""
     held_out = write_held_out(folder, source)
     asked = folder / "people.jsonl"
@@ -280,7 +280,7 @@ def build_people(folder: Path, source: Path, place: Sequence[str]) -> None:
     command = ("data", "build", *OF_PEOPLE, "--model", SMOLLM2, "--corpus", str(asked))
     command += ("--corpus-passages", str(len(rows)), "--exclude", str(held_out), "--resume")
     out = folder / "data" / PEOPLE
-    wait_for(start_command(*command, *place, "--out", str(out)))
+    wait_for(start_command(*command, *model_flags, "--out", str(out)))
 
 
 def write_corpus_path(record: Path, source: Path) -> None:
@@ -360,19 +360,19 @@ def train_shared(folder: Path) -> None:
     train_on(folder, SHARED, *OF_SHARED)
 
 
-def train_leg(folder: Path, leg: str, seed: int, *place: str) -> Path:
+def train_leg(folder: Path, leg: str, seed: int, *model_flags: str) -> Path:
     """Train KVzip's adapter on, from the one that ships, as one of LEGS says.
 
     Args:
-        folder: Of all runs.
-        leg: A name of LEGS.
-        seed: Of this leg alone, so that it draws other contexts than the one before.
-        place: Flags of device and dtype.
+        folder: The folder of all runs.
+        leg: A key of LEGS.
+        seed: A seed that no other leg has, so that this one draws its contexts in another order.
+        model_flags: The flags of device and dtype.
 
     Returns:
-        The folder of the leg's run.
+        The folder of this leg's run.
     """
-    settings = (*LEGS[leg], "--seed", str(seed), *place)
+    settings = (*LEGS[leg], "--seed", str(seed), *model_flags)
     return train_on(folder, f"{FIRST}.{leg}-{seed}", *settings)
 
 
@@ -443,9 +443,11 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--leg", choices=LEGS, help="Train KVzip's adapter on from the one that ships instead."
     )
-    parser.add_argument("--seed", type=int, help="Of --leg; give every leg one of its own.")
-    parser.add_argument("--device", default="cpu", help="Of --leg and --corpus.")
-    parser.add_argument("--dtype", default="float32", help="Of --leg and --corpus.")
+    parser.add_argument("--seed", type=int, help="Seed of --leg; give every leg its own.")
+    parser.add_argument("--device", default="cpu", help="Device for --leg and --corpus.")
+    parser.add_argument(
+        "--dtype", default="float32", help="Dtype of the model for --leg and --corpus."
+    )
     parser.add_argument("--corpus", type=Path, help="Make the data of this corpus instead.")
     parser.add_argument(
         "--people", action="store_true", help="Of the corpus, what people asked about alone."
@@ -457,13 +459,13 @@ def main(args: Sequence[str] | None = None) -> None:
     options = parser.parse_args(args)
     if (options.leg is None) != (options.seed is None):
         parser.error("--leg and --seed go together.")
-    place = ("--device", options.device, "--dtype", options.dtype)
+    model_flags = ("--device", options.device, "--dtype", options.dtype)
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.corpus:
         if options.people:
-            build_people(options.folder, options.corpus, place)
+            build_people(options.folder, options.corpus, model_flags)
         else:
-            build_shards(options.folder, options.corpus, options.shards, place)
+            build_shards(options.folder, options.corpus, options.shards, model_flags)
         return
     if options.shared:
         train_shared(options.folder)
@@ -471,7 +473,7 @@ def main(args: Sequence[str] | None = None) -> None:
         install_adapter(train_per_head(options.folder), f"{FIRST}.per-head")
     elif options.leg is not None:
         # A leg goes on from what ships, and takes its place.
-        leg = train_leg(options.folder, options.leg, options.seed, *place)
+        leg = train_leg(options.folder, options.leg, options.seed, *model_flags)
         install_adapter(leg, FIRST)
     else:
         if not options.install_only:
