@@ -89,8 +89,11 @@ CORPUS = (
 )
 # Passages that people asked about, with more of their questions, which are short and about facts.
 PEOPLE = "people"
+PEOPLE_PARTS = 2  # built at the same time, with one thread each
 OF_PEOPLE = (
     *CORPUS,
+    "--corpus-passages",
+    "840",  # all of them
     "--made",
     "0",
     "--human-questions",
@@ -268,19 +271,30 @@ def build_shards(folder: Path, source: Path, shards: list[int], model_flags: Seq
         wait_for(*running)
 
 
-def build_people(folder: Path, source: Path, model_flags: Sequence[str]) -> None:
-    """Build the passages of the corpus' training split that people asked about."""
-    held_out = write_held_out(folder, source)
-    asked = folder / "people.jsonl"
-    rows = []
+def write_asked(folder: Path, source: Path) -> Path:
+    """Write the corpus' training passages that people asked about."""
+    path = folder / "people.jsonl"
+    lines = []
     for row in iterate_rows(str(source), {}):
         if row.get("split") in (None, TRAIN_SPLIT) and row.get("questions"):
-            rows.append(json.dumps(row, ensure_ascii=False) + "\n")
-    asked.write_text("".join(rows), "utf-8")
-    command = ("data", "build", *OF_PEOPLE, "--model", SMOLLM2, "--corpus", str(asked))
-    command += ("--corpus-passages", str(len(rows)), "--exclude", str(held_out), "--resume")
-    out = folder / "data" / PEOPLE
-    wait_for(start_command(*command, *model_flags, "--out", str(out)))
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    path.write_text("".join(lines), "utf-8")
+    return path
+
+
+def build_people(folder: Path, source: Path, model_flags: Sequence[str]) -> None:
+    """Build the passages that people asked about, in two parts at once."""
+    held_out = write_held_out(folder, source)
+    asked = write_asked(folder, source)
+    running = []
+    for part in range(1, PEOPLE_PARTS + 1):
+        out = folder / "data" / f"{PEOPLE}-{part}"
+        if (out / "manifest.json").exists():
+            continue
+        command = ("data", "build", *OF_PEOPLE, "--model", SMOLLM2, "--corpus", str(asked))
+        command += ("--exclude", str(held_out), "--part", f"{part}/{PEOPLE_PARTS}", "--resume")
+        running.append(start_command(*command, *model_flags, "--out", str(out)))
+    wait_for(*running)
 
 
 def write_corpus_path(record: Path, source: Path) -> None:

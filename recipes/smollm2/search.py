@@ -141,9 +141,9 @@ class Case:
 class Bench:
     """The model, the prepared cases in a folder, and what is done with them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: str = "float32") -> None:
         self.folder = folder
-        self.model, self.tokenizer = load_model("smollm2")
+        self.model, self.tokenizer = load_model("smollm2", dtype=dtype)
         self.model.requires_grad_(False)
 
     def load_cases(self, split: str) -> list[Case]:
@@ -533,6 +533,14 @@ def is_current(result: Mapping[str, Any]) -> bool:
     return not init or result.get("init_hash") == hash_shipped(init)
 
 
+def format_mean(gains: np.ndarray) -> str:
+    """Return the mean of gains, with a 95 % bootstrap interval if there are enough of them."""
+    gain, low, high = bootstrap_ratio(gains, np.ones(len(gains)))
+    if low is None or high is None:
+        return f"{gain:+.4f}"
+    return f"{gain:+.4f} ({low:+.4f} to {high:+.4f})"
+
+
 def compare_results(results: list[dict]) -> str:
     """Return a Markdown table of variants: mean divergence at every ratio, and what is gained over
     the first.
@@ -561,11 +569,7 @@ def compare_results(results: list[dict]) -> str:
                 expected[row["name"]][f"{ratio:g}"] - row["kl"][f"{ratio:g}"]
                 for row in result["development"]
             ]
-            gain, low, high = bootstrap_ratio(np.array(gains), np.ones(len(gains)))
-            shown = f"{gain:+.4f}"
-            if low is not None and high is not None:
-                shown += f" ({low:+.4f} to {high:+.4f})"
-            cells += [f"{np.mean(own):.4f}", shown]
+            cells += [f"{np.mean(own):.4f}", format_mean(np.array(gains))]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

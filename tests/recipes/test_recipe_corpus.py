@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from recipes.smollm2 import corpus_table
+from recipes.smollm2.build import write_asked
 from restorekv.data.build import SHIPPED_TEXTS, TEXTS
 from restorekv.data.config import BuildConfig
 from restorekv.data.corpus import read_corpus
 from restorekv.data.documents import SourceDocument
-from restorekv.data.files import iterate_rows, iterate_values, read_parquet_rows
+from restorekv.data.files import identify_source, iterate_rows, iterate_values, read_parquet_rows
 from restorekv.data.gather import AttemptFile, SourceBuilder, identify_document
 from restorekv.data.overlap import EvaluationIndex, read_evaluation_texts
 from restorekv.data.self_study import SelfStudy
@@ -29,6 +30,7 @@ from tests.helpers.data_world import settings, text, write_jsonl
 RECIPE = Path(__file__).parents[2] / "recipes" / "smollm2"
 READY = RECIPE / "data"
 SHARDS = sorted(path for path in READY.glob("corpus-*") if path.is_dir())
+PEOPLE = sorted(READY.glob("people-*"))
 TENTH = 0.1
 PLACE = next(
     (
@@ -166,6 +168,16 @@ def test_the_page_is_about_the_corpus_that_a_shard_is_of(shard):
         names = [line["context"][0] for line in AttemptFile(parts).done]
         genres = Counter(name.partition("/")[0].replace("_", " ") for name in names if "/" in name)
         assert set(genres) <= {row[0] for row in rows}
+
+
+@pytest.mark.parametrize("part", PEOPLE, ids=lambda path: path.name)
+@needs_corpus
+def test_what_people_asked_about_is_of_the_corpus(part, tmp_path):
+    """The files that a part was built from hold the corpus' rows, and no others."""
+    source = json.loads((part / "manifest.json").read_text())["sources"]["corpus"]
+    asked = write_asked(tmp_path, PLACE)
+    assert source["from"]["files"] == identify_source(str(asked))["files"]
+    assert source["contexts"] > 400 and source["examples"] > 3000
 
 
 @needs_corpus

@@ -1,0 +1,176 @@
+"""Compare adapters by how far their caches are from the full cache, on development passages.
+
+    python -m recipes.smollm2.development FOLDER --corpus CORPUS --adapter NAME=PLACE [...]
+        [--evictor kvzip kvzip+] [--dtype bfloat16]
+
+The passages and their questions are those of search.py: one of every genre, and made documents. No
+page reports them, so they may choose between trainings. PLACE is an adapter's folder or the name of
+one that ships, such as smollm2:kvzip. Prints a table for each evictor: the mean KL (in
+nats, from the full cache) at every ratio, alone and with each adapter, and what an adapter gains
+over the first one. FOLDER keeps the full
+cache's answers and what was measured; a run that was interrupted goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from recipes.smollm2.search import (
+    ANSWER_TOKENS,
+    RATIOS,
+    Bench,
+    Case,
+    answer_document,
+    draw_development_documents,
+    format_mean,
+)
+from restorekv.compression.eviction import Eviction
+from restorekv.compression.full_cache import ScoredContext
+from restorekv.model.prompt import make_context
+from restorekv.restore.adapter import RestoreAdapter
+from restorekv.train.examples import TrainingContext
+from restorekv.train.loss import compute_hidden_divergence, run_answers
+from restorekv.train.teacher import Teacher, TeacherTarget
+
+ALONE = "alone"
+SEPARATOR = "="
+
+
+def write_development_cases(bench: Bench, corpus: Path) -> None:
+    """Draw the passages and write them with the full cache's answers, unless they are there."""
+    path = bench.folder / "development.jsonl"
+    if path.exists():
+        return
+    lines = []
+    for document in draw_development_documents(corpus, bench):
+        lines.append(json.dumps(answer_document(bench, document)) + "\n")
+    path.write_text("".join(lines), "utf-8")
+
+
+def compute_divergence(
+    prepared: ScoredContext, targets: Sequence[TeacherTarget], ratio: float
+) -> float:
+    """Return the mean KL(full cache || small cache) over the tokens of the full cache's answers."""
+    output = run_answers(
+        prepared.model,
+        prepared.evict(f"{ratio:g}"),
+        [target.ids for target in targets],
+        [target.answer_length for target in targets],
+    )
+    expected = torch.cat([target.hidden for target in targets])
+    divergences = compute_hidden_divergence(prepared.model, expected, output.hidden, "forward")
+    return float(divergences.mean())
+
+
+@torch.no_grad()
+def measure_case(
+    bench: Bench, case: Case, evictor: str, adapters: Mapping[str, RestoreAdapter | None]
+) -> dict[str, dict[str, float]]:
+    """Return the divergence by adapter and ratio; None is the evictor alone."""
+    context = make_context(bench.tokenizer, case.text)
+    eviction = Eviction.make(evictor, on_small_budget="fewer")
+    prepared = eviction.prepare(bench.model, bench.tokenizer, context)
+    assert isinstance(prepared, ScoredContext), "the recipe does not stream"
+    example = TrainingContext(
+        case.text, case.questions, (None,) * len(case.questions), case.answer_ids
+    )
+    targets = Teacher(bench.model, bench.tokenizer, ANSWER_TOKENS).make_targets(prepared, example)
+    divergences = {}
+    for name, adapter in adapters.items():
+        restored = prepared if adapter is None else prepared.with_restore_cache(adapter)
+        divergences[name] = {
+            f"{ratio:g}": compute_divergence(restored, targets, ratio) for ratio in RATIOS
+        }
+    return divergences
+
+
+def measure_adapters(
+    bench: Bench, evictors: Sequence[str], adapters: Mapping[str, RestoreAdapter | None]
+) -> list[dict]:
+    """Measure what is missing in the folder; return the lines of these evictors and adapters."""
+    path = bench.folder / "divergences.jsonl"
+    done = {}
+    if path.exists():
+        for text in path.read_text("utf-8").splitlines():
+            line = json.loads(text)
+            done[line["case"], line["evictor"], line["weights"]] = line["kl"]
+    weights = {}
+    for name, adapter in adapters.items():
+        weights[name] = "" if adapter is None else adapter.to_stored().weights_hash()
+    cases = bench.load_cases("development")
+    lines = []
+    for number, case in enumerate(cases, 1):
+        for evictor in evictors:
+            missing = {
+                name: adapter
+                for name, adapter in adapters.items()
+                if (case.name, evictor, weights[name]) not in done
+            }
+            if missing:
+                measured = measure_case(bench, case, evictor, missing)
+                with path.open("a", encoding="utf-8") as file:
+                    for name, kl in measured.items():
+                        done[case.name, evictor, weights[name]] = kl
+                        line = {"case": case.name, "evictor": evictor, "weights": weights[name]}
+                        file.write(json.dumps(line | {"kl": kl}) + "\n")
+                print(f"{number}/{len(cases)} {evictor}: {case.name}", flush=True)
+            for name in adapters:
+                kl = done[case.name, evictor, weights[name]]
+                lines.append({"adapter": name, "evictor": evictor, "kl": kl})
+    return lines
+
+
+def make_table(lines: Sequence[Mapping], evictor: str, names: Sequence[str]) -> str:
+    """Return one evictor's Markdown table; a gain is paired, with a 95 % interval over passages."""
+    divergences = {}
+    for name in names:
+        rows = [line for line in lines if line["evictor"] == evictor and line["adapter"] == name]
+        divergences[name] = {
+            ratio: np.array([row["kl"][f"{ratio:g}"] for row in rows]) for ratio in RATIOS
+        }
+    first = names[1]
+    header = " | ".join(f"KL at {ratio:g} | gain" for ratio in RATIOS)
+    table = [f"| {evictor} | {header} |", "|" + "---|" * (1 + 2 * len(RATIOS))]
+    for name in names:
+        cells = [name]
+        for ratio in RATIOS:
+            gains = divergences[first][ratio] - divergences[name][ratio]
+            cells.append(f"{divergences[name][ratio].mean():.4f}")
+            cells.append("" if name == first else format_mean(gains))
+        table.append("| " + " | ".join(cells) + " |")
+    return "\n".join(table)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Measure what is missing, then print the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="One folder for each dtype.")
+    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--adapter", nargs="+", required=True, metavar="NAME=PLACE")
+    parser.add_argument("--evictor", nargs="+", default=["kvzip"])
+    parser.add_argument("--dtype", default="float32")
+    options = parser.parse_args(args)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    bench = Bench(options.folder, options.dtype)
+    adapters: dict[str, RestoreAdapter | None] = {ALONE: None}
+    for text in options.adapter:
+        name, separator, place = text.partition(SEPARATOR)
+        if not separator or name in adapters:
+            parser.error(f"--adapter takes NAME=PLACE, each name once and not {ALONE}, not {text}")
+        adapters[name] = RestoreAdapter.from_pretrained(bench.model, place)
+    write_development_cases(bench, options.corpus)
+    lines = measure_adapters(bench, options.evictor, adapters)
+    for evictor in options.evictor:
+        print("\n" + make_table(lines, evictor, list(adapters)))
+
+
+if __name__ == "__main__":
+    main()
