@@ -176,6 +176,14 @@ def test_a_property_may_have_the_name_of_a_keyword(tokenizer, name):
     assert not is_allowed(tokenizer, json.dumps({name: {"a": 1}, "b": 2}), schema)
 
 
+@pytest.mark.parametrize("joined", [{"$ref": "#/$defs/d"}, {"anyOf": [{"$ref": "#/$defs/d"}]}])
+def test_what_must_be_there_may_be_described_elsewhere(tokenizer, joined):
+    """A closed `d` would refuse the name that is required next to it."""
+    inner = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    schema = {**joined, "required": ["b"], "$defs": {"d": inner}}
+    assert is_allowed(tokenizer, '{"a": 1, "b": [2]}', schema)
+
+
 def test_values_of_a_schema_are_no_schemas():
     inner = {"type": "object", "properties": {"a": {}}}
     joined = {"not": {}, "allOf": [{}, {}]}

@@ -196,8 +196,9 @@ def _joins_schemas(schema: Any) -> bool:
         return any(map(_joins_schemas, inner))
     joined = schema.get("allOf")
     several = isinstance(joined, list) and len(joined) > 1
-    # What stands beside `properties` holds for the same value.
-    beside = "properties" in schema and {"allOf", "anyOf", "oneOf", "$ref"} & schema.keys()
+    # What is next to `properties` or `required` holds for the same value.
+    own = {"properties", "required"} & schema.keys()
+    beside = own and {"allOf", "anyOf", "oneOf", "$ref"} & schema.keys()
     conditional = {"if", "not", "dependentSchemas", "unevaluatedProperties"} & schema.keys()
     return several or bool(beside or conditional) or any(map(_joins_schemas, inner))
 
