@@ -16,6 +16,7 @@ from restorekv.serve.completions import CompletionRequest, list_logprobs  # noqa
 from restorekv.serve.engine import BusyError  # noqa: E402
 from restorekv.serve.questions import Questions  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
+from tests.helpers.chat_templates import build_chat_tokenizer  # noqa: E402
 from tests.helpers.models import build_model  # noqa: E402
 from tests.helpers.serving import VARIANT, client_of, serving  # noqa: E402
 
@@ -153,6 +154,16 @@ def test_tokens_of_one_character_begin_where_it_does(tiny_tokenizer):
     places = list_logprobs([(token, 0.0, {}) for token in ids], answer).text_offset
     wholes = [tiny_tokenizer.decode(ids[:count]).rstrip("\ufffd") for count in range(len(ids))]
     assert places == [len(whole) for whole in wholes]
+
+
+def test_a_word_and_the_same_word_after_a_space_are_two_tokens():
+    """Llama 2's tokenizer decodes both alike where they stand alone."""
+    tokenizer = build_chat_tokenizer("llama2")
+    word, after_space = tokenizer.convert_tokens_to_ids(["the", "\u2581the"])
+    answer = TextStream(tokenizer, skip_special_tokens=True, continues=True)
+    told = list_logprobs([(after_space, -1.0, {after_space: -1.0, word: -2.0})], answer)
+    assert told.tokens == [" the"]
+    assert told.top_logprobs == [{" the": -1.0, "the": -2.0}]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from restorekv.serve.replies import describe_logprobs  # noqa: E402
 from restorekv.serve.requests import AnswerDefaults, ChatRequest  # noqa: E402
 from restorekv.serve.run import Settings, build_app  # noqa: E402
 from restorekv.serve.service import Limits, Service  # noqa: E402
+from tests.helpers.chat_templates import build_chat_tokenizer  # noqa: E402
 from tests.helpers.compressing import compress_with, make_adapter  # noqa: E402
 from tests.helpers.models import build_model  # noqa: E402
 from tests.helpers.pdf import make_pdf_with_a_damaged_page  # noqa: E402
@@ -1096,6 +1097,20 @@ def test_bytes_of_parts_of_characters_are_not_made_up(tiny_tokenizer):
     for piece, described in zip(pieces, describe_logprobs(rows, tiny_tokenizer), strict=True):
         known = None if "\ufffd" in piece else list(piece.encode())
         assert described.bytes == described.top_logprobs[0].bytes == known
+
+
+@pytest.mark.parametrize("name", ["llama2", "mistral3", "gemma2", "llama3"])
+def test_the_bytes_of_tokens_together_are_the_text(name):
+    """Also where the tokenizer drops the space before a token that it decodes alone."""
+    tokenizer = build_chat_tokenizer(name)
+    ids = tokenizer("the code, the code", add_special_tokens=False).input_ids
+    rows = [(each, -1.0, {each: -1.0}) for each in ids[1:]]
+    described = describe_logprobs(rows, tokenizer)
+    text = tokenizer.decode(ids).removeprefix(tokenizer.decode(ids[:1]))
+    assert " the " in text
+    assert "".join(each.token for each in described) == text
+    assert b"".join(bytes(each.bytes) for each in described).decode() == text
+    assert all(each.top_logprobs[0].token == each.token for each in described)
 
 
 def test_a_cache_file_goes_out_and_in(client, file, model, tiny_tokenizer, tmp_path):

@@ -302,6 +302,15 @@ def decode_continuation(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return decode_ids(tokenizer, [*before, *ids], skip_special_tokens=True)[start:]
 
 
+def decode_token(tokenizer: Tokenizer, token: int) -> str:
+    """Return the text of one id inside of a text: with the space before it, or a control token's
+    name.
+    """
+    before = find_text_start(tokenizer)
+    start = len(decode_ids(tokenizer, before))
+    return decode_ids(tokenizer, [*before, token])[start:]
+
+
 def find_text_start(tokenizer: Tokenizer) -> list[int]:
     """Return ids of a text that keep the space after them.
 

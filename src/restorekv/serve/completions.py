@@ -19,7 +19,7 @@ from pydantic import Field, StrictInt, model_validator
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import OptionError
-from restorekv.model.tokenize import TextStream
+from restorekv.model.tokenize import TextStream, decode_token
 from restorekv.serve import fields, replies, schemas
 from restorekv.serve.engine import BusyError, Reply, ServedQuestion
 from restorekv.serve.questions import IsGone, PendingAnswer, Questions, format_event
@@ -234,16 +234,16 @@ def list_logprobs(
     offsets: list[int] = []
     likeliest: list[dict[str, float]] = []
     for token, value, top in rows:
-        texts.append(str(tokenizer.decode([token])))
+        texts.append(decode_token(tokenizer, token))
         values.append(value)
-        # The texts of single tokens do not add up to this: a tokenizer may drop the space before
-        # one, and several tokens may make one character, which begins with the first of them.
+        # The texts of single tokens do not add up to this: several tokens may make one character,
+        # which begins with the first of them.
         offsets.append(len(answer.certain))
         answer.push(token)
         texts_of_top: dict[str, float] = {}
         for other, each in top.items():
             # Tokens may look alike, such as parts of characters; the likeliest of them counts.
-            texts_of_top.setdefault(str(tokenizer.decode([other])), each)
+            texts_of_top.setdefault(decode_token(tokenizer, other), each)
         likeliest.append(texts_of_top)
     return Logprobs(
         tokens=texts, token_logprobs=values, text_offset=offsets, top_logprobs=likeliest

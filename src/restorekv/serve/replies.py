@@ -21,7 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.generation.answers import Answer
-from restorekv.model.tokenize import REPLACEMENT
+from restorekv.model.tokenize import REPLACEMENT, decode_token
 from restorekv.serve import schemas
 from restorekv.serve.engine import Engine, Reply, ServedDocument
 from restorekv.serve.index import Upload
@@ -159,7 +159,7 @@ def describe_logprobs(
     """Return the log-probabilities of tokens, given with those of the likeliest ones."""
 
     def describe(token: int, value: float) -> dict[str, Any]:
-        text = str(tokenizer.decode([token]))
+        text = decode_token(tokenizer, token)
         # A part of a character decodes to U+FFFD, whose bytes are not the token's.
         known = None if REPLACEMENT in text else list(text.encode())
         return {"token": text, "logprob": value, "bytes": known}
