@@ -216,8 +216,10 @@ def test_an_answer_goes_on_where_the_assistant_stopped(client, model, tiny_token
     assert answer.usage.prompt_tokens == len(ids)
     streamed = ask(client, messages, stream=True)
     assert "".join(part.choices[0].delta.content or "" for part in streamed) == wanted
-    with pytest.raises(openai.BadRequestError, match="leave out the assistant's last message"):
-        ask(client, messages, response_format={"type": "json_object"})
+    any_json = {"type": "json_schema", "json_schema": {"name": "any", "schema": {}}}
+    for form in ({"type": "json_object"}, any_json):
+        with pytest.raises(openai.BadRequestError, match="leave out the assistant's last message"):
+            ask(client, messages, response_format=form)
 
 
 def test_an_answer_about_a_document_goes_on_too(client, tiny_tokenizer):

@@ -548,7 +548,7 @@ def parse_chat(
     answer_prefix = ""
     if roles and roles[-1] == "assistant":
         answer_prefix = texts.pop()
-        if request.response_format and request.response_format.find_schema():
+        if (request.response_format or Format()).find_schema() is not None:
             raise OptionError(
                 "response_format cannot continue a partial answer; leave out the assistant's last "
                 "message.",
