@@ -3,6 +3,7 @@ conversations, and what stays as it is.
 """
 
 import random
+import re
 
 import pytest
 
@@ -16,6 +17,7 @@ from restorekv.generation.repetition import (
     drop_repetition,
 )
 from restorekv.generation.sampling import SamplingConfig
+from tests.helpers.chat_templates import build_chat_tokenizer
 from tests.helpers.compressing import QUESTIONS, make_small
 from tests.helpers.dictating import Dictate
 
@@ -41,6 +43,28 @@ class Letters:
     def convert_ids_to_tokens(self, token):
         return f"\u0120{chr(token).lower()}" if chr(token).isupper() else chr(token)
 
+    def decode(self, ids, skip_special_tokens):
+        return put_spaces("".join(map(chr, ids)))
+
+
+def put_spaces(text):
+    return re.sub("[A-Z]", lambda capital: f" {capital[0].lower()}", text)
+
+
+# Words and numbers with signs in them, then what a comma separates, then what any sign does.
+WORDS = [r"[^\W_]+(?:[.,:'/-][^\W_]+)*", r"[^\W_]+(?:[.:'/-][^\W_]+)*", r"[^\W_]+"]
+
+
+def find_border(text, start, size):
+    """Return how many of `size` letters after the start come before the first border of words."""
+    for pattern in WORDS:
+        words = list(re.finditer(pattern, put_spaces(text)))
+        for letters in range(size):
+            border = len(put_spaces(text[: start + letters]))
+            if not any(word.start() < border < word.end() for word in words):
+                return letters
+    return 0
+
 
 def find_cut(text, copies):
     """Return what the rule leaves of a text and where it ended, or None; all blocks are tried."""
@@ -53,9 +77,10 @@ def find_cut(text, copies):
                 covered += 1
             if covered >= copies * size and covered >= LEAST_TOKENS:
                 # The other copies begin there, at the first space if there is one.
-                copy = text[end - covered + size : end - covered + 2 * size]
-                skipped = next((at for at, sign in enumerate(copy) if sign.isupper()), 0)
-                return text[: end - covered + size + skipped], end
+                start = end - covered + size
+                spaces = [at for at in range(size) if text[start + at].isupper()]
+                skipped = spaces[0] if spaces else find_border(text[:end], start, size)
+                return text[: start + skipped], end
     return None
 
 
@@ -86,7 +111,8 @@ def test_the_rule_is_the_one_spelled_out(copies):
     draw = random.Random(copies)
     found = 0
     for _ in range(300):
-        block = "".join(draw.choices("abB.", k=draw.randint(1, 24)))
+        signs = draw.choice(["abB.", "ab.", "ab;,"])
+        block = "".join(draw.choices(signs, k=draw.randint(1, 24)))
         text = "".join(draw.choices("abA.", k=draw.randint(0, 9))) + block * draw.randint(1, 9)
         text += "".join(draw.choices("abA.", k=draw.randint(0, 9)))
         expected = find_cut(text, copies)
@@ -116,6 +142,34 @@ def test_no_number_is_cut_in_two(small):
     text = "It was made in 1759." + " The tower was made in 1879." * 9
     answer = small.ask(QUESTIONS[0], stop_repeats=3, **dictate(small, text))
     assert answer == "It was made in 1759. The tower was made in 1879."
+
+
+@pytest.mark.parametrize("kind", ["llama3", "llama2", "gemma2"])
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("它建于1759年。" + "塔建于1879年。" * 9, "它建于1759年。塔建于1879年"),
+        ("x=2.14;" + "y=3.14;" * 9, "x=2.14;y=3.14"),
+        ("1759," + "1879," * 9, "1759,1879"),
+        ("1.75|2.75," + "3.75," * 9, "1.75|2.75,3.75"),
+        ("\U0001f600" + "\U0001f916\U0001f680" * 9, "\U0001f600\U0001f916\U0001f680"),
+    ],
+)
+def test_no_number_and_no_character_is_cut_in_two_without_spaces(kind, text, kept):
+    """Tokens at the end of a block are also before its first copy, such as the last byte of a
+    character and the last digit of a number.
+    """
+    tokenizer = build_chat_tokenizer(kind)
+    watch = RepetitionWatch(tokenizer, 3)
+    written = []
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        written.append(token)
+        watch.push(token)
+        if watch.repeated:
+            break
+    said = list(drop_repetition(written, tokenizer, 3))
+    assert len(said) == len(written) - watch.repeated
+    assert tokenizer.decode(said) == kept
 
 
 def test_answers_that_are_asked_in_one_batch_end_by_themselves(small):

@@ -2,9 +2,9 @@
 
 The rule: an answer ends when its last tokens are one block of tokens, k times in a row or more, and
 these copies are at least LEAST_TOKENS tokens. The first copy stays and the others are cut off; a
-block begins with a space or a line break if it has one, so that no word and no number is cut in
-two. Two tokens are the same if their texts differ in leading spaces and capitals at most, because
-an answer's first word has other ones than the next.
+block begins with a space or a line break if it has one, or else where no word and no number
+continues, so that none is cut in two. Two tokens are the same if their texts differ in leading
+spaces and capitals at most, because an answer's first word has other ones than the next.
 
 For every period p, `runs` holds how many of the last tokens are the same as the token p places
 before them. The last run + p tokens are then made of copies of one block of p tokens.
@@ -15,10 +15,14 @@ from typing import Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.model.tokenize import REPLACEMENT, decode_ids
+
 DEFAULT_REPEATS = 3  # of conversations and the command line; 0 lets an answer repeat itself
 LEAST_TOKENS = 32  # so that rows of dashes, zeros or table cells are no repetition
 SPACES = " \u0120\u2581"  # how vocabularies write the space before a word
 BREAKS = ("\n", "\u010a", "<0x0A>")  # and line breaks
+# Signs inside of words and numbers; a comma may also be between the numbers of a list.
+JOINING_SIGNS = (".,:'/-", ".:'/-", "")
 T = TypeVar("T")
 
 
@@ -29,6 +33,7 @@ class RepetitionWatch:
         self.tokenizer = tokenizer
         self.copies = copies
         self.count = 0  # tokens so far
+        self.ids: list[int] = []
         self.positions: dict[str | int, list[int]] = {}  # of every token
         self.continues: list[bool] = []  # what is before it, without a space
         self.runs: dict[int, int] = {}  # by period
@@ -44,6 +49,7 @@ class RepetitionWatch:
             runs[period] = self.runs.get(period, 0) + 1
         self.runs = runs
         positions.append(self.count)
+        self.ids.append(token)
         self.continues.append(not piece.startswith((*SPACES, *BREAKS)))
         self.count += 1
 
@@ -56,21 +62,46 @@ class RepetitionWatch:
             run = self.runs[period]
             whole_copies = run + period >= self.copies * period
             if whole_copies and run + period >= LEAST_TOKENS:
-                return run - self._count_before_space(period)
+                return run - self._count_before_word(period)
         return 0
 
-    def _count_before_space(self, period: int) -> int:
+    def _count_before_word(self, period: int) -> int:
         """Return how many tokens the run of a period has before its first space, such as the last
         digit of a year and a full stop that the sentence before ends with, too.
+
+        Without a space, as in Chinese, they are those up to where a word or a character ends.
         """
         start = self.count - self.runs[period]
         block = self.continues[start : start + period]
-        return block.index(False) if False in block else 0
+        if False in block:
+            return block.index(False)
+        borders = []  # of characters: tokens before one, and the texts around it
+        for border in range(period):
+            before = decode_ids(self.tokenizer, self.ids[: start + border])
+            after = decode_ids(self.tokenizer, self.ids[start + border :][:period])
+            if not before.endswith(REPLACEMENT):
+                borders.append((border, before, after))
+        for signs in JOINING_SIGNS:
+            for border, before, after in borders:
+                if not _continues_word(before, after, signs):
+                    return border
+        return borders[0][0] if borders else 0
 
     @property
     def uncertain(self) -> int:
         """How many tokens at the end may turn out to be copies."""
         return max(self.runs.values(), default=0)
+
+
+def _continues_word(before: str, after: str, signs: str) -> bool:
+    """Return whether a word or a number continues from one text to the next; it may have one of
+    the signs there, such as 3.14.
+    """
+    if before[-1:] in signs:
+        before = before[:-1]
+    elif after[:1] in signs:
+        after = after[1:]
+    return before[-1:].isalnum() and after[:1].isalnum()
 
 
 class CopyFilter(Generic[T]):
