@@ -144,6 +144,26 @@ def test_no_number_is_cut_in_two(small):
     assert answer == "It was made in 1759. The tower was made in 1879."
 
 
+@pytest.mark.parametrize(
+    ("text", "is_repeated"),
+    [
+        ("开上面的门。开下面的门。开上面的门。", False),
+        ("рад мел. сад мел. рад мел. ", False),
+        ("рад мел. " * 3, True),
+        ("开上面的门。" * 3, True),
+    ],
+)
+def test_characters_whose_bytes_are_alike_are_not_the_same(text, is_repeated):
+    """Vocabularies of bytes name the last bytes of two of them by a capital and its small
+    letter.
+    """
+    tokenizer = build_chat_tokenizer("llama3")
+    watch = RepetitionWatch(tokenizer, 3)
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        watch.push(token)
+    assert bool(watch.repeated) == is_repeated
+
+
 @pytest.mark.parametrize("kind", ["llama3", "llama2", "gemma2"])
 @pytest.mark.parametrize(
     ("text", "kept"),

@@ -41,7 +41,9 @@ class RepetitionWatch:
     def push(self, token: int) -> None:
         """Go on to the next token of the answer."""
         piece = str(self.tokenizer.convert_ids_to_tokens(token) or "")  # of one id, one text
-        word = piece.lstrip(SPACES).lower()
+        text = decode_ids(self.tokenizer, [token])
+        # The piece itself may spell bytes by letters, whose capitals are other bytes.
+        word = "" if REPLACEMENT in text else text.lstrip(" ").lower()
         positions = self.positions.setdefault(word or token, [])
         runs = {}
         for position in positions:
