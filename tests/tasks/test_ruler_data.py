@@ -327,6 +327,20 @@ def test_essays_are_read_and_begin_again_where_they_end(tmp_path, tiny_tokenizer
     assert told["stand_ins"] == {} and told["files"]["essays"]["files"][0]["sha256"]
 
 
+def test_essays_begin_at_their_first_word_whatever_the_source(tmp_path, tiny_tokenizer):
+    """As in RULER, where every sample reads the same text; a file may be longer than a sample."""
+    opening = "What I Worked On before college was writing."
+    rest = " ".join(f"Then came sentence {number} of it." for number in range(400))
+    file = write(tmp_path / "PaulGrahamEssays.json", {"text": f"{opening} {rest}"})
+    spec = f"ruler:tasks=niah_single_2,per_task=3,essays={file},length=1024"
+    contexts = []
+    for settings in (spec, f"{spec},source=generated"):
+        samples = make_benchmark(settings).load_samples(tiny_tokenizer, "")
+        contexts.append([sample.context for sample in samples])
+    assert all(opening in context for context in contexts[0])
+    assert contexts[0] == contexts[1]
+
+
 def test_what_is_no_essay_is_refused(tmp_path, tiny_tokenizer):
     for name, content, told in (
         ("a.json", {"body": "x"}, "field text"),

@@ -248,7 +248,7 @@ class Ruler(Benchmark):
         sentences = []
         if self._find_file(name):
             sentences = _load_sentences(self._find_file(name))
-        if not sentences or self.source != NOVEL:
+        if not sentences or not self._uses_shipped_file(name):
             source = prose.draw_sentences(Random(f"{self.seed} prose"))
             if sentences:
                 source = cycle(sentences)
