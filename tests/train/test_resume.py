@@ -14,7 +14,7 @@ from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.files import make_unique_name
 from restorekv.train import checkpoint, loop
 from restorekv.train.loop import make_initial_adapter, train_adapter
-from restorekv.train.run_folder import LOG_FILE, check_folders
+from restorekv.train.run_folder import CHECKPOINT_FILE, LOG_FILE, check_folders
 from tests.helpers.cli_world import cli
 from tests.helpers.models import build_model
 from tests.helpers.training import CONFIG, EXAMPLES, losses
@@ -275,6 +275,19 @@ def test_a_folder_of_something_else_is_left_alone(tiny_tokenizer, tmp_path, name
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [
         (name, "epoch,val\n1,0.5\n")
     ]
+
+
+def test_a_run_may_have_its_store_in_its_folder(tiny_tokenizer, tmp_path):
+    """The store is filled before the run has a file that shows whose folder it is."""
+    run = tmp_path / "run"
+    config = replace(CONFIG, steps=2)
+    for folder, store in ((run, run / "kept" / "store"), (tmp_path / "other", None)):
+        train_adapter(build_model("llama"), tiny_tokenizer, EXAMPLES, config, folder, store=store)
+    assert losses(run) == losses(tmp_path / "other")
+    for left in (CHECKPOINT_FILE, LOG_FILE):
+        (run / left).unlink()
+    with pytest.raises(RestoreKVError, match="holds other files"):
+        check_folders(run, store=run / "kept" / "store")
 
 
 def test_a_run_killed_while_it_wrote_its_first_file_is_begun_anew(tiny_tokenizer, tmp_path):

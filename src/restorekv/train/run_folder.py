@@ -31,6 +31,9 @@ def check_folders(folder: Path, resume: bool = False, store: Path | None = None)
     names: set[str] = set()
     if folder.exists():
         names = {path.name for path in folder.iterdir() if not _is_unfinished(path.name)}
+    # The setup is checked before there is a log, and fills a store inside the folder.
+    if store is not None and folder.absolute() in store.absolute().parents:
+        names.discard(store.absolute().relative_to(folder.absolute()).parts[0])
     # A log alone is what a run leaves that was killed before its first checkpoint; a new run may
     # use its folder.
     if names and (LOG_FILE not in names or read_log_lines(folder / LOG_FILE) is None):
