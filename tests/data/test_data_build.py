@@ -637,6 +637,7 @@ def test_what_cannot_work_leaves_nothing_behind(
         ({"overlap": 0.0}, "overlap must be above 0"),
         ({"shortest": 9, "longest": 8}, "swap them"),
         ({"documents": 0, "books": 0, "examples": 0}, "Every source has a count of 0"),
+        ({"mixture": "passages", "part": "2/8"}, "--part is for --mixture corpus"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(changes, message):

@@ -145,7 +145,10 @@ class BuildConfig:
             raise RestoreKVError("--passage-shortest is more than --passage-longest; swap them.")
         if not 0 <= self.made < 1:
             raise RestoreKVError(f"made must be at least 0 and below 1, not {self.made:g}.")
-        _ = self.shard  # refuses a part that is not one
+        _, parts = self.shard  # refuses a part that is not one
+        # Without this, every part of another mixture would be the whole of it.
+        if parts > 1 and self.mixture != "corpus":
+            raise RestoreKVError("--part is for --mixture corpus; add that, or leave out --part.")
         counts_of_mixture = {
             "passages": (self.story_passages, self.novel_passages, self.section_passages),
             "corpus": (self.corpus_passages,),
