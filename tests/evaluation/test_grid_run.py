@@ -362,8 +362,8 @@ def test_another_model_of_the_same_name_is_refused(world, tmp_path, tiny_tokeniz
     assert one_sentence(raised) and contents(tmp_path / "run") == before
 
 
-@pytest.mark.parametrize("change", ["stops", "tokenizer"])
-def test_a_model_folder_that_ends_or_splits_texts_otherwise_is_refused(
+@pytest.mark.parametrize("change", ["stops", "tokenizer", "context_limit"])
+def test_a_model_folder_that_ends_splits_or_cuts_texts_otherwise_is_refused(
     world, tmp_path, tiny_tokenizer, change
 ):
     """The weights are the same, and the answers are others."""
@@ -374,7 +374,10 @@ def test_a_model_folder_that_ends_or_splits_texts_otherwise_is_refused(
         GenerationConfig(eos_token_id=ids).save_pretrained(tmp_path / "model")
     else:
         tokenizer = copy.deepcopy(tiny_tokenizer)
-        tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+        if change == "tokenizer":
+            tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+        else:
+            tokenizer.model_max_length = 20
         tokenizer.save_pretrained(tmp_path / "model")
     worker.OPENED.clear()
     with pytest.raises(RestoreKVError, match=f"was made with {change} .* \\(now ") as raised:
@@ -384,7 +387,7 @@ def test_a_model_folder_that_ends_or_splits_texts_otherwise_is_refused(
 
 def test_facts_that_an_earlier_result_lacks_are_not_compared():
     before = {"device": "cpu"}
-    later = {"stops": [2], "tokenizer": "1f", "positions": 4096}
+    later = {"stops": [2], "tokenizer": "1f", "positions": 4096, "context_limit": 512}
     assert not describe_changes(before, {"device": "cpu", **later})
     assert describe_changes(before, {"device": "cpu", "code": "1f"})
     assert describe_changes(before | {"stops": [2]}, {"device": "cpu", "stops": [3]})

@@ -100,7 +100,7 @@ SUMMARY_SCHEMA = {
     "answer_tokens": int,
 }
 # Keys of an identity that early results lack. Such a result is not of something else.
-LATER_KEYS = ("positions", "stops", "tokenizer")
+LATER_KEYS = ("context_limit", "positions", "stops", "tokenizer")
 PACKAGES = ("restorekv", "torch", "transformers", "peft")
 
 

@@ -125,6 +125,9 @@ def identify_cell(worker: Worker, cell: Cell) -> dict:
         "tokenizer": worker.tokenizer_hash,
         "stops": sorted(get_stop_ids(worker.model, worker.tokenizer)),
         "positions": count_positions(worker.model.config),
+        # Where longer contexts are cut, which a tokenizer's config may say.
+        "context_limit": cell.max_context
+        or min(worker.tokenizer.model_max_length, protocols.NO_LIMIT),
         "method": name,
         "code": code,
         "adapter": adapter.identity() if adapter else None,
