@@ -320,6 +320,16 @@ def test_a_control_is_no_other_method(tmp_path):
     ]
 
 
+def test_each_allocation_may_have_an_adapter_that_ships(tmp_path):
+    """As SmolLM2 has one for the ranking in each head."""
+    base = Cell("smollm2", "qasper", "kvzip", "0.1", adapter="auto")
+    for cell, weights in ((base, "1f"), (replace(base, allocation="per-head"), "2e")):
+        adapter = report_world.facts_of(cell, 6)["adapter"] | {"hash": weights}
+        report_world.write_cell(tmp_path, cell, adapter=adapter)
+    methods = [entry.columns["method"] for entry in load_grid(tmp_path).entries]
+    assert methods == ["KVzip + RestoreKV", "KVzip + RestoreKV, per-head"]
+
+
 @pytest.mark.parametrize("change", [{"fingerprint": "0" * 16}, {"benchmark": {"digest": "0" * 16}}])
 def test_mixed_up_cells_are_refused(tmp_path, change):
     base = Cell("tiny", "qasper", "kvzip", "0.1")

@@ -126,10 +126,16 @@ def _check_names(results: Sequence[Result]) -> None:
         for what, names, value in (
             ("models", (cell.model, cell.protocol), identity["fingerprint"]),
             ("benchmark data", cell.question_set, identity["benchmark"]["digest"]),
-            # Seeds of one method are pooled.
+            # Seeds of one method are pooled. "auto" may name another adapter for an allocation.
             (
                 "adapters",
-                (cell.model, cell.evictor, str(cell.adapter), str(cell.restore_tokens)),
+                (
+                    cell.model,
+                    cell.evictor,
+                    cell.allocation,
+                    str(cell.adapter),
+                    str(cell.restore_tokens),
+                ),
                 adapter,
             ),
         ):
