@@ -166,6 +166,8 @@ def test_non_commercial_licenses_are_recognized():
     [
         ("license: MIT", "mit"),
         ("license: [mit, cc-by-nc-4.0]", "cc-by-nc-4.0"),
+        ("license: [mit, cc-by-sa-4.0, apache-2.0]", "cc-by-sa-4.0"),
+        ("license: [gpl-3.0, cc-by-nc-4.0]", "cc-by-nc-4.0"),
         ("license: unknown", None),
         ("license: other\nlicense_name: my-own", "my-own"),
         ("license: [a", None),

@@ -25,6 +25,7 @@ from restorekv.model.names import to_hub_id
 from restorekv.restore.adapter_file import AdapterCard
 from restorekv.restore.licenses import (
     HUB,
+    PERMISSIVE,
     UNKNOWN,
     count_by_license,
     find_base_license,
@@ -57,7 +58,11 @@ def parse_license(readme: str) -> str | None:
         for name in names
         if isinstance(name, str) and name not in (UNKNOWN, "other")
     ]
-    return max(known, key=forbids_commercial_use, default=None)
+
+    def compute_strictness(license: str) -> tuple[bool, bool]:
+        return forbids_commercial_use(license), license not in PERMISSIVE
+
+    return max(known, key=compute_strictness, default=None)
 
 
 def is_generated_card(path: Path) -> bool:
