@@ -385,20 +385,23 @@ def test_results_of_the_first_restore_tokens_alone_are_refused(measured, own):
     )
 
 
-def test_finishing_again_keeps_the_results_of_the_same_weights(measured, own):
+def test_finishing_again_keeps_what_was_measured_of_the_same_weights(measured, own):
     adapter = RestoreAdapter.from_pretrained(load_model(read_adapter(own).card.model)[0], own)
-    adapter.record_results([{"benchmark": "suite", "ratio": 0.1}])
+    results = [{"benchmark": "suite", "ratio": 0.1}]
+    adapter.record_results(results, 0.3, ["snapkv"], {"snapkv": 0.1})
     adapter.save_pretrained(own)
     adapter.record_training(evictor="kvzip", prefix_policy="free")
-    adapter.card = type(adapter.card)(**{**vars(adapter.card), "results": None})
     adapter.save_pretrained(own)
-    assert read_adapter(own).card.results == [{"benchmark": "suite", "ratio": 0.1}]
+    card = read_adapter(own).card
+    assert card.results == results and card.helps_up_to == 0.3
+    assert card.also_for == ["snapkv"] and card.helps_from == {"snapkv": 0.1}
     with torch.no_grad():
         adapter.embeddings += 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         adapter.save_pretrained(own)
-    assert read_adapter(own).card.results is None
+    card = read_adapter(own).card
+    assert card.results is card.helps_up_to is card.also_for is card.helps_from is None
 
 
 def test_eval_tells_of_published_adapters(world):

@@ -37,6 +37,8 @@ CONVENTIONS = ("prefix_policy", "allocation", "restore_from")
 HELD = {"kv_dtype": "model", "streaming_chunk": 0, "max_context": 0}
 # What every row of results says, because no value of it is the usual one.
 MEASURED_WITH = ("dtype", "on_small_budget")
+# What `record_results` writes into a card.
+MEASUREMENTS = ("results", "helps_up_to", "also_for", "helps_from")
 
 
 # The license
@@ -117,12 +119,12 @@ def decide_license(
 def save_adapter(folder: Path, stored: StoredAdapter) -> None:
     """Write the adapter with its model card; keep a README.md that a person wrote, with a warning.
 
-    Results that the folder has stay, unless there are new ones, if they are of the same weights and
-    evictor.
+    What the folder says was measured stays, unless there are new results, if it is of the same
+    weights and evictor.
     """
     card = stored.get_card()
     if card.results is None:
-        card = replace(card, results=_find_results(folder, stored))
+        card = replace(card, **_find_measurements(folder, stored))
         stored = replace(stored, card=card)
     readme = None
     if model_card.is_generated_card(folder / README):
@@ -135,19 +137,21 @@ def save_adapter(folder: Path, stored: StoredAdapter) -> None:
     adapter_file.write_adapter(folder, stored, readme)
 
 
-def _find_results(folder: Path, stored: StoredAdapter) -> list[dict] | None:
-    """Return the results that the folder records for the same weights and evictor."""
+def _find_measurements(folder: Path, stored: StoredAdapter) -> dict[str, Any]:
+    """Return the fields of the folder's record that were measured, if it is of the same weights and
+    evictor.
+    """
     if not (folder / adapter_file.CARD).is_file():
-        return None
+        return {}
     try:
         before = adapter_file.read_adapter(folder)
     except AdapterError:
-        return None  # what is damaged is replaced
+        return {}  # what is damaged is replaced
     if before.card is None or before.card.evictor != stored.get_card().evictor:
-        return None
+        return {}
     if before.weights_hash() == stored.weights_hash():
-        return before.card.results
-    return None
+        return {name: getattr(before.card, name) for name in MEASUREMENTS}
+    return {}
 
 
 # The hub
