@@ -189,5 +189,10 @@ def test_a_sentence_that_names_the_reference_is_right():
     assert qasper.is_right(answer("The corpus has 300 papers.", "300 papers", score=0.4))
     assert qasper.is_right(answer("Seven.", "eight", score=0.5))
     assert not qasper.is_right(answer("Seven.", "eight", score=0.4))
+    longbench = tasks.make_benchmark("longbench")
+    papers = answer("The corpus has 300 papers.", "300 papers", score=0.4)
+    assert longbench.is_right({**papers, "task": "qasper"}), "as the benchmark of that name"
+    assert not longbench.is_right({**papers, "task": "qmsum"}), "summaries have no short answer"
+    assert longbench.is_right({**papers, "task": "qmsum", "score": 0.5})
     ruler = tasks.make_benchmark("ruler")
     assert not ruler.is_right(answer("308", "308", score=0.9))

@@ -16,6 +16,7 @@ from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from restorekv.data.files import format_suffix, list_source_files
 from restorekv.errors import RestoreKVError
@@ -28,6 +29,7 @@ from restorekv.tasks.metrics import (
     score_paragraph,
     token_f1,
 )
+from restorekv.tasks.reading import names_reference
 from restorekv.tasks.rows import (
     Rows,
     check_form,
@@ -104,6 +106,13 @@ class LongBench(Benchmark):
         if metric is score_class:
             classes = {"classes": question.facts["classes"]}
         return max(metric(answer, reference, **classes) for reference in question.answers)
+
+    def is_right(self, answer: Mapping[str, Any]) -> bool:
+        """Return whether an answer has the score, or names a reference of a question in its first
+        line.
+        """
+        is_question = METRICS[answer["task"]] is token_f1
+        return super().is_right(answer) or (is_question and names_reference(answer))
 
     def describe_data(self) -> str:
         return self.path or f"{HUB} (Hugging Face)"
