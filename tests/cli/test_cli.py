@@ -257,6 +257,16 @@ def test_a_file_is_read_by_its_ending(world, tmp_path):
     assert broken.code == 1 and "broken.pdf" in broken.err and "not UTF-8" not in broken.err
 
 
+@pytest.mark.parametrize(
+    ("content", "kind"), [(b"%PDF-1.4\n1 0 obj", "a PDF file"), (rb"{\rtf1 the door}", "RTF")]
+)
+def test_a_text_from_stdin_is_no_other_kind_of_file(world, tmp_path, content, kind):
+    out = tmp_path / "doc.rkv"
+    piped = cli("compress", "-", "--model", world.model, "-o", out, stdin=content)
+    assert piped.code == 1 and f"The input is {kind} by its content" in piped.err
+    assert not out.exists()
+
+
 def test_questions_from_stdin(world, tmp_path):
     told = ("--model", world.model, "--max-new-tokens", 6)
     typed = cli(

@@ -13,11 +13,10 @@ from restorekv.errors import CacheFileError, RestoreKVError, join_words, reraise
 from restorekv.files import (
     FETCH_AGAIN,
     check_replaceable,
-    decode_text,
     open_with_size,
     refuse_other_kind,
 )
-from restorekv.readers.extract import load_document
+from restorekv.readers.extract import decode_plain_text, load_document
 from restorekv.size_limits import HEADER_BYTES
 
 # Endings of pictures, as in evaluation/survivors.py.
@@ -39,7 +38,7 @@ def read_text(name: str) -> str:
         if sys.stdin is None:
             raise RestoreKVError("The standard input is closed; give a file or pipe a text in.")
         source = "The input"
-        text = decode_text(sys.stdin.buffer.read(), source)
+        text = decode_plain_text(sys.stdin.buffer.read(), source)
     elif name.lower().endswith(".rkv"):
         raise RestoreKVError(
             f"{name} is a cache file, which is compressed already; query it with restorekv ask."

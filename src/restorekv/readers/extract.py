@@ -111,7 +111,7 @@ def load_document(path: Path) -> str:
     content = read_bytes(path, name_in_messages, TEXT_BYTES)
     if path.suffix.lower() in FILE_TYPES:
         return extract_text(str(path), content)
-    return _decode_plain_text(content, name_in_messages)
+    return decode_plain_text(content, name_in_messages)
 
 
 def extract_text(name: str, content: bytes) -> str:
@@ -140,7 +140,7 @@ def read_document(name: str, content: bytes) -> Extraction:
     if kind in EXTRACTORS:
         text, notices = _run_program(kind, name, content)
     else:
-        text = _decode_plain_text(content, name)
+        text = decode_plain_text(content, name)
     unread = _describe_unread(notices)
     if not text.strip():
         if unread:
@@ -155,9 +155,9 @@ def read_document(name: str, content: bytes) -> Extraction:
     return Extraction(text, warning)
 
 
-def _decode_plain_text(content: bytes, name: str) -> str:
-    """Return the text of a file that is plain text by its name; refuse what is something else by
-    its first bytes, which may be readable as text and make no sense.
+def decode_plain_text(content: bytes, name: str) -> str:
+    """Return the text of what should be plain text; refuse what is something else by its first
+    bytes, which may be readable as text and make no sense.
     """
     for start, what in SIGNATURES.items():
         if content.startswith(start):
