@@ -40,6 +40,19 @@ def test_values_of_tables_stay_in_their_columns(rows, text):
     assert read(f"<table>{rows}</table>") == text
 
 
+@pytest.mark.parametrize(
+    ("ruby", "text"),
+    [
+        ("漢<rt>かん</rt>字<rt>じ</rt>", "漢(かん)字(じ)"),
+        ("漢<rp>（</rp><rt>かん</rt><rp>）</rp>字<rp>（<rt>じ<rp>）", "漢(かん)字(じ)"),
+        ("食<rt>た</rt>べ<rt></rt>物<rt>もの", "食(た)べ物(もの)"),
+        ("<rb>漢<rt hidden>かん", "漢"),
+    ],
+)
+def test_readings_of_words_do_not_join_the_words(ruby, text):
+    assert read(f"<p>a<ruby>{ruby}</ruby>b") == f"a{text}b"
+
+
 def test_words_are_whole_where_a_browser_may_break_them():
     """German pages have soft hyphens in every long word, which no question has."""
     page = "<p>Rechts&shy;schutz&#173;ver\xadsicherung, super<wbr>calif</p><pre>a&shy;b</pre>"

@@ -8,7 +8,8 @@
   that hold tables or preformatted text, as in a page that is laid out by a table, are read one
   after the other with their own lines.
 - Items of a list have the numbers that a browser shows.
-- Raised and lowered text, and links to notes, are written as in raised.py.
+- Raised and lowered text, links to notes and the readings of words (<ruby>) are written as in
+  raised.py.
 - Of forms, the values that a browser shows are read, "[x]" for a ticked box and "[ ]" for an empty
   one, and "[x]" before a chosen option. Pictures are read by their alt text.
 """
@@ -24,7 +25,15 @@ from typing import Any
 
 from restorekv.readers.equations import MathElement
 from restorekv.readers.list_numbers import KINDS, ItemNumber, ListCounter, write_number
-from restorekv.readers.raised import END, LOWERED, NOTE, RAISED, remove_markers, write_plainly
+from restorekv.readers.raised import (
+    END,
+    LOWERED,
+    NOTE,
+    RAISED,
+    READING,
+    remove_markers,
+    write_plainly,
+)
 
 # Their content is not text of the page. It runs to their own end tag, whatever is in between.
 RAW_TAGS = ("script", "style", "title")
@@ -65,8 +74,9 @@ NUMBER_STYLES = {
     "lower-roman": "i",
     "upper-roman": "I",
 }
-# Elements that are never shown. Deleted text would run into the text that replaces it.
-HIDDEN_TAGS = ("template", "del", "datalist")
+# Elements that are never shown. Deleted text would run into the text that replaces it. The
+# parentheses of <rp> are written anyway.
+HIDDEN_TAGS = ("template", "del", "datalist", "rp")
 GROUPS_OF_ROWS = ("thead", "tbody", "tfoot")
 # Kinds of inputs whose value a browser does not show as text.
 SILENT_INPUTS = ("hidden", "password", "file", "color", "range", "image")
@@ -459,6 +469,8 @@ class PageReader(HTMLParser):
         role = f"{attributes.get('role', '')} {attributes.get('epub:type', '')}".split()
         if "doc-noteref" in role or "noteref" in role:
             element.marker = NOTE
+        elif tag == "rt":
+            element.marker = READING
         elif tag == "sup" or style.get("vertical-align") == "super":
             element.marker = RAISED
         elif tag == "sub" or style.get("vertical-align") == "sub":

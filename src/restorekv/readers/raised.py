@@ -16,7 +16,8 @@ FRACTION = "\x14"  # an "a/b" of an equation
 END = "\x15"
 # What begins a note mark, whose text is its number or symbol.
 NOTE = "\x16"
-MARKERS = RAISED + LOWERED + INDEX + FRACTION + END + NOTE
+READING = "\x17"  # what begins the pronunciation above a word
+MARKERS = RAISED + LOWERED + INDEX + FRACTION + END + NOTE + READING
 _REMOVAL = dict.fromkeys(map(ord, MARKERS))
 # Text that needs no parentheses as a part of an equation: a word, a number or a symbol.
 ONE_TOKEN = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d]+|\W")
@@ -62,7 +63,7 @@ def write_plainly(text: str) -> str:
       Other lowered text is "_max", as in "T_max", or "_(2)", as in "log_(2)8".
     - A fraction is "a/b", "2 1/2" after a digit, and in parentheses next to other letters, digits
       and exponents.
-    - A note mark is "[3]".
+    - A note mark is "[3]", and the reading of a word is "(reading)" after it.
     """
     if not any(marker in text for marker in MARKERS):
         return text
@@ -123,6 +124,8 @@ def _write_core(marker: str, inner: str, before: str, following: str) -> str:
     """Return a part without white space around it as plain text; see `_write_part`."""
     if marker == NOTE:
         return f"[{inner.strip('[]')}]"
+    if marker == READING:
+        return f"({inner})"
     if marker == FRACTION:
         return _write_fraction(inner, before, following)
     if marker == RAISED and _is_joined_when_raised(inner, before):
