@@ -106,6 +106,22 @@ def test_equations_of_pages(equation, text):
     assert read(f"<p>3<math>{equation}</math> x") == text
 
 
+def test_equations_of_katex_and_mathjax_are_read_once():
+    """They write MathML for screen readers, and pieces that their styles place."""
+    mathml = (
+        "<math><semantics><msup><mn>10</mn><mn>6</mn></msup>"
+        "<annotation encoding=application/x-tex>10^6</annotation></semantics></math>"
+    )
+    pieces = "<span>1<span>0</span><span style='height:0.8em'>6</span></span>"
+    shown_by_katex = f"<span class=katex-html aria-hidden=true>{pieces}</span>"
+    katex = f"<span class=katex><span class=katex-mathml>{mathml}</span>{shown_by_katex}</span>"
+    mathjax = f"<span class=MathJax><nobr aria-hidden=true>{pieces}</nobr><span>{mathml}</span>"
+    assert read(f"<p>{katex} people, {katex}.") == "10^6 people, 10^6."
+    assert read(f"<p>{mathjax} people") == "10^6 people"
+    # Both can be set to write no MathML.
+    assert read(f"<p>a {shown_by_katex}<nobr>{pieces}</nobr>") == "a 106106"
+
+
 @pytest.mark.parametrize(
     ("page", "text"),
     [

@@ -349,6 +349,8 @@ class PageReader(HTMLParser):
         # The open elements of an equation, and the element that it is.
         self.equation: list[MathElement] = []
         self.equation_element = Element("")
+        # The number of parts of the scope when its last equation was written.
+        self.equation_end = -1
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Note what begins, and break the line where a browser does."""
@@ -461,6 +463,7 @@ class PageReader(HTMLParser):
                 is_hidden = style["display"] == "none"
             else:
                 is_hidden = "hidden" in attributes or tag in HIDDEN_TAGS
+            is_hidden = is_hidden or self._is_copy_of_equation(tag, attributes)
             element.hidden = element.hidden or is_hidden
             if "visibility" in style:
                 element.invisible = style["visibility"] in ("hidden", "collapse")
@@ -477,6 +480,16 @@ class PageReader(HTMLParser):
             element.marker = LOWERED
         element.links_to_anchor = tag == "a" and "#" in attributes.get("href", "")
         return element
+
+    def _is_copy_of_equation(self, tag: str, attributes: Attributes) -> bool:
+        """Return whether an element has the pieces of an equation that is there as MathML, too."""
+        classes = attributes.get("class", "").split()
+        # KaTeX writes them after the MathML.
+        if "katex-html" in classes:
+            return len(self.scopes[-1].parts) == self.equation_end
+        # MathJax writes them before it, and hides them from screen readers.
+        is_from_mathjax = tag == "nobr" or "mjx-math" in classes
+        return is_from_mathjax and attributes.get("aria-hidden") == "true"
 
     def _begin(self, element: Element) -> None:
         """Open an element, with the marker that begins its text."""
@@ -540,6 +553,7 @@ class PageReader(HTMLParser):
         text = self.equation[0].render()
         self.equation = []
         self._add(text, self.equation_element)
+        self.equation_end = len(self.scopes[-1].parts)
 
     # Tables.
 
