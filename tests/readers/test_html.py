@@ -156,6 +156,13 @@ def test_hidden_text_is_read_only_if_there_is_no_other(page, text):
         ("a<img src=x alt='a red house'>b<img alt=''>", "a a red house b"),
         ("<button>Save</button><button>Stop</button>", "Save Stop"),
         ("<q>a</q>", '"a"'),
+        ("<b style='display:block'>a</b><i style='Display: flex'>b</i>c", "a\nb\nc"),
+        ("<pre><b style='display:flex'>a\n</b><b style='display:flex'>\n</b>b</pre>", "a\n\nb"),
+        ("<span style='display:block; float:left'>A</span>gnes", "Agnes"),
+        ("<p hidden>no<b style='display:block'>no</b></p>1<b style='display:inline'>0", "10"),
+        ("<svg><text>10</text><text>20<tspan dy=-1>a</tspan></text></svg>", "10 20a"),
+        ("<svg><text><tspan x=0>one</tspan><tspan x=0 dy=1em>two</tspan></text></svg>", "one two"),
+        ("<svg><metadata>no</metadata><desc>no</desc><text>10</text></svg>", "10"),
     ],
 )
 def test_nothing_merges_words(page, text):

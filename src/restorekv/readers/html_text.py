@@ -46,9 +46,13 @@ ol optgroup option p pre search section select summary table tbody textarea tfoo
 # What a tag puts into the text before and after its content.
 SEPARATORS = {
     **dict.fromkeys(BLOCKS.split(), "\n"),
-    **dict.fromkeys("button del iframe input meter object progress s strike td th".split(), " "),
+    **dict.fromkeys(
+        "button del iframe input meter object progress s strike td text th".split(), " "
+    ),
     "q": '"',
 }
+# Values of `display` before and after which a browser breaks the line.
+BLOCK_DISPLAYS = set("block flex flow-root grid list-item table table-row".split())
 VOID = set("area base br col embed hr img input link meta param source track wbr".split())
 # A paragraph ends where one of these begins.
 ENDS_PARAGRAPH = set(BLOCKS.split()) - {"body", "br", "caption", "head", "html", "legend", "option"}
@@ -76,7 +80,7 @@ NUMBER_STYLES = {
 }
 # Elements that are never shown. Deleted text would run into the text that replaces it. The
 # parentheses of <rp> are written anyway.
-HIDDEN_TAGS = ("template", "del", "datalist", "rp")
+HIDDEN_TAGS = ("template", "del", "datalist", "rp", "desc", "metadata")
 GROUPS_OF_ROWS = ("thead", "tbody", "tfoot")
 # Kinds of inputs whose value a browser does not show as text.
 SILENT_INPUTS = ("hidden", "password", "file", "color", "range", "image")
@@ -158,6 +162,7 @@ class Element:
         marker: The marker before its text, if the text is raised, lowered or an index.
         start: How many parts there are before it.
         links_to_anchor: Whether it is a link to an anchor of a page.
+        is_block: Whether its style breaks the line before and after it.
         counter: Of a list, what counts its items; None of all others.
         number: The number of an item of a list.
     """
@@ -169,6 +174,7 @@ class Element:
     marker: str = ""
     start: int = 0
     links_to_anchor: bool = False
+    is_block: bool = False
     counter: ListCounter | None = None
     number: ItemNumber | None = None
 
@@ -204,11 +210,18 @@ class Scope:
             self.counts[element.tag] -= 1
             if element.marker:
                 self.parts.append((END, element.kind))
+            if element.is_block:
+                self.break_line(element.kind)
             if element.counter is not None:
                 self._write_deferred_numbers(self.counters.pop())
             # One without any text gets no number.
             if self.unnumbered and self.unnumbered[-1] is element:
                 self.unnumbered.pop()
+
+    def break_line(self, kind: str) -> None:
+        """Begin a line, unless one has just begun: empty lines of preformatted text stay."""
+        if not self.parts or not self.parts[-1][0].endswith("\n"):
+            self.parts.append(("\n", kind))
 
     def write_numbers(self) -> None:
         """Write the numbers of items before the first text in them."""
@@ -373,6 +386,11 @@ class PageReader(HTMLParser):
             scope.close_tag(*IMPLIED_ENDS[tag])
         self._add(SEPARATORS.get(tag, ""), scope.get_top())
         element = self._make_element(tag, attributes, scope.get_top())
+        if element.is_block:
+            scope.break_line(element.kind)
+        elif tag == "tspan" and "x" in attributes:
+            # As in SVG, whose texts have places of their own.
+            self._add(" ", scope.get_top())
         if tag == "table":
             self.tables.append(Table(element, len(self.scopes)))
         elif tag == "template":
@@ -478,6 +496,8 @@ class PageReader(HTMLParser):
             element.marker = RAISED
         elif tag == "sub" or style.get("vertical-align") == "sub":
             element.marker = LOWERED
+        # The first letter of a chapter may float at the left of its word.
+        element.is_block = style.get("display") in BLOCK_DISPLAYS and "float" not in style
         element.links_to_anchor = tag == "a" and "#" in attributes.get("href", "")
         return element
 
