@@ -133,6 +133,8 @@ def test_equations_of_katex_and_mathjax_are_read_once():
         ("a<!-- no --><template>no</template><noscript>no</noscript><style>no</style>", "a"),
         ("<div hidden>only</div>", "only"),
         ("<noscript>Needs <b>scripts</b></noscript><script>no</script>", "Needs scripts"),
+        ("a<iframe src=x>no</iframe>b<video src=x>no <a href=x>no</a></video>", "a b"),
+        ("<frameset><frame src=x><noframes>only</noframes></frameset>", "only"),
         ("<p>It costs <del>100</del>80", "It costs 80"),
         ("<table hidden><tr><td>no</table>yes", "yes"),
         ("a<template><table><tr><td>no</template>b", "ab"),

@@ -79,8 +79,13 @@ NUMBER_STYLES = {
     "upper-roman": "I",
 }
 # Elements that are never shown. Deleted text would run into the text that replaces it. The
-# parentheses of <rp> are written anyway.
-HIDDEN_TAGS = ("template", "del", "datalist", "rp", "desc", "metadata")
+# parentheses of <rp> are written anyway, and the words in frames and films are for browsers that
+# cannot show these.
+HIDDEN_TAGS = set(
+    """
+template del datalist rp desc metadata audio canvas iframe noembed noframes video
+""".split()
+)
 GROUPS_OF_ROWS = ("thead", "tbody", "tfoot")
 # Kinds of inputs whose value a browser does not show as text.
 SILENT_INPUTS = ("hidden", "password", "file", "color", "range", "image")
