@@ -10,7 +10,7 @@ pytest.importorskip("pypdf")
 
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.readers.extract import extract_text, load_document, read_document
-from tests.helpers.pdf import PICTURE, Pdf, line, make_pdf_with_a_damaged_page, make_stream
+from tests.helpers.pdf import FONT, PICTURE, Pdf, line, make_pdf_with_a_damaged_page, make_stream
 
 
 def test_a_whole_pdf_is_read_without_a_warning():
@@ -114,6 +114,22 @@ def test_pages_of_characters_that_are_none_are_named():
     pdf.add_page(b"BT /F 9 Tf (\\001\\002\\003\\004\\005 a) Tj ET")
     pdf.add_page(line("A long line of text with a bullet that is none of a character.") + b"")
     assert "page 1 is in a font" in read_document("a.pdf", pdf.make()).warning
+
+
+def test_turned_text_is_not_joined_to_other_text():
+    """As in charts, and on the first page of papers that arXiv has stamped."""
+    stamp = b"BT /F 9 Tf 0 20 -20 0 9 9 Tm (2 Mar 2023) Tj ET "
+    title = b"BT /F 9 Tf 1 0 0 1 30 9 Tm (Old) Tj 1 0 0 1 50 9 Tm (mills) Tj ET "
+    axis = b"q 0 1 -1 0 70 60 cm BT /F 9 Tf 0 0 Td (Tons) Tj ET Q"
+    pdf = Pdf()
+    pdf.add_page(stamp + title + axis)
+    assert extract_text("a.pdf", pdf.make()).split("\n") == ["Old mills", "2 Mar 2023", "Tons"]
+    pdf = Pdf()
+    fonts = f"/Resources<</Font<</F {pdf.add(FONT)} 0 R>>>>"
+    chart = pdf.add(make_stream(title + axis, f"/Type/XObject/Subtype/Form{fonts}"))
+    pdf.add_page(b"/X Do", objects=f"/X {chart} 0 R")
+    pdf.add_page(axis)
+    assert extract_text("a.pdf", pdf.make()) == "Old mills\nTons\n\nTons"
 
 
 def test_values_of_forms_and_free_texts_are_read_once():
