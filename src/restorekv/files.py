@@ -42,6 +42,8 @@ NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 NO_WAITING = getattr(os, "O_NONBLOCK", 0)
 BINARY = getattr(os, "O_BINARY", 0)
 START_BYTES = 1 << 16  # of a file, in which each of ours names its format
+# How ISO-2022-JP and its relatives, which have only bytes of ASCII, change to other characters.
+SHIFT_OF_ISO_2022 = re.compile(rb"\x1b\$[@B()]")
 FETCH_AGAIN = "fetch or make it again"
 # Every value of JSON but the first follows one of these signs. A text, which may have them too, is
 # found as a whole, and with possessive quantifiers no character is looked at twice, whatever a
@@ -411,6 +413,8 @@ def decode_text(payload: bytes, what: str) -> str:
     """
     # Editors on Windows save "Unicode" so. No UTF-8 text begins with these bytes.
     is_utf16 = payload.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    if not is_utf16 and SHIFT_OF_ISO_2022.search(payload):
+        raise RestoreKVError(f"{what} is in ISO-2022, not UTF-8; save it as UTF-8 first.")
     encoding = "utf-16" if is_utf16 else "utf-8-sig"
     try:
         text = payload.decode(encoding)

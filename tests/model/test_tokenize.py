@@ -266,6 +266,8 @@ def test_text_files_of_every_editor_are_read(encoding):
 @pytest.mark.parametrize(
     ("payload", "said"),
     [
+        ("漢字".encode("iso2022-jp"), r"a\.txt is in ISO-2022, not UTF-8; save it as UTF-8"),
+        ("한글".encode("iso2022-kr"), r"a\.txt is in ISO-2022"),
         (b"\xff\xfea", r"a\.txt is not UTF-16 text \(byte 2\); save it as UTF-8 first\."),
         ("x".encode("utf-16-le"), r"a\.txt is binary"),  # no mark
         ("x".encode("utf-32"), r"a\.txt is binary"),
