@@ -320,10 +320,14 @@ def make_manifest(
     context = prepared.context
     config = prepared.config
     adapter = compressor.adapter
+    model_name = identity.name
+    if not model_name.isprintable():
+        # Such as a folder with a no-break space: readers refuse what cannot be printed.
+        model_name = repr(model_name)
     libraries = {"torch": torch, "transformers": transformers, "peft": peft}
     versions = {name: library.__version__ for name, library in libraries.items()}
     return Manifest(
-        model=identity.name,
+        model=model_name,
         fingerprint=identity.fingerprint,
         rope=identity.rope,
         template=identity.template,

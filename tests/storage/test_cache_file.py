@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from restorekv import CompressedContext, compress
 from restorekv.errors import CacheFileError
 from restorekv.files import HOST
 from restorekv.model.prompt import make_context
@@ -17,6 +18,7 @@ from restorekv.model.shape import CacheShape
 from restorekv.storage.cache_file import open_cache_file, write_cache_file
 from restorekv.storage.manifest import Manifest
 from tests.helpers.decoding import TEXT, make_cache
+from tests.helpers.models import build_model
 
 
 def manifest_of(model, cache, context):
@@ -98,6 +100,16 @@ def test_the_same_cache_is_the_same_bytes(tiny_model, written):
     for _ in range(4):
         write_cache_file(path, cache, context, manifest_of(tiny_model, cache, context))
         assert path.read_bytes() == first
+
+
+def test_a_model_of_any_folder_makes_files_that_load(tiny_tokenizer, tmp_path):
+    model = build_model("llama")
+    model.config.name_or_path = "/models/my\u00a0own model"  # a no-break space, as macOS types it
+    small = compress(model, tiny_tokenizer, TEXT, evictor="knorm", adapter=None)
+    small.save(tmp_path / "doc.rkv")
+    again = CompressedContext.load(tmp_path / "doc.rkv", model, tiny_tokenizer)
+    assert again.manifest == small.manifest
+    assert again.manifest.model == "'/models/my\\xa0own model'"
 
 
 def test_a_bias_survives(tiny_model, tiny_tokenizer, tmp_path):
