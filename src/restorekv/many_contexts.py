@@ -27,6 +27,8 @@ from restorekv.model.tokenize import hash_token_names
 from restorekv.storage.manifest import Manifest
 
 Questions = list[str] | tuple[str, ...]
+# Of a composed ratio: that of many texts could have more digits than readers take.
+LARGEST_DENOMINATOR = 10**18
 # What composed contexts must have in common besides the model.
 ALIKE = (
     "evictor",
@@ -192,7 +194,7 @@ def compose(contexts: Sequence[CompressedContext], *more: object) -> CompressedC
     manifest = manifests[0].for_derived_cache(
         context,
         cache,
-        ratio=str(held / context.text_tokens),
+        ratio=str((held / context.text_tokens).limit_denominator(LARGEST_DENOMINATOR)),
         seconds={"compose": round(time.perf_counter() - start, 4)},
         cut=sum(each.cut for each in manifests),
         tokens_hash=hash_token_names(first.tokenizer, context.ids),

@@ -312,6 +312,24 @@ def test_composed_caches_keep_every_restore_cache(model, tiny_tokenizer, tmp_pat
     assert whole.append(first[:40], restore="every").manifest.earlier == 2 * N
 
 
+def test_many_texts_of_any_ratio_are_composed_into_a_file_that_loads(tiny_tokenizer, tmp_path):
+    """The denominators of their ratios have no common factors, and would multiply."""
+    model = build_model("llama", max_position_embeddings=8192)
+    first, _ = halves(tiny_tokenizer)
+    options = {"evictor": "knorm", "adapter": None, "tokens_per_head": 20}
+    options["prefix_policy"] = "counted"
+    parts = [
+        compress_with(model, tiny_tokenizer, first * 2 + first[:more], **options)
+        for more in range(30)
+    ]
+    whole = compose(parts)
+    held = sum(Fraction(each.manifest.ratio) * each.manifest.tokens for each in parts)
+    assert float(Fraction(whole.manifest.ratio)) == float(held / whole.manifest.tokens)
+    whole.save(tmp_path / "whole.rkv")
+    again = CompressedContext.load(tmp_path / "whole.rkv", model, tiny_tokenizer)
+    assert again.append(first).manifest.parts == [*whole.manifest.parts, len(first)]
+
+
 def read_dense(model, context, start):
     """The full cache of a context whose text begins `start` positions later."""
     positions = torch.arange(start, start + context.num_tokens)[None]
