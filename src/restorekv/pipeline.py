@@ -39,6 +39,7 @@ from restorekv.model.identity import ModelIdentity, identify_model
 from restorekv.model.offload import trim_heap
 from restorekv.model.position_limits import fit_context
 from restorekv.model.prompt import Context, check_system_message, make_context
+from restorekv.model.rope import describe_rotation
 from restorekv.model.shape import CacheShape
 from restorekv.model.tokenize import check_model_and_tokenizer, hash_token_names
 from restorekv.readers.extract import DOCUMENT_ENDINGS, load_document
@@ -329,7 +330,7 @@ def make_manifest(
     return Manifest(
         model=model_name,
         fingerprint=identity.fingerprint,
-        rope=identity.rope,
+        rope=describe_rotation(model),
         template=identity.template,
         tokens_hash=hash_token_names(tokenizer, context.ids),
         dtype=identity.dtype,

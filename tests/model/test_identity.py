@@ -16,7 +16,7 @@ from peft import (
 )
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from restorekv import CompressedContext, compress
 from restorekv.errors import AdapterError, CacheFileError, RestoreKVWarning
@@ -136,6 +136,27 @@ def test_settings_that_change_every_pass_are_noticed(kind, one, other):
 
 
 @pytest.mark.skipif("kolibri1" not in CONFIG_MAPPING, reason="transformers 5.2 has no Kolibri")
+def test_a_rope_that_a_cast_rounded_is_noticed(tiny_tokenizer, tmp_path):
+    """The weights are the same bits, and the keys of a text are rotated otherwise."""
+    build_model("llama").save_pretrained(tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    cast = AutoModelForCausalLM.from_pretrained(tmp_path / "model").to(torch.bfloat16)
+    assert all(map(torch.equal, loaded.parameters(), cast.parameters()))
+    ids = torch.arange(3, 300)[None]
+    # Keys of the first layer, by transformers.
+    of_loaded, of_cast = (
+        model(ids).past_key_values.layers[0].keys.float() for model in (loaded, cast)
+    )
+    assert not torch.allclose(of_loaded, of_cast, atol=0.1)
+    compress(loaded, tiny_tokenizer, TEXT, ratio=1).save(tmp_path / "doc.rkv")
+    CompressedContext.load(tmp_path / "doc.rkv", loaded, tiny_tokenizer)
+    with pytest.raises(CacheFileError, match=r"RoPE .*rounded_to.* rounds its RoPE"):
+        CompressedContext.load(tmp_path / "doc.rkv", cast, tiny_tokenizer)
+    compress(cast, tiny_tokenizer, TEXT, ratio=1).save(tmp_path / "doc.rkv")
+    with pytest.raises(CacheFileError, match=r"RoPE .*rounded_to.* rounds its RoPE"):
+        CompressedContext.load(tmp_path / "doc.rkv", loaded, tiny_tokenizer)
+
+
 def test_a_config_without_a_size_of_its_feed_forward_layers_has_an_identity():
     """A model of experts alone may name theirs instead."""
     model = decoders.build("kolibri1")

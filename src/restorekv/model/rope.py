@@ -16,13 +16,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from restorekv.errors import RestoreKVError
 from restorekv.model import support
-from restorekv.model.shape import FULL_ATTENTION, get_backbone
+from restorekv.model.shape import FULL_ATTENTION, get_backbone, get_dtype_name
 
 # The kinds of RoPE whose frequencies do not change with the length of the text.
 SHIFTABLE = ("default", "linear", "yarn", "llama3")
 # The kinds of RoPE that already reach beyond the positions of the training.
 STRETCHED = ("yarn", "longrope", "dynamic", "linear", "llama3")
 MOST_YARN = 64  # the largest factor of YaRN that is accepted
+ROUNDED = "rounded_to"
 NO_LIMIT = sys.maxsize  # positions of a model that names no limit
 
 
@@ -36,6 +37,18 @@ def get_rope_settings(config: PretrainedConfig) -> dict[str, Any]:
         rope |= getattr(config, "rope_scaling", None) or {}
     plain = {key: value for key, value in rope.items() if value is not None}
     return json.loads(json.dumps(plain, sort_keys=True, default=str))
+
+
+def describe_rotation(model: PreTrainedModel) -> dict[str, Any]:
+    """Return what determines the rotation of keys in a model as it is now: the settings of its
+    config, and under ROUNDED the dtype of frequencies that a cast has rounded to 16 bits.
+    """
+    settings = get_rope_settings(model.config)
+    for name, buffer in model.named_buffers():
+        # `model.to(dtype)` casts them, and loading a model in that dtype does not.
+        if "inv_freq" in name and buffer.dtype.itemsize < torch.float32.itemsize:
+            settings[ROUNDED] = get_dtype_name(buffer.dtype)
+    return settings
 
 
 def count_positions(config: PretrainedConfig) -> int:

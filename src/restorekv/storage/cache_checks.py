@@ -26,6 +26,7 @@ from restorekv.errors import CacheFileError, RestoreKVError, make_printable, war
 from restorekv.files import matches_type
 from restorekv.model.identity import identify_model
 from restorekv.model.prompt import Context, encode_text, hash_template, split_template
+from restorekv.model.rope import ROUNDED, describe_rotation
 from restorekv.model.shape import CacheShape, get_dtype_name
 from restorekv.model.tokenize import hash_token_names
 from restorekv.restore.choices import RESTORE_FROM
@@ -210,14 +211,18 @@ def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> Non
     was made with.
     """
     identity = identify_model(model)
-    if manifest.rope != identity.rope:
-        raise CacheFileError(
-            f"{path} was made with RoPE {make_printable(manifest.rope)}, but the model has "
-            f"{identity.rope}; load the model with the same RoPE configuration."
-        )
     if manifest.dtype != get_dtype_name(model.dtype):
         raise CacheFileError(
             f"{path} holds {manifest.dtype}; load the model with dtype={manifest.dtype!r}."
+        )
+    rope = describe_rotation(model)
+    if manifest.rope != rope:
+        fix = "load the model with the same RoPE configuration"
+        if manifest.rope.get(ROUNDED) != rope.get(ROUNDED):
+            fix = "load the model with dtype=..., since model.to(...) rounds its RoPE"
+        raise CacheFileError(
+            f"{path} was made with RoPE {make_printable(manifest.rope)}, but the model has "
+            f"{rope}; {fix}."
         )
     if manifest.fingerprint != identity.fingerprint:
         # A model that was built from a config has no name.
