@@ -13,7 +13,7 @@ import io
 import logging
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 MAX_PAGES = 20_000
@@ -30,6 +30,7 @@ TEXT_OPERATORS = (b"Tj", b"TJ", b"'", b'"')
 TURNED = re.compile(
     rb"(?<![\d.])[-+\d.]+\s+(?=[-+.0]*[1-9])[-+\d.]+(?:\s+[-+\d.]+){4}\s+(?:Tm|cm)\b"
 )
+LEAST_UPWARD = 1e-6  # below it, text is turned by a quarter
 MAX_DEPTH = 20  # of forms in forms, and of fields in fields
 # Codes of these fonts are known characters without a map: Unicode, and what pypdf can decode.
 KNOWN_CODES = re.compile(
@@ -211,9 +212,7 @@ class PageReading:
         return text
 
     def _find_directions(self) -> list[int]:
-        """Return the directions of the page's text in degrees, as pypdf rounds them."""
-        from pypdf._text_extraction import mult, orient  # there are no public names for these
-
+        """Return the directions of the page's text in degrees, in the order to read them."""
         contents = self.page.get_contents()
         data = b"" if contents is None else contents.get_data()
         # Looking takes as long as reading, so most pages are spared it.
@@ -223,7 +222,7 @@ class PageReading:
 
         def note_direction(operator: Any, _operands: Any, matrix: Any, text_matrix: Any) -> None:
             if operator in TEXT_OPERATORS:
-                directions.add(orient(mult(text_matrix, matrix)))
+                directions.add(find_direction(text_matrix, matrix))
 
         self.page.extract_text(visitor_operand_before=note_direction)
         return sorted(directions)
@@ -344,6 +343,20 @@ def _reaches_end(data: bytes, bits: int) -> bool:
         decompressor.decompress(data, CHECKED_BYTES)
         data = decompressor.unconsumed_tail
     return decompressor.eof
+
+
+def find_direction(text_matrix: Sequence[float], matrix: Sequence[float]) -> int:
+    """Return the direction of text in degrees, rounded as pypdf does for `orientations`.
+
+    Args:
+        text_matrix: The six numbers of Tm; the second and fourth are the rise of text and its up.
+        matrix: The six numbers of all cm so far.
+    """
+    upward = text_matrix[2] * matrix[1] + text_matrix[3] * matrix[3]
+    if abs(upward) > LEAST_UPWARD:
+        return 0 if upward > 0 else 180
+    rise = text_matrix[0] * matrix[1] + text_matrix[1] * matrix[3]
+    return 90 if rise > 0 else 270
 
 
 def is_mapped(font: Any) -> bool:
