@@ -8,7 +8,10 @@ import pytest
 
 pytest.importorskip("pypdf")
 
+from pypdf import PageObject
+
 from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.readers import pdf_text
 from restorekv.readers.extract import extract_text, load_document, read_document
 from tests.helpers.pdf import FONT, PICTURE, Pdf, line, make_pdf_with_a_damaged_page, make_stream
 
@@ -130,6 +133,24 @@ def test_turned_text_is_not_joined_to_other_text():
     pdf.add_page(b"/X Do", objects=f"/X {chart} 0 R")
     pdf.add_page(axis)
     assert extract_text("a.pdf", pdf.make()) == "Old mills\nTons\n\nTons"
+
+
+def test_turned_text_of_a_page_with_many_drawings_costs_no_more_passes(monkeypatch):
+    """A scatter plot of thousands of marks would take the time limit."""
+    marks = b"0 0 m 1 1 l S " * (pdf_text.MAX_OPERATORS // 3)
+    passes = []
+
+    def count_pass(page, extract=PageObject.extract_text, **options):
+        passes.append(options["orientations"])
+        return extract(page, **options)
+
+    monkeypatch.setattr(PageObject, "extract_text", count_pass)
+    for drawing in (b"", marks):
+        pdf = Pdf()
+        pdf.add_page(line("Tons") + drawing + b"BT /F 9 Tf 0 1 -1 0 70 60 Tm (Mills) Tj ET")
+        text, _ = pdf_text.extract_pdf(pdf.make())
+        assert text.startswith("Tons") and text.endswith("Mills")
+    assert passes == [pdf_text.DIRECTIONS, (0,), (90,), pdf_text.DIRECTIONS]
 
 
 def test_values_of_forms_and_free_texts_are_read_once():

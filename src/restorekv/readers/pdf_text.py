@@ -24,12 +24,11 @@ SCAN_PIXELS = 1_000_000
 MANY_CURVES = 200  # of a page without text, whose letters may have been turned into drawings
 MAX_BAD_SHARE = 0.1  # of a page's characters
 CHECKED_BYTES = 1 << 20  # that are decompressed at a time
+DIRECTIONS = (0, 90, 180, 270)  # of text, in degrees
 # Operators of a page's content that show text.
 TEXT_OPERATORS = (b"Tj", b"TJ", b"'", b'"')
-# A matrix that may turn text: the second of its six numbers is not 0.
-TURNED = re.compile(
-    rb"(?<![\d.])[-+\d.]+\s+(?=[-+.0]*[1-9])[-+\d.]+(?:\s+[-+\d.]+){4}\s+(?:Tm|cm)\b"
-)
+# Of a page whose turned text is read apart, which takes a pass for each direction.
+MAX_OPERATORS = 20_000
 LEAST_UPWARD = 1e-6  # below it, text is turned by a quarter
 MAX_DEPTH = 20  # of forms in forms, and of fields in fields
 # Codes of these fonts are known characters without a map: Unicode, and what pypdf can decode.
@@ -172,7 +171,6 @@ class PageReading:
         self.pixels = 0  # of the largest picture
         self.has_picture = False
         self.has_unmapped_fonts = False
-        self.has_forms = False
 
     def read(self) -> str:
         """Return the text of the page, and note what could not be read."""
@@ -196,13 +194,20 @@ class PageReading:
 
     def _extract_text(self) -> str:
         """Return the text of the page without what its fonts do not map to characters."""
-        directions = self._find_directions()
-        if len(directions) > 1:
+        directions = set()
+        operators = 0
+
+        def note_direction(operator: Any, _operands: Any, matrix: Any, text_matrix: Any) -> None:
+            nonlocal operators
+            operators += 1
+            if operator in TEXT_OPERATORS:
+                directions.add(find_direction(text_matrix, matrix))
+
+        text = self._extract_directions(DIRECTIONS, visitor_operand_before=note_direction)
+        if len(directions) > 1 and operators <= MAX_OPERATORS:
             # pypdf joins turned text, such as the label of an axis, to the text before it.
-            texts = [self._extract_direction((direction,)).strip() for direction in directions]
+            texts = [self._extract_directions((each,)).strip() for each in sorted(directions)]
             text = "\n".join(filter(None, texts))
-        else:
-            text = self._extract_direction((0, 90, 180, 270))
         text = text.encode("utf-8", "replace").decode()
         bad = sum(map(is_bad_character, text)) + len(GLYPH_NAME.findall(text)) * 2
         shown = sum(not char.isspace() for char in text)
@@ -211,32 +216,16 @@ class PageReading:
             self.is_unmapped = True
         return text
 
-    def _find_directions(self) -> list[int]:
-        """Return the directions of the page's text in degrees, in the order to read them."""
-        contents = self.page.get_contents()
-        data = b"" if contents is None else contents.get_data()
-        # Looking takes as long as reading, so most pages are spared it.
-        if not self.has_forms and not TURNED.search(data):
-            return []
-        directions = set()
-
-        def note_direction(operator: Any, _operands: Any, matrix: Any, text_matrix: Any) -> None:
-            if operator in TEXT_OPERATORS:
-                directions.add(find_direction(text_matrix, matrix))
-
-        self.page.extract_text(visitor_operand_before=note_direction)
-        return sorted(directions)
-
-    def _extract_direction(self, directions: tuple[int, ...]) -> str:
+    def _extract_directions(self, directions: tuple[int, ...], **visitors: Any) -> str:
         """Return the text of some directions without what its fonts do not map to characters."""
         if not self.has_unmapped_fonts:
-            return self.page.extract_text(orientations=directions)
+            return self.page.extract_text(orientations=directions, **visitors)
         runs: list[tuple[str, Any]] = []
 
         def note_run(text: str, _matrix: Any, _text_matrix: Any, font: Any, _size: Any) -> None:
             runs.append((text, font))
 
-        text = self.page.extract_text(orientations=directions, visitor_text=note_run)
+        text = self.page.extract_text(orientations=directions, visitor_text=note_run, **visitors)
         return self._leave_out_unmapped(text, runs)
 
     def _leave_out_unmapped(self, text: str, runs: list[tuple[str, Any]]) -> str:
@@ -277,7 +266,6 @@ class PageReading:
                 if all(isinstance(side, int) for side in sides):
                     self.pixels = max(self.pixels, sides[0] * sides[1])
             elif found.get("/Subtype") == "/Form":
-                self.has_forms = True
                 self._check_stream(reference)
                 if depth < MAX_DEPTH:
                     self._look_at_resources(found, seen, depth + 1)
