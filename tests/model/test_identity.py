@@ -135,7 +135,6 @@ def test_settings_that_change_every_pass_are_noticed(kind, one, other):
     assert len(made) == 2
 
 
-@pytest.mark.skipif("kolibri1" not in CONFIG_MAPPING, reason="transformers 5.2 has no Kolibri")
 def test_a_rope_that_a_cast_rounded_is_noticed(tiny_tokenizer, tmp_path):
     """The weights are the same bits, and the keys of a text are rotated otherwise."""
     build_model("llama").save_pretrained(tmp_path / "model")
@@ -157,6 +156,7 @@ def test_a_rope_that_a_cast_rounded_is_noticed(tiny_tokenizer, tmp_path):
         CompressedContext.load(tmp_path / "doc.rkv", loaded, tiny_tokenizer)
 
 
+@pytest.mark.skipif("kolibri1" not in CONFIG_MAPPING, reason="transformers 5.2 has no Kolibri")
 def test_a_config_without_a_size_of_its_feed_forward_layers_has_an_identity():
     """A model of experts alone may name theirs instead."""
     model = decoders.build("kolibri1")
