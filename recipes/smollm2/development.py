@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 from recipes.smollm2.search import (
-    ANSWER_TOKENS,
     RATIOS,
     Bench,
     Case,
@@ -32,11 +31,9 @@ from recipes.smollm2.search import (
 )
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import ScoredContext
-from restorekv.model.prompt import make_context
+from restorekv.evaluation.fidelity import FullAnswers
+from restorekv.model.prompt import encode_question, make_context
 from restorekv.restore.adapter import RestoreAdapter
-from restorekv.train.examples import TrainingContext
-from restorekv.train.loss import compute_hidden_divergence, run_answers
-from restorekv.train.teacher import Teacher, TeacherTarget
 
 ALONE = "alone"
 SEPARATOR = "="
@@ -53,40 +50,37 @@ def write_development_cases(bench: Bench, corpus: Path) -> None:
     path.write_text("".join(lines), "utf-8")
 
 
-def compute_divergence(
-    prepared: ScoredContext, targets: Sequence[TeacherTarget], ratio: float
-) -> float:
-    """Return the mean KL(full cache || small cache) over the tokens of the full cache's answers."""
-    output = run_answers(
-        prepared.model,
-        prepared.evict(f"{ratio:g}"),
-        [target.ids for target in targets],
-        [target.answer_length for target in targets],
-    )
-    expected = torch.cat([target.hidden for target in targets])
-    divergences = compute_hidden_divergence(prepared.model, expected, output.hidden, "forward")
-    return float(divergences.mean())
-
-
 @torch.no_grad()
 def measure_case(
     bench: Bench, case: Case, evictor: str, adapters: Mapping[str, RestoreAdapter | None]
 ) -> dict[str, dict[str, float]]:
-    """Return the divergence by adapter and ratio; None is the evictor alone."""
+    """Return the mean divergence over all answers' tokens, by adapter and ratio.
+
+    Args:
+        bench: The model.
+        case: A passage with its questions and the full cache's answers.
+        evictor: Its spec.
+        adapters: By name; None is the evictor alone.
+    """
     context = make_context(bench.tokenizer, case.text)
     eviction = Eviction.make(evictor, on_small_budget="fewer")
     prepared = eviction.prepare(bench.model, bench.tokenizer, context)
     assert isinstance(prepared, ScoredContext), "the recipe does not stream"
-    example = TrainingContext(
-        case.text, case.questions, (None,) * len(case.questions), case.answer_ids
-    )
-    targets = Teacher(bench.model, bench.tokenizer, ANSWER_TOKENS).make_targets(prepared, example)
+    prompts = [
+        encode_question(bench.tokenizer, context, question, empty=True)
+        for question in case.questions
+    ]
+    answers = [torch.tensor(ids) for ids in case.answer_ids]
+    # With r = 1 everything stays.
+    full = FullAnswers.from_answers(bench.model, prepared.evict(1), prompts, answers)
+    lengths = [len(answer) for answer in answers]
     divergences = {}
     for name, adapter in adapters.items():
         restored = prepared if adapter is None else prepared.with_restore_cache(adapter)
-        divergences[name] = {
-            f"{ratio:g}": compute_divergence(restored, targets, ratio) for ratio in RATIOS
-        }
+        divergences[name] = {}
+        for ratio in RATIOS:
+            by_answer = full.measure_divergences(bench.model, restored.evict(f"{ratio:g}"))
+            divergences[name][f"{ratio:g}"] = float(np.average(by_answer, weights=lengths))
     return divergences
 
 
