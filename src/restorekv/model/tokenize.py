@@ -295,20 +295,20 @@ def decode_ids(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bo
     return str(tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
 
-def decode_continuation(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Return the text of ids that follow others, with its first space and no control tokens."""
+def decode_continuation(
+    tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool = True
+) -> str:
+    """Return the text of ids that follow others, with its first space."""
     before = find_text_start(tokenizer)
     start = len(decode_ids(tokenizer, before))
-    return decode_ids(tokenizer, [*before, *ids], skip_special_tokens=True)[start:]
+    return decode_ids(tokenizer, [*before, *ids], skip_special_tokens)[start:]
 
 
 def decode_token(tokenizer: Tokenizer, token: int) -> str:
     """Return the text of one id inside of a text: with the space before it, or a control token's
     name.
     """
-    before = find_text_start(tokenizer)
-    start = len(decode_ids(tokenizer, before))
-    return decode_ids(tokenizer, [*before, token])[start:]
+    return decode_continuation(tokenizer, [token], skip_special_tokens=False)
 
 
 def find_text_start(tokenizer: Tokenizer) -> list[int]:
