@@ -248,6 +248,29 @@ def write_held_out(folder: Path, source: Path) -> Path:
     return path
 
 
+def start_build(
+    settings: Sequence[str],
+    source: Path,
+    held_out: Path,
+    part: str,
+    out: Path,
+    model_flags: Sequence[str],
+) -> subprocess.Popen:
+    """Start or resume the build of a part of a corpus.
+
+    Args:
+        settings: Flags of `data build`.
+        source: The corpus.
+        held_out: Texts whose words are kept out.
+        part: K/N, the part to build.
+        out: Its folder.
+        model_flags: The flags of device and dtype.
+    """
+    command = ("data", "build", *settings, "--model", SMOLLM2, "--corpus", str(source))
+    command += ("--exclude", str(held_out), "--part", part, "--resume", *model_flags)
+    return start_command(*command, "--out", str(out))
+
+
 def build_shards(folder: Path, source: Path, shards: list[int], model_flags: Sequence[str]) -> None:
     """Build shards of the corpus, two at a time; its development passages are kept out by their
     words too.
@@ -265,10 +288,9 @@ def build_shards(folder: Path, source: Path, shards: list[int], model_flags: Seq
     for first in range(0, len(missing), 2):
         running = []
         for shard in missing[first : first + 2]:
-            command = ("data", "build", *CORPUS, "--model", SMOLLM2, "--corpus", str(source))
-            command += ("--exclude", str(held_out), "--part", f"{shard}/{SHARDS}", "--resume")
             out = folder / "data" / f"corpus-{shard}"
-            running.append(start_command(*command, *model_flags, "--out", str(out)))
+            part = f"{shard}/{SHARDS}"
+            running.append(start_build(CORPUS, source, held_out, part, out, model_flags))
         wait_for(*running)
 
 
@@ -292,9 +314,8 @@ def build_people(folder: Path, source: Path, model_flags: Sequence[str]) -> None
         out = folder / "data" / f"{PEOPLE}-{part}"
         if (out / "manifest.json").exists():
             continue
-        command = ("data", "build", *OF_PEOPLE, "--model", SMOLLM2, "--corpus", str(asked))
-        command += ("--exclude", str(held_out), "--part", f"{part}/{PEOPLE_PARTS}", "--resume")
-        running.append(start_command(*command, *model_flags, "--out", str(out)))
+        of_all = f"{part}/{PEOPLE_PARTS}"
+        running.append(start_build(OF_PEOPLE, asked, held_out, of_all, out, model_flags))
     wait_for(*running)
 
 
