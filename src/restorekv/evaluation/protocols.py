@@ -41,6 +41,13 @@ THINKING = "<think>\n\n</think>\n\n"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
+def get_context_limit(tokenizer: Tokenizer, max_ids: int = 0) -> int:
+    """Return how many ids of a context are kept: `max_ids`, or with 0 what the tokenizer's config
+    says, at most NO_LIMIT.
+    """
+    return max_ids or min(tokenizer.model_max_length, NO_LIMIT)
+
+
 class AskingProtocol(ABC):
     """One project's way to ask; `stops` says in words how an answer ends."""
 
@@ -85,8 +92,8 @@ class AskingProtocol(ABC):
         """
         # How much of the text fits is decided after the template is around it.
         whole = self._make_whole_context(model_name, tokenizer, text)
-        limit = max_ids or tokenizer.model_max_length
-        if limit >= min(whole.num_tokens, NO_LIMIT):
+        limit = get_context_limit(tokenizer, max_ids)
+        if limit >= whole.num_tokens:
             return whole, 0
         if limit <= whole.prefix_length:
             raise RestoreKVError(

@@ -126,8 +126,7 @@ def identify_cell(worker: Worker, cell: Cell) -> dict:
         "stops": sorted(get_stop_ids(worker.model, worker.tokenizer)),
         "positions": count_positions(worker.model.config),
         # Where longer contexts are cut, which a tokenizer's config may say.
-        "context_limit": cell.max_context
-        or min(worker.tokenizer.model_max_length, protocols.NO_LIMIT),
+        "context_limit": protocols.get_context_limit(worker.tokenizer, cell.max_context),
         "method": name,
         "code": code,
         "adapter": adapter.identity() if adapter else None,
