@@ -19,6 +19,7 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
+from recipes.run import run_recipe
 from restorekv.data.exercises import (
     BLANK,
     MIN_WORDS,
@@ -198,4 +199,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_recipe(main)

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from recipes.run import run_recipe
 from recipes.smollm2.border import compare_all
 from recipes.smollm2.scores import COMMON, answer_grid
 from restorekv.evaluation.grid import FULL, Grid
@@ -317,4 +318,4 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_recipe(main)

@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from recipes.run import run_recipe
 from restorekv import load_model
 from restorekv.evictors import EVICTORS
 from restorekv.files import replace_file
@@ -102,4 +103,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_recipe(main)

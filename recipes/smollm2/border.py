@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.pages import fill_page
+from recipes.run import run_recipe
 from restorekv.compression.budget import parse_ratio
 from restorekv.evaluation.compare import compare_results
 from restorekv.evaluation.results import Result, load_results
@@ -151,4 +152,4 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_recipe(main)

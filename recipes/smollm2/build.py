@@ -29,6 +29,7 @@ from pathlib import Path
 
 import torch
 
+from recipes.run import run_recipe
 from restorekv.data.corpus import TRAIN_SPLIT
 from restorekv.data.files import iterate_rows
 from restorekv.model.identity import describe_weights
@@ -520,4 +521,4 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_recipe(main)

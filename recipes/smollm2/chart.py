@@ -20,6 +20,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from recipes.pages import fill_page
+from recipes.run import run_recipe
 from restorekv.evaluation.answers_kept import EVERY
 from restorekv.evaluation.stats import ENOUGH, bootstrap_ratio
 from restorekv.evaluation.tables import name_evictor
@@ -534,4 +535,4 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_recipe(main)

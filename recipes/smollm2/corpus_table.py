@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from recipes.pages import fill_page
+from recipes.run import run_recipe
 from restorekv.data.corpus import TRAIN_SPLIT, identify_license
 from restorekv.data.documents import DropRow
 from restorekv.data.files import identify_source
@@ -100,4 +101,4 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_recipe(main)

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from recipes.run import run_recipe
 from recipes.smollm2.search import (
     RATIOS,
     Bench,
@@ -167,4 +168,4 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_recipe(main)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from recipes.run import run_recipe
 from recipes.smollm2.build import start_command, wait_for, write_held_out
 from restorekv.data.build import index_excluded_texts
 from restorekv.data.config import BuildConfig
@@ -148,4 +149,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_recipe(main)

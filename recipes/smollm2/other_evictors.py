@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from recipes.run import run_recipe
 from recipes.smollm2.search import ANSWER_TOKENS, Bench, Case, hash_shipped
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import ScoredContext
@@ -195,4 +196,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_recipe(main)

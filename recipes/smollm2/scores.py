@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from recipes.run import run_recipe
 from restorekv.evaluation.answers_kept import (
     AnswersByMethod,
     ContextAnswers,
@@ -227,4 +228,4 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_recipe(main)

@@ -34,6 +34,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from recipes.run import run_recipe
 from restorekv.cache.dense import list_dense_layers
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import ScoredContext
@@ -681,4 +682,4 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_recipe(main)

@@ -16,6 +16,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+from recipes.run import run_recipe
 from restorekv.tasks.splits import TRAINING, split_factbook, split_fairytale, split_novel
 
 TEXTS = Path(__file__).parent / "texts"
@@ -82,4 +83,4 @@ def write_packed(path: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_recipe(main)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from recipes.run import run_recipe
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.generation.decoding import decode_answer, generate_ids, get_stop_ids
 from restorekv.model import attention
@@ -142,4 +143,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_recipe(main)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from paper.recipe import CONTEXTS, LONGEST, SHIPPED, SHORTEST
+from recipes.run import run_recipe
 from restorekv.model.load import load_model
 from restorekv.train.config import TrainConfig
 from restorekv.train.examples import make_tiny_examples
@@ -47,4 +48,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_recipe(main)

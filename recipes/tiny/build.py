@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from recipes.run import run_recipe
 from restorekv.evictors import gate_file
 from restorekv.model import gate_kinds
 from restorekv.restore.adapter import RestoreAdapter
@@ -91,4 +92,4 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_recipe(main)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from recipes.run import run_recipe
 from restorekv.model.gate_kinds import KINDS, TARGETS
 from restorekv.model.load import load_model
 from restorekv.tiny.world import LONGEST, SHORTEST
@@ -56,4 +57,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_recipe(main)

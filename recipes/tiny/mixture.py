@@ -27,6 +27,7 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from paper.experiments.training_data import MIXTURE
+from recipes.run import run_recipe
 from restorekv.data.build import build_mixture
 from restorekv.data.config import BuildConfig
 from restorekv.data.files import read_parquet_rows
@@ -447,4 +448,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_recipe(main)
