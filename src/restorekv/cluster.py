@@ -1,4 +1,4 @@
-"""Start a Ray cluster on this machine, or join one that runs."""
+"""Start a Ray cluster on this machine, or join one that is already running."""
 
 from __future__ import annotations
 
@@ -20,28 +20,31 @@ ENVIRONMENT = {  # no usage reports, workers at this process's priority, no log 
     "RAY_BACKEND_LOG_LEVEL": "fatal",
     "RAY_SERVE_LOG_TO_STDERR": "0",
 }
-# Only loopback, on every system, and only with a token.
+# For "local": loopback alone, on Linux too (despite the variable's name), and only with a token.
 PRIVATE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
 
 
 def connect_ray(address: str, cpus: int, memory: int, needed: Mapping[str, float]) -> ModuleType:
-    """Connect to a Ray cluster, without its output.
+    """Connect to a Ray cluster, or start one, without letting Ray print anything.
 
     Args:
-        address: "auto", "host:port", or "local", which starts one that nobody else reaches.
-        cpus: How many CPUs a cluster gets that is started here.
-        memory: Bytes of shared memory of a cluster that is started.
-        needed: What a worker needs of its node, such as {"CPU": 1, "GPU": 0}.
+        address: "auto" or "host:port" of a running cluster, or "local" to start one that nobody
+            else can reach.
+        cpus: The number of CPUs of a cluster that is started here.
+        memory: The bytes of shared memory of a cluster that is started here.
+        needed: The resources that a worker needs on its node, such as {"CPU": 1, "GPU": 0}.
 
     Returns:
         The module `ray`.
 
     Raises:
-        RestoreKVError: Ray or the cluster is missing, or no node has what a worker needs.
+        RestoreKVError: Ray is not installed, the cluster cannot be reached or started, or no node
+            has what a worker needs.
     """
     is_local = address == LOCAL
     environment = dict(ENVIRONMENT)
-    # Once Ray is imported it has read these, and its processes must not read others.
+    # Ray reads these when it is imported. If that has happened, setting them now would only give
+    # the processes that it starts other values than its own.
     if is_local and "ray" not in sys.modules:
         environment |= {**PRIVATE, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     for name, value in environment.items():

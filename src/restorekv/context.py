@@ -71,7 +71,7 @@ class CompressedContext:
     context: Context
     cache: RaggedCache
     manifest: Manifest
-    compressor: Compressor | None = None  # what made it, in the process that made it
+    compressor: Compressor | None = None  # what made it; None if it was loaded from a file
 
     def __post_init__(self) -> None:
         attention.plan_kernels(self.cache.full_attention)
@@ -165,7 +165,7 @@ class CompressedContext:
     ) -> str | list[Any] | Answer | AnswerStream:
         """Answer one question, or a list of questions in one batch.
 
-        With samples=N, N above 1, the answer to each question is a list of N.
+        With samples=N above 1, each question gets a list of N answers.
 
         >>> small.ask("What is the code of the market?", max_new_tokens=16)
         'market 46.'
@@ -174,20 +174,20 @@ class CompressedContext:
 
         Args:
             question: A question, or a list of questions.
-            max_new_tokens: How long an answer may be: one limit, or one for each question.
-                `max_tokens`, OpenAI's name, takes its place.
+            max_new_tokens: The most tokens of an answer: one limit, or one for each question.
+                OpenAI's name for it, `max_tokens`, works too.
             stream: Return the pieces of one answer as they are written.
             answer_prefix: Text that every answer continues from. It is not part of the
                 answer that is returned.
-            graph: Make every step the same work, which a GPU replays as a CUDA graph; for greedy
-                answers alone. None does so for greedy answers on a GPU.
+            graph: Decode in steps of a fixed shape, which a GPU replays as a CUDA graph. Only for
+                greedy answers; None does so for those on a GPU.
             details: Return `Answer` objects, with ids and log-probabilities.
-            **options: How tokens are chosen: the fields of `SamplingConfig`, greedily unless given,
-                or `config`, a `SamplingConfig` or transformers' `GenerationConfig`.
+            **options: How tokens are chosen, greedily by default: fields of `SamplingConfig`, or
+                `config`, a `SamplingConfig` or transformers' `GenerationConfig`.
 
         Returns:
-            A text for one question, a list for a list; with stream=True an iterator, whose `answer`
-            says at its end why the answer ended.
+            The answer to one question, or a list of answers to a list of questions. With
+            stream=True, an iterator; after its last piece, its `answer` says why the answer ended.
         """
         max_new_tokens = take_limit(options, max_new_tokens)
         sampling = SamplingConfig.make(**options)
@@ -195,7 +195,8 @@ class CompressedContext:
         single = isinstance(question, str)
         asked = [(self.context, self.cache, each) for each in answers.list_questions(question)]
         answers.warn_about_unused_options(self.model, sampling, details or stream)
-        # Pieces of several answers would arrive mixed, and neither details nor a graph has any.
+        # Pieces of several answers would arrive mixed, and answers with details or from a graph
+        # only exist as a whole.
         if stream:
             if not single or details or graph:
                 raise RestoreKVError(
@@ -247,7 +248,7 @@ class CompressedContext:
 
     @property
     def digest(self) -> str:
-        """16 hex digits of a SHA-256 over everything that a cache file would hold of the text."""
+        """16 hex digits of a SHA-256 over the cache, its text and where questions begin."""
         return cache_file.hash_cache(self.cache, self.context)
 
     def chat(self, system: str | None = "") -> Chat:
@@ -269,10 +270,10 @@ class CompressedContext:
         adapter: RestoreAdapter | str | Path | None = "auto",
         evictor: str | None = None,
     ) -> CompressedContext:
-        """Return a context with a text at the end of this one, which stays as it is.
+        """Return a new context with a text appended to this one, which does not change.
 
-        The new part alone is read and scored, with the config of before, and evicted to what the
-        budget of the grown context leaves.
+        Only the new part is prefilled and scored, with the config of this context. The pairs that
+        are already held stay, and the new part is evicted to the rest of the new context's budget.
 
         >>> text = " The code of the harbor is 12, and the code of the tower is 31." * 3
         >>> longer = small.append(text)
@@ -284,7 +285,7 @@ class CompressedContext:
             restore: What becomes of the restore tokens of earlier parts. "last" drops them when the
                 new part has its own, "every" keeps them as ordinary pairs, "none" drops them and
                 makes no new ones.
-            adapter: As `compress` takes it. "auto" is the adapter that made this cache.
+            adapter: As in `compress`, except that "auto" is the adapter that made this cache.
             evictor: The spec of an evictor other than the one that made this cache.
 
         Raises:
@@ -309,20 +310,21 @@ class CompressedContext:
         separator: str | None = None,
         fix: str = "append more at once",
     ) -> CompressedContext:
-        """Return a context with the tokens `ids` (1, t) at its end, whoever wrote them.
+        """Return a new context with the tokens `ids` (1, t) of a text or conversation appended.
 
         Args:
-            ids: The tokens of the new part.
+            ids: The tokens of the new part, which are not checked again.
             restore: As in `append`.
             adapter: As in `append`.
             evictor: As in `append`.
-            separator: What separates the text from questions afterwards, if the new part is a
-                conversation that they follow. None is for a text: what separated questions from
-                the text before any conversation.
-            fix: What a user can do where the new part is too short for its budget, for messages.
+            separator: What separates the new context from later questions, if the new part is a
+                conversation that they continue. None if it is a text: then it is the separator
+                that was used before any conversation was appended.
+            fix: What error messages suggest if the new part is too short for its budget.
         """
         old = self.manifest
-        # The program may have changed it since, such as by a different LoRA or by merging one.
+        # The model may have changed since the cache was made, for example because a LoRA was
+        # loaded or merged.
         check_model("The cache", old, self.model)
         if restore == "none":
             adapter = None
@@ -342,8 +344,8 @@ class CompressedContext:
         )
         cache = growth.run()
         context = growth.grown_context
-        # After a fold the user's next words follow at once; after a text that is appended to it
-        # they follow a text again.
+        # After a fold, which appends a conversation, the user's next message follows directly.
+        # If a text is appended after that, questions follow a text again.
         before_fold = old.folded_separator
         if before_fold is None:
             before_fold = old.separator
@@ -351,7 +353,7 @@ class CompressedContext:
             context = replace(context, separator=before_fold)
         else:
             context = replace(context, separator=separator)
-        # The grown cache is held as the old one was, in 8 bits too.
+        # If the old cache was quantized to 8 bits, so is the grown one.
         attention.quantize_context(cache, old.kv_dtype, CacheShape.from_model(self.model).groups)
         manifest = old.for_derived_cache(
             context,
@@ -371,11 +373,13 @@ class CompressedContext:
     def _eviction_for_append(
         self, adapter: RestoreAdapter | str | Path | None, evictor: str | None
     ) -> Eviction:
-        """Return the eviction that made this cache, or one like it for a cache that was loaded."""
+        """Return the eviction for an appended part: the one that made this cache, or one made from
+        its manifest if the cache was loaded or a different evictor or adapter is wanted.
+        """
         made = self.compressor
         if isinstance(made, Eviction) and evictor is None and adapter in ("auto", None):
-            # Reuse the original evictor and adapter objects. The new part is read at once, and may
-            # need scores even where the first part kept everything.
+            # Reuse the original evictor and adapter objects. The new part is prefilled in one go,
+            # and may need scores even if the first part kept everything.
             return replace(
                 made,
                 config=replace(made.config, streaming_chunk=None),
@@ -399,7 +403,8 @@ class CompressedContext:
         recorded = manifest.adapter
         if adapter is None or (adapter == "auto" and recorded is None):
             return eviction
-        # After a fold nothing separates text and question; for an adapter that is the same use.
+        # After a fold the separator is empty. That is no other use of the adapter, so it is not
+        # compared with the separator of its training.
         loaded = load_adapter(self.model, adapter, eviction, None, manifest.separator or None)
         if recorded is None:
             return replace(eviction, adapter=loaded)
@@ -408,7 +413,7 @@ class CompressedContext:
                 "The adapter that made this cache is not available; pass its folder, or "
                 "adapter=None."
             )
-        # The cache may have been made with the first tokens of the adapter alone.
+        # The cache may have been made with only the first of the adapter's restore tokens.
         if recorded["restore_tokens"] < loaded.restore_tokens:
             loaded = loaded.truncate(recorded["restore_tokens"])
         if loaded.identity()["hash"] != recorded["hash"]:
@@ -451,7 +456,7 @@ class CompressedContext:
         """Return the answer of transformers' own `generate` with its options.
 
         It is greedy and has at most 128 tokens, unless the options or their generation_config say
-        otherwise. What they leave out besides is as the model's own generation_config says.
+        otherwise. All other options that they leave out come from the model's generation_config.
         """
         return generate_answer(
             self.model,
@@ -464,14 +469,14 @@ class CompressedContext:
         )
 
     def portable(self) -> Portable:
-        """Return the cache as an ordinary prefix of m tokens for other engines; needs
-        allocation="per-head".
+        """Return the cache as an ordinary prefix of m tokens for other engines. This needs
+        allocation="per-head", so that all heads hold the same number of pairs.
         """
         return portable.make_portable(self.model, self.context, self.cache, self.manifest)
 
     def save(self, path: str | Path) -> None:
-        """Write one safetensors file; the previous one stays if anything goes wrong, and a file
-        that is not a cache stays in any case.
+        """Write the cache to one safetensors file. If anything goes wrong, a file that was there
+        stays; a file that is not a cache is never replaced.
         """
         cache_file.write_cache_file(path, self.cache, self.context, self.manifest)
 
@@ -535,7 +540,8 @@ def check_fit(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -
                 "again."
             )
     check_tokenizer(path, manifest, stored.context, tokenizer)
-    # `compress` makes no cache that reaches beyond the positions, but a file can say anything.
+    # `compress` makes no cache that reaches beyond the model's positions, but a file can claim
+    # anything.
     reach = stored.context.num_tokens + manifest.offset
     limit = count_positions(model.config)
     if manifest.offset and reach > limit:

@@ -1,6 +1,6 @@
-"""One exception class for each kind of user error, and what helps to word them.
+"""The exception classes, one for each kind of user error, and helpers that word their messages.
 
-The message is one sentence that names the cause and the fix.
+Every message is one sentence that names the cause and the fix.
 """
 
 import importlib
@@ -20,7 +20,7 @@ class RestoreKVError(ValueError):
     """A user error. The command line prints only the message and exits with a nonzero status.
 
     Attributes:
-        option: The option, or the field of a request, that is at fault; "" where none is named.
+        option: The option, or the field of a request, that is at fault; "" if none is known.
     """
 
     option: str = ""
@@ -49,11 +49,11 @@ class ModelError(RestoreKVError):
 
 
 class OptionError(RestoreKVError):
-    """An option, or a field of a request, whose value cannot be used.
+    """An option, or a field of a request, with a value that cannot be used.
 
     Args:
         message: The sentence.
-        option: Its name.
+        option: The name of the option or field.
     """
 
     def __init__(self, message: str, option: str = "") -> None:
@@ -64,8 +64,8 @@ class OptionError(RestoreKVError):
 class TextTooLongError(RestoreKVError):
     """A text of more tokens than the model has room for.
 
-    The message names the fixes of Python; the command line writes its flags in their place. The
-    numbers are for callers with other fixes.
+    The message names the fixes in Python; the command line replaces them with its flags. The
+    numbers are for callers that suggest other fixes.
 
     Attributes:
         tokens: How many tokens the text has.
@@ -93,7 +93,7 @@ class RestoreKVWarning(UserWarning):
 
 
 def check_choice(name: str, value: str, known: Iterable[str]) -> None:
-    """Refuse a value that is not known."""
+    """Refuse a value that is not one of `known`."""
     if value not in known:
         raise RestoreKVError(f"{name} must be one of {', '.join(known)}, not {value!r}.")
 

@@ -41,20 +41,21 @@ NUMBERS = itertools.count()  # several threads may write to one path
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 NO_WAITING = getattr(os, "O_NONBLOCK", 0)
 BINARY = getattr(os, "O_BINARY", 0)
-START_BYTES = 1 << 16  # of a file, in which each of ours names its format
-# How ISO-2022-JP and its relatives, which have only bytes of ASCII, change to other characters.
+START_BYTES = 1 << 16  # of a file: each of ours names its format within them
+# How ISO-2022-JP and its relatives switch to other characters. They use ASCII bytes alone, so UTF-8
+# would decode them to garbage without an error.
 SHIFT_OF_ISO_2022 = re.compile(rb"\x1b\$[@B()]")
 FETCH_AGAIN = "fetch or make it again"
-# Every value of JSON but the first follows one of these signs. A text, which may have them too, is
-# found as a whole, and with possessive quantifiers no character is looked at twice, whatever a
-# stranger has written.
+# Every value of JSON except the first follows one of the signs [ { , or :. A string may contain
+# these signs too, so it is matched as a whole. Possessive quantifiers never backtrack, so the
+# search takes linear time, whatever a stranger has written.
 SIGNS = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+|[\[{,:]'
 SIGNS_OF_TEXT = re.compile(SIGNS, re.DOTALL)
 SIGNS_OF_BYTES = re.compile(SIGNS.encode(), re.DOTALL)
 
 
 def parse_path(path: str | Path) -> Path:
-    """Return a user's path; refuse what names no file."""
+    """Return a user's path; refuse anything other than text or a path."""
     if not isinstance(path, str | os.PathLike):
         raise RestoreKVError(f"A path must be text or a Path, not {type(path).__name__}.")
     return Path(path)
@@ -63,15 +64,16 @@ def parse_path(path: str | Path) -> Path:
 def list_files(
     folder: Path, hidden: bool = True, broken_links: list[Path] | None = None
 ) -> list[Path]:
-    """Return the files below a folder, sorted, also those in linked folders.
+    """Return the files below a folder, sorted, including those in linked folders.
 
-    Every folder counts once, under its own name if it is below `folder`, so links may lead in a
-    circle. A link to what `folder` is in is not followed.
+    Every folder is listed once, so links may form a circle. If it is below `folder`, it is listed
+    under its own name, otherwise under that of a link. A link to a folder that contains `folder` is
+    not followed.
 
     Args:
         folder: Where to look.
-        hidden: Whether files and folders count whose names begin with a period.
-        broken_links: Gets the links that lead nowhere, sorted.
+        hidden: Whether to list files and folders with names that begin with a period.
+        broken_links: A list to which the links that lead nowhere are added, sorted.
 
     Raises:
         RestoreKVError: A folder below cannot be read, so that its files would be missing.
@@ -103,7 +105,7 @@ def list_files(
                 inside = [Path(current, name) for name in folders]
                 links += [path for path in inside if path.is_symlink()]
                 files += [Path(current, name) for name in names]
-        # After all real folders, so that a link takes none of their names.
+        # Links come after all real folders, so that no real folder is listed under a link's name.
         tops = links
     if broken_links is not None:
         broken_links += sorted(path for path in files if path.is_symlink() and not path.exists())
@@ -129,7 +131,7 @@ def check_target(path: Path) -> None:
         )
     probe = make_unique_name(path)
     with explain_write_errors(path):
-        # Only trying tells what the disk allows, and how long a name it takes.
+        # Only an attempt shows what the disk allows and how long a name may be.
         probe.touch(exist_ok=False)
         probe.unlink()
 
@@ -139,12 +141,12 @@ def check_replaceable(path: Path, kind: str, file_format: str | None = None) -> 
 
     Args:
         path: The file, which may be missing or empty.
-        kind: How the sentence calls what will be written, as in "a restorekv cache".
+        kind: What the error message calls the kind of file, as in "a restorekv cache".
         file_format: The format that files of this kind name near their start; None for JSON of any
             format.
 
     Raises:
-        RestoreKVError: The file does not begin as such files do.
+        RestoreKVError: The file does not begin like a file of this kind.
     """
     if not path.is_file():
         return
@@ -165,10 +167,10 @@ def replace_file(path: Path, follow: bool = True) -> Iterator[Path]:
 
     Args:
         path: The file to write.
-        follow: Whether a symbolic link at `path` stays, and the file that it leads to is replaced.
-            That is for names that users choose, who may keep their files elsewhere. Pass False for
-            a name that the package itself chose: the folder may come from a stranger, so the new
-            file takes the link's place.
+        follow: Whether to follow a symbolic link at `path` and replace the file that it leads to.
+            That is right for names that users choose: they may keep their files elsewhere. Pass
+            False for a name that the package itself chose: the folder may come from a stranger, so
+            the new file replaces the link.
     """
     check_target(path)
     if follow:
@@ -177,7 +179,8 @@ def replace_file(path: Path, follow: bool = True) -> Iterator[Path]:
     with explain_write_errors(path):
         # Exclusively, so that no existing file is written to, least of all through a link.
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_FOLLOW, 0o666))
-        # What only its owner could read stays so; meanwhile the owner may write, in any case.
+        # The new file gets the old one's permissions, so that a private file stays private. While
+        # it is written, its owner may write to it in any case.
         mode = None
         if path.exists() and not path.is_symlink():
             mode = path.stat().st_mode & 0o777
@@ -202,8 +205,8 @@ def make_temporary_name(path: Path) -> Path:
 def make_unique_name(path: Path) -> Path:
     """Return a new name next to `path`.
 
-    It says which process it belongs to, for `remove_stale_files`. Nobody can guess it, and so put a
-    link there first.
+    It contains the process id, for `remove_stale_files`, and random digits, so that nobody can
+    guess it and put a link there first.
     """
     process = f"{HOST}-{os.getpid()}-{next(NUMBERS)}"
     return path.with_name(f".{path.name}.{process}-{secrets.token_hex(8)}.tmp")
@@ -211,9 +214,9 @@ def make_unique_name(path: Path) -> Path:
 
 @contextmanager
 def folder_lock(folder: Path, name: str = ".lock") -> Iterator[None]:
-    """Lock a folder, which is created if needed; refuse a second process that works in it.
+    """Lock a folder, creating it if needed; refuse if another process is working in it.
 
-    A folder that was created and in which nothing was written is removed again.
+    If the folder was created here and is still empty at the end, it is removed again.
     """
     existed = folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
@@ -234,10 +237,10 @@ def folder_lock(folder: Path, name: str = ".lock") -> Iterator[None]:
 
 @contextmanager
 def file_lock(path: Path) -> Iterator[bool]:
-    """Yield whether the block holds the lock `path` alone.
+    """Lock the file `path` without waiting, and yield whether that succeeded.
 
     The system releases the lock of a process that is killed. On a system without file locks, every
-    block holds it.
+    block gets True.
     """
     try:
         import fcntl  # only POSIX systems have it
@@ -247,7 +250,8 @@ def file_lock(path: Path) -> Iterator[bool]:
     with open_without_links(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # If a holder has removed the file meanwhile, others lock a new one.
+            # If the last holder removed the file after it was opened here, this lock is worthless:
+            # other processes lock a new file of that name.
             acquired = os.fstat(file.fileno()).st_nlink > 0
         except OSError as error:
             # Other errors come from a disk without locks.
@@ -256,9 +260,9 @@ def file_lock(path: Path) -> Iterator[bool]:
 
 
 def open_without_links(path: Path) -> BinaryIO:
-    """Open a file of the package's own, to read it and to add to its end; create it if needed.
+    """Open one of the package's own files for reading and appending; create it if needed.
 
-    Refuse special files, and a symbolic link, which a stranger may have put there to have another
+    Refuse special files and symbolic links: a stranger may have put a link there to get another
     file changed.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | NO_FOLLOW | NO_WAITING | BINARY
@@ -305,7 +309,7 @@ def remove_stale_files(path: Path) -> None:
 
 
 def is_process_alive(process: int) -> bool:
-    """Return whether this process id runs on this machine, or True where that cannot be found
+    """Return whether a process with this id runs on this machine; True if that cannot be found
     out.
     """
     if os.name != "posix":
@@ -329,8 +333,8 @@ def find_cache_folder() -> Path | None:
 
 
 def _default_cache_folder() -> Path:
-    """Return the folder unless RESTOREKV_CACHE names one; raise RuntimeError without a home
-    folder.
+    """Return the folder that is used unless RESTOREKV_CACHE names one; raise RuntimeError without a
+    home folder.
     """
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(caches).expanduser() / "restorekv"
@@ -356,7 +360,7 @@ def format_line(content: object) -> bytes:
 def append_line(path: Path, content: object) -> None:
     """Add a line of JSON at the end of a file; it is on the disk before this returns.
 
-    What a killed process left half-written there goes.
+    A half-written line that a killed process left there is removed first.
     """
     with open_without_links(path) as file:
         # A line without a line break at its end was being written when the process died.
@@ -369,12 +373,12 @@ def append_line(path: Path, content: object) -> None:
         os.fsync(file.fileno())
 
 
-# Reading files of strangers
+# Reading files that someone else may have written
 
 
 def load_lines(path: Path) -> Iterator[dict]:
-    """Yield the objects that `append_line` wrote, none where there is no file; a half-written line
-    at the end is left out.
+    """Yield the objects that `append_line` wrote, none if there is no file; leave out a
+    half-written line at the end.
     """
     if not path.exists():
         return
@@ -390,13 +394,13 @@ def read_bytes(path: Path, what: str, limit: int = JSON_BYTES, follow: bool = Tr
 
     Args:
         path: The file.
-        what: How sentences of errors call it.
+        what: What error messages call it.
         limit: The most bytes that it may have.
         follow: Whether a symbolic link may lead to it; pass False for a name that the package
             chose.
 
     Raises:
-        RestoreKVError: For a file that is missing, larger, special, or cannot be read.
+        RestoreKVError: The file is missing, larger or not a regular file, or cannot be read.
     """
     with open_with_size(path, what, follow) as (file, size):
         if size > limit:
@@ -411,7 +415,7 @@ def decode_text(payload: bytes, what: str) -> str:
 
     `what` begins an error's sentence.
     """
-    # Editors on Windows save "Unicode" so. No UTF-8 text begins with these bytes.
+    # Windows editors save this as "Unicode". No UTF-8 text begins with these bytes.
     is_utf16 = payload.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     if not is_utf16 and SHIFT_OF_ISO_2022.search(payload):
         raise RestoreKVError(f"{what} is in ISO-2022, not UTF-8; save it as UTF-8 first.")
@@ -448,14 +452,14 @@ def parse_json(
 
     Args:
         text: The JSON.
-        what: How sentences of errors call it.
+        what: What error messages call it.
         limit: The most characters.
         elements: The most values and keys.
 
     Raises:
-        RestoreKVError: For JSON beyond these limits or of more than DEPTH levels, a key twice in an
-            object, NaN and infinity, integers of more than 64 bits, and surrogates, which are half
-            a character.
+        RestoreKVError: The JSON is invalid, exceeds these limits or has more than DEPTH levels, or
+            it has a key twice in an object, NaN, infinity, an integer of more than 64 bits, or a
+            surrogate, which is half a character.
     """
     if len(text) > limit:
         raise RestoreKVError(
@@ -486,6 +490,7 @@ def parse_record(text: str | bytes, what: str) -> Any:
 
 def check_elements(text: str | bytes, what: str, limit: int) -> None:
     """Refuse JSON of more than `limit` values and keys before any of them takes memory."""
+    # A fast upper bound first: it counts the signs inside strings, too.
     if isinstance(text, bytes):
         at_most = sum(text.count(sign) for sign in (b"[", b"{", b",", b":"))
         matches = SIGNS_OF_BYTES.finditer(text)
@@ -511,8 +516,8 @@ def open_with_size(
 ) -> Iterator[tuple[BufferedReader, int]]:
     """Yield a regular file, opened for reading, and its size.
 
-    A FIFO or a device is refused and never waited for. Errors of the block, such as those of a
-    disk, become sentences too. For `follow`, see `read_bytes`.
+    A FIFO or a device is refused without waiting for it. Errors in the block, such as those of a
+    disk, become RestoreKVErrors too. For `follow`, see `read_bytes`.
     """
     try:
         with open_regular_file(path, what, follow) as file:
@@ -526,7 +531,7 @@ def open_with_size(
 
 
 def open_regular_file(path: Path, what: str, follow: bool = True) -> BufferedReader:
-    """Open a regular file for reading; refuse all others at once, whoever may write to them."""
+    """Open a regular file for reading; refuse all others at once, without waiting for a writer."""
     flags = os.O_RDONLY | NO_WAITING | BINARY
     if not follow:
         flags |= NO_FOLLOW
@@ -551,8 +556,8 @@ def open_regular_file(path: Path, what: str, follow: bool = True) -> BufferedRea
 
 
 def refuse_other_kind(start: bytes, what: str, fix: str = "name the file that you mean") -> None:
-    """Refuse a file that begins as no safetensors file does, however it was damaged: as JSON or as
-    a text. A safetensors file begins with a length of eight bytes; the last of them are 0.
+    """Refuse a file that begins like JSON or another text, which a safetensors file never does, not
+    even a damaged one: it begins with a length in eight bytes, and the last of them are 0.
     """
     if len(start) < 8 or 0 in start[:8]:
         return
@@ -616,7 +621,7 @@ def check_levels(value: object) -> None:
 
 
 def cut_name(name: str, limit: int) -> str:
-    """Return the start of a file's name in at most so many bytes, which file systems limit."""
+    """Shorten a file name to at most `limit` bytes, since file systems limit its length."""
     return name.encode()[:limit].decode(errors="ignore")
 
 
@@ -627,25 +632,25 @@ def check_option(
     wanted: str,
     holds: Callable[[Any], object] = lambda _: True,
 ) -> None:
-    """Refuse the value of an option.
+    """Refuse an option's value if it has a wrong type or does not meet a condition.
 
     Args:
         name: The option.
         value: Its value.
-        hint: The type that it must have, as it is annotated.
-        wanted: Type and condition in words.
-        holds: The condition, which is asked of values of the type.
+        hint: The type that it must have, as an annotation.
+        wanted: Type and condition in words, for the message.
+        holds: The condition; it is called only with values of the right type.
 
     Raises:
-        OptionError: The value is none of these.
+        OptionError: The value has a different type or does not meet the condition.
     """
     if not matches_type(value, hint) or not holds(value):
         raise OptionError(f"{name} must be {wanted}, not {repr(value)[:60]}.", name)
 
 
 def find_wrong_entry(value: object, hints: Mapping[str, Any]) -> str | None:
-    """Return the first of these entries that a JSON object lacks or that is of a different type, or
-    None where all are right.
+    """Return the name of the first entry in `hints` that a JSON object lacks or has with a
+    different type, or None if all are right.
     """
     entries = value if isinstance(value, dict) else {}
     for name, hint in hints.items():
@@ -655,10 +660,10 @@ def find_wrong_entry(value: object, hints: Mapping[str, Any]) -> str | None:
 
 
 def matches_type(value: object, hint: Any) -> bool:
-    """Return whether a JSON value is of an annotated type, or a list of objects with the entries
-    of [{name: type}].
+    """Return whether a JSON value has the type that an annotation names.
 
-    True is not an integer, and an integer is a float.
+    A hint [{name: type}] means a list of objects with these entries. True does not count as an
+    integer, but an integer counts as a float.
     """
     if isinstance(hint, list):
         return isinstance(value, list) and not any(find_wrong_entry(e, hint[0]) for e in value)

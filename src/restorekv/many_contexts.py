@@ -27,7 +27,7 @@ from restorekv.model.tokenize import hash_token_names
 from restorekv.storage.manifest import Manifest
 
 Questions = list[str] | tuple[str, ...]
-# Of a composed ratio: that of many texts could have more digits than readers take.
+# The ratio of many composed texts, an exact fraction, could have more digits than readers accept.
 LARGEST_DENOMINATOR = 10**18
 # What composed contexts must have in common besides the model.
 ALIKE = (
@@ -83,12 +83,12 @@ def ask_many(
 ) -> list[Any]:
     """Answer the questions of several compressed contexts in one batch.
 
-    The answers are those that `ask` gives to each context alone. The contexts may differ in all but
-    the model and its chat template; one may come up more than once.
+    The answers are the same as if each context were asked alone. The contexts may differ in
+    everything except the model and its chat template, and may appear more than once.
 
     Args:
         asked: Pairs of a compressed context and its question, or a list of its questions.
-        max_new_tokens: How long an answer may be.
+        max_new_tokens: The most tokens of an answer.
         answer_prefix: Text that every answer continues from. It is not part of the
             answer that is returned.
         details: Return `Answer` objects, with ids and log-probabilities.
@@ -98,8 +98,8 @@ def ask_many(
         For each pair, one answer for one question, a list for a list.
 
     Raises:
-        RestoreKVError: Something is not a pair of a context and its questions, or the contexts have
-            several models or chat templates.
+        RestoreKVError: Something is not a pair of a context and its questions, or the contexts
+            differ in their model or chat template.
     """
     max_new_tokens = take_limit(options, max_new_tokens)
     sampling = SamplingConfig.make(**options)
@@ -109,7 +109,7 @@ def ask_many(
     for (context, _), questions in zip(pairs, questions_of, strict=True):
         # Neighbors with one context share its pairs in the batch, so questions stay together.
         rows += [(context.context, context.cache, question) for question in questions]
-    # Only empty lists of questions, which are answered by empty lists.
+    # All lists of questions are empty, and so are the lists of answers.
     if not rows:
         return [[] for _ in pairs]
     first = _check_one_model([context for context, _ in pairs])
@@ -149,11 +149,11 @@ def _check_pairs(asked: object) -> list[tuple[CompressedContext, str | Sequence[
 
 
 def compose(contexts: Sequence[CompressedContext], *more: object) -> CompressedContext:
-    """Join contexts that were compressed apart, as if their texts followed each other.
+    """Join contexts that were compressed separately, as if their texts followed each other.
 
-    No text is read again: keys are rotated to their new positions, and every context keeps its
-    restore cache. The texts do not know of each other, as those of a context that was compressed at
-    once do.
+    Nothing is prefilled again: keys are rotated to their new positions, and every context keeps its
+    restore cache. So, unlike in a context that was compressed in one piece, no text has attended to
+    the texts before it.
 
     >>> both = compose([small, small])
     >>> both.manifest.tokens == 2 * small.manifest.tokens
@@ -176,8 +176,8 @@ def compose(contexts: Sequence[CompressedContext], *more: object) -> CompressedC
     first = _check_one_model(contexts)
     manifests = [each.manifest for each in contexts]
     refuse_unlike(manifests)
-    # What is appended later continues the last context with an adapter, if there is one: those
-    # that were kept whole have none.
+    # A later `append` uses the compressor and adapter of the last context that has an adapter.
+    # Contexts that were kept whole have none.
     restored_contexts = [each for each in contexts if each.manifest.adapter]
     continued = (restored_contexts or contexts)[-1]
     context, cache = compose_caches(first.model, [(each.context, each.cache) for each in contexts])
@@ -215,7 +215,8 @@ def refuse_unlike(manifests: Sequence[Manifest]) -> None:
     for name in ALIKE:
         compared = manifests
         if name == "adapter":
-            # Where every pair was kept there is nothing to restore, whatever the others restore.
+            # A context that kept every pair had nothing to restore, so it may lack the adapter of
+            # the others.
             compared = [each for each in manifests if each.adapter or Fraction(each.ratio) != 1]
         for each in compared:
             if getattr(each, name) != getattr(compared[0], name):
@@ -223,7 +224,9 @@ def refuse_unlike(manifests: Sequence[Manifest]) -> None:
 
 
 def _explain_difference(name: str, first: Manifest, other: Manifest) -> str:
-    """Return how two caches differ in a field, with their ratios where these differ, too: "auto"
+    """Return the sentence about two caches that differ in a field.
+
+    If their ratios differ too, it names these, since they may be the reason: adapter="auto"
     restores nothing at high ratios, and a text too short for its ratio is kept whole.
     """
     if first.ratio == other.ratio:

@@ -95,20 +95,20 @@ def compress(
         tokenizer: Its tokenizer.
         context: A text, the `Path` of a text, HTML, PDF, DOCX or EPUB file, token ids, or chat
             messages: an optional system message, then one user message.
-        ratio: The share of the KV pairs to hold, 0.1 unless a size is given. With ratio=1 nothing
-            is lost, and adapter="auto" restores nothing; an adapter that is named still takes the
-            place of as many pairs.
+        ratio: The share of the KV pairs to hold, 0.1 unless a size is given. With ratio=1 every
+            pair is kept and adapter="auto" restores nothing; any other adapter still displaces as
+            many pairs per head as it has restore tokens.
         tokens_per_head: Instead of a ratio: how many pairs to hold per head, on average.
         compression_ratio: Instead of a ratio: kvpress's name for 1 - ratio.
         evictor: The spec of an evictor or of another method, or a preset: "fast" (fastkvzip) or
             "best" (kvzip).
         adapter: "auto" for the adapter that ships for model and evictor, "published" for the one
-            that the paper's authors publish, a folder or hub id, a RestoreAdapter made for `model`,
-            or None. "smollm2:kvzip" is one that ships, by its name. "auto" restores nothing above
-            the highest ratio at which the adapter was measured to help, or, without a measurement,
-            was trained for, nor below the lowest one at which it helps this evictor, unless the
-            config's `restore_tokens` or `restore_from` asks for it. Any other adapter is used at
-            every ratio, at these with a warning.
+            that the paper's authors publish, the name of an adapter that ships ("smollm2:kvzip"), a
+            folder or hub id, a RestoreAdapter made for `model`, or None. "auto" restores nothing at
+            ratios at which the adapter does not help this evictor: above the highest ratio at which
+            it was measured to help (or, without a measurement, was trained), and below the lowest
+            one. The config's `restore_tokens` or `restore_from` overrides that. Any other adapter
+            is used at every ratio, with a warning where it does not help.
         config: The settings that are rarely changed.
         progress: Called with the phase ("prefill", "score" and so on) and the share of the whole
             that is done, whenever a phase begins or the share has grown by a hundredth.
@@ -177,13 +177,13 @@ def add_adapter(
 ) -> tuple[Compressor, Budget]:
     """Load the adapter that was asked for, if any, and reserve its part of the budget.
 
-    Warns of a ratio at which the adapter is not known to help.
+    Warn if the adapter is not known to help at the ratio.
 
     Args:
         compressor: What compresses, without an adapter.
         adapter: As `compress` takes it.
         restore_tokens: How many of its restore tokens to use; None uses all.
-        budget: Without restore tokens.
+        budget: The budget, without room for restore tokens.
         model: The model that will answer.
         context: The tokenized context.
         identity: The identity of the model.
@@ -213,7 +213,7 @@ def parse_ratio_arguments(
     compression_ratio: float | str | Fraction | None,
     tokens_per_head: int | None,
 ) -> Fraction | None:
-    """Return the ratio that `compress` was called with, None where it was given none."""
+    """Return the ratio that `compress` was called with, or None if it was given none."""
     if ratio is not None and compression_ratio is not None:
         raise BudgetError("compression_ratio is 1 - ratio; pass only one of them.")
     if tokens_per_head is not None and (ratio, compression_ratio) != (None, None):
@@ -232,8 +232,8 @@ def parse_ratio_arguments(
 
 
 def separate_text_and_system(context: Any, system: str) -> tuple[str | Sequence[int] | Tensor, str]:
-    """Return the text or token ids of any form of context that `compress` takes, and the system
-    message, which is the one among the messages or else `system`.
+    """Return the text or token ids of a context in any form that `compress` takes, and the system
+    message: the one among the messages, or else `system`.
     """
     if isinstance(context, Path):
         if context.is_dir():
@@ -273,9 +273,11 @@ def separate_text_and_system(context: Any, system: str) -> tuple[str | Sequence[
 
 
 def _warn_of_file_name(text: str) -> None:
-    """Warn of a text that is one word with the ending of a document: it is compressed as it is.
+    """Warn if a text looks like a file name: one word with the ending of a document. It is
+    compressed as text.
 
-    No file is looked for, so that a server's clients cannot find out which ones exist.
+    Whether the file exists is not checked, so that a server's clients cannot find out which files
+    do.
     """
     name = text.strip()
     if len(name.split()) == 1 and PurePath(name).suffix.lower() in DOCUMENT_ENDINGS:
@@ -323,7 +325,7 @@ def make_manifest(
     adapter = compressor.adapter
     model_name = identity.name
     if not model_name.isprintable():
-        # Such as a folder with a no-break space: readers refuse what cannot be printed.
+        # For example a folder with a no-break space: readers refuse names that cannot be printed.
         model_name = repr(model_name)
     libraries = {"torch": torch, "transformers": transformers, "peft": peft}
     versions = {name: library.__version__ for name, library in libraries.items()}

@@ -1,10 +1,11 @@
 """Sealed safetensors: how restorekv writes its own tensors, and how it reads any tensors.
 
 Context caches, portable caches, gates, checkpoints and the other files of a training are sealed.
-The metadata of such a file holds its `format` and `version` (see `FileKind`), what this kind of
-file needs, and a `checksum`: the SHA-256 of the whole file in which the checksum itself is 64
-zeros. So one altered byte anywhere is noticed, header included. A checksum proves that a file is as
-somebody wrote it, not that it is harmless: those who use a file check what it holds.
+The metadata of such a file holds its `format` and `version` (see `FileKind`), the entries that this
+kind of file needs, and a `checksum`: the SHA-256 of the whole file, computed with 64 zeros in place
+of the checksum. So one altered byte anywhere is noticed, header included. A checksum proves that a
+file is as somebody wrote it, not that it is harmless: the code that uses a file checks what it
+holds.
 
 The files of an adapter are in PEFT's format and have no seal, so that others can read and write
 them. The record next to them, a JSON object, holds their checksums and its own (`seal_record`).
@@ -39,7 +40,7 @@ from restorekv.size_limits import HEADER_BYTES, LARGEST_NUMBER
 
 CHECKSUM = "checksum"
 BLANK = "0" * 64  # in the checksum's place while it is computed
-BLOCK = 1 << 22  # numbers looked at together
+BLOCK = 1 << 22  # numbers that are converted to float32 at once
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Sizes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape by name
 
@@ -48,7 +49,7 @@ Sizes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape by 
 class FileKind:
     """A kind of sealed file.
 
-    `format` and `version` are in its metadata. Sentences of errors call it `name`, as in "a gate of
+    `format` and `version` are in its metadata. Error messages call it `name`, as in "a gate of
     restorekv", and end in `fix`, which says how to get a good one.
     """
 
@@ -69,19 +70,19 @@ def write_sealed(
     *,
     follow: bool = True,
 ) -> None:
-    """Write a sealed file that outlives a power cut; on any failure, Ctrl-C included, the old one
+    """Write a sealed file that survives a power cut; on any failure, Ctrl-C included, the old one
     stays.
 
     Args:
-        path: The file, which is replaced if it exists. One that a user chose is replaced only by
-            a file of the same kind.
+        path: The file, which is replaced if it exists; if a user chose it (follow=True), only if it
+            is of the same kind.
         kind: What it is.
         tensors: What it holds, on any device.
         metadata: Further entries of its metadata.
         follow: False for a name that the package chose; see `replace_file`.
 
     Raises:
-        RestoreKVError: Where the file cannot be written.
+        RestoreKVError: The file cannot be written, or would replace one of another kind.
     """
     if follow:
         check_replaceable(path, kind.name, kind.format)
@@ -115,12 +116,13 @@ def seal_tensors(
 
 
 def _sort_metadata(header: bytes) -> bytes:
-    """Return a header with its length in front and the metadata, which the library shuffles, in
-    order.
+    """Return a header with sorted metadata, preceded by its length; safetensors writes metadata in
+    random order.
     """
     entries = json.loads(header)
     entries["__metadata__"] = dict(sorted(entries["__metadata__"].items()))
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    # Padded to 8 bytes, as safetensors does, so that the tensors are aligned.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -131,26 +133,26 @@ def _sort_metadata(header: bytes) -> bytes:
 def read_sealed(
     path: Path, kind: FileKind, what: str | None = None, *, finite: bool = False
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Read a sealed file, once: what was checked is what is returned.
+    """Read a sealed file, only once, so that what was checked is what is returned.
 
     Args:
         path: The file.
         kind: What it must be.
-        what: How sentences call this file; its path unless given.
+        what: What error messages call this file; its path unless given.
         finite: Whether to refuse numbers that are not finite.
 
     Returns:
         Its metadata, and its tensors on the CPU.
 
     Raises:
-        RestoreKVError: For anything but a file as `write_sealed` wrote it.
+        RestoreKVError: The file cannot be read, or is not exactly what `write_sealed` wrote.
     """
     what = what or str(path)
     try:
         raw = read_tensor_bytes(path, what)
         metadata, tensors = parse_tensors(raw, what)
     except RestoreKVError as error:
-        # What reads every file cannot know how one of this kind is made again.
+        # The functions that read any file do not know how to make one of this kind again.
         raise RestoreKVError(str(error).replace(FETCH_AGAIN, kind.fix)) from error
     _check_kind(metadata, kind, what)
     _check_seal(raw, metadata, kind, what)
@@ -187,11 +189,9 @@ def read_tensors(path: Path, what: str) -> tuple[dict[str, str], dict[str, Tenso
 
 
 def read_tensor_bytes(path: Path, what: str) -> bytes:
-    """Return the bytes of a safetensors file, after its size was compared with what its header
-    says.
-    """
+    """Return the bytes of a safetensors file after comparing its size with what its header says."""
     with open_with_size(path, what) as (file, size):
-        start = file.read(8) or b""  # None where nothing is there yet, as in /proc/kmsg
+        start = file.read(8) or b""  # None if nothing is there yet, as in /proc/kmsg
         start += file.read(_header_length(start, size, what))
         _parse_header(start, size, what)
         file.seek(0)
@@ -223,7 +223,7 @@ def _header_length(raw: bytes, size: int, what: str) -> int:
 
 
 def _parse_header(raw: bytes, size: int, what: str) -> dict[str, Any]:
-    """Return the header at the start of `raw`; refuse one whose tensors do not end where the file
+    """Return the header at the start of `raw`; refuse it if its tensors do not end where the file
     does.
     """
     length = _header_length(raw, size, what)
@@ -258,7 +258,9 @@ def _check_finite(tensors: Mapping[str, Tensor], what: str, fix: str) -> None:
 
 
 def check_weights(tensors: Mapping[str, Tensor], what: str, fix: str) -> None:
-    """Refuse what are not finite floating-point numbers of a size that trained weights have."""
+    """Refuse tensors that cannot be trained weights: not floating-point, not finite, or with
+    numbers beyond LARGEST_NUMBER.
+    """
     for name, tensor in tensors.items():
         if tensor.dtype not in FLOATS:
             raise RestoreKVError(
@@ -273,8 +275,8 @@ def check_weights(tensors: Mapping[str, Tensor], what: str, fix: str) -> None:
 
 
 def largest_number(tensor: Tensor) -> float:
-    """Return the largest absolute value of floating-point numbers, or NaN; 0 for other kinds and
-    for none.
+    """Return the largest absolute value of a floating-point tensor, NaN if it has any; 0 for other
+    dtypes and empty tensors.
     """
     if not tensor.is_floating_point() or not tensor.numel():
         return 0.0
@@ -292,8 +294,8 @@ def short_hash(content: str | bytes) -> str:
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of every tensor's name, dtype, shape and bytes, whatever the file is
-    like.
+    """Return the SHA-256 of every tensor's name, dtype, shape and bytes, which does not depend on
+    the file that holds them.
     """
     sha256 = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):

@@ -12,7 +12,7 @@ JSON_ELEMENTS = 1_000_000  # values and keys; a conversation has one for each to
 HEADER_BYTES = 16 << 20
 HEADER_ELEMENTS = 100_000  # a checkpoint of an adapter for 126 layers has about 40,000
 
-# Elements of a line of data, or of a file with all of its rows, that a user chose to train on.
+# Elements of training data that a user chose: of one line, or of a file that holds all rows.
 ROW_ELEMENTS = 30_000_000
 
 LINES_BYTES = 4 << 30  # of a file of JSON lines that this package wrote, line by line
@@ -26,7 +26,7 @@ SYSTEM_LETTERS = 1 << 20  # of a system message, which is compared and never rea
 AROUND_LETTERS = 2000
 AROUND_TOKENS = 1024  # of the ids after every question
 POSITIONS = 1 << 24  # of a context with its offset; the longest models have 10 million
-CELLS = 1 << 32  # layers x heads x positions, for each of which a reader may hold a flag
+CELLS = 1 << 32  # layers x heads x positions; a reader may hold a flag for each
 LAYERS = 1024  # and as many heads; the largest models have 128 of each
 WIDTH = 1 << 20  # numbers of a key, and of a hidden state
 

@@ -19,8 +19,9 @@ from restorekv.errors import RestoreKVError, join_words, summarize_error, warn
 
 Named = TypeVar("Named")
 _SOURCE_DIGEST = re.compile(r"#[0-9a-f]{12}$")
-# Of arguments: the letters of a word that may stand for one, how many it may stand for, and the
-# likeness that a misspelling has (difflib's, from 0 to 1; "temp" and "stream" have 0.6).
+# To guess which arguments a wrong name means: the fewest letters of a name that is part of an
+# argument, the most arguments that a hint lists, and the similarity of a misspelling (difflib's,
+# from 0 to 1; "temp" and "stream" have 0.6).
 SHORTEST_WORD = 3
 MOST_MEANT = 3
 MISSPELLED = 0.75
@@ -39,14 +40,15 @@ def parse_spec(
     Args:
         text: The spec. A digest that `digest_source` made may follow; it is ignored.
         classes: The classes by name.
-        what: How sentences of errors call such an object.
-        presets: Names that users may give too, and that stand for others before this is called.
-        bases: A class must be derived from one of these; () does not ask.
+        what: What error messages call such an object.
+        presets: Further names that users may give, for the message about an unknown name; callers
+            replace them by specs before this is called.
+        bases: A class must be derived from one of these, be registered under its own name, and get
+            a value for every field; () checks none of that.
 
     Raises:
-        RestoreKVError: For an unknown name or setting, for a setting that is given twice, for a
-            value of another type, and, where `bases` are given, for a class that is not derived
-            from any of them or has another name, and for a field without a value.
+        RestoreKVError: A name or setting is unknown, a setting is given twice, a value has another
+            type, or the class fails the check for `bases`.
     """
     load_waiting()
     name, _, rest = _SOURCE_DIGEST.sub("", text).partition(":")
@@ -91,7 +93,7 @@ def _check_class(name: str, kind: Any, what: str, bases: tuple[type, ...]) -> No
     own_name = getattr(kind, "name", None)
     if own_name == name:
         return
-    # Cache files and results would record the class's own name, maybe that of another one.
+    # Cache files and results would record the class's own name, which may be another class's.
     says = "has no name" if own_name is None else f"has the name {own_name!r}"
     raise RestoreKVError(
         f"The {what} {name!r} is registered under that name, and its class {kind.__name__} {says}, "
@@ -119,7 +121,7 @@ def _lacks_decorator(kind: type, setting: str) -> bool:
 
 
 def explain_unknown(what: str, name: str, known: Iterable[str]) -> str:
-    """Return the sentence about a name that is not known, with the one that is most like it."""
+    """Return the sentence about an unknown name, with the known name that is most like it."""
     names = list(known)
     own = ""
     if what in ("evictor", "benchmark"):
@@ -152,7 +154,8 @@ def suggest_argument(name: str, known: Sequence[str], other_names: Mapping[str, 
     Args:
         name: The argument.
         known: The arguments that the function has.
-        other_names: Sentences by names that other libraries use, or that belong elsewhere.
+        other_names: What to write instead, by names that other libraries use or that belong
+            elsewhere.
     """
     if name in other_names:
         return other_names[name]
@@ -163,8 +166,8 @@ def suggest_argument(name: str, known: Sequence[str], other_names: Mapping[str, 
 
 
 def find_meant_arguments(name: str, known: Iterable[str]) -> list[str]:
-    """Return the arguments that a name may stand for: those of which it is a word, the start of one
-    ("temp", "penalty"), or a misspelling.
+    """Return the arguments that a user may have meant by a name: those with a word that begins with
+    it ("temp", "penalty"), or else the one that it misspells.
     """
     name = name.lower()
     meant = []
@@ -180,8 +183,8 @@ def find_meant_arguments(name: str, known: Iterable[str]) -> list[str]:
 
 
 def drop_gate(spec: str) -> str:
-    """Return an evictor's spec without a gate, which records name by a hash and whose file only the
-    user names.
+    """Return an evictor's spec without its gate: records hold a hash of the gate, users the name of
+    its file.
     """
     name, _, settings = spec.partition(":")
     kept = []
@@ -253,11 +256,12 @@ _waiting: list[tuple[EntryPoint, dict[str, type]]] = []
 
 
 def load_waiting() -> None:
-    """Load the entry points that wait, but for those whose module is just being imported.
+    """Load the waiting entry points, except those in modules that are still being imported.
 
-    Such a module imports this package to derive its classes; these exist a moment later.
+    Such a module imports this package to derive its classes from ours; they do not exist before its
+    import ends.
     """
-    # Loading one may import a module that has others, so they are looked through again.
+    # Loading one may import the modules of others, so all are looked through again each time.
     while ready := [each for each in _waiting if not _is_being_imported(each[0].module)]:
         _waiting.remove(ready[0])
         _load_entry_point(*ready[0])
@@ -285,10 +289,10 @@ def _load_entry_point(entry: EntryPoint, classes: dict[str, type]) -> None:
 
 
 def digest_source(cls: type) -> str:
-    """Return "#" and 12 hex digits of an outside class's source, because its name stays when it
-    changes.
+    """Return "#" and 12 hex digits that identify the source of a class from outside this package,
+    because its name stays the same when its code changes.
 
-    Our own classes have none in their name; records of results have `digest_code` of them.
+    For our own classes, return ""; records of results hold their `digest_code` separately.
     """
     if _is_own(cls.__module__):
         return ""
@@ -297,8 +301,8 @@ def digest_source(cls: type) -> str:
 
 
 def digest_code(cls: type, own: bool = True) -> str:
-    """Return 12 hex digits of the files that define a class and its bases, or "" where no source is
-    kept, as in a shell.
+    """Return 12 hex digits that identify the files that define a class and its bases, or "" if
+    there is no source, as in a shell.
 
     Helpers in these files count too; what they import from other files does not. `own` says whether
     files of this package count.
