@@ -35,9 +35,9 @@ def load_adapter(
     ratio: Fraction | None = None,
     identity: ModelIdentity | None = None,
 ) -> RestoreAdapter | None:
-    """Return the adapter to use, or None where nothing is restored.
+    """Return the adapter to use, or None if nothing is restored.
 
-    Warns where the adapter was trained for a different use.
+    Warn if the adapter was trained for a different use.
 
     Args:
         model: The model whose caches are restored.
@@ -46,10 +46,10 @@ def load_adapter(
         compressor: The method that makes the caches, with its config.
         restore_tokens: Return the first n tokens of the adapter as an adapter; None returns all.
         separator: What separates text and question, which is part of an adapter's use.
-        ratio: The share of the pairs to hold. "auto" restores nothing above the ratio up to which
-            the adapter helps, by its record or else by the ratios of its training, nor below the
-            lowest one at which it helps this evictor, unless the config or `restore_tokens` asks
-            for restoring.
+        ratio: The share of the pairs to hold. "auto" restores nothing at a ratio at which the
+            adapter does not help this evictor, by its measurements or else by the ratios of its
+            training, unless `restore_tokens` or the config's `restore_from` asks for restoring.
+            None skips this check.
         identity: The identity of `model`, if the caller has computed it.
 
     Raises:
@@ -74,7 +74,7 @@ def load_adapter(
     if isinstance(adapter, str | Path):
         identity = identity or identify_model(model)
         if isinstance(adapter, str):
-            # A name becomes a folder or a hub id, or None where "auto" finds nothing.
+            # A name becomes a folder or a hub id, or None if "auto" finds nothing.
             model_name = name_model_with_adapters(identity) if auto else identity.name
             adapter = locate_adapter(adapter, model_name, compressor)
     if adapter is None:
@@ -90,10 +90,11 @@ def load_adapter(
             warn(f"{error} Nothing is restored.")
             return None
     spec = drop_gate(compressor.spec)
-    # docs/evaluation.md has the figures.
+    # At some ratios restoring is not worth its part of the budget: docs/evaluation.md has figures.
     if auto and not wanted and ratio is not None and not adapter.card.is_helpful_at(spec, ratio):
         return None
-    # The LoRA layers wrap this very model object; with a different one they would read its weights.
+    # The LoRA layers wrap the weights of the adapter's own model object, so they would be wrong for
+    # a different one.
     if adapter.model is not model:
         raise AdapterError(
             "The adapter was made for a different model object; load it for this one."
@@ -128,15 +129,15 @@ def _load_shared(
 ) -> RestoreAdapter:
     """Return an adapter from a folder or the hub.
 
-    Contexts of one model share the adapter of a folder, as long as its files do not change.
+    All contexts of a model share one adapter object for each folder, until its files change.
     """
     folder = Path(name)
     if not folder.is_dir():
         return RestoreAdapter.from_pretrained(model, name, identity=identity)
-    # Size and time of every file stand for the folder's contents, which are not read again.
+    # Size and time of every file identify the folder's contents without reading them again.
     files = []
     for path in folder.iterdir():
-        # A broken link has no status of its own; the link's must do.
+        # A broken link leads to no file; use the status of the link itself.
         status = path.stat() if path.exists() else path.lstat()
         files.append((path.name, status.st_mtime_ns, status.st_size))
     key = (
@@ -146,7 +147,8 @@ def _load_shared(
         model.dtype,
         identity.fingerprint,
     )
-    # On the model and not in a weak dictionary, since an adapter has a reference to its model.
+    # Kept on the model: in a dictionary with weak keys it would never be freed, since an adapter
+    # refers to its model.
     known = vars(model).setdefault(ADAPTERS, {})
     adapter = known.get(key)
     if adapter is None:
@@ -158,9 +160,9 @@ def _load_shared(
 
 
 def name_model_with_adapters(identity: ModelIdentity) -> str:
-    """Return the name under which adapters ship for a model, or its own name where none do.
+    """Return the name under which adapters ship for a model, or its own name if none do.
 
-    A model that was loaded from elsewhere, such as a folder, counts by its weights.
+    A model that was loaded from elsewhere, such as a folder, is recognized by its weights.
     """
     if identity.name in SHIPPING:
         return identity.name
@@ -168,9 +170,9 @@ def name_model_with_adapters(identity: ModelIdentity) -> str:
 
 
 def locate_adapter(name: str, model_name: str, compressor: Compressor) -> str | Path | None:
-    """Return the folder or hub id that a name stands for, None where "auto" finds no adapter.
+    """Return the folder or hub id of the adapter with a name, or None if "auto" finds no adapter.
 
-    `model_name` is what the model calls itself.
+    `model_name` is the name of the model, for which an adapter is looked up.
     """
     if name == "published":
         return hub.find_published_name(model_name, compressor.spec)

@@ -1,8 +1,8 @@
 """Which pairs stay, given scores and a count (Eq. 3: Evict(C, s, B) keeps exactly B).
 
 Every allocation keeps exactly the count, for any scores; of equal scores the lower (layer, head,
-position) wins, so that ties can neither miss the budget nor differ between devices. Where a count
-does not divide, the first layers or heads get one more.
+position) wins, so that ties can neither miss the budget nor differ between devices. If a count does
+not divide evenly, the first layers or heads get one more.
 """
 
 from abc import ABC, abstractmethod
@@ -21,11 +21,11 @@ from restorekv import spec
 from restorekv.errors import BudgetError, RestoreKVError
 from restorekv.files import read_json
 
-# Scores read at once; PyTorch's own selection copies all of them and as many indices.
+# Scores processed at once. PyTorch's own selection would copy all of them and make as many indices.
 SCORES_AT_ONCE = 1 << 22
-RADIX = 1 << 16  # values that one digit of a 32-bit key has
+RADIX = 1 << 16  # values of one digit; a 32-bit key has two digits
 UNIFORM = "uniform"
-ROUNDING = 1e-3  # by how much the shares of a file may miss 1
+ROUNDING = 1e-3  # how far the sum of a file's shares may be from 1
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class PerLayer(Allocation):
     name: ClassVar[str] = "per-layer"
 
     def __call__(self, scores: Tensor, pairs: int) -> Tensor:
-        # Whole numbers per layer; the first layers get one more where the count does not divide.
+        # Whole numbers per layer; the first layers get one more if the count is not divisible.
         return mark_highest_of_each(scores, split_evenly(pairs, len(scores)))
 
 
@@ -86,8 +86,8 @@ class PerHead(Allocation):
 
 @dataclass(frozen=True)
 class AdaKV(Allocation):
-    """Ada-KV (arXiv:2407.11550): ranks each layer, after each head has got a guaranteed share of
-    its even part.
+    """Ada-KV (arXiv:2407.11550): ranks the heads of each layer together, but guarantees every head
+    the share `safeguard` of what an even split would give it.
     """
 
     name: ClassVar[str] = "adakv"
@@ -105,8 +105,8 @@ class AdaKV(Allocation):
         )
 
     def mark_layer(self, scores: Tensor, pairs: int) -> Tensor:
-        """Return a mask of a layer's scores (H, T): of each head the best
-        floor(safeguard * floor(pairs / H)), then the best of the whole layer.
+        """Return a mask of a layer's scores (H, T): the best floor(safeguard * floor(pairs / H)) of
+        each head, then the best of the rest of the layer.
         """
         # The decimal as it was written, so that 0.2 of 5 is 1 on every machine.
         safe = floor(Fraction(str(self.safeguard)) * (pairs // len(scores)))
@@ -119,8 +119,8 @@ class AdaKV(Allocation):
 
 @dataclass(frozen=True)
 class HeadShares(Allocation):
-    """Ranks each head alone by `shares` (L * H), layers first, or equal ones, as Attention Matching
-    does.
+    """Ranks each head alone and splits the pairs among heads by `shares` (L * H, layer by layer),
+    or evenly without them, as Attention Matching does.
 
     `shares_file` is "uniform" or a file in the published form: one flat JSON object, {"L0H0":
     share, ...}, the shares of all heads adding up to 1. They depend neither on the context nor on
@@ -185,7 +185,8 @@ def split_evenly(pairs: int, parts: int) -> list[int]:
 
 
 def split_by_shares(pairs: int, shares: tuple[Fraction, ...], capacity: int) -> list[int]:
-    """Split `pairs` among heads by their shares, rounded down; the rest evenly, first heads first.
+    """Split `pairs` among heads by their shares, rounded down; split the rest evenly, the first
+    heads getting more.
 
     Args:
         pairs: How many there are in all.
@@ -240,8 +241,7 @@ def mark_highest(scores: Tensor, pairs: int) -> Tensor:
         )
     if pairs == 0:
         return torch.zeros_like(scores, dtype=torch.bool)
-    # All above the n-th highest stay, and as many of those equal to it as are missing, the lower
-    # indices first.
+    # All above the n-th highest stay. Of those equal to it, the lower indices fill up the count.
     threshold = find_nth_highest(flat, pairs)
     keep = flat > threshold
     ties = (flat == threshold).nonzero().squeeze(-1)
@@ -254,8 +254,8 @@ def find_nth_highest(flat: Tensor, count: int) -> Tensor:
 
     Of many float32 values it is found by a radix search, which needs no copy of them.
     """
-    # Above a few million values two passes that tally digits need less memory than kthvalue, which
-    # copies its input: 65,536 counters.
+    # kthvalue copies its input. Above a few million values, two passes that tally digits need less
+    # memory: 65,536 counters.
     if flat.numel() <= SCORES_AT_ONCE or flat.dtype != torch.float32:
         return flat.kthvalue(flat.numel() - count + 1).values
 
@@ -266,7 +266,7 @@ def find_nth_highest(flat: Tensor, count: int) -> Tensor:
         return keys[_get_upper_digits(keys) == upper] & (RADIX - 1)
 
     lower, _ = _find_nth_digit(_tally_digits(flat, get_lower_digits), rank)
-    # The upper digits are those of a signed number moved up by half their range.
+    # `_get_upper_digits` has moved the signed digits up by half their range; move them back.
     key = (upper - RADIX // 2) * RADIX + lower
     bits = torch.tensor(key, dtype=torch.int32, device=flat.device)
     return _to_sortable(bits).view(torch.float32)

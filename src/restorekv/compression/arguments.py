@@ -1,6 +1,6 @@
-"""Sentences for calls with arguments that a function does not have, or without those it needs.
+"""Error messages for calls with arguments that a function does not have, or without those it needs.
 
-Python's own message names a parameter; a sentence can say what to write instead.
+Python's own message only names the argument; these also say what to write instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ C = TypeVar("C", bound=type)
 
 
 class CallError(RestoreKVError, TypeError):
-    """A call with wrong arguments: a TypeError, as for any function, whose message says the fix."""
+    """A call with wrong arguments: a TypeError as for any function, with a message that says how to
+    fix the call.
+    """
 
 
 def explain_arguments(
@@ -29,7 +31,7 @@ def explain_arguments(
     """Return a decorator that refuses wrong arguments with a sentence.
 
     Args:
-        hints: By the name of an argument that the function does not have, what to write instead.
+        hints: What to write instead of an argument that the function does not have, by its name.
         usage: How the function is called, for calls that lack an argument.
     """
 
@@ -56,11 +58,11 @@ def explain_arguments(
 
 
 def explain_fields(hints: Mapping[str, str], usage: str) -> Callable[[C], C]:
-    """Return a decorator of a dataclass that refuses wrong arguments with a sentence, which lists
+    """Return a decorator for dataclasses that refuses wrong arguments with a sentence that lists
     the fields.
 
     Args:
-        hints: By the name of an argument that is not a field, what to write instead.
+        hints: What to write instead of an argument that is not a field, by its name.
         usage: How the class is called, for calls that Python refuses for another reason.
     """
 
@@ -79,7 +81,7 @@ def explain_fields(hints: Mapping[str, str], usage: str) -> Callable[[C], C]:
                 if unknown:
                     hint = suggest_argument(unknown, names, hints)
                     sentence = f"there is no argument {unknown}; {hint}"
-                    # Where nothing is like the name, the hint is the list.
+                    # If no field is like the name, the hint itself lists the fields.
                     if not hint.endswith(f"{names[-1]}."):
                         sentence += f" The arguments are {', '.join(names)}."
                 raise CallError(f"{kind.__name__}: {sentence}") from None
@@ -92,5 +94,5 @@ def explain_fields(hints: Mapping[str, str], usage: str) -> Callable[[C], C]:
 
 
 def _find_unknown(given: Mapping[str, object], signature: inspect.Signature) -> str | None:
-    """Return the first argument by name that a signature does not have."""
+    """Return the first keyword argument that a signature does not have, or None."""
     return next((name for name in given if name not in signature.parameters), None)

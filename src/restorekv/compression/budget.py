@@ -25,15 +25,17 @@ PREFIX_POLICIES: tuple[str, ...] = ("free", "counted")
 class Budget:
     """B for one context and model, and the part of it that restore tokens take.
 
-    `tokens` is T_b, the columns that compete, and not always the T of `Context.text_tokens`.
-    `restore_tokens` is the n in use; under on_small_budget="fewer" it may be lower than what was
-    asked for.
+    `tokens` is T_b, the columns that compete for the budget; it is not always the T of
+    `Context.text_tokens`. `restore_tokens` is the n in use; under on_small_budget="fewer" it may be
+    lower than what was asked for.
 
-    on_small_budget says what happens when B < n*L*H: "whole" keeps every pair without restoring,
-    at ratio 1 and with a warning, also where B has no whole token for a head; "error" refuses;
-    "fewer" lowers n to what fits; "clip" keeps n, retains nothing and exceeds B, as kvpress does.
-    `kept_whole` says that "whole" did so. whole_tokens rounds to whole tokens per head, for
-    allocations that give every head the same: B = floor(r * T_b) * L * H.
+    on_small_budget says what happens when B < n*L*H. "whole" keeps every pair, restores nothing,
+    sets the ratio to 1 and warns; it does the same if B is less than one token per head. "error"
+    refuses. "fewer" lowers n to what fits. "clip" keeps n, retains nothing and exceeds B, as
+    kvpress does.
+
+    `kept_whole` is True if "whole" kept every pair. `whole_tokens` rounds B down to whole tokens
+    per head, for allocations that give every head the same number: B = floor(r * T_b) * L * H.
     """
 
     ratio: Fraction
@@ -98,7 +100,7 @@ class Budget:
     def reserve(self, restore_tokens: int) -> "Budget":
         """Return this budget with room for n restore tokens, as `on_small_budget` says."""
         if self.kept_whole:
-            return self  # nothing is restored where nothing was lost
+            return self  # nothing was lost, so there is nothing to restore
         room = self.ratio * self.tokens  # r * T_b, the pairs of an average head
         if self.on_small_budget == "whole" and max(restore_tokens, 1) > floor(room):
             warn(_explain_kept_whole(self.ratio, self.tokens, restore_tokens))
@@ -123,7 +125,7 @@ class Budget:
 
     @property
     def total(self) -> int:
-        """B."""
+        """B, the pairs that the cache may hold."""
         if self.whole_tokens:
             return floor(self.ratio * self.tokens) * self.layers * self.heads
         # An exact fraction until here: this is the one place that rounds.
@@ -146,7 +148,7 @@ class Budget:
 
 
 def parse_ratio(ratio: float | str | Fraction) -> Fraction:
-    """Return the decimal that was written, not the nearest double: 0.1 -> 1/10."""
+    """Return a ratio as the exact decimal that was written, not the nearest double: 0.1 -> 1/10."""
     text = str(ratio)[:60]
     try:
         # Fraction takes seconds to expand numbers such as 1e999999, and reads 1_0 as 10.
@@ -175,7 +177,7 @@ def parse_ratio(ratio: float | str | Fraction) -> Fraction:
 
 
 def _explain_kept_whole(ratio: Fraction, tokens: int, restore_tokens: int) -> str:
-    """Return what happens to a text that is too short for its ratio."""
+    """Return the warning about a text that is too short for its ratio and therefore kept whole."""
     wanted = "one token for each head"
     if restore_tokens:
         wanted = f"{restore_tokens} restore tokens"
@@ -188,8 +190,8 @@ def _explain_kept_whole(ratio: Fraction, tokens: int, restore_tokens: int) -> st
 
 
 def _explain_small_budget(ratio: Fraction, tokens: int, restore_tokens: int) -> str:
-    """Return why n restore tokens do not fit, with the smallest ratio at which they do, r = n / T_b
-    rounded up.
+    """Return the sentence about n restore tokens that do not fit, with the smallest ratio at which
+    they would: r = n / T_b, rounded up.
     """
     if restore_tokens > tokens:
         return (

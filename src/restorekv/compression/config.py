@@ -32,7 +32,7 @@ RatioOrBudget = float | str | Fraction | Budget
 RECORDED = ("prefix_policy", "on_small_budget", "allocation", "restore_from", "offset")
 
 
-# Settings that no list of choices checks: their types, and the types in words.
+# The types of settings that have no list of choices, and these types in words.
 TYPES: dict[str, tuple[object, str]] = {
     "allocation": (Allocation | str, "an Allocation or its spec, such as 'global'"),
     "offset": (int, "a whole number of positions"),
@@ -71,8 +71,8 @@ HINTS = {
 @explain_fields(HINTS, 'CompressionConfig(kv_dtype="int8")')
 @dataclass(frozen=True)
 class CompressionConfig:
-    """Everything that decides a cache besides the model, the text, the evictor, the adapter and the
-    ratio, and how it is made.
+    """The settings that decide a cache, and how it is made, in addition to the model, the text, the
+    evictor, the adapter and the ratio.
 
     `compress` uses all fields. `Eviction` uses those up to `offload`: it tokenizes a text with the
     defaults of the others, and makes a cache that is not quantized.
@@ -86,13 +86,13 @@ class CompressionConfig:
         allocation: Which pairs compete with which: an Allocation, or its spec, such as "global",
             "per-layer", "per-head" or "adakv:safeguard=0.3".
         restore_from: What the restore pass reads: the "full" cache, or the "evicted" one. The
-            latter is a control of the paper, for adapters that were trained so.
-        offset: Let questions start this many positions later, with no restore tokens. A control of
-            the paper.
+            latter is a control of the paper, for adapters that were trained for it.
+        offset: Start questions this many positions later, with no restore tokens. A control of the
+            paper.
         streaming_chunk: Compress during the prefill, which reads this many tokens at a time, and
             never hold the full cache. An approximation (streaming.py). None holds the full cache.
-        offload: Keep all but one layer of the full cache in a temporary file, on a GPU in the
-            host's memory.
+        offload: Keep all but one layer of the full cache in a temporary file or, if the model is on
+            a GPU, in the host's memory.
         restore_tokens: Use the first n of the adapter's restore tokens only. None uses all.
         kv_dtype: "model" holds the kept pairs in the model's dtype; "int8" and "fp8" hold them in 8
             bits a number.
@@ -137,7 +137,7 @@ class CompressionConfig:
                 "With streaming_chunk there is no full cache for offload to move; leave out one of "
                 "them."
             )
-        # The dataclass is frozen, and later code needs the object.
+        # Later code needs the Allocation, not its spec. The dataclass is frozen, hence this call.
         if isinstance(self.allocation, str):
             object.__setattr__(self, "allocation", allocate.make_allocation(self.allocation))
 
@@ -151,8 +151,8 @@ class CompressionConfig:
         return self._parsed_allocation.spec
 
     def mark_kept(self, scores: Tensor, pairs: int) -> Tensor:
-        """Return which pairs the allocation lets stay: a mask of scores (L, H, T) with `pairs`
-        set.
+        """Return which pairs the allocation keeps: a mask of the shape of scores (L, H, T) with
+        `pairs` set.
         """
         return self._parsed_allocation(scores, pairs)
 
@@ -168,8 +168,8 @@ class CompressionConfig:
         return self.separator
 
     def first_competing_column(self, context: Context) -> int:
-        """Return the column from which on pairs compete for the budget: S under "free", where the
-        prefix stays without being counted, and 0 under "counted".
+        """Return the first column that competes for the budget: S under "free", which keeps the
+        prefix without counting it, and 0 under "counted".
         """
         if self.prefix_policy == "free":
             return context.prefix_length
@@ -190,7 +190,7 @@ class CompressionConfig:
         """Return the budget of a context.
 
         Args:
-            ratio: The share of the pairs to hold. A Budget is checked and returned as it is.
+            ratio: The share of the pairs to hold. A Budget is checked and returned unchanged.
             context: The context, whose columns compete for the budget.
             layers: L of the model.
             heads: H, the KV heads of a layer.

@@ -81,9 +81,10 @@ class Eviction(Compressor):
         offset: int = 0,
         offload: bool = False,
     ) -> Eviction:
-        """Make an eviction from an evictor's spec; the other settings are those of
-        `CompressionConfig`, except that a budget without room for the restore tokens is refused:
-        training and studies compare caches of one size.
+        """Make an eviction from an evictor's spec.
+
+        The other settings are those of `CompressionConfig`, but by default a budget without room
+        for the restore tokens is refused: training and studies compare caches of one size.
         """
         if evictor.partition(":")[0] in COMPRESSORS:
             raise RestoreKVError(
@@ -102,7 +103,7 @@ class Eviction(Compressor):
 
     @property
     def spec(self) -> str:
-        """The evictor's."""
+        """The spec of the evictor."""
         return self.evictor.spec
 
     def identity(self, model: PreTrainedModel) -> str:
@@ -127,8 +128,8 @@ class Eviction(Compressor):
         return replace(self, evictor=self.evictor.as_published(prefix))
 
     def specialize(self, context: Context, budget: Budget) -> Eviction:
-        """Return an eviction that does not stream a single part, and scores nothing where
-        everything stays.
+        """Return an eviction that does not stream if the context is a single part, and does not
+        score if every pair stays.
         """
         config = self.config
         if config.streaming_chunk is not None:
@@ -147,8 +148,8 @@ class Eviction(Compressor):
         context: str | Context,
         begin_phase: BeginPhase = ignore_phase,
     ) -> PreparedContext:
-        """Prefill, score and, with an adapter, run the restore pass, unless it depends on the
-        ratio. A context that streams is left to `evict`.
+        """Prefill, score and, with an adapter, run the restore pass, unless it depends on the ratio
+        or reads evicted caches. With streaming_chunk, all of this is left to `evict`.
         """
         if isinstance(context, str):
             context = make_context(tokenizer, context)
@@ -165,7 +166,7 @@ class Eviction(Compressor):
             )
         support.prepare_model(model)
         seconds: dict[str, float] = {}
-        pinned = self.evictor.count_pinned_tail(context)  # columns that it may read again
+        pinned = self.evictor.count_pinned_tail(context)  # columns that the evictor may read again
         if self.config.offload:
             into = make_offloaded_cache(model, context.num_tokens, pinned)
         else:
@@ -185,8 +186,8 @@ class Eviction(Compressor):
 
 
 def make_compressor(text: str, config: CompressionConfig = CompressionConfig()) -> Compressor:
-    """Return the method that a spec names: eviction by an evictor, or a method that makes a compact
-    cache of its own.
+    """Return the method that a spec names: eviction by an evictor, or one of the other compressors,
+    such as Attention Matching.
     """
     spec.load_waiting()
     classes = {**evictors.EVICTORS, **COMPRESSORS}

@@ -5,8 +5,9 @@
     evict                B = floor(r * T_b * L * H); the B - n*L*H best pairs stay (Eqs. 1-3, 6)
 
 The first two are expensive and do not depend on the ratio. `evict` chooses pairs and gathers them.
-It also runs the restore pass of an adapter that knows the ratio, once for each cache, and one that
-reads the evicted cache instead of the full one.
+There are two kinds of restore pass that it has to run again for each cache: that of an adapter that
+knows the ratio, and one that reads the evicted cache instead of the full one.
+
 streaming.py is the other path, which never holds the full cache.
 """
 
@@ -43,7 +44,7 @@ from restorekv.model.prompt import Context
 from restorekv.model.shape import CacheShape, describe_windows
 from restorekv.restore.adapter import RestoreAdapter
 
-SINKS = 4
+SINKS = 4  # the first columns, which always stay when the prefix is counted
 GONE = -torch.inf  # the score of a pair that is not held
 
 
@@ -152,9 +153,9 @@ def prefill_unscored(
     seconds: dict[str, float],
     begin_phase: BeginPhase = ignore_phase,
 ) -> tuple[AnyCache, Tensor]:
-    """Read a context once, with the score 0 for every pair: enough where all of them stay.
+    """Read a context once and give every pair the score 0, which is enough if all of them stay.
 
-    Its arguments are those of `prefill_and_score`.
+    The arguments are those of `prefill_and_score`.
     """
     begin_phase("prefill")
     with time_phase(seconds, "prefill"):
@@ -176,7 +177,8 @@ class ScoredContext(PreparedContext):
     streaming_chunk: None = field(default=None, init=False)
     scores: Tensor
     restore_tokens: int = 0
-    # Its restore pass is run again for every ratio: it reads the evicted cache, or depends on r.
+    # An adapter that has to run its restore pass again for every ratio, because the pass reads the
+    # evicted cache or depends on r.
     per_ratio_adapter: RestoreAdapter | None = None
     restore_cache: tuple[KeysValues, ...] = ()
 
@@ -211,8 +213,8 @@ class ScoredContext(PreparedContext):
         self, adapter: RestoreAdapter, ratio: Fraction | None = None
     ) -> tuple[KeysValues, ...]:
         """Return the restore cache that a restore pass over the full cache leaves."""
-        # A view shares the full cache and joins one layer at a time; a ragged cache reads it in
-        # place.
+        # A view shares the full cache's tensors, and copies one layer at a time to join it with the
+        # pass's own pairs; a ragged cache reads the full cache in place.
         if self._may_join_layers():
             cache = read_only_view(self.full)
         else:
@@ -239,7 +241,7 @@ class ScoredContext(PreparedContext):
     ) -> tuple[RaggedCache, dict[str, float]]:
         """Choose the pairs that stay and gather them, with the restore cache as the tail.
 
-        With fewer restore tokens, the evictor gets their share of the budget.
+        If the budget uses fewer restore tokens, the evictor may keep as many more pairs.
         """
         if not list_dense_layers(self.full)[0].is_initialized:
             raise RestoreKVError(
@@ -274,7 +276,8 @@ class ScoredContext(PreparedContext):
         # Columns that do not compete stay.
         uncounted = self.config.first_competing_column(self.context)
         keep = torch.nn.functional.pad(keep, (uncounted, 0), value=True)
-        # The restore pass is causal: its first columns are those of a shorter one.
+        # The restore pass is causal: its first n columns are the same as those of a pass with n
+        # restore tokens.
         first = budget.restore_tokens
         tail = [(keys[:, :, :first], values[:, :, :first]) for keys, values in restore_cache]
         return RaggedCache.from_kept_pairs(
@@ -296,8 +299,8 @@ def pin_prefix(scores: Tensor, prefix: int) -> Tensor:
     """Write into scores (L, H, S + T) how a counted prefix of S columns competes, as in kvpress
     0.5.5.
 
-    The first SINKS columns that are held, of prefix or context, always stay; the rest of the prefix
-    goes first.
+    The first SINKS columns always stay if they are held, whether they belong to the prefix or the
+    context. The rest of the prefix is the first to be dropped.
     """
     scores[..., :prefix] = torch.finfo(scores.dtype).min
     first = scores[..., :SINKS]

@@ -5,9 +5,11 @@ An appended part is prefilled at its own positions over the chat prefix and the 
 scored as streaming scores a part, and evicted to the rest of the grown context's budget; the pairs
 retained before stay. The part reads the restore pairs of the parts before it, and `restore` decides
 what becomes of them: "last" drops them when the part has its own, "every" turns them into context
-pairs, "none" drops them and makes no new ones. Caches to compose were compressed independently:
-their keys are rotated to where the text would be in the whole (model/rope.py), and every restore
-cache but the last becomes context.
+pairs, "none" drops them and makes no new ones.
+
+Caches to compose were compressed independently: their keys are rotated to the positions that their
+texts have in the composed one (model/rope.py), and every restore cache but the last becomes
+context.
 
 Restore pairs among the context's rows have the positions from S + T on, which no token of the text
 has.
@@ -59,7 +61,7 @@ class Growth:
         eviction: What scores and evicts the new part, with the adapter that `restore` calls for.
         restore: What becomes of the restore tokens of earlier parts: "last", "every" or "none".
         ids: The ids (1, t) of the new part.
-        ratio: The share of the pairs of the grown whole to hold.
+        ratio: The share of the grown context's pairs to hold.
         fix: What the user can do if the part is too short or the budget too small.
         seconds: Gets the seconds of each phase.
     """
@@ -152,7 +154,7 @@ class Growth:
     @property
     def earlier_restore_pairs(self) -> int:
         """How many context pairs of each head are restore pairs of earlier parts."""
-        # They have the positions from S + T on, as many in every head.
+        # They have the positions from S + T on, and every head has the same number of them.
         layer = self.cache.full_attention[0]
         return int((layer.positions >= self.context.num_tokens).sum()) // layer.heads
 
@@ -165,16 +167,16 @@ class Growth:
 
     @property
     def keeps_restore_pairs(self) -> bool:
-        """Whether restore pairs of earlier parts stay: also under "last" where the new part has
-        none of its own.
+        """Whether restore pairs of earlier parts stay; under "last" they do if the new part has no
+        restore tokens.
         """
         if self.restore == "last":
             return not self.budget.restore_tokens
         return self.restore == "every"
 
     def _keeps_all(self, part: Context, room: int) -> bool:
-        """Return whether all pairs of a part have room, whatever their scores are, as at ratio
-        1.
+        """Return whether there is room for all pairs of a part, so that no scores are needed, as at
+        ratio 1.
         """
         shape = CacheShape.from_model(self.model)
         return room >= shape.layers * shape.heads * part.text_tokens
@@ -289,7 +291,8 @@ def compose_caches(
     ids = [prefix]
     for context, cache in parts:
         if not context.ids[:, : context.prefix_length].equal(prefix):
-            # Some tokenizers join the template's last line break with those of a text.
+            # Some tokenizers merge the template's last line break with line breaks at the start of
+            # a text into one token.
             raise UnlikeContextsError(
                 "Only contexts with the same chat prefix can be composed; compress them with one "
                 "system text, and without blank lines at the beginning of a text."
@@ -325,8 +328,8 @@ def _move_pairs(model: PreTrainedModel, rows: ContextPairs, distance: int) -> Co
 def _compose_layer(
     model: PreTrainedModel, parts: Sequence[tuple[Context, RaggedCache]], index: int, whole: Context
 ) -> RaggedLayer:
-    """Return one layer of all caches; all restore pairs but the last cache's become context, after
-    the text.
+    """Return one layer of the composed cache; all restore pairs but the last cache's become context
+    pairs with positions after the text.
     """
     pairs = []
     # How far a text moves: the tokens of the texts before it.

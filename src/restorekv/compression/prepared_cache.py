@@ -1,7 +1,7 @@
 """The last context that was prefilled and scored, kept for caches of other ratios.
 
-Prefill and scores take far longer than evicting. Whoever compares several caches of one text, with
-and without restoring and at several ratios, needs them only once.
+Prefill and scores take far longer than evicting. To compare several caches of one text, with and
+without restoring and at several ratios, they are needed only once.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from restorekv.model.tokenize import hash_token_names
 class PreparedKey:
     """What a prepared context depends on."""
 
-    model: int  # the id of a model that is held by what is prepared
+    model: int  # id() of the model; the prepared context holds it, so no other object gets the id
     weights: str  # its fingerprint, since weights may change
     dtype: str
     ids: bytes
     prefix: int
     suffix: bytes  # the ids that the template puts after a question, which KVzip reads
-    tokens: str  # a hash of the names of the ids: those of another tokenizer differ
+    tokens: str  # a hash of the tokens that the ids stand for, which depend on the tokenizer
     evictor: str  # with its settings
 
     @classmethod
@@ -44,7 +44,7 @@ class PreparedKey:
         context: Context,
         compressor: Eviction,
     ) -> PreparedKey:
-        """Return the key of what `compressor` prepares with the model of that identity."""
+        """Return the key of what `compressor` prepares for `context` with the model."""
         return cls(
             model=id(model),
             weights=identity.fingerprint,
@@ -78,11 +78,11 @@ class PreparedContextCache:
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
 
     def clear(self) -> None:
-        """Let the kept context go."""
+        """Free the kept context."""
         self.kept = None
 
     def holds(self, prepared: PreparedContext) -> bool:
-        """Return whether a context's full cache is the one that is kept, and must stay whole."""
+        """Return whether a context's full cache is the kept one, which must not be freed."""
         kept = self.kept
         return kept is not None and kept[1].full is prepared.full
 
@@ -95,19 +95,19 @@ class PreparedContextCache:
         compressor: Compressor,
         begin_phase: BeginPhase,
     ) -> PreparedContext:
-        """Return what the compressor would prepare: of the kept context, or from the start.
+        """Return what the compressor would prepare, from the kept context if possible.
 
         Args:
             model: The model that reads.
-            identity: Its identity, as it is now.
+            identity: The model's current identity.
             tokenizer: Its tokenizer.
             context: The tokenized context.
             compressor: What prepares it, with its adapter if it restores.
             begin_phase: Called with the name of each phase.
 
         Returns:
-            What is evicted next. The `seconds` of a kept context are those of its restore pass
-            alone, since nothing was read.
+            The prepared context. If the kept one was used, its `seconds` are those of the restore
+            pass alone, since nothing was prefilled or scored.
         """
         bytes_each = model.dtype.itemsize
         if not isinstance(compressor, Eviction) or not self._can_keep(
@@ -117,11 +117,11 @@ class PreparedContextCache:
         asked = PreparedKey.of(model, identity, tokenizer, context, compressor)
         prepared = self._find(asked, context, compressor)
         if prepared is None:
-            # Before a new one is made, so that never two are in memory.
+            # Free the old one before a new one is made, so that two are never in memory.
             self.clear()
             if not compressor.scoring:
                 return compressor.prepare(model, tokenizer, context, begin_phase)
-            # Without the adapter: what is kept serves caches that are not restored too.
+            # Without the adapter, so that what is kept also serves caches that are not restored.
             alone = replace(compressor, adapter=None)
             prepared = alone.prepare(model, tokenizer, context, begin_phase)
             assert isinstance(prepared, ScoredContext), "only streaming prepares another kind"
@@ -139,7 +139,7 @@ class PreparedContextCache:
             return None
         key, prepared = kept
         if not compressor.scoring:
-            # Nothing competes, so that it does not matter what was scored by which evictor.
+            # Nothing competes, so it does not matter which evictor scored the kept context.
             asked = replace(asked, evictor=key.evictor)
         if key != asked:
             return None
@@ -148,7 +148,7 @@ class PreparedContextCache:
     def _can_keep(
         self, shape: CacheShape, bytes_each: int, context: Context, config: CompressionConfig
     ) -> bool:
-        """Return whether the full cache of a context is in memory, and fits."""
+        """Return whether a context's full cache is held in memory and is small enough to keep."""
         # Keys and values of every pair. Layers with a window hold little, and are left out.
         numbers = 2 * context.num_tokens * shape.layers * shape.heads * shape.head_dim
         fits = numbers * bytes_each <= self.max_bytes

@@ -11,10 +11,10 @@ PRESETS = {"fast": "fastkvzip", "best": "kvzip"}
 
 
 def resolve_preset(evictor: str) -> str:
-    """Return the spec that a preset names, and any other spec as it is."""
+    """Return the spec that a preset names, and any other spec unchanged."""
     if not isinstance(evictor, str):
         kind = evictor if isinstance(evictor, type) else type(evictor)
-        if hasattr(kind, "score"):  # somebody's evictor, or an object of it
+        if hasattr(kind, "score"):  # an evictor's class, or an object of it
             own = kind.__name__
             name = getattr(kind, "name", own.lower())
             raise RestoreKVError(
@@ -36,8 +36,8 @@ def resolve_preset(evictor: str) -> str:
 
 
 def choose_evictor(evictor: str | None, preset: str | None) -> str:
-    """Return the evictor's spec: the one given, or the one that a preset names, as either of the
-    two.
+    """Return the evictor's spec, given an evictor or a preset but not both; `evictor` may name a
+    preset, too.
     """
     if preset is None:
         return resolve_preset(evictor or DEFAULT_EVICTOR)

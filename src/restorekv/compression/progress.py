@@ -17,7 +17,7 @@ from restorekv.model.shape import get_backbone
 # Called with the phase of a compression and the share of the whole that is done, from 0 to 1.
 OnProgress = Callable[[str, float], None]
 SMALLEST_STEP = 0.01  # between two calls in one phase
-# Only the end of the compression is 1: evictors may read more than they were expected to.
+# The share is 1 only at the end of the compression: evictors may read more than was expected.
 MOST_BEFORE_THE_END = 0.99
 
 

@@ -12,10 +12,10 @@ could have stayed. It still only approximates compressing the whole text at once
   Pairs kept earlier are left out of that softmax, and queries of later parts never rescore earlier
   pairs.
 
-Where an evictor always keeps the latest columns (the window of SnapKV), those of a part get no
-scores: they are read again with the next part. Sinks, the first columns that an evictor always
-keeps, are pinned in the first part only. A restore pass reads all that is held before the last
-eviction, not the full cache.
+If an evictor always keeps the latest columns (the window of SnapKV), these columns of a part are
+not scored yet: they are read again with the next part. Sinks, the first columns that an evictor
+always keeps, are pinned in the first part only. A restore pass reads all that is held before the
+last eviction, not the full cache.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _select_part(context: Context, part: Part) -> Context:
 
 @dataclass(frozen=True)
 class StreamedContext(PreparedContext):
-    """A context of which nothing is prepared: `evict` reads it again for every budget,
+    """A context that keeps nothing between budgets: `evict` prefills it again each time,
     `streaming_chunk` tokens at a time.
     """
 
@@ -125,7 +125,7 @@ class StreamedContext(PreparedContext):
 
 @dataclass
 class Stream:
-    """One pass over a context to one budget.
+    """One pass over a context, which compresses it to one budget.
 
     `scores` (L, H, S + T) holds GONE for every pair that was dropped or has not been read yet.
 
@@ -167,7 +167,7 @@ class Stream:
                 "held at the end; expect worse answers."
             )
         # Each part is read over what is held and scored, then all that is held competes again. The
-        # restore pass comes before the last eviction, or after it where it reads evicted caches.
+        # restore pass comes before the last eviction, or after it if it reads evicted caches.
         cache: RaggedCache | None = None
         for number, part in enumerate(parts, 1):
             last = number == len(parts)
@@ -195,7 +195,8 @@ class Stream:
         evictor = self.source.evictor
         if cache is None:
             # The first part goes into an ordinary cache, with room for the columns that are read
-            # twice. Of a part as it is the evictor may pin fewer.
+            # twice. The evictor may pin fewer columns of this part than the next part repeats,
+            # since those were counted for a part of `streaming_chunk` tokens.
             pinned = evictor.count_pinned_tail(part_context)
             into = make_full_cache(self.model, max(part.end - part.scored_end, pinned))
         else:
@@ -207,7 +208,7 @@ class Stream:
         # Columns that the evictor pins at the end get their scores with the next part, which reads
         # them again.
         columns = self.scores[..., part.start : part.scored_end]
-        # A score of -inf would read as GONE.
+        # A score of -inf would be taken for GONE.
         columns.copy_(scores[..., : columns.shape[-1]].clamp_min(torch.finfo(scores.dtype).min))
         if self.config.prefix_policy == "counted":
             pin_prefix(self.scores, self.context.prefix_length)
@@ -218,14 +219,15 @@ class Stream:
     def _evict_part(
         self, cache: RaggedCache, part: Part, restored: list[KeysValues], last: bool
     ) -> None:
-        """Drop what does not stay, layer by layer; at the end the prefix joins the rest.
+        """Drop the pairs that do not stay, layer by layer. After the last part, move the prefix
+        from the tail into the context.
 
         A layer with a window keeps the last columns of what has been read and scored.
         """
         prefix = self.context.prefix_length
         # All that has a score competes: what earlier parts kept, and this part.
         keep = self.choose_kept(last)
-        # Until the last part the prefix is in the tail, so positions before it do not count.
+        # Until the last part the prefix is in the tail, so the context's length does not count it.
         seen = part.scored_end - prefix
         if last:
             seen = self.context.num_tokens + self.config.offset
