@@ -313,7 +313,7 @@ class CompressedContext:
         """Return a new context with the tokens `ids` (1, t) of a text or conversation appended.
 
         Args:
-            ids: The tokens of the new part, which are not checked again.
+            ids: The tokens of the new part, which are not checked.
             restore: As in `append`.
             adapter: As in `append`.
             evictor: As in `append`.
@@ -435,16 +435,17 @@ class CompressedContext:
         """Return inputs for model.generate(**compressed.inputs(question),
         past_key_values=compressed.cache.fork()).
 
-        With plain=True they go with compressed.cache.to_dynamic_cache(), which does not know how
+        With plain=True, pass compressed.cache.to_dynamic_cache() instead, which does not know how
         many tokens were seen. The answer is result[:, input_ids.shape[1]:].
 
-        The ids are those of text and question, after placeholders; with plain=True, which has
-        placeholders in place of the text, transformers' penalties count question and answer alone.
+        The ids are placeholders, then the ids of text and question. With plain=True there are
+        placeholders instead of the text, so transformers' penalties count question and answer
+        alone.
         """
         inputs = make_generate_inputs(
             self.tokenizer, self.context, self.cache, question, answer_prefix, plain
         )
-        # As in `ask`. Without positions of their own, ids span all that the cache has seen.
+        # The same check as in `ask`. Without position_ids, ids span all that the cache has seen.
         end = inputs["input_ids"].shape[1]
         if plain:
             end = int(inputs["position_ids"][0, -1]) + 1

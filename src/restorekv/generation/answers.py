@@ -36,7 +36,7 @@ from restorekv.model.prompt import (
 from restorekv.model.tokenize import TextStream
 
 WARNED_MODELS: WeakSet[PreTrainedModel] = WeakSet()  # see `_warn_about_model_options`
-# Options that only a temperature above 0 heeds.
+# Options that have an effect only at a temperature above 0.
 SAMPLING_ONLY = ("top_p", "top_k", "min_p")
 ContextQuestion = tuple[Context, RaggedCache, str]
 
@@ -46,7 +46,7 @@ class Answer:
     """An answer and how it came about.
 
     Args:
-        text: The answer without special tokens, and without what a repetition added.
+        text: The answer without special tokens, and without the copies of a repetition.
         ids: All generated ids, with the EOS.
         finish: "stop" if the model, a stop string or a criterion ended the answer, "length" if the
             limit did, "repetition" if `stop_repeats` did.
@@ -69,7 +69,7 @@ class Answer:
 def list_questions(question: str | Sequence[str]) -> list[str]:
     """Return one question, or a list of them, as a list."""
     if isinstance(question, Mapping):
-        check_question(question)  # which has a sentence for a message
+        check_question(question)  # its error explains what to do with a chat message
     if not isinstance(question, str | list | tuple):
         fix = explain_text(question)
         if isinstance(question, Iterable) and not isinstance(question, bytes | bytearray):
@@ -118,8 +118,8 @@ def answer_questions(
         max_new_tokens: How long an answer may be: one limit, or one for each question.
         answer_prefix: Text that every answer continues from. It is not part of the
             answer that is returned.
-        graph: Make every step the same work, on a GPU a CUDA graph; for greedy answers alone. None
-            does so for greedy answers on a GPU.
+        graph: Decode in steps of a fixed shape, which a GPU replays as a CUDA graph. Only for
+            greedy answers; None does so for those on a GPU.
         sampling: How tokens are chosen.
 
     Returns:
@@ -208,9 +208,9 @@ def make_answer(
 
 
 def refuse_other_eos(config: object, model: PreTrainedModel, tokenizer: Tokenizer) -> None:
-    """Refuse a GenerationConfig whose answers would end elsewhere than the model's.
+    """Refuse a GenerationConfig that ends answers at other ids or lengths than the model's own one.
 
-    What it has from the model's own one, such as several EOS ids, changes nothing.
+    Values that agree with the model's own one, such as several EOS ids, are not refused.
 
     Args:
         config: What was passed as `config`, if anything was.
@@ -235,8 +235,8 @@ def refuse_other_eos(config: object, model: PreTrainedModel, tokenizer: Tokenize
 
 
 def _warn_about_model_options(model: PreTrainedModel) -> None:
-    """Warn, once for each model, of what its own generation config asks for besides sampling, such
-    as tokens that it must not write: answers do without it.
+    """Warn, once for each model, about settings of its own generation config that answers do not
+    use, such as tokens that it must not write. The settings of sampling are not mentioned.
     """
     if model in WARNED_MODELS:
         return
@@ -257,7 +257,9 @@ def _warn_about_model_options(model: PreTrainedModel) -> None:
 
 
 def warn_about_truncated_output(written: Iterable[Answer], sampling: SamplingConfig) -> None:
-    """Warn of answers that should be JSON, or match a regular expression, and were cut."""
+    """Warn about answers that should be JSON or match a regular expression, but reached the limit
+    first.
+    """
     if sampling.json_schema is None and sampling.regex is None:
         return
     cut = sum(answer.finish == "length" for answer in written)
@@ -274,8 +276,8 @@ def warn_about_truncated_output(written: Iterable[Answer], sampling: SamplingCon
 def warn_about_unused_options(
     model: PreTrainedModel, sampling: SamplingConfig, details: bool = True
 ) -> None:
-    """Warn of options that change nothing: those of the model's own generation config, those of
-    sampling at temperature 0, and logprobs where no `details` are asked for, which would hold them.
+    """Warn about options that change nothing: those of the model's own generation config, those of
+    sampling at temperature 0, and logprobs without `details`, which would hold them.
     """
     _warn_about_model_options(model)
     if not sampling.temperature and sampling.samples > 1:
@@ -357,7 +359,7 @@ def stream_answer(
     token_ids: list[int] = []
 
     def record_tokens() -> Iterator[int]:
-        # One prompt, so the number of its row says nothing.
+        # There is only one prompt, so the row number is not needed.
         for _, token in steps:
             token_ids.append(token)
             yield token
@@ -423,8 +425,8 @@ class GrowingText:
             self.add(token)
         written = self.stream.certain
         written = written[: find_first_stop(self.stop_strings, written)]
-        # What may become a stop string is held back until the next token decides. It may begin with
-        # the space before the answer, which the text does not have.
+        # What may become a stop string is held back until the next token decides. It may include
+        # the leading space that `strip` removes.
         held = count_uncertain(written, self.stop_strings)
         text = self.strip(written)
         return self.upto(text, max(len(text) - held, 0))
@@ -435,19 +437,19 @@ class GrowingText:
             self.stream.push(token)
 
     def rest(self) -> str:
-        """Return what is left at the end."""
+        """Return the rest of the text after the last token."""
         written = self.stream.get_text()
         text = self.strip(written[: find_first_stop(self.stop_strings, written)])
         return self.upto(text, len(text))
 
     def strip(self, text: str) -> str:
-        """Return a text as the answer starts."""
+        """Remove the white space at the start of a text, unless the answer keeps it."""
         return text if self.keep_leading_space else text.lstrip()
 
     def upto(self, text: str, end: int) -> str:
-        """Return what was not returned before of the first `end` characters."""
+        """Return those of the first `end` characters that were not returned before."""
         start = self.sent
-        # Never less: a longer tail may become uncertain than at the token before.
+        # Never move back: a new token can make more characters at the end uncertain than before.
         self.sent = max(start, end)
         return text[start : self.sent]
 

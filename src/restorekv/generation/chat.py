@@ -2,8 +2,8 @@
 twice.
 
 The tail holds what the chat template makes of the whole conversation: the document and the first
-question are the user's first message, and later turns follow as they were read and written. What a
-template would change about earlier turns afterwards, such as dropping their thoughts, stays.
+question are the user's first message, and later turns follow as they were read and written. Some
+templates change earlier turns later on, for example drop their thoughts; here they stay unchanged.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ from restorekv.size_limits import POSITIONS, SYSTEM_LETTERS
 FORMAT = "restorekv-chat"
 KIND_NAME = "a conversation of restorekv"
 VERSION = 1
-PARAGRAPH = "\n\n"  # between a system message and the question, where the context has no separator
+PARAGRAPH = "\n\n"  # between a system message and the question, if the context has no separator
+# The entries of a turn in a file, with their types.
 SAVED = {
     "question": str,
     "answer": str,
@@ -77,7 +78,7 @@ SAVED = {
 
 
 class ChatContext(Protocol):
-    """What a conversation needs of the context that it is about: `CompressedContext` is one."""
+    """The interface of a context that a conversation is held over, such as `CompressedContext`."""
 
     @property
     def model(self) -> PreTrainedModel: ...
@@ -121,8 +122,8 @@ class Turn:
         question: The text of the question.
         answer: The answer.
         prompt_ids: The ids that the model read for this turn: template and question.
-        answer_ids: The ids that the conversation holds of the answer, which are those of its text.
-            The last one is read with the next turn.
+        answer_ids: The ids of the answer that the conversation keeps, which are those of its text.
+            The last one has no column in the cache yet: the model reads it with the next turn.
         seconds: Seconds to the first token of the answer and to the last.
     """
 
@@ -135,10 +136,11 @@ class Turn:
 
 @dataclass(eq=False)
 class Chat:
-    """A conversation over `document`. `system` is said once, between the text and the first
-    question.
+    """A conversation over `document`. `system` is a system message that comes once, between the
+    text and the first question.
 
-    A system message in its usual place is a matter of compressing: `CompressionConfig(system=...)`.
+    A system message in its usual place, before the text, is compressed with the text: pass
+    `CompressionConfig(system=...)` to `compress`.
     """
 
     document: ChatContext
@@ -199,10 +201,11 @@ class Chat:
 
         Args:
             question: The user's next message.
-            max_new_tokens: How long the answer may be. `max_tokens` takes its place.
+            max_new_tokens: The most tokens of the answer. OpenAI's name for it, `max_tokens`, works
+                too.
             stream: Return the pieces of the answer as they are written.
             details: Return an `Answer`, with ids and log-probabilities.
-            **options: How tokens are chosen: the fields of `SamplingConfig` but `samples`, or
+            **options: How tokens are chosen: the fields of `SamplingConfig` except `samples`, or
                 `config`, a `SamplingConfig` or transformers' `GenerationConfig`. Without a
                 `SamplingConfig`, `stop_repeats` is 3 unless given.
 
@@ -215,7 +218,7 @@ class Chat:
                 "ask the compressed context, which answers a list in one batch."
             )
         max_new_tokens = take_limit(options, max_new_tokens)
-        # The model reads a repetition that is left in the conversation, and then continues it.
+        # If a repetition stays in the conversation, the model reads it and then continues it.
         has_config = isinstance(options.get("config"), SamplingConfig)
         if not has_config and options.get("stop_repeats") is None:
             options["stop_repeats"] = DEFAULT_REPEATS
@@ -290,7 +293,7 @@ class Chat:
             columns = self.columns
             try:
                 yield from self._generate_turn(question, limit, sampling, stop_ids, constraint)
-            # Also GeneratorExit, which a caller raises who drops the iterator, and Ctrl-C.
+            # Includes Ctrl-C, and GeneratorExit if the caller drops the iterator.
             except BaseException:
                 self._cut_to(columns)
                 raise
@@ -350,8 +353,9 @@ class Chat:
     def _drop_cut_tokens(
         self, turn: Turn, stop_ids: set[int], sampling: SamplingConfig, sampler: TokenSampler | None
     ) -> Turn:
-        """Return a turn without what its answer's text lacks, of a stop string or of a repetition:
-        the cache loses it too, so that the next turn does not read it.
+        """Return a turn without the tokens that its answer's text leaves out, which belong to a
+        stop string or a repetition. The cache drops them too, so that the next turn does not read
+        them.
 
         Args:
             turn: The turn with all that was written, whose last id has no column yet.
@@ -368,7 +372,8 @@ class Chat:
         text = decode_ids(tokenizer, find_shown_ids(tokenizer, written[:end]))
         cut = find_first_stop(sampling.stop, text)
         if cut is not None:
-            # The tokens that are part of the text as a whole, not half a character among them.
+            # Keep only tokens that lie completely in the text before the cut, and no part of a
+            # character.
             shown = find_shown_ids(tokenizer, written[:end])
             while end and not text[:cut].startswith(decode_ids(tokenizer, shown)):
                 end -= 1
@@ -378,7 +383,7 @@ class Chat:
         kept = written[:end]
         answer = replace(
             answer,
-            # An answer has at least one id, even where a stop string is in the first.
+            # An answer has at least one id, even if a stop string is in the first.
             ids=answer.ids[: max(end, 1)],
             logprobs=answer.logprobs and answer.logprobs[: max(end, 1)],
             top=answer.top and answer.top[: max(end, 1)],
@@ -387,7 +392,7 @@ class Chat:
         kept_text = decoding.decode_answer(tokenizer, kept, stop_ids, continues=keeps_space)
         if not keeps_space:
             kept_text = kept_text.lstrip()
-        # Of the answer, all ids but the last one that was written have columns.
+        # All ids of the answer have columns, except the last one that was written.
         first = self.columns - len(turn.prompt_ids) - len(written) + 1
         if kept_text == answer.text:
             self._cut_to(first + len(turn.prompt_ids) + max(end - 1, 0))
@@ -395,9 +400,9 @@ class Chat:
         return self._read_cut_answer(replace(turn, answer=answer), written, first)
 
     def _read_cut_answer(self, turn: Turn, written: list[int], first: int) -> Turn:
-        """Return a turn whose answer was cut inside a token, with the ids of its text.
+        """Return a turn with the ids of its answer's text, which was cut inside a token.
 
-        The cache reads those that it has no columns for.
+        The ids that have no columns in the cache are prefilled.
 
         Args:
             turn: The turn.
@@ -415,8 +420,8 @@ class Chat:
         return replace(turn, prompt_ids=tuple(ids[:border]), answer_ids=tuple(ids[border:]))
 
     def question_ids(self, question: str, answer: str = "") -> list[int]:
-        """Return what the model reads next: what it wrote last and has not read, the template's
-        text, the question, and an answer if there is one already.
+        """Return the ids that the model reads next: the last one that it wrote and has not read,
+        those of the template and the question, and of an answer if there is one already.
         """
         document = self.document
         check_question(question)
@@ -432,18 +437,18 @@ class Chat:
         return self._follow_answer(ids)
 
     def _follow_answer(self, ids: Tensor) -> list[int]:
-        """Return ids (1, q) after the last id of the latest answer, which has not been read.
+        """Return ids (1, q) preceded by the last id of the latest answer, which has not been read.
 
-        An EOS is left out: the text between turns takes its place.
+        An EOS is left out: the text between turns replaces it.
         """
-        # Nothing, where a stop string came first.
+        # Empty if the answer began with a stop string.
         last = self.turns[-1].answer_ids[-1:]
         stop_ids = decoding.get_stop_ids(self.document.model, self.document.tokenizer)
         unread = [each for each in last if each not in stop_ids]
         return [*unread, *ids[0].tolist()]
 
     def ids(self) -> list[int]:
-        """Return the ids that the tail holds: all that was read and written, but the last id of
+        """Return the ids that the tail holds: all that was read and written, except the last id of
         every answer.
         """
         ids: list[int] = []
@@ -479,8 +484,8 @@ class Chat:
         return messages
 
     def _cut_to(self, columns: int) -> None:
-        """Drop all but the first columns of every layer's tail, some of which may have grown
-        further than others.
+        """Cut every layer's tail to its first `columns`. If a pass was interrupted, some layers
+        have grown further than others.
         """
         for layer in self.cache.layers:
             layer.crop(layer.seen + columns)
@@ -520,10 +525,10 @@ class Chat:
     __copy__ = fork
 
     def fold(self, **options: Any) -> None:
-        """Compress the turns so far as `document.append` does, whose options these are; they
-        cannot be undone.
+        """Compress the turns so far into the document; they cannot be undone afterwards.
 
-        The document then ends where the user continues, so it can be saved and asked on its own.
+        This appends them as `document.append` appends a text, and takes its options. The document
+        then ends where the user's next message begins, so it can be saved and asked on its own.
         """
         with self._hold_turn():
             if not self.ids():
@@ -539,8 +544,8 @@ class Chat:
             self.document, self.cache, self.folded = document, cache, len(self.turns)
 
     def save(self, path: str | Path) -> None:
-        """Write the turns as JSON, all or nothing; `load` reads them once more over the same
-        document. Only a conversation is replaced.
+        """Write the turns as JSON, completely or not at all; `load` prefills them again over the
+        same document. A file that is not a conversation is never replaced.
         """
         if self.folded:
             raise RestoreKVError(
@@ -551,7 +556,7 @@ class Chat:
         check_replaceable(file, KIND_NAME, FORMAT)
         check_length(path, self)
         for turn in self.turns:
-            # `load` takes nothing longer for a conversation.
+            # `load` refuses longer texts.
             if max(len(turn.question), len(turn.answer.text)) > SYSTEM_LETTERS:
                 raise RestoreKVError(
                     f"A question or an answer has more than {SYSTEM_LETTERS:,} characters, which "
@@ -599,7 +604,7 @@ class Chat:
             chat.turns.append(Turn(turn["question"], answer, read, written))
         if chat.turns:
             check_length(path, chat)
-            # A file has ids and no pairs; reading the ids once more makes the same pairs.
+            # A file has ids but no pairs; prefilling the ids again makes the same pairs.
             prefill(document.model, torch.tensor([chat.ids()]), into=chat.cache)
         return chat
 
@@ -612,14 +617,15 @@ def encode_conversation(
     system: str = "",
     answer_prefix: str = "",
 ) -> Tensor:
-    """Return what follows the context (q,): earlier turns, as questions and answers, the question,
-    an answer's start.
+    """Return the ids (q,) that follow the context: earlier turns, as questions and answers, then
+    the question and the start of its answer.
 
-    `system` stands between the context and the first question, as in `Chat`.
+    `system` comes between the context and the first question, as in `Chat`.
     """
     questions = [asked for asked, _ in turns] + [question]
     for number, asked in enumerate(questions):
-        check_question(asked, empty=number < len(turns))  # an earlier turn may be a file alone
+        # An earlier question may be empty: a message that only had a file attached.
+        check_question(asked, empty=number < len(turns))
     start = context.separator
     if system:
         start += system + (context.separator or PARAGRAPH)
@@ -645,7 +651,7 @@ def _count_common(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def refuse_cache_file(path: Path) -> None:
-    """Refuse a cache in place of a conversation: both are kept beside each other."""
+    """Refuse a cache file that was given as a conversation; the two are often kept together."""
     if path.suffix == ".rkv":
         raise CacheFileError(
             f"{path} is the cache of a document, not a conversation; give the file that chat.save "
@@ -666,9 +672,10 @@ def check_saved_turns(path: str | Path, content: object, document: ChatContext) 
 
 
 def check_form(path: str | Path, content: object) -> dict[str, Any]:
-    """Return the JSON of a conversation's file; refuse what `save` does not write for any document.
+    """Return the JSON of a conversation's file; refuse what `save` cannot have written.
 
-    It needs neither the document nor the model, whose vocabulary bounds the token ids.
+    This needs neither the document nor the model, so it does not check that the vocabulary has the
+    token ids.
     """
     if (
         not isinstance(content, dict)

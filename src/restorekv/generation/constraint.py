@@ -20,21 +20,21 @@ from restorekv.errors import OptionError, RestoreKVError, import_extra, make_pri
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-# Between the parts of a JSON answer: nothing, a space, or a line break with an indentation. JSON
-# allows any run of spaces and blank lines, in which a small model may lose itself to the limit. A
-# schema's own "x-guidance" goes before it.
+# Allowed between the parts of a JSON answer: nothing, a space, or a line break with an indentation.
+# JSON allows any run of spaces and blank lines, which a small model may continue up to the limit. A
+# schema's own "x-guidance" takes precedence.
 WHITESPACE = {"whitespace_pattern": r"( |\n {0,16})?"}
-# Keywords whose values are schemas by names that the author chose: these names are no keywords.
+# Keywords that hold schemas under names that the author chose: these names are not keywords.
 NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-# Keywords whose values are no schemas, whatever keys they have.
+# Keywords with values that are not schemas, whatever keys they have.
 VALUES = {"const", "enum", "default", "examples", "required"}
 # What `str.strip` takes from the start of an answer: spaces of all widths, line and page breaks.
 WHITE_SPACE = "".join(each for each in map(chr, range(0x3001)) if each.isspace())
-# How often something comes in a regular expression, such as {2,5}.
+# A number of repetitions in a regular expression, such as {2,5}.
 COUNT = re.compile(r"\{[\d,]+\}")
-# What llguidance says is wrong with a regular expression, after a drawing of the place.
+# The cause in llguidance's message about a regular expression, after a drawing of the place.
 CAUSE = re.compile(r"^error: (.+)$", re.MULTILINE)
-# What it says of keywords of a JSON schema that it knows and cannot enforce.
+# Its message about keywords of a JSON schema that it knows but cannot enforce.
 KEYWORDS = re.compile(r"Unimplemented keys: \[(.*)\]")
 LOOK_AROUND = "look-around, such as \\b, ^ and $ between characters, is not supported"
 # llguidance's vocabularies, which take a second to make.
@@ -44,10 +44,10 @@ VOCABULARIES: WeakKeyDictionary[Tokenizer, dict[tuple[int, tuple[int, ...]], Any
 
 
 class Constraint:
-    """What one answer may continue with, token by token."""
+    """The grammar of one answer, which says token by token what may come next."""
 
     def __init__(self, matcher: LLMatcher, size: int) -> None:
-        # the tokenizer's ids; a model may have more
+        # `size` counts the tokenizer's ids; a model may have more.
         self.matcher = matcher
         self.size = size
 
@@ -55,8 +55,8 @@ class Constraint:
     def make(
         cls, tokenizer: Tokenizer, schema: str | dict | None, regex: str | None, stop_ids: set[int]
     ) -> Self | None:
-        """Return a constraint by a schema or an expression, None without either; refuse wrong
-        ones.
+        """Return a constraint for a JSON schema or a regular expression, or None without either;
+        refuse invalid ones.
         """
         if schema is None and regex is None:
             return None
@@ -70,7 +70,7 @@ class Constraint:
         # Some configs name an id that no token has, such as -1, so that no answer ends by itself.
         ends = tuple(sorted(each for each in stop_ids if 0 <= each < len(tokenizer)))
         if not ends and tokenizer.eos_token_id is None:
-            # llguidance would take the first token of the vocabulary.
+            # llguidance would take the first token of the vocabulary as the end.
             raise RestoreKVError(
                 "json_schema and regex need a token that ends the answer, and this model has none; "
                 "set model.generation_config.eos_token_id."
@@ -130,9 +130,9 @@ class Constraint:
         )
 
     def take(self, token: int) -> None:
-        """Continues after a token."""
+        """Advance the grammar by a token."""
         if not self.matcher.consume_token(token):
-            # After that comes the state of the matcher, over many lines.
+            # The message continues with the state of the matcher, over many lines.
             why = (self.matcher.get_error() or "unknown").partition("<state>")[0]
             raise RestoreKVError(
                 f"The answer left its grammar: {_shorten(why)}; give a simpler regex or schema."
@@ -140,18 +140,21 @@ class Constraint:
 
 
 def close_objects(schema: str | dict[str, Any]) -> str:
-    """Return a JSON schema, as JSON, whose objects have the properties that it names and no others.
+    """Return a JSON schema, as JSON, in which objects have the properties that it names and no
+    others.
 
-    JSON Schema allows any others unless the schema says something of them, and a small model
-    invents them up to the limit. Whatever matches the result matches the schema. One that joins
-    several schemas for one value stays as it is, since each would refuse the others' names. So does
-    one with a oneOf that does not exclude two matches by itself: closed objects would, and their
-    answers could match two of the schemas that were given.
+    JSON Schema allows further properties unless the schema says otherwise, and a small model
+    invents them up to the limit. Whatever matches the result also matches the given schema.
+
+    Two kinds of schema are returned unchanged. If one value has to match several schemas, each of
+    them, once closed, would refuse the properties of the others. If there is a oneOf and an answer
+    could match two of its schemas, llguidance refuses it; closed, they would exclude each other and
+    pass, but the answer could still match two of the given schemas.
     """
     text = schema if isinstance(schema, str) else json.dumps(schema)
     try:
         parsed = json.loads(text)
-    except ValueError:  # whoever reads it says what is wrong
+    except ValueError:  # llguidance will say what is wrong
         return text
     if _joins_schemas(parsed) or (_has_alternatives(parsed) and not _is_taken(text)):
         return text
@@ -174,14 +177,14 @@ def _list_inner_schemas(schema: Any) -> list[Any]:
 
 
 def _has_alternatives(schema: Any) -> bool:
-    """Return whether exactly one of several schemas holds for a value, somewhere in a schema."""
+    """Return whether a schema has a oneOf anywhere: several schemas, exactly one of them true."""
     if isinstance(schema, dict) and isinstance(schema.get("oneOf"), list):
         return True
     return any(map(_has_alternatives, _list_inner_schemas(schema)))
 
 
 def _is_taken(schema: str) -> bool:
-    """Return whether llguidance takes a JSON schema as it stands."""
+    """Return whether llguidance accepts a JSON schema without changes."""
     try:
         matcher = import_extra("llguidance", "constrained", "A JSON schema or regex").LLMatcher
         return not matcher.validate_grammar(matcher.grammar_from_json_schema(schema))
@@ -190,13 +193,15 @@ def _is_taken(schema: str) -> bool:
 
 
 def _joins_schemas(schema: Any) -> bool:
-    """Return whether several schemas hold for one value, or one does not, somewhere in a schema."""
+    """Return whether, anywhere in a schema, one value must match several schemas, or must not match
+    one.
+    """
     inner = _list_inner_schemas(schema)
     if not isinstance(schema, dict):
         return any(map(_joins_schemas, inner))
     joined = schema.get("allOf")
     several = isinstance(joined, list) and len(joined) > 1
-    # What is next to `properties` or `required` holds for the same value.
+    # A schema next to `properties` or `required` applies to the same value.
     own = {"properties", "required"} & schema.keys()
     beside = own and {"allOf", "anyOf", "oneOf", "$ref"} & schema.keys()
     conditional = {"if", "not", "dependentSchemas", "unevaluatedProperties"} & schema.keys()
@@ -204,7 +209,7 @@ def _joins_schemas(schema: Any) -> bool:
 
 
 def _close(schema: Any) -> Any:
-    """Return a schema whose objects that name properties allow no others."""
+    """Return a schema in which objects that name properties allow no others."""
     if isinstance(schema, list):
         return [_close(each) for each in schema]
     if not isinstance(schema, dict):
@@ -221,7 +226,7 @@ def _close(schema: Any) -> Any:
     open_to = {"additionalProperties", "patternProperties"} & schema.keys()
     if isinstance(properties, dict) and not open_to:
         required = schema.get("required")
-        # What must be there without being described may be anything.
+        # A required property that is not described would be refused, so the object stays open.
         if not isinstance(required, list) or all(each in properties for each in required):
             closed["additionalProperties"] = False
     return closed
@@ -230,16 +235,16 @@ def _close(schema: Any) -> Any:
 def _allow_space(regex: str) -> str:
     """Return an expression that also matches with a space before it.
 
-    Many tokenizers begin a word with one, which is not part of the answer. Where the expression has
-    white space at its start, nothing is added, since the two could not be told apart.
+    Many tokenizers begin a word with one, which is not part of the answer. If the expression itself
+    may begin with white space, nothing is added, since the two could not be distinguished.
     """
     core = _drop_anchors(regex)
     return core if begins_with_space(regex) else f" ?(?:{core})"
 
 
 def _drop_anchors(regex: str) -> str:
-    """Return an expression, which an answer matches as a whole, without ^ at its start and $ at
-    its end.
+    """Return an expression without ^ at its start and $ at its end, which mean nothing here: an
+    answer always has to match as a whole.
     """
     regex = regex.removeprefix("^")
     return regex[:-1] if regex.endswith("$") and not regex.endswith("\\$") else regex
@@ -254,19 +259,19 @@ def begins_with_space(expression: str) -> bool:
     try:
         pattern = regex_library.compile(once)
         return any(pattern.fullmatch(each, partial=True) for each in WHITE_SPACE)
-    # Of what is no regular expression, or another one to this library, which knows recursion:
-    # llguidance says what is wrong with it.
+    # This is not a regular expression, or it means something else to this library, which supports
+    # recursion. llguidance says what is wrong with it.
     except (regex_library.error, RecursionError, MemoryError):
         return False
 
 
 def _cap_count(number: re.Match[str]) -> str:
-    """Return a number of times as 0 or 1."""
+    """Return a number of repetitions as 0 or 1."""
     return "1" if number[0].strip("0") else "0"
 
 
 def _make_regex_error(regex: str, wrong: str) -> OptionError:
-    """Return the error of a regular expression, by what llguidance says of it."""
+    """Return the error for a regular expression, given llguidance's message."""
     cause = CAUSE.search(wrong)
     if "lookarounds not supported" in wrong:
         why = LOOK_AROUND
@@ -279,7 +284,7 @@ def _make_regex_error(regex: str, wrong: str) -> OptionError:
 
 
 def _make_schema_error(wrong: str) -> OptionError:
-    """Return the error of a JSON schema, by what llguidance says of it."""
+    """Return the error for a JSON schema, given llguidance's message."""
     keywords = KEYWORDS.search(wrong)
     cause = CAUSE.search(wrong)
     fix = "correct it"

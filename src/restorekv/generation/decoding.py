@@ -199,7 +199,7 @@ def parse_limits(max_new_tokens: int | Sequence[int], count: int) -> list[int]:
 async def run_in_thread(ask: Callable[[], T]) -> T:
     """Return what `ask` returns; other tasks of the event loop run in the meantime.
 
-    A task that is cancelled ends what `ask` generates at the next token, and waits for that.
+    If the task is cancelled, generation ends at the next token, and this waits until it has.
 
     Args:
         ask: Generates answers with `decode_batch`; runs in a thread.
@@ -234,13 +234,13 @@ def decode_batch(
 
     Args:
         model: The model that made the cache.
-        cache: Has a tail for every row, as from `fork_caches`. It grows by all but each row's last
-            token.
+        cache: A cache with a tail for every row, as from `fork_caches`. Each tail grows by all
+            tokens of its row except the last.
         prompts: The questions, from `pad_prompts`.
         limits: How many tokens each answer may have.
         stop_ids: The EOS ids, which end an answer.
         first_may_stop: Whether an EOS id that comes first ends an answer; in kvpress it does not.
-        graph: Make every token's step the same work, on a GPU a CUDA graph.
+        graph: Decode in steps of a fixed shape, which a GPU replays as a CUDA graph.
         samplers: What chooses the tokens of each answer; None takes the likeliest ones.
 
     Raises:
@@ -254,7 +254,8 @@ def decode_batch(
     yield from _report_tokens(write_tokens(model, groups, stop_ids, first_may_stop))
     if all(row.ended for row in rows):
         return
-    # All later passes have one shape, unlike the prompts', which a CUDA graph can replay.
+    # Unlike the pass over the prompts, all later ones have the same shape, so that a CUDA graph can
+    # replay them.
     steps = None
     if graph and can_graph(model, prompts.ids.device):
         ids = torch.cat([group.ids for group in groups])
@@ -331,7 +332,7 @@ Row = TypeVar("Row", bound=ActiveRow)
 
 @dataclass(eq=False)
 class Group(Generic[Row]):
-    """Rows of one context whose tails end at the same column, and what the model reads of them
+    """Rows of one context with tails that end at the same column, and the ids that the model reads
     next.
 
     Args:
@@ -362,7 +363,7 @@ class Group(Generic[Row]):
         return Block(count, queries, mask)
 
     def advance(self, ids: Tensor) -> None:
-        """Make the chosen ids (B, 1) what is read next."""
+        """Continue with the chosen ids (B, 1), which the next pass reads."""
         self.ids = ids
         self.positions = self.positions[:, -1:] + 1
         if self.visible is not None:
@@ -393,7 +394,7 @@ def make_groups(
     """Return the rows of a batch, a group for each context.
 
     Args:
-        cache: Has a tail for every row, as from `fork_caches`.
+        cache: A cache with a tail for every row, as from `fork_caches`.
         prompts: The questions, from `pad_prompts`.
         limits: How many tokens each answer may have.
         samplers: What chooses the tokens of each answer; None takes the likeliest ones.
@@ -467,13 +468,13 @@ def write_tokens(
 
 
 def forward_groups(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
-    """Run one pass over what comes next in every group; return the logits (rows, V) of the groups
-    whose prompt it finishes.
+    """Run one pass over the next ids of every group; return the logits (rows, V) of the groups that
+    have no more of their prompt to read.
 
     The tokens of all groups are laid end to end, so that a row with one token and one with many
     share the pass.
     """
-    # A program may change both between two pieces of a stream.
+    # Between two pieces of a stream, the program may set another attention function or autocast.
     install_attention(model)
     refuse_autocast(model.device.type)
     blocks = [group.block() for group in groups]
@@ -484,14 +485,14 @@ def forward_groups(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
     ids = torch.cat([group.ids.flatten() for group in groups])[None]
     positions = torch.cat([group.positions.flatten() for group in groups])[None]
     # Logits are wanted at the last token of every row whose prompt is prefilled after this pass.
-    # Where there is no such row, those of one token are computed and dropped.
+    # If there is no such row, those of one token are computed and dropped.
     last: list[int] = []
     first = 0
     for group, block in zip(groups, blocks, strict=True):
         if not group.unfinished:
             last += range(first + block.queries - 1, first + block.tokens, block.queries)
         first += block.tokens
-    wanted: int | Tensor = 0  # transformers' word for all of them
+    wanted: int | Tensor = 0  # all tokens, to transformers
     if len(last) < first:
         wanted = torch.tensor(last or [first - 1], device=ids.device)
     output = model(
@@ -504,7 +505,8 @@ def forward_groups(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
         logits_to_keep=wanted,
     )
     logits = output.logits[0]
-    # A forward pass that a program replaced may drop the option, and then has those of all tokens.
+    # If the program replaced the model's forward method, it may ignore `logits_to_keep` and return
+    # the logits of all tokens.
     if len(last) < first and len(logits) == first:
         return logits[last]
     return logits[: len(last)]
@@ -559,7 +561,8 @@ def sample_ids(logits: Tensor, samplers: Sequence[Sampler]) -> tuple[Tensor, lis
 def decode_answer(
     tokenizer: Tokenizer, ids: Sequence[int], stop_ids: set[int], continues: bool = False
 ) -> str:
-    """Return the text of an answer, without the EOS that ended it and what is not shown of it.
+    """Return the text of an answer, without the EOS that ended it and the channels that are not
+    shown.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -567,7 +570,7 @@ def decode_answer(
         stop_ids: The EOS ids.
         continues: Whether it continues a text, so that a space at its start belongs to it.
     """
-    # An EOS id need not be a special token, which the tokenizer would leave out.
+    # The tokenizer leaves out special tokens, but an EOS id need not be one.
     if ids and ids[-1] in stop_ids:
         ids = ids[:-1]
     shown = find_shown_ids(tokenizer, ids)

@@ -1,4 +1,6 @@
-"""One-token steps whose work is the same every time, which a GPU replays as a CUDA graph."""
+"""One-token decoding steps that do the same work every time, so that a GPU can replay them as a
+CUDA graph.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ NEVER_GRAPHED: WeakSet[PreTrainedModel] = WeakSet()
 
 
 def can_graph(model: PreTrainedModel, device: torch.device) -> bool:
-    """Return whether steps of fixed work have passed their self-test on a device."""
+    """Return whether fixed steps pass their self-test on a device, for the shape of a model."""
     if not self_tests.needs_self_test(device):
         return True
     shape = CacheShape.from_model(model)
@@ -36,18 +38,25 @@ def can_graph(model: PreTrainedModel, device: torch.device) -> bool:
 
 
 class FixedSteps:
-    """At most `count` one-token steps of a batch that are the same work every time, which
-    torch.compile traces once.
+    """At most `count` one-token steps of a batch that do the same work every time, so that
+    torch.compile traces them once.
 
     Ids, positions, mask and the place in the tails are tensors on the device, which a step reads
     and advances; tails are buffers of one size, and the mask hides what is not written yet. Rows
     that have ended continue with the others. On a GPU the second step is captured as a CUDA graph
     and later ones replay it. The first replays of a model are compared with steps that are computed
-    as usual; a model that cannot be captured, or whose replays differ, gets such steps only.
+    as usual; if a model cannot be captured, or its replays differ, all its steps are computed as
+    usual.
 
-    The tails of `cache` hold the questions; `ids` (B, 1) at `positions` (B, 1) come next; `visible`
-    (B, columns) bool marks what each row sees of the tails. `strict` raises what a capture raises
-    and compares nothing, for a self-test that compares every step itself.
+    Args:
+        model: The model that made the cache.
+        cache: A cache with the questions in its tails.
+        ids: The ids (B, 1) that come next.
+        positions: Their positions (B, 1).
+        visible: (B, columns) bool marks what each row sees of the tails.
+        count: The most steps that will be taken.
+        strict: Raise the errors of a capture and compare nothing, for a self-test that compares
+            every step itself.
     """
 
     def __init__(
@@ -64,6 +73,7 @@ class FixedSteps:
         self.cache = cache
         self.graph: torch.cuda.CUDAGraph | None = None
         self.taken = 0
+        # The columns by which the tails have grown, on the device, so that a replay can advance it.
         self.moved = torch.zeros((), dtype=torch.long, device=ids.device)
         self.width = visible.shape[1]
         for layer in cache.layers:
@@ -82,8 +92,8 @@ class FixedSteps:
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
-        """Return the likeliest next ids (B, 1), -1 where there is none, in a tensor that the next
-        step overwrites.
+        """Return the likeliest next ids (B, 1), -1 for logits that are not finite, in a tensor that
+        the next step overwrites.
         """
         if self.taken and self.can_capture:
             self.replay()
@@ -114,8 +124,8 @@ class FixedSteps:
         return logits
 
     def replay(self) -> None:
-        """Decode one token of every row with the graph, which is captured first if need be, and
-        checked at first.
+        """Decode one token of every row with the graph. It is captured if there is none yet, and
+        its first replays are checked.
         """
         try:
             graph = self.graph or self.capture()
@@ -127,10 +137,11 @@ class FixedSteps:
             )
             self.step()
             return
-        graphed = self.logits  # of the capture; a usual step will put other memory in its place
+        graphed = self.logits  # of the capture; a usual step will replace it by another tensor
         if not self.unchecked:
             graph.replay()
             return
+        # Replay the step, undo it, compute it again as usual, and compare.
         before = [x.clone() for x in self.state()]
         graph.replay()
         assert graphed is not None, "a step comes before the first replay"
@@ -149,19 +160,19 @@ class FixedSteps:
             GRAPHED.add(self.model)
 
     def state(self) -> tuple[Tensor, ...]:
-        """Return what a step advances; it also writes a column of the tails, which a second step
-        writes again.
+        """Return the tensors that a step advances, to undo it. A step also writes a column of the
+        tails, but when it is computed again it overwrites that.
         """
         return self.ids, self.positions, self.visible, self.moved
 
     def capture(self) -> torch.cuda.CUDAGraph:
-        """Capture a step, once the first one has compiled and allocated everything; nothing is
-        computed.
+        """Capture a step as a graph without computing it. An earlier step must have compiled and
+        allocated everything.
         """
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(self.ids.device)
         try:
-            # Work of other threads must not end the capture; self-tests of theirs would.
+            # Work of other threads must not end the capture. Their self-tests would, so they wait.
             with (
                 self_tests.exclude_self_tests(),
                 torch.cuda.graph(graph, capture_error_mode="thread_local"),
@@ -189,8 +200,8 @@ def find_likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the likeliest ids (B, 1) of logits (B, V), and the same with -1 where logits are NaN
     or infinite.
 
-    `max` gives the first of equals, as argmax, which is slower, and NaN if there is one. Nothing
-    waits for a GPU.
+    Of equal logits `max` takes the first, as argmax does, but it is faster; it returns NaN if there
+    is one. Nothing here waits for a GPU.
     """
     best = logits.max(-1, keepdim=True)
     return best.indices, torch.where(best.values.isfinite(), best.indices, -1)
@@ -202,13 +213,14 @@ def agree_on_ids(logits: Tensor, ids: Tensor) -> bool:
 
 
 def can_record(device: torch.device) -> bool:
-    """Return whether steps can be captured as a CUDA graph there."""
+    """Return whether a device can capture steps as a CUDA graph."""
     return device.type == "cuda"
 
 
 def locate_last_logits(ids: Tensor) -> Tensor | int:
-    """Return `logits_to_keep` for the last token. On a CPU it is an index: 1 makes a strided
-    slice, with which the LM head is fifty times slower in bfloat16. An index would have to be
-    copied to a GPU in every step.
+    """Return the value of `logits_to_keep` that selects the last token.
+
+    On a CPU it is an index: 1 makes a strided slice, with which the LM head is fifty times slower
+    in bfloat16. On a GPU it is 1: an index would have to be copied there in every step.
     """
     return torch.tensor([ids.shape[1] - 1]) if ids.device.type == "cpu" else 1

@@ -46,7 +46,7 @@ ALIAS_HINTS = {name: f"did you mean {option}?" for name, option in ALIASES.items
     "eos_token_id": "stop ends an answer before a text; the ids are those of the model's own "
     "generation_config.",
 }
-# Where options are passed to `ask` or another function that answers.
+# Hints for calls of `ask` and of other functions that answer.
 CALL_HINTS = {
     **dict.fromkeys(LIMIT_ALIASES, "did you mean max_new_tokens?"),
     "generation_config": "config takes it.",
@@ -56,7 +56,7 @@ CALL_HINTS = {
     **ALIAS_HINTS,
     **{name: f"leave it out, since only ask and ask_many take {name}." for name in ASK_ARGUMENTS},
 }
-# Where a SamplingConfig is made, which is then passed to `ask`.
+# Hints for making a SamplingConfig, which is later passed to `ask`.
 LIMIT_HINT = "pass max_new_tokens to ask itself: ask(question, max_new_tokens=64)."
 CONFIG_HINTS = {
     **{name: f"pass it to ask itself: ask(question, {name}=...)." for name in ASK_ARGUMENTS},

@@ -1,9 +1,9 @@
 """Greedy answers over full caches, many at a time, for teachers on a GPU.
 
-A step of a small model keeps a GPU busy for a fraction of the time that starting its kernels takes,
-whether it writes one answer or a hundred. So the contexts are padded to the left and prefilled
-together into transformers' own cache, and all answers are written in steps of the whole batch.
-Nothing is evicted here, so no ragged cache is needed.
+Starting the kernels of a small model's step takes much longer than running them, whether the step
+writes one answer or a hundred. So the contexts are padded on the left and prefilled together
+into transformers' own cache, and all answers are written in steps of the whole batch. Nothing is
+evicted here, so no ragged cache is needed.
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ MOST_POSITIONS = 80_000
 
 
 class AnswerWatch(Protocol):
-    """What hears the tokens of an answer, and may end it before its limit."""
+    """An observer of an answer's tokens that may end the answer before its limit."""
 
     def add(self, token: int) -> None:
-        """Hear the next token."""
+        """Take the next token."""
         ...
 
     def ends(self) -> bool:
@@ -49,13 +49,13 @@ def generate_padded(
     """Return the ids of the greedy answer to each prompt, with the EOS that ended it, if any.
 
     Args:
-        model: A model whose every layer sees the whole text.
+        model: A model without sliding-window layers.
         tokenizer: Its tokenizer.
-        contexts: The context of each prompt; one object for prompts about one text.
+        contexts: The context of each prompt. If prompts share one object, it is prefilled once.
         prompts: The ids (q,) or (1, q) of each question.
         limits: How many tokens each answer may have.
         watches: What may end each answer earlier.
-        most_positions: Positions that the rows of a batch may have together.
+        most_positions: The most positions that the rows of a batch may have together.
 
     Raises:
         RestoreKVError: The model's logits are not finite.
@@ -78,7 +78,9 @@ def generate_padded(
 def _split_rows(
     contexts: Sequence[Context], limits: Sequence[int], most_positions: int
 ) -> list[list[int]]:
-    """Return the rows of every batch: answers of one limit and contexts of about one length."""
+    """Return the rows of every batch, sorted so that rows with similar limits and context lengths
+    are together.
+    """
     lengths = [context.ids.shape[-1] for context in contexts]
     order = sorted(range(len(contexts)), key=lambda row: (limits[row], lengths[row]))
     batches: list[list[int]] = []
@@ -155,7 +157,9 @@ def _write_batch(
 
 
 def _pad_left(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return ids (B, longest), padded to the left with 0, and a mask of what is no padding."""
+    """Return ids (B, longest), padded on the left with 0, and a mask that is 0 at padding, else
+    1.
+    """
     longest = max(len(row) for row in rows)
     ids = torch.zeros(len(rows), longest, dtype=torch.long)
     mask = torch.zeros(len(rows), longest, dtype=torch.long)

@@ -1,10 +1,12 @@
-"""Where an answer repeats itself: small models write one sentence over and over until the limit.
+"""Detection of answers that repeat themselves: small models may write one sentence over and over
+until the limit.
 
 The rule: an answer ends when its last tokens are one block of tokens, k times in a row or more, and
-these copies are at least LEAST_TOKENS tokens. The first copy stays and the others are cut off; a
-block begins with a space or a line break if it has one, or else where no word and no number
-continues, so that none is cut in two. Two tokens are the same if their texts differ in leading
-spaces and capitals at most, because an answer's first word has other ones than the next.
+these copies are at least LEAST_TOKENS tokens. The first copy stays and the others are cut off. A
+block begins with a space or a line break if it has one, or else at a token that does not continue a
+word or a number, so that none is cut in two. Two tokens count as the same if their texts differ at
+most in leading spaces and capitals, because the first word of an answer is often written without
+the space, or with a capital, that it would have elsewhere.
 
 For every period p, `runs` holds how many of the last tokens are the same as the token p places
 before them. The last run + p tokens are then made of copies of one block of p tokens.
@@ -18,10 +20,11 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.model.tokenize import REPLACEMENT, decode_ids
 
 DEFAULT_REPEATS = 3  # of conversations and the command line; 0 lets an answer repeat itself
-LEAST_TOKENS = 32  # so that rows of dashes, zeros or table cells are no repetition
+LEAST_TOKENS = 32  # so that rows of dashes, zeros or table cells do not count as a repetition
 SPACES = " \u0120\u2581"  # how vocabularies write the space before a word
 BREAKS = ("\n", "\u010a", "<0x0A>")  # and line breaks
-# Signs inside of words and numbers; a comma may also be between the numbers of a list.
+# Signs that may be inside a word or a number. If no border is found, fewer of them are assumed to
+# be: a comma may also be between the numbers of a list.
 JOINING_SIGNS = (".,:'/-", ".:'/-", "")
 T = TypeVar("T")
 
@@ -34,15 +37,16 @@ class RepetitionWatch:
         self.copies = copies
         self.count = 0  # tokens so far
         self.ids: list[int] = []
-        self.positions: dict[str | int, list[int]] = {}  # of every token
-        self.continues: list[bool] = []  # what is before it, without a space
+        self.positions: dict[str | int, list[int]] = {}  # by a token's text, or its id
+        self.continues: list[bool] = []  # whether each token has no space or break before it
         self.runs: dict[int, int] = {}  # by period
 
     def push(self, token: int) -> None:
-        """Go on to the next token of the answer."""
-        piece = str(self.tokenizer.convert_ids_to_tokens(token) or "")  # of one id, one text
+        """Take the next token of the answer."""
+        piece = str(self.tokenizer.convert_ids_to_tokens(token) or "")  # one id, so one text
         text = decode_ids(self.tokenizer, [token])
-        # The piece itself may spell bytes by letters, whose capitals are other bytes.
+        # Not the piece itself: it may spell bytes as letters, and a small letter is another byte
+        # than its capital. A part of a character is known by its id alone.
         word = "" if REPLACEMENT in text else text.lstrip(" ").lower()
         positions = self.positions.setdefault(word or token, [])
         runs = {}
@@ -68,10 +72,11 @@ class RepetitionWatch:
         return 0
 
     def _count_before_word(self, period: int) -> int:
-        """Return how many tokens the run of a period has before its first space, such as the last
-        digit of a year and a full stop that the sentence before ends with, too.
+        """Return how many tokens at the start of a period's run come before its first space, such
+        as a year's last digit and a full stop, if the text before the block ends with them, too.
 
-        Without a space, as in Chinese, they are those up to where a word or a character ends.
+        Without a space, as in Chinese, it is the number of tokens up to the end of a word or a
+        character.
         """
         start = self.count - self.runs[period]
         block = self.continues[start : start + period]
@@ -107,14 +112,16 @@ def _continues_word(before: str, after: str, signs: str) -> bool:
 
 
 class CopyFilter(Generic[T]):
-    """Holds back tokens of a growing answer until it is certain that they are no copies."""
+    """Holds back tokens of a growing answer until it is certain that they are not copies."""
 
     def __init__(self, tokenizer: Tokenizer, copies: int) -> None:
         self.watch = RepetitionWatch(tokenizer, copies)
         self.held: list[T] = []
 
     def push(self, token: int, item: T) -> list[T]:
-        """Go on to the next token, for which `item` stands; return the items that are certain."""
+        """Take the next token, and an item to return for it when it is certain; return the items
+        that have become certain.
+        """
         self.watch.push(token)
         self.held.append(item)
         count = len(self.held) - self.watch.uncertain
@@ -123,14 +130,14 @@ class CopyFilter(Generic[T]):
         return certain
 
     def finish(self) -> tuple[list[T], list[T]]:
-        """Return the items at the answer's end that are no copies, and those that are."""
+        """Return the items at the answer's end that are not copies, and those that are."""
         count = len(self.held) - self.watch.repeated
         return self.held[:count], self.held[count:]
 
 
 def drop_repetition(written: Iterable[int], tokenizer: Tokenizer, copies: int) -> Iterator[int]:
-    """Yield the tokens of a growing answer without the copies at its end, as soon as it is certain
-    that they are none.
+    """Yield the tokens of a growing answer, each as soon as it is certain not to be a copy, and
+    leave out the copies at its end.
     """
     certain: CopyFilter[int] = CopyFilter(tokenizer, copies)
     for token in written:

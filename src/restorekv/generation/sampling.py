@@ -1,8 +1,8 @@
 """How the next token is chosen: greedily, or by transformers' own logits processors and a seed for
 every row.
 
-Every row of a batch has processors, ids and a random generator of its own, so that an answer does
-not depend on what else is in the batch.
+Every row of a batch has its own processors, ids and random generator, so that an answer does not
+depend on what else is in the batch.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ IGNORED_FIELDS = {
     "output_scores",
     "output_logits",
 }
-# Values of other fields that change nothing, where transformers' own default is None.
+# Values of other fields that change nothing, although transformers' own default is None.
 NO_OP_VALUES: dict[str, object] = {
     "num_beams": 1,
     "num_beam_groups": 1,
@@ -80,8 +80,8 @@ NO_OP_VALUES: dict[str, object] = {
     "diversity_penalty": 0.0,
     "penalty_alpha": 0.0,
 }
-# Fields of a model's own config that change its greedy answers, in ways besides sampling. They are
-# not used, and `warn_about_unused_options` says so.
+# Fields of a model's own config that change its answers even when they are greedy. They are not
+# used, and `warn_about_unused_options` says so.
 UNUSED_MODEL_FIELDS = (
     "suppress_tokens",
     "begin_suppress_tokens",
@@ -152,8 +152,8 @@ CHECKS: dict[str, tuple[object, Callable[[Any], bool], str]] = {
 
 class SamplingOptions(TypedDict, total=False):
     """The keyword options of `ask`, `ask_many` and conversations: the fields of `SamplingConfig`,
-    and a `config` that holds them, whose fields the other options replace. (`samples` is not here,
-    because it changes what is returned: it has an overload of its own.)
+    and a `config` with the same fields, which options given by name override. (`samples` is not
+    here, because it changes what is returned: it has its own overload.)
     """
 
     temperature: float | None
@@ -180,8 +180,8 @@ DEFAULT_MAX_NEW_TOKENS = 128
 
 
 def take_limit(options: dict[str, Any], max_new_tokens: Any) -> Any:
-    """Return the limit of an answer: `max_tokens`, OpenAI's name, which leaves `options`, or the
-    one that is given, or DEFAULT_MAX_NEW_TOKENS if both are None.
+    """Return the limit of an answer: `max_tokens` (OpenAI's name for it, which is removed from
+    `options`), else `max_new_tokens`, or DEFAULT_MAX_NEW_TOKENS if both are None.
     """
     named = options.pop("max_tokens", None)
     if named is not None:
@@ -220,19 +220,19 @@ class SamplingConfig:
         seed: Decides the random numbers. The answers to one question take seed, seed + 1 and so on.
         samples: How many answers to write to each question.
         stop: Strings before which an answer ends.
-        stop_repeats: End an answer whose last tokens are one block this many times in a row or
-            more, and 32 tokens or more in all; the text has the block once. 0 lets it repeat
-            itself, and so do `regex` and `json_schema`, whose answers must match as a whole.
+        stop_repeats: End an answer when its last tokens are one block at least this many times in a
+            row, and at least 32 tokens in all; the text has the block once. 0 lets answers repeat
+            themselves. So do `regex` and `json_schema`, which must match an answer as a whole.
         logprobs: Record the log-probability of every token, and of this many of the most likely
             ones in its place, before any processing. None records nothing.
-        json_schema: A dict, JSON or a pydantic class, of which the schema is kept: allow only
-            matching JSON, whose objects have no properties but those that the schema names. Needs
-            the extra `constrained`, as does `regex`.
+        json_schema: Allow only JSON that matches this schema, and in its objects only properties
+            that the schema names. A dict, JSON or a pydantic class, which is replaced by its
+            schema. Needs the extra `constrained`, as does `regex`.
         regex: Allow only texts that match as a whole.
-        logit_bias: What is added to the logits of ids.
+        logit_bias: Numbers to add to the logits, by token id.
         frequency_penalty: Subtracted from the logit of an id once for each time that it is in the
             answer already; below 0, makes repetition more likely.
-        presence_penalty: The same, once for any number of times.
+        presence_penalty: The same, but subtracted only once, however often the id is there.
         processors: Further logits processors of transformers, which must keep no state.
         criteria: Stopping criteria of transformers, which must keep no state.
 
@@ -269,7 +269,7 @@ class SamplingConfig:
             check_option(name, getattr(self, name), kind, wanted, holds)
         if self.regex is not None and self.json_schema is not None:
             raise RestoreKVError("regex is for answers without a json_schema; give one of them.")
-        # What asks for nothing is left out, so that the answer is a plain one.
+        # Options that ask for nothing get their default values, which `plain` looks for.
         for name in ("stop", "processors", "criteria"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.logit_bias:
@@ -279,13 +279,13 @@ class SamplingConfig:
     def make(
         cls, config: SamplingConfig | GenerationConfig | None = None, **options: Any
     ) -> SamplingConfig:
-        """Make one from options by name, which win over those of `config`; refuse unknown ones."""
+        """Make a config from options, which override those of `config`; refuse unknown ones."""
         defaults = {each.name: each.default for each in fields(cls)}
         for name in options:
             if name not in defaults:
                 hint = suggest_argument(name, [*defaults, *ASK_ARGUMENTS], CALL_HINTS)
                 raise RestoreKVError(f"There is no option {name}; {hint}")
-        # None leaves an option to the config, unless it is a value, as of json_schema.
+        # None leaves an option to the config, unless None is a value of it, as for json_schema.
         options = {
             name: value
             for name, value in options.items()
@@ -298,7 +298,7 @@ class SamplingConfig:
 
     @property
     def plain(self) -> bool:
-        """Whether the likeliest token is all that is needed."""
+        """Whether the likeliest token is all that is needed, so that no sampler has to be made."""
         return self == SamplingConfig(seed=self.seed, samples=self.samples)
 
     @property
@@ -308,7 +308,7 @@ class SamplingConfig:
 
     @property
     def copies(self) -> int:
-        """How often a block of tokens comes in a row where it ends an answer; 0 for never."""
+        """How many copies of a block of tokens in a row end an answer; 0 for never."""
         matches_as_a_whole = self.regex is not None or self.json_schema is not None
         return 0 if matches_as_a_whole else self.stop_repeats
 
@@ -356,7 +356,7 @@ def read_generation_config(config: GenerationConfig) -> dict[str, object]:
                 fix = f"pass it to ask itself: ask(question, max_new_tokens={value!r})"
             raise RestoreKVError(f"ask takes no {name} from a GenerationConfig; {fix}.")
     options: dict[str, object] = {}
-    # What transformers takes where the config leaves them out.
+    # The values that transformers uses for options that the config leaves out.
     chance = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0}
     if own.get("do_sample"):
         for name, default in chance.items():
@@ -393,15 +393,15 @@ NOT_FINITE = (
 
 
 def refuse_not_finite() -> NoReturn:
-    """Raise the error for logits that are NaN or infinite, of which argmax and sampling make wrong
-    tokens.
+    """Raise the error for logits that are NaN or infinite, from which argmax and sampling would
+    choose wrong tokens.
     """
     raise RestoreKVError(NOT_FINITE)
 
 
 class FiniteLogits(LogitsProcessor):
-    """Lets transformers' `generate` refuse logits that name no token; it takes the first one or
-    fails otherwise.
+    """Makes transformers' `generate` refuse logits that are not finite. Otherwise it would take the
+    first token, or fail.
     """
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -419,12 +419,13 @@ class TokenSampler:
         sampling: How they are chosen.
         tokenizer: The model's tokenizer.
         ids: All ids (1, length) that the model has read; the answer is appended to them.
-        seed: Of the random numbers.
+        seed: The seed of the random numbers.
         constraint: What the answer must match; None for anything.
         logprobs: The log-probability of every chosen token, if `sampling` asks for them.
         top: The likeliest ids in place of each token, with their log-probabilities.
         answer: The chosen ids.
-        cancelled: Whether the client no longer waits for the answer; asked after every token.
+        cancelled: Returns whether the client no longer waits for the answer; called after every
+            token.
     """
 
     sampling: SamplingConfig
@@ -449,7 +450,7 @@ class TokenSampler:
 
     def sample(self, logits: Tensor) -> int:
         """Return the next id; logits (V,) are the model's."""
-        # On the CPU, whose generator draws the same numbers whatever device the model is on.
+        # On the CPU, so that the same numbers are drawn whatever device the model is on.
         logits = logits.detach().cpu().float()[None]
         if not math.isfinite(logits.max()):
             refuse_not_finite()
@@ -474,7 +475,7 @@ class TokenSampler:
         return token
 
     def adjust(self, logits: Tensor) -> Tensor:
-        """Return logits (1, V) after the bias and the penalties of what the answer has already."""
+        """Return logits (1, V) with the bias, and with the penalties for what is in the answer."""
         sampling = self.sampling
         frequency = sampling.frequency_penalty
         presence = sampling.presence_penalty
@@ -504,19 +505,19 @@ class TokenSampler:
 
     @property
     def _long_ids(self) -> torch.LongTensor:
-        # No tensor is a LongTensor to Python, which is what transformers' annotations name.
+        # transformers' annotations name LongTensor, but to Python no tensor is one.
         return cast(torch.LongTensor, self.ids)
 
     @property
     def likely(self) -> tuple[tuple[float, dict[int, float]], ...]:
-        """The last log-probability with the likeliest ids and theirs; nothing where they were not
-        asked for.
+        """The log-probability of the latest token, and the likeliest ids in its place with theirs;
+        () if they were not asked for.
         """
         return ((self.logprobs[-1], self.top[-1]),) if self.logprobs else ()
 
     def ends(self) -> bool:
-        """Whether a stop string, a repetition, the criteria, the constraint or a caller who has
-        gone end the answer here.
+        """Return whether the answer ends here: by a stop string, a repetition, the criteria or the
+        constraint, or because the client no longer waits.
         """
         if self.cancelled():
             return True
@@ -529,8 +530,8 @@ class TokenSampler:
         return bool(self.criteria) and bool(self.criteria(self._long_ids, None).all())
 
     def count_repeated(self) -> int:
-        """Return how many tokens at the end of the answer repeat what is before them, where the
-        options let that end it.
+        """Return how many tokens at the end of the answer repeat what is before them; 0 if the
+        options do not end an answer for that.
         """
         if not self.sampling.copies:
             return 0
@@ -566,16 +567,16 @@ def make_samplers(
     stop_ids: set[int],
     always: bool = False,
 ) -> list[TokenSampler] | None:
-    """Return a sampler for each row of a batch, or None where the likeliest token is all that is
+    """Return a sampler for each row of a batch, or None if the likeliest token is all that is
     needed.
 
     Args:
         sampling: How tokens are chosen.
         tokenizer: The model's tokenizer.
         read: The ids (1, length) that the model has read before each row's answer.
-        seeds: Of each row's random numbers.
-        stop_ids: The EOS ids, which a constraint allows where its text is complete.
-        always: Return samplers where the likeliest token is all that is needed, too.
+        seeds: The seed of each row's random numbers.
+        stop_ids: The EOS ids, which a constraint allows when its text is complete.
+        always: Return samplers even if the likeliest token is all that is needed.
     """
     if sampling.plain and not always:
         return None
@@ -587,5 +588,5 @@ def make_samplers(
 
 
 def find_first_stop(stop: Sequence[str], text: str) -> int | None:
-    """Return where the first of the strings starts in a text, None where there is none."""
+    """Return where the first of the strings starts in a text, or None if there is none."""
     return min((start for each in stop if (start := text.find(each)) >= 0), default=None)

@@ -38,11 +38,11 @@ TAIL_CAPACITY = 32  # columns for answers that a block of tails is made with
 
 
 class IsolatedSampler:
-    """A row's sampler whose errors end its own request and no other.
+    """The sampler of a row, with errors that end the row's own request and no other.
 
     Args:
-        sampler: The sampler whose errors are caught.
-        request: The request that an error is noted in.
+        sampler: The sampler, which may raise anything.
+        request: The request in which an error is noted.
         stand_in: The id that is returned after an error.
     """
 
@@ -79,7 +79,8 @@ class Request:
         prompt: The ids (q,) that the model reads after it.
         limit: How many tokens an answer may have.
         samplers: One for each answer.
-        cancelled: Whether the client no longer waits for the answers; asked before every step.
+        cancelled: Returns whether the client no longer waits for the answers; called before every
+            step.
         label: Whatever the caller needs to recognize the request.
     """
 
@@ -89,7 +90,7 @@ class Request:
     samplers: Sequence[TokenSampler]
     cancelled: Callable[[], bool] = lambda: False
     label: object = None
-    # The scheduler sets all below.
+    # The scheduler sets all fields below.
     error: Exception | None = None  # of one of its rows
     arrival_step: int = 0  # how many steps had been taken when the request came
     prefill_steps: int = 0  # how many steps have prefilled a chunk of its prompt
@@ -157,7 +158,7 @@ class StepOutput:
 
 @dataclass(eq=False)
 class Selection:
-    """Rows out of a group: the group, and the indices of the rows in it."""
+    """Some rows of a group: the group, and the indices of the rows in it."""
 
     group: Group[SampleRow]
     row_indices: list[int]
@@ -194,8 +195,8 @@ class Scheduler:
         self.running: list[Group[SampleRow]] = []  # of the last pass
         self.joining: list[Selection] = []  # rows that join them in the next
         self.steps = 0
-        # The most steps that a request waited before its first token, those that prefilled a chunk
-        # of its prompt not counted.
+        # The most steps that a request waited before its first token, not counting those that
+        # prefilled a chunk of its prompt.
         self.longest_wait = 0
 
     def admit(self, request: Request) -> None:
@@ -348,8 +349,9 @@ class Scheduler:
         request = max(self.active_requests, key=lambda each: each.active_rows)
         # The one that began last has usually written least, so preempting it delays least.
         chosen = max((row for row in rows if row.request is request), key=lambda row: row.number)
-        # A request has at most one row that joins, and here more than one: the others' first rows
-        # alone would not be too many. So the row is in a group, and gets its own.
+        # One row for each request would not be too many, so this request has more than one. At
+        # this point only a request's sole row can be in `joining`, so the chosen one is in a
+        # running group. It gets its own.
         group = next(group for group in self.running if chosen in group.rows)
         own_group = _join_rows([Selection(group, [group.rows.index(chosen)])])
         request.preempted.append(Selection(own_group, [0]))
@@ -360,7 +362,7 @@ class Scheduler:
         """Make the groups of the next pass: rows that have ended or are preempted leave, others
         join those of their context.
 
-        A group whose rows are all the same stays as it is; any other is copied once.
+        A group that keeps all its rows and gets no others is reused; any other is copied once.
         """
         buckets: list[list[Selection]] = []
         for group in self.running:
@@ -383,7 +385,7 @@ class Scheduler:
         self.running = [_join_rows(bucket) for bucket in buckets]
 
     def schedule_prefill(self) -> list[Request]:
-        """Choose the chunks that the next pass prefills; return the requests that they are of."""
+        """Choose the chunks that the next pass prefills; return their requests."""
         prefilling = [request for request in self.active_requests if not request.is_prefilled]
         if not prefilling:
             return []

@@ -1,9 +1,11 @@
-"""Steps of fixed work on a small random decoder, compared with passes over growing tails.
+"""A self-test of fixed steps: on a small random decoder, they are compared with plain passes over
+growing tails.
 
 The decoder has two layers of the model's attention shape, with RoPE, over compressed contexts of
-uneven heads: one for all rows, then two of different documents. Rows are padded on the left. Steps
-continue alone, each from the ids of the one before; the plain passes read the same ids. So a graph
-that replays stale ids, positions, masks or tails shows in the logits.
+uneven heads: one for all rows, then two of different documents. Rows are padded on the left. Each
+fixed step continues from the ids that the step before chose, without help from the plain passes,
+which read the same ids. So a graph that replays stale ids, positions, masks or tails shows in the
+logits.
 """
 
 from __future__ import annotations
@@ -32,13 +34,15 @@ VOCABULARY = 96
 PROMPTS = (5, 2, 4)  # tokens of each row's question
 RESTORED = (3, 1)  # restore tokens of each document
 STEPS = 6  # one as usual, one captured, the others replayed
-# Of modules that import this file.
+# Types of modules that import this one, so that it cannot import them.
 MakeSteps = Callable[..., Any]  # FixedSteps
 PadPrompts = Callable[..., Any]  # pad_prompts, which returns PaddedPrompts
 
 
 class SmallDecoder:
-    """Called as transformers' models are; its weights are random, the same for every device."""
+    """A model that is called like transformers' models, with random weights that are the same on
+    every device.
+    """
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -162,7 +166,7 @@ def _measure_rows(
     make_steps: MakeSteps,
     pad_prompts: PadPrompts,
 ) -> Iterator[Measurement]:
-    """Compare steps for a batch of rows, of which row i asks caches[i]."""
+    """Compare steps for a batch of rows; row i reads caches[i]."""
     prompts = [torch.arange(3, 3 + count, device="cpu") * 7 % VOCABULARY for count in PROMPTS]
     padded = pad_prompts(decoder, caches, prompts)
     ids = padded.ids
@@ -214,7 +218,7 @@ def get_tolerance(dtype: torch.dtype) -> float:
 
 
 def register_graph(make_steps: MakeSteps, pad_prompts: PadPrompts) -> None:
-    """Make the component known."""
+    """Register the self-test of CUDA graphs, given what it tests."""
     register_component(
         Component(
             "graph",

@@ -1,9 +1,9 @@
 """Answers by transformers' own `generate` over a compressed context: its inputs, and its options.
 
-`generate` reads the question into a fork of the cache and counts ids, so it is given an id for all
-that the cache has seen: text, question, and placeholders for what has no token of the text. An
-option that would count those placeholders, or read a token twice, is made for the text alone or
-refused.
+`generate` prefills the question into a fork of the cache and counts ids, so it needs an id for
+every position that the cache has seen: those of text and question, and placeholders for positions
+without a token of the text. An option that would count the placeholders is applied to the text
+alone; one that would make transformers read a token twice is refused.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ INPUT_OPTIONS = (
     "past_key_values",
     "cache",
 )
-# Options that let a draft write ahead.
+# Options that let a draft write ahead (speculative decoding).
 DRAFT_OPTIONS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
-# Further options by which transformers would read other ids than those after the cache: the draft
-# of the model's own layers, and the prompt that is tokenized again without its control tokens.
+# Further options that would make transformers read other ids than those after the cache: drafts by
+# the model's own layers, and a prompt that is tokenized again without its control tokens.
 REREADING_OPTIONS = ("use_mtp", "token_healing")
 # Options that end an answer; the second counts the prompt too.
 LENGTH_OPTIONS = ("max_new_tokens", "max_length")
@@ -56,13 +56,13 @@ LENGTH_OPTIONS = ("max_new_tokens", "max_length")
 COUNT_OPTIONS = (*LENGTH_OPTIONS, "num_beams", "num_return_sequences")
 # Options that are lists of functions.
 LIST_OPTIONS = ("logits_processor", "stopping_criteria")
-# Options that take n-grams of all ids.
+# Options that look at n-grams of all ids.
 NGRAM_OPTIONS = ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size")
 
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """The options of one call of `generate`, which have been checked.
+    """The checked options of one call of `generate`.
 
     transformers fills what the call leaves out from its `generation_config`, and what that leaves
     out from the model's.
@@ -144,7 +144,8 @@ class GenerateOptions:
                 )
 
     def _refuse_several_texts(self) -> None:
-        # The model's own config may ask for a dict, where it was saved to return hidden states.
+        # Not the model's own config: it may ask for a dict because it was saved to return hidden
+        # states.
         wants_dict = self.given.get("return_dict_in_generate")
         if wants_dict is None:
             wants_dict = getattr(self.config, "return_dict_in_generate", None)
@@ -167,12 +168,12 @@ class GenerateOptions:
         )
 
     def count_longest_answer(self, prompt_tokens: int) -> int:
-        """Return how many tokens the answer may have after `prompt_tokens`, text included; none or
-        fewer where a `max_length` leaves none.
+        """Return how many tokens the answer may have after `prompt_tokens`, which include the text;
+        0 or less if a `max_length` leaves no room.
         """
         if not self.has_limit():
             return DEFAULT_MAX_NEW_TOKENS
-        # Of both, transformers heeds max_new_tokens.
+        # If both limits are given, transformers uses max_new_tokens.
         longest = self.find("max_new_tokens", None)
         if longest is not None:
             return longest
@@ -212,8 +213,8 @@ def generate_answer(
         options: Those of `generate`. Without them the answer is greedy, of 128 tokens at most.
 
     Raises:
-        RestoreKVError: An option cannot be used here, or the question has no place in the model's
-            vocabulary or positions.
+        RestoreKVError: An option cannot be used here, or the question has ids beyond the model's
+            vocabulary or no room in its positions.
     """
     checked = GenerateOptions.check(options or {}, model)
     inputs = make_generate_inputs(tokenizer, context, cache, question, answer_prefix)
@@ -224,7 +225,8 @@ def generate_answer(
     prompt_tokens = input_ids.shape[1]
     first = cache.get_seq_length()
     longest = checked.count_longest_answer(prompt_tokens)
-    # First: a question beyond the model's positions needs no other limit.
+    # This comes first: if the question is beyond the model's positions, a larger limit would not
+    # help.
     check_question_positions(model, [first], [prompt_tokens - first], [max(longest, 1)])
     if longest < 1:
         raise RestoreKVError(
@@ -259,11 +261,12 @@ def _make_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of transformers' `generate`, without inputs and processors."""
     arguments: dict[str, Any] = {
-        # Of an empty list, beams would look for the first id.
+        # Not an empty list: beam search would look for its first id.
         "eos_token_id": sorted(stop_ids) or None,
         "pad_token_id": get_padding_id(tokenizer),
     }
-    # Where neither the call nor its config says so, transformers does what the model's own says.
+    # Greedy unless the call or its config says otherwise; transformers would ask the model's own
+    # config.
     if getattr(options.config, "do_sample", None) is None:
         arguments["do_sample"] = False
     if not options.has_limit():
@@ -273,11 +276,11 @@ def _make_arguments(
     if arguments.get("stopping_criteria") is not None:
         arguments["stopping_criteria"] = StoppingCriteriaList(arguments["stopping_criteria"])
     if options.find("stop_strings", None):
-        arguments.setdefault("tokenizer", tokenizer)  # which transformers finds them with
-    # Without it, as models are often saved after a training, transformers would read the whole
-    # prompt into the cache again for every token.
+        arguments.setdefault("tokenizer", tokenizer)  # transformers needs it to find them
+    # Models are often saved with use_cache=False after training. Then transformers would read the
+    # whole prompt into the cache again for every token.
     arguments["use_cache"] = True
-    # A kind of cache to make, which transformers refuses next to a cache.
+    # It names a kind of cache to make, which transformers refuses if it is also given a cache.
     arguments["cache_implementation"] = None
     arguments["return_dict_in_generate"] = False
     return arguments
@@ -296,13 +299,14 @@ def make_generate_inputs(
 
     Ids and mask span everything that the cache has seen: a placeholder for each restore token and
     each position that an offset skips, the context, and the question. With `plain` the cache has
-    seen only what it holds: placeholders stand for that, and `position_ids` place the question
-    where it would be after the whole text. The answer is result[:, input_ids.shape[1]:].
+    seen only what it holds: there is a placeholder for each pair of a head, and `position_ids`
+    place the question where it would be after the whole text. The answer is
+    result[:, input_ids.shape[1]:].
 
-    No model reads the ids of what a cache has seen, but transformers' penalties and its options
-    about repeated or bad words do. So text and question follow each other as the full model would
-    see them, and placeholders are a token that stands there in any case. With `plain`, what is left
-    for penalties to count is question and answer.
+    The model does not read the ids of what the cache has seen, but transformers' penalties and its
+    options for repeated or bad words do. So text and question follow each other as the full model
+    would see them, and the placeholders repeat an id that is there in any case. With `plain`,
+    penalties count only question and answer.
     """
     prompt_ids = encode_question(tokenizer, context, question, answer_prefix)
     if plain:
@@ -326,8 +330,8 @@ def count_placeholders(context: Context, cache: RaggedCache) -> int:
 
 
 class TextNGrams(NoRepeatNGramLogitsProcessor):
-    """Lets no n-gram of text, question and answer come again; the placeholders before them make
-    none.
+    """Forbids repeated n-grams in text, question and answer, and ignores the placeholders before
+    them.
     """
 
     def __init__(self, size: int, placeholders: int) -> None:
@@ -342,14 +346,14 @@ class TextNGrams(NoRepeatNGramLogitsProcessor):
 def make_ngram_processors(
     sizes: Mapping[str, Any], input_ids: Tensor, placeholders: int
 ) -> list[LogitsProcessor]:
-    """Return what transformers makes of its options about n-grams, over ids without placeholders.
+    """Return transformers' processors for its n-gram options, over ids without placeholders.
 
-    Other options that look at ids do so at single ones, or at the end alone, and need no care.
+    Other options look at single ids, or only at the end, so that placeholders do not matter.
 
     Args:
         sizes: The lengths of n-grams by the option's name, of `NGRAM_OPTIONS`.
         input_ids: (1, N), from `make_generate_inputs`.
-        placeholders: How many of them, at their start, are none of the text.
+        placeholders: How many ids at the start are placeholders.
     """
     processors: list[LogitsProcessor] = []
     if "no_repeat_ngram_size" in sizes:
