@@ -1,5 +1,5 @@
-"""Whether a cache file can be what `compress` wrote: everything in it is compared with everything
-else.
+"""The checks that a cache file can be what `compress` wrote, and that all its parts agree with each
+other.
 
 A checksum proves that a file is unchanged since it was sealed, not that it is harmless. So types,
 ranges, shapes, dtypes, offsets, ids, sums and finiteness are checked before a tensor is used.
@@ -87,7 +87,9 @@ ADAPTER_ENTRIES: dict[str, Any] = {
 
 
 class ContradictionError(CacheFileError):
-    """What is wrong with a file, as the end of a sentence that begins with the file's name."""
+    """An error in a file's contents; its message completes a sentence that begins with the file's
+    name.
+    """
 
 
 def require(condition: bool, problem: str) -> None:
@@ -170,7 +172,7 @@ def check_manifest(manifest: Manifest) -> None:
 
 
 def check_windows(manifest: Manifest) -> None:
-    """Check the windows of a hybrid model's layers, which an ordinary model has none of."""
+    """Check the windows of a hybrid model's layers; an ordinary model has none."""
     windows = manifest.windows
     if not windows:
         return
@@ -184,7 +186,7 @@ def check_windows(manifest: Manifest) -> None:
 
 
 def check_adapter(adapter: dict[str, Any] | None) -> None:
-    """Check what a file says of the adapter that it was made with, if there was one."""
+    """Check the record of the adapter that a cache was made with, if there was one."""
     if adapter is None:
         return
     require(
@@ -200,15 +202,15 @@ def check_adapter(adapter: dict[str, Any] | None) -> None:
 
 
 def check_suffix(text: str, ids: Tensor) -> None:
-    """Check the length of what follows every question; `text` and `ids` (1, P) are the same."""
+    """Check the length of what follows every question, given as a text and its ids (1, P)."""
     limits = f"{AROUND_LETTERS:,} characters or {AROUND_TOKENS:,} tokens"
     fits = len(text) <= AROUND_LETTERS and ids.shape[-1] <= AROUND_TOKENS
     require(fits, f"has more than {limits} after every question")
 
 
 def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> None:
-    """Refuse a model whose weights, shape, dtype or rotation of keys are not those that the file
-    was made with.
+    """Refuse a model if its weights, shape, dtype or rotation of keys differ from those of the
+    model that the file was made with.
     """
     identity = identify_model(model)
     if manifest.dtype != get_dtype_name(model.dtype):
@@ -240,18 +242,18 @@ def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> Non
 def check_tokenizer(
     path: object, manifest: Manifest, context: Context, tokenizer: Tokenizer
 ) -> None:
-    """Refuse a tokenizer that would decode the text's ids differently, or whose chat template
-    writes something else around the text and its questions; warn of one that differs elsewhere.
+    """Refuse a tokenizer that would decode the text's ids differently, or a chat template that
+    writes something else around the text and its questions. Warn if the template differs elsewhere.
 
     Args:
         path: The file, for the message.
         manifest: Its record.
-        context: What it holds of the text and of what surrounds it. A portable file has no ids of
-            the text: what follows a question and the template's hash must do.
-        tokenizer: The one that will write questions.
+        context: The text in the file and what surrounds it. A portable file has no ids of the text,
+            so that only what follows a question and the template's hash can be compared.
+        tokenizer: The one that will encode questions.
 
     Raises:
-        CacheFileError: Answers would be those to other words.
+        CacheFileError: The model would read other words than the cache was made for.
     """
     has_text = context.num_tokens > 0
     if has_text:
@@ -265,8 +267,8 @@ def check_tokenizer(
         )
     if manifest.template == hash_template(tokenizer):
         return
-    # The hash covers the template's own system message, which a text with its own system message
-    # does not have.
+    # The hash also covers the template's default system message, which does not matter to a text
+    # with its own one. So compare what is really around this text.
     if not has_text or not _has_same_surroundings(manifest, context, tokenizer):
         raise CacheFileError(
             f"{path} was made with a different chat template; use the tokenizer that it was made "
@@ -279,7 +281,9 @@ def check_tokenizer(
 
 
 def _has_same_surroundings(manifest: Manifest, context: Context, tokenizer: Tokenizer) -> bool:
-    """Return whether a tokenizer's template writes what is around a text and its questions."""
+    """Return whether a tokenizer's template writes the same around a text and its questions as is
+    around them in the file.
+    """
     try:
         before, after = split_template(tokenizer, manifest.system)
     except RestoreKVError:  # it does not allow a system message
@@ -295,7 +299,7 @@ def check_tensors(tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
     dtype = getattr(torch, manifest.dtype)
     check_tensor(tensors, "context_ids", torch.int32, (1, columns))
     check_tensor(tensors, "suffix_ids", torch.int32, (1, None))
-    columns += manifest.earlier  # whose positions come after the text's
+    columns += manifest.earlier  # restore pairs of earlier parts have positions after the text's
     check_tensor(tensors, "offsets", torch.int32, (layers, heads + 1))
     expected = {"context_ids", "suffix_ids", "offsets", "restore_keys", "restore_values"}
     for name in ("restore_keys", "restore_values"):
@@ -339,7 +343,8 @@ def check_layer(
     check_tensor(tensors, f"{layer}.positions", torch.int32, (rows,))
     positions = tensors[f"{layer}.positions"]
     check_positions(positions, offsets, columns)
-    # Restore pairs of earlier parts have the positions after the text, as many in every head.
+    # Restore pairs of earlier parts have the positions after the text, and every head has the same
+    # number of them.
     is_restore_pair = positions >= manifest.prefix + manifest.tokens
     counts = torch.nn.functional.pad(is_restore_pair.cumsum(0), (1, 0))[offsets].diff()
     require(
@@ -367,10 +372,8 @@ def check_layer(
 def check_tensor(
     tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype, shape: tuple[int | None, ...]
 ) -> None:
-    """Check that a tensor is there, has a dtype and a shape (None: any size), and holds numbers
-    that models compute.
-
-    They are finite, and none is larger than LARGEST_NUMBER.
+    """Check that a tensor is there, has a dtype and a shape (None: any size), and holds only finite
+    numbers that are at most LARGEST_NUMBER.
     """
     require(name in tensors, f"lacks the tensor {name}")
     tensor = tensors[name]
@@ -390,13 +393,13 @@ def check_tensor(
 
 
 def check_scales(scales: Tensor, kv_dtype: str) -> None:
-    """Check that no code of 8 bits means a number beyond LARGEST_NUMBER, and that none has the
-    scale 0.
+    """Check that all scales are above 0, and so small that no 8-bit code means a number beyond
+    LARGEST_NUMBER.
     """
     if not scales.numel():
         return
-    # Codes go up to 127 or 448, and the scale limits the number that they mean. The factor allows
-    # for scales that were rounded to float32.
+    # A code means code * scale, and codes go up to 127 or 448. The factor allows for scales that
+    # were rounded to float32.
     max_scale = LARGEST_NUMBER / quantized.LARGEST_CODE[QUANTIZED_DTYPES[kv_dtype]] * (1 + 1e-6)
     fits = float(scales.min()) > 0 and float(scales.max()) <= max_scale
     require(fits, f"has scales of {kv_dtype} numbers that no cache has")

@@ -119,7 +119,8 @@ def read_with_manifest(
     Args:
         path: The file.
         kind: What it must be.
-        extra_fields: Names and types of what the manifest's JSON holds besides the manifest.
+        extra_fields: Names and types of the fields that this kind of file adds to the manifest's
+            JSON.
 
     Returns:
         The checked manifest, the values of `extra_fields`, and the tensors, which are not checked.
@@ -131,7 +132,8 @@ def read_with_manifest(
     values = {name: entries.pop(name, None) for name in extra_fields}
     for name, type_ in extra_fields.items():
         require(type(values[name]) is type_, "has a damaged manifest")
-    # Files of ordinary models have no windows, and ordinary texts end with no conversation.
+    # `to_json` leaves these out if they are not set: ordinary models have no windows, and ordinary
+    # texts do not end with a folded conversation.
     entries.setdefault("windows", [])
     entries.setdefault("folded_separator", None)
     # Exactly the fields of this version: nothing would check an additional one.
@@ -143,9 +145,10 @@ def read_with_manifest(
 
 
 def pack_cache(cache: RaggedCache, context: Context) -> dict[str, Tensor]:
-    """Return tensors by name.
+    """Return the tensors of a cache file by name.
 
-    Only layers with an additive bias have one, and only keys and values of 8 bits have scales.
+    Layers without an additive bias have no tensor for it, and only 8-bit keys and values have
+    scales.
     """
     layers = cache.full_attention
     tensors = {
@@ -166,8 +169,8 @@ def pack_cache(cache: RaggedCache, context: Context) -> dict[str, Tensor]:
         for name, rows in (("keys", layer.context_keys), ("values", layer.context_values)):
             parts = quantized.list_tensors(rows)
             tensors[f"layers.{index}.{name}"] = parts[0]
-            # Codes of 8 bits have scales, and an int8 key also has the starts of its groups, which
-            # follow from the bounds.
+            # Codes of 8 bits have scales. An int8 key also has the starts of its groups, which are
+            # not stored because they follow from the offsets.
             if len(parts) > 1:
                 tensors[f"layers.{index}.{name}.scales"] = parts[1]
         tensors[f"layers.{index}.positions"] = layer.positions
@@ -177,7 +180,7 @@ def pack_cache(cache: RaggedCache, context: Context) -> dict[str, Tensor]:
 
 
 def unpack_cache(tensors: dict[str, Tensor], seen: int, manifest: Manifest) -> RaggedCache:
-    """Return the cache whose tensors `pack_cache` wrote."""
+    """Return the cache from which `pack_cache` made the tensors."""
     # An ordinary model has no windows: every layer is of the other kind.
     windows = manifest.windows or [0] * len(tensors["offsets"])
     ragged = 0
@@ -196,7 +199,7 @@ def unpack_cache(tensors: dict[str, Tensor], seen: int, manifest: Manifest) -> R
 def unpack_layer(
     tensors: dict[str, Tensor], index: int, seen: int, manifest: Manifest
 ) -> RaggedLayer:
-    """Return the layer with an index among those that see the whole text."""
+    """Return the layer with this index among the layers that see the whole text."""
     offsets = tensors["offsets"][index]
     keys, values = unpack_context(tensors, index, offsets, manifest)
     return RaggedLayer(
@@ -214,7 +217,7 @@ def unpack_layer(
 def unpack_sliding_layer(
     tensors: dict[str, Tensor], index: int, window: int, seen: int, manifest: Manifest
 ) -> SlidingLayer:
-    """Return the layer with an index among those that have a window."""
+    """Return the layer with this index among the layers that have a window."""
     keys = tensors[f"sliding.{index}.keys"][None]
     return SlidingLayer(
         context_keys=keys,

@@ -26,11 +26,11 @@ def count_pairs_and_bytes(
 ) -> CacheCounts:
     """Return the manifest fields about a cache's pairs and bytes.
 
-    The full cache has S + T `columns`, of which S are its `prefix`.
+    `columns` is S + T, those of the full cache, and `prefix` is S.
     """
     first = cache.full_attention[0]
     prefix_pairs = cache.count_prefix_pairs(prefix)
-    # A full cache, too, holds no more than its window in a layer that has one.
+    # In a layer with a window, even a full cache holds no more than that.
     held = len(cache.full_attention) * columns
     held += sum(min(layer.window - 1, columns) for layer in cache.sliding)
     numbers = held * first.heads * 2 * first.restore_keys.shape[-1]
@@ -69,7 +69,7 @@ class Manifest:
     evictor: str
     # The record of the restore adapter: the fields of cache_checks.ADAPTER_ENTRIES.
     adapter: dict[str, Any] | None
-    pairs: int  # what the budget counts: all held but, under "free", those of the prefix
+    pairs: int  # what the budget counts: all that are held; under "free", without the prefix's
     pairs_of_prefix: int  # kept pairs that came from the chat prefix
     pairs_held: int  # everything, prefix and restore cache included
     bytes_full: int  # of the full cache, S + T columns
@@ -81,14 +81,15 @@ class Manifest:
     separator: str  # what is before every question
     # Tokens of the text's end that were left out because the model has no positions for them.
     cut: int
-    system: str  # the system message before the text, where one was given
+    system: str  # the system message before the text, if one was given
     parts: list[int]  # tokens of each text of a context that grew or was composed
     earlier: int  # restore pairs of earlier parts in every head, among the retained pairs
-    # For a hybrid model: the window of every layer, 0 where a layer sees the whole text and is
-    # among the `layers` of the shape. Files of other models do not have this field.
+    # For a hybrid model: the window of every layer, or 0 if it sees the whole text; `layers` of the
+    # shape counts only these. Files of other models do not have this field.
     windows: list[int] = field(default_factory=list)
-    # For a text that ends with a folded conversation, whose next question follows directly: what
-    # separates questions from a text that is appended to it. Other files do not have this field.
+    # For a text that ends with a folded conversation, which the next question follows directly: the
+    # separator that questions have again once a text is appended. Other files do not have this
+    # field.
     folded_separator: str | None = None
 
     def to_json(self) -> dict:
@@ -102,8 +103,8 @@ class Manifest:
 
     @property
     def positions(self) -> int:
-        """How many positions the context takes, with what eviction dropped and its restore tokens:
-        the first token of a question has this one.
+        """How many positions the context takes, evicted tokens and restore tokens included; the
+        first token of a question has this position.
         """
         return self.prefix + self.tokens + self.offset + self.restore_tokens
 

@@ -5,8 +5,9 @@ An engine believes that m cached tokens occupy the positions 0 to m - 1 and give
 position m. The pairs of a compressed context come from positions up to S + T + n - 1. RoPE depends
 on differences of positions alone, so rotating every key by the same m - (S + T + n) puts all of
 them where the engine expects them. That needs one length in every head (allocation="per-head"). The
-engine's prompt begins with m placeholder ids, which no model reads: they follow from a hash of the
-document, so that no two documents share a prefix.
+engine's prompt begins with m placeholder ids, which the model does not read. They are derived from
+a hash of the cache's contents, so that an engine that caches prefixes by their ids does not take
+one document for another.
 """
 
 from __future__ import annotations
@@ -51,13 +52,15 @@ FIX = "make it with restorekv export"
 KIND = FileKind("restorekv-portable", "4", "a portable cache of restorekv", FIX)
 # Fewer columns have too few placeholders to distinguish documents.
 MIN_COLUMNS = 12
-MARK = 4  # ids at the start that tell placeholders from a text
+MARK = 4  # ids at the start that distinguish placeholders from a text
 FIRST_ID = 64  # placeholders leave out the lowest ids, where control tokens often are
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Portable:
-    """keys and values (L, H, m, D) for positions 0 to m - 1."""
+    """A compressed context as a cache of m tokens: keys and values (L, H, m, D) for positions 0 to
+    m - 1.
+    """
 
     keys: Tensor
     values: Tensor
@@ -71,7 +74,7 @@ class Portable:
 
     @property
     def tokens(self) -> int:
-        """m."""
+        """m, the tokens of the prefix."""
         return self.keys.shape[2]
 
     @cached_property
@@ -89,8 +92,8 @@ class Portable:
 
     @cached_property
     def ids(self) -> Tensor:
-        """The placeholders (m,) int64: restorekv's mark, then what follows from the contents and
-        from nothing else.
+        """The placeholders (m,) int64: restorekv's mark, then ids that depend on the contents and
+        the size of the vocabulary alone.
         """
         contents = make_placeholders(self.digest, max(self.tokens - MARK, 0), self.vocabulary)
         return torch.tensor((make_mark(self.vocabulary) + contents)[: self.tokens])
@@ -131,16 +134,17 @@ class Portable:
         questions: str | Sequence[str],
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
     ) -> str | list[str]:
-        """Return the answer to a question, or those to several, in batches, as
-        `CompressedContext.ask` gives them; refuse a model or tokenizer that the cache was not made
-        with, and questions that end beyond the model's positions.
+        """Answer one question, or several in batches, as `CompressedContext.ask` does.
+
+        Refuse a model or tokenizer that the cache was not made with, and questions that end beyond
+        the model's positions.
         """
         check_model("The portable cache", self.manifest, model)
         check_tokenizer("The portable cache", self.manifest, self.context, tokenizer)
         support.prepare_model(model)
         several = [questions] if isinstance(questions, str) else questions
-        # The m columns are at the first m positions, and yet are as far from the question as the
-        # tokens of the text.
+        # The m columns have been moved together, so the first ones are as far from the question as
+        # the first tokens of the text. That distance, not m, must fit the model's positions.
         lengths = [encode_question(tokenizer, self.context, each).shape[1] for each in several]
         firsts = [self.manifest.positions] * len(lengths)
         limits = decoding.parse_limits(max_new_tokens, len(lengths))
@@ -173,8 +177,8 @@ class Portable:
 def make_portable(
     model: PreTrainedModel, context: Context, cache: RaggedCache, manifest: Manifest
 ) -> Portable:
-    """Return the cache as a prefix of m tokens; refuse heads of different lengths, a bias and
-    other kinds of RoPE.
+    """Return the cache as a prefix of m tokens; refuse heads of different lengths, a bias, and
+    kinds of RoPE that do not allow keys to be moved.
     """
     # Refuses heads of different lengths and a bias, which no plain cache can hold.
     plain = cache.to_dynamic_cache()
@@ -201,7 +205,7 @@ def make_mark(vocabulary: int) -> list[int]:
 
 
 def make_placeholders(seed: bytes, count: int, vocabulary: int) -> list[int]:
-    """Return `count` ids that follow from a seed."""
+    """Return `count` ids that are derived from a seed."""
     raw = hashlib.shake_256(seed).digest(4 * count)
     # A tiny vocabulary has no 64 ids to spare.
     first = min(FIRST_ID, vocabulary // 2)
@@ -223,7 +227,7 @@ def load_portable(path: str | Path, model: PreTrainedModel | None = None) -> Por
         stored = Portable(
             tensors["keys"], tensors["values"], context, manifest, others["vocabulary"]
         )
-        # Other ids could be those of a different document, whose pairs an engine would then reuse.
+        # With the ids of a different document, an engine would reuse that document's pairs.
         require(
             tensors["ids"].equal(stored.ids),
             "has placeholder ids that do not follow from its contents",
