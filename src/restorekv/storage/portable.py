@@ -3,11 +3,13 @@ compressed caches.
 
 An engine believes that m cached tokens occupy the positions 0 to m - 1 and gives the next token
 position m. The pairs of a compressed context come from positions up to S + T + n - 1. RoPE depends
-on differences of positions alone, so rotating every key by the same m - (S + T + n) puts all of
-them where the engine expects them. That needs one length in every head (allocation="per-head"). The
-engine's prompt begins with m placeholder ids, which the model does not read. They are derived from
-a hash of the cache's contents, so that an engine that caches prefixes by their ids does not take
-one document for another.
+on differences of positions alone, so every key is rotated by the same m - (S + T + n): then the
+token at position m is as far from each pair as the token after the context would be. An engine also
+needs one length in every head (allocation="per-head").
+
+The engine's prompt begins with m placeholder ids, which the model does not read. They are derived
+from a hash of the cache's contents, so that an engine that caches prefixes by their ids does not
+take one document for another.
 """
 
 from __future__ import annotations
@@ -58,8 +60,8 @@ FIRST_ID = 64  # placeholders leave out the lowest ids, where control tokens oft
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Portable:
-    """A compressed context as a cache of m tokens: keys and values (L, H, m, D) for positions 0 to
-    m - 1.
+    """A compressed context as a cache of m tokens: keys and values (L, H, m, D), which the question
+    follows at position m.
     """
 
     keys: Tensor
@@ -143,8 +145,8 @@ class Portable:
         check_tokenizer("The portable cache", self.manifest, self.context, tokenizer)
         support.prepare_model(model)
         several = [questions] if isinstance(questions, str) else questions
-        # The m columns have been moved together, so the first ones are as far from the question as
-        # the first tokens of the text. That distance, not m, must fit the model's positions.
+        # All columns were rotated by the same amount, so the first ones are as far from the
+        # question as the first tokens of the text. That distance has to fit the model's positions.
         lengths = [encode_question(tokenizer, self.context, each).shape[1] for each in several]
         firsts = [self.manifest.positions] * len(lengths)
         limits = decoding.parse_limits(max_new_tokens, len(lengths))
@@ -192,7 +194,7 @@ def make_portable(
             f"The cache has {columns} columns, and a portable one needs {MIN_COLUMNS} for "
             "placeholders that distinguish it from others; compress the context at a higher ratio."
         )
-    # The m columns are at 0 to m - 1; the cache's own positions end at S + T + n - 1.
+    # The next token is at m for the engine, and at S + T + n for the compressed cache.
     shifted = shift_keys(model, keys, columns - cache.get_seq_length())
     vocabulary = get_vocabulary_size(model)
     around = replace(context, ids=context.ids[:, :0], prefix_length=0)
