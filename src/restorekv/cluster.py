@@ -13,7 +13,9 @@ from typing import Any
 from restorekv.errors import RestoreKVError, import_extra, summarize_error
 
 LOCAL = "local"
-ENVIRONMENT = {  # no usage reports, workers at this process's priority, no log output
+# No usage reports, GPUs not hidden from workers that reserve none, workers at this process's
+# priority, no log output.
+ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_worker_niceness": "0",

@@ -174,7 +174,7 @@ class CompressedContext:
 
         Args:
             question: A question, or a list of questions.
-            max_new_tokens: The most tokens of an answer: one limit, or one for each question.
+            max_new_tokens: How many tokens an answer may have: one limit, or one for each question.
                 OpenAI's name for it, `max_tokens`, works too.
             stream: Return the pieces of one answer as they are written.
             answer_prefix: Text that every answer continues from. It is not part of the
@@ -272,8 +272,9 @@ class CompressedContext:
     ) -> CompressedContext:
         """Return a new context with a text appended to this one, which does not change.
 
-        Only the new part is prefilled and scored, with the config of this context. The pairs that
-        are already held stay, and the new part is evicted to the rest of the new context's budget.
+        Only the new part is prefilled and scored, with the config of this context. Pairs of the
+        text that are already held stay, and the new part is evicted to the rest of the new
+        context's budget.
 
         >>> text = " The code of the harbor is 12, and the code of the tower is 31." * 3
         >>> longer = small.append(text)
@@ -329,8 +330,8 @@ class CompressedContext:
         if restore == "none":
             adapter = None
         eviction = self._eviction_for_append(adapter, evictor)
-        # What was evicted stays evicted: the old pairs are kept as they are, and the new part gets
-        # what the budget of the whole leaves.
+        # What was evicted stays evicted: the old pairs are kept unchanged, and the new part gets
+        # the rest of the budget of the whole.
         growth = Growth(
             model=self.model,
             tokenizer=self.tokenizer,
@@ -403,8 +404,8 @@ class CompressedContext:
         recorded = manifest.adapter
         if adapter is None or (adapter == "auto" and recorded is None):
             return eviction
-        # After a fold the separator is empty. That is no other use of the adapter, so it is not
-        # compared with the separator of its training.
+        # After a fold the separator is empty. For the adapter that is the same use, so the
+        # separator is not compared with that of its training.
         loaded = load_adapter(self.model, adapter, eviction, None, manifest.separator or None)
         if recorded is None:
             return replace(eviction, adapter=loaded)

@@ -101,7 +101,7 @@ def list_files(
                 if not hidden:
                     folders[:] = [name for name in folders if not name.startswith(".")]
                     names = [name for name in names if not name.startswith(".")]
-                # os.walk names links to folders, but does not follow them.
+                # os.walk lists links to folders, but does not follow them.
                 inside = [Path(current, name) for name in folders]
                 links += [path for path in inside if path.is_symlink()]
                 files += [Path(current, name) for name in names]

@@ -88,7 +88,7 @@ def ask_many(
 
     Args:
         asked: Pairs of a compressed context and its question, or a list of its questions.
-        max_new_tokens: The most tokens of an answer.
+        max_new_tokens: How many tokens an answer may have.
         answer_prefix: Text that every answer continues from. It is not part of the
             answer that is returned.
         details: Return `Answer` objects, with ids and log-probabilities.

@@ -177,6 +177,7 @@ def _check_seal(raw: bytes, metadata: Mapping[str, str], kind: FileKind, what: s
     """Refuse an altered file."""
     checksum = metadata.get(CHECKSUM, "")
     end = 8 + int.from_bytes(raw[:8], "little")
+    # The checksum was computed with BLANK in its place.
     digest = hashlib.sha256(raw[:end].replace(checksum.encode(), BLANK.encode(), 1))
     digest.update(memoryview(raw)[end:])
     if digest.hexdigest() != checksum:

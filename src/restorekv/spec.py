@@ -183,8 +183,8 @@ def find_meant_arguments(name: str, known: Iterable[str]) -> list[str]:
 
 
 def drop_gate(spec: str) -> str:
-    """Return an evictor's spec without its gate: records hold a hash of the gate, users the name of
-    its file.
+    """Return an evictor's spec without its `gate` setting: a file's name if a user wrote the spec,
+    a hash if it comes from a record.
     """
     name, _, settings = spec.partition(":")
     kept = []

@@ -241,7 +241,7 @@ class ScoredContext(PreparedContext):
     ) -> tuple[RaggedCache, dict[str, float]]:
         """Choose the pairs that stay and gather them, with the restore cache as the tail.
 
-        If the budget uses fewer restore tokens, the evictor may keep as many more pairs.
+        The fewer restore tokens the budget has, the more pairs the evictor may keep.
         """
         if not list_dense_layers(self.full)[0].is_initialized:
             raise RestoreKVError(

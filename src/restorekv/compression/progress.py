@@ -68,7 +68,7 @@ def measure_progress(
     """Watch a compression in this thread; the block gets the callback for its phases.
 
     Args:
-        model: The model whose layers read.
+        model: The model that compresses.
         tokens: Tokens to be read in all, each by every layer.
         on_progress: Called with a phase and the share that is done; None watches nothing.
     """

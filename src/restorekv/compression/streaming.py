@@ -106,7 +106,7 @@ class StreamedContext(PreparedContext):
     def with_restore_cache(
         self, adapter: RestoreAdapter, begin_phase: BeginPhase = ignore_phase
     ) -> Self:
-        """Return this context with an adapter, whose restore pass `evict` runs."""
+        """Return this context with an adapter; `evict` will run its restore pass."""
         return replace(self, adapter=adapter)
 
     def count_restore_tokens(self) -> int:

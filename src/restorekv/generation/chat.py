@@ -201,8 +201,8 @@ class Chat:
 
         Args:
             question: The user's next message.
-            max_new_tokens: The most tokens of the answer. OpenAI's name for it, `max_tokens`, works
-                too.
+            max_new_tokens: How many tokens the answer may have. OpenAI's name for it, `max_tokens`,
+                works too.
             stream: Return the pieces of the answer as they are written.
             details: Return an `Answer`, with ids and log-probabilities.
             **options: How tokens are chosen: the fields of `SamplingConfig` except `samples`, or
@@ -320,7 +320,7 @@ class Chat:
         )
         sampler = None
         if not sampling.plain:
-            # Penalties count what stands in the whole conversation, the document included.
+            # Penalties count the tokens of the whole conversation, including the document.
             read = torch.cat([document.context.ids, torch.tensor([[*self.ids(), *ids]])], -1)
             sampler = TokenSampler(sampling, tokenizer, read, sampling.seed, constraint)
         start = time.perf_counter()
@@ -358,7 +358,7 @@ class Chat:
         them.
 
         Args:
-            turn: The turn with all that was written, whose last id has no column yet.
+            turn: The turn with all that was written; its last id has no column yet.
             stop_ids: The EOS ids.
             sampling: How the tokens were chosen.
             sampler: What chose them; None if the likeliest ones were taken.

@@ -22,8 +22,8 @@ from restorekv.model.shape import CacheShape, leave_out_router_logits
 # Replays of a model's first graph that are checked: the second shows whether positions and masks
 # have moved.
 CHECKED_REPLAYS = 2
-GRAPHED: WeakSet[PreTrainedModel] = WeakSet()  # models whose replays were right
-# Models that cannot be captured, or whose replays were wrong.
+GRAPHED: WeakSet[PreTrainedModel] = WeakSet()  # models with replays that were right
+# Models that cannot be captured, or had replays that were wrong.
 NEVER_GRAPHED: WeakSet[PreTrainedModel] = WeakSet()
 
 
@@ -81,7 +81,7 @@ class FixedSteps:
             layer.make_static(count, self.moved)
         self.ids = ids.clone()
         self.positions = positions.clone()
-        self.marked = ids.clone()  # the same ids, -1 in rows whose logits name none
+        self.marked = ids.clone()  # the same ids, but -1 in rows with logits that are not finite
         self.visible = torch.nn.functional.pad(visible, (0, count), value=False)
         self.last = locate_last_logits(ids)
         # (B, V) of the latest step; a replay writes to the same memory.

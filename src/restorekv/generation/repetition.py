@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.model.tokenize import REPLACEMENT, decode_ids
 
-DEFAULT_REPEATS = 3  # of conversations and the command line; 0 lets an answer repeat itself
+DEFAULT_REPEATS = 3  # in conversations and the command line; 0 lets an answer repeat itself
 LEAST_TOKENS = 32  # so that rows of dashes, zeros or table cells do not count as a repetition
 SPACES = " \u0120\u2581"  # how vocabularies write the space before a word
 BREAKS = ("\n", "\u010a", "<0x0A>")  # and line breaks
