@@ -147,9 +147,9 @@ def close_objects(schema: str | dict[str, Any]) -> str:
     invents them up to the limit. Whatever matches the result also matches the given schema.
 
     Two kinds of schema are returned unchanged. If one value has to match several schemas, each of
-    them, once closed, would refuse the properties of the others. If there is a oneOf and an answer
-    could match two of its schemas, llguidance refuses it; closed, they would exclude each other and
-    pass, but the answer could still match two of the given schemas.
+    them, once closed, would refuse the properties of the others. If llguidance refuses a oneOf,
+    because an answer could match two of its schemas, it would accept them once they are closed and
+    exclude each other; but an answer could still match two of the given schemas.
     """
     text = schema if isinstance(schema, str) else json.dumps(schema)
     try:
@@ -177,7 +177,7 @@ def _list_inner_schemas(schema: Any) -> list[Any]:
 
 
 def _has_alternatives(schema: Any) -> bool:
-    """Return whether a schema has a oneOf anywhere: several schemas, exactly one of them true."""
+    """Return whether a schema has a oneOf anywhere: a value must match exactly one of several."""
     if isinstance(schema, dict) and isinstance(schema.get("oneOf"), list):
         return True
     return any(map(_has_alternatives, _list_inner_schemas(schema)))

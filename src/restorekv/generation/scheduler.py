@@ -38,7 +38,7 @@ TAIL_CAPACITY = 32  # columns for answers that a block of tails is made with
 
 
 class IsolatedSampler:
-    """The sampler of a row, with errors that end the row's own request and no other.
+    """A wrapper of a row's sampler: an error of the sampler ends its own request and no other.
 
     Args:
         sampler: The sampler, which may raise anything.
