@@ -44,7 +44,7 @@ from restorekv.model.prompt import Context
 from restorekv.model.shape import CacheShape, describe_windows
 from restorekv.restore.adapter import RestoreAdapter
 
-SINKS = 4  # the first columns, which always stay when the prefix is counted
+SINKS = 4  # how many columns at the start always stay when the prefix is counted
 GONE = -torch.inf  # the score of a pair that is not held
 
 
