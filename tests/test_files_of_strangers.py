@@ -48,6 +48,18 @@ def test_a_good_file_is_read_as_safetensors_reads_it(good):
     )
 
 
+@pytest.mark.parametrize("key", ["card", "manifest"])  # before and after "checksum" in the header
+def test_a_sealed_file_may_hold_a_row_of_zeros(tmp_path, key):
+    """The checksum is computed with as many zeros in its place."""
+    kind = seal.FileKind("restorekv-test", "1", "a test's file", "write it again")
+    path = tmp_path / "sealed.safetensors"
+    metadata = {key: json.dumps({"revision": seal.BLANK})}
+    seal.write_sealed(path, kind, GOOD, metadata)
+    read, tensors = seal.read_sealed(path, kind)
+    assert read[key] == metadata[key]
+    assert torch.equal(tensors["a"], GOOD["a"])
+
+
 def test_only_regular_files_are_opened(tmp_path, good):
     fifo, link = tmp_path / "fifo", tmp_path / "link"
     os.mkfifo(fifo)

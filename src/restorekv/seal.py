@@ -112,7 +112,8 @@ def seal_tensors(
     body = memoryview(payload)[end:]
     digest = hashlib.sha256(header)
     digest.update(body)
-    return header.replace(BLANK.encode(), digest.hexdigest().encode(), 1), body
+    # In quotation marks: inside of an entry that is JSON itself, these are escaped.
+    return header.replace(f'"{BLANK}"'.encode(), f'"{digest.hexdigest()}"'.encode(), 1), body
 
 
 def _sort_metadata(header: bytes) -> bytes:
@@ -178,7 +179,8 @@ def _check_seal(raw: bytes, metadata: Mapping[str, str], kind: FileKind, what: s
     checksum = metadata.get(CHECKSUM, "")
     end = 8 + int.from_bytes(raw[:8], "little")
     # The checksum was computed with BLANK in its place.
-    digest = hashlib.sha256(raw[:end].replace(checksum.encode(), BLANK.encode(), 1))
+    header = raw[:end].replace(f'"{checksum}"'.encode(), f'"{BLANK}"'.encode(), 1)
+    digest = hashlib.sha256(header)
     digest.update(memoryview(raw)[end:])
     if digest.hexdigest() != checksum:
         raise RestoreKVError(f"{what} is damaged, its checksum does not match; {kind.fix}.")
