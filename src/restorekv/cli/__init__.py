@@ -1,8 +1,8 @@
 """The command line `restorekv COMMAND`: names the commands and imports the one that runs.
 
-PyTorch takes seconds to import, so a command's module is imported only when that command runs. The
-signature of its function is the command's arguments: of `run`, unless the table names a different
-function after a colon. A module with a group of commands calls the group `app`.
+PyTorch takes seconds to import, so a command's module is imported only when that command runs. A
+command's arguments are the signature of the function `run` in its module, or of the function that
+the table names after a colon. A module with several subcommands has them in the group `app`.
 """
 
 import importlib
@@ -103,7 +103,7 @@ Command = Any
 
 
 class Commands(TyperGroup):
-    """List every command by its line in `table` and import only the one that runs."""
+    """A group that lists every command of `table` but imports only the one that runs."""
 
     table: dict[str, tuple[str, ...]] = COMMANDS
 
@@ -116,7 +116,7 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Command, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
-        if name is None:  # while a shell completes a word that is no command
+        if name is None:  # while a shell completes a word that is not a command
             return name, command, rest
         path, line = self.table[name][:2]
         return name, _load_command(path, line, name), rest

@@ -23,7 +23,7 @@ from restorekv.cli.inputs import (
 from restorekv.cli.terminal import STDOUT, notes, output, write_figures
 from restorekv.errors import RestoreKVError
 
-MIN_WORDS = 3  # of a question that was probably meant as one
+MIN_WORDS = 3  # fewer unquoted words are not taken for one question
 
 
 @options.add_options_of(options.SamplingFlags)
@@ -78,7 +78,7 @@ def run(
     sampling = make_sampling(options.SamplingFlags(**flags))
     documents = open_documents(files, model, dtype, device)
 
-    # One question of one file is answered piece by piece; more in one batch.
+    # One question about one file is streamed as it is answered; more are answered in one batch.
     start = time.perf_counter()
     if len(files) * len(asked) == 1 and json is None:
         stream = documents[0].ask(
@@ -146,7 +146,9 @@ def _split_words(words: list[str]) -> tuple[list[Path], list[str]]:
 
 
 def _refuse_file_names(questions: list[str]) -> None:
-    """Refuse a question that is the name of a file or folder, which was hardly meant as one."""
+    """Refuse a question that is the name of an existing file or folder: it was probably meant as a
+    path, not as a question.
+    """
     for question in questions:
         if question == "-" or not os.path.exists(question):
             continue
@@ -158,8 +160,10 @@ def _refuse_file_names(questions: list[str]) -> None:
 
 
 def _warn_of_unquoted_question(words: list[str]) -> None:
-    """Warn of several words each of which is a question, as one without quotation marks becomes."""
-    # Not of "Who? When?", nor of languages that put no spaces between words.
+    """Warn if every question is a single word: that is what the shell makes of one question without
+    quotation marks.
+    """
+    # "Who? When?" can be meant, and in some languages a single word can be a whole question.
     are_words = all(word.isascii() and word.isprintable() and " " not in word for word in words)
     if len(words) < MIN_WORDS or not are_words or words[0].endswith("?") or "-" in words:
         return
@@ -173,7 +177,7 @@ def _warn_of_unquoted_question(words: list[str]) -> None:
 
 
 def _read_questions(words: list[str]) -> list[str]:
-    """Return the questions, with the lines of stdin that are not empty where a word is "-"."""
+    """Return the questions, with the non-empty lines of stdin in place of "-"."""
     if words.count("-") > 1:
         raise RestoreKVError("The standard input is read once; give - for its questions once.")
     questions: list[str] = []

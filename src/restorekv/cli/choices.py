@@ -34,7 +34,7 @@ ALLOCATIONS = ("global", "per-layer", "per-head", "adakv")
 KV_DTYPES = ("model", "int8", "fp8")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PROTOCOLS = ("kvpress", "kvzip")
-GROWING = ("last", "every", "none")  # restore tokens of earlier parts
+GROWING = ("last", "every", "none")  # --restore of append: the parts whose restore tokens stay
 BENCHMARKS = (
     "tiny",
     "factbook",
@@ -52,7 +52,7 @@ BENCHMARKS = (
     "xquad",
 )
 
-# The formats of files that commands write, and how sentences call them.
+# The formats of files that commands write, and what messages call them.
 OUTPUT_KINDS = {
     "restorekv-cache": "a restorekv cache",
     "restorekv-portable": "a portable cache of restorekv",
@@ -92,7 +92,10 @@ def check_benchmark(text: str) -> None:
 
 
 def check_device(text: str) -> str:
-    """Refuse a device that no PyTorch has, such as gpu; what this machine has is known later."""
+    """Refuse a device that no PyTorch has, such as gpu.
+
+    Whether this machine has the device is checked later, by PyTorch.
+    """
     name, colon, number = text.partition(":")
     is_known = name in DEVICES or _list_plugins(DEVICE_PLUGINS)
     if not is_known or (colon and not number.isdecimal()):
@@ -127,10 +130,10 @@ def _list_added(group: str) -> list[str]:
 
 
 def _check_spec(text: str, known: Iterable[str], group: str, what: str) -> None:
-    """Refuse a spec whose name is not known.
+    """Refuse a spec with a name that is not known.
 
-    A plugin's class may have a name other than its entry point's, so where one is installed the
-    library decides.
+    If a plugin is installed, nothing is refused here: its class may have a different name than its
+    entry point, which only the library can find out.
     """
     name = text.partition(":")[0].partition("#")[0]
     if name not in (*known, *_list_added(group)) and not _list_plugins(group):

@@ -15,7 +15,7 @@ NO_ADAPTER = "no adapter ships that helps this model and evictor at this ratio"
 
 
 def compress_text(text: str, out: Path, recipe: CompressionRecipe, json: Path | None) -> None:
-    """Compress one text into a cache file."""
+    """Compress one text into a cache file, and print and write figures about it."""
     model, tokenizer = open_model(recipe.model, recipe.dtype, recipe.device, recipe.yarn)
     start = time.perf_counter()
     with show_progress_share("compressing", lines=False) as show:
@@ -35,7 +35,7 @@ def compress_text(text: str, out: Path, recipe: CompressionRecipe, json: Path | 
 
 
 def _should_explain_no_adapter(compressed: CompressedContext) -> bool:
-    """Return whether something was evicted by a method that can restore, and nothing restored."""
+    """Return whether the method can restore, and the cache lost pairs but nothing was restored."""
     m = compressed.manifest
     can_restore = compressed.compressor is not None and compressed.compressor.restores
     return can_restore and m.adapter is None and not m.offset and Fraction(m.ratio) < 1
@@ -44,12 +44,12 @@ def _should_explain_no_adapter(compressed: CompressedContext) -> bool:
 def summarize_cache(
     compressed: CompressedContext, out: Path, seconds: float | None = None
 ) -> dict[str, str]:
-    """Return figures about a new cache file, for people.
+    """Return figures about a new cache file, as text for `print_figures`.
 
     Args:
         compressed: The cache.
         out: Its file.
-        seconds: How long it took; unless given, the sum of its phases.
+        seconds: How long it took to make; None takes the sum of its phases.
     """
     m = compressed.manifest
     if seconds is None:

@@ -35,20 +35,20 @@ HELP = {
     "/help": "show this list",
     "/quit": "leave, as do /exit and Ctrl-D",
 }
-# What other programs take without a slash, alone on a line: it is never a question.
+# Words that other programs take without a slash. Alone on a line, they are commands here, too.
 WITHOUT_SLASH = {"quit": "/quit", "exit": "/quit", "help": "/help"}
 REPLACE = "--replace"
 
 
 @dataclass
 class SaveRecord:
-    """Which files hold a conversation, and which are not its own.
+    """The files of a conversation: which of them /save may replace, and what is saved.
 
     Args:
         reads: Files that the conversation continues to read, which /save never replaces.
         own: Real paths of the files that /save may replace: those that it wrote, and the one that
             --continue named.
-        turns: The turns that a file holds.
+        turns: The turns as they were last saved, or read from the file of --continue.
     """
 
     reads: Sequence[Path] = ()
@@ -56,7 +56,7 @@ class SaveRecord:
     turns: list[Turn] = field(default_factory=list)
 
     def check_own(self, path: Path) -> None:
-        """Refuse to replace a file that neither /save nor --continue has named before."""
+        """Refuse to replace a file that was neither written by /save nor named by --continue."""
         # An empty file has nothing to lose.
         if os.path.realpath(path) in self.own or not path.exists() or not path.stat().st_size:
             return
@@ -88,7 +88,7 @@ def run_conversation(
         max_new_tokens: How long an answer may be.
         sampling: How tokens are chosen.
         fold: Fold the conversation before it holds more than the full cache of its text.
-        adapter: What restores when it is folded, as `append` takes it.
+        adapter: The adapter for folding, as in `append`; None folds without restoring.
         reads: Files that the conversation continues to read, which /save does not replace.
         continued: The file whose conversation continues, which /save may replace.
     """
@@ -96,7 +96,7 @@ def run_conversation(
         raise RestoreKVError(
             "The standard input is closed; type questions or pipe them in, one per line."
         )
-    # So that a line that is not UTF-8 is refused by itself.
+    # A line that is not UTF-8 is then refused alone; it does not end the conversation.
     cast("TextIOWrapper", sys.stdin).reconfigure(errors="surrogateescape")
     m = chat.document.manifest
     notes.print(
@@ -122,7 +122,7 @@ def run_conversation(
 
 
 def _report_lost_turns(chat: Chat, saved: Sequence[Turn]) -> None:
-    """Report at the end how many turns no file holds, if folded ones are among them."""
+    """Report at the end how many turns were not saved, if folded ones are among them."""
     if all(turn in saved for turn in chat.turns[: chat.folded]):
         return
     lost = sum(turn not in saved for turn in chat.turns)
@@ -182,12 +182,12 @@ class HeldPairs:
         return cls(cache.pairs_held / heads, len(chat.ids()), chat.document.context.num_tokens)
 
     def should_fold(self, coming: int) -> bool:
-        """Return whether the cache and the turns, with `coming` further pairs, exceed the full
-        cache, and would not after folding.
+        """Return whether cache and turns exceed the full cache once `coming` more pairs per head
+        are added, and would not do so after folding.
         """
         if not self.turns or self.cache + self.turns + coming <= self.full:
             return False
-        grown = self.full + self.turns  # the turns are part of the text then
+        grown = self.full + self.turns  # after folding, the turns are part of the text
         return self.cache / self.full * grown + coming <= grown
 
 
@@ -290,8 +290,9 @@ def _run_command(chat: Chat, line: str, adapter: str | None, files: SaveRecord) 
 
 
 def _parse_target(rest: str) -> tuple[Path, bool]:
-    """Return the file after /save, and whether it may replace any other, read as a shell reads
-    words: with quotation marks around a name with spaces.
+    """Return the file that follows /save, and whether --replace is given.
+
+    Words are split as in a shell: a name with spaces needs quotation marks.
     """
     parser = shlex.shlex(rest, posix=True)
     parser.whitespace_split = True
@@ -329,8 +330,8 @@ def _save(chat: Chat, path: Path, replace: bool, adapter: str | None, files: Sav
         chat: The conversation.
         path: The file; the ending .rkv asks for the document.
         replace: Replace a file of a different conversation or document.
-        adapter: What restores when the turns are folded into the document.
-        files: The conversation's own files, to which this one is added.
+        adapter: The adapter that restores when the turns are folded into the document.
+        files: The conversation's own files; `path` is added to them.
     """
     check_target(path)
     if any(is_same_file(path, each) for each in files.reads):
@@ -339,7 +340,8 @@ def _save(chat: Chat, path: Path, replace: bool, adapter: str | None, files: Sav
             "different name."
         )
     saves_document = path.suffix.lower() == ".rkv"
-    # Before the turns are folded, which takes long. A file of a different kind is never replaced.
+    # Checked before the turns are folded, which takes long. A file of a different kind is never
+    # replaced.
     if saves_document:
         check_replaceable(path, KIND.name, KIND.format)
     else:

@@ -43,7 +43,7 @@ def run(
 ) -> None:
     """Build training data: texts, questions about them and greedy answers of the model itself."""
     if permissive:
-        # "paper" is the default, which gives way.
+        # "paper" is the default, so nobody need have chosen it.
         if settings["mixture"] not in ("paper", "permissive"):
             raise RestoreKVError(
                 f"--permissive is short for --mixture permissive, but --mixture is "
@@ -95,7 +95,9 @@ def show(
 
 
 def _refuse_other_sources(config: BuildConfig) -> None:
-    """Refuse the place of a source that is not of the mixture: it would not be read."""
+    """Refuse an option that names the place of a source of a different mixture: this one would not
+    read it.
+    """
     from restorekv.data.sources import MIXTURES  # which imports PyTorch
 
     own = {source.name for source in MIXTURES[config.mixture]}

@@ -30,7 +30,7 @@ PACKAGES = (
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 # Shorter values are too common in other words to be taken out of a report.
 SHORTEST_SECRET = 6
-# Names that say nothing of anybody.
+# Names that identify nobody.
 COMMON = {"root", "user", "admin", "ubuntu", "runner", "localhost"}
 
 
@@ -71,9 +71,7 @@ def find_processor() -> str:
 
 
 def describe_memory() -> str:
-    """Return the bytes of memory of the machine and of those that are free, where the system
-    says.
-    """
+    """Return the machine's total and free memory, or "unknown" if the system does not report it."""
     try:
         page = os.sysconf("SC_PAGE_SIZE")
         total = page * os.sysconf("SC_PHYS_PAGES")
@@ -171,8 +169,8 @@ def _is_installed(name: str) -> bool:
 
 
 def hide_private_name(name: str) -> str:
-    """Return a model's name if it is one of ours or a hub id, since a folder's name may be
-    private.
+    """Return a model's name if it is one of ours or a hub id, else a phrase that does not name it:
+    a path may be private.
     """
     is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not os.path.exists(name)
     if to_canonical_name(name) in NAMES or is_hub_id:
@@ -181,8 +179,8 @@ def hide_private_name(name: str) -> str:
 
 
 def remove_private_data(value: object) -> object:
-    """Return JSON values in which no text names the user, a home folder, the machine or a
-    secret.
+    """Return a JSON value with the names of the user, home folders and the machine, and secrets,
+    removed from all of its texts.
     """
     if isinstance(value, dict):
         return {
@@ -194,7 +192,7 @@ def remove_private_data(value: object) -> object:
 
 
 def remove_private_text(text: str) -> str:
-    """Return a text with ~ for home folders, and signs for names and secrets."""
+    """Return a text with ~ for home folders, and <user>, <machine> and <secret> for the rest."""
     secrets = [secret for name, secret in os.environ.items() if SECRET.search(name)]
     # The longest first: one may begin with another.
     for secret in sorted(secrets, key=len, reverse=True):
@@ -213,7 +211,7 @@ def remove_private_text(text: str) -> str:
 
 
 def find_user_name() -> str:
-    """Return the user's name, or nothing where the system knows none."""
+    """Return the user's name, or "" if the system knows none."""
     try:
         return getpass.getuser()
     except (KeyError, OSError, ImportError):

@@ -1,8 +1,8 @@
-"""`restorekv doctor`: what this machine has, which code passes its self-test on its devices, and
-what is used.
+"""`restorekv doctor`: reports what this machine has, and which components pass their self-tests on
+its devices and are therefore used.
 
 Every self-test of `model/attention/self_tests.py` runs, on CPUs too. The file that `-o` writes is
-for an issue: it names no user, no home folder, no machine and no secret.
+meant to be attached to an issue: it names no user, no home folder, no machine and no secret.
 """
 
 from dataclasses import asdict
@@ -38,7 +38,7 @@ from restorekv.model.names import SMOLLM2
 from restorekv.model.shape import CacheShape, get_dtype_name
 
 SMOLLM2_SHAPE = (3, 3, 64)  # KV heads, query heads for each, head dimension
-PLAIN = "reference"  # the component that everything else is replaced by
+PLAIN = "reference"  # the component that replaces any other one that fails
 CAPTION = (
     "Error: that of the case that comes closest to what rounding explains (allowed). For 8-bit "
     "numbers, 1 is half a step between two codes."
@@ -124,8 +124,8 @@ def run(
 
 
 def _read_shape(name: str) -> tuple[int, int, int]:
-    """Return KV heads, query heads for each and the head dimension of a model, from its config
-    alone.
+    """Return a model's number of KV heads, query heads for each KV head, and head dimension, from
+    its config alone.
     """
     if name == SMOLLM2:
         return SMOLLM2_SHAPE
@@ -180,9 +180,10 @@ def _check_device(target: Target, again: bool) -> list[dict[str, Any]]:
 
 
 def _find_self_test(component: Component, target: Target, again: bool) -> SelfTest:
-    """Return the outcome of a component's self-test, which runs now unless it is known.
+    """Return the outcome of a component's self-test, which runs now unless its outcome is known.
 
-    On a CPU, whose code the project's own tests check, nothing is kept.
+    On a CPU the self-test always runs and its outcome is not recorded: the library does not depend
+    on it there, because the project's own tests check that code.
     """
     if self_tests.needs_self_test(target.device):
         return self_tests.run_self_test(component.name, target, again)

@@ -1,7 +1,7 @@
-"""What compresses one document of a folder, in this process or in a worker of a Ray cluster.
+"""The compressor for one document of a folder, in this process or in a worker of a Ray cluster.
 
-Next to the cache files, `.made/` has a record of what each was made of, so that a run that was
-stopped continues.
+Next to the cache files, the folder `.made` records what each of them was made from, so that a run
+that was stopped can continue.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ EXPECTED = (RestoreKVError, OSError, MemoryError, RuntimeError)
 
 @dataclass(frozen=True)
 class CompressionRecipe:
-    """The model, and how it compresses texts: what `compress` takes."""
+    """A model and the settings to compress texts with, as `restorekv.compress` takes them."""
 
     model: str
     dtype: str
@@ -64,10 +64,10 @@ class DocumentResult:
     """What became of a document.
 
     Attributes:
-        outcome: "wrote", "kept", or "failed" with the reason.
+        outcome: "wrote", "kept" (an earlier run made the same cache file) or "failed".
         held: Bytes of the small cache.
         full: Bytes of the full cache.
-        reason: Why it failed.
+        reason: Why it failed, if it did.
         warning: Which parts of the document could not be read.
         whole: Whether the cache keeps every pair.
         restored: Whether an adapter's restore tokens are in the cache.
@@ -85,7 +85,7 @@ class DocumentResult:
 
     @classmethod
     def of_manifest(cls, outcome: str, manifest: Manifest, warning: str) -> Self:
-        """Return the result for a cache file that is there, with what its manifest says."""
+        """Return the result for a cache file that exists, with the figures of its manifest."""
         return cls(
             outcome,
             held=manifest.bytes_held,
@@ -105,7 +105,7 @@ class DocumentCompressor:
         self.model_and_tokenizer: tuple[PreTrainedModel, Tokenizer] | None = None
         # JSON of everything that decides a cache file, except the document.
         self.recipe_identity = ""
-        # A digest of the part of it that the user chooses.
+        # A digest of the same without the library's version and code: what the user chose.
         self.settings_digest = ""
 
     def open(self) -> None:
@@ -134,8 +134,8 @@ class DocumentCompressor:
             identity,
         )
         settings = {**recipe.get_options(), **vars(config), **config.to_json()}
-        settings["ratio"] = ratio and str(ratio)  # 0.1 and 0.10 are one
-        # The text that is used is listed below.
+        settings["ratio"] = ratio and str(ratio)  # 0.1 and 0.10 are the same ratio
+        # `chosen` has the separator that is really used.
         del settings["separator"]
         chosen = [
             identity.fingerprint,
@@ -153,8 +153,8 @@ class DocumentCompressor:
         self.settings_digest = hashlib.sha256(settings_identity.encode()).hexdigest()
 
     def is_foreign_file(self, target: str) -> bool:
-        """Return whether an intact cache file is there that no run with these settings made: its
-        user may need it.
+        """Return whether `target` is an intact cache file that was made by something other than a
+        run with these settings: somebody may still need it.
         """
         self.open()
         path = Path(target)

@@ -35,7 +35,8 @@ FIXES = {
     errno.EISDIR: "give the name of a file",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
-# What messages of PyTorch, of the system and of libraries say.
+# Parts of the messages with which PyTorch, the system and libraries report a lack of memory, and
+# numbers that are too large.
 OUT_OF_MEMORY = (
     "out of memory",
     "can't allocate memory",
@@ -45,7 +46,7 @@ OUT_OF_MEMORY = (
     "can't start new thread",
 )
 TOO_LARGE = ("Overflow when unpacking", "overflowed", "too large to convert")
-# Signs of tables and charts, and the ASCII that replaces them where an output has no others.
+# Signs of tables and charts, and the ASCII that replaces them if an output cannot encode them.
 SIGNS = (
     "\u2591\u2592\u2593\u2588"
     "\u2581\u2582\u2583\u2584\u2585\u2586\u2587"
@@ -73,7 +74,7 @@ FLAGS = {
     "reached max_new_tokens": "reached --max-new-tokens",
     "evict with allocation='per-head'": "compress with --allocation per-head",
 }
-# By command: options of other commands, and what this one has instead.
+# For each command, options that it lacks but others have, and what to use instead.
 ELSEWHERE = {
     "eval": {"--adapter": "an adapter follows its evictor, as in kvzip@FOLDER"},
 }
@@ -84,7 +85,7 @@ RECEIVED: list[int] = []  # signals that ended the command
 
 def explain_usage_error(error: Any) -> str:
     """Return a usage error as one clause, with the names that may be meant in brackets."""
-    # Of an option, typer suggests names that have little in common with it.
+    # For an option, typer suggests names that have little in common with it; these are nearer.
     if hasattr(error, "possibilities") and hasattr(error, "option_name") and error.ctx is not None:
         option = error.option_name
         if option in ELSEWHERE.get(error.ctx.command.name, {}):
@@ -95,7 +96,7 @@ def explain_usage_error(error: Any) -> str:
         return f"No such option: {make_visible(error.option_name)}{hint}"
     suggestion = r"\.? \(?(?:Did you mean|Possible options:) (.+?)\??\)?$"
     clause = re.sub(suggestion, r" (did you mean \1?)", error.format_message().rstrip("."))
-    # As where the shell expands texts/*.txt.
+    # The shell expands texts/*.txt to several names, for example.
     command = error.ctx.command.name if error.ctx is not None else ""
     if "unexpected extra argument" in clause and command == "compress":
         clause += "; name one text, or a folder of texts"
@@ -162,15 +163,15 @@ def name_flags(message: str) -> str:
 
 
 def _is_broken(text: str) -> bool:
-    """Return whether a text has half a character, as bytes that are not UTF-8 become on the
-    command line.
+    """Return whether a text has a lone surrogate, which is how Python represents a byte on the
+    command line that is not UTF-8.
     """
     return any("\ud800" <= each <= "\udfff" for each in text)
 
 
 def prepare_process() -> None:
-    """Refuse a closed stdout, print signs that the terminal lacks as others, and let signals end
-    like Ctrl-C.
+    """Refuse a closed stdout, replace characters that the terminal cannot show, and make SIGTERM
+    and SIGHUP end the command as Ctrl-C does.
     """
     for number, mode in enumerate(("r", "w", "w")):
         try:
@@ -197,7 +198,7 @@ def prepare_process() -> None:
 
 
 def _replace_unencodable(error: UnicodeError) -> tuple[str, int]:
-    """Replace what an output cannot show by similar ASCII signs, or by question marks."""
+    """Replace characters that an output cannot show by similar ASCII signs or question marks."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     part = error.object[error.start : error.end].translate(PLAIN)
@@ -227,7 +228,9 @@ def print_error(text: str, code: int) -> int:
 
 
 def _flush_output() -> None:
-    """Drop what cannot be written, which Python would otherwise try to write again at its end."""
+    """Flush stdout; if that fails, drop what is left, which Python would try to write again at
+    exit.
+    """
     if sys.stdout is None:
         return
     try:

@@ -1,8 +1,8 @@
 """The quick demo: short questions about facts, answered by the full cache, by a small one and by a
 restored one of the same size.
 
-The questions that are shown are chosen by a rule: of every text, the first ones that the full cache
-answers right. What the model gets wrong with the whole text says nothing of compression.
+The questions that are shown are chosen by a rule: for each text, the first ones that the full cache
+answers right. What the model gets wrong with the whole text says nothing about compression.
 """
 
 import time
@@ -64,7 +64,7 @@ class ShownText:
         right_in_full: How many of them the full cache answers right.
         questions: Those that are shown.
         caches: The answers of every cache: the full one's to all questions, the others' to those
-            that are shown. Its seconds to answer are of the questions that are shown.
+            that are shown. The seconds to answer are always for the questions that are shown.
     """
 
     name: str
@@ -88,7 +88,7 @@ def run_facts_demo(name: str, ratio: str, json: Path | None) -> None:
         shown.append(text)
         if text.questions:
             output.print(tabulate_answers(text))
-    # A text of which the full cache answers nothing has no small caches either.
+    # No small caches are made of a text if the full cache answers none of its questions right.
     compared = [text for text in shown if text.questions]
     if compared:
         output.print(tabulate_costs(compared, ratio))
@@ -126,11 +126,11 @@ def ask_text(model: PreTrainedModel, tokenizer: Tokenizer, sample: Sample, ratio
     """Ask the full cache everything, and the small ones what it answers right."""
     eviction = Eviction.make(EVICTOR)
     exact = parse_ratio(ratio)
-    # Where the adapter is known to do harm at this ratio, "auto" restores nothing.
+    # If the adapter is known to do harm at this ratio, "auto" restores nothing.
     adapter = load_adapter(model, "auto", eviction, ratio=exact)
     prepared = replace(eviction, adapter=adapter).prepare(model, tokenizer, sample.context)
     assert isinstance(prepared, ScoredContext), "the demo does not stream"
-    # One reading of the text; each cache is made when the one before has answered.
+    # The text is read once; each cache is made after the one before has answered.
     caches = evict_caches(prepared, EVICTOR, (float(exact),), with_full=True)
     title, cache, making = next(caches)
     full = ask_cache(prepared, tokenizer, (title, cache, dict(making)), sample.questions)
@@ -169,7 +169,7 @@ def compare_answers(
 ) -> list[ShownQuestion]:
     """Return the questions at the indices `shown` with what every cache says.
 
-    The first cache has answered all questions of the sample, the others those alone.
+    The first cache has answered all questions of the sample, the others only those at `shown`.
     """
     compared = []
     for number, index in enumerate(shown):
@@ -185,7 +185,7 @@ def compare_answers(
 
 
 def _truths(question: Question) -> tuple[str, ...]:
-    """Return the true answers of a question; one about the tiny world names it in its facts."""
+    """Return the true answers of a question; in the tiny world its fact `target` is the answer."""
     target = question.facts.get("target")
     return (str(target),) if target else question.answers
 
@@ -216,7 +216,7 @@ def tabulate_answers(text: ShownText) -> Table:
             cells.append(Text(f"{sign} {answer}", style="" if each.right[cache] else "red"))
         rows.append(cells)
 
-    # Widths that leave every number whole; rich would break words of any kind.
+    # Choose widths that break no number; rich would break any word.
     names = ["question", "truth", *text.questions[0].answers]
     sizes = []
     for column, name in enumerate(names):
@@ -236,7 +236,7 @@ def tabulate_costs(texts: Sequence[ShownText], ratio: str) -> Table:
     for name in ("right", "bytes held", "seconds to make", "seconds per question"):
         table.add_column(name, justify="right", no_wrap=True)
     count = sum(len(text.questions) for text in texts)
-    # Where nothing is restored there are two caches.
+    # If nothing is restored, there are only two caches.
     for index, title in enumerate(CACHES[: len(texts[0].caches)]):
         caches = [text.caches[index] for text in texts]
         right = sum(each.right[title] for text in texts for each in text.questions)

@@ -1,4 +1,4 @@
-"""What a file or folder of restorekv is, in a sentence; each is read whole and checked."""
+"""Descriptions of restorekv's files and folders, each of which is read whole and checked first."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ from restorekv.train import checkpoint, teacher_cache
 
 
 def describe_file(path: Path) -> str:
-    """Return what a file or folder is; refuse what would not load."""
+    """Return a phrase that says what a file or folder is; refuse one that would not load."""
     if path.is_dir():
         for file, describe_folder in FOLDERS.items():
             if any(path.glob(file)):

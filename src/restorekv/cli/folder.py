@@ -31,9 +31,9 @@ CallEach = Callable[[str, Iterable[tuple]], Iterator[Any]]
 
 
 def _list_documents(folder: Path) -> list[Path]:
-    """Return the documents below a folder, relative to it, in order, and say what is left out.
+    """Return the documents below a folder, relative to it, in order, and report what is left out.
 
-    Hidden files do not count and are not named. Folders that are linked there count.
+    Hidden files are skipped without being reported. Linked folders are followed.
     """
     documents = []
     others = []
@@ -77,10 +77,10 @@ def _name_some(names: Sequence[Path]) -> str:
 
 
 def _list_orphans(out: Path, targets: Collection[Path]) -> list[Path]:
-    """Return the cache files of earlier runs, relative to their folder, that are of none of the
-    documents: those were removed or renamed, or are of a different folder.
+    """Return the cache files of earlier runs, relative to `out`, that belong to none of the present
+    documents: theirs were removed or renamed, or are in a different folder.
 
-    A cache file without a record was not made by a run over a folder, and is not named.
+    A cache file without a record was not made by a run over a folder and is not listed.
     """
     orphans = []
     for path in list_files(out, hidden=False):
@@ -105,14 +105,14 @@ def compress_folder(
         folder: The folder of documents.
         out: The folder of cache files, which is created if needed.
         recipe: The model, and how it compresses.
-        ray: A Ray cluster; None is this process.
-        workers: How many documents at the same time, with `ray`.
-        figures: A file for the figures.
+        ray: The address of a Ray cluster; None compresses in this process.
+        workers: How many documents a Ray cluster compresses at the same time.
+        figures: A JSON file for the figures, or None.
         replace: Whether cache files that other settings made are made again.
 
     Raises:
-        RestoreKVError: At the end, if some could not be compressed; before, if there are cache
-            files that other settings made.
+        RestoreKVError: At the end, if some documents could not be compressed; before any work, if
+            there are cache files that other settings made and `replace` is not set.
     """
     names = _list_documents(folder)
     if out.exists() and not out.is_dir():
@@ -184,7 +184,7 @@ def _explain_caches(
     """Yield sentences about what a user may not expect: texts that are cut or kept whole, and that
     nothing is restored.
     """
-    # Those that failed have no bytes.
+    # Documents that failed have `full` = 0.
     there = [(name, each) for name, each in zip(names, results, strict=True) if each.full]
     cut = [name for name, result in there if result.cut]
     if cut:

@@ -112,7 +112,7 @@ def convert(
 
 
 def check_published_gate(source: str) -> None:
-    """Refuse a source that can only be a path, and where nothing is."""
+    """Refuse a source that can only be a path if nothing is there."""
     path = Path(source)
     # A hub id has one slash and never begins with a dot or a slash.
     is_only_path = path.suffix in (".pt", ".safetensors") or source[:1] in ("/", ".", "~")

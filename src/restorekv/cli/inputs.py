@@ -1,6 +1,6 @@
-"""What a command reads and refuses of its files before PyTorch is imported.
+"""Checks of a command's input and output files that run before PyTorch is imported.
 
-Reading them later refuses the rest; the sentences are the same.
+They find the common mistakes early. Loading the files finds the rest, with the same messages.
 """
 
 import os
@@ -30,11 +30,11 @@ def check_readable(path: Path) -> None:
 
 
 def read_text(name: str) -> str:
-    """Return the text of a file by its ending: UTF-8, HTML, PDF, DOCX or EPUB; of stdin when the
-    name is "-". Refuse a cache file, and a text without a word.
+    """Return the text of a UTF-8, HTML, PDF, DOCX or EPUB file, read by its ending, or of stdin if
+    the name is "-". Refuse a cache file, and a text without a word.
     """
     if name == "-":
-        # As for a program that was started without any streams.
+        # A program that was started without any streams has none.
         if sys.stdin is None:
             raise RestoreKVError("The standard input is closed; give a file or pipe a text in.")
         source = "The input"
@@ -83,8 +83,9 @@ def check_cache_files(files: Iterable[Path]) -> None:
 def check_outputs_apart(
     outputs: Iterable[Path | None], inputs: Iterable[Path | str | None] = ()
 ) -> None:
-    """Refuse to write a file that the command reads, or one file twice; None names none, and "-"
-    stdin or stdout.
+    """Refuse to write a file that the command reads, or to write one file twice.
+
+    None (an option that is not given) and "-" (stdin or stdout) are never refused.
     """
     others = [each for each in inputs if each not in (None, "-")]
     for path in outputs:
@@ -99,14 +100,16 @@ def check_outputs_apart(
 
 
 def check_output_kind(path: Path, file_format: str) -> None:
-    """Refuse to replace a file of a different format; `check_outputs_apart` comes first, since this
-    sentence says to delete it.
+    """Refuse to replace a file of a different format.
+
+    Call `check_outputs_apart` first: the message advises deleting the file, which must not be one
+    that the command reads.
     """
     check_replaceable(path, OUTPUT_KINDS[file_format], file_format)
 
 
 def check_json_output(path: Path | None) -> None:
-    """Refuse to replace a file that is not JSON by figures; None names none, and "-" stdout."""
+    """Refuse to replace a file that is not JSON; None (no file) and "-" (stdout) are accepted."""
     if path is not None and str(path) != "-":
         check_replaceable(path, "JSON")
 
@@ -120,14 +123,14 @@ def find_files_in_specs(specs: Iterable[str]) -> list[str]:
 
 
 def is_same_file(path: Path | str, other: Path | str) -> bool:
-    """Return whether two names, of files that may not exist yet, mean one file."""
+    """Return whether two names mean the same file, which need not exist yet."""
     if os.path.exists(path) and os.path.exists(other):
         return os.path.samefile(path, other)
     return os.path.realpath(path) == os.path.realpath(other)
 
 
 def check_plot_name(path: Path) -> None:
-    """Refuse an ending that no writer of pictures is known for."""
+    """Refuse a plot's name if it does not end as one of the picture formats does."""
     if path.suffix.lower() not in PLOTS:
         endings = join_words(PLOTS, "or")
         raise RestoreKVError(f"The plot {path} must end in {endings}; give such a name.")

@@ -61,8 +61,9 @@ def open_documents(
 
 
 def _find_model_of_file(file: Path, name: str) -> str:
-    """Return the model that a file was made with, if its name is ours; refuse any other because a
-    file says so.
+    """Return the model that a cache file names, if it is one of ours.
+
+    Any other is refused: no model is opened just because a file names it.
     """
     known = find_known_name(name)
     if known is None:

@@ -30,7 +30,7 @@ def make_output_option(help: str, *names: str) -> Any:
 
 
 def _parse_name(name: str | Path) -> str | Path:
-    """Refuse an empty name, as of a variable that the shell does not know: to Python it is the
+    """Refuse an empty name, such as that of an unset shell variable: Python would take it for the
     current folder.
     """
     if str(name) == "":
@@ -39,7 +39,7 @@ def _parse_name(name: str | Path) -> str | Path:
 
 
 def _parse_folder(name: str | Path) -> Path:
-    """Refuse an empty name, and "-", which stands for stdout elsewhere."""
+    """Refuse an empty name, and "-", which means stdout for other options."""
     if str(name) == "-":
         raise typer.BadParameter("this is not written to stdout; name a file or folder")
     return Path(_parse_name(name))
@@ -56,7 +56,7 @@ def make_text_argument(help: str) -> Any:
 
 
 def _check_json(context: typer.Context, path: Path | None) -> Path | None:
-    """Let "-" be stdout, which then has the JSON alone: everything else goes to stderr."""
+    """Accept "-" for stdout: only the JSON is written there, and everything else to stderr."""
     if path != STDOUT:
         return _check_output(path)
     output.stderr = True
@@ -99,7 +99,7 @@ Adapter = Annotated[
         f"helps), {OTHER_ADAPTERS}"
     ),
 ]
-# For a cache that grows.
+# For commands that add a text or turns to an existing cache.
 SAME_ADAPTER_HELP = f"auto (the one that made the cache file, if it ships), {OTHER_ADAPTERS}"
 SameAdapter = Annotated[str, typer.Option(help=f"Restore adapter: {SAME_ADAPTER_HELP}")]
 DEFAULT_MODEL = "smollm2"  # everywhere; the toy is used where it is named
@@ -153,7 +153,7 @@ OnSmallBudget = Annotated[
         "fewer (use as many as fit) or clip (exceed the budget)."
     ),
 ]
-# Scores are of caches of one size.
+# For scores, without "whole": only caches of the same size can be compared.
 ScoredOnSmallBudget = Annotated[
     str,
     typer.Option(
@@ -226,7 +226,7 @@ RestoreTokens = Annotated[
 
 
 def refuse_workers_without_ray(workers: int | None, ray: str | None) -> None:
-    """Refuse a number of workers where no Ray cluster has any."""
+    """Refuse a number of workers without a Ray cluster that could have them."""
     if workers is not None and ray is None:
         raise RestoreKVError("--workers counts Ray's workers; add --ray local, or leave it out.")
 
@@ -310,8 +310,9 @@ class SamplingFlags:
 def add_options_of(config: type) -> Callable[[Callable], Callable]:
     """Decorate a command that takes `**settings`: every field of the dataclass becomes an option.
 
-    The metadata of a field holds its help, and what numbers it may have, so that others are refused
-    before PyTorch is imported. A tuple is typed with commas, a literal as text.
+    The metadata of a field holds its help and the smallest and largest number that it takes, so
+    that others are refused before PyTorch is imported. On the command line a tuple is typed with
+    commas, a literal as text.
     """
 
     def decorate(run: Callable) -> Callable:
@@ -322,7 +323,7 @@ def add_options_of(config: type) -> Callable[[Callable], Callable]:
             if parameter.kind is not inspect.Parameter.VAR_KEYWORD
         ]
         parameters.extend(_make_parameter(field, kinds[field.name]) for field in fields(config))
-        # Typer looks at both.
+        # Typer reads both the signature and the annotations.
         vars(run)["__signature__"] = inspect.Signature(parameters)
         run.__annotations__ = {each.name: each.annotation for each in parameters}
         return run

@@ -18,19 +18,20 @@ class RayDocumentCompressor(WorkerProcess, DocumentCompressor):
         self.set_up(threads, folder)
 
     def identify(self) -> str:
-        """Open the model; return what decides every cache file."""
+        """Open the model and return `recipe_identity`: all that decides a cache file, as JSON."""
         self.open()
         return self.recipe_identity
 
     def call_alike(self, identity: str, method: str, arguments: tuple) -> Any:
-        """Call a method; raise RestoreKVError where other cache files would be made here.
+        """Call a method; raise RestoreKVError if this worker would make different cache files.
 
-        Nodes find model and adapter by their names, which may stand for something else on each.
+        Every node finds the model and the adapter by name, and a name can mean something different
+        on each node.
 
         Args:
-            identity: What decides the cache files of the worker that opened the model first.
-            method: Its name.
-            arguments: What it is given.
+            identity: The `recipe_identity` of the worker that opened the model first.
+            method: The name of the method.
+            arguments: Its arguments.
         """
         if self.identify() != identity:
             raise RestoreKVError(
@@ -41,14 +42,14 @@ class RayDocumentCompressor(WorkerProcess, DocumentCompressor):
 
 
 class RayCompressorPool(RayWorkers):
-    """Workers that compress; a document over which worker after worker dies has failed."""
+    """Ray workers that compress documents; a document that kills one worker after another fails."""
 
     def __init__(self, recipe: CompressionRecipe, workers: int, address: str) -> None:
         super().__init__(RayDocumentCompressor, (recipe,), workers, address, recipe.device)
         self.identity = ""  # of the worker that opened the model first
 
     def open(self) -> None:
-        """Open the model on a worker: one that cannot be opened ends all."""
+        """Open the model on one worker; raise RestoreKVError if it cannot be opened."""
         identity = next(self.run_calls([("identify", ())]))
         if isinstance(identity, DocumentResult):  # what `give_up` returned
             raise RestoreKVError(identity.reason)

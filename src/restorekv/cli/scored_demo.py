@@ -78,15 +78,15 @@ def run_scored_demo(model: str, count: int | None, json: Path | None) -> None:
 
     Args:
         model: The model's name.
-        count: Held-out documents; None for the model's own number.
-        json: A file for rows and conventions, or None.
+        count: How many held-out documents to score; None takes the number of the model's plan.
+        json: A file for the scores and their settings, or None.
     """
     start = time.perf_counter()
     model = to_canonical_name(model)
     show = choose_plan(model)
     silence_transformers()
     with notes.status(f"loading {model}"):
-        # Stays open for the grid's cells.
+        # It stays in memory, so that the grid's cells do not load it again.
         loaded, tokenizer = open_model(model, "auto", "cpu", "kvpress")
     sample = choose_document(model, tokenizer)
     tokens, answers = answer_side_by_side(
@@ -101,13 +101,13 @@ def run_scored_demo(model: str, count: int | None, json: Path | None) -> None:
 
 
 def _measure(model: str, show: DemoPlan, count: int) -> dict:
-    """Print what the methods keep of the answers to held-out documents; return rows and
-    conventions.
+    """Score the methods on held-out documents, print tables of the scores, and return the rows and
+    what they were made with.
     """
     benchmark = replace(tasks.make_benchmark(show.benchmark), count=count).spec
     title = "asking held-out documents"
     methods = [(evictor, SHIPPED) for evictor in show.evictors]
-    # The same grid as `restorekv eval` runs, in a folder that goes afterwards.
+    # The same grid as `restorekv eval` runs, in a folder that is deleted afterwards.
     cells = Grid([model], methods, [benchmark], ratios=show.ratios, common=COMMON).list_cells()
     with show_progress_share(title) as update, TemporaryDirectory() as folder:
         results = run_grid(
@@ -194,8 +194,8 @@ def answer_side_by_side(
 def evict_caches(
     prepared: ScoredContext, evictor: str, ratios: Sequence[float], with_full: bool
 ) -> Iterator[NamedCache]:
-    """Yield title, cache and seconds at every ratio, without restoring and, where there is an
-    adapter, with it.
+    """Yield title, cache and seconds at every ratio: without restoring and, if there is an adapter,
+    also restored.
     """
     if with_full:
         yield "full cache", prepared.evict(1, 0), {"prefill": prepared.seconds["prefill"]}

@@ -24,8 +24,8 @@ from restorekv.serve.ray.options import RayOptions
 MIN_KEY_CHARS = 16  # characters
 BACKLOG = 2048  # connections that wait to be accepted, as many as uvicorn has
 FACT_LOSS_RATIO = 0.2  # a ratio below which single facts of short texts are lost (docs/choosing.md)
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")  # values of --host that other machines do not reach
-# Addresses at which a server listens and which no client can use, and what this machine calls them.
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")  # values of --host that other machines cannot reach
+# Addresses that a server can listen at but no client can connect to, and what to open instead.
 WILDCARD_HOSTS = {"0.0.0.0": "localhost", "::": "[::1]"}
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -197,8 +197,8 @@ def _collect_engine_options(
 def _choose_shared_folder(shared: str | None, store: Path, uses_ray: bool) -> str | None:
     """Return the address of the folder that several servers share, if there is one.
 
-    Replicas of Ray share one in the store. It is used without Ray, too, once it is there: what is
-    deleted must be deleted there as well.
+    Ray's replicas share a folder in the store. Once it exists it is used without Ray, too, because
+    a document that is deleted must be deleted there as well.
     """
     if shared is not None:
         return shared or None
@@ -207,16 +207,17 @@ def _choose_shared_folder(shared: str | None, store: Path, uses_ray: bool) -> st
 
 
 def _list_host_names(host: str) -> tuple[str, ...]:
-    """Return this machine's names, besides localhost, that clients may use if it listens at more.
+    """Return the names, in addition to localhost, by which clients may address a server that other
+    machines can reach.
 
-    A page of another site cannot have these names: this machine resolves them to itself.
+    A page of another site cannot have such a name, because this machine resolves it to itself.
     """
     name = None if host in LOCAL_HOSTS else _find_own_name()
     return () if name is None else (name,)
 
 
 def _find_own_name() -> str | None:
-    """Return this machine's name, None where it resolves to nothing or to a different machine."""
+    """Return this machine's name, or None if it resolves to nothing or to a different machine."""
     name = socket.gethostname().lower()
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(
@@ -255,7 +256,7 @@ def _choose_repeats(wanted: int | None, engine: str) -> int:
 
 
 def _check_settings(server: ModuleType, settings: Any) -> None:
-    """Refuse, before a model is loaded, what could not serve."""
+    """Refuse settings that cannot work, before a model is loaded."""
     server.find_engine_class(settings.engine).check_options(settings.options)
     server.Variant.parse(settings.default, settings.base)
     if settings.shared:
@@ -263,10 +264,10 @@ def _check_settings(server: ModuleType, settings: Any) -> None:
 
 
 def _lock_store(store: Path, stack: ExitStack) -> None:
-    """Refuse a second server at a store for as long as `stack` lasts.
+    """Lock a store until `stack` ends; refuse one that another server has locked.
 
-    A disk that is full or read-only may have no room for the lock file; then the lock of the
-    store's index does it.
+    On a disk that is full or read-only the lock file may be impossible to write. Then only a
+    warning is printed, and the lock of the store's index keeps a second server out.
     """
     if store.exists() and not store.is_dir():
         raise RestoreKVError(f"--store must be a folder, and {store} is a file; name a folder.")
@@ -284,7 +285,7 @@ def _lock_store(store: Path, stack: ExitStack) -> None:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    """Remove the folder of a server that did not start."""
+    """Remove the store of a server that stored nothing, such as one that did not start."""
     with suppress(OSError):  # it holds something, or is gone
         folder.rmdir()
 
@@ -308,8 +309,8 @@ def _warn_of_open_access(host: str, keys: tuple[str, ...]) -> None:
 def open_listeners(host: str, port: int, stack: ExitStack) -> list[socket.socket]:
     """Return sockets that listen at every address of a host, until `stack` closes them.
 
-    Clients that connect before the server answers wait. A port of 0 is one that is free, the same
-    at all addresses. Raises RestoreKVError where nothing can listen.
+    Clients can connect at once and wait until the server answers. Port 0 takes a free port, the
+    same one at all addresses. Raise RestoreKVError if the server cannot listen.
     """
     listeners: list[socket.socket] = []
     try:
@@ -350,7 +351,7 @@ def open_listeners(host: str, port: int, stack: ExitStack) -> list[socket.socket
 
 
 def _parse_size(name: str, text: str) -> int:
-    """4G -> 4 * 2^30."""
+    """Return the bytes of a size such as 4G, which is 4 * 2^30."""
     parts = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", text.strip(), re.IGNORECASE)
     if not parts:
         raise RestoreKVError(f"{name} must be a size such as 512M or 4G, not {text!r}.")
@@ -358,7 +359,7 @@ def _parse_size(name: str, text: str) -> int:
 
 
 def _parse_json_object(name: str, text: str) -> dict:
-    """Read a JSON object."""
+    """Return the JSON object that an option's text is; refuse any other text."""
     try:
         found = json.loads(text)
     except ValueError:

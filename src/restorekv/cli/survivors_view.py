@@ -21,7 +21,7 @@ from restorekv.model.tokenize import split_into_pieces
 
 SHADES = " ░▒▓█"
 STEPS = " ▁▂▃▄▅▆▇█"
-# Colors of the map cividis.
+# Colors of the color map cividis, the more heads keep a token the brighter.
 INKS = ("grey50", "white on #2c3e66", "white on #575c6d", "black on #a59c74", "black on #fde737")
 GONE = "·"
 
@@ -35,7 +35,7 @@ def show_survivors(
         file: The cache file.
         plot: A picture to draw, or None.
         json: A file for the figures, or None.
-        model: Whose tokenizer shows the text; None for one that ships.
+        model: The model whose tokenizer decodes the text; None tries those of models that ship.
         tokens: How many tokens of the text to show.
     """
     survivors = Survivors.load(file)
@@ -58,8 +58,8 @@ def show_survivors(
 
 
 def _find_tokenizer(survivors: Survivors, model: str | None) -> Tokenizer | None:
-    """Return the tokenizer asked for, or that of a model that ships, if its template fits; the
-    file names no other.
+    """Return the tokenizer of `model` or, without one, of a model that ships and has the chat
+    template that the file records; None if there is no such model.
     """
     if model is not None:
         return load_tokenizer(model)
@@ -100,8 +100,8 @@ def _list_facts(survivors: Survivors) -> dict[str, str]:
 
 
 def tabulate_heads(survivors: Survivors) -> Table:
-    """Show the context tokens that each head keeps, shaded, and each layer's share of all of
-    them.
+    """Return a table of the number of context tokens that each head keeps, shaded, and each layer's
+    share of all that are kept.
     """
     counts = survivors.per_head
     shares = survivors.per_layer
@@ -135,7 +135,7 @@ def tabulate_heads(survivors: Survivors) -> Table:
 
 
 def draw_positions(survivors: Survivors) -> Text:
-    """Show the share of heads that keep each stretch of the context, as one line of bars."""
+    """Return a line of bars: the share of heads that keep a token, for each part of the context."""
     share = survivors.per_position[survivors.context.prefix_length :]
     width = min(64, len(share))
     parts = [float(part.mean()) for part in share.tensor_split(width)]
@@ -148,8 +148,8 @@ def draw_positions(survivors: Survivors) -> Text:
 
 
 def show_text(survivors: Survivors, tokenizer: Tokenizer, limit: int) -> Text:
-    """Show the text as the cache has it: the brighter a token, the more heads keep it; a dot where
-    none does.
+    """Return the text as the cache has it: the more heads keep a token, the brighter it is; a dot
+    replaces one that no head keeps.
     """
     start = survivors.context.prefix_length
     share = survivors.per_position[start:]

@@ -1,6 +1,6 @@
-"""What commands print and how: texts of others, progress, tables.
+"""What commands print, and how: texts that others wrote, progress, tables.
 
-It imports no PyTorch, so that a command that is refused ends immediately.
+This module does not import PyTorch, so that a command that is refused ends immediately.
 """
 
 import sys
@@ -28,17 +28,15 @@ from restorekv.files import format_json, write_json
 
 
 class Terminal(Console):
-    """Print texts of others: no `:name:` becomes an emoji, and no character commands the
-    terminal.
+    """A console that prints texts of others unchanged: `:name:` does not become an emoji, and
+    control characters are shown as signs instead of acting on the terminal.
     """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(emoji=False, **settings)
 
     def status(self, status: RenderableType, **settings: Any) -> Status:
-        """Show a line while the block works, in which the names of files and models are no
-        markup.
-        """
+        """Show a line while the block works; brackets in it, as in file names, are not markup."""
         line = Text(status) if isinstance(status, str) else status
         return super().status(line, **settings)
 
@@ -65,7 +63,7 @@ def show_progress_bar(title: str) -> Iterator[Callable[..., None]]:
 
 
 class ShareMeter:
-    """Decides when a share of work that is done is worth a line, and estimates the rest."""
+    """A meter that decides when progress is worth another line, and estimates the time left."""
 
     def __init__(self) -> None:
         self.start: tuple[float, float] | None = None  # seconds and share at the first report
@@ -80,7 +78,7 @@ class ShareMeter:
         if self.start is None or share < self.last:
             self.start = now, share
         self.last = share
-        # Rounded, since ten tenths of floating point are not 1.
+        # Rounded, because in floating point ten tenths do not add up to 1.
         is_next = round(abs(share - before), 9) >= 0.1 or now - moment >= LINE_SECONDS
         # Each phase has a line for its end, however short it is.
         if not is_next and share < 1:
@@ -89,7 +87,7 @@ class ShareMeter:
         return True
 
     def describe_rest(self, share: float) -> str:
-        """Return how long the rest will take, as ", 40 s to go"; "" where nothing tells."""
+        """Return the estimated time left, such as ", 40 s to go"; "" if there is no estimate."""
         if self.start is None or not self.start[1] < share < 1:
             return ""
         begun, first = self.start
@@ -98,7 +96,7 @@ class ShareMeter:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a time in the largest unit that has two or more of it, as "40 s" or "3 min"."""
+    """Return a time in the largest unit that fits into it at least twice: "90 s", "3 min"."""
     for unit, length in (("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
@@ -110,8 +108,8 @@ def show_progress_share(title: str, lines: bool = True) -> Iterator[Callable[[st
     """Show a progress bar for work of unequal parts; the block gets the callback (current part,
     share done).
 
-    It is on stderr. With `lines`, where that is not a terminal, print a line with the time to go
-    for every tenth and at least every minute.
+    The bar is on stderr. If that is not a terminal, `lines` prints a line with the time left
+    instead, for every tenth of the work and at least every minute.
     """
     progress = Progress(
         TextColumn("{task.description}", markup=False),
@@ -135,7 +133,7 @@ def show_progress_share(title: str, lines: bool = True) -> Iterator[Callable[[st
 
 
 def write_figures(path: Path, content: object) -> None:
-    """Write figures for programs as JSON: into a file, or on stdout where the path is "-"."""
+    """Write figures for programs as JSON: into a file, or on stdout if the path is "-"."""
     if path == STDOUT:
         sys.stdout.write(format_json(content))
     else:
@@ -149,8 +147,8 @@ def print_written(path: Path) -> None:
 
 def print_figures(title: str, rows: dict[str, str]) -> None:
     """Print a table with names on the left and values on the right."""
-    # As Text, in which brackets and backslashes of names stay what they are; `escape` of rich keeps
-    # only some of them.
+    # In a Text, brackets and backslashes of names stay unchanged; rich's `escape` keeps only some
+    # of them.
     table = Table(title=Text(title), show_header=False, title_justify="left", title_style="bold")
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")

@@ -154,7 +154,7 @@ def run(
             )
     if group.rank == 0:
         losses = read_losses(out)
-        # A log may have been lost, of which the run has warned.
+        # The log may have been lost; the run has warned of that.
         if losses:
             notes.print(summarize_losses(losses))
     print_written(out / "adapter")
@@ -176,15 +176,16 @@ def check_data(names: list[str]) -> None:
 
 
 def refuse_world_options(data: list[str], given: Mapping[str, int | None]) -> None:
-    """Refuse options of the tiny model's world, by flag, where no data is of it."""
+    """Refuse options of the tiny model's world, given by flag, if none of the data is from it."""
     for flag, value in given.items():
         if value is not None and "tiny" not in data:
             raise RestoreKVError(f"{flag} is for --data tiny; leave it out.")
 
 
 def choose_lengths(data: list[str], shortest: int | None, longest: int | None) -> tuple[int, int]:
-    """Return the least and the largest length of texts of the tiny world, by default the world's;
-    refuse lengths where no data is of it, and an empty range.
+    """Return the minimum and maximum length of the tiny world's texts, with defaults filled in.
+
+    Refuse lengths if none of the data is from the tiny world, and an empty range.
     """
     refuse_world_options(data, {"--shortest": shortest, "--longest": longest})
     shortest = shortest or SHORTEST
@@ -210,7 +211,7 @@ def summarize_losses(losses: Sequence[float]) -> str:
 
 @contextmanager
 def _explain_resume(out: Path) -> Iterator[None]:
-    """Let Ctrl-C say how to continue."""
+    """Make Ctrl-C report how to continue."""
     try:
         yield
     except KeyboardInterrupt:

@@ -37,8 +37,8 @@ def run(
 
 
 def _list_cache_files(path: Path) -> list[Path]:
-    """Return the cache files of a folder of them, as `compress` makes of a folder of texts; of
-    anything else, return the path itself.
+    """Return the cache files in a folder that `compress` made from a folder of texts; for anything
+    else, return the path itself.
     """
     if not path.is_dir():
         return [path]
