@@ -42,6 +42,6 @@ spec.register_entry_points("restorekv.benchmarks", BENCHMARKS)
 def make_benchmark(text: str) -> Benchmark:
     """Make a benchmark from its spec: "ruler:length=1024,per_task=5".
 
-    One of a program's own has to be in BENCHMARKS, also where stored results of it are read.
+    A program must add its own benchmarks to BENCHMARKS first, even to read stored results of them.
     """
     return spec.parse_spec(text, BENCHMARKS, "benchmark", bases=(Benchmark,))

@@ -26,11 +26,16 @@ ROUNDING = 1e-6  # by which a sum of shares may be above 1
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a context; `id` is unique in the benchmark, and scores are averaged by
-    `task`.
+    """A question about a context.
 
-    `answers` are the references, `answer_prefix` opens the answer, `facts` holds what else the
-    metric needs as plain JSON values (classes, options, a language).
+    Args:
+        id: The name of the question, unique in the benchmark.
+        task: The task that it belongs to; scores are averaged by task.
+        text: What is asked.
+        answers: The references.
+        max_new_tokens: The limit of an answer, in tokens.
+        answer_prefix: The beginning of the answer, which the model continues.
+        facts: What else the metric needs, as plain JSON values (classes, options, a language).
     """
 
     id: str
@@ -42,7 +47,7 @@ class Question:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # ("4711") is a text, not a tuple of one, and would be four references of a digit each.
+        # ("4711") is a text, not a tuple of one: it would be read as four references of one digit.
         if isinstance(self.answers, str) or not all(isinstance(each, str) for each in self.answers):
             raise RestoreKVError(
                 f"The answers of the question {self.id!r} are {self.answers!r}; give a tuple of "
@@ -128,7 +133,7 @@ class Benchmark(ABC):
 
     def score_answer(self, question: Question, prediction: str) -> dict[str, Any]:
         """Return `score` of an answer and, if there are any, its further `metrics`, all in [0, 1];
-        refuse anything else, which would only be found once all has been asked.
+        refuse anything else now, because it would otherwise fail only after all questions.
         """
         scored: dict[str, Any] = {
             "score": _check_score(self.score(question, prediction), f"score() of {self.title}")
@@ -189,7 +194,10 @@ class Benchmark(ABC):
         return words
 
     def choose_samples(self, tokenizer: Tokenizer, protocol: str) -> list[Sample]:
-        """Return the samples that a run asks."""
+        """Return the samples that a run asks: `count` of those that `load_samples` gives.
+
+        Raise RestoreKVError for anything else than samples with unique ids.
+        """
         if self.count < 0:
             raise RestoreKVError(f"count must be at least 0 (0 asks all), not {self.count}.")
         title = self.describe_title()
@@ -200,7 +208,7 @@ class Benchmark(ABC):
                     f"load_samples() of {title} gave an object of the type {type(each).__name__}; "
                     "let it give Samples, each with a tuple of Questions."
                 )
-        # A text that is asked nothing has nothing to score.
+        # A text without questions has nothing to score.
         samples = [each for each in loaded if each.questions]
         names = Counter(each.id for each in samples)
         for name, count in names.items():
@@ -208,7 +216,7 @@ class Benchmark(ABC):
                 raise RestoreKVError(
                     f"{title} has {count} texts with the id {name!r}; give each its own."
                 )
-        # Two caches' answers to a question are found by its id.
+        # The id of a question pairs the answers of different caches to it.
         for sample in samples:
             if len({question.id for question in sample.questions}) < len(sample.questions):
                 raise RestoreKVError(
@@ -231,7 +239,7 @@ class Benchmark(ABC):
 
 
 def _check_score(value: Any, what: str) -> float:
-    """Return a figure as a float, also one of NumPy or PyTorch."""
+    """Return a number as a float in [0, 1], also one of NumPy or PyTorch; refuse anything else."""
     if not isinstance(value, str | bytes):
         try:
             figure = float(value)

@@ -1,8 +1,8 @@
 """The World Factbook (last edition, January 2026): sections about countries as lines of fields,
 asked field by field.
 
-The questions are machine-made: they ask for the value of a field. Figures of 2025 are younger than
-SmolLM2.
+The questions are machine-made: they ask for the value of a field. Figures for 2025 are newer than
+SmolLM2, so it cannot know them.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,8 +19,8 @@ from restorekv.tasks.splits import EVALUATION, split_factbook
 class Factbook(Reading):
     """Contexts are whole documents of 512 to 4,096 tokens.
 
-    Of a file given as `path`, the documents of one `split` are asked, which the whole collection
-    decides.
+    If `path` names a file, only its documents of `split` are asked. The file should have the whole
+    collection, because the split of a document depends on all of them.
     """
 
     name = "factbook"

@@ -1,5 +1,5 @@
-"""FairytaleQA (arXiv 2203.13947): questions by education experts about stories, explicit and
-implicit ones apart.
+"""FairytaleQA (arXiv 2203.13947): questions by education experts about stories, in two tasks,
+explicit and implicit.
 
 A question belongs to the sections of its story that hold its answer. The files number the sections
 but do not say where they begin. A passage is therefore asked a question only if two signs agree
@@ -23,7 +23,7 @@ from restorekv.tasks.rows import check_exists, get_texts, load_file_rows
 from restorekv.tasks.splits import EVALUATION, split_fairytale
 
 FILES = ("train", "val")  # names, without their endings
-POSITION = 3  # cost of a distance of the whole story, in shares of the words found
+POSITION = 3  # what a distance, as a share of the story, takes off the share of words found
 COMMON = frozenset(
     "what why how who where when which did does do is was were be been to of in on at for and or "
     "he she it his her "

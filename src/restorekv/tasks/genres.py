@@ -1,10 +1,10 @@
-"""Passages of 38 genres, from contracts and logs to plays and papers: how a cache does on texts
-of any kind.
+"""Passages of 38 genres, from contracts and logs to plays and papers, to see how a cache does on
+texts of any kind.
 
-Where a passage has questions by people, with references, these are asked. The other questions are
-exercises whose answer is in the text: fill in a blank, continue a quotation, what comes before or
-after. Small models answer few of the exercises, even with the full cache, so the divergence from it
-says more there than the score.
+If people wrote questions and references for a passage, these are asked. The other questions are
+exercises with the answer in the text: fill in a blank, continue a quotation, say what comes before
+or after. Small models solve few of the exercises, even with the full cache, so for these the
+divergence from the full cache says more than the score.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,8 +18,8 @@ from restorekv.tasks.rows import get_field, get_texts
 
 @dataclass(frozen=True)
 class Genres(Reading):
-    """Asks about one passage a context. A task is a genre, so scores and divergence come by kind of
-    text.
+    """Contexts are single passages. The genre of a passage is its task, so scores and divergence
+    are reported by genre.
     """
 
     name = "genres"

@@ -27,8 +27,8 @@ PATIENT = ("name", "birthday", "diagnosis")
 
 @dataclass(frozen=True)
 class Lettered(Benchmark):
-    """Asks questions with lettered options from one file; `path` is the file or the folder that
-    holds it.
+    """A benchmark of questions with lettered options, read from one file; `path` is the file or the
+    folder that holds it.
     """
 
     file: ClassVar[str]
@@ -55,8 +55,8 @@ class Lettered(Benchmark):
     ) -> Question:
         """Return the question whose right option is number `right`, counted from 0.
 
-        RestoreKV's own evaluation puts no "Q: " before such a question; the fact `bare` tells
-        protocols so.
+        RestoreKV's own evaluation puts no "Q: " before such a question; the fact `bare` makes the
+        protocols leave it out.
         """
         facts = {"options": list(options), "bare": True}
         # Question, options and request are one text, as in RestoreKV's own evaluation.
@@ -72,8 +72,8 @@ class Lettered(Benchmark):
 
 
 def add_options(question: str, options: Sequence[str]) -> str:
-    """Return the question, its options as "A. ..." lines, and the request for one letter of A to D,
-    or A to E of five.
+    """Return the question, its options as "A. ..." lines, and the request for a letter from A to D,
+    or from A to E if there are five options.
 
     The wording is that of RestoreKV's own evaluation (cvsp-lab/RestoreKV d591d4d, data/wrapper.py),
     whose request comes from Attention Matching.
@@ -87,12 +87,12 @@ def add_options(question: str, options: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Quality(Lettered):
-    """Asks the first `articles` of the dev set (0: all 115), as RestoreKV's authors do; `subset` is
-    "all" or "hard".
+    """Contexts are the first `articles` articles of the dev set (0: all 115), which RestoreKV's
+    authors ask, too; `subset` is "all" or "hard".
 
-    The file gives an article in two lines with a set of questions each; they are one context here.
-    "hard" are the questions that the authors flag `difficult`: most people in a hurry got them
-    wrong.
+    The file has two lines for an article, each with a set of questions; they are one context here.
+    "hard" asks only the questions that QuALITY's authors flag as `difficult`: most people in a
+    hurry got them wrong.
     """
 
     name = "quality"
@@ -117,7 +117,7 @@ class Quality(Lettered):
             raise RestoreKVError(
                 f"{self.locate_file()} has no question with a gold_label; give the dev set."
             )
-        # The index counts articles before the subset is taken, so that a name means one article.
+        # The index counts all articles, so that a name means the same article in every subset.
         for index, ((_, article), rows) in enumerate(merged):
             questions = tuple(
                 self.make_question(
@@ -168,8 +168,8 @@ class Quality(Lettered):
 
 @dataclass(frozen=True)
 class LongHealth(Lettered):
-    """A context is the records of `patients` patients, in the order of their ids; those left over
-    are not asked.
+    """Contexts are the records of `patients` patients each, in the order of their ids; a last group
+    with fewer patients is not asked.
 
     RestoreKV's own evaluation takes one patient; if there are several, every question names its
     patient.

@@ -21,7 +21,7 @@ FORM = '{"context": text, "questions": [text, ...], "answers": [text or list of 
 class Lines(Reading):
     """Contexts are the texts of the file `path`, whole and in its order.
 
-    A row may have an `id`, else its number names it, and a `task`, by which scores are averaged.
+    A row may have an `id` (by default its number) and a `task`, by which scores are averaged.
     """
 
     name = "lines"

@@ -6,8 +6,8 @@ Rows come in kvpress's format from the hub, or in that format or the official on
 
 longbench_prompts.json has the words of LongBench's config/dataset2prompt.json (MIT), odd spaces and
 "asconcisely" included, as kvpress splits them
-(evaluation/benchmarks/longbench/create_huggingface_dataset.py): `context` is compressed, the
-instruction, the document and, for most tasks, the instruction again; `question` follows when
+(evaluation/benchmarks/longbench/create_huggingface_dataset.py): `context` is what is compressed
+(the instruction, the document and, for most tasks, the instruction again); `question` follows when
 someone asks; `tokens` is the official limit of answers.
 """
 
@@ -59,7 +59,7 @@ METRICS: dict[str, Callable[..., float]] = {
     "passage_count": score_numbers,
     "passage_retrieval_en": score_paragraph,
 }
-# Only an answer's first line counts; official inputs end with the answer prefix.
+# In these tasks only an answer's first line counts, and official inputs end with the answer prefix.
 FEW_SHOT = CATEGORIES["Few-shot"]
 EXTRA_TOKENS = 20  # kvpress's addition to the official limits of answers
 HUB_FIX = (
@@ -75,7 +75,10 @@ PROMPTS = {task: Prompt(**words) for task, words in WORDS.items()}
 
 @dataclass(frozen=True)
 class LongBench(Benchmark):
-    """`path` is a folder, or the hub if empty; `tasks` are names joined by "+", all 16 if empty."""
+    """LongBench from the folder `path`, or from the hub if it is empty.
+
+    `tasks` are names joined by "+"; if it is empty, all 16 are asked.
+    """
 
     name = "longbench"
     title = "LongBench"
@@ -96,7 +99,7 @@ class LongBench(Benchmark):
             yield from load_task(task, self.path)
 
     def score(self, question: Question, prediction: str) -> float:
-        """Return the best over the references, for few-shot tasks of the answer's first line."""
+        """Return the best score over the references; in few-shot tasks, of the first line alone."""
         answer = prediction.lstrip()
         # Few-shot answers continue with further examples; only the first line counts.
         if question.task in FEW_SHOT:
@@ -108,8 +111,8 @@ class LongBench(Benchmark):
         return max(metric(answer, reference, **classes) for reference in question.answers)
 
     def is_right(self, answer: Mapping[str, Any]) -> bool:
-        """Return whether an answer has the score, or names a reference of a question in its first
-        line.
+        """Return whether an answer reaches `correct_threshold` or, in a task scored by token F1,
+        names a reference in its first line.
         """
         is_question = METRICS[answer["task"]] is token_f1
         return super().is_right(answer) or (is_question and names_reference(answer))
@@ -124,7 +127,7 @@ class LongBench(Benchmark):
         }
 
     def group_tasks(self) -> Mapping[str, tuple[str, ...]]:
-        """Return the categories of which every task is asked."""
+        """Return the categories that have all of their tasks asked."""
         return {
             name: tasks
             for name, tasks in CATEGORIES.items()

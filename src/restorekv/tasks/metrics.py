@@ -51,9 +51,9 @@ def token_f1(prediction: str, reference: str) -> float:
 
 
 def contains_words(prediction: str, reference: str) -> float:
-    """Return whether the normalized words of the reference are in the prediction, in their order.
+    """Return 1 if the prediction has the normalized words of the reference in a row, else 0.
 
-    A reference without words, such as an article alone, is in nothing.
+    A reference without words, such as an article alone, is never found.
     """
     words = normalize(reference)
     return float(words != "" and f" {words} " in f" {normalize(prediction)} ")
@@ -107,8 +107,8 @@ def rouge_l(prediction: str, reference: str) -> float:
 
 
 def split_sentences(text: str) -> list[list[str]]:
-    """Return the words of each sentence; one of spaces alone has the empty word, as in the library
-    `rouge`.
+    """Return the words of each sentence; a sentence of spaces alone has one empty word, as in the
+    library `rouge`.
     """
     return [" ".join(sentence.split()).split(" ") for sentence in text.split(".") if sentence]
 
@@ -117,10 +117,10 @@ def longest_common_subsequence(first: Sequence[str], second: Sequence[str]) -> l
     """Return the words of the longest common subsequence; of several, the one that the library
     `rouge` finds.
 
-    That is the one met from the end when, where the last words differ, a word of `second` is
-    dropped unless dropping one of `first` leaves a longer subsequence.
+    The library walks back from both ends: if the last words differ, it drops the one of `second`,
+    unless dropping the one of `first` leaves a longer subsequence.
     """
-    # Words as numbers, so that a row is compared at once.
+    # Words as numbers, so that NumPy compares a row at once.
     numbers = {word: number for number, word in enumerate(dict.fromkeys(second))}
     second_ids = np.array([numbers[word] for word in second])
     # lengths[i, j] is the length of the longest common subsequence of first[:i] and second[:j].
@@ -132,7 +132,7 @@ def longest_common_subsequence(first: Sequence[str], second: Sequence[str]) -> l
     found = []
     row = len(first)
     column = len(second)
-    # Back from the end along the table.
+    # Walk back through the table from its end.
     while row and column:
         if first[row - 1] == second[column - 1]:
             row -= 1
@@ -149,8 +149,8 @@ def score_class(prediction: str, reference: str, classes: Iterable[str]) -> floa
     """Return one over the number of `classes` named in the prediction, if the right one is among
     them.
 
-    A class whose name is part of the right one's does not count; the official loop misses the
-    second of two in a row.
+    A class with a name that is part of the right one's is not counted. If two such classes follow
+    each other, the official loop misses the second one, and so does this one.
     """
     named = [name for name in classes if name in prediction]
     for name in named:
@@ -178,12 +178,12 @@ def score_paragraph(prediction: str, reference: str) -> float:
 
 
 def compare_code(prediction: str, reference: str) -> float:
-    """Return Ratcliff and Obershelp's similarity of the first line without comment or fence, in
-    whole percents.
+    """Return Ratcliff and Obershelp's similarity of the reference and the prediction's first line
+    without a comment or fence, rounded to whole percents.
 
-    fuzzywuzzy's `ratio` computes it without python-Levenshtein, which neither LongBench nor kvpress
-    requires; with it, as in rapidfuzz, `ratio` is a different measure, that of the longest common
-    subsequence.
+    This is fuzzywuzzy's `ratio` without python-Levenshtein, which neither LongBench nor kvpress
+    requires. With that package, and in rapidfuzz, `ratio` is a different measure, based on the
+    longest common subsequence.
     """
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
@@ -191,7 +191,7 @@ def compare_code(prediction: str, reference: str) -> float:
 
 
 def write_digits(text: str) -> str:
-    """Normalize as SQuAD does, then writes zero to nine as digits."""
+    """Normalize as SQuAD does, then write zero to nine as digits."""
     return DIGIT_WORD.sub(lambda word: DIGITS[word[0]], normalize(text))
 
 

@@ -29,11 +29,11 @@ PARAGRAPH = 6  # sentences of generated prose
 
 @dataclass(frozen=True)
 class Needle(Benchmark):
-    """`lengths` count ids of the model's tokenizer, needle included; `depths` are spread evenly
-    from 0 to 100 percent.
+    """A sentence to find at several depths of contexts of several lengths.
 
-    The haystack is the text files of the folder `path` in the order of their names, or prose
-    generated from `seed`.
+    `lengths` count ids of the model's tokenizer, needle included; `depths` is the number of depths,
+    which are spread evenly from 0 to 100 percent. The haystack is the text files of the folder
+    `path` in the order of their names, or prose generated from `seed`.
     """
 
     name = "needle"
@@ -55,7 +55,9 @@ class Needle(Benchmark):
             )
 
     def load_samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
-        """Yield the same haystack for every length and depth, with the needle after a full stop."""
+        """Yield a sample for every length and depth: the same haystack, with the needle after a
+        full stop.
+        """
         lengths = sorted({int(length) for length in self.lengths.split("+")})
         needle = tokenize_text(tokenizer, NEEDLE)
         if lengths[0] <= len(needle):
@@ -109,7 +111,7 @@ class Needle(Benchmark):
 
 
 def _take_ids(parts: Iterator[str], tokenizer: Tokenizer, size: int) -> list[int]:
-    """Return at least `size` ids of as many parts as that takes, tokenized as one text."""
+    """Return at least `size` ids of the first parts, as many as are needed."""
     # Tokenized as one text, since a token may span two parts.
     text = ""
     expected = 0
@@ -126,8 +128,8 @@ def _take_ids(parts: Iterator[str], tokenizer: Tokenizer, size: int) -> list[int
 
 
 def find_sentence_end(tokenizer: Tokenizer, ids: list[int], index: int) -> int:
-    """Return the last index up to `index` that follows an id of a full stop and perhaps space, or
-    else the start.
+    """Return the last index up to `index` that comes right after an id of a full stop, with or
+    without spaces; 0 if there is none.
     """
     while index and str(tokenizer.decode([ids[index - 1]])).strip() != ".":
         index -= 1

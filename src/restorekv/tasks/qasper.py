@@ -1,7 +1,7 @@
-"""QASPER (arXiv 2105.03011): questions about scientific papers, by token F1 with the closest
+"""QASPER (arXiv 2105.03011): questions about scientific papers, scored by token F1 with the closest
 annotator.
 
-The paper takes it from LongBench: 200 questions. The development set itself has 1,005 questions on
+RestoreKV's paper takes 200 questions from LongBench. The development set itself has 1,005 on
 281 papers; its references are those of the official evaluator
 (github.com/allenai/qasper-led-baseline, scripts/evaluator.py).
 """
@@ -27,8 +27,10 @@ PROMPT = longbench.PROMPTS["qasper"]
 
 @dataclass(frozen=True)
 class Qasper(Benchmark):
-    """`source` is "longbench" (`path` as there) or "official" (`path` is a file of papers; the hub
-    if empty).
+    """QASPER from LongBench or from its own development set.
+
+    `source` is "longbench" (with `path` as there) or "official" (`path` is a file of papers; the
+    hub if it is empty).
     """
 
     name = "qasper"
@@ -59,7 +61,9 @@ class Qasper(Benchmark):
         return max(token_f1(prediction, answer) for answer in question.answers)
 
     def is_right(self, answer: Mapping[str, Any]) -> bool:
-        """Return whether an answer has the score, or names a reference in its first line."""
+        """Return whether an answer reaches `correct_threshold`, or names a reference in its first
+        line.
+        """
         return super().is_right(answer) or names_reference(answer)
 
     def describe_data(self) -> str:
@@ -70,8 +74,8 @@ class Qasper(Benchmark):
 
 
 def _load_papers(path: str) -> Rows:
-    """Yield (location for messages, paper) of the released file, {id: paper}, or of rows, a paper
-    each.
+    """Yield (location for messages, paper) from the hub, from the released file, which is one
+    object {id: paper}, or from a file with a paper in each row.
     """
     if not path:
         yield from load_hub_rows(HUB, None, "validation", HUB_FIX, REVISION)
@@ -98,8 +102,8 @@ def _parse_paper(location: str, paper: dict) -> Iterator[Sample]:
 
 
 def _join_sections(paper: dict) -> str:
-    """Return section names and paragraphs, a line each, without title and abstract, which the
-    annotators had read.
+    """Return the section names and paragraphs, one per line, without the title and the abstract:
+    those who asked the questions had read them.
     """
     lines = []
     for section in _list_records(paper["full_text"]):
@@ -134,7 +138,7 @@ def _parse_reference(answer: dict) -> str:
 
 
 def _list_records(table: list[dict] | dict[str, list]) -> list[dict]:
-    """Return a list of records, which `datasets` stores as a record of lists."""
+    """Return a table as a list of records; `datasets` stores it as a record of lists."""
     if isinstance(table, list):
         return table
     return [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]

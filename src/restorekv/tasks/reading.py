@@ -1,5 +1,5 @@
-"""What the benchmarks share that ask for free answers about texts that ship: files, wording,
-passages of a text.
+"""What is common to the benchmarks that ask for free answers about texts that ship: files, wording
+and the passages of a text.
 """
 
 from abc import abstractmethod
@@ -17,12 +17,13 @@ from restorekv.tasks.rows import check_form, load_rows
 from restorekv.tasks.splits import EVALUATION, Split
 
 TEXTS = Path(__file__).parent / "texts"
-# The best of eleven on training documents: recipes/smollm2/wording.py.
+# The best of eleven wordings on training documents: recipes/smollm2/wording.py.
 WORDING = "\n\nQuestion: {q}\nAnswer:"
 MAX_NEW_TOKENS = 32  # the wording was chosen with this limit
 # Between paragraphs, lines, words; the first that makes pieces small enough is used.
 JOINTS = ("\n\n", "\n", " ")
-# References that a sentence may hold without meaning them: only the score says if they are right.
+# References that a sentence can contain without giving them as its answer; for these only the score
+# decides.
 VERDICTS = {"yes", "no"}
 MIN_LENGTH = 64  # tokens of a passage; a single line may be longer than a smaller one
 Item = TypeVar("Item")
@@ -79,7 +80,8 @@ class Reading(Benchmark):
         """Yield the samples of one row of the file; `size` counts the tokens of a text."""
 
     def is_right(self, answer: Mapping[str, Any]) -> bool:
-        """Return whether an answer has the score, or names a reference in its first line.
+        """Return whether an answer reaches `correct_threshold`, or names a reference in its first
+        line.
 
         Small models answer in whole sentences, which have few words in common with a reference of
         one word.
@@ -145,7 +147,7 @@ def split_text(text: str, length: int, size: Size) -> list[str]:
     """
     if not length or size(text) <= length:
         return [text]
-    # Small parts first, which are then put together again as evenly as possible.
+    # Cut the text into small parts first, and then join them again as evenly as possible.
     parts = _cut_text(text, length, size)
     groups = pack_neighbors([size(part) for part in parts], length)
     return ["".join(parts[group.start : group.stop]).strip() for group in groups]
@@ -198,8 +200,8 @@ def _fill_groups(sizes: Sequence[int], limit: int) -> list[range]:
 
 
 def choose_spread(items: Sequence[Item], count: int) -> list[Item]:
-    """Return `count` of the items in their order, evenly spaced; all of them where count is 0 or
-    too large.
+    """Return `count` of the items in their order, evenly spaced; all of them if count is 0 or too
+    large.
     """
     count = min(count, len(items)) or len(items)
     return [items[index * len(items) // count] for index in range(count)]

@@ -16,9 +16,7 @@ Rows = Iterator[tuple[str, Any]]  # (location for messages, JSON value)
 
 
 class FieldError(TypeError):
-    """Names a field that a row lacks, or that holds a value of the wrong type, or says what else
-    is wrong with it.
-    """
+    """A field that a row lacks, that has a value of the wrong type, or that has the given fault."""
 
     def __init__(self, name: str, fault: str = "is missing or malformed") -> None:
         super().__init__(f"its field {name} {fault}")

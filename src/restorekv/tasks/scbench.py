@@ -1,8 +1,8 @@
 """SCBench (arXiv 2412.10319): many questions about one long context, 26K to 170K tokens, in nine
 tasks of the paper.
 
-The data are those of KVzip's evaluation (hub: Jang-Hyun/SCBench-preprocessed), a parquet file a
-task: prompts (context, then questions), ground_truth, and for repoqa lang, repo and func_name.
+The data are those of KVzip's evaluation (hub: Jang-Hyun/SCBench-preprocessed), a parquet file for
+each task: prompts (context, then questions), ground_truth, and for repoqa lang, repo and func_name.
 Contexts and questions are asked unchanged.
 
 Metrics are those of KVzip and RestoreKV (results/metric.py of cvsp-lab/RestoreKV 2dbcfa9 and
@@ -73,9 +73,9 @@ GRAMMARS = {  # package, its function, the node type of a named function
 
 @dataclass(frozen=True)
 class SCBench(Benchmark):
-    """`tasks` are names joined by "+", "kv_short+mf_mid" for shorter contexts.
+    """SCBench from the folder `path`, or from the hub at `revision` if it is empty.
 
-    `path` is a folder of the files; if it is empty, they come from the hub at `revision`.
+    `tasks` are names joined by "+"; names such as kv_short and mf_mid have shorter contexts.
     """
 
     name = "scbench"
@@ -115,8 +115,8 @@ class SCBench(Benchmark):
         return Path(self.path) / file
 
     def score(self, question: Question, prediction: str) -> float:
-        """Return KVzip's metric of the task. Empty answers score 0; KVzip leaves those to repoqa
-        out of the mean.
+        """Return KVzip's metric of the task. An empty answer scores 0; for repoqa, KVzip leaves it
+        out of the mean instead.
         """
         answer = prediction.removesuffix(END)
         if not answer.strip():
@@ -140,7 +140,7 @@ class SCBench(Benchmark):
 
 
 def get_full_task(task: str) -> str:
-    """Return the task of which this one may be a shorter variant."""
+    """Return the task itself or, for a shorter variant such as "kv_short", the full one."""
     name, _, tag = task.rpartition("_")
     return name if tag in SHORTER else task
 
@@ -154,7 +154,7 @@ def _parse_row(task: str, name: str, location: str, row: dict, protocol: str) ->
         truths = get_field(row, "ground_truth", list)
         if not truths or len(prompts) != len(truths) + 1:
             raise ValueError(len(prompts))
-    # Only repoqa asks for functions, whose names the row names.
+    # Only repoqa asks for functions; the row has their names.
     facts: list[dict[str, object]] = [{}] * len(truths)
     if kind == "repoqa":
         with check_form(f"{location} lacks lang or a func_name for every ground_truth", fix):

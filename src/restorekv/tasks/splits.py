@@ -52,7 +52,8 @@ def split_factbook(ids: Iterable[str]) -> dict[str, Split]:
 def split_corpus(split: str, name: str) -> Split:
     """Return the split of a passage of the corpus of many genres.
 
-    Half of the corpus' development documents choose variants, the other half report.
+    Half of the corpus' development documents serve to choose variants, the other half to report
+    results.
 
     Args:
         split: The corpus' own, "train" or "development".

@@ -1,9 +1,8 @@
-"""XQuAD's English part and HotpotQA, subsets of both: questions whose answers stand in encyclopedia
-text.
+"""Subsets of XQuAD's English part and of HotpotQA: questions with answers in encyclopedia text.
 
 XQuAD (arXiv 1910.11856) takes five paragraphs of an article of SQuAD 1.1's development set (arXiv
-1606.05250); HotpotQA (arXiv 1809.09600) gives ten paragraphs of which two answer. Exact match and
-F1 are those of the official evaluators.
+1606.05250); HotpotQA (arXiv 1809.09600) gives ten paragraphs, two of which are needed for the
+answer. Exact match and F1 are those of the official evaluators.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ VERDICTS = ("yes", "no", "noanswer")
 
 @dataclass(frozen=True)
 class Extractive(Reading):
-    """Scores F1 and reports exact match in addition."""
+    """A benchmark of these that scores token F1 and also reports exact match."""
 
     license = "CC BY-SA 4.0"
     metric = "token F1; in addition exact match; both best over the references"
@@ -42,8 +41,8 @@ class XQuAD(Extractive):
             yield from self.read_article(article, size)
 
     def read_article(self, article: dict, size: Callable[[str], int]) -> Iterator[Sample]:
-        """Yield groups of paragraphs that have questions; a paragraph longer than `length` stands
-        alone.
+        """Yield the groups of paragraphs that have questions; a paragraph longer than `length` is a
+        group alone.
         """
         paragraphs = article["paragraphs"]
         sizes = [size(paragraph["context"] + "\n\n") for paragraph in paragraphs]
@@ -89,8 +88,8 @@ class HotpotQA(Extractive):
         yield Sample(question.id, "\n\n".join(paragraphs), (question,))
 
     def score(self, question: Question, prediction: str) -> float:
-        """Return token F1, or 0 if only one of answer and prediction is "yes" or "no", as the
-        official evaluator.
+        """Return token F1, but 0 if prediction and answer differ and one of them is "yes", "no" or
+        "noanswer", as in the official evaluator.
         """
         answer = normalize(prediction)
         reference = normalize(question.answers[0])

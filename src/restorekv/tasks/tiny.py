@@ -10,8 +10,8 @@ from restorekv.tiny import suite, world
 
 @dataclass(frozen=True)
 class TinySuite(Benchmark):
-    """Documents have `low` to `high` ids; `split` names other documents (those of "restore" are for
-    training).
+    """Contexts are generated documents of `low` to `high` ids; each `split` has different ones
+    (those of "restore" are for training).
     """
 
     name = "tiny"
@@ -50,8 +50,8 @@ class TinySuite(Benchmark):
             yield Sample(str(index), document.text, tuple(questions))
 
     def score(self, question: Question, prediction: str) -> float:
-        """Return the share of the answers found, whether the letter is right, or token F1, as the
-        family asks.
+        """Return the metric of the question's family: the share of the answers found, whether the
+        letter is right, or token F1.
         """
         target, metric = (str(question.facts[key]) for key in ("target", "metric"))
         asked = world.WorldQuestion(

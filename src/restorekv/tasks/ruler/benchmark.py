@@ -1,4 +1,4 @@
-"""RULER as a benchmark: where its samples come from, how answers are scored, and what stands in for
+"""RULER as a benchmark: where its samples come from, how answers are scored, and what replaces
 official data.
 
 Prompts are those of kvpress's data set, NVIDIA/RULER of November 2024 with the template "base": the
@@ -73,15 +73,15 @@ MIN_DOCUMENT_TOKENS = 25  # of a generated document, by any tokenizer
 class Ruler(Benchmark):
     """RULER, read from kvpress's data set or generated in its form.
 
-    A fourteenth task is an entry in GROUPS, in NEEDLES or `_make_task_maker`, and in
-    `draft.MAX_NEW_TOKENS`, by the part of its name before the first "_".
+    To add a task, add it to GROUPS, to NEEDLES or `_make_task_maker`, and to
+    `draft.MAX_NEW_TOKENS`, which goes by the part of its name before the first "_".
 
     Args:
         length: Tokens of the prompt and of the longest answer together.
         tasks: The tasks, joined by "+"; "" is all thirteen.
         source: "novel" or "generated" to make samples here, "hub", or a file or folder of kvpress's
-            data set. Instead of a file that is not given, "novel" takes a novel or a subset that
-            ships, and "generated" generates one.
+            data set. For each of `essays`, `squad` and `hotpot` that is not given, "novel" takes
+            the novel or the subset that ships, and "generated" generates texts.
         per_task: How many samples are made of each task.
         essays: A file or folder with texts, or JSON with the field text.
         squad: A file in SQuAD's form.
@@ -134,7 +134,7 @@ class Ruler(Benchmark):
         else:
             rows = load_rows(self._find_stored_folder(check_exists(self.source)))
         questions = []
-        # Rows of a task are numbered by task, so that a question keeps its name in a subset.
+        # Rows are numbered within their task, so that a question has the same name in a subset.
         counts = Counter()
         for location, row in rows:
             with check_form(
@@ -255,7 +255,7 @@ class Ruler(Benchmark):
             essays = Essays(source)
             return lambda index: essays
         ends = list(accumulate(len(sentence.split()) for sentence in sentences))
-        # Starts of excerpts that stop before the end.
+        # How many of the first sentences can start an excerpt that stops before the end.
         starts = max(bisect_right(ends, ends[-1] - self.length), 1)
 
         def excerpt(index: int) -> Essays:
@@ -265,9 +265,10 @@ class Ruler(Benchmark):
         return excerpt
 
     def _make_question_source(self, name: str) -> Callable[[int], DraftTask]:
-        """Return a function from a sample's index to its question and documents: those of a file in
-        its order, those of the file that ships in an order that the seed shuffles, or generated
-        ones.
+        """Return a function from a sample's index to its question and documents.
+
+        The questions of a given file come in its order, those of the file that ships in an order
+        that the seed shuffles; without a file they are generated.
         """
         if not self._find_file(name):
             make = {"qa_1": documents.generate_articles, "qa_2": documents.generate_pairs}[name]
@@ -288,8 +289,8 @@ class Ruler(Benchmark):
         return documents.load_questions(FILE_SETTING[name], self._find_file(name))
 
     def score(self, question: Question, prediction: str) -> float:
-        """Match strings as kvpress 0.5.5: of qa any reference counts, of other tasks the share of
-        references.
+        """Return the string match of kvpress 0.5.5: for qa whether any reference is found, for
+        other tasks the share of references found.
         """
         text = re.sub(r"[\x00-\x1f]", "", prediction.strip()).strip().lower()
         matches = [answer.lower() in text for answer in question.answers]
@@ -298,7 +299,7 @@ class Ruler(Benchmark):
         return sum(matches) / len(matches)
 
     def to_json(self) -> dict[str, object]:
-        """Include what stands in for RULER's own texts, by task, and hashes of the files read."""
+        """Include what replaces RULER's own texts, by task, and hashes of the files read."""
         if self.source == "hub":
             return self._describe_hub()
         if not self.generates:
@@ -387,6 +388,6 @@ class Ruler(Benchmark):
 
 
 def _load_sentences(where: str) -> list[str]:
-    """Return the sentences of a file or folder of texts, all white space made one."""
+    """Return the sentences of a file or folder of texts, each run of white space as one space."""
     text = " ".join(" ".join(load_texts(where)).split())
     return SENTENCE_END.split(text)

@@ -49,7 +49,9 @@ class QuestionCollection(NamedTuple):
 
 
 def ask_over_documents(documents: tuple[str, ...], asked: DocumentQuestion) -> DraftTask:
-    """Ask one question over the documents that answer it among others. Units are documents."""
+    """Return the task of one question over the documents that answer it and others. Units are
+    documents.
+    """
 
     def draft(units: int, rng: Random) -> PromptDraft:
         # A seed gives the same order for any number of documents, so that longer drafts only add.
@@ -73,7 +75,7 @@ def ask_over_documents(documents: tuple[str, ...], asked: DocumentQuestion) -> D
 
 
 def load_questions(kind: str, where: str) -> QuestionCollection:
-    """Read "squad" or "hotpot"; raises RestoreKVError for a file of a different form."""
+    """Read a file of the kind "squad" or "hotpot"; raise RestoreKVError if it has another form."""
     name, reader = {
         "squad": ("dev-v2.0.json", _parse_squad),
         "hotpot": ("hotpot_dev_distractor_v1.json", _parse_hotpot),
@@ -86,7 +88,7 @@ def load_questions(kind: str, where: str) -> QuestionCollection:
 
 
 def _parse_squad(rows: list[dict]) -> QuestionCollection:
-    """Read every answerable question, in the file's order; near are the other paragraphs of its
+    """Read every answerable question, in the file's order; `near` are the other paragraphs of its
     article.
     """
     articles = []
@@ -112,8 +114,8 @@ def _parse_squad(rows: list[dict]) -> QuestionCollection:
 
 
 def _parse_hotpot(rows: list[dict]) -> QuestionCollection:
-    """Read every question; own are the supporting documents, near the distractors that come with
-    it.
+    """Read every question; `own` are the supporting documents, `near` the distractors that come
+    with it.
     """
     contexts = []
     texts = []
@@ -139,7 +141,8 @@ def _number_texts(documents: Iterable[str]) -> dict[str, int]:
 
 
 def generate_articles(count: int, rng: Random) -> DraftTask:
-    """Generate instead of SQuAD: asks about the town of the first of at least `count` paragraphs.
+    """Return a generated task that replaces SQuAD: at least `count` paragraphs about towns, and a
+    question about the first town.
 
     A town has three paragraphs, one of which answers. All names are unique among a question's
     documents, so that a question has one answer.
@@ -163,9 +166,10 @@ def generate_articles(count: int, rng: Random) -> DraftTask:
 
 
 def generate_pairs(count: int, rng: Random) -> DraftTask:
-    """Generate instead of HotpotQA: asks about the first two of at least `count` documents.
+    """Return a generated task that replaces HotpotQA: at least `count` documents, and a question
+    about the first two.
 
-    They are a person and the company that the person founded, and must be read together.
+    These two describe a person and the company that the person founded; only both together answer.
     """
     new_name = _draw_names(rng)
     filler = prose.draw_sentences(rng)
@@ -184,8 +188,8 @@ def generate_pairs(count: int, rng: Random) -> DraftTask:
 
 
 def _draw_values(rng: Random, new_name: Iterator[str], named: str) -> dict[str, str]:
-    """Return values for every slot of a generated document; those of `named` are names that stand
-    nowhere else.
+    """Return values for every slot of a generated document; those of the slots in `named` are names
+    that occur nowhere else.
     """
     year = rng.randrange(1100, 1900)
     return {

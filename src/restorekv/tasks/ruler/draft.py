@@ -20,7 +20,7 @@ PROMPTS = json.loads(Path(__file__).with_name("prompts.json").read_text("utf-8")
 
 
 def get_answer_limit(task: str) -> int:
-    """Return the limit of an answer, by the family of "niah_single_1" and the like."""
+    """Return the limit of an answer in tokens; for "niah_single_1" it is that of "niah"."""
     return MAX_NEW_TOKENS[task.split("_")[0]]
 
 
@@ -44,8 +44,8 @@ class PromptDraft(NamedTuple):
 
 
 class DraftTask(NamedTuple):
-    """`draft` makes a prompt of `min_units` to `max_units` units (lines, words or documents); more
-    units never shorten it.
+    """A task that makes prompts of any length: `draft` makes one of `min_units` to `max_units`
+    units (lines, words or documents), and more units never shorten it.
 
     A draft depends only on the units and the state of the random generator.
     """
@@ -59,8 +59,8 @@ def find_most_units(size: Callable[[int], int], limit: int, min_units: int, max_
     """Return n with size(n) <= limit < size(n + 1), or `max_units`; assumes that size(min_units) <=
     limit.
 
-    Follows the slope between the last two sizes, because each call of `size` is slow; every fourth
-    step halves.
+    Each call of `size` is slow, so the search follows the slope between the last two sizes; every
+    fourth step halves the interval instead.
     """
     # Invariant: size(low) <= limit, and size(high) is too large or high is beyond `max_units`.
     low = min_units

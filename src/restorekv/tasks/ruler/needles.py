@@ -41,7 +41,7 @@ DEPTHS = [round(100 * step / 39) for step in range(40)]  # per cent, evenly spac
 
 
 class Essays:
-    """A long text by its sentences, read as far as needed."""
+    """A long text as sentences, which are read only as far as needed."""
 
     def __init__(self, sentences: Iterator[str]) -> None:
         self.source = sentences
@@ -66,8 +66,8 @@ def hide_needles(
     values: int = 1,
     queries: int = 1,
 ) -> DraftTask:
-    """Hide `keys` keys with `values` values each and asks for `queries` of the keys. Units are
-    lines, or essay words.
+    """Return a task that hides `keys` keys with `values` values each and asks for `queries` of the
+    keys. Units are lines, or words of essays.
 
     The haystack is essays, "noise", or "needle": lines like the needle.
     """
@@ -76,7 +76,7 @@ def hide_needles(
         taken: set[str] = set()
         by_key: dict[str, list[str]] = {}
         for _ in range(keys):
-            # Before the key: the order decides the sample.
+            # The values are drawn before their key: the order of the draws decides the sample.
             found = [_draw_unused(value, rng, taken) for _ in range(values)]
             by_key[_draw_unused(key, rng, taken)] = found
         asked = rng.sample(list(by_key), queries)
@@ -134,7 +134,7 @@ def _insert_into_lines(lines: list[str], needles: list[str], rng: Random) -> str
 
 
 def _draw_unused(kind: NeedleKind, rng: Random, taken: set[str]) -> str:
-    """Return a word pair, number or uuid that is not yet in `taken`, and adds it."""
+    """Return a word pair, number or uuid that is not yet in `taken`, and add it there."""
     while True:
         match kind:
             case "words":

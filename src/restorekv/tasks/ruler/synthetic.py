@@ -28,12 +28,14 @@ SHORT = 2048  # RULER's lists do not fit into smaller lengths
 ZETA = math.pi**2 / 6  # of alpha = 2, the exponent of the coded words' distribution
 LETTERS = 6  # of a coded word
 TOKENS_PER_CODED = 50  # tokens of length for each word of the coded vocabulary
-# From here on the fourth word is more frequent than the fifth.
+# The least N from which on the fourth word is more frequent than the fifth.
 MIN_CODED_WORDS = math.ceil(ZETA / (1 / 16 - 1 / 25))
 
 
 def track_variables(length: int, tokens: Callable[[str], int]) -> DraftTask:
-    """Units are noises. The example has at most 500 tokens, or a quarter of the length, and at
+    """Return the task vt. Units are repetitions of the noise.
+
+    The worked example has at most 500 tokens, or a quarter of `length` if that is less, but at
     least one noise.
     """
 
@@ -61,8 +63,8 @@ def _draft_example(noises: int, rng: Random) -> str:
 
 
 def _draft_chain(letters: int, noises: int, rng: Random) -> PromptDraft:
-    """Return one chain among noises; if the noises are few, their sentences are used one by one, as
-    RULER does.
+    """Return one chain among noises; if there are few noises, the links go between their sentences,
+    as in RULER.
     """
     names: list[str] = []
     while len(names) <= HOPS:
@@ -88,11 +90,11 @@ def _draft_chain(letters: int, noises: int, rng: Random) -> PromptDraft:
 
 
 def find_common_words(length: int) -> DraftTask:
-    """Units are different words, ten of them common; RULER has two settings, ours fits lengths that
-    hold neither.
+    """Return the task cwe. Units are different words, ten of them common.
 
-    A setting is how often a common and any other word is in the list, and the same with a number
-    of words for the example.
+    RULER has two settings; a third one is for lengths that are too small for both. A setting says
+    how often a common word and any other word occur in the list and, for the worked example, also
+    how many words there are.
     """
     if length >= 4096:
         times = (30, 3)
@@ -138,10 +140,9 @@ def _number_entries(entries: Sequence[str]) -> str:
 
 
 def find_frequent_words(length: int) -> DraftTask:
-    """Units are N: of the coded words the k-th stands floor(N k^-2 / zeta(2)) times, the first one
-    as dots.
+    """Return the task fwe. Units are N: the k-th coded word occurs floor(N k^-2 / zeta(2)) times.
 
-    The question asks for the three words after it.
+    The first word is written as dots; the question asks for the three words after it.
     """
 
     def draft(units: int, rng: Random) -> PromptDraft:
