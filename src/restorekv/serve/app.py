@@ -41,17 +41,17 @@ from restorekv.serve.service import ApiError, Service
 from restorekv.serve.variants import UnknownModelError, Variant
 
 LOG = logging.getLogger("restorekv.serve")
-# Asked without a key: they hold no data.
+# Paths that need no key: they hold no data.
 OPEN_PATHS = ("/health", "/ready", REFERENCE_PATH, "/openapi.json", *PATHS)
 BYTES = "application/octet-stream"
 # Requests call some options of `SamplingConfig` by other names.
 OPTION_FIELDS = {"json_schema": "response_format", "samples": "n"}
-# By path: what its requests call the fields of the chat request that they are turned into.
+# For paths with requests that become chat requests: their own names for the chat request's fields.
 NAMES_OF_PATHS = {"/v1/responses": CHAT_NAMES, "/v1/completions": {"messages": "prompt"}}
 LOCATIONS = ("body", "query")  # where FastAPI found a field
 FORMS_OF_FIELDS = ("str", "int", "float", "bool")  # as pydantic names them
 NO_OBJECT = ("dict_type", "model_type", "model_attributes_type")  # pydantic's errors
-# What objects look like, by the field that one, or a list of them, is the value of.
+# For fields that hold an object or a list of objects: an example of one, for errors.
 OBJECTS = {
     "cache_control": '{"type": "ephemeral"}',
     "content": '{"type": "text", "text": "..."}',
@@ -89,10 +89,11 @@ def make_app(
 
     Args:
         service: What it serves.
-        keys: With some, every path but those of OPEN_PATHS needs one of them.
+        keys: If there are any, every path except those of OPEN_PATHS needs one of them.
         is_ready: Whether requests can be answered.
-        lifespan: What happens around the serving; see FastAPI.
-        host_names: What requests without a key may call this machine, besides localhost.
+        lifespan: What runs before and after the serving; see FastAPI.
+        host_names: Names of this machine, in addition to localhost, that requests without a key may
+            use.
     """
     app = FastAPI(
         title="restorekv",
@@ -230,7 +231,7 @@ def describe_validation_error(
 
     Args:
         error: What pydantic found.
-        names: The request's own names of fields, by those that the error may have.
+        names: The request's own names of fields, by the names that the error may have.
     """
     problems = error.errors()
     if problems[0]["type"] == "json_invalid":
@@ -238,7 +239,7 @@ def describe_validation_error(
         return make_problem_response(400, f"The body is not valid JSON (at character {position}).")
 
     def rank_problem(problem: Any) -> tuple[int, bool]:
-        # Where a field may have one of several types, the deepest problem is that of the type that
+        # If a field may have one of several types, the deepest problem is that of the type that
         # came closest. For a list that is too long, "too long" ranks above "not a string".
         return len(problem["loc"]), not problem["type"].endswith("_type")
 
@@ -246,7 +247,7 @@ def describe_validation_error(
     name = _name_field(problem["loc"])
     where = rename_field(name, names)
     context = problem.get("ctx") or {}
-    if "param" in context:  # of fields.py, named from the object that it is in
+    if "param" in context:  # an error of fields.py, which names the field inside its object
         inner = f"{name}.{context['param']}" if name else context["param"]
         param = rename_field(inner, names)[:120]
         return make_problem_response(
@@ -409,7 +410,7 @@ def add_files(app: FastAPI, service: Service) -> None:
 def select_uploads(
     service: Service, after: str | None, order: str, purpose: str | None
 ) -> list[Upload]:
-    """Return the uploads that a list asks for; raise ApiError where `after` is none of them."""
+    """Return the uploads that a list asks for; raise ApiError if there is no upload `after`."""
     if after is not None:
         service.find_upload(after)
     uploads = service.store.list_uploads()
@@ -422,8 +423,8 @@ def select_uploads(
 
 
 async def send_bytes(path: Path | None, name: str, otherwise: str) -> Response:
-    """Return the bytes of a file, to be saved under a name; 404 and a sentence where it is not
-    there, or no longer.
+    """Return a file as a download with a name; raise ApiError 404 with the sentence `otherwise` if
+    there is no file, or no longer.
     """
     if path is None:
         raise ApiError(404, otherwise)

@@ -1,7 +1,8 @@
 """Bodies of requests, checked once before anything else reads them: JSON and small forms.
 
-What passes has no half characters, no numbers beyond 64 bits or that are not finite, no key twice,
-and few levels. So nothing that copies, compares, remembers or sends it back can fail on it.
+A body that passes has no lone surrogates (halves of characters), no numbers beyond 64 bits or that
+are not finite, no key twice in an object, and few levels. So code that copies, compares, stores or
+sends back what is in it cannot fail on it.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def _make_form_error(why: str, param: str | None = None, code: str | None = None
 
 
 def parse_body(raw: bytes) -> Any:
-    """Return the JSON value of a body; raise ApiError for what no program should work with."""
+    """Return the JSON value of a body; raise ApiError if it is malformed or breaks a rule above."""
     # Counted in the bytes, since a small body can hold millions of values, which take minutes.
     marks = raw.count(b",") + raw.count(b"[") + raw.count(b"{")
     if marks > VALUES:

@@ -1,7 +1,7 @@
-"""What a server's caches are made with, which decides their names in the store.
+"""What a server's caches are made with; it decides their names in the store.
 
-A cache that an older version made, or an adapter or gate that has been replaced since, is not found
-by its name any more: it is made again, and the old file goes when the disk quota asks for its room.
+A cache that was made by an older version, or with an adapter or gate that has been replaced since,
+is no longer found under its name: it is made again, and the disk quota drops the old file in time.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ class CacheOrigin:
         return short_hash(json.dumps([*self.common, dict(self.evictors)], sort_keys=True))
 
     def make_key(self, sha256: str, variant: Variant) -> str:
-        """Return the name of a cache: 32 hex digits of the document, the variant and all this."""
+        """Return the name of a cache: 32 hex digits of a hash of document, variant and origin."""
         own: Sequence[str] = ()
         if variant.method:
             code, adapter = self.evictors[resolve_preset(variant.method)]
             own = (code, adapter) if variant.restores else (code,)
-        # As JSON and not joined, so that no part can reach into the next.
+        # Hashed as JSON, which keeps the parts apart: joined, "a" + "bc" would equal "ab" + "c".
         parts = json.dumps([sha256, variant.name, *self.common, *own])
         return hashlib.sha256(parts.encode()).hexdigest()[:32]
 

@@ -1,7 +1,8 @@
-"""Engines whose documents are in memory and on disk, and the steps from a question to its reply.
+"""Engines that have their documents in memory and on disk, and the steps from a question to its
+reply.
 
-One thread compresses. The documents used least recently leave memory first; they are loaded from
-disk again, never computed again.
+One thread compresses. The documents used least recently leave memory first; when they are needed
+again, they are loaded from disk and not computed again.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from restorekv.serve.store import Store
 from restorekv.serve.survivors import describe_survivors
 from restorekv.serve.variants import Variant
 
-# Seconds that the end waits for a thread. Files are written whole or not at all, so nothing
+# Seconds that the shutdown waits for a thread. Files are written whole or not at all, so nothing
 # half-written stays.
 SHUTDOWN_SECONDS = 0.5
 # The error of a question about documents; {} is the model's positions.
@@ -128,7 +129,7 @@ Active = TypeVar("Active", bound=ActiveQuestion)
 
 
 class CacheEngine(Engine, Generic[Active]):
-    """Holds documents in memory up to `memory` bytes, and on disk in a store.
+    """An engine that has documents in memory, up to `memory` bytes, and on disk in a store.
 
     `compress_settings` are fields of `CompressionConfig` that are not the defaults, and `adapter`
     restores documents; caches that differ in them have different keys.
@@ -153,15 +154,15 @@ class CacheEngine(Engine, Generic[Active]):
         self.memory = memory
         self.stop_ids = decoding.get_stop_ids(model, tokenizer)
         self.origin = CacheOrigin.describe(model, tokenizer, self.compress_settings, adapter)
-        # By the document's hash and the cache's key.
+        # Caches in memory by document hash and key, the least recently used ones first.
         self.held: OrderedDict[tuple[str, str], CompressedContext] = OrderedDict()
         self.lock = threading.Lock()  # of `held`
-        # The last full cache, while there is room for it besides the documents: the page compares
-        # three caches of one document, which is read once.
+        # The full cache of the last document, while memory has room for it in addition to the
+        # documents: the page compares three caches of one document, which is then read only once.
         self.prepared_cache = PreparedContextCache(memory)
         self.loading = threading.Lock()  # while a cache is read from disk
         store.on_delete = self.forget_document
-        # What the thread that compresses works on. Others read it, and abandon it.
+        # The job of the thread that compresses. Other threads read it, and mark it as abandoned.
         self.job: CompressionJob | None = None
         self.counts = {"questions": 0, "tokens": 0, "compressed": 0, "loaded": 0, "hits": 0}
         self.compress_executor = ThreadPoolExecutor(
@@ -181,7 +182,7 @@ class CacheEngine(Engine, Generic[Active]):
             )
 
     def close(self) -> None:
-        """End; documents that wait to be compressed get an UnavailableError."""
+        """Shut down; documents that wait to be compressed get an UnavailableError."""
         self.stop_asking()
         # One thread works the queue off in order, so a job that does nothing ends after all others.
         wait([self.compress_executor.submit(lambda: None)], timeout=SHUTDOWN_SECONDS)
@@ -193,8 +194,9 @@ class CacheEngine(Engine, Generic[Active]):
         """Prepare a question, have its answers written, and settle it with the reply."""
         try:
             async with self.acquire_slot(question):
-                # Its client may have left, or the server's end may have settled it. From here on
-                # `done` cannot be cancelled; `cancelled` says whether the client still waits.
+                # The client may have left, or the server's shutdown may have settled the question.
+                # From here on `done` cannot be cancelled; `cancelled` says whether the client has
+                # left.
                 if question.done.done() or not question.done.set_running_or_notify_cancel():
                     return
                 if self.ending:
@@ -203,7 +205,7 @@ class CacheEngine(Engine, Generic[Active]):
                 # Loading a cache and tokenizing take long enough to hold up other requests.
                 active = await loop.run_in_executor(self.prepare_executor, self.prepare, question)
                 await self.write(active)
-                if not question.done.done():  # the server's end may have come first
+                if not question.done.done():  # the server's shutdown may have come first
                     settle_future(question.done, self.make_reply(active))
         except Exception as error:  # it is this question's alone
             settle_future(question.done, error=error)
@@ -267,8 +269,8 @@ class CacheEngine(Engine, Generic[Active]):
         """Shorten a question's answers to the positions that the model has left.
 
         Args:
-            question: Whose limit may become smaller.
-            positions: How many it takes with what it is asked about, restore tokens included.
+            question: The question; its `limit` may become smaller.
+            positions: The positions of its documents, restore tokens included, and its prompt.
             too_long: The sentence if none are left; {} in it is the model's positions.
 
         Raises:
@@ -312,7 +314,7 @@ class CacheEngine(Engine, Generic[Active]):
         self.counts["questions"] += 1
         self.counts["tokens"] += sum(len(answer.ids) for answer in answers)
         seconds = {"total": time.perf_counter() - active.started, **active.cost.seconds}
-        # 0 where the client left before the first token.
+        # 0 if the client left before the first token.
         if active.first:
             seconds["first"] = active.first - active.started
         return Reply(
@@ -332,7 +334,7 @@ class CacheEngine(Engine, Generic[Active]):
 
     async def get_document(self, sha256: str, variant: Variant, content: Content) -> ServedDocument:
         """Return a document from memory or disk, else have it compressed."""
-        # What is there skips the queue of documents to compress.
+        # A document that is already there skips the queue of documents to compress.
         document = await self.find_document(sha256, variant)
         if document is None:
             making = self.compress_executor.submit(self.make_document, sha256, variant, content)
@@ -352,7 +354,7 @@ class CacheEngine(Engine, Generic[Active]):
         return ServedDocument(sha256, variant, compressed.context.num_tokens, fresh=False)
 
     def make_document(self, sha256: str, variant: Variant, content: Content) -> ServedDocument:
-        """Return a document, which is compressed unless its cache has come meanwhile.
+        """Return a document; compress it unless its cache has appeared in the meantime.
 
         Runs in the thread that compresses.
         """
@@ -378,10 +380,10 @@ class CacheEngine(Engine, Generic[Active]):
     def make_cache(
         self, content: str | Path, variant: Variant, job: CompressionJob
     ) -> CompressedContext:
-        """Compress a text; of a path, load the cache file."""
+        """Compress a text, or load the cache file if the content is a path."""
         if isinstance(content, Path):
             return CompressedContext.load(content, self.model, self.tokenizer)
-        # By its characters, before a huge text is tokenized.
+        # Checked by its characters first, so that a huge text is never tokenized.
         check_size(content, self.tokenizer, count_usable_positions(self.model))
 
         def note_progress(phase: str, share: float) -> None:
@@ -443,8 +445,8 @@ class CacheEngine(Engine, Generic[Active]):
     def forget_document(self, sha256: str) -> None:
         """Take a deleted document out of memory.
 
-        Its compression, if it runs, ends at the next sign of progress. Questions being answered
-        keep it to their end.
+        If it is being compressed, that ends at the next report of progress. Questions that are
+        being answered keep it until they end.
         """
         self.prepared_cache.clear()
         job = self.job  # which may end meanwhile
@@ -502,7 +504,7 @@ class CacheEngine(Engine, Generic[Active]):
             return self.held[held_key]
 
     def _read_from_disk(self, key: str, sha256: str) -> CompressedContext | None:
-        """Return a cache from disk; set it aside and return None where it is damaged."""
+        """Return a cache from disk; if it is damaged, set it aside and return None."""
         path = self.store.find_cache_file(key)
         if path is None:
             return None

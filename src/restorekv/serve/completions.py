@@ -120,7 +120,7 @@ async def complete_text(
             pending.append(await _begin_in_turn(partial(begin, prompt), pending))
         parts = [await each.wait_for_reply() for each in pending]
     finally:
-        # Where one fails or is refused, the others are not needed.
+        # If one fails or is refused, the others are not needed.
         for each in pending:
             each.question.cancelled = True
     whole = make_text_completion(pending[0].header, parts, service.engine.tokenizer)
@@ -130,9 +130,9 @@ async def complete_text(
 async def _begin_in_turn(
     begin: Callable[[], PendingAnswer], earlier: Sequence[PendingAnswer]
 ) -> PendingAnswer:
-    """Begin an answer. Where too many wait, wait for an earlier answer of the request first.
+    """Begin an answer; if too many are waiting, wait for an earlier answer of the request first.
 
-    So a request may have more prompts than may wait.
+    This way a request may have more prompts than the queue has places.
 
     Raises:
         BusyError: Too many answers of other requests wait.
@@ -226,7 +226,7 @@ def list_logprobs(
 
     Args:
         rows: Ids with their log-probabilities and those of the likeliest ones.
-        answer: The text of the answer before these tokens, which it gets.
+        answer: The text of the answer before these tokens; they are added to it.
     """
     tokenizer = answer.tokenizer
     texts: list[str] = []

@@ -1,5 +1,5 @@
-"""What every engine asks of documents: the hash that names one, and that one is not too long and
-several were compressed in the same way.
+"""What every engine needs for documents: the hash that names one, and checks that one is not too
+long and that several were compressed in the same way.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from restorekv.many_contexts import compose
 
 
 def start_document_hash(kind: str) -> hashlib._Hash:
-    """Return the SHA-256 that names a document of a kind, once its content is added.
+    """Return a SHA-256 hash that names a document of a kind, once its content is added.
 
-    The kind's length and the kind come first, so a content of one kind never has the name of a
-    content of another kind: the same bytes as .html and as .txt are different documents.
+    It begins with the length of the kind and the kind, so documents of different kinds never have
+    the same name: the same bytes as .html and as .txt are different documents.
     """
     return hashlib.sha256(len(kind).to_bytes(8, "big") + kind.encode())
 

@@ -1,9 +1,9 @@
 """The library as an engine: one thread writes all answers; a question joins at the next token.
 
-The steps of a question (engine.py) are here: one of BATCH slots in `CacheEngine.answer`, a thread
-of `prepare_executor`, the queue `prepared`, and the scheduler in the thread that answers. Other
-answers continue meanwhile. A compression waits, between two layers of the model, while a token is
-written.
+A question takes the steps that `Engine` (engine.py) lists: it gets one of BATCH slots in
+`CacheEngine.answer`, is prepared in a thread of `prepare_executor`, and goes through the queue
+`prepared` to the scheduler in the thread that answers. Other answers continue meanwhile. A
+compression waits before a layer of the model while a token is being written.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from restorekv.serve.engine import ENDING, ServedQuestion, UnavailableError, set
 from restorekv.serve.store import Store
 
 GATHER = 0.005  # seconds that the first question waits for others that come with it
-SHARE = 0.25  # of the seconds that answers take, which a compression gets
+SHARE = 0.25  # seconds that a compression gets for each second that answers take
 SLICE = 0.05  # seconds that a compression gets at a time
 PREPARING = 4  # questions that are prepared at the same time
 
@@ -63,16 +63,16 @@ class LocalQuestion(ActiveQuestion):
 
 
 class EmbeddedEngine(CacheEngine[LocalQuestion]):
-    """Answers up to `decoding.BATCH` questions at a time.
+    """An engine that answers up to `decoding.BATCH` questions at a time, in this process.
 
     Args:
         model: The model.
         tokenizer: Its tokenizer.
         store: The documents on disk.
         memory: Bytes of documents in memory.
-        max_waiting: How many more questions may wait for a slot; None means no limit. They hold no
-            document.
-        adapter: What restores documents.
+        max_waiting: How many more questions may wait for a slot; None means no limit. Waiting
+            questions do not keep documents in memory.
+        adapter: The adapter that restores documents, as `compress` takes it.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         self.prepare_executor = ThreadPoolExecutor(PREPARING, "restorekv-prepare")
         self.prepared: queue.SimpleQueue[LocalQuestion | None] = queue.SimpleQueue()
         self.scheduler = Scheduler(model, self.stop_ids)
-        # Questions without a document append to this one; so they share their passes too.
+        # All questions without a document continue this cache, so they share forward passes, too.
         self.empty_cache: RaggedCache | None = None
         self.beginning = threading.Lock()
         self.idle = threading.Event()  # cleared while a pass of the model writes tokens
@@ -111,13 +111,13 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
     def stop_asking(self) -> None:
         """Refuse the questions that have no slot yet."""
         super().stop_asking()
-        # A question that has a slot is answered, if that takes no longer than the server's end.
+        # A question that has a slot is answered, if that takes no longer than the shutdown.
         for question in list(self.tasks.values()):
             if not question.started:
                 settle_future(question.done, error=UnavailableError(ENDING))
 
     def close(self) -> None:
-        """End; what is still being answered gets an error."""
+        """Shut down; questions that are still being answered get an error."""
         super().close()
         if self.prepare_executor:
             self.prepare_executor.shutdown(wait=False)
@@ -173,7 +173,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
             # Without a document the model reads the whole conversation.
             computed = context.num_tokens
             too_long = "The conversation is longer than {}; shorten it."
-        # Restore tokens have positions too; the empty cache has none of a plain conversation.
+        # Restore tokens take positions, too. Without a document both numbers are 0.
         positions = max(context.num_tokens, cache.get_seq_length())
         self.limit_answer(question, positions + len(prompt), too_long)
         # One row of the scheduler for every sample.
@@ -227,7 +227,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         self.idle.set()
 
     def _admit_prepared(self) -> bool:
-        """Admit the questions that are prepared; with nothing to do, wait for one.
+        """Admit the questions that are prepared; if no other is being answered, wait for one.
 
         Returns:
             Whether more may come.
@@ -235,7 +235,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         if not self.scheduler.busy:
             self.idle.set()
             active = self.prepared.get()
-            # Those that come together are read together.
+            # Questions that come together are read together.
             while active is not None:
                 self._admit(active)
                 try:
@@ -273,7 +273,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         """Pass a token on; with the last one, the question's task continues."""
         active = output.request.label
         assert isinstance(active, LocalQuestion)
-        # A question may be settled before its rows have ended, as the server ends. The scheduler
+        # The server's shutdown may settle a question before its rows have ended. The scheduler
         # drops it before its next step, and only that frees its slot.
         try:
             if output.error is None and output.token is not None:
@@ -292,7 +292,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         self.scheduler = Scheduler(self.model, self.stop_ids)
 
     def _yield_to_compression(self, seconds: float) -> None:
-        """Give a compression its share of the time, after a step that took some seconds."""
+        """Give a running compression its share of the time, after a step that took `seconds`."""
         if self.job is None:
             self.owed = 0.0
             return
@@ -305,8 +305,8 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
     # In the thread that compresses, before each layer of the model.
 
     def _yield_to_decoding(self, *_: object) -> None:
-        """Let a token be written first; abort a compression when the server ends."""
-        # The hook runs in every pass of the model, and holds up compressions alone.
+        """Wait while a token is being written; abort the compression when the server ends."""
+        # The hook runs in every pass of the model, but only a compression has to wait.
         if threading.get_ident() != self.compressing_thread:
             return
         if not self.ending:

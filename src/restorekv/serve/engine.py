@@ -50,20 +50,20 @@ class CacheState(NamedTuple):
 WAITING = CacheState("waiting", 0.0)
 READY = CacheState("ready", 1.0)
 
-# Returns a text, or the path of a cache file. It is called only where the content is needed.
+# Returns a text, or the path of a cache file. It is called only if the content is needed.
 Content = Callable[[], str | Path]
 
 
 class BusyError(RestoreKVError):
     """Too many requests are waiting."""
 
-    # With an argument, because an error that is unpickled is made again with those it had.
+    # It takes the message as an argument because unpickling an error passes its arguments again.
     def __init__(self, message: str = "Too many questions are waiting; retry in a moment.") -> None:
         super().__init__(message)
 
 
 class UnavailableError(RestoreKVError):
-    """What the engine needs does not answer; the request was right."""
+    """Something that the engine needs does not answer; the request itself was right."""
 
 
 class DeletedError(RestoreKVError):
@@ -74,7 +74,9 @@ class DeletedError(RestoreKVError):
 
 
 def find_resource_shortage(error: BaseException | None) -> ResourceShortage | None:
-    """Return the error in a chain of causes that says what the machine lacked, if there is one."""
+    """Return the error in a chain of causes that comes from a lack of memory, disk space or the
+    like; None if there is none.
+    """
     while error is not None:
         if isinstance(error, MemoryError | sqlite3.OperationalError):
             return error
@@ -85,7 +87,7 @@ def find_resource_shortage(error: BaseException | None) -> ResourceShortage | No
 
 
 def explain_resource_shortage(error: BaseException) -> tuple[int, str] | None:
-    """Return a status and a sentence where the machine lacked something, None for other errors."""
+    """Return an HTTP status and a sentence if the machine lacked something, else None."""
     shortage = find_resource_shortage(error)
     if shortage is None:
         return None
@@ -117,8 +119,8 @@ class ServedDocument:
         variant: How it is held.
         tokens: Its length.
         fresh: Whether it was compressed for this request.
-        context: Its ids, where the engine reads the whole text itself.
-        content: Its content once more, where the engine may have to send it again.
+        context: Its ids, if the engine reads the whole text itself.
+        content: A function that returns its content, if the engine may have to send it again.
     """
 
     sha256: str
@@ -144,11 +146,11 @@ class ServedQuestion:
         sampling: How the answers are written.
         on_token: Called with (sample, id, *TokenSampler.likely) for every token, from any thread.
         done: The `Reply`, or an error.
-        started: Whether it no longer waits. In the library's engine it has its slot then; where
-            vLLM or replicas schedule questions, its first token has come.
+        started: Whether it no longer waits: in the library's engine since it got its slot; with
+            vLLM or replicas, which schedule questions themselves, since its first token.
         cancelled: Whether the client has disconnected.
-        prompt: A text or token ids that are all the model reads, instead of documents, turns, text
-            and system; the answer is then what follows, with any space that it begins with.
+        prompt: A text or token ids that the model reads instead of documents, turns, text and
+            system. The answer then keeps any space that it begins with.
         has_seed: Whether the client gave the seed of `sampling`, which is random otherwise.
     """
 
@@ -196,7 +198,9 @@ class Reply:
 
 
 class Engine(ABC):
-    """Answers questions about documents. HTTP calls all methods in the thread of its event loop.
+    """Base class of engines, which answer questions about documents.
+
+    Unless a method says otherwise, the server calls it in the thread of its event loop.
 
     A question goes through these steps, and at each of the first two it may have to wait:
 
@@ -216,8 +220,8 @@ class Engine(ABC):
 
     tokenizer: Tokenizer
     stop_ids: set[int]  # ids that end an answer
-    # Seconds the engine needs at its end after all requests have ended, where it is more than a
-    # moment.
+    # Seconds that the engine needs to shut down after all requests have ended, if that is more than
+    # a moment.
     shutdown_grace: float = 0.0
 
     def __init__(self, max_waiting: int | None) -> None:
@@ -248,7 +252,10 @@ class Engine(ABC):
         return sum(not (question.started or question.cancelled) for question in self.tasks.values())
 
     def wait_for_tasks(self, seconds: float) -> None:
-        """Block until no question is being answered, at most some seconds; not in the loop."""
+        """Block until no question is being answered, for at most `seconds`.
+
+        Never call this in the event loop, which it would block.
+        """
         deadline = time.monotonic() + seconds
         while self.tasks and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -265,7 +272,7 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End, after `stop_asking`; runs in a thread. Questions that remain get an
+        """Shut down, after `stop_asking`; called in a thread. Questions that remain get an
         UnavailableError.
         """
 
@@ -307,7 +314,7 @@ class Engine(ABC):
 def settle_future(
     future: Future, result: object = None, error: BaseException | None = None
 ) -> None:
-    """Set a result or an error, unless the future has one: the server's end may come first."""
+    """Set a result or an error, unless the future has one: the shutdown may have come first."""
     with suppress(InvalidStateError):
         if error is None:
             future.set_result(result)

@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 
 TOOLS = "this server calls no tools"
 REASONING = "the models here do not reason first"
-# Frameworks ask for a call of a tool where they want an answer in JSON.
+# Frameworks ask for a call of a tool if they want an answer in JSON.
 WITHOUT_TOOLS = "leave it out, or ask for an answer in JSON by {}"
 
 
@@ -58,7 +58,7 @@ CHAT_IGNORED = IGNORED_ALWAYS | {"functions", "prediction", "store"}
 CHAT_REFUSED: Refused = {
     **REFUSED_ALWAYS,
     "audio": Refusal((), "answers are text"),
-    # vLLM's, which clients of models that can think send to have them not do so.
+    # A field of vLLM, by which clients turn thinking off.
     "chat_template_kwargs": Refusal(
         ({"enable_thinking": False}, {}), "the chat template is used unchanged, with thinking off"
     ),
@@ -118,22 +118,22 @@ PART_REFUSED: Refused = {
         (), "this server fetches nothing from other sites", "upload the file and send its file_id"
     ),
 }
-# By mark of a text as a document, OpenAI's and Anthropic's: the field that says its kind, and the
-# only kind that there is. How long a cache lasts is the server's matter.
+# OpenAI's and Anthropic's marks that make a text a document; for each, the field with its kind, and
+# the only kind that there is. How long a cache lasts is up to the server.
 CACHE_MARKS = {
     "prompt_cache_breakpoint": ("mode", "explicit"),
     "cache_control": ("type", "ephemeral"),
 }
 MARK_IGNORED = frozenset({"ttl"})
-# What names a file, in a part of a message or in the object `file` of one.
+# Fields that name a file, in a part of a message or in the object `file` of a part.
 FILE_FIELDS = ("file_id", "filename", "file_data", "format")
-# Fields of a schema: every answer follows it strictly.
+# Fields of an answer's format without effect; every answer follows its schema strictly anyway.
 FORMAT_IGNORED = frozenset({"description", "name", "strict"})
-NUMBERS: tuple[Any, ...] = (int | None, float | None)  # types of fields
+NUMBERS: tuple[Any, ...] = (int | None, float | None)  # types of fields that are numbers
 STREAM = frozenset({"include_usage", "include_obfuscation"})
 
 
-# What other servers call a field that requests here have.
+# Names that other servers have for fields of requests here.
 FIELD_ALIASES = {
     "num_predict": "max_tokens",
     "max_new_tokens": "max_tokens",
@@ -151,12 +151,12 @@ def take_known(
     """Return an object of a request without the fields that have no effect.
 
     Args:
-        given: What the request holds; anything but an object is returned as it is.
+        given: What the request holds; anything but an object is returned unchanged.
         honored: The fields that have an effect.
         ignored: Those that may have any value, since none changes an answer.
         refused: Those that may only ask for nothing.
-        prefix: What comes before its fields' names in an error, such as "file.", where the
-            object is inside the one that pydantic validates and names.
+        prefix: What an error puts before the names of its fields, such as "file.", if the object
+            is inside the one that pydantic validates and names.
 
     Raises:
         PydanticCustomError: A field is unknown, asks for what is not supported, or has a boolean
@@ -167,7 +167,7 @@ def take_known(
     taken = {}
     for name, value in given.items():
         if name in honored:
-            # Pydantic would silently read true as 1, such as a flag of a different API.
+            # Pydantic would silently read true, such as a flag of a different API, as 1.
             is_number = getattr(honored[name], "annotation", None) in NUMBERS
             if is_number and isinstance(value, bool):
                 why = "must be a number, not true or false"
@@ -227,7 +227,7 @@ def check_cache_marks(part: Mapping[str, Any]) -> None:
 
 
 def check_kind_of_part(part: Mapping[str, Any]) -> None:
-    """Refuse a text in a file part and a file in a text part: one of both would be ignored.
+    """Refuse a text in a file part and a file in a text part, which would be ignored.
 
     Raises:
         PydanticCustomError: A part has a field of the other kind, or names two files.
@@ -268,7 +268,7 @@ def make_field_error(code: LiteralString, name: str, why: str) -> PydanticCustom
 
     Args:
         code: A word for programs.
-        name: The field, seen from the object whose validator raises the error.
+        name: The field, named inside the object that pydantic validates.
         why: The rest of the sentence.
     """
     return PydanticCustomError(code, "{param} {why}", {"param": name[:120], "why": why})

@@ -1,4 +1,6 @@
-"""What comes before every request: keys, other sites' pages, bounds on bodies, and the log."""
+"""What happens around every request: checks of keys, of pages of other sites and of the size and
+speed of bodies, and the log.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ DRAIN = 5.0  # seconds in which the rest of a refused body is read, so its clien
 
 
 class RefusedError(Exception):
-    """A body that is not read to its end."""
+    """The reason why a body is not read to its end."""
 
     def __init__(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
         super().__init__(message)
@@ -42,7 +44,7 @@ class RefusedError(Exception):
 
 
 class OpenRequests:
-    """Requests that are being answered, which the server's end aborts."""
+    """The requests that are being answered; the server's shutdown aborts them."""
 
     def __init__(self) -> None:
         self.aborted = False
@@ -56,18 +58,20 @@ class OpenRequests:
 
 
 class Guard:
-    """Checks each request's origin and key, bounds its body as it arrives, and logs it.
+    """A middleware that checks each request's origin and key, bounds its body as it arrives, and
+    logs it.
 
     The log has no text of requests.
 
     Args:
         app: What answers.
         keys: The keys that clients may use; an empty list asks for none.
-        largest: Bytes of a body.
+        largest: The most bytes that a body may have.
         open_paths: Paths that are asked without a key.
         open_requests: Where requests are noted while they are answered.
-        note: Gets the path of every request, as its route has it, its status and its seconds.
-        host_names: What requests without a key may call this machine, besides localhost.
+        note: Called after every request, with its path as its route has it, status and seconds.
+        host_names: Names of this machine, in addition to localhost, that requests without a key may
+            use.
     """
 
     def __init__(
@@ -153,7 +157,7 @@ class Guard:
                 "Refused a request from another site's page, or to another host's name; call this "
                 "server localhost or 127.0.0.1, or start it with API keys.",
             )
-        # From the scope, since url.path may be what the Host header says.
+        # Read from the scope, because a Host header can change url.path.
         needs_key = self.keys and request.scope["path"] not in self.open_paths
         if needs_key and not has_key(request.headers.get("authorization", ""), self.keys):
             return make_problem_response(
@@ -178,7 +182,7 @@ class Guard:
         return None
 
     async def _run_app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application; answer a body that is too large or too slow instead of it."""
+        """Run the application; if the body is too large or too slow, answer with an error."""
         headers = Request(scope).headers
         begun = False
         body = Body(receive, self)
@@ -192,7 +196,7 @@ class Guard:
                 await send(message)
 
         try:
-            # Refused before a byte of it is read. A length that is not true is counted as it comes.
+            # Refused before a byte is read. A length may be a lie, so bytes are counted, too.
             if int(headers.get("content-length", "0")) > self.largest:
                 body.refused = self.make_size_error()
             else:
@@ -223,7 +227,7 @@ class Guard:
 class Body:
     """A request's body as it arrives, which is neither too large nor too slow.
 
-    `spooled` ones go to disk. `refused` says why a body is not read to its end.
+    A `spooled` body goes to disk. `refused` says why a body is not read to its end.
     """
 
     def __init__(self, receive: Receive, guard: Guard) -> None:
@@ -255,7 +259,7 @@ class Body:
         return message
 
     def _count_piece(self, message: Message) -> RefusedError | None:
-        """Count a piece; return why no more of the body is read, None where it continues."""
+        """Count a piece; return why no more of the body is read, or None to continue."""
         size = len(message.get("body", b""))
         self.over = message["type"] != "http.request" or not message.get("more_body", False)
         # The framework spools the parts of forms to disk, so these bytes are not in memory.
@@ -299,7 +303,7 @@ class Connection(H11Protocol):
     """
 
     def connection_made(self, transport: Transport) -> None:
-        """Begin to look whether something moves."""
+        """Begin to check for silence, every IDLE_TIMEOUT seconds."""
         super().connection_made(transport)
         self.seen: tuple[object, int] = (None, 0)
         self.loop.call_later(IDLE_TIMEOUT, self.check)
@@ -319,22 +323,22 @@ class Connection(H11Protocol):
 
 
 def is_from_here(request: Request, keys: Sequence[str], host_names: Sequence[str]) -> bool:
-    """Return whether a request without a key comes from no other site's page.
+    """Return whether a request does not come from a page of another site; with keys, always true.
 
-    Such a page could read the documents here. It sends its own Origin, or has made its name resolve
-    to this machine, which the Host shows. `host_names` are names of this machine that a page of
-    another site cannot have.
+    Without keys, such a page in a browser on this machine could read the documents here. Its
+    requests have its own Origin, or, if it made its name resolve to this machine, that name as
+    their Host. `host_names` are names of this machine that a page of another site cannot have.
     """
     if keys:
         return True
     host = request.headers.get("host", "")
     origin = request.headers.get("origin")
-    # Browsers send it with every request of a page to another origin.
+    # Browsers send Origin with every request of a page to another origin.
     if origin is not None and origin.split("://", 1)[-1] != host:
         return False
     # DNS rebinding: the page's own name resolves to 127.0.0.1, but its Host header shows it.
     is_local = request.client is None or request.client.host in LOOPBACK
-    # Without its port, which is left out where it is 80; an IPv6 address has colons itself.
+    # Without its port, which may be missing (if it is 80); an IPv6 address has colons itself.
     name = re.sub(r":[0-9]*$", "", host).strip("[]").lower()
     return not is_local or name in (*LOOPBACK, "localhost", *host_names)
 
@@ -344,7 +348,7 @@ def has_key(header: str, keys: Sequence[str]) -> bool:
     # The name of a scheme may be written in any case (RFC 9110).
     scheme, _, rest = header.partition(" ")
     given = (rest.strip(" ") if scheme.lower() == "bearer" else header).encode()
-    # A list, so that `any` cannot stop early and tell by its time which key was near.
+    # A list, so that `any` does not stop early: the time would reveal which key matched.
     return any([hmac.compare_digest(given, key.encode()) for key in keys])  # noqa: C419
 
 
@@ -365,7 +369,7 @@ def make_problem_response(
         param: The field of the request that is at fault.
     """
     kind = "server_error" if status >= 500 else KINDS.get(status, "invalid_request_error")
-    # Half a character of the request cannot be sent back.
+    # A lone surrogate from the request cannot be encoded.
     message = message.encode(errors="replace").decode()
     if param is not None:
         param = param.encode(errors="replace").decode()

@@ -1,7 +1,7 @@
-"""The index of a store: rows in SQLite on disk, and a copy in memory from which all is read.
+"""The index of a store: rows in SQLite on disk, and a copy in memory that serves all reads.
 
-So reading needs no disk, and a change that may wait is written once the disk takes it again. What a
-client was promised is durable: it is on disk before it is in memory.
+So reading does not need the disk, and a change that may wait is written once the disk takes it
+again. What a client was promised is durable: it is on disk before it is in memory.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from restorekv.errors import RestoreKVError, make_printable
 
 VERSION = 2  # of what the rows mean
 RESERVE = 1 << 16  # bytes
-# Pending is what the shared folder does not know yet: a new cache, or with an empty key, the
-# deletion of a document.
+# `pending` has what the shared folder does not know yet: new caches and, as rows with an empty key,
+# deleted documents. `reserve` keeps the journal large; see `open_writable`.
 SCHEMA = """
 create table if not exists files (
     id text primary key, sha256 text not null, name text not null, purpose text not null,
@@ -37,8 +37,8 @@ create table if not exists reserve (id integer primary key, filler blob not null
 TABLES = {"files", "caches", "pending"}
 Statement = tuple[str, Sequence[Any]]  # SQL and its parameters
 
-# What rows may hold. Ids, keys and hashes become names of files, which are read and removed: a
-# stranger's would lead out of the store.
+# What rows may hold. Ids, keys and hashes become names of files that are read and removed, so a
+# forged one could lead out of the store.
 FILE = r"file-[0-9a-f]{24}"
 KEY = r"[0-9a-f]{32}"
 SHA256 = r"[0-9a-f]{64}"
@@ -89,13 +89,13 @@ ROWS: dict[str, Any] = {"files": Upload, "caches": CacheRow, "pending": PendingR
 class Index:
     """The rows of the file `path`; callers hold a lock around every call.
 
-    Where the disk cannot be written, the rows can only be read.
+    If the disk cannot be written, the rows can only be read.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.deferred: list[Statement] = []  # changes that are in memory and not yet on disk
-        # When caches were used last, where that is not yet on disk.
+        # Times of last use that are not yet on disk, by key.
         self.touched: dict[str, float] = {}
         self.memory = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
         self.disk: sqlite3.Connection | None = None  # None while it cannot be written
@@ -194,7 +194,7 @@ class Index:
         self.touched.clear()
 
     def close(self) -> None:
-        """Write what waits, where that is possible."""
+        """Write what waits, if the disk takes it, and close the index."""
         with suppress(sqlite3.Error):
             if self.deferred or self.touched:
                 self.write_to_disk(())
@@ -251,8 +251,8 @@ def open_writable(path: Path) -> sqlite3.Connection:
 
     The rollback journal stays on disk between transactions, at the size that a change of RESERVE
     bytes needs. A small change, such as a deletion, overwrites it and the pages of the index, and
-    so needs no further space. One process uses a store, so the index stays locked, which needs no
-    file of shared memory either.
+    so needs no further space. Only one process uses a store, so the index stays locked; then SQLite
+    needs no file of shared memory either.
     """
     disk = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=1)
     try:
@@ -266,7 +266,7 @@ def open_writable(path: Path) -> sqlite3.Connection:
             disk.execute(statement)
         disk.execute("insert or replace into reserve values (1, randomblob(?))", (RESERVE,))
         disk.execute("commit")
-        # The journal gets its size.
+        # This change gives the journal its size.
         disk.execute("update reserve set filler = randomblob(?)", (RESERVE,))
     except BaseException:
         disk.close()
@@ -285,7 +285,7 @@ def load_read_only(path: Path, memory: sqlite3.Connection, problem: sqlite3.Erro
     Raises:
         RestoreKVError: It cannot be read either.
     """
-    # Immutable, last: without a lock and without a log next to it.
+    # The second try, immutable, needs neither a lock nor a log next to the file.
     for mode in ("mode=ro", "mode=ro&immutable=1"):
         if problem.sqlite_errorcode == sqlite3.SQLITE_BUSY:
             break  # another process holds the index
@@ -296,7 +296,7 @@ def load_read_only(path: Path, memory: sqlite3.Connection, problem: sqlite3.Erro
                 disk.execute("pragma temp_store = memory")
                 check_schema(path, disk)
                 for table in TABLES:
-                    # Raises an error immediately, where `backup` would retry forever.
+                    # Raises an error immediately; `backup` would retry forever.
                     disk.execute(f"select 1 from {table} limit 1")
                 disk.backup(memory)
                 return

@@ -38,7 +38,7 @@ IsGone = Callable[[], Awaitable[bool]]
 
 
 class Questions:
-    """Asks the engine what requests ask, and knows which answers are being written."""
+    """The link from requests to the engine, which knows the answers that are being written."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -91,7 +91,7 @@ class Questions:
         chat = parse_chat(request, service.base, service.limits.tokens, service.defaults, names)
         service.check_open()
 
-        # Compressing may take longer than the server still runs; its end is then the answer.
+        # The server may end while documents are compressed; the client is then told so.
         async def is_over() -> bool:
             service.check_open()
             return await is_gone()
@@ -134,7 +134,7 @@ class Questions:
             is_gone: Returns whether the client has disconnected.
         """
         service = self.service
-        # While it is in `answering`, the server's end can settle it.
+        # While it is in `answering`, the server's shutdown can settle it.
         reply, tokens = ask_engine(service.engine, question)
         self.answering[reply] = question
         reply.add_done_callback(self.answering.pop)
@@ -171,8 +171,8 @@ class PendingAnswer:
 
     Args:
         question: What the engine was asked.
-        reply: What it will say.
-        tokens: What it has said that is not read yet, with None at the end.
+        reply: The engine's reply, once the answer is complete.
+        tokens: What `on_token` got and is not read yet, with None at the end.
         texts: The text of each sample so far.
         header: What all parts of the answer begin with.
         is_gone: Returns whether the client has disconnected.
@@ -190,13 +190,13 @@ class PendingAnswer:
     peeked: list[tuple | None] = field(default_factory=list)
 
     async def wait_for_reply(self) -> Reply:
-        """Return the reply; a client who leaves and a limit of seconds end the writing."""
+        """Return the reply; stop the writing if the client leaves or the time limit passes."""
         return await self._wait(self.reply)
 
     async def start_stream(self, events: AsyncIterator[str]) -> Response:
         """Return events as a response once the first token is there.
 
-        So an error of the question is raised while the response can still have a status.
+        This way an error of the question is raised while it can still decide the response's status.
         """
         first = await self._wait(asyncio.ensure_future(self.tokens.get()))
         # No token came: raise the error, if there was one.
@@ -232,8 +232,8 @@ class PendingAnswer:
             self.question.cancelled = True
 
     async def _iter_tokens(self) -> AsyncIterator[tuple[tuple, bool]]:
-        """Yield (sample, token) with what else was said of it, and whether it is one of the copies
-        at the end of an answer that repeats itself, which the text of the answer does not have.
+        """Yield what `on_token` got for each token, and whether the token is in one of the copies
+        at the end of an answer that repeats itself; the answer's text leaves these out.
         """
         copies = self.question.sampling.copies
         filters: list[CopyFilter[tuple]] = [
@@ -256,7 +256,7 @@ class PendingAnswer:
                 yield each, True
 
     async def _wait(self, future: asyncio.Future[T]) -> T:
-        """Return the result of a future; when it does not come, the writing ends."""
+        """Return the result of a future; if it does not come, stop the writing."""
         try:
             return await wait_unless_gone(future, self.is_gone, self.seconds)
         except BaseException:
@@ -300,7 +300,7 @@ async def wait_unless_gone(future: asyncio.Future[T], is_gone: IsGone, seconds: 
     """
 
     async def wait_and_look() -> T:
-        # A client who leaves cancels nothing here, so look for it every second.
+        # Nothing here is cancelled when the client leaves, so check for that every second.
         while not future.done():
             await asyncio.wait([future], timeout=1.0)
             if not future.done() and await is_gone():

@@ -26,7 +26,7 @@ from restorekv.serve import schemas
 from restorekv.serve.engine import Engine, Reply, ServedDocument
 from restorekv.serve.index import Upload
 
-SECONDS = (0.01, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # of requests, borders of what is counted apart
+SECONDS = (0.01, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # limits of buckets of requests' durations
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def make_chunk(
 
     Args:
         header: The header of the answer.
-        number: Which of several answers.
+        number: The index of the answer, among several.
         delta: What is new.
         finish: Why the answer ended, in its last piece.
         likely: The log-probabilities of its tokens.
@@ -172,7 +172,7 @@ def describe_logprobs(
 
 
 def describe_model(name: str, created: int) -> schemas.Model:
-    """Return a model as the client sees it, with the second since which it is here."""
+    """Return a model as the client sees it; `created` is when the server started, since 1970."""
     return schemas.Model(id=name, object="model", created=created, owned_by="restorekv")
 
 
@@ -192,13 +192,13 @@ def describe_upload(upload: Upload) -> schemas.File:
 
 
 class EngineCollector:
-    """Gives Prometheus what an engine counts."""
+    """A collector that gives Prometheus an engine's counters and gauges."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
     def collect(self) -> list[CounterMetricFamily | GaugeMetricFamily]:
-        """Return one family for each number."""
+        """Return one family of metrics for each number."""
         counted, now = self.engine.collect_metrics()
         families: list[CounterMetricFamily | GaugeMetricFamily] = []
         for name, value in counted.items():
@@ -215,7 +215,7 @@ class EngineCollector:
 
 
 class RequestMetrics:
-    """Counts requests by path and status, and how long they took."""
+    """Counters of requests by path and status, and histograms of how long they took."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -243,6 +243,6 @@ def format_metrics(engine: Engine, requests: RequestMetrics) -> bytes:
     """Return all numbers in Prometheus' text format."""
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine))
-    # Those of the process, and vLLM's own where it runs in this process.
+    # The process's own metrics, and vLLM's if it runs in this process.
     others = generate_latest(REGISTRY)
     return generate_latest(registry) + generate_latest(requests.registry) + others

@@ -26,7 +26,7 @@ PART_TYPES = {"text", "input_text", "output_text", "file", "input_file"}
 LARGEST_SCHEMA = 1 << 15  # characters; one of 250,000 blocks all other requests for 17 seconds
 
 DOCX = "application/vnd.openxmlformats-officedocument.wordprocessingml.document"
-# What the names of files get which have a type and no ending.
+# Endings that are added to the names of files without a known one, by media type.
 ENDINGS = {
     "application/pdf": ".pdf",
     "application/xhtml+xml": ".html",
@@ -44,7 +44,7 @@ TEXT_TYPES = {
     "application/xml",
     "application/yaml",
 }
-# What clients send where they know no type; "none" is LlamaIndex's.
+# What clients send if they know no type; "none" is LlamaIndex's.
 UNKNOWN_TYPES = {"", "application/octet-stream", "none", "null", "undefined"}
 CHARSETS = {"", "utf-8", "utf8", "us-ascii"}
 
@@ -72,7 +72,7 @@ Text = Annotated[str, AfterValidator(_check_text)]
 
 @dataclass(frozen=True)
 class UploadedFile:
-    """A file by the id of its upload, and how the request says that it is read, if it does."""
+    """An uploaded file by its id, and the kind of file that the request says it is, if it does."""
 
     id: str
     kind: str | None = None
@@ -86,7 +86,7 @@ class AttachedFile:
     content: bytes
 
 
-# A document of a request; a text is its own.
+# A document of a request: a text itself, or a file.
 DocumentPart = str | UploadedFile | AttachedFile
 
 
@@ -110,7 +110,7 @@ class FileReference(BaseModel):
     format: Text | None = None
 
     def find_file(self) -> UploadedFile | AttachedFile:
-        """Return the file; its id may be empty, where the request has neither id nor file."""
+        """Return the file; its id is empty if the request has neither an id nor a file."""
         if self.file_id and self.file_data:
             raise RestoreKVError("A file part must have file_id or file_data, not both; drop one.")
         stated_type = (self.format or "").strip().lower()
@@ -150,14 +150,15 @@ def complete_name(name: str, media_type: str, content: bytes) -> str:
     # What follows the last dot need not be an ending, as in "notes v1.2".
     if media_type in ENDINGS:
         return name + ENDINGS[media_type]
-    # An unknown ending such as .php may be of a text that only begins as an HTML page does.
+    # A file with an unknown ending, such as .php, may be a text that only begins like an HTML page.
     if media_type in UNKNOWN_TYPES and not suffix:
         return name + guess_ending(content)
     return name
 
 
 def _check_name(name: str, media_type: str) -> None:
-    """Refuse a PDF, DOCX or EPUB whose name says otherwise, and a name that wrongly says so.
+    """Refuse a PDF, DOCX or EPUB with the name of a different kind, and one of these names for a
+    file of a different kind.
 
     Between texts the name decides, since many clients call all of them text/plain.
     """
@@ -172,8 +173,8 @@ def _check_name(name: str, media_type: str) -> None:
 
 
 def find_kind_of_type(media_type: str) -> str | None:
-    """Return how files of a media type are read (extract.py), None where it does not say; refuse
-    types that cannot be read.
+    """Return the kind of a media type's files (extract.py), or None if the type does not say;
+    refuse types that cannot be read.
     """
     if media_type in UNKNOWN_TYPES:
         return None
@@ -258,13 +259,13 @@ class MessagePart(FileReference):
 
     @property
     def document_field(self) -> str:
-        """The field that has the document; "" where the part itself names its file."""
+        """The field that has the document; "" if the part itself names its file."""
         if "file" not in self.type:
             return "text"
         return "file" if self.type == "file" or self.file else ""
 
     def find_document(self) -> DocumentPart:
-        """Return the document that this part is; raise RestoreKVError where it is nothing."""
+        """Return the document that this part is; raise RestoreKVError if it is empty."""
         if "file" not in self.type:
             if not self.text:
                 raise RestoreKVError("A document is empty; give a text.")
@@ -352,11 +353,11 @@ class Format(BaseModel):
 
 @dataclass(frozen=True)
 class AnswerDefaults:
-    """What an answer gets where its request does not say.
+    """Settings of answers, for requests that do not give them.
 
     Args:
-        temperature: 1, as OpenAI's, unless the server's flag says otherwise.
-        stop_repeats: As the request's field; 0 never ends an answer that repeats itself.
+        temperature: 1, as in OpenAI's API, unless the server's flag says otherwise.
+        stop_repeats: As in `SamplingRequest`; 0 never ends an answer that repeats itself.
     """
 
     temperature: float = 1.0
@@ -387,7 +388,8 @@ class SamplingRequest(BaseModel):
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
-    # Ours: an answer ends when its last tokens are one block so many times; 0 or 2 to 1000.
+    # Ours: an answer ends once it ends with the same block of tokens this many times; 0 (never) or
+    # 2 to 1000.
     stop_repeats: int | None = Field(None, ge=0, le=1000)
 
     @property
@@ -509,14 +511,15 @@ def parse_chat(
 
     Any message but the assistant's may hold documents. The model reads all of them first, in their
     order; the texts of a message stay together. Chat templates do not allow a system message after
-    the first turn, so it becomes a user message, nor an assistant that begins, so an empty question
-    precedes it. If the last message is the assistant's, the model continues it.
+    the first turn, so it becomes a user message. Nor do they allow a conversation that the
+    assistant begins, so an empty question precedes it. If the last message is the assistant's, the
+    model continues it.
 
     Args:
         request: What was sent.
         base: The name of the server's model.
         max_tokens: The server's limit on answers.
-        defaults: What an answer gets where the request does not say.
+        defaults: Settings of answers, for what the request does not give.
         names: The fields of the messages, for errors; "messages.0" and so on by default.
 
     Raises:
@@ -588,7 +591,7 @@ def _read_message(message: Message, name: str, documents: list[RequestedDocument
     Args:
         message: What was sent.
         name: Its field, for errors.
-        documents: Gets its documents.
+        documents: The list to which its documents are added.
 
     Raises:
         OptionError: The message cannot be used; `option` is the field.
@@ -615,8 +618,10 @@ def _read_message(message: Message, name: str, documents: list[RequestedDocument
 
 
 def _name_inside(name: str, inner: str) -> str:
-    """Return the name of a field inside another one. Inside EARLIER that is EARLIER, because the
-    request has only the id of the answer to those messages.
+    """Return the name of a field inside another one.
+
+    Inside EARLIER it is EARLIER itself: the request has no field for each of those messages, only
+    the id of the answer to them.
     """
     return f"{name}.{inner}" if inner and name != EARLIER else name
 

@@ -121,7 +121,7 @@ class ResponseMemory:
         self.sizes: dict[int, int] = {}
 
     def find(self, name: str | None) -> list[Message]:
-        """Return the messages up to and with an answer that a request names."""
+        """Return the messages up to and including the answer that a request names."""
         if name is None:
             return []
         self._check(name, "send the turns again", EARLIER)
@@ -223,7 +223,7 @@ async def stream_response(
         data = schemas.to_json(kind(type=name, sequence_number=next(numbers), **content))
         return f"event: {name}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n"
 
-    # There is one message with one text in it; these say which, in each event about it.
+    # The output is one message with one text in it, which every event about it has to name.
     item = f"msg_{pending.header.id}"
     location = {"item_id": item, "output_index": 0, "content_index": 0}
     try:
@@ -353,7 +353,7 @@ def make_response(
         metadata=asked.metadata or {},
         max_output_tokens=asked.max_output_tokens,
         parallel_tool_calls=False,
-        # What the request left open has the server's default.
+        # If the request does not give these, they are the server's defaults.
         temperature=sampling.temperature if asked.temperature is None else asked.temperature,
         top_p=sampling.top_p if asked.top_p is None else asked.top_p,
     )

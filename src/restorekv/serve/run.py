@@ -1,4 +1,4 @@
-"""Start the server: model, store, engine and a check of both, then HTTP."""
+"""Start the server: the store, the engine, a check that stored documents load, then HTTP."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ HTTP: dict[str, Any] = {
     "proxy_headers": False,  # in which a client could name an address of its choice
     "access_log": False,
     "timeout_graceful_shutdown": 10,
-    # Longer than the 5 seconds of httpx, and so of `openai`, which are uvicorn's own as well: when
-    # both end an idle connection at the same time, a request on it fails.
+    # By default, uvicorn and httpx (and so `openai`) both end an idle connection after 5 seconds.
+    # If they do so at the same moment, a request on it fails, so the server waits longer.
     "timeout_keep_alive": 20,
 }
 LOG = logging.getLogger("restorekv.serve")
 CLOSING = 0.5  # seconds in which requests send their last words, before they are aborted
 LAST = 4.7  # seconds after a signal at which the process ends, whatever a thread of it still does
-# The text of the check at the start: long enough that half of its pairs go.
+# The text of the check at the start: long enough to evict half of its pairs.
 PROBE = "The code of the red house is seven, and the code of the blue house is nine. " * 8
 
 
@@ -77,9 +77,10 @@ class Settings:
         disk: Bytes of documents on disk.
         shared: The address of a folder of caches that several servers use.
         keys: The keys of clients; if there are none, a request needs no key.
-        host_names: What requests without a key may call this machine, besides localhost.
+        host_names: Names of this machine, in addition to localhost, that requests without a key may
+            use.
         limits: What a request may cost.
-        defaults: What an answer gets where its request does not say.
+        defaults: Settings of answers, for requests that do not give them.
         engine: The name of the engine.
         options: Options of the engine.
     """
@@ -140,7 +141,7 @@ def build_engine_app(
     Its start-up runs `check`, and continues with uploads that were not processed.
     """
     default = Variant.parse(settings.default, settings.base)
-    # An engine with a store has done so itself; Ray's engine has none in this process.
+    # An engine with a store has done this itself; Ray's engine has no store in this process.
     store.on_delete = engine.forget_document
     service = Service(engine, store, settings.base, default, settings.limits, settings.defaults)
     started = False
@@ -188,7 +189,7 @@ def open_adapter(
     """Return the adapter for every document: None, "auto", or the one of this name, loaded.
 
     It is loaded once, so that no cache is restored by files that were replaced meanwhile. Every
-    method uses it; "published" stands for the one for the method of uploads.
+    method uses it; "published" means the one for the method of uploads.
 
     Raises:
         AdapterError: It is missing, damaged or made for a different model.
@@ -205,8 +206,8 @@ def open_adapter(
 def check_loading(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
     """Check that a stored document is loaded and not computed again.
 
-    Where the disk has no room for temporary files, only a warning is logged, since documents that
-    are stored can be queried anyway.
+    If the disk has no room for temporary files, only a warning is logged, since documents that are
+    stored can be queried anyway.
     """
     try:
         _count_read_tokens(model, tokenizer)
@@ -218,10 +219,10 @@ def check_loading(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
 
 
 def _count_read_tokens(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
-    """Count the tokens that the model reads for a question to a stored document.
+    """Check how many tokens the model reads for a question to a stored document.
 
     Raises:
-        RestoreKVError: It reads more than the question.
+        RestoreKVError: It reads more than the question and the answer.
     """
     read: list[int] = []
 
@@ -242,7 +243,7 @@ def _count_read_tokens(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
             assert isinstance(answer, Answer)
         finally:
             hook.remove()
-    # Every token of the answer is read once, but the last.
+    # Every token of the answer is read once, except the last one.
     if sum(read) != answer.prompt_tokens + len(answer.ids) - 1:
         raise RestoreKVError(
             f"A stored document was read again ({sum(read)} tokens); please report this."
@@ -250,11 +251,11 @@ def _count_read_tokens(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
 
 
 class Server(uvicorn.Server):
-    """Ends in order within a few seconds, and immediately on a second signal.
+    """A uvicorn server that ends in order within a few seconds, and immediately on a second signal.
 
-    A request that has begun may be answered for GRACE seconds of questions.py; then streams end
-    with an error event, and other requests get a 503. An upload that is being compressed continues
-    after the next start.
+    Requests that have begun have GRACE seconds (questions.py) to be answered; then streams end with
+    an error event, and other requests get a 503. An upload that is being compressed is compressed
+    again after the next start.
     """
 
     def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
@@ -262,7 +263,7 @@ class Server(uvicorn.Server):
         self.application = app
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin the end on the first signal."""
+        """Begin to shut down on the first signal."""
         if self.should_exit:
             os._exit(128 + sig)  # everything on disk is written whole or not at all
         super().handle_exit(sig, frame)
@@ -270,7 +271,7 @@ class Server(uvicorn.Server):
         state = self.application.state
         state.exit_code = 0 if sig == signal.SIGINT else 128 + sig
         seconds = LAST + state.service.engine.shutdown_grace
-        # A thread that computes in C cannot be stopped, so that the process ends in any case.
+        # A thread that computes in C cannot be stopped; with this the process ends in any case.
         timer = threading.Timer(seconds, os._exit, [state.exit_code])
         timer.daemon = True
         timer.start()
@@ -311,7 +312,7 @@ def serve_app(app: FastAPI, listeners: Sequence[socket.socket]) -> None:
     except KeyboardInterrupt:
         pass
     except SystemExit:
-        # uvicorn exits where the start failed; the error itself says more.
+        # uvicorn exits if the start failed; the error itself says more.
         if app.state.problem:
             raise app.state.problem from None
         raise

@@ -44,8 +44,8 @@ from restorekv.serve.store import Store
 from restorekv.serve.variants import Variant
 
 LOG = logging.getLogger("restorekv.serve")
-RETRY_SECONDS = 5.0  # until an upload is tried again whose engine was away
-START_BYTES = 1024  # of an upload, which show its kind where its name and type do not say it
+RETRY_SECONDS = 5.0  # until an upload is tried again because the engine was away
+START_BYTES = 1024  # of an upload, to guess its kind from if its name and type do not say it
 # Reads files in requests, which may take long.
 READ_EXECUTOR = ThreadPoolExecutor(2, "restorekv-read")
 
@@ -86,7 +86,7 @@ class ApiError(HTTPException):
 
 
 class Service:
-    """Connects requests with the store and the engine.
+    """The link between requests, the store and the engine.
 
     Args:
         engine: Compresses documents and answers questions.
@@ -94,7 +94,7 @@ class Service:
         base: The name of the model.
         default: The variant that uploads are compressed as.
         limits: What requests may cost.
-        defaults: What answers get where their requests do not say.
+        defaults: Settings of answers, for requests that do not give them.
     """
 
     def __init__(
@@ -167,10 +167,11 @@ class Service:
     def resume_processing(self) -> None:
         """Begin to compress what a former run of the server did not finish.
 
-        If that run had a different model, what failed may succeed now, and a cache file may be of
-        the earlier model. Texts that were processed are compressed again when they are queried.
+        If that run had a different model, uploads that failed may succeed now, and uploaded cache
+        files may belong to the earlier model, so both are processed again. Texts that were
+        processed are compressed again only when they are queried.
         """
-        # The key of no document in particular, which holds all else that decides a cache.
+        # Without a document, the key depends only on the rest of what decides a cache.
         origin = self.engine.make_key("", self.default)
         is_other = self.store.read_origin() != origin
         for upload in self.store.list_uploads():
@@ -191,7 +192,7 @@ class Service:
         except UnavailableError:
             if self.ending:  # the next start continues with it
                 return
-            # The engine is away for a while, as a replica that restarts.
+            # The engine is away for a while, such as a replica that restarts.
             await asyncio.sleep(RETRY_SECONDS)
             if not self.store.drop_caches_if_deleted(upload):
                 self.start_processing(upload)
@@ -201,7 +202,7 @@ class Service:
             self.store.set_status(upload, PROCESSED, warning)
 
     def find_upload(self, upload_id: str) -> Upload:
-        """Return an upload by its id; raise ApiError where there is none."""
+        """Return an upload by its id; raise ApiError if there is none."""
         upload = self.store.get_upload(upload_id)
         if upload is None:
             raise ApiError(
@@ -210,7 +211,7 @@ class Service:
         return upload
 
     def choose_variant(self, upload: Upload, variant: Variant) -> Variant:
-        """Return the variant that an upload is held as, where a request asks for `variant`.
+        """Return the variant that an upload is held as, if a request asks for `variant`.
 
         A cache file answers as it was compressed, so only the model's name without a variant can
         query it. It is held as the default, as every upload first is.
@@ -229,7 +230,7 @@ class Service:
         return self.default
 
     def _read_content(self, upload: Upload) -> str | Path:
-        """Return the text of an upload; of a cache file, its path."""
+        """Return the text of an upload, or the path of an uploaded cache file."""
         if find_kind(upload.name) == CACHE:
             return self.store.upload_path(upload.id)
         extraction = read_document(upload.name, self.store.read_upload(upload.id))
@@ -293,7 +294,7 @@ class Service:
                 LOG.warning(json.dumps({"problem": extraction.warning}))
         else:
             text = part
-        # As files are read, whose byte order mark is not part of the text.
+        # A byte order mark is not part of the text; files are read without it, too.
         text = text.lstrip("\ufeff")
         # The same text in another request is the same document.
         digest = start_document_hash(TEXT)
@@ -333,7 +334,7 @@ class Service:
         return document
 
     async def _compress_upload(self, upload: Upload, variant: Variant) -> ServedDocument:
-        """Return an upload's document, which is compressed unless its cache is there."""
+        """Return an upload's document; compress it unless its cache is there."""
         try:
             return await self.engine.get_document(
                 upload.sha256, variant, lambda: self._read_content(upload)
@@ -346,7 +347,7 @@ class Service:
 
 @contextmanager
 def _name_field(field: str) -> Iterator[None]:
-    """Let an error of the block name a field of the request, unless it names one already."""
+    """Make an error of the block name a field of the request, unless it names one already."""
     try:
         yield
     except ApiError as error:

@@ -1,8 +1,8 @@
 """Caches that several servers share: a folder at any address that fsspec knows, by document.
 
-A file appears there whole or not at all. What is deleted leaves a note, so the other servers drop
-their copies. Where the folder cannot be reached, its methods log that and return None, and are not
-tried again for a while.
+A file appears there whole or not at all. A deletion leaves a note, so that other servers drop their
+copies. If the folder cannot be reached, its methods log that and return None, and for a while they
+do not try again.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from restorekv.errors import RestoreKVError, summarize_error
 from restorekv.files import HOST, NUMBERS, replace_file
 
 LOG = logging.getLogger("restorekv.serve")
-# Protocols without folders, where a file is seen once all of it has come.
+# Protocols without folders; a file in them becomes visible once all of it has been written.
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "memory"}
 PAUSE = 30.0  # seconds until the next try after a failure
 NOTES_LAST = 30 * 86400  # seconds for which a note of a deletion stays
-HALF_WRITTEN = 86400  # seconds after which a temporary file was left by a server that is dead
+HALF_WRITTEN = 86400  # seconds; an older temporary file was left by a server that died
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -37,9 +37,10 @@ Result = TypeVar("Result")
 def pause_on_error(
     method: Callable[Concatenate[SharedFolder, Given], Result],
 ) -> Callable[Concatenate[SharedFolder, Given], Result | None]:
-    """Let a method of a SharedFolder return None where it fails, and pause the folder then.
+    """Decorate a method of SharedFolder: if it fails, return None and pause the folder.
 
-    The error is logged. It may be of any kind, because each file system has its own.
+    The error is logged. It may be of any kind, because each file system has its own. During the
+    pause, all methods return None without trying.
     """
 
     @wraps(method)
@@ -110,7 +111,7 @@ class SharedFolder:
         """Copy a cache there; return whether it is there now."""
         target = self.cache_path(sha256, key)
         self._make_folder(target)
-        # An object is seen once all of it has come; a file has to be moved to its name.
+        # An object is visible once it is complete; a file has to be moved to its name.
         if self.is_object_store:
             self.files.put_file(str(path), target)
             return True
@@ -164,9 +165,10 @@ class SharedFolder:
     def remove_document(self, sha256: str) -> bool:
         """Delete all caches of a document and leave a note; return whether that is done.
 
-        Other servers copy caches meanwhile. One that pushes looks for notes afterwards, and what it
-        pushed before a note was there is deleted after that note. What was fetched before the last
-        note is older than it, so its server drops it.
+        Other servers may copy caches meanwhile. A server that pushes one looks for notes
+        afterwards: if there was no note yet, its copy came before the deletion that follows the
+        note. A server that fetches one drops it if a later note names the document: hence a second
+        note, later than all that could be fetched before the first deletion ended.
         """
         notes = []
         for _ in range(2):

@@ -1,12 +1,13 @@
 """The server's documents in a folder: uploads, and caches by content, with an index in SQLite.
 
-A file is written whole before its row, and a row goes before its file. So a crash leaves at worst
-files without a row, which the next start removes. When the disk quota is full, the caches used
-least recently go. With a shared folder, what is written here is written there too, and what is
-missing here is fetched from there.
+A file is written whole before its row, and a row is deleted before its file. So a crash leaves at
+worst files without a row, which the next start removes. When the disk quota is full, the caches
+used least recently are dropped. With a shared folder, what is written here is written there too,
+and what is missing here is fetched from there.
 
-On a full disk, everything but uploads and new caches works: reading writes nothing. A deletion goes
-through the index's own reserve, or else removes the file first, whose row the next start removes.
+On a full disk, everything but uploads and new caches works: reading writes nothing. A deletion uses
+the index's own reserve of space. If even that fails, it removes the file first, and the next start
+removes the row.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Store:
     def _remove_links(self) -> None:
         """Remove what has a name of ours and is not a regular file.
 
-        A link would be read, and served, as an upload.
+        The target of a link would be read and served as an upload.
         """
         for path in self._list_files():
             if _is_own(path) and not stat.S_ISREG(path.lstat().st_mode):
@@ -127,7 +128,7 @@ class Store:
         return self.folder / "caches" / f"{key}.rkv"
 
     def check_writable(self) -> None:
-        """Raise OSError where the folder can only be read."""
+        """Raise OSError if the folder can only be read."""
         for name in ("files", "caches"):
             if not os.access(self.folder / name, os.W_OK):
                 number = errno.EROFS if _is_read_only(self.folder) else errno.EACCES
@@ -254,7 +255,7 @@ class Store:
             return ""
 
     def write_origin(self, origin: str) -> None:
-        """Note what the statuses of uploads are about, where the disk takes it."""
+        """Record what the statuses of uploads refer to, if the disk takes it."""
         path = self.folder / ORIGIN
         with suppress(OSError, RestoreKVError), replace_file(path, follow=False) as temporary:
             temporary.write_text(origin)
@@ -375,7 +376,7 @@ class Store:
             return self.has_cache(key)
 
     def mark_verified(self, key: str) -> None:
-        """Note that a cache was read and found sound, as its copy in the shared folder then is."""
+        """Note that a cache is sound, and so is its copy in the shared folder."""
         self.unverified.discard(key)
 
     def quarantine_cache(self, key: str, sha256: str) -> None:
@@ -388,7 +389,7 @@ class Store:
             self.index.apply(("delete from caches where key = ?", (key,)), deferrable=True)
             path = self.cache_path(key)
             if path.exists():
-                # Where the disk can only be read, the file stays, no longer in the index.
+                # If the disk can only be read, the file stays, but is no longer in the index.
                 with suppress(OSError):
                     path.replace(self.folder / "damaged" / f"{key}.rkv")
         # A cache that was made here was pushed before it was damaged, so only a fetched one is
@@ -419,7 +420,7 @@ class Store:
         for key, size in self.index.select("select key, bytes from caches order by used"):
             if total <= self.disk_quota:
                 break
-            # Even if it alone is larger than the quota, because it is being used.
+            # It stays even if it alone is larger than the quota, because it is being used.
             if key == newest:
                 continue
             self.drop_caches([key])
@@ -431,11 +432,11 @@ class Store:
         Args:
             key: Its key.
             sha256: The hash of its document.
-            made: When it was begun, in nanoseconds. A deletion in the shared folder that is later
-                than that is about this cache.
+            made: When it was begun, in nanoseconds. A later deletion in the shared folder applies
+                to this cache.
         """
         path = self.cache_path(key)
-        # File systems take their times from a different, coarser clock.
+        # Set here, because file systems take their times from a different, coarser clock.
         with suppress(OSError):
             os.utime(path, ns=(made, made))
         size = path.stat().st_size
@@ -479,7 +480,7 @@ class Store:
         the copy again, and the cache here.
 
         Returns:
-            Whether that is done; None where the folder cannot be reached.
+            Whether that is done; None if the folder cannot be reached.
         """
         if not shared.put_cache(self.cache_path(key), sha256, key):
             return None
@@ -490,7 +491,7 @@ class Store:
             is_removed = not self.closed and self._was_removed(key, sha256, removed)
         if not is_removed:
             return True
-        # A second note of the deletion, so that servers that fetched the copy drop it.
+        # This leaves a new note of the deletion, so that servers that fetched the copy drop it.
         if not shared.remove_document(sha256):
             return None
         with self.lock:
@@ -500,12 +501,13 @@ class Store:
         return True
 
     def _remove_copy_if_deleted(self, shared: SharedFolder, sha256: str, key: str) -> bool | None:
-        """Remove what an attempt that failed may have copied of a cache that has gone since.
+        """Remove the copy that a failed push may have left of a cache that is gone, if its document
+        was deleted.
 
-        Where the quota dropped the cache, the copy stays: it is whole, and may be another server's.
+        If the quota dropped the cache, the copy stays: it is whole, and may be another server's.
 
         Returns:
-            Whether that is done; None where the folder cannot be reached.
+            Whether that is done; None if the folder cannot be reached.
         """
         removed = shared.list_removed()
         if removed is None:
@@ -513,8 +515,8 @@ class Store:
         return True if sha256 not in removed else shared.remove_cache(sha256, key)
 
     def _was_removed(self, key: str, sha256: str, removed: Mapping[str, int]) -> bool:
-        """Return whether a cache here is one that a deletion in the shared folder is about. The
-        caller holds the lock.
+        """Return whether a deletion in the shared folder applies to a cache here. The caller holds
+        the lock.
 
         Args:
             key: The key of the cache.
@@ -551,7 +553,7 @@ class Store:
         if shared is None:
             return
         removed = shared.list_removed()
-        # A cache that is pushed without knowing what was deleted may be one that was.
+        # Without knowing what was deleted, a push could bring a deleted cache back.
         if removed is None:
             return
         with self.lock:

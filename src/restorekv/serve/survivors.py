@@ -17,7 +17,7 @@ def describe_survivors(
     A token has one pair in every layer and KV head, so its share is a mean over them. `kept_share`
     is the mean over the tokens.
 
-    `layer` and `head` count those heads alone; None is all of them.
+    `layer` and `head` restrict the shares to a layer or KV head; None takes all of them.
     """
     keep_mask = context.kept
     manifest = context.manifest

@@ -25,7 +25,9 @@ class UnknownModelError(OptionError):
 
 
 def _list_names(base: str, rest: str) -> list[str]:
-    """Return the model ids with the ratio that a wrong one seems to mean, to suggest one of."""
+    """Return the model ids to suggest instead of a wrong one, with the ratio that it seems to
+    mean.
+    """
     found = re.search(r"0?\.\d+", rest)
     ratio = found[0] if found else "0.1"
     variants = [f"{base}:{method}-{ratio}" for method in (*PRESETS, *EVICTORS)]
