@@ -13,9 +13,9 @@ XML_DECLARATION = re.compile(
 META_TAG = re.compile(rb"<meta[\s/][^>]{0,1000}>", re.IGNORECASE)
 META_CHARSET = re.compile(rb"""charset\s*=\s*["']?\s*([\w.:-]+)""", re.IGNORECASE)
 COMMENT = re.compile(rb"<!--.*?(?:-->|\Z)", re.DOTALL)
-# Python's names for the character sets of pages. Only these are decoded with, since Python knows
-# other encodings that are none of texts. As browsers do, Latin-1 is read as Windows-1252, and other
-# old names as what programs of Windows wrote under them.
+# Python's names for character sets, and the names that pages have for them. No others are used,
+# since some of Python's encodings are not for text. As in browsers, Latin-1 is read as
+# Windows-1252, and other old names as what programs of Windows wrote under them.
 NAMES = {
     "utf-8": "utf-8 utf8 unicode-1-1-utf-8",
     "cp1252": "windows-1252 cp1252 x-cp1252 iso-8859-1 iso8859-1 iso_8859-1 iso88591 latin1 "
@@ -51,9 +51,9 @@ CHARSETS.update({"hebrew": "iso8859-8", "arabic": "iso8859-6", "latin-9": "iso88
 def decode_page(content: bytes, what: str) -> str:
     """Return a page's text, in the character set of its byte order mark, XML declaration or <meta>.
 
-    A page that says it is of Windows-1252 or Latin-1, and whose bytes are UTF-8 beyond ASCII, is
-    read as UTF-8: other text hardly ever has such bytes, and programs that save pages keep the old
-    name. A page that says nothing is UTF-8.
+    A page that says it is Windows-1252 or Latin-1, but is valid UTF-8 with more than ASCII, is read
+    as UTF-8: text in those character sets is hardly ever valid UTF-8, and programs that save pages
+    as UTF-8 keep the old name. A page that says nothing is UTF-8.
 
     Args:
         content: The bytes of the page.
@@ -98,7 +98,7 @@ def _find_charset(content: bytes, what: str) -> tuple[str, str]:
         return "UTF-8", "utf-8"
     label = found[1].decode("ascii", "replace").lower()
     if label.startswith(("utf-16", "utf16", "ucs-2", "unicode")):
-        # It could not be read if it were true, so it is not; as browsers do.
+        # If this were true, the tag could not have been read as ASCII. Browsers take UTF-8, too.
         return "UTF-8", "utf-8"
     charset = CHARSETS.get(label)
     if charset is None:

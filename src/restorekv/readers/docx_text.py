@@ -1,8 +1,8 @@
 """The text of a Word document (DOCX).
 
 - Headers come first, each text once, then the document, then footers, then footnotes and endnotes.
-  Notes have one row of numbers, in the order in which the text names them: "[1]" in the text, and
-  "[1] ..." at the end.
+  Footnotes and endnotes are numbered together, in the order in which the text names them: "[1]" in
+  the text, and "[1] ..." at the end.
 - A table has a line for each row and a tab between two cells, also empty ones. A cell over several
   columns is followed by empty cells, and one over several rows is repeated in each, so that every
   value stays in its column and every row says what it belongs to.
@@ -34,7 +34,7 @@ DELETED = ("del", "moveFrom")
 # Several forms of one thing, for newer and older programs.
 ALTERNATIVES = COMPATIBILITY + "AlternateContent"
 FORMS = (COMPATIBILITY + "Choice", COMPATIBILITY + "Fallback")
-# Other files, such as a page of HTML, whose content Word shows instead of them.
+# Elements that name another file, such as a page of HTML; Word shows its content in their place.
 INSERTED = (WORD + "altChunk", WORD + "subDoc")
 RELATION = "{http://schemas.openxmlformats.org/officeDocument/2006/relationships}id"
 MAX_COLUMNS = 1000  # that one cell, or the space before a row, may span; Word has 63
@@ -45,7 +45,7 @@ Piece = tuple[str, str]  # RAISED, LOWERED or "", and a text
 
 def extract_docx(content: bytes) -> tuple[str, dict[str, Any]]:
     """Return the text of a document and notices: how many symbols are not known ("symbols") and how
-    many files Word inserts when it opens the document ("inserted"), where there are any.
+    many files Word inserts when it opens the document ("inserted"), if there are any.
     """
     reader = DocumentReader(WordPackage(content))
     text = "\n\n".join(reader.read())
@@ -126,7 +126,7 @@ class Fields:
 
 
 class DocumentReader:
-    """Reads the parts of a document.
+    """A reader of a document with its headers, footers and notes.
 
     Args:
         package: The document's parts.
@@ -156,7 +156,7 @@ class DocumentReader:
         yield from self._read_story(self.body)
         yield from self._read_margins("footerReference")
         notes = {**self._find_notes("footnote"), **self._find_notes("endnote")}
-        # The list may grow meanwhile, as a note may name further ones.
+        # The list may grow meanwhile, because a note may name further notes.
         for number, note in enumerate(self.notes, 1):
             if note in notes:
                 yield f"[{number}] " + "\n".join(self._read_story(notes[note]))
@@ -169,7 +169,7 @@ class DocumentReader:
         return None
 
     def _read_vertical_styles(self) -> dict[str, str]:
-        """Return which styles of characters are raised or lowered."""
+        """Return Word's vertical alignment of styles, own or inherited, by the styles' ids."""
         root = self._find_related("styles")
         if root is None:
             return {}
@@ -228,7 +228,7 @@ class DocumentReader:
         outer = self.fields
         outer_numbers = self.lists.begin_story()
         self.fields = Fields()
-        # Where fields do not end, nothing is taken for the code of one.
+        # If a field does not end, no text is taken for the code of a field.
         self.has_whole_fields = _has_whole_fields(container)
         blocks = list(self.read_blocks(container))
         self.fields = outer
@@ -236,11 +236,11 @@ class DocumentReader:
         return blocks
 
     def read_blocks(self, container: Any, counts: bool = True) -> Iterator[str]:
-        """Yield the paragraphs and tables in the XML of a document or a cell, with their numbers
-        where this `counts`.
+        """Yield the paragraphs and tables in the XML of a document or a cell, with the numbers of
+        lists if `counts` is set.
 
-        Text boxes follow the paragraph that they belong to. Read from the XML, since python-docx
-        leaves out what is in content controls and in tracked insertions.
+        Text boxes follow the paragraph that they belong to. The XML itself is read, since
+        python-docx leaves out what is in content controls and in tracked insertions.
         """
         before = ""
         for block in iter_parts(container, ("p", "tbl")):
@@ -281,7 +281,7 @@ class DocumentReader:
             span = 1
             for cell in iter_parts(row, ("tc",)):
                 span = self._add_cell(cell, values, above)
-            # What only a wide cell made empty ends no row.
+            # Without the empty cells at the end that come only from a wide cell.
             yield "\t".join(values[: len(values) - span + 1])
 
     def _add_cell(self, cell: Any, values: list[str], above: dict[int, str]) -> int:
@@ -330,7 +330,7 @@ class DocumentReader:
                 yield "", read_equation(child, self._read_in_equation)
 
     def _read_in_equation(self, element: Any) -> str:
-        """Return the text of an element in an equation that is not one of an equation's own."""
+        """Return the text of an element in an equation that is not of Office MathML."""
         name = str(element.tag).removeprefix(WORD)
         if name == "r":
             return join_pieces(self._iter_run(element))
@@ -375,7 +375,7 @@ class DocumentReader:
                     yield from self._iter_run(form)
 
     def _find_marker(self, properties: Any) -> str:
-        """Return whether a run is raised, lowered or neither."""
+        """Return RAISED, LOWERED or "", by the properties of a run."""
         aligned = properties.find(WORD + "vertAlign")
         style = properties.find(WORD + "rStyle")
         value = ""
@@ -391,7 +391,7 @@ class DocumentReader:
             self.fields.note(child.get(WORD + "fldCharType", ""))
 
     def _number_note(self, kind: str, reference: Any) -> str:
-        """Return the mark of a note."""
+        """Return the mark of a note, such as "[1]"; give a new note the next number."""
         note = (kind, reference.get(WORD + "id", ""))
         if note not in self.numbers:
             self.notes.append(note)
@@ -399,7 +399,7 @@ class DocumentReader:
         return f"[{self.numbers[note]}]"
 
     def _read_symbol(self, element: Any) -> str:
-        """Return a symbol that Word writes as the code of a font."""
+        """Return the symbol of an element that has a font and a code in it instead of text."""
         try:
             code = int(element.get(WORD + "char", ""), 16)
         except ValueError:
@@ -409,7 +409,7 @@ class DocumentReader:
         return symbol
 
     def _replace_symbols(self, text: str, font: str) -> str:
-        """Return a run's text, in which codes of a font of symbols become characters."""
+        """Return a run's text; if its font is a symbol font, its codes become characters."""
         if not is_symbol_font(font):
             return text
         symbols = [find_symbol(font, ord(char)) for char in text]

@@ -19,7 +19,7 @@ from restorekv.readers.html_text import extract_html
 CONTAINER = "META-INF/container.xml"
 ENCRYPTION = "META-INF/encryption.xml"
 PACKAGE_TYPE = "application/oebps-package+xml"
-# Types of files in the spine that have text; others are pictures, which may name a page instead.
+# Types of files in the spine that have text; others are pictures, which may name a fallback page.
 PAGE_TYPES = ("application/xhtml+xml", "text/html", "image/svg+xml")
 
 
@@ -28,8 +28,7 @@ class ProtectedBookError(Exception):
 
 
 def extract_epub(content: bytes) -> tuple[str, dict[str, Any]]:
-    """Return the text of a book. Counted are the pages that it lists and does not have, where there
-    are any ("missing").
+    """Return the text of a book and, if it lists pages that it does not have, how many ("missing").
 
     Raises:
         ProtectedBookError: Its pages are encrypted.
@@ -65,7 +64,7 @@ def _list_pages(book: ZipFile) -> list[str]:
 
 
 def _find_package(book: ZipFile) -> str:
-    """Return the file of the package document; raises KeyError for what is not a book."""
+    """Return the file of the package document; raise KeyError if there is none."""
     container = ElementTree.fromstring(book.read(CONTAINER))
     for file in container.iterfind("{*}rootfiles/{*}rootfile"):
         if file.get("media-type") == PACKAGE_TYPE:
@@ -74,8 +73,8 @@ def _find_package(book: ZipFile) -> str:
 
 
 def _find_page(items: dict[str, ElementTree.Element], name: str) -> ElementTree.Element | None:
-    """Return the item with that id, or the page that it names for programs which cannot show it;
-    None where there is no page.
+    """Return the item with that id or, if it is not a page, the page that it names as fallback;
+    None if there is no page.
     """
     tried = set()
     while name in items and name not in tried:

@@ -1,4 +1,4 @@
-"""Equations of Word and of web pages as a line of text that cannot be read as other numbers.
+"""Equations of Word and of web pages as a line of text in which no number can be misread.
 
 A fraction is "a/b", "x^2" is raised, "x_1" an index, and whatever is longer than a word or number
 gets parentheses: "(a+b)/(2a)", "x^(n+1)", "sqrt(b^2-4ac)".
@@ -23,7 +23,7 @@ def write_fraction(top: str, bottom: str, has_bar: bool = True) -> str:
 
 
 def write_scripts(base: str, lower: str = "", upper: str = "") -> str:
-    """Return a base with what stands below and above it at its end."""
+    """Return a base with an index (`lower`) and an exponent or the like (`upper`)."""
     base = base.strip()
     if base:
         base = enclose_if_long(base)
@@ -48,7 +48,7 @@ def write_function(name: str, argument: str) -> str:
 
 
 def write_accent(base: str, accent: str) -> str:
-    """Return a letter with an accent above it, or "accent(base)" for a longer base."""
+    """Return a letter with a combining accent after it; a longer base gets parentheses first."""
     base = base.strip()
     if len(base) != 1:
         base = enclose(base)
@@ -77,7 +77,7 @@ class MathElement:
             return ""
         parts = self.render_children()
         if self.tag in ("semantics", "maction"):
-            # The others say the same in other forms.
+            # The other children say the same in other forms.
             return parts[0] if parts else ""
         if self.tag in ("msqrt", "mtr", "mtable", "mfenced"):
             return self._render_sequence(parts)
@@ -86,7 +86,7 @@ class MathElement:
         return "".join(parts)
 
     def render_children(self) -> list[str]:
-        """Return the text of each child; a text between elements is none."""
+        """Return the text of each child, without the white space between elements."""
         parts = []
         for child in self.children:
             if isinstance(child, MathElement):
@@ -108,7 +108,7 @@ class MathElement:
         return self.attributes.get("open", "(") + inner + self.attributes.get("close", ")")
 
     def _render_shape(self, parts: list[str]) -> str:
-        """Return an element whose parts stand above or below each other."""
+        """Return an element with one part above or below another, such as a fraction."""
         if self.tag == "mfrac":
             thickness = self.attributes.get("linethickness", "1").strip()
             return write_fraction(*parts, has_bar=not thickness.startswith("0"))

@@ -42,7 +42,7 @@ UNREAD_PAGES = {
     "pictures": "pictures without text",
     "unmapped": "in a font that does not say which characters it shows",
 }
-# What is said of a file by the name of its reader's error.
+# Why a file is refused, by the name of its reader's error.
 REFUSALS = {
     "FileNotDecryptedError": "asks for a password; save it without one",
     TooManyPagesError.__name__: f"has more than {MAX_PAGES:,} pages; split it, or give its text",
@@ -56,7 +56,7 @@ REFUSALS = {
 }
 
 PDF_START = b"%PDF-"
-# How files begin that are not plain text, with the end of the error's sentence.
+# First bytes of files that are not plain text, and the end of the sentence that refuses each.
 SIGNATURES = {
     PDF_START: "is a PDF file by its content; give it a name that ends in .pdf",
     b"PK\x03\x04": "is a ZIP file by its content; name it .docx or .epub if it is one of these",
@@ -105,7 +105,7 @@ class Extraction:
 def load_document(path: Path) -> str:
     """Return the text of a file by its ending: HTML, PDF, DOCX or EPUB, any other as UTF-8.
 
-    Warns of what could not be read.
+    Warn of what could not be read.
     """
     name_in_messages = f"The file {path}"
     content = read_bytes(path, name_in_messages, TEXT_BYTES)
@@ -156,8 +156,8 @@ def read_document(name: str, content: bytes) -> Extraction:
 
 
 def decode_plain_text(content: bytes, name: str) -> str:
-    """Return the text of what should be plain text; refuse what is something else by its first
-    bytes, which may be readable as text and make no sense.
+    """Return the text of what should be plain text; refuse other files by their first bytes, since
+    they may decode as a text that makes no sense.
     """
     for start, what in SIGNATURES.items():
         if content.startswith(start):
@@ -166,7 +166,7 @@ def decode_plain_text(content: bytes, name: str) -> str:
 
 
 def _describe_unread(notices: dict[str, Any]) -> str:
-    """Return a part of a sentence about what could not be read; "" where all could be."""
+    """Return a part of a sentence about what could not be read; "" if everything could be."""
     parts = []
     for kind, what in UNREAD_PAGES.items():
         pages = notices.get(kind)

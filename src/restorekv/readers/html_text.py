@@ -35,7 +35,8 @@ from restorekv.readers.raised import (
     write_plainly,
 )
 
-# Their content is not text of the page. It runs to their own end tag, whatever is in between.
+# Elements with content that is not text of the page. It runs to their own end tag, whatever is in
+# between.
 RAW_TAGS = ("script", "style", "title")
 # Tags before and after which a browser breaks the line.
 BLOCKS = """
@@ -56,8 +57,8 @@ BLOCK_DISPLAYS = set("block flex flow-root grid list-item table table-row".split
 VOID = set("area base br col embed hr img input link meta param source track wbr".split())
 # A paragraph ends where one of these begins.
 ENDS_PARAGRAPH = set(BLOCKS.split()) - {"body", "br", "caption", "head", "html", "legend", "option"}
-# Elements whose end tags may be missing: those that a tag ends, and where the search for them
-# stops.
+# For elements with end tags that may be missing: the open elements that a start tag ends, and the
+# elements at which the search for them stops.
 LISTS = ("ul", "ol", "menu", "dir")
 IMPLIED_ENDS = {
     "li": (("li",), LISTS),
@@ -68,7 +69,7 @@ IMPLIED_ENDS = {
     "rt": (("rt", "rp"), ("ruby",)),
     "rp": (("rt", "rp"), ("ruby",)),
 }
-# What styles call kinds of numbers; all others are bullets, or numbers that are not known here.
+# CSS names of kinds of numbers; all others are bullets, or numbers that are not known here.
 NUMBER_STYLES = {
     "decimal": "1",
     "lower-alpha": "a",
@@ -78,9 +79,9 @@ NUMBER_STYLES = {
     "lower-roman": "i",
     "upper-roman": "I",
 }
-# Elements that are never shown. Deleted text would run into the text that replaces it. The
-# parentheses of <rp> are written anyway, and the words in frames and films are for browsers that
-# cannot show these.
+# Elements that are never read. Deleted text would run into the text that replaces it, parentheses
+# are written without those of <rp>, and the words in frames and films are for browsers that cannot
+# show these.
 HIDDEN_TAGS = set(
     """
 template del datalist rp desc metadata audio canvas iframe noembed noframes video
@@ -89,7 +90,7 @@ template del datalist rp desc metadata audio canvas iframe noembed noframes vide
 GROUPS_OF_ROWS = ("thead", "tbody", "tfoot")
 # Kinds of inputs whose value a browser does not show as text.
 SILENT_INPUTS = ("hidden", "password", "file", "color", "range", "image")
-# Kinds of parts: text, text whose white space is shown, and finished lines of a table.
+# Kinds of parts: text, text that is shown with its white space, and finished lines of a table.
 FLOW, PREFORMATTED, ROWS = "flow", "preformatted", "rows"
 SOFT_HYPHEN = "\xad"
 MAX_EQUATION_DEPTH = 200  # levels; further ones are read as their content
@@ -168,7 +169,7 @@ class Element:
         start: How many parts there are before it.
         links_to_anchor: Whether it is a link to an anchor of a page.
         is_block: Whether its style breaks the line before and after it.
-        counter: Of a list, what counts its items; None of all others.
+        counter: The counter of a list's items; None for other elements.
         number: The number of an item of a list.
     """
 
@@ -186,7 +187,7 @@ class Element:
 
 @dataclass
 class Scope:
-    """The page, a cell, a caption or a template: what is open in it does not reach beyond it."""
+    """The page, a cell, a caption or a template; elements that are open in it end with it."""
 
     base: Element
     colspan: int = 1
@@ -196,7 +197,7 @@ class Scope:
     counts: Counter[str] = field(default_factory=Counter)
     # The counters of the open lists, the innermost last.
     counters: list[ListCounter] = field(default_factory=list)
-    # Open items of lists whose numbers are not written yet, as they have no text so far.
+    # Open list items without text so far; their numbers are written before their first text.
     unnumbered: list[Element] = field(default_factory=list)
 
     def get_top(self) -> Element:
@@ -219,7 +220,7 @@ class Scope:
                 self.break_line(element.kind)
             if element.counter is not None:
                 self._write_deferred_numbers(self.counters.pop())
-            # One without any text gets no number.
+            # An item without any text gets no number.
             if self.unnumbered and self.unnumbered[-1] is element:
                 self.unnumbered.pop()
 
@@ -277,7 +278,7 @@ class Row:
 
 
 class Table:
-    """A table that is read.
+    """A table that is being read.
 
     Args:
         base: The element of the table.
@@ -340,7 +341,7 @@ def _render_row(row: Row, reaching: dict[int, tuple[int, str]]) -> list[str]:
         return row.cells[0].lines
     if any(cell.has_blocks for cell in row.cells):
         return [line for cell in row.cells for line in cell.lines]
-    # Empty cells that only a wide cell or other rows made end no row.
+    # Drop the empty cells at the end that come only from a wide cell or from other rows.
     while is_own and not is_own[-1]:
         is_own.pop()
         values.pop()
@@ -348,7 +349,7 @@ def _render_row(row: Row, reaching: dict[int, tuple[int, str]]) -> list[str]:
 
 
 class PageReader(HTMLParser):
-    """Collects the text of a page.
+    """A parser that collects the text of a page.
 
     Args:
         show_hidden: Whether hidden text is read like the rest.
@@ -394,7 +395,7 @@ class PageReader(HTMLParser):
         if element.is_block:
             scope.break_line(element.kind)
         elif tag == "tspan" and "x" in attributes:
-            # As in SVG, whose texts have places of their own.
+            # In SVG, a text with a place of its own is apart from the text before it.
             self._add(" ", scope.get_top())
         if tag == "table":
             self.tables.append(Table(element, len(self.scopes)))
@@ -442,7 +443,7 @@ class PageReader(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         """Take text that is shown."""
-        # A browser shows it only where it breaks a line; in the text it would cut words.
+        # A browser shows a soft hyphen only at the end of a line; in the text it would cut words.
         data = data.replace(SOFT_HYPHEN, "")
         if self.equation:
             self.equation[-1].children.append(remove_markers(data))
@@ -661,7 +662,7 @@ class PageReader(HTMLParser):
             if table.rows[-1].hidden:
                 element.hidden = True
             colspan = min(max(_parse_span(attributes, "colspan"), 1), MAX_COLUMNS)
-            # 0 is all the rows of the group.
+            # A rowspan of 0 means all further rows of the group.
             rowspan = min(_parse_span(attributes, "rowspan") or MAX_ROWS, MAX_ROWS)
             self.scopes.append(Scope(element, colspan, rowspan))
         return True

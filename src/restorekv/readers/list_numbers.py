@@ -1,6 +1,6 @@
 """The numbers of list items, as browsers write them: 3, c, C, iii or III.
 
-program.py imports this file, so it needs nothing else of the package.
+program.py imports this file, which therefore imports nothing else of the package.
 """
 
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ KINDS = ("1", "a", "A", "i", "I")  # of numbers, by the first of them
 
 
 def write_number(number: int, kind: str) -> str:
-    """Return a number of one of the KINDS; digits where that kind has no such number."""
+    """Return a number of one of the KINDS; digits if that kind has no such number."""
     text = str(number)
     if kind in "aA" and number >= 1:
         text = _write_letters(number)
@@ -54,14 +54,15 @@ def _write_roman(number: int) -> str:
 
 @dataclass
 class ListCounter:
-    """Counts the items of a list.
+    """A counter of the items of a list.
 
     Attributes:
         kind: One of the KINDS; "" for a list without numbers.
-        following: The number of the next item. Until the end is known, of a list that counts down
-            to 1, what has to be added to the number of its items.
+        following: The number of the next item or, with `is_relative`, what has to be added to the
+            number of all items to get it.
         step: 1, or -1 in a list that counts down.
-        is_relative: Whether `following` is such a difference.
+        is_relative: Whether `following` is such a difference, as in a list that counts down to 1:
+            the number of its items is known only at its end.
         items: How many there were.
         deferred: Numbers to be written once the number of items is known: the index of the part,
             the difference and the kind.
@@ -75,7 +76,9 @@ class ListCounter:
     deferred: list[tuple[int, int, str]] = field(default_factory=list)
 
     def count_item(self, value: int | None, kind: str) -> "ItemNumber":
-        """Return the number of the next item, which may say its `value`, as one of a kind."""
+        """Count the next item and return its number, of a kind; `value` is the number that the item
+        itself gives, or None.
+        """
         if value is not None:
             self.following = value
             self.is_relative = False
@@ -90,7 +93,7 @@ class ItemNumber:
     """The number of an item of a list.
 
     Attributes:
-        counter: That of its list.
+        counter: The counter of its list.
         value: The number, or what has to be added to the number of items for it.
         is_relative: Whether it is such a difference.
         kind: One of the KINDS.

@@ -17,17 +17,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 MAX_PAGES = 20_000
-# A page with fewer letters and digits than this and a picture of as many pixels is taken for a
-# scanned one, on which a program has stamped a line.
+# A page with fewer letters and digits than STAMP_LETTERS and a picture of SCAN_PIXELS or more is
+# taken for a scanned one, on which a program has stamped a line.
 STAMP_LETTERS = 40
 SCAN_PIXELS = 1_000_000
-MANY_CURVES = 200  # of a page without text, whose letters may have been turned into drawings
+MANY_CURVES = 200  # of a page without text: its letters may have been turned into drawings
 MAX_BAD_SHARE = 0.1  # of a page's characters
 CHECKED_BYTES = 1 << 20  # that are decompressed at a time
 DIRECTIONS = (0, 90, 180, 270)  # of text, in degrees
 # Operators of a page's content that show text.
 TEXT_OPERATORS = (b"Tj", b"TJ", b"'", b'"')
-# Of a page whose turned text is read apart, which takes a pass for each direction.
+# Only on pages with at most this many operators, turned text is read apart from the rest, because
+# that takes a pass for each direction.
 MAX_OPERATORS = 20_000
 LEAST_UPWARD = 1e-6  # below it, text is turned by a quarter
 MAX_DEPTH = 20  # of forms in forms, and of fields in fields
@@ -40,8 +41,8 @@ GLYPH_NAME = re.compile(r"/[A-Za-z_.]{0,8}\d+")
 # Flags of annotations that are not shown, and of fields.
 HIDDEN_FLAGS = 1 << 1 | 1 << 5
 PASSWORD, RADIO, PUSH_BUTTON = 1 << 13, 1 << 15, 1 << 16
-# What pypdf logs where text is lost: modules, and how a message of a different module begins.
-# Other messages are about what it repairs without loss.
+# What pypdf logs if text is lost: the modules that log it, and how such a message of a different
+# module begins. Other messages are about what it repairs without loss.
 LOSS_LOGS = ("pypdf.filters", "pypdf._page")
 LOSS_MESSAGE = "Expected StreamObject"
 
@@ -51,11 +52,11 @@ class TooManyPagesError(Exception):
 
 
 class DynamicFormError(Exception):
-    """A PDF has no pages but a program that draws them, which only Adobe's reader runs."""
+    """A PDF has a program that draws its pages, which only Adobe's reader runs."""
 
 
 class LogWatch(logging.Handler):
-    """Notes whether pypdf has logged that it could not read something."""
+    """A log handler that notes whether pypdf has logged that it could not read something."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -155,11 +156,11 @@ def resolve_entries(value: Any) -> list:
 
 
 class PageReading:
-    """Reads a page.
+    """A page while it is read, with what could not be read of it.
 
     Args:
         page: The page.
-        checked: By the streams that were checked on former pages, whether they are whole.
+        checked: For the streams that were checked on earlier pages, whether they are whole.
     """
 
     def __init__(self, page: Any, checked: dict[Any, bool]) -> None:
@@ -211,7 +212,7 @@ class PageReading:
         text = text.encode("utf-8", "replace").decode()
         bad = sum(map(is_bad_character, text)) + len(GLYPH_NAME.findall(text)) * 2
         shown = sum(not char.isspace() for char in text)
-        # A few are bullets of a font of symbols.
+        # One or two may be bullets of a symbol font.
         if bad >= 3 and bad > MAX_BAD_SHARE * shown:
             self.is_unmapped = True
         return text
@@ -275,7 +276,7 @@ class PageReading:
         reference = self.page.get("/Contents")
         content = resolve(reference)
         if content is None:
-            # A page may have no content, but not name one that is not there.
+            # A page may have no content, but must not name content that is missing.
             self.is_damaged = self.is_damaged or reference is not None
             return
         # The content is one stream, or a list of its parts.
@@ -325,7 +326,7 @@ def is_whole(stream: Any) -> bool:
 
 
 def _reaches_end(data: bytes, bits: int) -> bool:
-    """Return whether compressed data has its end; raise zlib.error where it is damaged."""
+    """Return whether compressed data has its end; raise zlib.error if it is damaged."""
     decompressor = zlib.decompressobj(bits)
     while data and not decompressor.eof:
         decompressor.decompress(data, CHECKED_BYTES)
@@ -337,8 +338,9 @@ def find_direction(text_matrix: Sequence[float], matrix: Sequence[float]) -> int
     """Return the direction of text in degrees, rounded as pypdf does for `orientations`.
 
     Args:
-        text_matrix: The six numbers of Tm; the second and fourth are the rise of text and its up.
-        matrix: The six numbers of all cm so far.
+        text_matrix: The six numbers of the operator Tm. The first two are the direction of a line
+            of text, the next two the direction from the feet of its letters to their tops.
+        matrix: The six numbers of all operators cm so far.
     """
     upward = text_matrix[2] * matrix[1] + text_matrix[3] * matrix[3]
     if abs(upward) > LEAST_UPWARD:
@@ -402,7 +404,7 @@ def read_text(value: Any) -> str:
     found = resolve(value)
     if hasattr(found, "get_data"):
         data = found.get_data()
-        # As in strings: UTF-16 or UTF-8 with a mark, else Latin.
+        # As in strings: UTF-16 or UTF-8 with a byte order mark, else Latin-1.
         encoding = "utf-16" if data[:2] in (b"\xfe\xff", b"\xff\xfe") else "latin-1"
         if data.startswith(b"\xef\xbb\xbf"):
             encoding = "utf-8-sig"
@@ -415,7 +417,7 @@ def read_text(value: Any) -> str:
 
 
 def find_inherited(field: Any, name: str) -> Any:
-    """Return an entry of a field, which it may have from a field around it."""
+    """Return an entry of a field, which the field may inherit from its parents."""
     for _ in range(MAX_DEPTH):
         if not isinstance(field, dict):
             break

@@ -64,7 +64,8 @@ def main(kind: str, memory: int, seconds: int) -> int:
 
 
 if __name__ == "__main__":
-    # The files next to this one, wherever they are and without the package's own start.
+    # Make `restorekv.readers` importable from where this file is, without the package's own
+    # __init__.py.
     package = types.ModuleType("restorekv")
     package.__path__ = [str(Path(__file__).parents[1])]
     sys.modules["restorekv"] = package

@@ -1,8 +1,9 @@
 """Raised and lowered text, fractions and notes as plain text, so that no number changes.
 
-A reader puts the markers below around them while it collects text, and `write_plainly` then writes
-them by what is before and after them: 10 with a raised 6 is "10^6", and neither "106" nor, if a
-digit follows, "10^65". program.py imports this file, so it needs nothing else of the package.
+A reader puts the markers below around them while it collects text. How `write_plainly` then writes
+them depends on what is before and after them: 10 with a raised 6 is "10^6", and neither "106" nor,
+if a digit follows, "10^65". program.py imports this file, which therefore imports nothing else of
+the package.
 """
 
 import re
@@ -21,7 +22,7 @@ MARKERS = RAISED + LOWERED + INDEX + FRACTION + END + NOTE + READING
 _REMOVAL = dict.fromkeys(map(ord, MARKERS))
 # Text that needs no parentheses as a part of an equation: a word, a number or a symbol.
 ONE_TOKEN = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d]+|\W")
-# Nor does such text as an exponent or index, with a plus or minus before it.
+# The same for an exponent or index, which may also have a plus or minus before it.
 EXPONENT = re.compile(rf"[+\-\u2212]?(?:{ONE_TOKEN.pattern})")
 # Raised endings of ordinal numbers, as in 1st, 2nd and French 1er.
 ORDINALS = {"st", "nd", "rd", "th", "er", "re", "nde", "ème", "eme"}

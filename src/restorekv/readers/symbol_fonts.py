@@ -1,4 +1,4 @@
-"""The characters of fonts of symbols, whose codes are those of other characters in other fonts."""
+"""The characters of symbol fonts, in which the codes of letters and digits show symbols."""
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 # The font Symbol, from its codes 0x20 and 0xA0 on; a space is a code without a character.
@@ -54,7 +54,7 @@ def is_symbol_font(name: str) -> bool:
 def find_symbol(font: str, code: int) -> str:
     """Return the character that a font shows for a code; UNKNOWN if that is not known.
 
-    Word writes codes of such fonts as they are or 0xF000 higher.
+    Word writes codes of such fonts either unchanged or with 0xF000 added.
     """
     known = FONTS.get(font.lower())
     if known is not None and (code < 0x100 or 0xF000 <= code <= 0xF0FF):

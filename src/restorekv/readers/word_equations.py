@@ -45,8 +45,8 @@ def read_equation(element: Any, read_other: ReadOther) -> str:
 
 
 def _read_part(element: Any, name: str, read_other: ReadOther, hidden: str = "") -> str:
-    """Return the text of an element's part, or "" where it has none or the property `hidden` says
-    that it is not shown.
+    """Return the text of an element's part, or "" if it has none or the property `hidden` says that
+    it is not shown.
     """
     part = element.find(MATH + name)
     if part is None or (hidden and _has_property(element, hidden)):
@@ -55,7 +55,7 @@ def _read_part(element: Any, name: str, read_other: ReadOther, hidden: str = "")
 
 
 def _read_parts(element: Any, name: str, read_other: ReadOther) -> list[str]:
-    """Return the texts of all of an element's parts of a name."""
+    """Return the texts of all of an element's parts with a name."""
     return [read_equation(part, read_other) for part in element.findall(MATH + name)]
 
 

@@ -39,9 +39,9 @@ class Level:
         kind: Word's name of its kind of numbers.
         text: What is written: "%1" is the number of the first level, and so on.
         suffix: What is written after it.
-        restart: The number of levels, from the first one, after which it starts again.
+        restart: How many of the first levels make it start again: a paragraph of one of them does.
         is_legal: Whether all numbers in its text are digits.
-        style: The style of paragraphs whose level it is; "" if it has none.
+        style: The style of paragraphs that belongs to this level; "" if it has none.
     """
 
     start: int = 1
@@ -58,7 +58,7 @@ class NumberedList:
     """A list of a document.
 
     Attributes:
-        definition: The id of its definition, whose lists count together.
+        definition: The id of its definition; all lists of a definition count together.
         levels: By their places from 0.
         starts: The levels that start anew with the first paragraph of this list, and their first
             numbers.
@@ -79,7 +79,7 @@ class Counters:
 
     Attributes:
         starts: The numbers with which levels begin next.
-        started: The lists and levels whose own starts have been used.
+        started: The lists and levels that have used a start of their own.
         numbers: The numbers of the levels that have begun.
     """
 
@@ -92,7 +92,7 @@ class WordLists:
     """The lists and styles of a document, and the numbers of its paragraphs so far.
 
     Args:
-        numbering: The XML of the part with the lists; None where a document has none.
+        numbering: The XML of the part with the lists; None if the document has none.
         styles: The XML of the part with the styles, or None.
     """
 
@@ -130,7 +130,7 @@ class WordLists:
         return outer
 
     def end_story(self, outer: dict[str, Counters]) -> None:
-        """Go on with the counters that `begin_story` returned."""
+        """Continue with the counters that `begin_story` returned."""
         self.counters = outer
 
     def number_paragraph(self, paragraph: Any) -> str:
@@ -216,7 +216,9 @@ class WordLists:
         return NumberedList(definition_id, levels, starts)
 
     def _find_definition(self, instance: Any) -> str:
-        """Return the id of a list's definition, also of one that only names a style with a list."""
+        """Return the id of a list's definition; if that only names a style, the id of the
+        definition of the style's list.
+        """
         name = _get_value(instance.find(WORD + "abstractNumId"))
         definition = self.definitions.get(name)
         if definition is None:
@@ -270,7 +272,7 @@ def _iter_levels(parent: Any, name: str) -> Iterator[tuple[int, Any]]:
 
 
 def _get_value(element: Any | None) -> str:
-    """Return an element's value; "" where there is none."""
+    """Return an element's value; "" if there is none."""
     return "" if element is None else element.get(WORD + "val", "")
 
 
@@ -312,7 +314,7 @@ def _write_place(
 
 
 def _repeat_letter(number: int, kind: str) -> str:
-    """Return a, b, ... z, aa, bb and so on, as Word counts; digits where it has no such number."""
+    """Return a, b, ... z, aa, bb and so on, as Word counts; digits if it has no such number."""
     count, letter = divmod(number - 1, 26)
     if count >= MAX_LETTERS:
         return str(number)

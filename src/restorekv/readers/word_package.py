@@ -19,11 +19,11 @@ USUAL_NAMES = rb"http://schemas.openxmlformats.org/\1/2006/"
 
 @dataclass(frozen=True)
 class Relation:
-    """What a part says about another one.
+    """The relation of a part to another one.
 
     Attributes:
-        kind: What the other one is to it, such as "footnotes".
-        target: Its name; "" for what is not in the file, such as a page that is linked.
+        kind: What the other part is for it, such as "footnotes".
+        target: The name of the other part; "" for what is not in the file, such as a linked page.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class Relation:
 
 
 class WordPackage:
-    """Reads the parts of a document. Parts that nobody asks for may be missing, as in Word.
+    """The parts of a document, read when they are asked for; others may be missing, as in Word.
 
     Args:
         content: The bytes of the ZIP file.
@@ -79,7 +79,7 @@ class WordPackage:
 
 
 def is_on(element: Any) -> bool:
-    """Return whether a property that is on or off is there and on."""
+    """Return whether a property exists and is on."""
     return element is not None and element.get(WORD + "val", "1") not in ("0", "off", "false")
 
 
@@ -88,9 +88,9 @@ def read_number(element: Any | None, default: int, highest: int, attribute: str 
 
     Args:
         element: The element, or None.
-        default: What is returned where there is no such number.
+        default: What is returned if there is no such number.
         highest: What is returned for higher numbers.
-        attribute: Its name, without that of the space of names.
+        attribute: The name of the attribute, without its namespace.
     """
     text = "" if element is None else element.get(WORD + attribute, "")
     return min(int(text[:9]), highest) if text.isdecimal() else default

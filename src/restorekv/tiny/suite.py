@@ -1,7 +1,8 @@
 """The tiny suite: held-out documents of the tiny world, of 512 to 2,048 tokens.
 
-Splits share no document: its seed is the text `<split> <seed> <index>`, and training uses other
-splits only ("pretrain ..." in recipes/tiny/examples.py, "restore" in restorekv.train).
+Splits share no document, because the seed of a document is the text `<split> <seed> <index>`.
+Training uses only other splits ("pretrain ..." in recipes/tiny/examples.py, "restore" in
+restorekv.train).
 """
 
 import random
@@ -43,7 +44,10 @@ def draw_documents(
 
 
 def make_token_counter(tokenizer: Tokenizer) -> Callable[[str], int]:
-    """Return a cached counter of a sentence's ids in running text; filler repeats itself."""
+    """Return a function that counts a sentence's ids in running text.
+
+    It has a cache, because filler repeats itself.
+    """
     return lru_cache(maxsize=20000)(lambda sentence: len(tokenize_text(tokenizer, " " + sentence)))
 
 

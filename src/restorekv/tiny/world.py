@@ -21,7 +21,7 @@ VOCABULARY: dict[str, list[str]] = json.loads(
 )
 ITEMS, NAMES, TOWNS, JOBS, PETS, LINKS, CODED, PLACES, PEOPLE, DEEDS, TIMES = VOCABULARY.values()
 
-# Tokens of a document, unless told otherwise.
+# Tokens of a document, unless other limits are given.
 SHORTEST = 512
 LONGEST = 2048
 # The paper's four benchmarks in small: RULER, QASPER, QuALITY (four options), LongHealth (five).
@@ -270,7 +270,7 @@ def mix_facts(rng: random.Random, facts: list[list[str]], lines: list[str]) -> s
     placed = [[] for _ in range(len(lines) + 1)]
     for ordered in facts:
         places = sorted(rng.randrange(len(placed)) for _ in ordered)
-        # Facts keep their order, whatever lies between them.
+        # The facts of a list keep their order, whatever comes between them.
         for fact, place in zip(ordered, places, strict=True):
             placed[place].append(fact)
     text = list(placed[0])
