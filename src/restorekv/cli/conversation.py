@@ -90,7 +90,7 @@ def run_conversation(
         fold: Fold the conversation before it holds more than the full cache of its text.
         adapter: The adapter for folding, as in `append`; None folds without restoring.
         reads: Files that the conversation continues to read, which /save does not replace.
-        continued: The file whose conversation continues, which /save may replace.
+        continued: The file of the conversation that is continued; /save may replace it.
     """
     if sys.stdin is None:
         raise RestoreKVError(

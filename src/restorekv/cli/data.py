@@ -43,7 +43,7 @@ def run(
 ) -> None:
     """Build training data: texts, questions about them and greedy answers of the model itself."""
     if permissive:
-        # "paper" is the default, so nobody need have chosen it.
+        # "paper" is the default, so it may not have been chosen on purpose.
         if settings["mixture"] not in ("paper", "permissive"):
             raise RestoreKVError(
                 f"--permissive is short for --mixture permissive, but --mixture is "

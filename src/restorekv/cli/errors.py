@@ -85,7 +85,7 @@ RECEIVED: list[int] = []  # signals that ended the command
 
 def explain_usage_error(error: Any) -> str:
     """Return a usage error as one clause, with the names that may be meant in brackets."""
-    # For an option, typer suggests names that have little in common with it; these are nearer.
+    # For an option, typer suggests names that have little in common with it, so look for near ones.
     if hasattr(error, "possibilities") and hasattr(error, "option_name") and error.ctx is not None:
         option = error.option_name
         if option in ELSEWHERE.get(error.ctx.command.name, {}):
@@ -228,8 +228,8 @@ def print_error(text: str, code: int) -> int:
 
 
 def _flush_output() -> None:
-    """Flush stdout; if that fails, drop what is left, which Python would try to write again at
-    exit.
+    """Flush stdout; if that fails, drop the rest of the output, which Python would otherwise try to
+    write again at exit.
     """
     if sys.stdout is None:
         return

@@ -156,7 +156,7 @@ def ask_text(model: PreTrainedModel, tokenizer: Tokenizer, sample: Sample, ratio
 
 
 def find_right_answers(sample: Sample, full: CacheAnswers) -> list[int]:
-    """Return the indices of the questions whose answers are right."""
+    """Return the indices of the questions that the full cache answers right."""
     return [
         index
         for index, question in enumerate(sample.questions)

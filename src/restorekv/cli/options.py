@@ -102,7 +102,7 @@ Adapter = Annotated[
 # For commands that add a text or turns to an existing cache.
 SAME_ADAPTER_HELP = f"auto (the one that made the cache file, if it ships), {OTHER_ADAPTERS}"
 SameAdapter = Annotated[str, typer.Option(help=f"Restore adapter: {SAME_ADAPTER_HELP}")]
-DEFAULT_MODEL = "smollm2"  # everywhere; the toy is used where it is named
+DEFAULT_MODEL = "smollm2"  # of every command; the toy is used only if it is named
 DEFAULT_WORKERS = 2  # of Ray
 STOP_REPEATS = 3  # as in conversations; 0 lets an answer repeat itself
 MODEL_HELP = "smollm2, gemma3-270m, tiny, a model folder, a GGUF file or a hub id."
@@ -226,7 +226,7 @@ RestoreTokens = Annotated[
 
 
 def refuse_workers_without_ray(workers: int | None, ray: str | None) -> None:
-    """Refuse a number of workers without a Ray cluster that could have them."""
+    """Refuse a number of workers if there is no Ray cluster."""
     if workers is not None and ray is None:
         raise RestoreKVError("--workers counts Ray's workers; add --ray local, or leave it out.")
 

@@ -359,7 +359,7 @@ def _parse_size(name: str, text: str) -> int:
 
 
 def _parse_json_object(name: str, text: str) -> dict:
-    """Return the JSON object that an option's text is; refuse any other text."""
+    """Return the JSON object in the text of an option; refuse any other text."""
     try:
         found = json.loads(text)
     except ValueError:

@@ -21,7 +21,7 @@ from restorekv.model.tokenize import split_into_pieces
 
 SHADES = " ░▒▓█"
 STEPS = " ▁▂▃▄▅▆▇█"
-# Colors of the color map cividis, the more heads keep a token the brighter.
+# Colors of the color map cividis: the more heads keep a token, the brighter it is.
 INKS = ("grey50", "white on #2c3e66", "white on #575c6d", "black on #a59c74", "black on #fde737")
 GONE = "·"
 

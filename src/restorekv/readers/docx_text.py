@@ -399,7 +399,7 @@ class DocumentReader:
         return f"[{self.numbers[note]}]"
 
     def _read_symbol(self, element: Any) -> str:
-        """Return the symbol of an element that has a font and a code in it instead of text."""
+        """Return the symbol of an element that names a font and a code instead of a character."""
         try:
             code = int(element.get(WORD + "char", ""), 16)
         except ValueError:

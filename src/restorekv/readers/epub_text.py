@@ -3,7 +3,7 @@ one.
 
 The container names the package document, which lists the files of the book and, in its spine, the
 order in which they are read (EPUB 3.3, https://www.w3.org/TR/epub-33/; EPUB 2 is the same here).
-Pages outside the main order, such as notes, are read where the spine has them.
+Pages outside the main order, such as notes, are read at their place in the spine.
 """
 
 import io

@@ -395,7 +395,7 @@ class PageReader(HTMLParser):
         if element.is_block:
             scope.break_line(element.kind)
         elif tag == "tspan" and "x" in attributes:
-            # In SVG, a text with a place of its own is apart from the text before it.
+            # In SVG, a text with its own place is apart from the text before it.
             self._add(" ", scope.get_top())
         if tag == "table":
             self.tables.append(Table(element, len(self.scopes)))

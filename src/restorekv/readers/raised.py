@@ -15,7 +15,7 @@ LOWERED = "\x12"
 INDEX = "\x13"  # a lowered part of an equation
 FRACTION = "\x14"  # an "a/b" of an equation
 END = "\x15"
-# What begins a note mark, whose text is its number or symbol.
+# Begins the mark of a note: its number or symbol.
 NOTE = "\x16"
 READING = "\x17"  # what begins the pronunciation above a word
 MARKERS = RAISED + LOWERED + INDEX + FRACTION + END + NOTE + READING

@@ -59,7 +59,7 @@ def find_symbol(font: str, code: int) -> str:
     known = FONTS.get(font.lower())
     if known is not None and (code < 0x100 or 0xF000 <= code <= 0xF0FF):
         return known.get(code & 0xFF, UNKNOWN)
-    # Codes for private use, half characters, and codes of no character.
+    # Control codes, surrogates, codes for private use, and codes beyond Unicode.
     if code < 0x20 or 0xD800 <= code <= 0xF8FF or code > 0x10FFFF:
         return UNKNOWN
     return chr(code)

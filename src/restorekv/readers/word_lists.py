@@ -78,7 +78,7 @@ class Counters:
     """What was counted of a definition.
 
     Attributes:
-        starts: The numbers with which levels begin next.
+        starts: The numbers at which levels begin next.
         started: The lists and levels that have used a start of their own.
         numbers: The numbers of the levels that have begun.
     """

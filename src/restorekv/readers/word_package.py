@@ -97,7 +97,7 @@ def read_number(element: Any | None, default: int, highest: int, attribute: str 
 
 
 def _unify_name(name: str) -> str:
-    """Return a part's name in the one form that all its spellings have."""
+    """Return a form of a part's name that is the same for all its spellings."""
     return unquote(name).replace("\\", "/").lstrip("/").lower()
 
 

@@ -91,7 +91,7 @@ class CheckedRequest(Request):
 
 
 class CheckedRoute(APIRoute):
-    """A route whose requests are checked ones."""
+    """A route that makes its requests checked ones and refuses unknown parameters of the query."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -171,7 +171,7 @@ def parse_body(raw: bytes) -> Any:
 
 
 def _check_value(body: Any) -> None:
-    """Refuse deep nesting and half characters; the error names the field at the top."""
+    """Refuse deep nesting and lone surrogates; the error names the field at the top level."""
     members = body.items() if isinstance(body, dict) else [(None, body)]
     for field, value in members:
         # One level after the other, since recursion itself could go too deep.
@@ -194,7 +194,7 @@ def _check_value(body: Any) -> None:
 
 
 def _check_text(text: str, field: str | None) -> None:
-    """Refuse half a character, such as "\\ud800" in JSON."""
+    """Refuse a lone surrogate (half a character), such as "\\ud800" in JSON."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

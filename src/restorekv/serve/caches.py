@@ -235,7 +235,7 @@ class CacheEngine(Engine, Generic[Active]):
         return context, ids[first:]
 
     def encode_question(self, question: ServedQuestion, context: Context) -> Tensor:
-        """Return the ids (q,) that follow the documents, up to where the answer continues."""
+        """Return the ids (q,) that follow the documents, including a given start of the answer."""
         return encode_conversation(
             self.tokenizer,
             context,
@@ -246,7 +246,7 @@ class CacheEngine(Engine, Generic[Active]):
         )
 
     def _encode_prompt(self, prompt: str | Sequence[int]) -> Sequence[int]:
-        """Return a prompt that stands alone as ids; refuse one that the model cannot read."""
+        """Return the ids of a prompt without a chat template; refuse what the model cannot read."""
         max_tokens = count_usable_positions(self.model)
         if isinstance(prompt, str):
             check_size(prompt, self.tokenizer, max_tokens)

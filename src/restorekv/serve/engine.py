@@ -63,7 +63,7 @@ class BusyError(RestoreKVError):
 
 
 class UnavailableError(RestoreKVError):
-    """Something that the engine needs does not answer; the request itself was right."""
+    """Something that the engine needs does not answer; nothing was wrong with the request."""
 
 
 class DeletedError(RestoreKVError):

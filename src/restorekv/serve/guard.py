@@ -67,7 +67,7 @@ class Guard:
         app: What answers.
         keys: The keys that clients may use; an empty list asks for none.
         largest: The most bytes that a body may have.
-        open_paths: Paths that are asked without a key.
+        open_paths: Paths that need no key.
         open_requests: Where requests are noted while they are answered.
         note: Called after every request, with its path as its route has it, status and seconds.
         host_names: Names of this machine, in addition to localhost, that requests without a key may

@@ -38,7 +38,7 @@ IsGone = Callable[[], Awaitable[bool]]
 
 
 class Questions:
-    """The link from requests to the engine, which knows the answers that are being written."""
+    """The link from requests to the engine, and the answers that are being written."""
 
     def __init__(self, service: Service) -> None:
         self.service = service

@@ -31,7 +31,7 @@ SECONDS = (0.01, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # limits of buckets of reque
 
 @dataclass(frozen=True)
 class AnswerHeader:
-    """What every part of an answer says: its id, model and time, and what it is about."""
+    """What every part of an answer says: its id, model and time, and the question's documents."""
 
     id: str
     model: str
@@ -172,7 +172,7 @@ def describe_logprobs(
 
 
 def describe_model(name: str, created: int) -> schemas.Model:
-    """Return a model as the client sees it; `created` is when the server started, since 1970."""
+    """Return a model as the client sees it; `created` is the start of the server, in Unix time."""
     return schemas.Model(id=name, object="model", created=created, owned_by="restorekv")
 
 

@@ -115,8 +115,8 @@ class ResponseMemory:
         self.turns: OrderedDict[str, list[Message]] = OrderedDict()
         self.answers: dict[str, dict[str, Any]] = {}  # as they were sent
         self.answer_sizes: dict[str, int] = {}  # characters
-        # The turns of a conversation share messages, each of which counts once. By the message's
-        # identity: in how many turns it is, and its characters.
+        # The turns of a conversation share messages, and each message counts only once. By the
+        # message's identity: in how many turns it is, and its characters.
         self.uses: Counter[int] = Counter()
         self.sizes: dict[int, int] = {}
 

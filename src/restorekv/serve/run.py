@@ -50,7 +50,7 @@ ENGINES = {
 }
 HTTP: dict[str, Any] = {
     "http": Connection,
-    "proxy_headers": False,  # in which a client could name an address of its choice
+    "proxy_headers": False,  # a client could put any address into them
     "access_log": False,
     "timeout_graceful_shutdown": 10,
     # By default, uvicorn and httpx (and so `openai`) both end an idle connection after 5 seconds.
@@ -102,7 +102,7 @@ class Settings:
 
 def find_engine_class(name: str) -> type[CacheEngine]:
     """Return the class of an engine; refuse unknown names."""
-    # Imported by name, so that an engine's own libraries are needed only where it runs.
+    # Imported by name, so that an engine's own libraries are needed only if it runs.
     if name not in ENGINES:
         raise RestoreKVError(f"--engine must be one of {', '.join(ENGINES)}, not {name!r}.")
     module, _, kind = ENGINES[name].partition(":")
@@ -173,7 +173,7 @@ def build_engine_app(
 
 
 def check_default_method(model: PreTrainedModel, default: Variant) -> None:
-    """Refuse a model that lacks the gate with which uploads would be compressed."""
+    """Refuse a model without the gate that the method of uploads needs."""
     if not default.method:
         return
     try:
@@ -271,7 +271,7 @@ class Server(uvicorn.Server):
         state = self.application.state
         state.exit_code = 0 if sig == signal.SIGINT else 128 + sig
         seconds = LAST + state.service.engine.shutdown_grace
-        # A thread that computes in C cannot be stopped; with this the process ends in any case.
+        # A thread that computes in C cannot be stopped; this timer ends the process in any case.
         timer = threading.Timer(seconds, os._exit, [state.exit_code])
         timer.daemon = True
         timer.start()

@@ -257,8 +257,8 @@ class Service:
     ) -> list[ServedDocument]:
         """Return a request's documents, from memory, from disk, or compressed now.
 
-        Clients that send the whole conversation name a file again in every turn; it is read once,
-        where it comes first.
+        Clients that send the whole conversation name a file again in every turn; it is read only
+        once, at its first place.
 
         Raises:
             BusyError: Too many requests wait for theirs.
@@ -284,7 +284,7 @@ class Service:
                 self._check_kind(part.id, part.kind)
             return await self.get_uploaded(part.id, variant)
         if isinstance(part, AttachedFile):
-            # In a thread: extracting a PDF takes seconds, in which others are answered.
+            # In a thread: extracting a PDF takes seconds, and others are answered meanwhile.
             loop = asyncio.get_running_loop()
             extraction = await loop.run_in_executor(
                 READ_EXECUTOR, read_document, part.name, part.content

@@ -74,7 +74,7 @@ class SharedFolder:
         self.url = re.sub("//[^/@]*@", "//", url)  # without a password
         self.resumes = 0.0  # on the clock of time.monotonic
         try:
-            # An extra: a server without a shared folder does without fsspec.
+            # An optional extra: only a server with a shared folder needs fsspec.
             fsspec = import_module("fsspec")
             # Without fsspec's own listings, which do not know what other servers write.
             self.files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
@@ -108,7 +108,7 @@ class SharedFolder:
 
     @pause_on_error
     def put_cache(self, path: Path, sha256: str, key: str) -> bool:
-        """Copy a cache there; return whether it is there now."""
+        """Copy a cache to the folder; return whether it is there now."""
         target = self.cache_path(sha256, key)
         self._make_folder(target)
         # An object is visible once it is complete; a file has to be moved to its name.
@@ -127,7 +127,7 @@ class SharedFolder:
 
     @pause_on_error
     def get_cache(self, sha256: str, key: str, path: Path, max_bytes: int) -> bool:
-        """Copy a cache from there, unchecked.
+        """Copy a cache from the folder, without checking what is in it.
 
         Args:
             sha256: Hash of the document.
@@ -166,9 +166,9 @@ class SharedFolder:
         """Delete all caches of a document and leave a note; return whether that is done.
 
         Other servers may copy caches meanwhile. A server that pushes one looks for notes
-        afterwards: if there was no note yet, its copy came before the deletion that follows the
-        note. A server that fetches one drops it if a later note names the document: hence a second
-        note, later than all that could be fetched before the first deletion ended.
+        afterwards: if it finds none, its copy came before the note, and the deletion that follows
+        the note removes it. A server that fetches one drops it if there is a later note. A cache
+        can be fetched between the first note and its deletion, so there is a second note.
         """
         notes = []
         for _ in range(2):
@@ -201,7 +201,7 @@ class SharedFolder:
         return f"{self.root}/tmp/{'-'.join(map(str, parts))}"
 
     def _make_folder(self, path: str) -> None:
-        """Make the folder of a file, where there are folders."""
+        """Make the folder of a file, if the file system has folders."""
         if not self.is_object_store:
             self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
 

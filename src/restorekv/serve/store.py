@@ -376,7 +376,7 @@ class Store:
             return self.has_cache(key)
 
     def mark_verified(self, key: str) -> None:
-        """Note that a cache is sound, and so is its copy in the shared folder."""
+        """Note that a cache was read and is sound, and so is its copy in the shared folder."""
         self.unverified.discard(key)
 
     def quarantine_cache(self, key: str, sha256: str) -> None:

@@ -71,8 +71,8 @@ class Benchmark(ABC):
     """Base class of benchmarks, whose fields are their settings.
 
     Args:
-        count: How many contexts to ask, spread evenly over the tasks; 0 asks all.
-        seed: Which ones are drawn.
+        count: How many contexts to ask about, spread evenly over the tasks; 0 asks about all.
+        seed: Decides which ones are drawn.
     """
 
     name: ClassVar[str]
@@ -163,7 +163,7 @@ class Benchmark(ABC):
     def to_json(self) -> dict[str, object]:
         """Return what a result records: source and license of the data, and the metric.
 
-        Benchmarks add what else decides their samples, such as stand-ins for official data.
+        Benchmarks add what else decides their samples, such as replacements for official data.
         """
         return {
             "data": self.describe_data(),
@@ -194,9 +194,9 @@ class Benchmark(ABC):
         return words
 
     def choose_samples(self, tokenizer: Tokenizer, protocol: str) -> list[Sample]:
-        """Return the samples that a run asks: `count` of those that `load_samples` gives.
+        """Return the samples that a run asks: `count` of those that `load_samples` gives, or all.
 
-        Raise RestoreKVError for anything else than samples with unique ids.
+        Raise RestoreKVError if they are not samples with unique ids.
         """
         if self.count < 0:
             raise RestoreKVError(f"count must be at least 0 (0 asks all), not {self.count}.")
@@ -277,7 +277,7 @@ def _draw_evenly(samples: Iterable[Sample], count: int, seed: int) -> list[Sampl
     or too large.
     """
     samples = list(samples)
-    # All of them, in the order in which the data are.
+    # All of them, in the order of the data.
     if count == 0 or count >= len(samples):
         return samples
     by_task: dict[str, list[int]] = {}

@@ -76,7 +76,7 @@ def add_options(question: str, options: Sequence[str]) -> str:
     or from A to E if there are five options.
 
     The wording is that of RestoreKV's own evaluation (cvsp-lab/RestoreKV d591d4d, data/wrapper.py),
-    whose request comes from Attention Matching.
+    which has the request from Attention Matching.
     """
     lines = "\n".join(
         f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False)

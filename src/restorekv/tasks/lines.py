@@ -1,7 +1,7 @@
 """Texts of the user's own: a JSON line for each text, with its questions and their answers.
 
 The form is that of training data, `{"context": ..., "questions": [...], "answers": [...]}`, with an
-answer to each question: a text, or a list of texts of which any will do.
+answer to each question: a text, or a list of texts, any of which is right.
 """
 
 from collections.abc import Callable, Iterator

@@ -18,7 +18,7 @@ VERDICTS = ("yes", "no", "noanswer")
 
 @dataclass(frozen=True)
 class Extractive(Reading):
-    """A benchmark of these that scores token F1 and also reports exact match."""
+    """Base of the two benchmarks, which score token F1 and also report exact match."""
 
     license = "CC BY-SA 4.0"
     metric = "token F1; in addition exact match; both best over the references"

@@ -54,8 +54,8 @@ def make_token_counter(tokenizer: Tokenizer) -> Callable[[str], int]:
 def draw_held_out(
     name: str, kind: str, low: int, high: int, length: Callable[[str], int]
 ) -> WorldDocument:
-    """Return the document whose seed is `name`, with at most MOST_PER_FAMILY questions per family
-    (one free-form).
+    """Return the document with the seed `name`, and at most MOST_PER_FAMILY questions of each
+    family, but only one free-form question.
     """
     rng = random.Random(name)
     whole = draw_document(rng, kind, rng.randint(low, high) - 3, length)

@@ -74,7 +74,7 @@ class Ruler(Benchmark):
     """RULER, read from kvpress's data set or generated in its form.
 
     To add a task, add it to GROUPS, to NEEDLES or `_make_task_maker`, and to
-    `draft.MAX_NEW_TOKENS`, which goes by the part of its name before the first "_".
+    `draft.MAX_NEW_TOKENS`, there by the part of its name before the first "_".
 
     Args:
         length: Tokens of the prompt and of the longest answer together.
