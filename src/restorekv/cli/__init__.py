@@ -178,7 +178,15 @@ def execute(args: list[str]) -> int:
 
 
 def invoke(group: Command, args: list[str], name: str, table: Mapping[str, object]) -> int:
-    """Run a command; an error that a user can fix is one sentence on stderr."""
+    """Run a command and return its exit code; an error that a user can fix is one sentence on
+    stderr.
+
+    Args:
+        group: All commands.
+        args: The command and its arguments.
+        name: What errors call the program.
+        table: The names of the commands.
+    """
     show_warnings()
     try:
         # Not group.main(), which would print errors its own way, with a usage page.

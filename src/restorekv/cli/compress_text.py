@@ -15,7 +15,14 @@ NO_ADAPTER = "no adapter ships that helps this model and evictor at this ratio"
 
 
 def compress_text(text: str, out: Path, recipe: CompressionRecipe, json: Path | None) -> None:
-    """Compress one text into a cache file, and print and write figures about it."""
+    """Compress one text into a cache file, and print and write figures about it.
+
+    Args:
+        text: The text.
+        out: The cache file.
+        recipe: The model, and how it compresses.
+        json: A file for the figures, or None.
+    """
     model, tokenizer = open_model(recipe.model, recipe.dtype, recipe.device, recipe.yarn)
     start = time.perf_counter()
     with show_progress_share("compressing", lines=False) as show:

@@ -98,7 +98,7 @@ class DocumentResult:
 
 
 class DocumentCompressor:
-    """Compresses documents with a model that it opens once."""
+    """A compressor of documents with a model that it opens once."""
 
     def __init__(self, recipe: CompressionRecipe) -> None:
         self.recipe = recipe

@@ -188,6 +188,7 @@ def prepare_process() -> None:
         )
     codecs.register_error("plain", _replace_unencodable)
     cast("TextIOWrapper", sys.stdout).reconfigure(errors="plain")
+    # No traceback for a plain OSError in a thread, such as TensorBoard's writer on a full disk.
     threading.excepthook = lambda failure: (
         None if failure.exc_type is OSError else threading.__excepthook__(failure)
     )

@@ -196,6 +196,12 @@ def evict_caches(
 ) -> Iterator[NamedCache]:
     """Yield title, cache and seconds at every ratio: without restoring and, if there is an adapter,
     also restored.
+
+    Args:
+        prepared: The document, which has been read and scored.
+        evictor: The name of the evictor, for the titles.
+        ratios: The ratios.
+        with_full: Whether the full cache comes first.
     """
     if with_full:
         yield "full cache", prepared.evict(1, 0), {"prefill": prepared.seconds["prefill"]}

@@ -91,7 +91,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         self.scheduler = Scheduler(model, self.stop_ids)
         # All questions without a document continue this cache, so they share forward passes, too.
         self.empty_cache: RaggedCache | None = None
-        self.beginning = threading.Lock()
+        self.beginning = threading.Lock()  # while `empty_cache` is made
         self.idle = threading.Event()  # cleared while a pass of the model writes tokens
         self.idle.set()
         self.owed = 0.0  # seconds that a compression is to get

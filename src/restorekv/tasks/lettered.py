@@ -53,10 +53,17 @@ class Lettered(Benchmark):
     def make_question(
         self, name: str, text: str, options: Sequence[str], right: int, protocol: str
     ) -> Question:
-        """Return the question whose right option is number `right`, counted from 0.
+        """Return a question with its options.
 
         RestoreKV's own evaluation puts no "Q: " before such a question; the fact `bare` makes the
         protocols leave it out.
+
+        Args:
+            name: The id of the question.
+            text: What is asked, without the options.
+            options: The options.
+            right: The index of the right one.
+            protocol: "kvpress" or "kvzip".
         """
         facts = {"options": list(options), "bare": True}
         # Question, options and request are one text, as in RestoreKV's own evaluation.

@@ -120,6 +120,12 @@ class Reading(Benchmark):
 
         The fact `bare` keeps KVzip's protocol from putting its own "Q: " before it, so that both
         protocols ask the same text.
+
+        Args:
+            name: The id of the question.
+            task: Its task.
+            text: What is asked, without the wording around it.
+            answers: The references.
         """
         text = WORDING.format(q=text.strip())
         return Question(name, task, text, tuple(answers), MAX_NEW_TOKENS, facts={"bare": True})

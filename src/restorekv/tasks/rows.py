@@ -59,8 +59,15 @@ def load_hub_rows(
 ) -> Rows:
     """Yield the rows of one split, which the library `datasets` caches for runs without a network.
 
-    Raises RestoreKVError if the split cannot be read; `instead` says what to fetch and which
-    setting to give.
+    Args:
+        name: The id of the dataset on the hub.
+        subset: The subset, or None if it has none.
+        split: The split.
+        instead: What to fetch instead and which setting to give, for the error.
+        revision: The revision; None is the main branch.
+
+    Raises:
+        RestoreKVError: The split cannot be read.
     """
     try:
         dataset = load_hub_dataset(name, subset, split=split, revision=revision)
@@ -112,8 +119,14 @@ def get_texts(row: Any, name: str) -> list[str]:
 def parse_kvpress_row(
     row: dict, name: str, task: str, answers: str, facts: Mapping[str, object] | None = None
 ) -> tuple[str, Question]:
-    """Return (context, question) of a row in the format of kvpress's data sets; `answers` names the
-    answers' field.
+    """Return (context, question) of a row in the format of kvpress's data sets.
+
+    Args:
+        row: The row.
+        name: The id of the question.
+        task: Its task.
+        answers: The name of the field with the answers.
+        facts: What else the metric needs.
     """
     # kvpress's columns; anything else is refused by name.
     context, text, prefix = (

@@ -238,10 +238,15 @@ METRICS: dict[str, Callable[[str, str], float]] = {
 def passes_repoqa(
     prediction: str, language: str, name: str, functions: Sequence[tuple[str, str]]
 ) -> float:
-    """Return whether the prediction is the function of that name, out of `functions` as (name,
-    source).
+    """Return 1 if the prediction is the function that was asked for, else 0.
 
     The first of equally similar functions counts.
+
+    Args:
+        prediction: The answer.
+        language: Its programming language.
+        name: The name of the function that was asked for.
+        functions: (name, source) of every function that the context's questions ask for.
     """
     code = extract_function(prediction, language)
     score, best = max(

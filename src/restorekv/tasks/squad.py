@@ -71,7 +71,7 @@ class XQuAD(Extractive):
 
 @dataclass(frozen=True)
 class HotpotQA(Extractive):
-    """Asks every question about its own ten paragraphs."""
+    """Every context is the ten paragraphs that come with a question, and has only that question."""
 
     name = "hotpotqa"
     title = "HotpotQA"

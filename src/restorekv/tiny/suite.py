@@ -26,10 +26,17 @@ def draw_documents(
     low: int = SHORTEST,
     high: int = LONGEST,
 ) -> list[WorldDocument]:
-    """Return `count` documents of `low` to `high` ids by `tokenizer`, of kinds in the proportion
-    `SHARES`.
+    """Return documents of kinds in the proportion `SHARES`.
 
     Lengths count the chat prefix of the tiny template, so that the longest still fits.
+
+    Args:
+        tokenizer: The tokenizer that counts ids.
+        count: How many documents.
+        split: The split; each has different documents.
+        seed: The seed; each gives different documents of a split.
+        low: The fewest ids of a document.
+        high: The most ids of a document.
     """
     length = make_token_counter(tokenizer)
     kinds: list[str] = []
@@ -54,8 +61,15 @@ def make_token_counter(tokenizer: Tokenizer) -> Callable[[str], int]:
 def draw_held_out(
     name: str, kind: str, low: int, high: int, length: Callable[[str], int]
 ) -> WorldDocument:
-    """Return the document with the seed `name`, and at most MOST_PER_FAMILY questions of each
-    family, but only one free-form question.
+    """Return a document with at most MOST_PER_FAMILY questions of each family, but only one
+    free-form question.
+
+    Args:
+        name: The seed of the document.
+        kind: Its kind.
+        low: The lower end of the range from which its length in ids is drawn.
+        high: The upper end of that range.
+        length: Counts the ids of a sentence.
     """
     rng = random.Random(name)
     whole = draw_document(rng, kind, rng.randint(low, high) - 3, length)

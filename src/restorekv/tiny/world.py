@@ -250,8 +250,13 @@ CountTokens = Callable[[str], int]
 def draw_filler(
     rng: random.Random, tokens: int, measure: CountTokens, noise: float = 0.0
 ) -> list[str]:
-    """Return sentences of stories up to `tokens` by `measure`; random words replace a share `noise`
-    of them.
+    """Return sentences of stories.
+
+    Args:
+        rng: The source of randomness.
+        tokens: The most tokens of all sentences together.
+        measure: Counts the tokens of a sentence.
+        noise: The share of sentences that random words replace.
     """
     lines: list[str] = []
     used = 0
@@ -282,8 +287,14 @@ def mix_facts(rng: random.Random, facts: list[list[str]], lines: list[str]) -> s
 def draw_document(
     rng: random.Random, kind: str, tokens: int, measure: CountTokens, noise: float = 0.0
 ) -> WorldDocument:
-    """Return a document of at most `tokens` by `measure`, which counts one sentence at a time, and
-    its questions.
+    """Return a document and its questions.
+
+    Args:
+        rng: The source of randomness.
+        kind: One of KINDS, or "mixed" for needles, people and links together.
+        tokens: The most tokens of the document.
+        measure: Counts the tokens of a sentence.
+        noise: The share of filler sentences that random words replace.
     """
     if kind == "words":
         return _draw_lists(rng, tokens, measure, noise)

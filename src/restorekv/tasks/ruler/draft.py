@@ -61,6 +61,12 @@ def find_most_units(size: Callable[[int], int], limit: int, min_units: int, max_
 
     Each call of `size` is slow, so the search follows the slope between the last two sizes; every
     fourth step halves the interval instead.
+
+    Args:
+        size: Returns the size of a draft with that many units; it never falls.
+        limit: The largest size.
+        min_units: The fewest units.
+        max_units: The most units.
     """
     # Invariant: size(low) <= limit, and size(high) is too large or high is beyond `max_units`.
     low = min_units

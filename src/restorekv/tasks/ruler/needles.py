@@ -66,10 +66,17 @@ def hide_needles(
     values: int = 1,
     queries: int = 1,
 ) -> DraftTask:
-    """Return a task that hides `keys` keys with `values` values each and asks for `queries` of the
-    keys. Units are lines, or words of essays.
+    """Return a task that hides keys with values and asks for some of the keys.
 
-    The haystack is essays, "noise", or "needle": lines like the needle.
+    Units are lines, or words of essays.
+
+    Args:
+        haystack: Essays, "noise" for lines of noise, or "needle" for lines like the needle.
+        key: The kind of keys.
+        value: The kind of values.
+        keys: How many keys are hidden.
+        values: How many values each of them has.
+        queries: How many of the keys are asked for.
     """
 
     def draft(units: int, rng: Random) -> PromptDraft:
