@@ -235,6 +235,6 @@ def test_the_check_of_loading_needs_no_disk(model, tiny_tokenizer, monkeypatch, 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(run, "_count_read_tokens", full)
+    monkeypatch.setattr(run, "_check_read_tokens", full)
     run.check_loading(model, tiny_tokenizer)
     assert "Loading was not checked" in json.loads(caplog.messages[-1])["problem"]

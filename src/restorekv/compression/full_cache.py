@@ -45,7 +45,7 @@ from restorekv.model.shape import CacheShape, describe_windows
 from restorekv.restore.adapter import RestoreAdapter
 
 SINKS = 4  # how many columns at the start always stay when the prefix is counted
-GONE = -torch.inf  # the score of a pair that is not held
+UNHELD_SCORE = -torch.inf  # the score of a pair that is not held
 
 
 def prefill_and_score(
@@ -304,5 +304,5 @@ def pin_prefix(scores: Tensor, prefix: int) -> Tensor:
     """
     scores[..., :prefix] = torch.finfo(scores.dtype).min
     first = scores[..., :SINKS]
-    first.masked_fill_(first > GONE, torch.inf)
+    first.masked_fill_(first > UNHELD_SCORE, torch.inf)
     return scores

@@ -41,7 +41,7 @@ from restorekv.compression.compressor import (
     ignore_phase,
     time_phase,
 )
-from restorekv.compression.full_cache import GONE, pin_prefix, prefill_and_score
+from restorekv.compression.full_cache import UNHELD_SCORE, pin_prefix, prefill_and_score
 from restorekv.errors import RestoreKVError, warn
 from restorekv.evictors import Evictor
 from restorekv.model import support
@@ -127,7 +127,8 @@ class StreamedContext(PreparedContext):
 class Stream:
     """One pass over a context, which compresses it to one budget.
 
-    `scores` (L, H, S + T) holds GONE for every pair that was dropped or has not been read yet.
+    `scores` (L, H, S + T) holds UNHELD_SCORE for every pair that was dropped or has not been read
+    yet.
 
     Args:
         source: The context that is read.
@@ -154,7 +155,7 @@ class Stream:
         parts = split_context(self.source.evictor, self.context, self.source.streaming_chunk)
         self.scores = torch.full(
             (shape.layers, shape.heads, self.context.num_tokens),
-            GONE,
+            UNHELD_SCORE,
             dtype=torch.float32,
             device=self.model.device,
         )
@@ -208,7 +209,7 @@ class Stream:
         # Columns that the evictor pins at the end get their scores with the next part, which reads
         # them again.
         columns = self.scores[..., part.start : part.scored_end]
-        # A score of -inf would be taken for GONE.
+        # A score of -inf would be taken for UNHELD_SCORE.
         columns.copy_(scores[..., : columns.shape[-1]].clamp_min(torch.finfo(scores.dtype).min))
         if self.config.prefix_policy == "counted":
             pin_prefix(self.scores, self.context.prefix_length)
@@ -268,7 +269,7 @@ class Stream:
                 keys = layer.keys[:, :, :end].clone()
                 values = layer.values[:, :, :end].clone()
             cache.layers[index] = rows.to_layer(layer.heads, seen, keys, values)
-        self.scores.masked_fill_(~keep, GONE)
+        self.scores.masked_fill_(~keep, UNHELD_SCORE)
 
     def choose_kept(self, last: bool) -> Tensor:
         """Return what stays, (L, H, S + T) bool: the best of what has a score.
@@ -280,7 +281,7 @@ class Stream:
             return self.config.mark_kept(self.scores, self.budget.retained)
         competing = self.scores[..., prefix:]
         # At the beginning there may be fewer pairs than the budget allows.
-        pairs = min(self.budget.retained, int((competing > GONE).sum()))
+        pairs = min(self.budget.retained, int((competing > UNHELD_SCORE).sum()))
         keep = self.config.mark_kept(competing, pairs)
         return torch.nn.functional.pad(keep, (prefix, 0), value=last)
 

@@ -429,7 +429,7 @@ class GrowingText:
         # the leading space that `strip` removes.
         held = count_uncertain(written, self.stop_strings)
         text = self.strip(written)
-        return self.upto(text, max(len(text) - held, 0))
+        return self.take_unsent(text, max(len(text) - held, 0))
 
     def add(self, token: int) -> None:
         """Add a token to the text, if it is shown."""
@@ -440,13 +440,13 @@ class GrowingText:
         """Return the rest of the text after the last token."""
         written = self.stream.get_text()
         text = self.strip(written[: find_first_stop(self.stop_strings, written)])
-        return self.upto(text, len(text))
+        return self.take_unsent(text, len(text))
 
     def strip(self, text: str) -> str:
         """Remove the white space at the start of a text, unless the answer keeps it."""
         return text if self.keep_leading_space else text.lstrip()
 
-    def upto(self, text: str, end: int) -> str:
+    def take_unsent(self, text: str, end: int) -> str:
         """Return those of the first `end` characters that were not returned before."""
         start = self.sent
         # Never move back: a new token can make more characters at the end uncertain than before.

@@ -156,7 +156,7 @@ def close_objects(schema: str | dict[str, Any]) -> str:
         parsed = json.loads(text)
     except ValueError:  # llguidance will say what is wrong
         return text
-    if _joins_schemas(parsed) or (_has_alternatives(parsed) and not _is_taken(text)):
+    if _combines_schemas(parsed) or (_has_alternatives(parsed) and not _is_accepted(text)):
         return text
     return json.dumps(_close(parsed))
 
@@ -183,7 +183,7 @@ def _has_alternatives(schema: Any) -> bool:
     return any(map(_has_alternatives, _list_inner_schemas(schema)))
 
 
-def _is_taken(schema: str) -> bool:
+def _is_accepted(schema: str) -> bool:
     """Return whether llguidance accepts a JSON schema without changes."""
     try:
         matcher = import_extra("llguidance", "constrained", "A JSON schema or regex").LLMatcher
@@ -192,20 +192,20 @@ def _is_taken(schema: str) -> bool:
         return False
 
 
-def _joins_schemas(schema: Any) -> bool:
+def _combines_schemas(schema: Any) -> bool:
     """Return whether, anywhere in a schema, one value must match several schemas, or must not match
     one.
     """
     inner = _list_inner_schemas(schema)
     if not isinstance(schema, dict):
-        return any(map(_joins_schemas, inner))
+        return any(map(_combines_schemas, inner))
     joined = schema.get("allOf")
     several = isinstance(joined, list) and len(joined) > 1
     # A schema next to `properties` or `required` applies to the same value.
     own = {"properties", "required"} & schema.keys()
-    beside = own and {"allOf", "anyOf", "oneOf", "$ref"} & schema.keys()
+    other_schemas = own and {"allOf", "anyOf", "oneOf", "$ref"} & schema.keys()
     conditional = {"if", "not", "dependentSchemas", "unevaluatedProperties"} & schema.keys()
-    return several or bool(beside or conditional) or any(map(_joins_schemas, inner))
+    return several or bool(other_schemas or conditional) or any(map(_combines_schemas, inner))
 
 
 def _close(schema: Any) -> Any:

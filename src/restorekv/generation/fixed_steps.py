@@ -74,16 +74,16 @@ class FixedSteps:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.taken = 0
         # The columns by which the tails have grown, on the device, so that a replay can advance it.
-        self.moved = torch.zeros((), dtype=torch.long, device=ids.device)
+        self.columns_grown = torch.zeros((), dtype=torch.long, device=ids.device)
         self.width = visible.shape[1]
         for layer in cache.layers:
             assert isinstance(layer, TailLayer | MultiContextLayer), "fork_caches makes no other"
-            layer.make_static(count, self.moved)
+            layer.make_static(count, self.columns_grown)
         self.ids = ids.clone()
         self.positions = positions.clone()
         self.marked = ids.clone()  # the same ids, but -1 in rows with logits that are not finite
         self.visible = torch.nn.functional.pad(visible, (0, count), value=False)
-        self.last = locate_last_logits(ids)
+        self.logits_to_keep = locate_last_logits(ids)
         # (B, V) of the latest step; a replay writes to the same memory.
         self.logits: Tensor | None = None
         self.can_capture = can_record(ids.device) and model not in NEVER_GRAPHED
@@ -104,7 +104,7 @@ class FixedSteps:
 
     def step(self) -> Tensor:
         """Decode one token of every row; return the logits (B, V)."""
-        self.visible.index_fill_(1, (self.moved + self.width).view(1), True)
+        self.visible.index_fill_(1, (self.columns_grown + self.width).view(1), True)
         output = self.model(
             input_ids=self.ids,
             attention_mask=self.visible[:, None, None],
@@ -112,7 +112,7 @@ class FixedSteps:
             **pass_cache(self.model, self.cache),
             **leave_out_router_logits(self.model),
             use_cache=True,
-            logits_to_keep=self.last,
+            logits_to_keep=self.logits_to_keep,
         )
         logits: Tensor = output.logits[:, -1]
         self.logits = logits
@@ -120,7 +120,7 @@ class FixedSteps:
         self.ids.copy_(ids)
         self.marked.copy_(marked)
         self.positions += 1
-        self.moved += 1
+        self.columns_grown += 1
         return logits
 
     def replay(self) -> None:
@@ -163,7 +163,7 @@ class FixedSteps:
         """Return the tensors that a step advances, to undo it. A step also writes a column of the
         tails, but when it is computed again it overwrites that.
         """
-        return self.ids, self.positions, self.visible, self.moved
+        return self.ids, self.positions, self.visible, self.columns_grown
 
     def capture(self) -> torch.cuda.CUDAGraph:
         """Capture a step as a graph without computing it. An earlier step must have compiled and

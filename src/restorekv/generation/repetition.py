@@ -38,8 +38,8 @@ class RepetitionWatch:
         self.count = 0  # tokens so far
         self.ids: list[int] = []
         self.positions: dict[str | int, list[int]] = {}  # by a token's text, or its id
-        self.continues: list[bool] = []  # whether each token has no space or break before it
-        self.runs: dict[int, int] = {}  # by period
+        self.joins_previous: list[bool] = []  # whether each token has no space or break before it
+        self.run_by_period: dict[int, int] = {}
 
     def push(self, token: int) -> None:
         """Take the next token of the answer."""
@@ -49,14 +49,14 @@ class RepetitionWatch:
         # than its capital. A part of a character is known by its id alone.
         word = "" if REPLACEMENT in text else text.lstrip(" ").lower()
         positions = self.positions.setdefault(word or token, [])
-        runs = {}
+        run_by_period = {}
         for position in positions:
             period = self.count - position
-            runs[period] = self.runs.get(period, 0) + 1
-        self.runs = runs
+            run_by_period[period] = self.run_by_period.get(period, 0) + 1
+        self.run_by_period = run_by_period
         positions.append(self.count)
         self.ids.append(token)
-        self.continues.append(not piece.startswith((*SPACES, *BREAKS)))
+        self.joins_previous.append(not piece.startswith((*SPACES, *BREAKS)))
         self.count += 1
 
     @property
@@ -64,8 +64,8 @@ class RepetitionWatch:
         """How many tokens at the end are copies of those before them; 0 while they are too few for
         the rule.
         """
-        for period in sorted(self.runs):
-            run = self.runs[period]
+        for period in sorted(self.run_by_period):
+            run = self.run_by_period[period]
             whole_copies = run + period >= self.copies * period
             if whole_copies and run + period >= LEAST_TOKENS:
                 return run - self._count_before_word(period)
@@ -78,8 +78,8 @@ class RepetitionWatch:
         Without a space, as in Chinese, it is the number of tokens up to the end of a word or a
         character.
         """
-        start = self.count - self.runs[period]
-        block = self.continues[start : start + period]
+        start = self.count - self.run_by_period[period]
+        block = self.joins_previous[start : start + period]
         if False in block:
             return block.index(False)
         borders = []  # of characters: tokens before one, and the texts around it
@@ -97,7 +97,7 @@ class RepetitionWatch:
     @property
     def uncertain(self) -> int:
         """How many tokens at the end may turn out to be copies."""
-        return max(self.runs.values(), default=0)
+        return max(self.run_by_period.values(), default=0)
 
 
 def _continues_word(before: str, after: str, signs: str) -> bool:

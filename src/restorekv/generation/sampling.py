@@ -442,7 +442,7 @@ class TokenSampler:
         self.random = torch.Generator().manual_seed(self.seed)
         self.stream = TextStream(self.tokenizer, skip_special_tokens=False)
         self.channels = ChannelReader(self.tokenizer)
-        self.read = 0  # ids of the answer that the stream or the channels have seen
+        self.ids_shown = 0  # ids of the answer that the stream or the channels have seen
         self.watch = RepetitionWatch(self.tokenizer, self.sampling.copies)
         check_bias(self.sampling.logit_bias, self.tokenizer)
         self.warpers = self.sampling.warpers()
@@ -509,7 +509,7 @@ class TokenSampler:
         return cast(torch.LongTensor, self.ids)
 
     @property
-    def likely(self) -> tuple[tuple[float, dict[int, float]], ...]:
+    def latest_logprobs(self) -> tuple[tuple[float, dict[int, float]], ...]:
         """The log-probability of the latest token, and the likeliest ids in its place with theirs;
         () if they were not asked for.
         """
@@ -541,10 +541,10 @@ class TokenSampler:
 
     def text(self) -> str:
         """Return what is shown of the answer, control tokens included."""
-        for token in self.answer[self.read :]:
+        for token in self.answer[self.ids_shown :]:
             if self.channels.push(token):
                 self.stream.push(token)
-        self.read = len(self.answer)
+        self.ids_shown = len(self.answer)
         return self.stream.get_text()
 
 

@@ -519,7 +519,7 @@ class Scheduler:
             request.active_rows -= 1
             request.samples_ended += 1
         done = request.samples_ended == len(request.samplers)
-        likely = request.samplers[row.number].likely
+        likely = request.samplers[row.number].latest_logprobs
         outputs.append(StepOutput(request, row.number, token, likely, done))
         if done:
             self.end_request(request)

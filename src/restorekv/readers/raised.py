@@ -131,8 +131,13 @@ def _write_core(marker: str, inner: str, before: str, following: str) -> str:
         return _write_fraction(inner, before, following)
     if marker == RAISED and _is_joined_when_raised(inner, before):
         return inner
-    is_number_of_name = before.isalpha() or before in (")", "]")
-    if marker == LOWERED and inner.isdecimal() and is_number_of_name and not following.isdigit():
+    follows_letter_or_bracket = before.isalpha() or before in (")", "]")
+    if (
+        marker == LOWERED
+        and inner.isdecimal()
+        and follows_letter_or_bracket
+        and not following.isdigit()
+    ):
         return inner
     wrapped = inner
     if following.isalnum() or not EXPONENT.fullmatch(inner):

@@ -160,7 +160,7 @@ class CacheEngine(Engine, Generic[Active]):
         # The full cache of the last document, while memory has room for it in addition to the
         # documents: the page compares three caches of one document, which is then read only once.
         self.prepared_cache = PreparedContextCache(memory)
-        self.loading = threading.Lock()  # while a cache is read from disk
+        self.loading_lock = threading.Lock()  # while a cache is read from disk
         store.on_delete = self.forget_document
         # The job of the thread that compresses. Other threads read it, and mark it as abandoned.
         self.job: CompressionJob | None = None
@@ -425,7 +425,7 @@ class CacheEngine(Engine, Generic[Active]):
             self.store.note_use(key)
             return compressed
         while True:
-            with self.loading:
+            with self.loading_lock:
                 # If two threads want one cache, the second finds it in memory.
                 compressed = self._find_in_memory(sha256, key) or self._read_from_disk(key, sha256)
             if compressed:

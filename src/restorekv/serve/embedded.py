@@ -91,7 +91,7 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
         self.scheduler = Scheduler(model, self.stop_ids)
         # All questions without a document continue this cache, so they share forward passes, too.
         self.empty_cache: RaggedCache | None = None
-        self.beginning = threading.Lock()  # while `empty_cache` is made
+        self.empty_cache_lock = threading.Lock()  # while `empty_cache` is made
         self.idle = threading.Event()  # cleared while a pass of the model writes tokens
         self.idle.set()
         self.owed = 0.0  # seconds that a compression is to get
@@ -164,14 +164,11 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
             prompt = self.encode_question(question, context)
             manifest = joined.manifest
             cost = CacheCost(manifest.pairs_held, manifest.bytes_held, manifest.seconds)
-            computed = 0
             too_long = DOCUMENTS_TOO_LONG
         else:
             context, prompt = self.encode_plain(question, 0)
             cache = self._get_empty_cache()
             cost = NO_CACHE
-            # Without a document the model reads the whole conversation.
-            computed = context.num_tokens
             too_long = "The conversation is longer than {}; shorten it."
         # Restore tokens take positions, too. Without a document both numbers are 0.
         positions = max(context.num_tokens, cache.get_seq_length())
@@ -192,13 +189,12 @@ class EmbeddedEngine(CacheEngine[LocalQuestion]):
             cost=cost,
             started=started,
             cache=cache,
-            computed=computed,
         )
 
     def _get_empty_cache(self) -> RaggedCache:
         """Return the cache of a context without tokens."""
         # If the first questions come together, one of them makes it.
-        with self.beginning:
+        with self.empty_cache_lock:
             if self.empty_cache is None:
                 self.empty_cache = make_empty_cache(self.model)
             return self.empty_cache

@@ -144,7 +144,8 @@ class ServedQuestion:
         answer_prefix: The beginning of the answer, which the client has and the model continues.
         limit: How many tokens an answer may have.
         sampling: How the answers are written.
-        on_token: Called with (sample, id, *TokenSampler.likely) for every token, from any thread.
+        on_token: Called with (sample, id, *TokenSampler.latest_logprobs) for every token, from any
+            thread.
         done: The `Reply`, or an error.
         started: Whether it no longer waits: in the library's engine since it got its slot; with
             vLLM or replicas, which schedule questions themselves, since its first token.

@@ -151,7 +151,7 @@ class Guard:
     def check_headers(self, request: Request) -> Response | None:
         """Return the answer to a request that is refused for its headers."""
         length = request.headers.get("content-length", "0")
-        if not is_from_here(request, self.keys, self.host_names):
+        if not is_same_site(request, self.keys, self.host_names):
             return make_problem_response(
                 403,
                 "Refused a request from another site's page, or to another host's name; call this "
@@ -322,7 +322,7 @@ class Connection(H11Protocol):
         self.loop.call_later(IDLE_TIMEOUT, self.check)
 
 
-def is_from_here(request: Request, keys: Sequence[str], host_names: Sequence[str]) -> bool:
+def is_same_site(request: Request, keys: Sequence[str], host_names: Sequence[str]) -> bool:
     """Return whether a request does not come from a page of another site; with keys, always true.
 
     Without keys, such a page in a browser on this machine could read the documents here. Its

@@ -206,7 +206,7 @@ class PendingAnswer:
         return StreamingResponse(events, headers=STREAM_HEADERS, media_type="text/event-stream")
 
     async def iter_pieces(self) -> AsyncIterator[tuple[int, str, list[tuple]]]:
-        """Yield (sample, piece of its text, its ids with `TokenSampler.likely`).
+        """Yield (sample, piece of its text, its ids with `TokenSampler.latest_logprobs`).
 
         A caller that stops listening ends the writing.
         """

@@ -210,7 +210,7 @@ def check_loading(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
     stored can be queried anyway.
     """
     try:
-        _count_read_tokens(model, tokenizer)
+        _check_read_tokens(model, tokenizer)
     except (OSError, RestoreKVError) as error:
         shortage = explain_resource_shortage(error)
         if shortage is None:
@@ -218,7 +218,7 @@ def check_loading(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
         LOG.warning(json.dumps({"problem": f"Loading was not checked. {shortage[1]}"}))
 
 
-def _count_read_tokens(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
+def _check_read_tokens(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
     """Check how many tokens the model reads for a question to a stored document.
 
     Raises:

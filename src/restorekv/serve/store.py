@@ -63,8 +63,8 @@ class Store:
         # Keys of caches that were fetched from the shared folder and not yet checked. If one of
         # them is damaged, the copy there is damaged too.
         self.unverified: set[str] = set()
-        self.fetching = threading.Lock()
-        self.pushing = threading.Lock()
+        self.fetching_lock = threading.Lock()
+        self.pushing_lock = threading.Lock()
         # Set when `pending` has a row for the thread that serves the shared folder.
         self.has_pending = threading.Event()
         self.closed = False
@@ -365,7 +365,7 @@ class Store:
             Whether the cache is here.
         """
         # One at a time: of two threads that want one cache, the second finds it here.
-        with self.fetching:
+        with self.fetching_lock:
             if self.shared and not self.has_cache(key):
                 path = self.cache_path(key)
                 # What is deleted there from now on is deleted here, too.
@@ -458,7 +458,7 @@ class Store:
         """
         row = (sha256, key)
         # Pushing takes long, so the index is not locked meanwhile.
-        with self.pushing:
+        with self.pushing_lock:
             with self.lock:
                 select = "select 1 from pending where sha256 = ? and key = ?"
                 if self.closed or not self.index.select(select, row):

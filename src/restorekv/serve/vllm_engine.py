@@ -354,7 +354,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
                 best = sorted(likeliest.items(), key=lambda pair: -pair[1])
                 sampler.top.append(dict(best[: active.question.sampling.logprobs]))
             sampler.answer.append(token)
-            active.pass_token(piece.sample, token, sampler.likely)
+            active.pass_token(piece.sample, token, sampler.latest_logprobs)
 
     def _make_samplers(self, question: ServedQuestion) -> list[TokenSampler]:
         """Return a sampler for each answer, which only collects what vLLM samples."""
