@@ -1,1 +1,1 @@
-"""Speed and memory on this machine, measured side by side: `python -m benchmarks NAME`."""
+"""Benchmarks of time and memory on this machine: `python -m benchmarks NAME`."""

@@ -1,5 +1,5 @@
-"""`python -m benchmarks NAME`, in a checkout: time and memory on this machine, side by side in one
-run.
+"""The program `python -m benchmarks NAME`, in a checkout: it measures time and memory on this
+machine. What is compared is measured in the same run.
 """
 
 import sys

@@ -1,12 +1,12 @@
-"""What 8 bits a number and streaming cost in answers: python -m benchmarks.accuracy [DOCUMENTS
-[FOLDER]].
+"""How much 8-bit caches and streaming cost in the quality of answers: python -m benchmarks.accuracy
+[DOCUMENTS [FOLDER]].
 
-Documents of the tiny suite, compressed by KVzip with the tiny model in float32 and its restore
-adapter: held in float32, int8 and fp8 from one preparation, and streamed in parts of PART tokens
-(documents of at most PART tokens go the plain way). Cells of a grid like any other: FOLDER is a run
-that `restorekv report` reads, and one that was stopped goes on. Scores are means over families x
-100; a difference is paired with the same questions of the plain way, its interval a 95 % bootstrap
-over documents.
+KVzip compresses documents of the tiny suite with the tiny model in float32 and its restore adapter.
+Each cache is held in float32, int8 and fp8, all from one preparation; a last variant streams the
+document in parts of PART tokens. Documents of at most PART tokens are not streamed. The variants
+are cells of an ordinary grid: `restorekv report` reads FOLDER, and a run that was stopped continues
+there. Scores are means over families x 100. Differences are to the float32 cache, paired by
+question, with a 95 % bootstrap interval over documents.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Key = tuple[str, str]  # variant, ratio
 
 
 def list_cells(documents: int) -> dict[Key, Cell]:
-    """Return the cell of every variant at every ratio, the plain ones first."""
+    """Return the cell of every variant at every ratio, the unquantized ones first."""
     cells = {}
     for name, changed in VARIANTS.items():
         for ratio in RATIOS:
@@ -62,7 +62,7 @@ def list_cells(documents: int) -> dict[Key, Cell]:
 def measure_accuracy(
     documents: int, folder: Path, progress: Callable[[str], None] = lambda text: None
 ) -> dict[Key, Result]:
-    """Answer what the folder does not hold yet, and return all results."""
+    """Run the cells that the folder does not hold yet, and return all results."""
     wanted = list_cells(documents)
 
     def tell(told: GridProgress) -> None:
@@ -82,7 +82,7 @@ def format_table(results: dict[Key, Result]) -> str:
         found = summarize_scores(result.answers, plain.answers)
         share = result.summary["bytes"] / plain.summary["bytes"]
         gain = "" if result is plain else f"{found['gain']:+.1f}"
-        # A few contexts have no interval.
+        # There is no interval if there are too few contexts.
         if gain and found["gain_low"] is not None:
             gain += f" [{found['gain_low']:+.1f}, {found['gain_high']:+.1f}]"
         text += f"| {name} | {ratio} | {found['score']:.1f} | {gain} | {share:.3f} |\n"
@@ -90,7 +90,7 @@ def format_table(results: dict[Key, Result]) -> str:
 
 
 def main(documents: str = "52", folder: str = "runs/accuracy") -> None:
-    """Print the table, or a mistake in one sentence."""
+    """Print the table; exit with a one-sentence message if something is wrong."""
     warnings.simplefilter("ignore", RestoreKVWarning)
     try:
         if not documents.isdecimal():

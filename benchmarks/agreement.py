@@ -1,4 +1,4 @@
-"""How many pairs and answers are the same where a model runs on two devices."""
+"""Agreement of one model on two devices: how many kept pairs and answers are the same."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,7 +14,11 @@ def count_agreement(
     documents: Sequence[WorldDocument],
     make_small: Callable[[PreTrainedModel, WorldDocument], CompressedContext],
 ) -> dict[str, int]:
-    """Return equal and all pairs, equal and all answers, over the documents."""
+    """Count the pairs that both devices keep or both evict, and the answers that are equal.
+
+    Returns:
+        Sums over the documents: "pairs equal" of "pairs", and "answers equal" of "answers".
+    """
     counts = {"pairs equal": 0, "pairs": 0, "answers equal": 0, "answers": 0}
     for document in documents:
         expected = make_small(on_cpu, document)

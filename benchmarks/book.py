@@ -1,10 +1,10 @@
-"""A book that is asked many questions: read whole by transformers, compressed at once, and
-compressed in parts.
+"""The benchmark `book`: many questions about one book, which transformers prefills as a whole and
+restorekv compresses at once or in parts.
 
-Short sentences with a number are put between the paragraphs of a novel, at equal distances, and
-each question is about one of them, in a form that a base model continues. Every way is measured in
-a process of its own: the seconds to read and to answer, the most memory above the weights, the
-bytes that stay, and how many numbers come back.
+Short sentences that each contain a number are put between the paragraphs of a novel, at equal
+distances. Each question asks for one of the numbers and is worded so that a base model can continue
+it. Every way is measured in its own process: seconds to prefill and to answer, peak memory above
+the weights, bytes of the cache that is kept, and how many numbers the answers get right.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class Book:
 
 
 def make_book(tokenizer: Tokenizer, tokens: int, seed: int) -> Book:
-    """Return a novel's first `tokens` tokens with a sentence about every place, in drawn order."""
+    """Return a book of about `tokens` tokens: the start of a novel, with a sentence about each
+    place.
+    """
     rng = random.Random(f"book {seed}")
     numbers = rng.sample(range(1000, 10_000), len(PLACES))
     places = rng.sample(PLACES, len(PLACES))
@@ -72,7 +74,8 @@ def make_book(tokenizer: Tokenizer, tokens: int, seed: int) -> Book:
     ids = tokenize_text(tokenizer, novel)
     check_novel(len(ids), budget, f"a book of {tokens:,}")
     paragraphs = decode_ids(tokenizer, ids[:budget]).split("\n\n")
-    # In the middle of every twentieth of them, from the end, so that no place moves.
+    # One fact in the middle of each twentieth of the paragraphs. Insert from the end, so that
+    # the places of the facts before stay valid.
     count = len(paragraphs)
     for number, fact in reversed(list(enumerate(facts))):
         paragraphs.insert((2 * number + 1) * count // (2 * len(facts)), fact)
@@ -81,7 +84,9 @@ def make_book(tokenizer: Tokenizer, tokens: int, seed: int) -> Book:
 
 
 def run_book(options: Options, tell: Callable[[str], None], threads: int, folder: Path) -> dict:
-    """Return a row for each way and ratio; the folder keeps them, so that a later run goes on."""
+    """Return a row for each way and ratio; rows are kept in `folder`, where a later run
+    continues.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     _, tokenizer = load_model(options.model)
     book = make_book(tokenizer, options.tokens, options.seed)
@@ -121,7 +126,9 @@ def run_book(options: Options, tell: Callable[[str], None], threads: int, folder
 
 
 def measure_way(folder: Path, job: dict, tell: Callable[[str], None]) -> dict:
-    """Return the row of one way and ratio, which an earlier run of the same job may have kept."""
+    """Return the row of one way and ratio, measured now or kept by an earlier run of the
+    same job.
+    """
     way = job["way"]
     place = folder / f"{way.replace(' ', '-')}-{job['ratio']}.json"
     if place.exists():
@@ -137,7 +144,7 @@ def measure_way(folder: Path, job: dict, tell: Callable[[str], None]) -> dict:
 
 
 def count_right(texts: Sequence[str], answers: Sequence[str]) -> int:
-    """Return how many texts have their answer in their first line."""
+    """Return how many texts contain the right answer in their first line."""
     pairs = zip(texts, answers, strict=True)
     return sum(answer in text.strip().partition("\n")[0] for text, answer in pairs)
 

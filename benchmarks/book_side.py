@@ -1,4 +1,4 @@
-"""One way of asking a book, in a process of its own."""
+"""One way to ask questions about a book, measured in its own process for `benchmarks.book`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def measure(job: dict) -> dict:
 
 
 def ask_transformers(model, tokenizer, book: Book, job: dict) -> dict:
-    """Read the book once, as it is, and continue a copy of its cache for every question."""
+    """Prefill the whole book once, and continue a copy of its cache for every question."""
     ids = tokenizer(book.text, return_tensors="pt").input_ids
     cache = DynamicCache(config=model.config)
     start = time.perf_counter()

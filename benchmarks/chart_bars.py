@@ -1,4 +1,4 @@
-"""Charts of benchmarks that are bars: compressing beside kvpress, every method's scoring, a
+"""Bar charts of benchmarks: compression compared with kvpress, the scoring of every method, and a
 training step.
 """
 
@@ -27,7 +27,7 @@ MEBI = 1 << 20
 
 
 def draw_compare(result: Mapping) -> Chart:
-    """`compare`: seconds by phase, peak memory, milliseconds a token."""
+    """Draw a result of `compare`: seconds by phase, peak memory, milliseconds a token."""
     rows = sorted(result["rows"], key=lambda row: (row["tokens"], row["side"] != OURS))
     names = [f"T = {row['tokens']:,}, {row['side']}" for row in rows]
     panels = [
@@ -68,14 +68,14 @@ def format_layers(count: int) -> str:
 
 
 def _token_milliseconds(decoding: Mapping) -> float | None:
-    """Return the time of a token; None where kvpress refused."""
+    """Return the time of a token, or None if kvpress refused to decode."""
     return decoding["token"] * 1000 if "token" in decoding else None
 
 
 def _collect_by_side(
     rows: Sequence[Mapping], *figures: Callable[[Mapping], float | None]
 ) -> dict[Mark, list[float | None]]:
-    """Return every figure of each side's rows in turn, for the sides that were measured."""
+    """Return the figures of each side that was measured, row after row."""
     values = {}
     for side, mark in SIDES.items():
         of_side = []
@@ -88,7 +88,7 @@ def _collect_by_side(
 
 
 def _compare_times(result: Mapping, rows: Sequence[Mapping]) -> list[str]:
-    """Says for our rows how much of kvpress's time they take."""
+    """Return a text for each row: how much of kvpress's time it takes if it is ours, or ""."""
     ratios = result["ratios"]
     return [
         f", {ratios[str(row['tokens'])]['compress and restore']:.2f} of kvpress"
@@ -99,7 +99,7 @@ def _compare_times(result: Mapping, rows: Sequence[Mapping]) -> list[str]:
 
 
 def draw_scorers(result: Mapping) -> Chart:
-    """`scorers`: what every method adds to a prefill, cheapest first."""
+    """Draw a result of `scorers`: what every method adds to a prefill, cheapest first."""
     rows = sorted(result["rows"], key=lambda row: row["multiple"])
     names = [name_evictor(row["method"]) for row in rows]
     values = {Mark("", BLUE): [row["multiple"] for row in rows]}
@@ -119,7 +119,7 @@ def draw_scorers(result: Mapping) -> Chart:
 
 
 def draw_training(result: Mapping) -> Chart:
-    """`train`: seconds by phase, memory."""
+    """Draw a result of `train`: seconds by phase, and memory."""
     rows = result["rows"]
     names = [row["variant"] for row in rows]
     panels = [stack_bars("Seconds of a step", names, [row["seconds"] for row in rows], STEP)]
@@ -147,7 +147,7 @@ def stack_bars(
     phases: Mapping[str, Mark],
     more: Sequence[str] = (),
 ) -> Panel:
-    """Return a bar of phases for every name, with its sum and perhaps `more` behind it."""
+    """Return a bar of stacked phases for every name, followed by its sum and the text in `more`."""
     parts = {}
     for phase, mark in phases.items():
         parts[mark] = [each.get(phase, 0) for each in seconds]
@@ -166,8 +166,9 @@ def group_bars(
     digits: int = 0,
     width: float = NARROW,
 ) -> Panel:
-    """Return bars of every mark side by side for every name, each with its figure; None was
-    refused.
+    """Return a group of bars for every name, a bar for each mark, labeled with its value.
+
+    A value of None has no bar and is labeled "refused".
     """
 
     def format_value(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Charts of benchmarks that are lines against r: decode steps on a CPU, the kernel on a GPU."""
+"""Line charts of benchmarks against r: decode steps on a CPU, and the kernel on a GPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ TARGETED = {"tokens": 32768, "questions": 1, "heads": 8, "groups": 4, "width": 1
 
 
 def draw_decode(result: Mapping) -> Chart:
-    """`decode`: attention and whole steps against r, tokens a second of many answers."""
+    """Draw a result of `decode`: attention and whole steps against r, tokens a second of
+    answers.
+    """
     rows = result["rows"]
     unit = "milliseconds (log)"
 
@@ -79,7 +81,9 @@ def draw_decode(result: Mapping) -> Chart:
 
 
 def _draw_throughput(answers: Mapping) -> Panel:
-    """Return tokens a second of each side, and how many times as many ours are."""
+    """Return a panel of the tokens a second of each side; its title says the ratio of ours to
+    kvpress's.
+    """
     rates = {side: answers[side].get("rate") for side in (OURS, KVPRESS) if side in answers}
     title = f"{answers['asked']} questions to one document of {answers['read']:,} tokens, "
     title += f"{format_ratio(answers['ratio'])}, "
@@ -92,8 +96,8 @@ def _draw_throughput(answers: Mapping) -> Panel:
 
 
 def draw_kernel(result: Mapping) -> Chart:
-    """`kernel`: microseconds a layer against r, with the targets where the shape is the one they
-    are for.
+    """Draw a result of `kernel`: microseconds a layer against r, with the targets if the shape is
+    the one they are set for.
     """
     rows = result["rows"]
     options = result["options"]
@@ -125,16 +129,17 @@ def _draw_against_ratio(
     height: float = 3.0,
     targets: Mapping[float, float] | None = None,
 ) -> Panel:
-    """Return lines of points (r, figure), logarithms on both axes, with figures below ours, which
-    come first.
+    """Return a panel of lines against r, both axes logarithmic; the first line has its values
+    written below its points.
 
     Args:
-        lines: The points of every series, empty for one that is not drawn.
+        lines: The points (r, value) of every series, ours first; a series without points is not
+            drawn.
         unit: The label of y.
         title: Of the panel.
         width: Of the panel, in inches.
         height: Of the panel, in inches.
-        targets: Levels to reach, by the ratio that they are for.
+        targets: Levels to reach, by the ratio that each is set for.
     """
     measured = {mark: points for mark, points in lines.items() if points}
 

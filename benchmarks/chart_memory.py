@@ -50,7 +50,7 @@ BOUND = "bound without workspace"
 
 
 def draw_memory(result: Mapping) -> Chart:
-    """Return lines against T, or bars where there is one T."""
+    """Return lines against T, or bars if only one T was measured."""
     modes = {mode: [row for row in result["rows"] if row["mode"] == mode] for mode in MODES}
     modes = {
         mode: sorted(rows, key=lambda row: row["tokens"]) for mode, rows in modes.items() if rows
@@ -76,7 +76,7 @@ def draw_memory(result: Mapping) -> Chart:
 
 
 def _make_panels(modes: Mapping[str, Sequence[Mapping]]) -> list[Panel]:
-    """Return a panel of seconds for every mode, then one of peaks, which fills its row."""
+    """Return a panel of seconds for every mode, then one of peaks, wide enough to fill its row."""
     panels = [_draw_seconds(rows, f"Seconds, {mode}") for mode, rows in modes.items()]
     return [*panels, _draw_peaks(modes, NARROW if len(panels) % 2 else WIDE)]
 
@@ -101,8 +101,8 @@ def _draw_one_length(modes: Mapping[str, Sequence[Mapping]]) -> list[Panel]:
 
 
 def _draw_seconds(rows: Sequence[Mapping], title: str) -> Panel:
-    """Return seconds against T, logarithms on both axes; name and slope of every phase at the end
-    of its line.
+    """Return a panel of seconds against T, both axes logarithmic; each line ends with the name and
+    slope of its phase.
     """
     lines: dict[Mark, list[tuple[float, float]]] = {}
     ends = []
@@ -123,13 +123,15 @@ def _draw_seconds(rows: Sequence[Mapping], title: str) -> Panel:
 
 
 def compute_slope(points: Sequence[tuple[float, float]]) -> str:
-    """Return the slope of a line in logarithms, from its first to its last point."""
+    """Return the label "slope N" of a log-log line from its first to its last point, "" if they
+    coincide.
+    """
     (short, early), (long, late) = points[0], points[-1]
     return f"\nslope {math.log(late / early) / math.log(long / short):.2f}" if long > short else ""
 
 
 def _draw_peaks(modes: Mapping[str, Sequence[Mapping]], width: float) -> Panel:
-    """Return a line for every mode, its bound dashed in the same color."""
+    """Return a panel of peak memory: a line for every mode, its bound dashed in the same color."""
     lines: dict[Mark, list[tuple[float, float]]] = {}
     for mode, rows in modes.items():
         least = Mark("", MODES[mode].color, dashed=True)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 
-# Between labels at the right edge, of the height of the axes and for each of their lines.
+# Height of a line of a label at the right edge, as a share of the axes' height.
 GAP = 0.085
 
 
@@ -19,7 +19,7 @@ def write_below(
 
 
 def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Write labels at the right edge, each (y, text, color) at its height or as near as there is
+    """Write labels (y, text, color) at the right edge, each at its y or as close to it as there is
     room.
     """
     right = axes.get_xlim()[1]
@@ -35,8 +35,11 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
 
 
 def spread_labels(heights: Sequence[float], lines: Sequence[int]) -> list[float]:
-    """Return the heights, moved as little as keeps labels of so many lines from lying on each
-    other.
+    """Return the heights, moved only as far as needed so that no labels overlap.
+
+    Args:
+        heights: Where the labels belong, as shares of the axes' height.
+        lines: The number of lines of each label.
     """
     order = sorted(range(len(heights)), key=lambda index: heights[index])
     found = list(heights)

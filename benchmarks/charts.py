@@ -1,7 +1,7 @@
-"""Charts of what benchmarks measured: each result file that a benchmark's --json wrote becomes one
+"""Charts of what benchmarks measured: each file that a benchmark's --json wrote becomes one
 picture.
 
-What a file's rows hold says which benchmark wrote it.
+Which benchmark wrote a file is recognized by the keys of its rows (`KINDS`).
 """
 
 from __future__ import annotations
@@ -40,12 +40,11 @@ DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
 def write_charts(files: Sequence[Path], out: Path, png: bool = False) -> list[Path]:
-    """Write every file's chart as OUT/NAME.svg, with `png` also as OUT/NAME.png; return what was
+    """Write every file's chart as OUT/NAME.svg, with `png` also as OUT/NAME.png; return the paths
     written.
 
-    All charts are made before the first is written. Raises RestoreKVError for a file that is
-    missing, damaged or not a benchmark's, for two files of one name, and for an `out` that is not a
-    folder.
+    All charts are drawn before the first is written. Raises RestoreKVError if a file is missing,
+    damaged or not a benchmark's, if two files have the same name, or if `out` is not a folder.
     """
     names = [file.stem for file in files]
     twice = sorted(name for name in set(names) if names.count(name) > 1)
@@ -69,7 +68,7 @@ def write_charts(files: Sequence[Path], out: Path, png: bool = False) -> list[Pa
 
 
 def _draw_chart(file: Path, png: bool) -> dict[str, bytes]:
-    """Return the file's chart by ending."""
+    """Return the bytes of the file's chart by file ending, such as ".svg"."""
     result = _read_result(file)
     try:
         chart = make_chart_with_note(file, result)
@@ -99,10 +98,10 @@ def _read_result(file: Path) -> dict:
 
 
 def _find_drawer(result: object) -> Callable[[Mapping], Chart] | None:
-    """Return the function that draws such a result."""
+    """Return the function that draws this result, or None if it is not a benchmark's."""
     if not isinstance(result, dict):
         return None
-    # What vLLM's steps took is stored round by round.
+    # `vllm-steps` stores rounds instead of rows.
     rows = result.get("rows", result.get("rounds"))
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         return None
@@ -113,7 +112,7 @@ def _find_drawer(result: object) -> Callable[[Mapping], Chart] | None:
 
 
 def make_chart_with_note(file: Path, result: Mapping) -> Chart:
-    """Return the chart, under the file's name, with a note that says on what it was measured."""
+    """Return the chart, named after the file, with a note on what and where it was measured."""
     draw = _find_drawer(result)
     assert draw is not None, "_read_result refuses what has no chart"
     chart = draw(result)
@@ -125,8 +124,8 @@ def make_chart_with_note(file: Path, result: Mapping) -> Chart:
 
 
 def _describe_measurement(file: Path, result: Mapping) -> str:
-    """Return model, machine, versions and day, as far as the file has them; the day may be in its
-    name.
+    """Return model, machine, versions and day as one sentence, as far as they are known; the day
+    may be in the file's name.
     """
     machine = result["machine"]
     model = result.get("model")

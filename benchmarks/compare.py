@@ -1,16 +1,17 @@
-"""`python -m benchmarks compare`: time and memory of compressing and answering, beside kvpress
-0.5.5.
+"""`python -m benchmarks compare`: time and memory of compressing and answering, compared with
+kvpress 0.5.5.
 
 Both sides load the same weights and the same tokens from one folder, use the same number of threads
-and compress with KVzip to the same ratio and under the same prefix policy (counted). A measurement
-is a process of its own:
+and compress with KVzip to the same ratio and under the same prefix policy (counted). Each
+measurement runs in its own process:
 
     load, compress a short text as a warm-up, compress T tokens (seconds per phase, peak memory
     above what was resident), ask a question and generate a fixed number of tokens, fill a full
     cache, generate again (r = 1).
 
-Ours also runs a restore pass with a random adapter (n = 8, rank 8), whose share is told apart.
-kvpress needs transformers < 5.3, hence its own environment; which side goes first alternates.
+Our side also runs a restore pass with a random adapter (n = 8, rank 8); its time is reported
+separately. kvpress has its own environment because it needs transformers < 5.3. The sides take
+turns at going first.
 """
 
 import subprocess
@@ -35,7 +36,8 @@ FOLDER = Path(__file__).parent
 OURS = "ours"
 KVPRESS = "kvpress"
 WARM_UP = 64  # tokens
-# Short, because kvpress must find one key that every query of the question turns away from.
+# Short, because kvpress hides evicted pairs behind one key that every query of the question must
+# turn away from, and refuses if it finds none.
 QUESTION = "Why?"
 NO_KVPRESS = (
     "kvpress is not measured, because there is no environment for it; "
@@ -45,8 +47,10 @@ NO_KVPRESS = (
 
 @dataclass(frozen=True)
 class Options:
-    """`shape` replaces fields of Qwen3-0.6B's config; `decode` tokens are generated, the first two
-    to warm up.
+    """The options of `compare`.
+
+    `shape` replaces fields of Qwen3-0.6B's config. `decode` tokens are generated, of which the
+    first two are a warm-up.
     """
 
     tokens: Sequence[int] = (2048, 4096)
@@ -76,7 +80,9 @@ class Options:
 
 
 def run_comparison(options: Options, progress: Callable[[str], None] = lambda phase: None) -> dict:
-    """Every measurement; rows of medians per side and T, and ratios ours / kvpress per T."""
+    """Run all measurements; return rows of medians per side and T, and ratios ours /
+    kvpress per T.
+    """
     found = ask_kvpress_version(options.kvpress_python) if options.kvpress_python else None
     sides = [OURS, KVPRESS] if found else [OURS]
     threads = options.threads or torch.get_num_threads()
@@ -117,7 +123,10 @@ def run_comparison(options: Options, progress: Callable[[str], None] = lambda ph
 
 
 def make_job(options: Options, tokenizer: Tokenizer, tokens: int) -> dict:
-    """The text with its ids, so that both sides read the same, and how to compress and decode."""
+    """Return the job of one measurement: the text, its ids, and how to compress and decode.
+
+    It holds ids so that both sides get the same tokens.
+    """
     text = make_text(tokens, options.seed)
     context = make_context(tokenizer, text)
     assert context.text_tokens == tokens
@@ -133,7 +142,7 @@ def make_job(options: Options, tokenizer: Tokenizer, tokens: int) -> dict:
 
 
 def ask_kvpress_version(python: Path) -> str:
-    """Ask that environment; refuse one in which kvpress cannot run."""
+    """Return the version of kvpress in that environment; refuse one without kvpress."""
     code = "import importlib.metadata as m; print(m.version('kvpress'))"
     try:
         found = subprocess.run(
@@ -147,12 +156,12 @@ def ask_kvpress_version(python: Path) -> str:
 
 
 def measure_side(side: str, job: dict, folder: Path, python: Path | None) -> dict:
-    """One measurement in a process of its own."""
+    """Run one measurement in its own process, ours or kvpress's, and return its figures."""
     what = f"The measurement of {side} at T = {len(job['text']):,}"
     if side == OURS:
         return measure_apart([sys.executable, "-m", "benchmarks.ours"], job, folder, what)
     command = [str(python), str(FOLDER / "kvpress_side.py")]
-    # Packages of this environment do not fit that one.
+    # PYTHONPATH may name packages of this environment, whose versions do not fit kvpress's.
     return measure_apart(command, job, folder, what, without=["PYTHONPATH"])
 
 
@@ -171,8 +180,9 @@ def compute_medians(found: Sequence[dict]) -> dict:
 
 
 def compute_ratios(ours: dict, kvpress: dict) -> dict[str, float | None]:
-    """Ours / kvpress, below 1 where ours is faster or smaller. `compress` is KVzip on both sides,
-    no restore pass.
+    """Return ours / kvpress, below 1 if ours is faster or smaller, None if either is unknown.
+
+    "compress" is KVzip without the restore pass, on both sides.
     """
     mine = ours["seconds"]
     theirs = kvpress["seconds"]

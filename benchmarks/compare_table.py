@@ -33,7 +33,7 @@ def make_tables(result: dict) -> Iterator[Table | str]:
 
 
 def _make_table(tokens: int, ours: dict, kvpress: dict | None, result: dict) -> Table:
-    """Return quantities down, sides across."""
+    """Return a table of one T with a row for each quantity and a column for each side."""
     r = format_ratio(result["ratio"])
     sides = {"ours": ours} | ({f"kvpress {result['kvpress']}": kvpress} if kvpress else {})
     rows = [[name, *map(show, sides.values())] for name, show in _list_quantities(r).items()]
@@ -41,7 +41,9 @@ def _make_table(tokens: int, ours: dict, kvpress: dict | None, result: dict) -> 
 
 
 def _describe_floor(tokens: int, ours: dict, kvpress: dict | None, model: dict) -> str:
-    """Says how long compressing would take if scoring's products ran as fast as the prefill's."""
+    """Say how long compression would take if the matrix products of scoring ran as fast as the
+    prefill's.
+    """
     first = operations.count_prefill(model, tokens)
     scoring = operations.count_kvzip(model, tokens)
     seconds = ours["seconds"]
@@ -58,7 +60,7 @@ def _describe_floor(tokens: int, ours: dict, kvpress: dict | None, model: dict) 
 
 
 def _list_quantities(r: str) -> dict[str, Callable[[dict], str]]:
-    """Return what each row says of a side."""
+    """Return the rows of the table: each quantity's name, and how to format it for a side."""
     return {
         "prefill, s": lambda side: f"{side['seconds']['prefill']:.2f}",
         "scoring, s": lambda side: f"{side['seconds']['score']:.2f}",
@@ -91,5 +93,5 @@ def _format_restore(side: dict) -> str:
 
 
 def _format_milliseconds(decoding: dict, what: str) -> str:
-    """Return how long a question or token took; kvpress may have refused."""
+    """Return the milliseconds of a question or token, or kvpress's reason for refusing it."""
     return f"{decoding[what] * 1000:.1f}" if what in decoding else f"refused: {decoding['refused']}"

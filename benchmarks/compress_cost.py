@@ -1,8 +1,8 @@
-"""Measures compressing with one scorer, with or without a restore pass: python -m
+"""Measures compression with one scorer, with or without a restore pass: python -m
 benchmarks.compress_cost JOB.
 
-Every measurement is a process of its own, so that no memory that another one freed is used again,
-uncounted.
+Every measurement runs in its own process. Otherwise it could reuse memory that an earlier one had
+freed, and that memory would not be counted.
 """
 
 import ctypes
@@ -40,10 +40,10 @@ WARM_UP = 64  # tokens
 LEARNED = {"fastkvzip": "fastkvzip", "kvzap": "kvzap-mlp"}
 REFUSED = "refused"  # a user's error, returned to the process that wrote the job
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
-# bytes; glibc's own threshold, which adapts itself, ends at LARGE
+# In bytes. glibc adapts its own threshold, up to LARGE.
 SMALL = 1 << 16
 LARGE = 1 << 25
-# of an adapter of random weights, as in the paper
+# The sizes of an adapter of random weights, as in the paper.
 RESTORE_TOKENS = 8
 RANK = 8
 
@@ -59,8 +59,8 @@ def measure(job: dict) -> dict:
 
 
 def measure_compression(job: dict) -> dict:
-    """Warm up without an adapter, load it and compress for the memory, then `repeat` times for the
-    seconds.
+    """Measure peak memory in one compression and seconds in `repeat` more, after a warm-up without
+    an adapter.
     """
     model, tokenizer = load_model(job["model"], job["dtype"], job["device"])
     spec, gate = _find_scorer(model, job["evictor"], Path(job["folder"]))
@@ -71,7 +71,7 @@ def measure_compression(job: dict) -> dict:
     with measure_peak(model.device, peak):
         adapter, source = None, None
         if job["restored"]:
-            # Its weights count as memory of the restore pass.
+            # Loaded here, so that its weights count as memory of the restore pass.
             adapter, source = _find_adapter(model, job["evictor"])
         eviction = replace(base, adapter=adapter)
         _compress(eviction, model, tokenizer, context, job["ratio"])
@@ -101,8 +101,9 @@ def _compress(
 
 @contextmanager
 def measure_peak(device: torch.device, figures: dict[str, int | None]) -> Iterator[None]:
-    """Write to figures["peak"] the most bytes that the block held above those before it, on the
-    GPU or in RAM.
+    """Write the block's peak memory to figures["peak"], in bytes above what was held before it.
+
+    Memory is the GPU's for a CUDA device, else this process's.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -123,16 +124,18 @@ def _map_blocks_from(size: int) -> None:
     """Make glibc map every block of at least `size` bytes, and so return it to the system when it
     is freed.
 
-    With SMALL the process's peak is what it holds, to 0.1 MB; with LARGE allocation is as fast as
-    ever.
+    With SMALL the process's peak is what it really holds, to 0.1 MB. With LARGE allocation has its
+    usual speed.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, size)
 
 
 def _find_scorer(model: PreTrainedModel, evictor: str, folder: Path) -> tuple[str, str | None]:
-    """Return a spec and the source of its gate: a random one where a learned scorer names none and
-    none ships.
+    """Return a spec and the source of its gate, None if the scorer brings its own or needs none.
+
+    A learned scorer that names no gate gets a random one, saved in `folder`, unless one ships for
+    the model.
     """
     if evictor not in LEARNED or get_model_name(model) == TINY:
         return evictor, None
@@ -140,8 +143,9 @@ def _find_scorer(model: PreTrainedModel, evictor: str, folder: Path) -> tuple[st
 
 
 def _find_adapter(model: PreTrainedModel, evictor: str) -> tuple[RestoreAdapter, str]:
-    """Return the adapter that ships for this scorer, or a random one: shapes decide time and
-    memory.
+    """Return the adapter that ships for this scorer, or a random one, and which of the two it is.
+
+    A random one will do, because only shapes decide time and memory.
     """
     shipped = find_shipped_adapter(get_model_name(model), evictor)
     if shipped:
@@ -171,8 +175,8 @@ def make_text(tokens: int, seed: int) -> str:
 
 
 def save_random_gate(model: PreTrainedModel, method: str, folder: Path) -> Path:
-    """Save a gate of the published sizes: 16 dimensions and 16 sinks, or an MLP of an eighth of
-    the width.
+    """Save a gate of random weights in the published sizes: 16 dimensions and 16 sinks, or an MLP
+    of an eighth of the hidden width.
     """
     shape = CacheShape.from_model(model)
     generator = torch.Generator().manual_seed(0)
@@ -194,11 +198,11 @@ def save_random_gate(model: PreTrainedModel, method: str, folder: Path) -> Path:
 def measure_apart(
     command: Sequence[str], job: dict, folder: Path, what: str, without: Collection[str] = ()
 ) -> dict:
-    """Return what `command JOB` writes through `measure.serve`, run offline with the job's
-    `threads`.
+    """Run `command JOB` offline with the job's `threads`, and return the figures that it writes
+    through `measure.serve_job`.
 
-    `without` names environment variables that the process must not see. Raises RestoreKVError, with
-    the last line of the process's stderr, where it fails.
+    `without` names environment variables that the process must not see. If the process fails,
+    raises RestoreKVError with the last line of its stderr.
     """
     job = {**job, "result": str(folder / "result.json")}
     job_file = folder / "job.json"

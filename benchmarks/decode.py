@@ -1,13 +1,13 @@
-"""`python -m benchmarks decode`: what a decode step costs over a compressed cache, beside
+"""`python -m benchmarks decode`: what a decode step costs over a compressed cache, compared with
 transformers' own caches.
 
-A model of random weights in the shape of Qwen3-0.6B; caches of T tokens hold random states, and a
-global ranking of random scores, whose means differ by head, says which pairs stay. Everything is
-measured in turn, round after round:
+The model has random weights in the shape of Qwen3-0.6B. Caches of T tokens hold random states; a
+global ranking of random scores, with a different mean for each head, decides which pairs are kept.
+Every round measures all sides, one after the other:
 
     attention    one pass over all layers' attention with random queries, seconds per layer
     step         a pass of the whole model for one token of every question
-    ours         the compressed cache, r T H pairs a layer, heads of unequal lengths
+    ours         the compressed cache: r T H pairs a layer, heads of unequal lengths
     rectangle    transformers' DynamicCache of as many pairs, heads of one length; at r = 1 that is
                  the full one
     full         transformers' DynamicCache of all T tokens
@@ -16,10 +16,10 @@ measured in turn, round after round:
     roofline     bytes of pairs and tail over the bandwidth of a copy (read and written), measured
                  in the same run
 
-`held` is resident memory that a compressed cache adds to this process, over the bytes of its pairs,
-which include the restore cache, and of its tail behind that. `answers` are tokens a second of many
-questions to one document, from processes of their own: ours in one batch, kvpress's by its
-pipeline; both compress with KVzip, which is not counted.
+`held` compares the resident memory that a compressed cache adds to this process with the bytes of
+its pairs (restore cache included) and of the tail after them. `answers` are the tokens a second of
+many questions about one document, each side in its own process: ours in one batch, kvpress's by its
+pipeline. Both sides compress with KVzip; that time is not counted.
 """
 
 from __future__ import annotations
@@ -63,14 +63,17 @@ from restorekv.model.offload import trim_heap
 from restorekv.model.prompt import encode_question, make_context
 from restorekv.model.shape import CacheShape
 
-QUESTION = 24  # columns of the tail behind the restore cache
+QUESTION = 24  # columns of the tail after the restore cache
 RESTORE = 8  # n
-COPIED = 1 << 28  # bytes of the copy that tells the bandwidth
+COPIED = 1 << 28  # bytes of the copy that measures the bandwidth
 
 
 @dataclass(frozen=True)
 class Options:
-    """`asked` questions of a document of `read` tokens get `answer` tokens each; 0 leaves that out.
+    """The options of `decode`.
+
+    `tokens` is the length T of the context of decode steps. `asked` questions about a document of
+    `read` tokens get answers of `answer` tokens each; if `asked` is 0, answers are not measured.
     `shape` replaces fields of Qwen3-0.6B's config.
     """
 
@@ -104,8 +107,12 @@ class Options:
 
 @torch.no_grad()
 def run_decode(options: Options, progress: Callable[[str], None] = lambda phase: None) -> dict:
-    """held, rows {ratio, pairs, bytes, roofline, attention, step: seconds by side} and answers by
-    side.
+    """Measure decode steps, memory and answers.
+
+    Returns:
+        What was measured and where, `held` of `measure_memory`, and `answers` by side. `rows` has
+        {ratio, pairs, bytes, roofline, attention, step} for each ratio, the last two in seconds
+        by side.
     """
     found = ask_kvpress_version(options.kvpress_python) if options.kvpress_python else None
     torch.set_num_threads(options.threads or torch.get_num_threads())
@@ -163,8 +170,8 @@ def make_random_cache(shape: CacheShape, tokens: int, seed: int) -> DynamicCache
 def compress_cache(
     full: DynamicCache, ratio: float, seed: int, consume: bool = False
 ) -> RaggedCache:
-    """Keep floor(r T L H) pairs: n of each head in the restore cache, the others as a global
-    ranking of random scores leaves them.
+    """Return a cache of floor(r T L H) pairs: n in the restore cache of each head, and the others
+    chosen from `full` by a global ranking of random scores.
     """
     layers = len(full.layers)
     _, heads, tokens, width = list_dense_layers(full)[0].keys.shape
@@ -195,8 +202,9 @@ def grow_tail(cache: RaggedCache, columns: int) -> RaggedCache:
 
 
 def measure_memory(shape: CacheShape, options: Options, ratio: float) -> dict | None:
-    """Measure the resident bytes that a compressed cache with a tail adds, after one of few tokens;
-    return None where the system is not Linux.
+    """Measure the resident bytes that a compressed cache with a tail adds to this process.
+
+    A cache of a few tokens is made first, as a warm-up. Returns None if the system is not Linux.
     """
     small = make_random_cache(shape, 4 * RESTORE, options.seed)
     grow_tail(compress_cache(small, 1.0, options.seed, consume=True), QUESTION)
@@ -230,7 +238,7 @@ def measure_memory(shape: CacheShape, options: Options, ratio: float) -> dict | 
 def measure_ratio(
     model: PreTrainedModel, full: DynamicCache, options: Options, ratio: float, bandwidth: float
 ) -> dict:
-    """Medians over rounds in which every side takes its turn; `full` ends as it began."""
+    """Return one ratio's pairs, bytes and median seconds by side; `full` is left as it was."""
     shape = CacheShape.from_model(model)
     made = compress_cache(full, ratio, options.seed)
     caches = {"ours": grow_tail(made, QUESTION), "full": full}
@@ -238,7 +246,7 @@ def measure_ratio(
         caches["rectangle"] = copy_columns(
             full, made.pairs_held // (shape.layers * shape.heads) + QUESTION
         )
-    # Bfloat16 keys and values.
+    # What a layer's attention has to read: 2 bytes a number, for keys and for values.
     must = 4 * shape.head_dim * (made.pairs_held // shape.layers + shape.heads * QUESTION)
     found = {
         "pairs": made.pairs_held,
@@ -250,7 +258,8 @@ def measure_ratio(
             options.repeat,
         ),
     }
-    full.crop(options.tokens - full.get_seq_length())  # a negative number of columns
+    # A negative number says how many columns to remove: those that the timed steps added.
+    full.crop(options.tokens - full.get_seq_length())
     return found
 
 
@@ -265,8 +274,10 @@ def copy_columns(full: DynamicCache, length: int) -> DynamicCache:
 def time_attention(
     model: PreTrainedModel, caches: Mapping[str, Cache], repeat: int
 ) -> dict[str, float]:
-    """Of one layer, by side: a pass over all layers, so that no layer is found in the processor's
-    cache.
+    """Return the seconds of one layer's attention by side.
+
+    They are averaged over a pass through all layers, so that no layer's pairs are still in the
+    processor's cache.
     """
     shape = CacheShape.from_model(model)
     module = model.model.layers[0].self_attn
@@ -288,8 +299,9 @@ def time_attention(
 
 
 def time_step(model: PreTrainedModel, cache: Cache, tokens: int) -> Step:
-    """A token's pass, after which the cache holds one more; the position stays, as only time
-    matters.
+    """Return a step that passes one token through the model and adds its pairs to the cache.
+
+    The position stays the same from step to step, because only time matters.
     """
     ids = torch.tensor([[0]])
     position = torch.tensor([[tokens]])
@@ -299,7 +311,9 @@ def time_step(model: PreTrainedModel, cache: Cache, tokens: int) -> Step:
 def compute_next_logits(
     model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Cache
 ) -> Tensor:
-    """Return the logits (B, V) after ids (B, q) under a mask (B, 1, q, columns); None is causal."""
+    """Return the logits (B, V) after ids (B, q); the mask is (B, 1, q, columns), or None
+    for causal.
+    """
     output = model(
         input_ids=ids,
         attention_mask=mask,
@@ -312,7 +326,10 @@ def compute_next_logits(
 
 
 def time_in_turn(sides: Mapping[str, Step], repeat: int) -> dict[str, float]:
-    """Median seconds of each side; every other round goes backwards, and the first only warms."""
+    """Return the median seconds of each side over `repeat` rounds, after one as a warm-up.
+
+    Every other round goes through the sides in reverse order.
+    """
     found: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(repeat + 1):
         for name in list(sides)[:: -1 if number % 2 else 1]:
@@ -323,7 +340,7 @@ def time_in_turn(sides: Mapping[str, Step], repeat: int) -> dict[str, float]:
 def measure_answers(
     options: Options, tokenizer: Tokenizer, folder: Path, progress: Callable[[str], None]
 ) -> dict:
-    """Tokens a second by side, each in a process of its own."""
+    """Return the tokens a second that each side answers, measured in its own process."""
     job = make_job(bench.Options([options.read], seed=options.seed), tokenizer, options.read)
     context = make_context(tokenizer, job["text"])
     letters = (chr(ord("a") + number % 26) for number in range(options.asked))

@@ -8,7 +8,9 @@ from restorekv.evaluation.tables import Table, format_ratio
 
 
 def make_tables(result: dict) -> Iterator[Table | str]:
-    """Yield attention, whole steps, then a sentence each about memory, answers and the machine."""
+    """Yield the tables of attention and of whole steps, then sentences on memory, answers and the
+    machine.
+    """
     title = (
         f"attention of a decode step, T = {result['tokens']:,}, milliseconds per layer (over ours)"
     )
@@ -47,7 +49,7 @@ def _make_times_table(
     for row in rows:
         ours = row[what]["ours"]
         own = [row["ratio"], *([row["roofline"] * 1000] if roofline else []), ours * 1000]
-        # The full cache stands for the rectangle of all pairs.
+        # At r = 1 there is no rectangle: it would be the full cache.
         others = [row[what].get(rival) for rival in rivals]
         beside = [
             "" if took is None else f"{took * 1000:.4g} ({took / ours:.2f})" for took in others
@@ -59,7 +61,7 @@ def _make_times_table(
 
 
 def describe_answers(measured: dict) -> str:
-    """Says how many tokens a second each side answers."""
+    """Say how many tokens a second each side answers."""
     ours = measured[OURS]
     kvpress = measured.get(KVPRESS, {})
     ratio = format_ratio(measured["ratio"])

@@ -1,17 +1,19 @@
-"""`python -m benchmarks device`: a GPU beside the CPU, and what its own paths save.
+"""`python -m benchmarks device`: a GPU compared with the CPU, and what the GPU's own code paths
+save.
 
 agreement   The tiny model in float32 on both: the same texts compressed by every method, with every
-            `kv_dtype` and allocation, offloaded and appended to. Counted are pairs that both
-            keep or both evict, and answers that are the same.
+            `kv_dtype` and allocation, offloaded and appended to. It counts the pairs that both
+            keep or both evict, and the answers that are the same.
 modes       A model of random bfloat16 weights in the shape of Qwen3-0.6B, with the tiny model's
             vocabulary, compresses T tokens with KVzip: seconds, and the most memory that the device
-            held above the weights. A full cache in the device's memory and one in pinned host
-            memory (offload) are timed the second time, after a warm-up; streaming is timed once,
-            since it takes the longest.
-steps       Milliseconds of a decode step over that model's small cache, answers of 128 tokens:
+            held above the weights. With a full cache in the device's memory and with one in pinned
+            host memory (offload), the second compression is timed, after a warm-up; streaming is
+            timed once, because it takes the longest.
+steps       Milliseconds of a decode step over that model's small cache, in answers of 128 tokens:
             steps launched one by one, and a CUDA graph, its capture included.
-families    Models of random weights with windows, sinks, two kinds of RoPE or layers without RoPE,
-            on both, restored by an untrained adapter; answers are longer than the windows.
+families    Agreement as above, of models of random weights with windows, sinks, two kinds of RoPE
+            or layers without RoPE, restored by an untrained adapter; answers are longer than the
+            windows.
 training    Ten steps of training on the tiny model: losses on the CPU and the device in float32,
             and on the device in bfloat16.
 """
@@ -48,7 +50,7 @@ from restorekv.train.config import TrainConfig
 from restorekv.train.examples import make_tiny_examples
 from restorekv.train.loop import train_adapter
 
-# All but the one that needs another package.
+# All but kvpress's, which needs another package.
 METHODS = tuple(name for name in {**EVICTORS, **COMPRESSORS} if name != FromKVPress.name)
 SETTINGS = {
     "int8 numbers": CompressionConfig(kv_dtype="int8"),
@@ -65,8 +67,11 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Options:
-    """`texts` of the tiny world are compared; `tokens` is the length T of what the shaped model
-    compresses to `ratio`; it has `layers` layers; `answer` is the length of its answers.
+    """The options of `device`.
+
+    `texts` is how many texts of the tiny world are compared on both devices. The others are of the
+    random model: it has `layers` layers, compresses `tokens` tokens to `ratio`, and gives answers
+    of `answer` tokens in batches of each size in `batches`.
     """
 
     device: str = "cuda"
@@ -85,7 +90,7 @@ class Options:
 
 
 def run_device(options: Options, tell: Tell = lambda what: None) -> dict:
-    """Compare and measure everything; raises RestoreKVError where the device is not there."""
+    """Compare and measure everything; raise RestoreKVError if the device does not exist."""
     device = parse_device(options.device)
     result = {
         "machine": {**describe_machine(torch.get_num_threads()), "cuda": torch.version.cuda},
@@ -109,7 +114,9 @@ def run_device(options: Options, tell: Tell = lambda what: None) -> dict:
 
 
 def compare_with_cpu(options: Options, tell: Tell) -> list[dict]:
-    """Return for every method and setting how many pairs and answers are the same on both."""
+    """Return how many pairs and answers are the same on both devices, for every method
+    and setting.
+    """
     on_cpu, tokenizer = load_model("tiny")
     on_device, _ = load_model("tiny", device=options.device)
     documents = list(draw_documents(tokenizer, options.texts, f"restore {SEED}", SEED, 700, 1200))
@@ -148,7 +155,7 @@ def compare_with_cpu(options: Options, tell: Tell) -> list[dict]:
 
 
 def hash_cache(small: CompressedContext) -> str:
-    """Return a hash of all that a cache's layers hold."""
+    """Return a hash of everything that a cache's full-attention layers hold."""
     digest = hashlib.sha256()
     for layer in small.cache.full_attention:
         for tensor in layer.list_tensors():
@@ -201,7 +208,9 @@ def measure_modes(
 def measure_steps(
     model: PreTrainedModel, tokenizer: Tokenizer, options: Options, tell: Tell
 ) -> list[dict]:
-    """Return milliseconds a step, answer after answer of a batch, with and without a graph."""
+    """Return the milliseconds of a decode step for each batch size, with and without a
+    CUDA graph.
+    """
     ids = draw_ids(tokenizer, options.tokens, seed=3)
     small = compress(model, tokenizer, ids, ratio=options.ratio, adapter=None)
     rows = []
@@ -258,7 +267,7 @@ def compare_training(options: Options, tell: Tell) -> list[dict]:
 
 
 def format_agreement(row: dict) -> str:
-    """Return a row of a table of what is the same on both devices."""
+    """Return a Markdown row with how many pairs and answers are the same on both devices."""
     pairs = f"{row['pairs equal']:,} of {row['pairs']:,}"
     answers = f"{row['answers equal']} of {row['answers']}"
     return f"| {row['what']} | {pairs} | {answers} |"
@@ -283,7 +292,7 @@ def format_tables(result: dict) -> str:
             lines.append(f"| {row['what']} | {row['caches']} | |")
             continue
         lines.append(format_agreement(row))
-    if "families" in result:  # a result of before it had them
+    if "families" in result:  # older results do not have them
         lines += [
             "",
             "Models of random weights in float32, KVzip, r = 0.2, beside the CPU.",

@@ -1,8 +1,8 @@
-"""Models of random weights whose layers differ, on the CPU and on a device: the same pairs and
+"""Agreement of CPU and device on many model families: do they keep the same pairs and give the same
 answers?
 
-Their vocabulary is the tiny model's. Windows are shorter than the texts, and than answers of 128
-tokens.
+The models have random weights, the tiny model's vocabulary, and layers of different kinds. Their
+windows are shorter than the texts and than answers of 128 tokens.
 """
 
 import copy
@@ -47,7 +47,7 @@ TWO_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
 }
-# By the model type of transformers, what its config differs in.
+# By transformers' model type: how the config differs from COMMON.
 FAMILIES: dict[str, dict[str, object]] = {
     "llama": {"num_hidden_layers": 4},
     "glm": {"num_hidden_layers": 4},  # half of each key is rotated
@@ -71,7 +71,7 @@ SETTINGS = {
 
 
 def build_family(kind: str, vocabulary: int) -> PreTrainedModel:
-    """Return a model of random float32 weights on the CPU, the same at every call."""
+    """Return a model of random float32 weights on the CPU, the same in every call."""
     settings = {**COMMON, **FAMILIES[kind], "vocab_size": vocabulary}
     config = AutoConfig.for_model(kind, **settings)
     with torch.random.fork_rng(devices=[]):
@@ -83,7 +83,7 @@ def build_family(kind: str, vocabulary: int) -> PreTrainedModel:
 def compare_families(
     device: str, texts: int, seed: int, tell: Callable[[str], None] = lambda what: None
 ) -> list[dict]:
-    """Return for every family and setting how many pairs and answers are the same on both.
+    """Return how many pairs and answers are the same on both devices, for every family and setting.
 
     Args:
         device: What is compared with the CPU.
@@ -98,7 +98,7 @@ def compare_families(
         on_cpu = build_family(kind, len(tokenizer))
         on_device = copy.deepcopy(on_cpu)
         nn.Module.to(on_device, device)
-        # One for each side, with the same random embeddings and LoRA that adds nothing.
+        # One for each side: the same random embeddings, and an untrained LoRA, which adds nothing.
         adapters = {
             side: RestoreAdapter.create(side, RESTORE_TOKENS, targets=["q_proj", "v_proj"])
             for side in (on_cpu, on_device)
@@ -112,7 +112,7 @@ def compare_families(
                 config: CompressionConfig = config,
                 adapters: dict = adapters,
             ) -> CompressedContext:
-                # Of a text that is read in pieces there is no full cache for a restore pass.
+                # A streamed text never has a full cache, which the restore pass would need.
                 adapter = None if config.streaming_chunk else adapters[model]
                 return compress(
                     model, tokenizer, document.text, ratio=RATIO, adapter=adapter, config=config

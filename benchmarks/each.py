@@ -1,5 +1,5 @@
-"""What the benchmarks of this package alone share: one random model in this process, measured once
-for every title.
+"""What benchmarks without a competitor share: one random model in this process, measured once for
+each method or variant.
 """
 
 from __future__ import annotations
@@ -29,8 +29,19 @@ def measure_each(
     seed: int,
     threads: int,
 ) -> tuple[dict, list[dict]]:
-    """Facts of model and machine, and a row {kind: title, ...} each; `changed` is what differs from
-    SHAPE.
+    """Measure one random model once for every title.
+
+    Args:
+        titles: What is measured, such as the names of methods.
+        measure: Measures one of them and returns its figures.
+        progress: Called with what is measured next.
+        kind: The key under which a row has its title, such as "method".
+        changed: Fields of the model's config that differ from SHAPE.
+        seed: The seed of the weights.
+        threads: The number of CPU threads; 0 leaves it to PyTorch.
+
+    Returns:
+        Facts of the model and the machine, and a row {kind: title, ...} for every title.
     """
     if threads:
         torch.set_num_threads(threads)

@@ -1,13 +1,14 @@
 """`python -m benchmarks efficiency`: what restoring costs (the paper's Fig. efficiency), on any
 model.
 
-(a) compression   prefill, scoring, restore pass and eviction, with and without the restore pass,
-                  for every scorer; each measurement is a process of its own (`compress_cost`)
-(b) latency       seconds of one layer's attention in one decode step, and bytes and pairs held,
-                  against r; the base and the restored cache take turns at the same budget B in this
-                  process
+(a) compression   seconds of prefill, scoring, restore pass and eviction, with and without the
+                  restore pass, for every scorer; each measurement runs in its own process
+                  (`compress_cost`)
+(b) latency       milliseconds of one layer's attention in one decode step, and bytes and pairs
+                  held, against r; the base and the restored cache have the same budget B and take
+                  turns in this process
 
-OUT/efficiency/<label>.json
+The figures are written to OUT/efficiency/<label>.json.
 """
 
 import sys
@@ -76,8 +77,10 @@ DEFINITIONS = {
 
 @dataclass(frozen=True)
 class CostOptions:
-    """`tokens` is T. `latency_context`: "prefill", or "random" keys and values where a prefill
-    would take too long.
+    """The options of `efficiency`.
+
+    `tokens` is T. `latency_context` says what the cache holds whose attention is timed: "prefill",
+    or "random" keys and values if a prefill would take too long.
     """
 
     scorers: Sequence[str] = SCORERS
@@ -108,10 +111,11 @@ def measure_efficiency(
     label: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Path:
-    """Return the file written; raise RestoreKVError where it holds figures of other settings or
-    another machine.
+    """Measure, unless the file exists already, and return the path of the file.
 
-    `conventions` are for eviction with adapters: no offset, a restore pass over the full cache.
+    Raises RestoreKVError if the file holds figures of other settings or of another machine.
+    `conventions` are those of eviction with adapters: no offset, a restore pass over the full
+    cache.
     """
     label = label or make_label(get_model_name(model), model.device.type)
     path = out / FOLDER / f"{label}.json"
@@ -142,7 +146,7 @@ def measure_efficiency(
     steps = measure_latencies(prepared, options.ratios, options.steps)
     progress(len(runs) + 1, len(runs) + 1)
 
-    # Rows come in pairs, base and restored.
+    # Rows come in pairs: base, then restored.
     overhead = {}
     for base, restored in zip(rows[::2], rows[1::2], strict=True):
         overhead[base["evictor"]] = _compute_overhead(base, restored)
@@ -171,7 +175,7 @@ def measure_compression_apart(
     scorer: str,
     restored: bool,
 ) -> dict:
-    """Run one measurement of `compress_cost` in a process of its own."""
+    """Run one measurement of `compress_cost` in its own process."""
     with tempfile.TemporaryDirectory(prefix="restorekv-efficiency-") as name:
         job = {
             "model": get_model_name(model),
@@ -214,7 +218,9 @@ def _prepare_context(
     options: CostOptions,
     conventions: CompressionConfig,
 ) -> ScoredContext:
-    """Return the context whose attention is timed, with scores of a scorer or at random."""
+    """Return the context whose attention is timed, prefilled and scored by the first scorer or
+    filled at random.
+    """
     scorer = options.scorers[0]
     adapter, _ = _find_adapter(model, scorer)
     if options.latency_context == "random":
@@ -237,8 +243,8 @@ def make_random_context(
     restore_tokens: int,
     conventions: CompressionConfig,
 ) -> ScoredContext:
-    """Return a context of T tokens with random keys, values and scores, in place of one too long
-    to prefill.
+    """Return a context of T tokens with random keys, values and scores, for a T that would take
+    too long to prefill.
     """
     context = make_context_of(tokenizer, tokens)
     shape = CacheShape.from_model(model)
@@ -264,10 +270,10 @@ def make_random_context(
 
 @torch.no_grad()
 def measure_latencies(prepared: ScoredContext, ratios: Sequence[str], steps: int) -> list[dict]:
-    """Return two rows a ratio, base and restored, which hold as many pairs; `prepared` has a
-    restore cache.
+    """Return two rows for each ratio, base and restored, which hold the same number of pairs.
 
-    The two take every step in turn; `to_base` is the median of restored / base.
+    `prepared` must have a restore cache. The two caches take turns, step by step; `to_base`, in
+    the restored row, is the median of restored / base over the steps.
     """
     rows = []
     for ratio in ratios:
@@ -308,7 +314,7 @@ def _add_token(model: PreTrainedModel, cache: RaggedCache) -> None:
 
 
 def _time_attention(model: PreTrainedModel, cache: RaggedCache) -> float:
-    """Return the seconds of a random query's attention in one layer, averaged over the layers."""
+    """Return the seconds of a random query's attention in one layer, averaged over all layers."""
     shape = CacheShape.from_model(model)
     size = (1, shape.heads * shape.groups, 1, shape.head_dim)
     query = torch.randn(size, dtype=model.dtype, device=model.device)

@@ -1,4 +1,4 @@
-"""Charts and a table of what `python -m benchmarks efficiency` measured, and their page."""
+"""The page of what `python -m benchmarks efficiency` measured, with its charts and table."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,7 +38,9 @@ INTRO = (
 
 
 def write_efficiency_page(folder: Path) -> Path:
-    """Write a page of all machines that were measured, to DIR/efficiency/page, and return it."""
+    """Write a page of everything measured in `folder` to FOLDER/efficiency/page; return
+    its path.
+    """
     blocks: list[Block] = []
     for found in load_results(folder / FOLDER):
         blocks += [
@@ -55,7 +57,7 @@ def write_efficiency_page(folder: Path) -> Path:
 
 
 def load_results(folder: Path) -> list[dict]:
-    """Load every file of results in a folder, by name."""
+    """Load all results in a folder, sorted by file name."""
     results = []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -74,7 +76,7 @@ def load_results(folder: Path) -> list[dict]:
 
 
 def explain_result(found: Mapping) -> Section:
-    """Return the file's own definitions and conventions."""
+    """Return a section with the definitions and conventions that the file states."""
     conventions = [
         f"{key} {value}" for key, value in flatten_identity(found["conventions"]).items()
     ]
@@ -92,7 +94,7 @@ def describe_machine(found: Mapping) -> str:
 
 
 def draw_compression(found: Mapping) -> Chart:
-    """Return two bars for each evictor, alone and restored, stacked of the phases."""
+    """Return a chart of two bars for each evictor, alone and restored, stacked by phase."""
     rows = found["compression"]
     title = f"Time to compress a context: {found['label']}"
     labels = [name_evictor(row["evictor"]) + " + RestoreKV" * row["restored"] for row in rows]

@@ -1,5 +1,5 @@
-"""The options that a benchmark's folder was made with, so that kept work is never taken for that of
-others.
+"""The options that a benchmark's folder was made with, stored in it so that work kept there is
+never reused for other options.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ def claim_folder(folder: Path, options: Mapping[str, object]) -> None:
     """Store the options of a benchmark in its folder, or check that they are those stored there.
 
     Args:
-        folder: Keeps a benchmark's work; it is created if it does not exist.
-        options: What decides the work that is kept. Options that only say how much of it is
-            wanted are not among them.
+        folder: The folder that keeps a benchmark's work; it is created if it does not exist.
+        options: The options that decide what the kept work is. Options that only say how much of
+            it is wanted do not belong here.
 
     Raises:
-        RestoreKVError: The folder was made with other options, or holds work without any.
+        RestoreKVError: The folder was made with other options, or holds files but no options.
     """
     folder.mkdir(parents=True, exist_ok=True)
     place = folder / FILE

@@ -1,5 +1,5 @@
-"""Contexts that grow beside contexts that are compressed at once: fidelity to the full cache, and
-time.
+"""The benchmark `growing`: contexts that are appended or composed, compared with contexts
+compressed at once by their fidelity to the full cache and by time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from restorekv.tasks.base import Sample
 Make = Callable[[], CompressedContext]
 ONCE = "at once"
 ALONE = "at once, no adapter"
-TURNS_FROM = 20_000  # token of the novel that the conversation's text begins with
+TURNS_FROM = 20_000  # the token of the novel at which the conversation's text begins
 
 
 @dataclass(frozen=True)
@@ -66,20 +66,21 @@ class Options:
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids without the chat template, and the questions about them."""
+    """A text as token ids without the chat template, and the questions about it."""
 
     ids: list[int]
     sample: Sample
 
 
 def run_growing(options: Options, tell: Callable[[str], None]) -> dict:
-    """Compress every context in every way; with `together`, so many contexts are one text of as
-    many parts.
+    """Compress every text in every way and compare the ways.
+
+    With `together`, that many contexts form one text, and each of them is a part of it.
     """
     torch.set_num_threads(1)
     model, tokenizer = load_model(options.model)
     rows: dict[str, list[dict]] = {}
-    # Ways that a text refused are not compared: their figures would be of other texts.
+    # A way that failed for a text is not compared: its figures would be of fewer texts.
     dropped: dict[str, dict] = {}
     found = list(_iterate_texts(options, tokenizer))
     if options.turns:
@@ -127,8 +128,8 @@ def _iterate_texts(options: Options, tokenizer: Tokenizer) -> Iterator[list[Text
 def _compare_ways(
     model: PreTrainedModel, tokenizer: Tokenizer, options: Options, group: Sequence[Text]
 ) -> Iterator[tuple[str, dict | str]]:
-    """Yield every way's name and, for one group, its divergence, pairs and seconds, or why there
-    are none.
+    """Yield every way's name and its divergence, pairs and seconds for one group of texts, or the
+    reason why it has none.
     """
     ids = [each for text in group for each in text.ids]
     full = compress(
@@ -172,7 +173,7 @@ def _list_ways(
     group: Sequence[Text],
     ids: list[int],
 ) -> Mapping[str, Make]:
-    """Return what makes a small cache in each way."""
+    """Return the ways by name, each a function that makes a small cache of `ids`."""
 
     def once(part: Sequence[int] | Tensor = ids, adapter: str | None = "auto") -> CompressedContext:
         return compress(
@@ -215,8 +216,10 @@ def _cut_conversation_text(tokenizer: Tokenizer, tokens: int) -> list[int]:
 def measure_conversation(
     model: PreTrainedModel, tokenizer: Tokenizer, options: Options
 ) -> dict[str, float]:
-    """Return seconds to the first token: over a whole document of `turns` tokens, then in turns
-    over a small one.
+    """Return seconds to the first token of an answer in a conversation about `turns` tokens.
+
+    The first figure is that of the full cache, prefill included; then come the turns of a
+    conversation over a small cache. The last figure is the number of prompt tokens of turn 2.
     """
     ids = _cut_conversation_text(tokenizer, options.turns)
     questions = ["Who is speaking?", "Where are they?", "What happens in the end?"]
@@ -237,7 +240,10 @@ def measure_conversation(
 
 
 def summarize_lines(lines: Sequence[dict], reference: Sequence[dict]) -> dict[str, float | None]:
-    """Return KL per token with its interval, and both as multiples of compressing at once."""
+    """Return KL per token with its interval, seconds and pairs of one way.
+
+    KL and seconds are also given as multiples of those of compressing at once (`reference`).
+    """
     sums = np.array([line["sum"] for line in lines], dtype=float)
     tokens = np.array([line["tokens"] for line in lines], dtype=float)
     kl, low, high = bootstrap_ratio(sums, tokens)
@@ -256,14 +262,14 @@ def summarize_lines(lines: Sequence[dict], reference: Sequence[dict]) -> dict[st
 
 
 def format_divergence(row: dict) -> str:
-    """Return KL with its interval, which a few texts do not have."""
+    """Return KL with its interval; there is no interval if there are too few texts."""
     if row["kl_low"] is None:
         return f"{row['kl']:.3f}"
     return f"{row['kl']:.3f} [{row['kl_low']:.3f}, {row['kl_high']:.3f}]"
 
 
 def make_tables(result: dict) -> Iterator[Table | str]:
-    """Yield the table and what it was measured on."""
+    """Yield the table, then sentences on the conversation and on what was measured where."""
     options = result["options"]
     lines = [
         [

@@ -1,23 +1,24 @@
-"""`python -m benchmarks kernel`: a decode step's attention on a GPU, beside dense attention and the
-roofline.
+"""`python -m benchmarks kernel`: a decode step's attention on a GPU, compared with dense attention
+and the roofline.
 
 The shape is that of Llama-3.1-8B: 32 layers, 8 KV heads of 128, 4 query heads each, 32,768 tokens,
-bfloat16. Caches hold random numbers; heads keep unequal numbers of pairs, as a global ranking of
-scores leaves them, r T H in a layer. The dense rectangles hold as many, and all questions share
-one. A pass goes through all layers, each with a cache of its own, so that one layer's pairs have
-left the L2 cache before they are read again; the CUDA graph of a pass is replayed.
+bfloat16. Caches hold random numbers. A layer keeps r T H pairs, and heads keep unequal numbers of
+them, as after a global ranking of scores. The dense rectangles hold the same number of pairs, and
+all questions share one. A pass goes through all layers, and each layer has its own cache, so that
+one layer's pairs have left the L2 cache before they are read again; the CUDA graph of a pass is
+replayed.
 
     ours            attention over ragged context and tail, both kernels
-    sdpa            PyTorch's choice for a rectangle of as many pairs and the tail, query heads
-                    grouped by itself
+    sdpa            PyTorch's choice for a rectangle of as many pairs and the tail; it groups the
+                    query heads itself
     sdpa, as rows   the same with a KV head's query heads as rows of one product, which reads each
                     pair once
     flash-attn      flash_attn_with_kvcache, where that package is installed
     roofline        bytes of pairs and tail over the bandwidth of a copy (read and written),
                     measured in the same run
 
-Figures are seconds per layer, medians over replays; before anything is timed, ours is compared with
-the definition.
+Figures are seconds per layer, medians over replays. Before anything is timed, our kernel's result
+is checked against the reference implementation.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ FLASH = "flash-attn"
 
 @dataclass(frozen=True)
 class Options:
-    """`questions` decode together over one context; `tail` rows hold restore cache, question and
-    answer so far.
+    """The options of `kernel`.
+
+    `questions` decode together over one context; `tail` columns hold the restore cache, the
+    question and the answer so far.
     """
 
     tokens: int = 32768
@@ -58,7 +61,7 @@ class Options:
     width: int = 128
     repeat: int = 50
     seed: int = 0
-    copied: int = 1 << 30  # bytes of the copy that tells the bandwidth
+    copied: int = 1 << 30  # bytes of the copy that measures the bandwidth
 
     def __post_init__(self) -> None:
         for ratio in self.ratios:
@@ -79,8 +82,9 @@ REHEARSAL = Options(
 def run_kernel(
     options: Options, progress: Callable[[str], None] = lambda phase: None, rehearse: bool = False
 ) -> dict:
-    """Rows {ratio, pairs, bytes, roofline, ours, sdpa, ...}; rehearsing, on the CPU, and the
-    figures mean nothing.
+    """Return rows {ratio, pairs, bytes, roofline, ours, sdpa, ...}, and what they were measured on.
+
+    `rehearse` runs everything on the CPU; the figures then mean nothing.
     """
     check_device(rehearse)
     device = torch.device("cpu" if rehearse else "cuda")
@@ -104,7 +108,9 @@ def run_kernel(
 
 
 def check_device(rehearse: bool) -> None:
-    """Says what is missing."""
+    """Raise RestoreKVError if there is no CUDA device, no Triton, or, to rehearse, no
+    interpreter.
+    """
     if not rehearse and not torch.cuda.is_available():
         raise RestoreKVError(
             "There is no CUDA device here to time; --rehearse goes through the motions on the CPU."
@@ -116,7 +122,7 @@ def check_device(rehearse: bool) -> None:
 
 
 def measure_ratio(options: Options, ratio: float, bandwidth: float, device: torch.device) -> dict:
-    """Measure one ratio, on caches of its own."""
+    """Measure one ratio on newly drawn caches."""
     generator = torch.Generator(device).manual_seed(options.seed)
     layers = [make_random_layer(options, ratio, generator) for _ in range(options.layers)]
     tiles.plan_tiles(layers)
@@ -133,7 +139,7 @@ def measure_ratio(options: Options, ratio: float, bandwidth: float, device: torc
         )
     }
     pairs = layers[0].bounds[-1]
-    # What a rectangle for ragged heads would be padded to.
+    # The length to which a rectangle would have to pad these heads.
     longest = max(layer.longest_head for layer in layers)
     del layers
     length = pairs // options.heads + options.tail
@@ -153,14 +159,18 @@ def measure_ratio(options: Options, ratio: float, bandwidth: float, device: torc
 
 
 def _draw_states(generator: torch.Generator, *shape: int) -> Tensor:
-    """bfloat16 numbers of one layer after another; no float32 copy of all is made."""
+    """Draw normal bfloat16 numbers in place, without a float32 copy of all of them."""
     return torch.empty(shape, dtype=torch.bfloat16, device=generator.device).normal_(
         generator=generator
     )
 
 
 def make_random_layer(options: Options, ratio: float, generator: torch.Generator) -> RaggedLayer:
-    """Heads keep what a ranking of scores leaves whose means differ by head."""
+    """Return a layer whose heads keep unequal numbers of pairs.
+
+    A ranking over all heads chooses the pairs by random scores, with a different mean for each
+    head.
+    """
     heads = options.heads
     tokens = options.tokens
     width = options.width
@@ -180,7 +190,7 @@ def make_random_layer(options: Options, ratio: float, generator: torch.Generator
 
 
 def check_kernel(query: Tensor, layer: RaggedLayer) -> None:
-    """Refuse a wrong kernel, which is not worth timing."""
+    """Refuse to time a kernel whose result differs from the reference implementation's."""
     scale = query.shape[-1] ** -0.5
     wished = reference.attend_ragged(query.float(), layer, None, scale)
     error = (
@@ -193,7 +203,10 @@ def check_kernel(query: Tensor, layer: RaggedLayer) -> None:
 
 
 def _list_rivals(query: Tensor) -> dict[str, Callable[[tuple[Tensor, Tensor]], Tensor]]:
-    """Dense attention of query (B, H, G, 1, D) over keys and values (B, H, T, D)."""
+    """Return functions for dense attention of the query (B, H, G, 1, D), by name.
+
+    Each takes keys and values (B, H, T, D).
+    """
     grouped = query.flatten(1, 2)
     as_rows = query[:, :, :, 0]
     found = {
@@ -211,7 +224,7 @@ def _list_rivals(query: Tensor) -> dict[str, Callable[[tuple[Tensor, Tensor]], T
 
 
 def _time_step(step: Step, repeat: int, device: torch.device) -> float:
-    """Return the median of `repeat` times, after one that only warms up."""
+    """Return the median seconds of `repeat` runs of a step, after one as a warm-up."""
     step()
     return median(
         _time_replays(step, repeat)
@@ -221,7 +234,7 @@ def _time_step(step: Step, repeat: int, device: torch.device) -> float:
 
 
 def _time_replays(step: Step, repeat: int) -> list[float]:
-    """Time the replays of a CUDA graph by the device's own clock, after a few that only warm up."""
+    """Time the replays of a CUDA graph by the device's own clock, after a few as a warm-up."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -238,7 +251,7 @@ def _time_replays(step: Step, repeat: int) -> list[float]:
 
 
 def format_table(result: dict) -> str:
-    """Microseconds per layer, and ratios."""
+    """Return a Markdown table of microseconds per layer, and of their ratios to ours."""
     options = result["options"]
     machine = result["machine"]
     where = (

@@ -1,8 +1,8 @@
 """kvpress's side of the benchmark, one measurement per process: KVPRESS_PYTHON kvpress_side.py JOB.
 
-Runs in an environment with kvpress 0.5.5 (transformers < 5.3), without restorekv. It calls model
-and press in the order of kvpress's own pipeline; only the number of tokens is fixed, and the phases
-are timed.
+It runs in an environment with kvpress 0.5.5 (transformers < 5.3), without restorekv. It calls model
+and press in the order of kvpress's own pipeline; it differs only in that the number of tokens is
+fixed and the phases are timed.
 """
 
 import sys
@@ -10,7 +10,7 @@ from importlib.metadata import version
 
 import torch
 from kvpress import KVPressTextGenerationPipeline, KVzipPress
-from measure import Peak, serve_job  # beside this file; restorekv is not installed here
+from measure import Peak, serve_job  # in this folder; restorekv is not installed here
 from timing import TokenTimer, time_block
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
@@ -25,7 +25,9 @@ class TimedPress(KVzipPress):
 
 
 def measure(job: dict) -> dict:
-    """Seconds per phase, peak memory, pairs and bytes held, and seconds per token at r and at 1."""
+    """Return seconds per phase, peak memory, pairs and bytes held, and seconds per token at r and
+    at r = 1.
+    """
     safe = {"trust_remote_code": False, "use_safetensors": True}
     model = (
         AutoModelForCausalLM.from_pretrained(job["model"], dtype="auto", **safe)
@@ -50,7 +52,7 @@ def measure(job: dict) -> dict:
         {"answers": _time_answers(model, cache, job, ids.shape[1])} if "questions" in job else {}
     )
     whole = DynamicCache()
-    # As many queries as keys: the press's masks are forgotten.
+    # A prefill, with as many queries as keys, makes kvpress drop the masks of its evicted pairs.
     model.model(input_ids=ids, past_key_values=whole)
     return {
         "versions": {name: version(name) for name in ("kvpress", "torch", "transformers")},
@@ -66,7 +68,10 @@ def measure(job: dict) -> dict:
 def _compress(
     model: PreTrainedModel, ids: torch.Tensor, ratio: float
 ) -> tuple[DynamicCache, dict[str, float]]:
-    """ids (1, S + T) -> the cache, in which evicted pairs are marked, and seconds per phase."""
+    """Compress ids (1, S + T); return the cache and the seconds per phase.
+
+    kvpress only masks evicted pairs; they stay in the cache.
+    """
     cache = DynamicCache()
     press = TimedPress(compression_ratio=1 - ratio)
     seconds = {}
@@ -78,8 +83,10 @@ def _compress(
 
 
 def _time_decoding(model: PreTrainedModel, cache: DynamicCache, job: dict) -> dict:
-    """A question and a fixed number of tokens; the reason instead where kvpress finds no keys to
-    hide pairs behind.
+    """Time a question and a fixed number of tokens.
+
+    kvpress masks evicted pairs by a fake key, and raises ValueError if it finds none; the reason is
+    returned then.
     """
     clock = TokenTimer()
     ids = torch.tensor([job["question_ids"]])
@@ -98,8 +105,8 @@ def _time_decoding(model: PreTrainedModel, cache: DynamicCache, job: dict) -> di
 
 
 def _time_answers(model: PreTrainedModel, cache: DynamicCache, job: dict, length: int) -> dict:
-    """Seconds of a fixed number of tokens for every question, one after the other, by kvpress's own
-    pipeline.
+    """Time all questions, one after the other in kvpress's own pipeline, with a fixed number of
+    tokens each.
     """
     tokenizer = AutoTokenizer.from_pretrained(job["model"], trust_remote_code=False)
     pipe = KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)

@@ -1,7 +1,7 @@
-"""Memory of a process and the machine, measured alike on both sides of a benchmark.
+"""Peak memory, the processor's name and the form of a job, for both sides of a benchmark.
 
-Imports PyTorch alone: the other side's environment, in which restorekv need not be installed,
-imports this file too.
+The only import from outside the standard library is PyTorch: kvpress's environment, where restorekv
+is not installed, imports this file too.
 """
 
 import contextlib
@@ -20,8 +20,10 @@ REFERENCES = Path("/proc/self/clear_refs")
 
 
 class Peak:
-    """`bytes`: the most memory that the block held above what was resident before it; None where
-    not on Linux.
+    """The peak memory of a `with` block.
+
+    `bytes` is the most that the block held above what was resident before it, in bytes; None if the
+    system is not Linux.
     """
 
     bytes: int | None = None
@@ -29,7 +31,7 @@ class Peak:
     def __enter__(self) -> "Peak":
         gc.collect()
         with contextlib.suppress(OSError, AttributeError):
-            # Else memory freed earlier would be used again, uncounted.
+            # Otherwise the block could reuse memory freed earlier, which would not be counted.
             ctypes.CDLL("libc.so.6").malloc_trim(0)
         with contextlib.suppress(OSError):
             REFERENCES.write_text("5")  # resets the high-water mark to the present
@@ -48,8 +50,8 @@ def read_memory(field: str) -> int:
 
 
 def serve_job(job_file: str, measure: Callable[[dict], dict]) -> None:
-    """Read the job, sets its threads and write what `measure` returns to the file that the job
-    names.
+    """Read the job in a file, set its threads, and write what `measure` returns to the file that
+    the job names.
     """
     job = json.loads(Path(job_file).read_text())
     torch.set_num_threads(job["threads"])

@@ -1,19 +1,19 @@
-"""`python -m benchmarks memory`: memory and growth of every phase of a compression, beside the full
-cache.
+"""`python -m benchmarks memory`: memory of every phase of a compression, compared with the full
+cache, and how memory and time grow with the text.
 
 A model of random weights in the shape of Qwen3-0.6B, usually with fewer layers, compresses T tokens
-with a random restore adapter (n = 8, rank 8); every T and mode is a process of its own, with a
-warm-up on a short text. Memory is resident memory above what was there before (the weights); of
-every phase the high-water mark, which starts anew.
+with a random restore adapter (n = 8, rank 8). Each T and mode has its own process, with a warm-up
+on a short text. Memory is resident memory above what was there before (the weights). A phase's
+figure is its high-water mark, which is reset before the phase.
 
     plain      the full cache in memory          bound: full cache + one layer + scores + workspace
     offload    all but one layer in a file       bound: one layer, twice + scores + what is kept
                                                         + workspace
-    streaming  as the prefill goes               bound: what is kept + one part + scores + workspace
+    streaming  evicts while it prefills          bound: what is kept + one part + scores + workspace
 
-`filled` fills the cache with random numbers instead of a prefill, which takes most of the time and
-whose memory does not depend on the number of layers beyond the cache. Scoring takes the time it
-always takes.
+`filled` fills the cache with random numbers instead of a prefill. A prefill takes most of the time,
+and its memory, apart from the cache, does not depend on the number of layers. Scoring is not
+replaced and takes as long as ever.
 """
 
 from __future__ import annotations
@@ -55,9 +55,11 @@ MODES = ("plain", "offload", "streaming")
 
 @dataclass(frozen=True)
 class Options:
-    """`shape` replaces fields of Qwen3-0.6B's config; `modes` are some of MODES; `part`: tokens
-    streamed at a time, 0 for PART or, if that is less, half of the shortest text, so that every
-    text is streamed.
+    """The options of `memory`.
+
+    `shape` replaces fields of Qwen3-0.6B's config. `modes` are some of MODES. `part` is the number
+    of tokens streamed at a time; 0 means PART or, if that is less, half of the shortest text, so
+    that every text is streamed.
     """
 
     tokens: Sequence[int] = (2048, 4096, 8192, 16384, 32768)
@@ -71,7 +73,7 @@ class Options:
     shape: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # Growth is measured between two texts of one mode, so each is measured once.
+        # Growth is computed from one T to the next of a mode, so no T may occur twice.
         object.__setattr__(self, "tokens", tuple(dict.fromkeys(self.tokens)))
         object.__setattr__(self, "modes", tuple(dict.fromkeys(self.modes)))
         parse_ratio(self.ratio)
@@ -100,8 +102,11 @@ class Options:
 
 
 def run_memory(options: Options, progress: Callable[[str], None] = lambda phase: None) -> dict:
-    """Rows {tokens, mode, full, layer, phases: {name: {seconds, peak}}, peak, ...}, in bytes and
-    seconds.
+    """Measure every T in every mode.
+
+    Returns:
+        Rows {tokens, mode, full, layer, phases: {name: {seconds, peak}}, peak, ...}, in bytes and
+        seconds, their growth, and what was measured where.
     """
     shape = {**SHAPE, **options.shape}
     rows = []
@@ -141,7 +146,9 @@ def run_memory(options: Options, progress: Callable[[str], None] = lambda phase:
 
 
 class Phases:
-    """Call it with the name of every phase that begins, and with None at the end."""
+    """Seconds and peak memory of phases. Call it with the name of every phase that begins, and with
+    None at the end.
+    """
 
     def __init__(self) -> None:
         self.found: dict[str, dict] = {}
@@ -162,8 +169,8 @@ class Phases:
 
 
 def release_memory() -> None:
-    """Give memory that is free back to the system, so that no phase is charged with what an
-    earlier one let go.
+    """Return free memory to the system, so that no phase is charged for what an earlier
+    one freed.
     """
     gc.collect()
     trim_heap()
@@ -252,8 +259,8 @@ def _fill_cache(model: PreTrainedModel, columns: int, offload: bool) -> Cache:
 
 
 def compute_growth(rows: Sequence[dict]) -> dict[str, dict[str, list[float]]]:
-    """Return, of every mode and phase, the exponents of its seconds between neighboring T: 1 is
-    linear, 2 quadratic.
+    """Return the exponents with which the seconds of each mode and phase grow from one T to the
+    next: 1 is linear, 2 quadratic.
     """
     growth: dict[str, dict[str, list[float]]] = {}
     for mode in dict.fromkeys(row["mode"] for row in rows):
@@ -261,7 +268,7 @@ def compute_growth(rows: Sequence[dict]) -> dict[str, dict[str, list[float]]]:
         growth[mode] = {name: [] for name in _list_phases(of_mode)}
         for early, late in pairwise(of_mode):
             for name, exponents in growth[mode].items():
-                # A text that fits into one part is not streamed, and lacks the phase.
+                # A text that fits into one part is not streamed, so it has other phases.
                 if name in early["phases"] and name in late["phases"]:
                     exponents.append(_compute_exponent(early, late, name))
     return growth
@@ -274,7 +281,7 @@ def _compute_exponent(early: dict, late: dict, name: str) -> float:
 
 
 def _list_phases(rows: Sequence[dict]) -> list[str]:
-    """Return the phases that any row has, in their order."""
+    """Return all phases that occur in the rows, in the order of their first occurrence."""
     phases: dict[str, None] = {}  # an ordered set
     for row in rows:
         phases |= dict.fromkeys(row["phases"])

@@ -1,12 +1,13 @@
-"""What compressing takes where it was not measured: `python -m benchmarks memory --on-paper`.
+"""The memory that compression takes, computed instead of measured: `python -m benchmarks memory
+--on-paper`.
 
 All sizes follow from a model's shape; bfloat16, binary units. The parts, with C = S + T columns:
 
     weights     2 bytes a parameter
     full cache  2 * L * H * D * C * 2          one layer  the same over L
-    scores      6 * L * H * C                  a float32 score a pair, and whether it stays, twice
-                                               at the most; 10 where the best are sought in a copy
-                                               without the prefix: streaming
+    scores      6 * L * H * C                  a float32 score a pair, and at most two booleans for
+                                               whether it is kept; 10 for streaming, which chooses
+                                               the best pairs in a copy without the prefix
     kept        r of the full cache            one part   P = 2,048 columns of the full cache
     workspace   c * (3 * C + 2 * (4 * d + 3 * f + 4 * q)), c = min(4096, 2^26 / C, C) rows of a
                 chunk, hidden width d, MLP width f, q = H * G * D: the mask as booleans and as
@@ -18,8 +19,8 @@ All sizes follow from a model's shape; bfloat16, binary units. The parts, with C
     streaming   weights + kept + one part + scores + workspace of a part, C = P, which is prefilled
                 alone
 
-That is a CPU's. A GPU holds a third layer when it offloads: the next one, fetched ahead. Prefixes
-are counted as text.
+These are the sizes on a CPU. A GPU holds a third layer when it offloads: the next one, fetched
+ahead. Prefixes are counted as text.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Model:
 
     @property
     def weights(self) -> int:
-        """Bytes, norms left out."""
+        """Return the bytes of all weights except norms."""
         attention = self.hidden * self.dim * (2 * self.queries + 2 * self.heads)
         tables = self.vocabulary * self.hidden * (1 if self.tied else 2)
         return 2 * (self.layers * (attention + 3 * self.hidden * self.inner) + tables)
@@ -69,7 +70,7 @@ class Model:
         )
 
     def peaks(self, columns: int) -> tuple[int, int, int]:
-        """Plain, offloaded, streamed."""
+        """Return the peak bytes of the modes plain, offload and streaming."""
         full = self.layers * self.layer(columns)
         layer = self.layer(columns)
         kept = int(RATIO * full)

@@ -36,7 +36,9 @@ def format_tables(result: dict) -> str:
 
 
 def _format_memory(mode: str, rows: Sequence[dict]) -> Table:
-    """Return what a mode must hold, what it held, and what is over."""
+    """Return a mode's table of memory: what it must hold, the peak of each phase, and what the
+    highest peak has above the bound (its workspace).
+    """
     names = list({name: None for row in rows for name in row["phases"]})
     head = [
         f"{mode}: T",
@@ -78,8 +80,8 @@ def compute_bound(row: Mapping) -> int:
 def format_seconds(
     mode: str, rows: Sequence[dict], exponents: dict[str, list[float]], model: dict | None = None
 ) -> Table:
-    """Return each phase's seconds and growth, the share of the restore pass and, with `model`,
-    operations.
+    """Return a mode's table of seconds: each phase's seconds and growth, the share of the restore
+    pass and, with `model`, the operations of prefill and scoring.
     """
     lines = []
     for name, growth in exponents.items():
@@ -112,6 +114,6 @@ def _format_exponents(exponents: Sequence[float]) -> str:
 
 
 def _format_restore_share(row: dict) -> str:
-    """Return the share of the restore pass; nothing where it is no phase of its own."""
+    """Return the share of the restore pass, or "" if it is not a separate phase."""
     seconds = {name: phase["seconds"] for name, phase in row["phases"].items()}
     return f"{seconds['restore'] / sum(seconds.values()):.2%}" if "restore" in seconds else ""

@@ -1,15 +1,16 @@
-"""Operations that a compression cannot do without: the floor under its time where products run at
-full speed.
+"""The number of operations that a compression needs: a lower bound of its time on a machine that
+runs matrix products at full speed.
 
-Multiplications and additions of the matrix products of a decoder with L layers, width d, F columns
-of the MLP, H KV heads, G query heads each and head dim D. R rows of which each reads P pairs cost
+Counted are multiplications and additions of the matrix products of a decoder with L layers, width
+d, F columns of the MLP, H KV heads, G query heads each and head dim D. R rows that each read P
+pairs cost
 
     2 L R (d H G D + 2 d H D + H G D d + 3 d F)    linear layers
     4 L R P H G D                                  attention: queries by keys, weights by values
 
-A prefill of T tokens reads (T + 1) / 2 pairs a row. KVzip repeats every chunk over the whole cache
-and itself: T + (Q + 1) / 2 pairs for each of its Q rows, instruction included. Scoring shares none
-of the prefill's products, since the rows are others.
+A prefill of T tokens reads (T + 1) / 2 pairs a row on average. KVzip repeats every chunk, and its Q
+rows (instruction included) read the whole cache and themselves: T + (Q + 1) / 2 pairs a row.
+Scoring can reuse none of the prefill's products, because its rows are different.
 """
 
 from collections.abc import Mapping
@@ -18,8 +19,9 @@ from restorekv.evictors.kvzip import FIRST_PROMPT, HINT_LENGTH, LATER_PROMPT, KV
 
 
 def count_pass(shape: Mapping[str, int], rows: int, pairs: float) -> float:
-    """Of a pass of so many rows, each reading so many pairs on average; `shape` as in
-    workload.SHAPE.
+    """Return the operations of a pass of `rows` rows, which read `pairs` pairs each on average.
+
+    `shape` has the fields of `workload.SHAPE`.
     """
     width = shape["hidden_size"]
     queries = shape["num_attention_heads"] * shape["head_dim"]
@@ -33,7 +35,10 @@ def count_prefill(shape: Mapping[str, int], tokens: int) -> float:
 
 
 def count_kvzip(shape: Mapping[str, int], tokens: int, chunk: int = KVzip.chunk) -> float:
-    """Of all its passes; a character of the instruction is a token, as in the benchmark."""
+    """Return the operations of all of KVzip's passes.
+
+    A character of the instruction counts as a token, as with the benchmark's tokenizer.
+    """
     total = 0.0
     for start in range(0, tokens, chunk):
         rows = min(chunk, tokens - start) + (

@@ -26,7 +26,9 @@ from restorekv.restore.adapter import RestoreAdapter
 
 
 def measure(job: dict) -> dict:
-    """Seconds per phase, peak memory, pairs and bytes held, and seconds per token at r and at 1."""
+    """Return seconds per phase, peak memory, pairs and bytes held, and seconds per token at r and
+    at r = 1.
+    """
     model, tokenizer = load_model(job["model"])
     adapter = RestoreAdapter.create(model, 8, rank=8, seed=job["seed"])
 
@@ -77,7 +79,7 @@ def _make_full_cache(model: PreTrainedModel, tokenizer: Tokenizer, context: Cont
 
 
 def _time_decoding(model: PreTrainedModel, cache: RaggedCache, job: dict) -> dict[str, float]:
-    """Time a question and a fixed number of tokens, whatever they are."""
+    """Time a question and the generation of a fixed number of tokens."""
     clock = TokenTimer()
     for _ in write_tokens(model, [cache], [torch.tensor(job["question_ids"])], job["decode"]):
         clock()
@@ -87,14 +89,16 @@ def _time_decoding(model: PreTrainedModel, cache: RaggedCache, job: dict) -> dic
 def write_tokens(
     model: PreTrainedModel, caches: list[RaggedCache], prompts: list[Tensor], count: int
 ) -> Iterator[object]:
-    """So many tokens of every answer, which no EOS ends."""
+    """Return an iterator that generates `count` tokens of every answer; no EOS ends them
+    earlier.
+    """
     padded = decoding.pad_prompts(model, caches, prompts)
     return decoding.decode_batch(model, fork_caches(caches), padded, [count] * len(prompts), set())
 
 
 def time_answers(model: PreTrainedModel, cache: RaggedCache, job: dict) -> dict[str, float]:
-    """Seconds of a fixed number of tokens for every question, all of them in one batch, after a
-    short one.
+    """Time all questions in one batch, with a fixed number of tokens each, after a short batch as a
+    warm-up.
     """
     prompts = [torch.tensor(ids) for ids in job["questions"]]
     seconds = {}

@@ -20,7 +20,8 @@ from restorekv.evaluation.charts import (
 )
 
 BAR_HEIGHT = 0.3  # inches
-MANY_DECADES = 2000  # an axis that spans at most so many times its start has three numbers a decade
+# An axis whose end is less than this many times its start has three numbers a decade, else one.
+MANY_DECADES = 2000
 Points = Sequence[tuple[float, float]]
 
 
@@ -38,7 +39,7 @@ class Panel:
 def make_chart(
     name: str, title: str, panels: Sequence[Panel], note: str = "", figures: Sequence[Mapping] = ()
 ) -> Chart:
-    """Return a chart of panels, drawn."""
+    """Draw panels next to each other and return them as one chart."""
     figure, made = make_figure([(panel.title, panel.width, panel.height) for panel in panels])
     for axes, panel in zip(made, panels, strict=True):
         panel.draw(axes)
@@ -54,17 +55,17 @@ def make_bars(
     stacked: bool,
     width: float = NARROW,
 ) -> Panel:
-    """Return horizontal bars for every name, as high as they need.
+    """Return a panel of horizontal bars, as high as the bars need.
 
     Args:
-        title: Of the panel.
+        title: The panel's title.
         unit: The label of the axis of lengths.
         names: One for every bar or group of bars, from the top down.
-        parts: The lengths of every series; None is a bar left out.
+        parts: The lengths of every series; None leaves out the bar.
         texts: What is written next to the bars: one row for whole stacks, or one row for each
             series.
-        stacked: Whether the series are parts of one bar, or bars next to each other.
-        width: Of the panel, in inches.
+        stacked: Whether the series are parts of one bar; otherwise they are separate bars.
+        width: The panel's width in inches.
     """
     lines = sum(name.count("\n") + 1 for name in names)
     bars = len(names) * (1 if stacked else 0.75 * len(parts))
@@ -113,8 +114,10 @@ def draw_bars(
 
 
 def draw_lines(axes: Axes, lines: Mapping[Mark, Points], unit: str) -> None:
-    """Draw lines of points (x, y) over a logarithmic y with plain numbers: 1, 2, 5, 10, or powers
-    of ten alone.
+    """Draw lines of points (x, y) with a logarithmic y axis.
+
+    The axis has plain numbers at 1, 2, 5, 10 and so on, or at powers of ten only if it spans many
+    decades.
     """
     for mark, points in lines.items():
         ordered = sorted(points)

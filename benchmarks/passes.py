@@ -1,5 +1,5 @@
-"""What is timed alike over compressed and dense caches: a pass over all layers, and a copy that
-tells the bandwidth.
+"""Timed steps for compressed and dense caches: a pass over all layers, and a copy that measures the
+bandwidth.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Step = Callable[[], object]
 
 
 def pass_over(things: Sequence, act: Callable) -> Step:
-    """Return a step that acts on all of them, such as layers."""
+    """Return a step that calls `act` with each of the things, such as layers."""
 
     def step() -> None:
         for thing in things:
@@ -30,7 +30,10 @@ def time_once(step: Step) -> float:
 
 
 def measure_bandwidth(count: int, device: torch.device, seconds: Callable[[Step], float]) -> float:
-    """Bytes a second, read and written, of one copy of `count` bytes, which `seconds` times."""
+    """Return the bytes a second, read and written, of a copy of `count` bytes on a device.
+
+    `seconds` times the copy.
+    """
     source = torch.ones(count, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * count / seconds(lambda: target.copy_(source))

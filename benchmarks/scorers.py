@@ -1,14 +1,15 @@
-"""`python -m benchmarks scorers`: what scoring costs beside the prefill, for every method, in one
-run on this machine.
+"""`python -m benchmarks scorers`: what every method's scoring costs compared with the prefill, in
+one run on this machine.
 
-A model of random weights in the shape of Qwen3-0.6B prefills the same T tokens before every method;
-a method's own prefill is measured too, since some watch it. A method's cost is all it adds,
+A model of random weights in the shape of Qwen3-0.6B prefills the same T tokens before every method.
+The method's own prefill is measured too, because some methods observe the prefill. A method's cost
+is everything that it adds,
 
     (its prefill + its scoring - plain prefill) / plain prefill,
 
-with the plain prefill measured right before it. A learned scorer gets gates of random weights:
-shapes decide the time. AM-fast has no scores: its reference pass and one fit at the ratio are told
-instead.
+with the plain prefill measured right before it. A learned scorer gets a gate of random weights,
+because only shapes decide the time. AM-fast has no scores; its figure is its reference pass and one
+fit at the ratio.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ AM = "am-fast"
 
 @dataclass(frozen=True)
 class Options:
-    """`shape` replaces fields of Qwen3-0.6B's config; `methods` are names of evictors or am-fast,
-    all if empty.
+    """The options of `scorers`.
+
+    `shape` replaces fields of Qwen3-0.6B's config. `methods` are names of evictors, or am-fast; an
+    empty list means all.
     """
 
     tokens: int = 4096
@@ -67,8 +70,11 @@ class Options:
 
 
 def run_scorers(options: Options, progress: Callable[[str], None] = lambda phase: None) -> dict:
-    """Rows {method, prefill, own_prefill, score, multiple, peak}: seconds, and bytes above what was
-    resident.
+    """Measure every method.
+
+    Returns:
+        Rows {method, prefill, own_prefill, score, multiple, peak}, in seconds and in bytes above
+        what was resident, and what was measured where.
     """
     methods = options.methods or [name for name in (*EVICTORS, AM) if name not in SKIPPED]
     facts, rows = measure_each(
@@ -118,7 +124,9 @@ def _measure_method(
 def _make_preparer(
     model: PreTrainedModel, tokenizer: Tokenizer, method: str, options: Options, folder: Path
 ) -> Callable[[str], dict[str, float]]:
-    """From a text to the seconds of the method's own prefill and of its scoring."""
+    """Return a function that prepares a text by the method, and returns the seconds of its prefill
+    and scoring.
+    """
     spec = (
         f"{method}:gate={save_random_gate(model, method, folder)}" if method in LEARNED else method
     )

@@ -1,5 +1,5 @@
-"""`restorekv serve` beside `transformers serve`: the same model, document and questions, from
-several clients.
+"""The benchmark `serving`: `restorekv serve` compared with `transformers serve`, with the same
+model, document and questions, asked by several clients.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill
 from restorekv.pipeline import compress
 
-SLOWEST = 600  # seconds until a server answers
+SLOWEST = 600  # seconds that a server may take until it answers
 ROUNDS = 3
 
 
@@ -46,7 +46,7 @@ class Options:
 
 
 def run_serving(options: Options, tell: Callable[[str], None]) -> dict:
-    """Measure the library's own batches, our server, and transformers'."""
+    """Measure batches of the library itself, our server, and transformers' server."""
     torch.set_num_threads(1)
     model, tokenizer = load_model(options.model)
     (text,) = cut_texts(tokenizer, options.tokens)
@@ -88,7 +88,9 @@ def _measure_transformers(
     questions: list[str],
     tell: Callable[[str], None],
 ) -> float:
-    """Return the seconds of all answers of transformers' server: the fastest of ROUNDS, as ours."""
+    """Return the seconds in which transformers' server answers everything: the fastest of ROUNDS,
+    as for ours.
+    """
     command = ["transformers.cli.transformers", "serve", str(folder / "model")]
     rounds = []
     with run_server(command) as client:
@@ -111,10 +113,10 @@ def _measure_ours(
     library: Callable[[], float],
     tell: Callable[[str], None],
 ) -> dict[str, float]:
-    """Return seconds of uploading, of all answers, and of the first token after a restart.
+    """Return the seconds of the upload, of all answers, and of the first token after a restart.
 
-    The library's own batches and the server take turns, and the fastest of ROUNDS counts: other
-    work on the machine comes and goes.
+    The library's own batches and the server take turns, and the fastest of ROUNDS counts, because
+    other work on the machine comes and goes.
     """
     name = str(folder / "model")
     variant = f"{name}:{options.preset}-{options.ratio}"
@@ -191,8 +193,8 @@ def _ask_transformers(
 
 
 def _ask_together(options: Options, questions: list[str], ask: Callable[[str], object]) -> float:
-    """Return the seconds of all questions, asked by so many clients."""
-    ask(questions[0])  # what a server does once
+    """Return the seconds of all questions, asked by `options.clients` clients at the same time."""
+    ask(questions[0])  # a warm-up, for what a server does only once
     start = time.perf_counter()
     with ThreadPoolExecutor(options.clients) as pool:
         list(pool.map(ask, questions))
@@ -207,7 +209,7 @@ def run_server(
 
     Args:
         command: A module and its arguments; the port is added.
-        environment: Variables that are set for the server besides this process's own.
+        environment: Variables that are set for the server in addition to this process's.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -241,7 +243,7 @@ def run_server(
 
 
 def make_tables(result: dict) -> Iterator[Table | str]:
-    """Yield the answers a minute of each side, and what the rest took."""
+    """Yield the table of answers a minute of each side, then sentences with the other figures."""
     options = result["options"]
     seconds = result["seconds"]
     rounds = (

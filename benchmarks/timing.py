@@ -1,4 +1,6 @@
-"""Wall time of phases and tokens; imports no restorekv, so that kvpress's side can use it too."""
+"""Wall time of phases and tokens. It does not import restorekv, so kvpress's side can use
+it too.
+"""
 
 import contextlib
 import time
@@ -7,8 +9,9 @@ from statistics import median
 
 
 class TokenTimer:
-    """Call it after every generated token; the first call follows the question, every later one a
-    single token.
+    """A clock for generated tokens, to be called after each of them.
+
+    The first interval includes the question, each later one is that of a single token.
     """
 
     def __init__(self) -> None:
@@ -18,8 +21,8 @@ class TokenTimer:
         self.times.append(time.perf_counter())
 
     def figures(self) -> dict[str, float]:
-        """Return seconds to the first token (`question`) and the median of the later gaps
-        (`token`), one skipped.
+        """Return the seconds to the first token (`question`) and those of later tokens: median
+        (`token`), `least` and `most`. The second token is skipped as a warm-up.
         """
         gaps = [late - early for early, late in zip(self.times, self.times[1:], strict=False)]
         return {

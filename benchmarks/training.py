@@ -1,16 +1,16 @@
-"""`python -m benchmarks train`: what one training step costs, phase by phase, in time and in
-memory, on this machine.
+"""`python -m benchmarks train`: time and memory of one training step on this machine, phase by
+phase.
 
-A model of random weights in the shape of Qwen3-0.6B (bfloat16, a float32 adapter: n = 8, rank 8)
-takes one step on a context of T tokens with KVzip, a few questions and given answers (random ids,
-as a mixture holds its teacher's answers) after a step on a short text as a warm-up. The variants
-differ in one thing from one to the next:
+A model of random weights in the shape of Qwen3-0.6B (bfloat16, with a float32 adapter: n = 8, rank
+8) takes one step on a context of T tokens with KVzip, after a step on a short text as a warm-up.
+The context has a few questions, and their answers are given, as in a mixture that holds its
+teacher's answers; here they are random ids. Each variant differs in one thing from the one before:
 
-    copied            everything is made anew; the restore pass copies the full cache, whatever its
+    copied            everything is computed; the restore pass copies the full cache, whatever its
                       size
-    anew              everything is made anew; a large full cache is referred to
+    anew              everything is computed; the restore pass only refers to a large full cache
                       (`restorekv.model.attention.dispatch.MAX_COPY_BYTES`)
-    scores stored     scores and teacher are read from a store, the prefill is made anew
+    scores stored     scores and teacher are read from a store, the prefill is computed
     prefill stored    the full cache is read from the store too
 """
 
@@ -51,8 +51,8 @@ PHASES = ("prefill", "score", "teacher", "restore", "student", "backward", "opti
 
 @dataclass(frozen=True)
 class Variant:
-    """What a step may take from a store, and whether the restore pass copies full caches of any
-    size.
+    """A variant of the step: what it may read from a store, and whether the restore pass copies
+    full caches of any size.
     """
 
     copied: bool = False
@@ -70,7 +70,10 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class Options:
-    """`answer`: ids of each answer; `shape` replaces fields of Qwen3-0.6B's config."""
+    """The options of `train`.
+
+    `answer` is the number of ids of each answer; `shape` replaces fields of Qwen3-0.6B's config.
+    """
 
     tokens: int = 2048
     questions: int = 4
@@ -90,7 +93,9 @@ class Options:
 
 @dataclass(frozen=True)
 class Ready(ScoredContext):
-    """A context whose restore pass has been measured already."""
+    """A context that already has its restore cache, so that the restore pass is not run again with
+    the student.
+    """
 
     def with_restore_cache(
         self, adapter: RestoreAdapter, begin_phase: BeginPhase = ignore_phase
@@ -99,7 +104,7 @@ class Ready(ScoredContext):
 
 
 class Phases:
-    """Seconds and memory of every phase."""
+    """Seconds and memory of every phase: a context manager to call with the phase's name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -111,8 +116,10 @@ class Phases:
             yield
 
     def figures(self) -> dict:
-        """seconds by phase; bytes above what was resident before the step: at most, by phase, and
-        held by the graph.
+        """Return the seconds by phase, and bytes above what was resident before the step.
+
+        Bytes are the peak of all phases, the peaks by phase, and what the graph holds before
+        backward; None if the system does not report memory.
         """
         above = {name: peak.bytes for name, peak in self.peaks.items() if peak.bytes is not None}
         if len(above) < len(self.peaks):
@@ -131,8 +138,11 @@ class Phases:
 
 
 def run_training(options: Options, progress: Callable[[str], None] = lambda phase: None) -> dict:
-    """Rows {variant, seconds by phase, step, peak, peaks by phase, graph, stored}: seconds and
-    bytes.
+    """Measure every variant.
+
+    Returns:
+        Rows {variant, seconds (by phase), step, peak, peaks (by phase), graph, stored}, in seconds
+        and bytes, and what was measured where.
     """
     facts, rows = measure_each(
         VARIANTS,
@@ -195,7 +205,7 @@ def _take_step(
     optimizer: torch.optim.Optimizer,
     sample: StepSample,
 ) -> dict:
-    """The phases of one step over one context, as the training loop takes them."""
+    """Take one step over one context, as the training loop does, and measure its phases."""
     phase = Phases()
     example = teachers.examples[sample.index]
     with torch.no_grad():
@@ -221,7 +231,9 @@ def _take_step(
 
 
 def _make_example(model: PreTrainedModel, options: Options) -> TrainingContext:
-    """Words of random letters, short questions, answers of random ids."""
+    """Return a training context: words of random letters, short questions, answers of
+    random ids.
+    """
     draw = random.Random(options.seed)
     ids = model.config.get_text_config().vocab_size
     questions = tuple(f"What does part {number + 1} say?" for number in range(options.questions))
@@ -262,5 +274,5 @@ def format_table(result: dict) -> str:
 
 
 def _format_bytes(count: int | None) -> str:
-    """Bytes, or that this system does not tell."""
+    """Format bytes; "unknown" if the system does not report memory."""
     return "unknown" if count is None else format_bytes(count)

@@ -1,9 +1,10 @@
-"""Answers from cache files in an unpatched vLLM beside those of `ask`, mode by mode.
+"""The benchmark `vllm-answers`: answers from cache files in an unpatched vLLM, compared with those
+of `ask` in every mode of the engine.
 
-Thirty documents of 300 to 6,000 tokens, of several evictors, ratios, allocations and dtypes, are
-asked ten questions each. In every mode of the engine all questions are asked at once, twice: cold,
-then with whatever vLLM kept. Everything is kept in a folder, so that a run that was interrupted
-goes on where it stopped.
+There are thirty documents of 300 to 6,000 tokens, compressed by several evictors to several ratios,
+allocations and dtypes, and ten questions about each. In every mode all questions are asked at once,
+twice: cold, then with whatever vLLM kept. Everything is kept in a folder, so an interrupted run
+continues where it stopped.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ QUESTIONS = (
 EVICTORS = ("kvzip", "fastkvzip", "snapkv")
 RATIOS = ("0.1", "0.05", "0.2", "0.3")
 ALLOCATIONS = ("global", "per-layer", "per-head", "adakv")
-# What each mode gives vllm.LLM beyond the defaults of the side.
+# The arguments of vllm.LLM that each mode sets, in addition to those of `vllm_answers_side`.
 MODES: dict[str, dict[str, object]] = {
     "in process": {},
     "engine in its own process": {},
@@ -59,7 +60,7 @@ MODES: dict[str, dict[str, object]] = {
 }
 # Blocks of 32 tokens: too few for sixteen requests at a time.
 FEW_BLOCKS = 40
-# Of the bytes of all documents, what the pool has room for where they wait.
+# In the mode "documents wait for room": the pool's size as a share of the bytes of all documents.
 ROOM = 0.3
 
 
@@ -79,8 +80,8 @@ class DocumentPlan:
 def plan_documents(count: int) -> list[DocumentPlan]:
     """Return documents whose lengths rise geometrically from 300 to 6,000 tokens.
 
-    Counts of choices that share no factor make the combinations differ; every fifth document is
-    stored in 8 bits and every third is not restored.
+    Evictors, ratios and allocations repeat with different periods, so that many combinations of
+    them occur. Every fifth document is stored in 8 bits and every third is not restored.
     """
     plans = []
     for number in range(count):
@@ -123,15 +124,15 @@ def run_answers(
     """Make what is missing in the folder, ask vLLM in every mode and return the result.
 
     Args:
-        folder: Keeps model, cache files, answers and the modes that are done.
-        count: Of documents.
-        longest: Tokens; longer documents are left out.
+        folder: The folder that keeps model, cache files, answers and the modes that are done.
+        count: The number of documents.
+        longest: Documents of more tokens are left out.
         modes: Names in `MODES`.
-        model_name: Of a model that is at hand.
-        tell: Gets what is being done.
+        model_name: The model, which must be available offline.
+        tell: Called with what is being done.
     """
     torch.set_num_threads(1)
-    # The number of documents decides what each is made of, and the longest which are asked.
+    # `count` decides how each document is made, and `longest` which of them are asked about.
     claim_folder(folder, {"model": model_name, "documents": count, "longest": longest})
     plans = [plan for plan in plan_documents(count) if plan.tokens <= longest]
     expected = _make_documents(folder, plans, model_name, tell)
@@ -152,7 +153,7 @@ def run_answers(
 def _make_documents(
     folder: Path, plans: list[DocumentPlan], model_name: str, tell: Callable[[str], None]
 ) -> list[dict]:
-    """Return every document's prompts and `ask`'s answers."""
+    """Make the documents that the folder lacks; return the prompts and `ask`'s answers of each."""
     store = folder / "store"
     store.mkdir(parents=True, exist_ok=True)
     places = [folder / f"{plan.name}.json" for plan in plans]
@@ -180,13 +181,15 @@ def _make_documents(
             small.save(path)
             answers = small.ask(list(QUESTIONS), max_new_tokens=ANSWER_TOKENS)
             prompts = [prompt(path, question, tokenizer) for question in QUESTIONS]
-            # Last, so that a document counts as made when all of it is there.
+            # Written last: a document counts as made only if all of it is there.
             write_json(place, {"prompts": prompts, "answers": answers})
     return [json.loads(place.read_text("utf-8")) for place in places]
 
 
 def _ask_mode(folder: Path, mode: str, expected: list[dict]) -> dict:
-    """Return how many answers of a mode are those of `ask`, asked in a process of its own."""
+    """Ask all questions in one mode, in a separate process; return how many answers are those of
+    `ask`.
+    """
     place = folder / f"{mode}.json"
     out = place.with_suffix(".out.json")
     if not out.exists():
@@ -224,7 +227,7 @@ def _ask_mode(folder: Path, mode: str, expected: list[dict]) -> dict:
 
 
 def run_side(place: Path) -> int:
-    """Run the job in the file `place` in a process of its own and return its exit status."""
+    """Run the job in the file `place` in a separate process and return its exit status."""
     command = [sys.executable, "-m", "benchmarks.vllm_answers_side", str(place)]
     return subprocess.run(command, check=False).returncode
 
@@ -232,15 +235,15 @@ def run_side(place: Path) -> int:
 def count_equal(expected: list[str], found: list[str]) -> int:
     """Return how many answers are equal.
 
-    An answer that ends within a character of several tokens ends with U+FFFD in vLLM, and before
-    it in `ask`.
+    U+FFFD at the end is ignored: if an answer ends in the middle of a character of several tokens,
+    vLLM writes U+FFFD for it and `ask` leaves it out.
     """
     pairs = zip(expected, found, strict=True)
     return sum(one.rstrip("\ufffd") == other.rstrip("\ufffd") for one, other in pairs)
 
 
 def make_tables(result: dict) -> Iterator[Table | str]:
-    """Yield the table and what was asked."""
+    """Yield the table, then a sentence on what was asked."""
     lines = []
     for row in result["rows"]:
         seconds = ", ".join(f"{each:.0f} s" for each in row["seconds"])

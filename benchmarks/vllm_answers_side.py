@@ -1,4 +1,4 @@
-"""One mode of `python -m benchmarks vllm-answers`, in a process of its own: `python -m
+"""One mode of `python -m benchmarks vllm-answers`, in its own process: `python -m
 benchmarks.vllm_answers_side JOB`.
 """
 
@@ -14,7 +14,9 @@ ENVIRONMENT = {**SETTINGS, "VLLM_CPU_KVCACHE_SPACE": "2", "RESTOREKV_VLLM": "1"}
 
 
 def answer(job: dict) -> dict:
-    """Return two rounds of answers to `prompts`, the seconds of each and the preemptions."""
+    """Return two rounds of answers to `prompts`, the seconds of each round and the number of
+    preemptions.
+    """
     from vllm import LLM, SamplingParams
 
     own = {

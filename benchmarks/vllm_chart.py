@@ -14,7 +14,7 @@ WARM = Mark("warm", BLUE)
 
 
 def draw_vllm(result: Mapping) -> Chart:
-    """Whole documents and compressed ones, one below the other."""
+    """Draw a bar for whole documents and for each ratio, one below the other."""
     options = result["options"]
     rows = result["rows"]
     names = [f"{row['side']}, {row['bytes'] / 1e6:.0f} MB" for row in rows]

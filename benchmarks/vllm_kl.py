@@ -1,9 +1,10 @@
-"""How far vLLM's distributions over cache files are from those of `ask` in the same dtype.
+"""The benchmark `vllm-kl`: how far vLLM's token distributions over cache files are from those of
+`ask` in the same dtype.
 
 vLLM writes answers and returns the log-probabilities of all tokens; `ask`'s model is then given the
-same tokens one by one. Two figures say what the distances mean: the same for requests without a
-document, where vLLM and transformers differ in rounding alone, and the distance from the caches of
-other documents.
+same tokens one by one. Two other figures put the distance in perspective: that of requests without
+a document, for which vLLM and transformers differ only by rounding, and that to the cache of
+another document.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from restorekv.vllm import prompt, ragged_config
 from restorekv.vllm.ragged_documents import PLACEHOLDERS
 
 ENVIRONMENT = {**SETTINGS, **IN_PROCESS, "VLLM_CPU_KVCACHE_SPACE": "1", "RESTOREKV_VLLM": "1"}
-PLAIN_TOKENS = 300  # of a text that is asked without a document
+PLAIN_TOKENS = 300  # the length of a prompt without a document
 
 
 def run_kl(
@@ -41,17 +42,17 @@ def run_kl(
     answer: int,
     tell: Callable[[str], None],
 ) -> dict:
-    """Compress documents in a dtype, ask vLLM in it, and compare.
+    """Compress documents, ask vLLM about them in the same dtype, and compare the distributions.
 
     Args:
-        folder: Gets model and cache files.
-        model_name: Of a model that is at hand.
-        dtype: Of both sides.
-        documents: How many.
-        tokens: Of every document.
-        ratio: Of every document.
-        answer: Tokens of an answer.
-        tell: Gets what is being done.
+        folder: The folder for the model and the cache files.
+        model_name: The model, which must be available offline.
+        dtype: The dtype of both sides.
+        documents: The number of documents.
+        tokens: The length of every document.
+        ratio: The ratio to which every document is compressed.
+        answer: The number of tokens of an answer.
+        tell: Called with what is being done.
     """
     torch.set_num_threads(1)
     model, tokenizer = load_model(model_name, dtype=dtype)
@@ -105,14 +106,14 @@ def run_kl(
 def ask_vllm(
     folder: Path, dtype: str, prompts: Sequence[list[int]], answer: int, vocabulary: int
 ) -> list[tuple[list[int], Tensor]]:
-    """Return what vLLM writes, greedily, and the log-probabilities (T, V) of all tokens.
+    """Return what vLLM writes greedily after each prompt, and its log-probabilities (T, V).
 
     Args:
-        folder: With `model` and `store`.
-        dtype: Of the engine.
-        prompts: Token ids.
-        answer: Tokens of an answer.
-        vocabulary: V.
+        folder: The folder that contains `model` and `store`.
+        dtype: The engine's dtype.
+        prompts: The token ids of each prompt.
+        answer: The number of tokens T of an answer.
+        vocabulary: The size V of the vocabulary.
     """
     os.environ.update(ENVIRONMENT)
     from vllm import LLM, SamplingParams
@@ -150,7 +151,7 @@ def ask_vllm(
 
 
 def fill_logprobs(flat: Any, vocabulary: int) -> Tensor:
-    """Return vLLM's flat list of log-probabilities as (T, V)."""
+    """Return vLLM's flat list of log-probabilities as a tensor (T, V)."""
     rows = torch.full((len(flat.start_indices), vocabulary), torch.nan)
     for row, (start, end) in enumerate(zip(flat.start_indices, flat.end_indices, strict=True)):
         ids = torch.tensor(flat.token_ids[start:end])
@@ -163,14 +164,14 @@ def fill_logprobs(flat: Any, vocabulary: int) -> Tensor:
 def compute_kl(
     model: PreTrainedModel, cache: Cache, asked: list[int], written: list[int], logprobs: Tensor
 ) -> list[float]:
-    """Return the KL divergence of vLLM's distribution from the model's, for every token written.
+    """Return KL(model || vLLM) for every token written.
 
     Args:
-        model: What `ask` asks.
-        cache: Of the document, which is changed.
+        model: The model that `ask` uses.
+        cache: The document's cache; the tokens are appended to it.
         asked: The question's ids.
-        written: The answer's.
-        logprobs: (T, V), vLLM's.
+        written: The answer's ids.
+        logprobs: vLLM's log-probabilities (T, V).
     """
     found = []
     following = asked
@@ -183,7 +184,7 @@ def compute_kl(
 
 
 def make_tables(result: dict) -> Iterator[Table | str]:
-    """Yield the distances."""
+    """Yield the table of distances, then a sentence on what was asked."""
     lines = []
     for name, values in result["kl"].items():
         ordered = sorted(values)

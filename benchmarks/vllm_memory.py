@@ -1,8 +1,9 @@
-"""Whole documents (vLLM's own prefix cache) beside compressed ones (our ragged backend), in the
-same memory.
+"""The benchmark `vllm`: whole documents in vLLM's own prefix cache, compared with compressed ones
+in our ragged backend, in the same memory.
 
-Memory is what `fitting` whole documents take with room for their questions. vLLM's KV space has all
-of it for whole documents. Beside compressed ones it has what the pool of documents leaves.
+The memory is what `fitting` whole documents take, with room for questions about them. For whole
+documents, vLLM's KV space gets all of it. For compressed ones, vLLM's KV space gets what the pool
+of documents leaves.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from restorekv.vllm import prompt, ragged_config
 from restorekv.vllm.page_pool import count_pages
 from restorekv.vllm.ragged_documents import identify
 
-RANDOM = "qwen3-0.6b-random"  # random weights in its shape, which cost what the model's own would
+RANDOM = "qwen3-0.6b-random"  # random weights in Qwen3-0.6B's shape, which cost what its own would
 BLOCK = 32  # tokens of a block of vLLM's KV space, and pairs of a page of documents on a CPU
 SPARE = 64  # positions for a question and its answer
-# Blocks that the pool leaves to questions and answers; a request takes up to two.
+# Blocks that the pool leaves for questions and answers; a request takes up to two.
 LEAST_BLOCKS = 16
 QUESTIONS = tuple(f"What happens in part {number} of the story?" for number in range(34))
 
@@ -73,11 +74,11 @@ class Side:
     """What one engine is given.
 
     Args:
-        name: In the tables.
+        name: The side's name in the tables.
         prompts: Ids by document and question.
-        transfer: The connector's config, None for vLLM alone.
-        blocks: Blocks of vLLM's KV space.
-        document_bytes: Of one document, on the mean.
+        transfer: The connector's config, or None for vLLM alone.
+        blocks: The number of blocks of vLLM's KV space.
+        document_bytes: The mean size of a document.
         resident: How many documents fit.
     """
 
@@ -91,20 +92,20 @@ class Side:
 
 def run_vllm(folder: Path, options: Options, tell: Callable[[str], None]) -> dict:
     """Make the documents that the folder lacks, then measure all sides one after the other, each in
-    a process of its own.
+    its own process.
 
     Args:
-        folder: Keeps model and cache files.
+        folder: The folder that keeps the model and the cache files.
         options: What is measured.
-        tell: Gets what is being done.
+        tell: Called with what is being done.
     """
     torch.set_num_threads(1)
-    # Documents have files of their own by tokens, ratio and number.
+    # The paths of documents name tokens, ratio and number, so only the model must be the same.
     claim_folder(folder, {"model": options.model})
     facts = save_side_model(folder / "model", options.model)
     model, tokenizer = load_model(str(folder / "model"))
     documents = cut_texts(tokenizer, options.tokens, options.documents)
-    # All documents are made first, so that as little time as can be lies between the sides.
+    # Make all documents first, so that the sides are measured as close in time as possible.
     sides = list(iterate_sides(model, tokenizer, documents, folder, options, tell))
     rows = []
     for side in sides:
@@ -116,8 +117,8 @@ def run_vllm(folder: Path, options: Options, tell: Callable[[str], None]) -> dic
 
 
 def save_side_model(folder: Path, name: str) -> dict:
-    """Save the model and its tokenizer; of random weights, return what `model` of the result
-    says.
+    """Save the model and its tokenizer; return the result's field `model` for random weights, else
+    an empty dict.
     """
     if name != RANDOM:
         for part in load_model(name):
@@ -136,7 +137,7 @@ def iterate_sides(
     options: Options,
     tell: Callable[[str], None],
 ) -> Iterator[Side]:
-    """Yield the whole documents, then those of every ratio."""
+    """Yield the side of whole documents, then one for every ratio."""
     shape = CacheShape.from_model(model)
     pair_bytes = 2 * shape.head_dim * model.dtype.itemsize
     position_bytes = shape.layers * shape.heads * pair_bytes
@@ -165,7 +166,7 @@ def iterate_sides(
             prompts.append([prompt(path, each, tokenizer) for each in QUESTIONS])
             lengths = identify(open_cache_file(path)).lengths
             pages.append(count_pages(lengths, BLOCK))
-        # A block holds as many pairs as a page in each of all heads.
+        # A page holds BLOCK pairs of one head, a block BLOCK pairs of every head of every layer.
         page_bytes = BLOCK * pair_bytes
         block_bytes = BLOCK * position_bytes
         left = min(LEAST_BLOCKS, blocks // 2)
@@ -176,13 +177,13 @@ def iterate_sides(
             ragged_config(store, documents_memory=pool),
             (blocks * block_bytes - pool) // block_bytes,
             sum(pages) * page_bytes // len(pages),
-            # The first ones that fit, all about as large.
+            # How many of the first documents fit; all have about the same size.
             sum(total * page_bytes <= pool for total in accumulate(pages)),
         )
 
 
 def _ask_side(folder: Path, options: Options, side: Side, dtype: torch.dtype) -> dict:
-    """Run one side in a process of its own."""
+    """Measure one side in its own process."""
     job = {
         "model": str(folder / "model"),
         "dtype": str(dtype).removeprefix("torch."),
@@ -190,7 +191,7 @@ def _ask_side(folder: Path, options: Options, side: Side, dtype: torch.dtype) ->
         "prompts": side.prompts,
         "warmup": list(range(100, 130)),
         "block": BLOCK,
-        # A request about a compressed document has positions of its own for the question alone.
+        # A request about a compressed document needs positions in vLLM for the question only.
         "longest": (options.tokens if side.transfer is None else 0) + 4 * SPARE,
         "tokens": options.answer,
         "blocks": side.blocks,
@@ -205,7 +206,7 @@ def _ask_side(folder: Path, options: Options, side: Side, dtype: torch.dtype) ->
 
 
 def make_tables(result: dict) -> Iterator[Table | str]:
-    """Yield the table and the machine."""
+    """Yield the table, then a sentence on the model and the machine."""
     options = result["options"]
     rows = result["rows"]
     head = ["documents", "MB each", "resident", "first token, cold", "warm"]

@@ -1,11 +1,12 @@
-"""A benchmark asked twice: `ask` in this process, and stock vLLM behind `restorekv serve`, by HTTP.
+"""The benchmark `vllm-scores`: the questions of a benchmark, answered by `ask` in this process and
+by an unpatched vLLM through `restorekv serve`.
 
-Every context is compressed once for each ratio. `ask` answers from the cache, the cache file is
-uploaded to a server whose engine is vLLM, and the same questions go there through OpenAI's client.
+Every context is compressed once for each ratio. `ask` answers from the cache. The cache file is
+then uploaded to a server with vLLM as its engine, and OpenAI's client asks it the same questions.
 Both sides' answers get the benchmark's official score. A question has no answer prefix here,
 because a chat completion has no place for one; so scores are not those of `restorekv eval`.
 
-Everything is kept in a folder, so that a run that was interrupted goes on where it stopped.
+Everything is kept in a folder, so an interrupted run continues where it stopped.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from restorekv.pipeline import compress
 from restorekv.tasks import Benchmark, Sample, make_benchmark
 
 ENVIRONMENT = {**SETTINGS, "VLLM_CPU_KVCACHE_SPACE": "1", "RESTOREKV_VLLM": "1"}
-# Both sides compute in float32, so that what differs is not rounding.
+# Both sides compute in float32, so that differences do not come from rounding.
 ENGINE_OPTIONS = {"dtype": "float32", "enforce_eager": True, "max_model_len": 4096}
 
 
@@ -41,19 +42,19 @@ def run_scores(
     evictor: str,
     tell: Callable[[str], None],
 ) -> dict:
-    """Ask what is missing in the folder, and return the scores of both sides.
+    """Ask what the folder has no answers to yet, and return the scores of both sides.
 
     Args:
-        folder: Keeps cache files and answers.
-        model_name: A model that is at hand.
+        folder: The folder that keeps cache files and answers.
+        model_name: The model, which must be available offline.
         benchmark_spec: The benchmark, such as ruler:length=1024,per_task=5.
         ratios: The ratios of the caches.
-        evictor: The evictor's spec or a preset; restored if an adapter ships for it.
-        tell: Gets what is being done.
+        evictor: The evictor's spec or a preset; caches are restored if an adapter ships for it.
+        tell: Called with what is being done.
     """
     torch.set_num_threads(1)
     benchmark = make_benchmark(benchmark_spec)
-    # Ratios have files of their own, so a later run may add some.
+    # Every ratio has its own files, so a later run may add ratios.
     options = {"model": model_name, "benchmark": benchmark.spec, "evictor": evictor}
     claim_folder(folder, options)
     model, tokenizer = load_model(model_name, dtype="float32")
@@ -70,7 +71,7 @@ def run_scores(
             for question in sample.questions:
                 answers.append(small.ask(question.text, max_new_tokens=question.max_new_tokens))
             restored = small.manifest.adapter is not None
-            # Last, so that a context counts as asked when all of it is there.
+            # Written last: a context counts as asked only if all of it is there.
             write_json(place, {"answers": answers, "restored": restored})
     if not (folder / "model").exists():
         for part in (model, tokenizer):
@@ -88,24 +89,24 @@ def run_scores(
 
 
 def locate_cache(folder: Path, sample: Sample, ratio: str) -> Path:
-    """Return where the cache file of a context is."""
+    """Return the path of a context's cache file."""
     return folder / f"{_make_file_name(sample)}-{ratio}.rkv"
 
 
 def locate_answers(folder: Path, side: str, sample: Sample, ratio: str) -> Path:
-    """Return where a side's answers about a context are."""
+    """Return the path of a side's answers about a context."""
     return folder / f"{_make_file_name(sample)}-{ratio}-{side}.json"
 
 
 def _make_file_name(sample: Sample) -> str:
-    """Return the sample's id as a file's name; that of a passage of a book has a slash."""
+    """Return the sample's id as a file name, without the slash that ids of book passages have."""
     return sample.id.replace("/", "--")
 
 
 def _ask_vllm(
     folder: Path, samples: Sequence[Sample], ratios: Sequence[str], tell: Callable[[str], None]
 ) -> None:
-    """Ask a server with the engine vLLM whatever it was not asked yet."""
+    """Start a server with vLLM as its engine, and ask it what it was not asked yet."""
     missing = []
     for ratio in ratios:
         for sample in samples:
@@ -165,7 +166,7 @@ def compare_sides(
 
 
 def make_tables(result: dict) -> Iterator[Table | str]:
-    """Yield the table and what was asked."""
+    """Yield the table, then a sentence on what was asked."""
     lines = []
     for row in result["rows"]:
         equal = f"{row['equal']} of {row['questions']}"

@@ -1,4 +1,4 @@
-"""The environment of every benchmark's vLLM: on a CPU, quiet, and away from the hub."""
+"""The environment of vLLM in all benchmarks: on a CPU, quiet, and offline."""
 
 import os
 from collections.abc import Mapping
@@ -12,9 +12,11 @@ IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine shares the ca
 
 
 def enter_environment(environment: Mapping[str, str], with_documents: bool) -> None:
-    """Set the variables of an engine that this process is to start, before vLLM is imported.
+    """Set the environment of an engine that this process will start; call it before vLLM is
+    imported.
 
-    `with_documents` switches restorekv's plugin on; without it vLLM is alone, whatever was set.
+    `with_documents` switches restorekv's plugin on; without it the plugin is off, whatever
+    RESTOREKV_VLLM was.
     """
     os.environ.update(environment)
     os.environ.pop("RESTOREKV_VLLM", None)

@@ -1,8 +1,8 @@
-"""One side of `python -m benchmarks vllm`, in a process of its own: `python -m benchmarks.vllm_side
+"""One side of `python -m benchmarks vllm`, in its own process: `python -m benchmarks.vllm_side
 JOB`.
 
-A side asks vLLM about documents, whole (its own prefix cache) or compressed (our ragged backend),
-in the same memory.
+A side asks vLLM about documents that are either whole (in vLLM's own prefix cache) or compressed
+(in our ragged backend). All sides have the same memory.
 """
 
 import json
@@ -21,8 +21,9 @@ ENVIRONMENT = {
 
 
 def measure(job: dict) -> dict:
-    """Seconds to the first token, cold and warm, and tokens a second; `prompts` holds ids by
-    document and question.
+    """Return the seconds to the first token, cold and warm, and the tokens a second of each load.
+
+    The job's `prompts` are ids by document and question.
     """
     from vllm import LLM, SamplingParams
 
@@ -63,7 +64,7 @@ def measure(job: dict) -> dict:
             asked = [
                 prompts[number % documents][2 + number // documents] for number in range(together)
             ]
-            # Every document was asked before, so that what fits is there.
+            # Ask about every document first, so that those that fit are in memory.
             for number in range(min(together, documents)):
                 timed([prompts[number][-1]], 1)
             result["throughput"][f"{name}, {together} together"] = (

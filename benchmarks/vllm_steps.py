@@ -1,8 +1,9 @@
-"""What documents cost a step of vLLM, and what the plugin costs requests without documents.
+"""The benchmark `vllm-steps`: what documents cost a decode step of vLLM, and what the plugin costs
+requests without documents.
 
-Two engines run side by side: vLLM alone, and vLLM with restorekv. Round by round, in turn, they
-write the same plain answers, and the second one also answers to as many documents. All figures are
-ratios of steps of one round, so that what else the machine does falls on both.
+Two engines are started: vLLM alone, and vLLM with restorekv. In every round they take turns at
+writing the same plain answers, and the second one also answers as many requests about documents.
+All figures are ratios of steps of one round, so that other work on the machine affects both sides.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class StepOptions:
 
 
 class Side:
-    """An engine in a process of its own (vllm_steps_side.py)."""
+    """An engine in its own process (`vllm_steps_side`)."""
 
     def __init__(self, place: Path, job: dict) -> None:
         place.write_text(json.dumps(job), "utf-8")
@@ -78,9 +79,9 @@ def run_steps(folder: Path, options: StepOptions, tell: Callable[[str], None]) -
     """Make the documents that the folder lacks, and measure.
 
     Args:
-        folder: Keeps model and cache files.
+        folder: The folder that keeps the model and the cache files.
         options: What is measured.
-        tell: Gets what is being done.
+        tell: Called with what is being done.
     """
     torch.set_num_threads(1)
     prompts = _make_prompts(folder, options, tell)
@@ -98,7 +99,7 @@ def run_steps(folder: Path, options: StepOptions, tell: Callable[[str], None]) -
         for number in range(options.rounds + 1):
             tell(f"round {number} of {options.rounds}")
             turns = [(alone, "plain"), (plugin, "plain"), (plugin, "documents")]
-            # Each comes first as often as the others.
+            # Rotate the order, so that each comes first equally often.
             shift = number % len(turns)
             found = {}
             for side, name in turns[shift:] + turns[:shift]:
@@ -120,7 +121,7 @@ def run_steps(folder: Path, options: StepOptions, tell: Callable[[str], None]) -
 
 
 def _make_prompts(folder: Path, options: StepOptions, tell: Callable[[str], None]) -> dict:
-    """Return prompts with documents and without: the same questions."""
+    """Return prompts with documents and without, which ask the same question."""
     options_of_work = {
         "model": options.model,
         "tokens": options.tokens,
@@ -154,7 +155,7 @@ def _make_prompts(folder: Path, options: StepOptions, tell: Callable[[str], None
         documents.append(prompt(path, QUESTION, tokenizer))
     plain = []
     for number in range(options.documents):
-        # Another first token each, so that they share no block.
+        # A different first token for each, so that they share no block of the prefix cache.
         ids = tokenizer.encode(QUESTION)
         plain.append([1000 + number, *ids])
     prompts = {"documents": documents, "plain": plain}
@@ -163,7 +164,7 @@ def _make_prompts(folder: Path, options: StepOptions, tell: Callable[[str], None
 
 
 def make_tables(result: dict) -> Iterator[Table | str]:
-    """Yield the ratios of steps, and those of attention."""
+    """Yield the table of ratios of steps, what was measured, and the table of attention."""
     rounds = result["rounds"]
     options = result["options"]
     lines = []

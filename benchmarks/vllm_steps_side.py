@@ -1,8 +1,9 @@
-"""One engine of `python -m benchmarks vllm-steps`, in a process of its own: `python -m
+"""One engine of `python -m benchmarks vllm-steps`, in its own process: `python -m
 benchmarks.vllm_steps_side JOB`.
 
-It reads a name of prompts a line, and answers each with the seconds of the steps that wrote tokens.
-The line `kernels` measures attention over a document's pages alone, in both ways that there are.
+It reads lines from standard input. For the name of a set of prompts, it answers them and prints the
+seconds of the decode steps as JSON. For the line `kernels`, it measures attention over a document's
+pages alone, in both of its implementations.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from benchmarks.vllm_settings import IN_PROCESS, SETTINGS, enter_environment
 
 ENVIRONMENT = {**SETTINGS, **IN_PROCESS, "VLLM_CPU_KVCACHE_SPACE": "1"}
 PAIRS = (64, 256, 1024, 4096)  # of a head
-TOKENS = (1, 4, 8, 16, 32, 128)  # of a step that ask one document
+TOKENS = (1, 4, 8, 16, 32, 128)  # of one step, all about the same document
 ROUNDS = 7
 
 
@@ -40,7 +41,7 @@ def make_engine(job: dict) -> Any:
 
 
 def time_steps(llm: Any, prompts: list[list[int]], tokens: int) -> list[float]:
-    """Return the seconds of every step in which all requests write their next token."""
+    """Return the seconds of every step in which all requests write a token after their first."""
     from vllm import SamplingParams
 
     params = SamplingParams(
@@ -64,7 +65,7 @@ def time_steps(llm: Any, prompts: list[list[int]], tokens: int) -> list[float]:
 
 
 def measure_kernels(llm: Any) -> list[dict]:
-    """Return how long attention of one layer over a document takes as pages and head by head."""
+    """Time one layer's attention over a document, by pages and head by head."""
     import torch
 
     from restorekv.vllm import worker_state
@@ -112,9 +113,10 @@ def measure_kernels(llm: Any) -> list[dict]:
 
 
 def main() -> None:
-    """Answer lines of the standard input until it ends."""
+    """Answer lines of standard input until it ends."""
+    # Answers go to the original standard output; anything else that is printed goes to stderr.
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed
+    os.dup2(2, 1)
     job = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     enter_environment(ENVIRONMENT, with_documents=bool(job["transfer"]))
     llm = make_engine(job)

@@ -1,7 +1,7 @@
-"""What benchmarks measure: a model of random weights, a tokenizer of bytes, and the machine that
-runs them.
+"""What benchmarks run on: a model of random weights, a tokenizer of bytes, texts of a novel, and
+the description of the machine.
 
-Nothing is downloaded: time and memory depend on shapes, not on what the weights say.
+Nothing is downloaded: time and memory depend on shapes, not on the values of the weights.
 """
 
 import contextlib
@@ -102,16 +102,16 @@ def check_novel(tokens: int, needed: int, what: str) -> None:
     """Refuse a benchmark that needs more tokens than the novel has.
 
     Args:
-        tokens: How many the novel has.
-        needed: How many the benchmark needs.
-        what: What it needs them for, as the message says it.
+        tokens: The number of tokens of the novel.
+        needed: The number that the benchmark needs.
+        what: What it needs them for, in the words of the message.
     """
     if needed > tokens:
         raise RestoreKVError(f"The novel has {tokens:,} tokens, too few for {what}; ask for less.")
 
 
 def cut_texts(tokenizer: Tokenizer, tokens: int, count: int = 1) -> list[str]:
-    """Return `count` documents of `tokens` tokens each, one after the other in a novel."""
+    """Return `count` documents of `tokens` tokens each, consecutive parts of a novel."""
     ids = tokenizer.encode(load_novel())
     check_novel(len(ids), count * tokens, f"{count} text{'s' * (count != 1)} of {tokens:,}")
     return [
@@ -121,7 +121,9 @@ def cut_texts(tokenizer: Tokenizer, tokens: int, count: int = 1) -> list[str]:
 
 
 def make_label(*parts: str) -> str:
-    """Return a name for a file, as "tiny-kvzip"; of a path or a hub id it takes the last part."""
+    """Return a file name of all parts, such as "tiny-kvzip"; a path or hub id adds its
+    last part.
+    """
     names = []
     for part in parts:
         last = part.rstrip("/").rsplit("/", 1)[-1]

@@ -1,1 +1,1 @@
-"""The flags of every benchmark."""
+"""The commands of `python -m benchmarks`, a module with the flags of each benchmark."""

@@ -1,4 +1,6 @@
-"""`python -m benchmarks book`: a book compressed at once and in parts, beside transformers."""
+"""`python -m benchmarks book`: a book compressed at once and in parts, compared with
+transformers.
+"""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +14,7 @@ from benchmarks.cli.session import run_benchmark, run_each
 from restorekv.cli import options as flags
 from restorekv.files import check_target
 
-# typer wants lists as defaults of options that are repeatable
+# typer wants lists as the defaults of repeatable options
 RATIOS = ["1", "0.2", "0.1"]
 
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks charts`: a chart of each benchmark from the files that --json wrote."""
+"""`python -m benchmarks charts`: a chart of every result that a benchmark's --json wrote."""
 
 from pathlib import Path
 from typing import Annotated

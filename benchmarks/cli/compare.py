@@ -1,4 +1,6 @@
-"""`python -m benchmarks compare`: compressing and answering beside kvpress 0.5.5, here."""
+"""`python -m benchmarks compare`: compressing and answering on this machine, compared with kvpress
+0.5.5.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -57,13 +59,13 @@ def run(
 
 
 def kvpress(given: Path | None) -> Path | None:
-    """As named, or the one that `make bench` made."""
+    """Return the Python with kvpress: the one given, or the one that `make bench` made, or None."""
     found = given or (KVPRESS if KVPRESS.exists() else None)
     return found and found.absolute()
 
 
 def lengths(given: str) -> list[int]:
-    """ "2048,4096" -> [2048, 4096], in order, each once."""
+    """Parse "2048,4096" to [2048, 4096], sorted and without duplicates."""
     parts = [part.strip() for part in given.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise RestoreKVError(

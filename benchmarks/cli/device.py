@@ -1,4 +1,6 @@
-"""`python -m benchmarks device`: a GPU beside the CPU, and what its own paths save."""
+"""`python -m benchmarks device`: a GPU compared with the CPU, and what the GPU's own code paths
+save.
+"""
 
 from pathlib import Path
 from typing import Annotated

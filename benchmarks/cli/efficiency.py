@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from restorekv.compression.budget import OnSmallBudget, PrefixPolicy
 
 Scorers = Annotated[list[str], typer.Option(help="Evictor that scores; repeatable.")]
-# typer wants lists as defaults of options that are repeatable
+# typer wants lists as the defaults of repeatable options
 DEFAULT_SCORERS = [*SCORERS]
 
 

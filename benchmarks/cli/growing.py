@@ -1,4 +1,4 @@
-"""`python -m benchmarks growing`: texts that are appended or composed, beside the same texts
+"""`python -m benchmarks growing`: texts that are appended or composed, compared with the same texts
 compressed at once.
 """
 
@@ -17,7 +17,7 @@ from restorekv.files import check_target
 if TYPE_CHECKING:
     from restorekv.compression.growing import RestoreParts
 
-# typer wants lists as defaults of options that are repeatable
+# typer wants lists as the defaults of repeatable options
 RESTORE: list[str] = [*RESTORE_CHOICES]
 
 

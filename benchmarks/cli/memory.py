@@ -1,5 +1,5 @@
-"""`python -m benchmarks memory`: memory and growth of every phase of a compression, on this machine
-or on paper.
+"""`python -m benchmarks memory`: memory and time of every phase of a compression and how they grow
+with the text, measured on this machine or computed on paper.
 """
 
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""`python -m benchmarks scorers`: what every method's scoring costs beside the prefill, on this
-machine.
+"""`python -m benchmarks scorers`: what every method's scoring costs on this machine, compared with
+the prefill.
 """
 
 from pathlib import Path

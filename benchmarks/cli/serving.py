@@ -1,4 +1,4 @@
-"""`python -m benchmarks serving`: answers a minute of our server and of transformers' own."""
+"""`python -m benchmarks serving`: answers a minute of our server and of `transformers serve`."""
 
 from pathlib import Path
 from typing import Annotated

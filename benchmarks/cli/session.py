@@ -1,5 +1,5 @@
-"""What every benchmark's command does: measure while it tells what it measures, print the result
-and write it.
+"""What every benchmark's command does: measure while it reports its progress, print the result and
+write it to a file.
 """
 
 import time
@@ -16,8 +16,8 @@ from restorekv.files import write_json
 
 @contextmanager
 def run_measurement() -> Iterator[Callable[[str], None]]:
-    """Give the block a callback for what is being measured: a spinner on a terminal, lines with
-    the time elsewhere.
+    """Yield a callback that shows what is being measured: in a spinner on a terminal, else in lines
+    with the seconds since the start.
     """
     if notes.is_terminal:
         with notes.status("measuring") as status:
@@ -32,7 +32,13 @@ def run_benchmark(
     show: Callable[[dict], None],
     json: Path | None,
 ) -> None:
-    """Measure, print the result and write it to `json`, if given."""
+    """Run a benchmark: measure, show the result, and write it to the file `json` if given.
+
+    Args:
+        measure: Measures and returns the result; its argument reports what is being measured.
+        show: Prints the result.
+        json: The file for the figures, or None.
+    """
     logging.disable_progress_bar()
     with run_measurement() as tell:
         result = measure(tell)
@@ -42,11 +48,11 @@ def run_benchmark(
 
 
 def print_result(text: str) -> None:
-    """Print Markdown as it is."""
+    """Print Markdown unchanged."""
     output.print(text, markup=False, soft_wrap=True)
 
 
 def run_each(items: Iterable[Table | str]) -> None:
-    """Print tables and sentences, one below the other."""
+    """Print tables and sentences one after the other."""
     for item in items:
         output.print(item)

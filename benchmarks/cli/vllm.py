@@ -1,5 +1,5 @@
-"""`.venv-vllm/bin/python -m benchmarks vllm`: whole documents beside compressed ones in the same
-unpatched vLLM.
+"""`.venv-vllm/bin/python -m benchmarks vllm`: whole documents compared with compressed ones in the
+same unpatched vLLM.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from benchmarks.vllm_memory import RANDOM, Options, make_tables
 from benchmarks.vllm_memory import run_vllm as measure
 from restorekv.files import check_target
 
-# typer wants lists as defaults of options that are repeatable
+# typer wants lists as the defaults of repeatable options
 RATIOS = ["0.2", "0.1"]
 TOGETHER = [1, 8, 32]
 

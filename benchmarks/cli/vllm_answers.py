@@ -1,5 +1,5 @@
-"""`.venv-vllm/bin/python -m benchmarks vllm-answers`: answers from cache files in vLLM beside those
-of `ask`.
+"""`.venv-vllm/bin/python -m benchmarks vllm-answers`: answers from cache files in vLLM, compared
+with those of `ask`.
 """
 
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""`.venv-vllm/bin/python -m benchmarks vllm-kl`: distributions of vLLM over cache files, and those
-of `ask` in the same dtype.
+"""`.venv-vllm/bin/python -m benchmarks vllm-kl`: how far vLLM's token distributions over cache
+files are from those of `ask` in the same dtype.
 """
 
 from pathlib import Path

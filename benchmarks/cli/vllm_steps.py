@@ -1,5 +1,5 @@
-"""`.venv-vllm/bin/python -m benchmarks vllm-steps`: decode steps of vLLM with documents, without,
-and without the plugin, side by side.
+"""`.venv-vllm/bin/python -m benchmarks vllm-steps`: decode steps of vLLM with documents, without
+documents, and without the plugin, compared in one run.
 """
 
 from pathlib import Path
