@@ -1,5 +1,5 @@
-"""`python -m paper`, in a checkout: measure every table and figure of the paper, beside its own
-figures.
+"""The program `python -m paper`, in a checkout: it measures every table and figure of the paper and
+compares them with the paper's own figures.
 """
 
 import sys

@@ -1,5 +1,5 @@
-"""Measures what experiments need, and tells which table is under way and how long the rest will
-take.
+"""Measures what experiments need, and reports which table is being measured and how long the rest
+will take.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from restorekv.evaluation.grid import Cell, Job, group_jobs
 from restorekv.evaluation.results import CELLS, SUMMARY, Result
 from restorekv.evaluation.run import GridProgress, LocalPool, WorkerPool, check_cells, run_grid
 
-# What a preparation and a cell of Attention Matching cost, in cells (tiny model, CPU)
+# Costs of a preparation and of a cell of Attention Matching, as multiples of another cell's cost,
+# which is CELL_SECONDS for one context (tiny model, CPU).
 PREPARING = 10
 MATCHING = 15
 CELL_SECONDS = 0.08
-UNKNOWN = 100  # contexts of a benchmark that tells no number
+UNKNOWN = 100  # contexts assumed for a benchmark that does not say how many it has
 NAMED = 3
-Tell = Callable[[str, float], None]  # what is under way, and the share of all work that is done
+Tell = Callable[[str, float], None]  # what is being done, and the share of all work that is done
 
 
 class Clock:
-    """`parts` are (what, cost) in the order of work; turns places in them into words and a
-    share.
+    """Progress over all work: reports what is being done, the time left and the share that is done.
+
+    `parts` are (what, cost) in the order of work.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class Clock:
         self.whole = sum(cost for _, cost in parts) or 1.0
 
     def report_at(self, turn: int, share: float) -> None:
-        """Part `turn` is done to a `share`."""
+        """Report that part number `turn` is done to a `share` (0 to 1)."""
         done = sum(cost for _, cost in self.parts[:turn]) + share * self.parts[turn][1]
         told = self.parts[turn][0]
         if done > 0:
@@ -56,7 +58,7 @@ class Clock:
 
 
 def format_seconds(seconds: float) -> str:
-    """ "40 s", "12 min", "1 h 40 min"."""
+    """Return a duration such as "40 s", "12 min" or "1 h 40 min"."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -65,8 +67,10 @@ def format_seconds(seconds: float) -> str:
 
 @dataclass
 class Outcome:
-    """Results by cell, and why an evictor on a benchmark (by its spec), or a study, could not be
-    measured.
+    """What was measured, and what could not be.
+
+    `results` are by cell. `failed` has the reason for each (benchmark's spec, evictor), or
+    (study's name, ""), that could not be measured.
     """
 
     results: dict[Cell, Result] = field(default_factory=dict)
@@ -74,7 +78,9 @@ class Outcome:
 
     @contextmanager
     def unless_failed(self, what: tuple[str, str], strict: bool) -> Iterator[None]:
-        """Continue on where data or a gate is not at hand; `strict` raises."""
+        """Note why the block failed, such as for lack of data or of a gate, and continue; `strict`
+        raises instead.
+        """
         try:
             yield
         except RestoreKVError as error:
@@ -90,7 +96,9 @@ def carry_out(
     tell: Tell,
     pool: WorkerPool | None = None,
 ) -> Outcome:
-    """Every cell that the experiments share, then every study; what OUT holds is not done again."""
+    """Measure the cells of all experiments, each once, then the studies; what `out` holds is not
+    measured again.
+    """
     wanted = list_cells(experiments, setting)
     if wanted:
         check_cells(wanted)
@@ -122,8 +130,8 @@ def carry_out(
 
 
 def _make_listener(clock: Clock, turn: int) -> Callable[[GridProgress], None]:
-    """Hear a run of one job, the clock's part `turn`."""
-    begun: list[int] = []  # contexts answered by an earlier start
+    """Return a function that passes the progress of a job, part `turn` of the clock, on to it."""
+    begun: list[int] = []  # one number: the contexts that an earlier run had answered
 
     def listen(progress: GridProgress) -> None:
         if progress.total == 0:
@@ -137,7 +145,7 @@ def _make_listener(clock: Clock, turn: int) -> Callable[[GridProgress], None]:
 
 
 def _name_cells(job: Job, experiments: Sequence[Experiment], setting: Setting) -> str:
-    """The experiments that a job is for."""
+    """Return the names of the first few experiments that a job is for, and its evictor."""
     found = [
         experiment.number or experiment.title
         for experiment in experiments
@@ -148,7 +156,7 @@ def _name_cells(job: Job, experiments: Sequence[Experiment], setting: Setting) -
 
 
 def estimate_cost(job: Job, out: Path) -> float:
-    """Of what is missing, in cells of one context."""
+    """Return the cost of a job's missing cells, in units of one cell on one context."""
     missing = [cell for cell in job.cells if not (out / CELLS / cell.name / SUMMARY).exists()]
     each = sum(MATCHING if cell.evictor.startswith("am-") else 1 for cell in missing)
     return (

@@ -1,4 +1,4 @@
-"""`python -m paper`: every table and figure of the paper, beside the paper's own figures."""
+"""`python -m paper`: every table and figure of the paper, compared with the paper's own figures."""
 
 import shlex
 import shutil
@@ -35,7 +35,7 @@ Markdown = Annotated[
 
 
 class CommonSettings(TypedDict):
-    """What every model's setting takes."""
+    """The arguments that the settings of all models have in common."""
 
     count: int
     seeds: tuple[int, ...]
@@ -106,7 +106,7 @@ def run(
         open_pool(ray, workers, device) as pool,
         _make_progress_bar() as progress,
     ):
-        # Mismatched adapters are what some tables are about.
+        # Adapters used with other evictors raise warnings, but some tables measure just that.
         warnings.simplefilter("ignore", RestoreKVWarning)
         done = carry_out(experiments, asked, out, _make_callback(progress), pool)
     page = write_page_of_paper(experiments, asked, done, out, _format_command(context))
@@ -133,7 +133,7 @@ def make_setting(
     data: Path | None,
     common: CommonSettings,
 ) -> setting.Setting:
-    """What the model is asked; refuses what is for another one."""
+    """Return the setting for a model; refuse options that are for other models."""
     if model == TINY and (adapters or data or benchmarks):
         raise RestoreKVError(
             "--adapters, --data and --benchmark are for another --model; the tiny one has its own."
@@ -152,17 +152,17 @@ def make_setting(
 
 
 def _copy_report(report: Path, markdown: Path) -> None:
-    """The report's Markdown; its figures, and a folder of its charts, under the same name in
-    results/ beside it.
+    """Copy the report's Markdown to `markdown`, and its figures and charts to results/ next to it.
 
-    Where the Markdown is in a folder results/ itself, they are there too.
+    The file of figures and the folder of charts have the same name as the Markdown. If the Markdown
+    is in a folder results/ itself, they go there too.
     """
     results = markdown.parent if markdown.parent.name == RESULTS else markdown.parent / RESULTS
     charts = results / markdown.stem
     charts.mkdir(parents=True, exist_ok=True)
     drawn = {path.name for path in (report / SVG).iterdir()}
     for path in charts.glob("*.svg"):
-        if path.name not in drawn:  # of an earlier page
+        if path.name not in drawn:  # a chart of an earlier report
             path.unlink()
     for name in sorted(drawn):
         _copy_file(report / SVG / name, charts / name)
@@ -176,13 +176,13 @@ def _copy_report(report: Path, markdown: Path) -> None:
 
 
 def _copy_file(source: Path, target: Path) -> None:
-    """A whole copy or none."""
+    """Copy a file so that the target is either complete or unchanged."""
     with replace_file(target) as temporary:
         shutil.copyfile(source, temporary)
 
 
 def _format_command(context: typer.Context) -> str:
-    """The command line, without what it leaves to the defaults."""
+    """Return the command line, without options that have their defaults."""
     told = ["python", "-m", "paper"]
     for given in context.command.params:
         values = context.params[given.name]
@@ -195,7 +195,7 @@ def _format_command(context: typer.Context) -> str:
 
 
 def _parse_numbers(given: str) -> tuple[int, ...]:
-    """ "0,1,2" -> (0, 1, 2)."""
+    """Parse "0,1,2" to (0, 1, 2), sorted and without duplicates."""
     parts = [part.strip() for part in given.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise RestoreKVError(
@@ -205,7 +205,9 @@ def _parse_numbers(given: str) -> tuple[int, ...]:
 
 
 def _print_list(experiments: list[plan.Experiment], asked: setting.Setting) -> None:
-    """A line for every experiment, then what adapters are lacking."""
+    """Print a line for every experiment, then the trainings that would make the missing
+    adapters.
+    """
     for experiment in experiments:
         cells = len({need.cell for need in plan.list_needs(experiment, asked)})
         line = (
@@ -235,7 +237,9 @@ def _make_progress_bar() -> Progress:
 
 
 def _make_callback(progress: Progress):
-    """The callback of `carry_out`: the bar on a terminal, a line now and then elsewhere."""
+    """Return the callback for `carry_out`: it moves the bar on a terminal, else prints a line now
+    and then.
+    """
     task = progress.add_task("", total=1.0)
     last = [("", -0.05)]
 

@@ -1,4 +1,4 @@
-"""A comparison as tables, a chart and its claims: our figures beside the paper's."""
+"""The tables, chart and claims of a comparison: our figures next to the paper's."""
 
 from __future__ import annotations
 
@@ -89,7 +89,9 @@ def _make_note(experiment: Comparison) -> str:
 
 
 def _describe_left_out(setting: Setting, scores: Scores, benchmark: str) -> str:
-    """Say what the rule on tasks with nothing to lose does to the means of a benchmark."""
+    """Say which tasks of a benchmark are left out of means, because the full cache scores so low
+    that there is nothing to lose.
+    """
     below = scores.left_out.get(benchmark, ())
     whole = [
         part for part in setting.benches[benchmark].parts if scores.lost(Place(benchmark, 1, part))
@@ -113,8 +115,10 @@ def _describe_left_out(setting: Setting, scores: Scores, benchmark: str) -> str:
 def _lay_out_by_row(
     experiment: Comparison, scores: Scores, places: Sequence[Place]
 ) -> tuple[list[str], list[list[str]], list[int]]:
-    """Return columns, rows with methods down and ratios across, and the indices of rows that stand
-    out.
+    """Lay out a table with a row for each method and columns for each ratio.
+
+    Returns:
+        The head, the rows, and the indices of the rows to emphasize.
     """
     sources = {place: _list_columns(experiment, [place]) for place in places}
     head = ["method"]
@@ -137,8 +141,10 @@ def _lay_out_by_row(
 def _lay_out_by_place(
     experiment: Comparison, scores: Scores, places: Sequence[Place]
 ) -> tuple[list[str], list[list[str]], list[int]]:
-    """Return columns, rows with a benchmark's parts down and methods across, and the indices of
-    means.
+    """Lay out a table with a row for each part of a benchmark and columns for each method.
+
+    Returns:
+        The head, the rows, and the indices of the rows of means, which are emphasized.
     """
     sources = _list_columns(experiment, places)
     head = ["part"]
@@ -160,8 +166,8 @@ def _lay_out_by_place(
 
 
 def _list_columns(experiment: Comparison, places: Sequence[Place]) -> list[str]:
-    """Return the titles: ours, the paper's, and those of further backbones; ours alone if the paper
-    has no figure.
+    """Return the titles of the columns: ours, then the paper's for each of its backbones; ours
+    alone if the paper has no figures.
     """
     if not any(place in row.paper for row in experiment.rows.values() for place in places):
         return [HERE]
@@ -188,12 +194,14 @@ def _format_cells(experiment: Comparison, scores: Scores, name: str, place: Plac
 
 
 def _count_decimals(points: float) -> int:
-    """Return how many the paper gives: one or two."""
+    """Return how many decimals the paper gives for a figure: one or two."""
     return 1 if round(points, 1) == points else 2
 
 
 def _format_measured(experiment: Comparison, scores: Scores, name: str, place: Place) -> str:
-    """Return our figure."""
+    """Return our figure with its deviation over seeds and its interval or difference, or why there
+    is none.
+    """
     if not scores.has((name, place)):
         asked = (name, place.benchmark, place.ratio) in scores.runs
         return NOTHING if asked and (place.benchmark, place.part) not in scores.tasks else ABSENT
@@ -214,7 +222,7 @@ def _format_measured(experiment: Comparison, scores: Scores, name: str, place: P
 def list_figures(
     experiment: Comparison, scores: Scores, places: Sequence[Place]
 ) -> Iterator[dict[str, object]]:
-    """Yield the figures for programs."""
+    """Yield the figures of every row at every place, for JSON and CSV files."""
     for name, row in experiment.rows.items():
         for place in places:
             part = place.part or (
@@ -319,7 +327,9 @@ def _format_verdict(claim: JudgedClaim) -> str:
 
 
 def summarize_claims(claims: Sequence[JudgedClaim]) -> str:
-    """Return how many claims hold, to stand next to a heading; nothing without a claim."""
+    """Return how many claims hold, as a text for the section's heading; "" if there are
+    no claims.
+    """
     if not claims:
         return ""
     counts = {kind: sum(claim.verdict == kind for claim in claims) for kind in SIGNS}
@@ -336,7 +346,9 @@ def summarize_claims(claims: Sequence[JudgedClaim]) -> str:
 
 
 def describe_orders(experiment: Comparison, scores: Scores) -> Iterator[Block]:
-    """Say how many pairs of rows stand in the paper's order, and which do not."""
+    """Say how many pairs of rows have the same order as in the paper, and which have the opposite
+    one.
+    """
     items = []
     for place in experiment.places:
         counted = compare_orders(experiment, scores, place)
@@ -358,8 +370,8 @@ def describe_orders(experiment: Comparison, scores: Scores) -> Iterator[Block]:
 
 @with_style
 def plot_curves(experiment: Comparison, setting: Setting, scores: Scores) -> Chart:
-    """Return a panel for every benchmark: lines over ratios with their intervals, the full cache
-    dashed.
+    """Return a chart with a panel for every benchmark: lines against the ratio with their
+    intervals, and the full cache dashed.
     """
     evictors = list(
         dict.fromkeys(row.evictor for row in experiment.rows.values() if row.evictor != FULL)
@@ -385,7 +397,9 @@ def plot_curves(experiment: Comparison, setting: Setting, scores: Scores) -> Cha
 
 
 def _make_mark(row: Row, turn: int) -> Mark:
-    """Return one hue for each evictor: dashed and hollow alone, solid and filled restored."""
+    """Return a row's mark: one hue for each evictor, dashed and hollow alone, solid and filled if
+    restored.
+    """
     alone = row.adapter is None
     return Mark(row.label, HUES[turn], MARKERS[turn], dashed=alone, hollow=alone)
 
@@ -399,7 +413,7 @@ def _draw_curves(
     for name, own in known.items():
         if own:
             found = [compute_margin(scores, {(name, place): 1}) for place in own]
-            # Too few contexts have no interval, and NaN is not drawn.
+            # Scores over too few contexts have no interval; NaN is not drawn.
             lows = [np.nan if low is None else low for _, low, _ in found]
             highs = [np.nan if high is None else high for _, _, high in found]
             interval = lows, highs

@@ -1,5 +1,5 @@
-"""What a table or figure of the paper is: rows measured at places, the paper's figures for them,
-and what they show.
+"""The form of a table or figure of the paper: rows measured at places, the paper's figures for
+them, and the claims that they support.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Place:
     """Where a score is measured: one of the paper's benchmarks, a ratio, and a part of the
     benchmark's tasks.
 
-    With `parts` it is the mean over those; `relative` makes it the share of the full cache's, in
-    percent.
+    With `parts`, the score is the mean over those parts; `relative` turns it into a share of the
+    full cache's, in percent.
     """
 
     benchmark: str
@@ -29,7 +29,7 @@ class Place:
 
     @property
     def each(self) -> tuple[Place, ...]:
-        """The places that it is the mean of."""
+        """The places whose scores this one averages; itself if it has no `parts`."""
         return tuple(replace(self, part=part, parts=(), relative=False) for part in self.parts) or (
             self,
         )
@@ -46,9 +46,9 @@ OWN: Own = "own"
 class Row:
     """A method: the evictor used, its adapter, its conventions; and the paper's points for it.
 
-    The adapter is None for the evictor alone, OWN for the one that belongs to the evictor, or what
-    is changed of the training settings in an ablation. `also` are points of further backbones that
-    the paper's table has, by backbone.
+    `adapter` is None for the evictor alone, OWN for the adapter that belongs to the evictor, or, in
+    an ablation, the training settings that differ. `also` has the points of further backbones in
+    the paper's table, by backbone.
     """
 
     label: str
@@ -60,16 +60,16 @@ class Row:
     also: Mapping[str, Points] = field(default_factory=dict)
 
     def points(self, backbone: str = "") -> Points:
-        """The paper's, of the experiment's own backbone unless one of `also` is named."""
+        """Return the paper's points for a backbone in `also`, or for the experiment's own."""
         return self.also[backbone] if backbone else self.paper
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The weighted sum of scores, and `plus`, is above zero; less a deviation over seeds if a spot
-    for it is named.
+    """The claim that a weighted sum of scores plus `plus` is above zero.
 
-    The sum is in points: how far the scores are on the claim's side of its border.
+    If `spread` names a row at a place, its standard deviation over seeds is subtracted from the
+    sum. The sum is in points; it says by how much the claim holds, or fails if it is negative.
     """
 
     text: str
@@ -80,7 +80,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Most:
-    """At least `least` of the margins, weighted sums each, are above zero."""
+    """The claim that at least `least` of the margins, which are weighted sums, are above zero."""
 
     text: str
     margins: tuple[Weights, ...]
@@ -89,18 +89,18 @@ class Most:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A table or figure of scores. `against` names the row that another one is compared with,
-    question by question.
+    """A table or figure of scores.
 
-    `orders` asks how many pairs of rows stand as in the paper; `chart` draws scores over ratios.
-    `seconds` are the paper's for making a cache, of the fast row and then the slow one.
+    `against` maps a row to the row that it is compared with, question by question. `orders` adds
+    how many pairs of rows have the paper's order; `chart` draws scores against ratios. `seconds`
+    are the paper's times to make a cache, of the fast row and then the slow one.
     """
 
     name: str
-    number: str  # as the paper counts: "Table 1", in its appendix letters
-    label: str  # in its source; "" for what the paper does not have
+    number: str  # the paper's, such as "Table 1"; "Table A" in its appendix
+    label: str  # the one in the paper's source; "" if the paper does not have this experiment
     title: str
-    backbone: str  # that the paper's figures are of
+    backbone: str  # the model that the paper's figures are of
     rows: Mapping[str, Row]
     places: tuple[Place, ...]
     claims: tuple[Claim | Most, ...]
@@ -112,7 +112,7 @@ class Comparison:
 
     @property
     def backbones(self) -> tuple[str, ...]:
-        """Further ones, besides the main."""
+        """The backbones that the paper has figures for in addition to `backbone`."""
         return tuple(dict.fromkeys(name for row in self.rows.values() for name in row.also))
 
 
@@ -121,45 +121,47 @@ FOUR = (0.4, 0.2, 0.1, 0.05)
 
 
 def list_places(benchmark: str, ratios: Sequence[float]) -> tuple[Place, ...]:
-    """One a ratio."""
+    """Return a benchmark's places, one for each ratio."""
     return tuple(Place(benchmark, ratio) for ratio in ratios)
 
 
 def make_points(where: Sequence[Place], *scores: float) -> dict[Place, float]:
-    """A row of a table."""
+    """Return the paper's scores of a row by place."""
     return dict(zip(where, scores, strict=True))
 
 
 def make_ruler_place(ratio: float) -> Place:
-    """Most tables are measured there."""
+    """Return the place of RULER at a ratio, where most tables are measured."""
     return Place("ruler", ratio)
 
 
 def claim_above(better: str, worse: str, place: Place, text: str) -> Claim:
-    """One row scores more than another."""
+    """Return the claim that one row scores more than another."""
     return Claim(f"{text} at r = {place.ratio:g}", {(better, place): 1, (worse, place): -1})
 
 
 def claim_kept_share(part: str, share: float, of: str, base: str, place: Place, text: str) -> Claim:
-    """A row's gain over `base` is more than `share` of the gain of `of`."""
+    """Return the claim that the row `part` has more than `share` of the gain of `of` over
+    `base`.
+    """
     weights = {(part, place): 1, (of, place): -share, (base, place): share - 1}
     return Claim(f"{text} at r = {place.ratio:g}", weights)
 
 
 def make_full_row(paper: Points | None = None, also: Mapping[str, Points] | None = None) -> Row:
-    """The reference of figures."""
+    """Return the row of the full cache, the reference in figures."""
     return Row("full cache", FULL, paper=paper or {}, also=also or {})
 
 
 def make_base_row(
     evictor: str, paper: Points | None = None, also: Mapping[str, Points] | None = None
 ) -> Row:
-    """The base evictor without restoring."""
+    """Return the row of an evictor without restoring."""
     return Row(name_method(evictor, False), evictor, None, paper=paper or {}, also=also or {})
 
 
 def make_restored_row(
     evictor: str, paper: Points | None = None, also: Mapping[str, Points] | None = None
 ) -> Row:
-    """It with the adapter that belongs to it."""
+    """Return the row of an evictor with the adapter that belongs to it."""
     return Row(name_method(evictor, True), evictor, OWN, paper=paper or {}, also=also or {})

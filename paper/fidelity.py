@@ -1,9 +1,9 @@
-"""Beside the scores: how far each row's caches are from the full one, KL(full || cache) and the
-share of same answers.
+"""How far each row's caches are from the full one: KL(full || cache) and the share of equal
+answers, in addition to the scores.
 
-Every task counts, also those on which the full cache scores too little to lose. A row's KL is the
-mean over all tokens of the full cache's answers, over its seeds alike; intervals are 95 %
-bootstraps over contexts, differences are paired.
+Every task counts, also those on which the full cache scores so low that there is nothing to lose. A
+row's KL is the mean over all tokens of the full cache's answers, then over seeds. Intervals are
+95 % bootstraps over contexts, differences are paired.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ NOTE = (
     "cache's very text, in "
     "percent. All tasks count."
 )
-# Results by seed, as `plan.measured` gives them.
+# Results by seed, as `plan.find_measured` returns them.
 Found = Mapping[Asked, Mapping[int | None, Sequence[Result]]]
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """`sums` of KL over tokens and their number `tokens`, both (documents,); `same` in percent.
-    Means over seeds.
+    """The fidelity of one row at one ratio, as means over seeds.
+
+    `sums` of KL over tokens and the number of `tokens`, both (documents,); `same` is the share of
+    equal answers in percent.
     """
 
     sums: np.ndarray
@@ -52,7 +54,9 @@ class Fidelity:
 def load_fidelity(
     by_seed: Mapping[int | None, Sequence[Result]], tasks: Sequence[str]
 ) -> Fidelity | None:
-    """Over some of the tasks (none: all of them); None where none of them was asked."""
+    """Load the fidelity over some tasks, or over all if `tasks` is empty; None if none of them was
+    asked.
+    """
     sums = []
     tokens = []
     same = []
@@ -73,12 +77,13 @@ def load_fidelity(
 
 
 def _bootstrap(one: Fidelity, other: Fidelity | None = None) -> Estimate:
-    """Return the KL with its 95 % interval, None over fewer than FEW documents; minus that of
-    another row, paired, if given.
+    """Return the KL of a row, or its paired difference from another row, with its 95 % interval.
+
+    There is no interval (None) over fewer than FEW documents.
     """
     reference = (other.sums, other.tokens) if other else None
     value, low, high = bootstrap_ratio(one.sums, one.tokens, reference)
-    # Documents that were not asked these tasks are drawn too, but say nothing.
+    # Documents without questions of these tasks are drawn too, but must not count here.
     if np.count_nonzero(one.tokens) < FEW:
         return value, None, None
     return value, low, high
@@ -87,7 +92,7 @@ def _bootstrap(one: Fidelity, other: Fidelity | None = None) -> Estimate:
 def collect_fidelity(
     experiment: Comparison, setting: Setting, found: Found
 ) -> dict[Asked, Fidelity]:
-    """Of every row but the full cache's, where it was recorded."""
+    """Return the fidelity of every row except the full cache's, if it was recorded."""
     told = {
         spot: load_fidelity(by_seed, setting.benches[spot[1]].all_tasks)
         for spot, by_seed in found.items()
@@ -99,7 +104,9 @@ def collect_fidelity(
 def make_tables(
     experiment: Comparison, setting: Setting, known: Mapping[Asked, Fidelity], key: str
 ) -> Iterator[Table]:
-    """Methods down, ratios across; none for a benchmark without figures."""
+    """Yield a benchmark's table with a row for each method and columns for each ratio; none if it
+    has no figures.
+    """
     if not any(spot[1] == key for spot in known):
         return
     ratios = list(
@@ -130,7 +137,7 @@ def make_tables(
 def _format_cells(
     experiment: Comparison, known: Mapping[Asked, Fidelity], spot: Asked
 ) -> list[str]:
-    """KL, and the share of answers that stay the same."""
+    """Return a row's KL and share of equal answers at one ratio, as two texts."""
     mine = known.get(spot)
     base = known.get((experiment.against.get(spot[0], ""), *spot[1:]))
     if mine is None:
@@ -148,7 +155,7 @@ def _format_cells(
 
 
 def count_lowered(experiment: Comparison, known: Mapping[Asked, Fidelity]) -> Iterator[str]:
-    """In how many pairs of a restored row and its base the KL is lower."""
+    """Say in how many pairs of a restored row and its base restoring lowers the KL."""
     rows = experiment.rows
     pairs = [
         (known[spot], known[other, *spot[1:]])
@@ -178,7 +185,7 @@ def count_lowered(experiment: Comparison, known: Mapping[Asked, Fidelity]) -> It
 def list_figures(
     experiment: Comparison, known: Mapping[Asked, Fidelity], benchmark: str = ""
 ) -> Iterator[dict[str, object]]:
-    """The same for programs; of one benchmark, or of all."""
+    """Yield the figures of one benchmark, or of all, for JSON and CSV files."""
     for spot, mine in known.items():
         row, key, ratio = spot
         if benchmark not in ("", key):

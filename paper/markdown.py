@@ -1,4 +1,4 @@
-"""The page as Markdown."""
+"""The page of the paper's tables and figures as Markdown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from restorekv.evaluation.tables import Table
 
 
 def render_markdown(title: str, summary: Sequence[str], sections: Sequence[Section]) -> str:
-    """Return the page as Markdown; its charts are the SVG files beside it."""
+    """Return the page as Markdown; its charts are links to SVG files in the folder SVG."""
     parts = [f"# {title}", *summary]
     for section in sections:
         verdict = f"**{section.verdict}**" if section.verdict else ""

@@ -1,5 +1,5 @@
-"""What experiments need: cells that they share, adapters that are not at hand, and the scores that
-come of it.
+"""What experiments need, which are the cells that they share and the adapters that are missing, and
+the scores that come out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Asked = tuple[str, str, float]  # a row, a benchmark of the paper, a ratio
 
 @dataclass(frozen=True)
 class Need:
-    """A cell for a row of an experiment at a place, of one seed."""
+    """A cell that an experiment needs for a row at a place, with the adapter of one seed."""
 
     row: str
     place: Place
@@ -32,7 +32,7 @@ class Need:
 
 
 def list_needs(experiment: Experiment, setting: Setting) -> list[Need]:
-    """All whose adapters are at hand, in the order of the rows."""
+    """Return all needs with available adapters, in the order of the rows."""
     if isinstance(experiment, Study):
         return []
     return [
@@ -47,8 +47,9 @@ def list_needs(experiment: Experiment, setting: Setting) -> list[Need]:
 
 
 def list_cells(experiments: Sequence[Experiment], setting: Setting) -> list[Cell]:
-    """Return each cell once, in the experiments' order, with those of the full cache, which decide
-    what counts.
+    """Return each cell once, in the experiments' order.
+
+    Cells of the full cache are always included, because they decide which tasks count.
     """
     found: dict[Cell, None] = {}
     for experiment in experiments:
@@ -60,7 +61,7 @@ def list_cells(experiments: Sequence[Experiment], setting: Setting) -> list[Cell
 
 
 def list_benchmarks(experiment: Experiment) -> list[str]:
-    """The paper's benchmarks that a comparison asks."""
+    """Return the paper's benchmarks that a comparison asks; a study has none."""
     return (
         list(dict.fromkeys(place.benchmark for place in experiment.places))
         if isinstance(experiment, Comparison)
@@ -69,7 +70,7 @@ def list_benchmarks(experiment: Experiment) -> list[str]:
 
 
 def list_trainings(experiments: Sequence[Experiment], setting: Setting) -> list[Training]:
-    """Those whose adapters are not at hand, each once, all of a seed before the next seed."""
+    """Return the trainings of missing adapters, each once, all of a seed before the next seed."""
     found: dict[str, Training] = {}
     for experiment in experiments:
         for row in experiment.rows.values() if isinstance(experiment, Comparison) else ():
@@ -78,7 +79,7 @@ def list_trainings(experiments: Sequence[Experiment], setting: Setting) -> list[
 
 
 def list_missing(experiment: Experiment, setting: Setting) -> Iterator[str]:
-    """Rows that cannot be measured, and why."""
+    """Yield the rows that cannot be measured for lack of an adapter, and which adapter that is."""
     if isinstance(experiment, Study):
         return
     for row in experiment.rows.values():
@@ -91,8 +92,9 @@ def list_missing(experiment: Experiment, setting: Setting) -> Iterator[str]:
 def list_unreachable(
     experiment: Experiment, setting: Setting, failed: Mapping[tuple[str, str], str]
 ) -> list[str]:
-    """Evictors on benchmarks, or the study itself, that could not be measured, and why
-    (`carry_out.Outcome.failed`).
+    """Return why evictors on benchmarks, or the study itself, could not be measured.
+
+    The reasons are those in `failed` of `carry_out.Outcome`.
     """
     if isinstance(experiment, Study):
         return [failed[experiment.name, ""]] if (experiment.name, "") in failed else []
@@ -107,7 +109,7 @@ def list_unreachable(
 
 
 def describe_seeds(experiment: Comparison, setting: Setting) -> str:
-    """Which training seeds stand behind the rows, where that is not one and the same."""
+    """Say which training seeds each row has; "" if all rows have all seeds."""
     found = {
         row.label: [
             seed
@@ -137,8 +139,9 @@ def describe_seeds(experiment: Comparison, setting: Setting) -> str:
 def collect_scores(
     experiment: Comparison, setting: Setting, results: Mapping[Cell, Result]
 ) -> Scores:
-    """Of the cells that are done; tasks on which the full cache scores below 10 are left out of
-    every mean.
+    """Return the scores from the cells that are done.
+
+    Tasks on which the full cache scores below 10 are left out of every mean.
     """
     used = list_benchmarks(experiment)
     runs = {
@@ -166,8 +169,9 @@ def collect_scores(
 def find_measured(
     experiment: Comparison, setting: Setting, results: Mapping[Cell, Result]
 ) -> dict[Asked, dict[int | None, list[Result]]]:
-    """What is done of every row, benchmark and ratio, by seed in their order: a result for each
-    spec, all or none.
+    """Return the finished results of every row, benchmark and ratio, by seed in ascending order.
+
+    A seed has a result for each of the benchmark's specs; seeds that lack one are left out.
     """
     wanted: dict[Asked, dict[int | None, list[Cell]]] = {}
     for need in list_needs(experiment, setting):
@@ -188,7 +192,10 @@ def find_measured(
 
 
 def _load_answers(found: Sequence[Result]) -> list[ScoredAnswer]:
-    """Of one result, or of several as one benchmark, whose documents are told apart."""
+    """Return the answers of one result, or of several as if they were one benchmark.
+
+    The names of contexts of several get their benchmark as a prefix, so that they stay distinct.
+    """
     if len(found) == 1:
         return found[0].answers
     return [
@@ -201,15 +208,17 @@ def _load_answers(found: Sequence[Result]) -> list[ScoredAnswer]:
 def _load_full_answers(
     key: str, setting: Setting, results: Mapping[Cell, Result]
 ) -> list[ScoredAnswer]:
-    """The full cache's to all that stands for a benchmark of the paper; none where they are not at
-    hand.
+    """Return the full cache's answers to everything that replaces a benchmark of the paper; none if
+    some are missing.
     """
     found = [results[cell] for cell in setting.full(key) if cell in results and results[cell].done]
     return _load_answers(found) if len(found) == len(setting.benches[key].specs) else []
 
 
 def _find_tasks_without_loss(bench: Bench, full: Sequence[ScoredAnswer]) -> list[str]:
-    """The benchmark's tasks on which the full cache, which gave the answers, scores below 10."""
+    """Return the benchmark's tasks on which the full cache, which gave these answers, scores below
+    10.
+    """
     below = find_tasks_without_loss(full, bench.by_context) if full else []
     named = bench.all_tasks
     return [task for task in below if not named or task in named]
@@ -218,8 +227,9 @@ def _find_tasks_without_loss(bench: Bench, full: Sequence[ScoredAnswer]) -> list
 def _list_counted_tasks(
     tasks: tuple[str, ...], full: Sequence[ScoredAnswer], out: Sequence[str]
 ) -> tuple[str, ...]:
-    """Those of a part (none: all of them) that its mean is over: without those left `out`, unless
-    that is every one.
+    """Return the tasks of a part (all if `tasks` is empty) that count in its mean.
+
+    Those in `out` do not count, unless that leaves none: then all do.
     """
     if not out:
         return tasks
@@ -232,11 +242,11 @@ def _list_counted_tasks(
 def collect_seconds(
     experiment: Comparison, setting: Setting, results: Mapping[Cell, Result]
 ) -> dict[str, dict[str, float]]:
-    """What a cache takes to make, by row that the experiment times and sample, at its tightest
-    ratio.
+    """Return the seconds to make a cache at the tightest ratio, by row that the experiment times
+    and by sample.
 
-    A preparation's first cell bears prefill and scores, its first restored one the restore pass:
-    both count for all.
+    Cells that share a preparation record its seconds only once: the first cell those of prefill and
+    scoring, the first restored cell those of the restore pass. Here they count for all of them.
     """
     told = {}
     tight = min(place.ratio for place in experiment.places)
@@ -266,8 +276,9 @@ def collect_seconds(
 
 
 def _sum_phase(found: Sequence[Result], name: str) -> dict[str, float]:
-    """The longest that any of the cells bears, by sample: a second start of a run prepares
-    again.
+    """Return the longest time of a phase that any of the cells recorded, by sample.
+
+    There can be several, because a run that is started again prepares again.
     """
     longest: dict[str, float] = {}
     for result in found:

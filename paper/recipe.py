@@ -1,5 +1,5 @@
-"""What the tiny model's adapters are trained with; paper/log.md tells where and why this is not the
-paper's.
+"""The settings that the tiny model's adapters are trained with; paper/log.md says where and why
+they differ from the paper's.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import replace
 from restorekv.train.config import TrainConfig
 
 CONTEXTS = 500  # training documents
-# their tokens
+# Lengths of the documents, in tokens.
 SHORTEST = 512
 LONGEST = 1280
 SHIPPED = TrainConfig(
@@ -26,5 +26,5 @@ SHIPPED = TrainConfig(
     max_new_tokens=48,
     keep=CONTEXTS,
 )
-# A step: half of what the shipped adapters were trained with, for time.
+# Half the contexts in a step of the shipped adapters' training, to save time.
 ABLATIONS = replace(SHIPPED, contexts=4)

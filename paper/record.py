@@ -1,5 +1,5 @@
-"""What stands behind a page's figures: the full cache by task, what caches held, when and with what
-it was made.
+"""The record of a page's figures: the full cache's scores by task, what caches held, and when and
+with what the page was made.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NOTE = (
 
 
 def make_section(results: Mapping[Cell, Result]) -> Section | None:
-    """Return the last section of a page; None where nothing is measured."""
+    """Return the last section of a page, or None if nothing was measured."""
     done = {cell: result for cell, result in results.items() if result.done}
     blocks: list[Block] = (
         [_make_full_cache_table(done)] if any(cell.evictor == FULL for cell in done) else []
@@ -76,7 +76,7 @@ def _make_full_cache_table(done: Mapping[Cell, Result]) -> Table:
 
 
 def _make_held_table(done: Mapping[Cell, Result]) -> Table:
-    """Return what caches held: a line for every benchmark, ratio and size."""
+    """Return a table of what caches held: a row for every benchmark, ratio and size."""
     groups: dict[tuple, dict[str, None]] = {}
     for cell, result in sorted(
         done.items(), key=lambda item: (item[0].benchmark, item[0].protocol, -item[0].ratio_value)
@@ -104,7 +104,7 @@ def describe_run(command: str) -> dict[str, Any]:
 
 
 def format_run(made: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the same as a sentence, where there was a command."""
+    """Yield what `describe_run` returned as a sentence, if there was a command."""
     if made["command"]:
         versions = ", ".join(
             f"{package} {version}" for package, version in made["versions"].items()
@@ -113,7 +113,7 @@ def format_run(made: Mapping[str, Any]) -> Iterator[str]:
 
 
 def collect_sizes(done: Sequence[Result]) -> dict[str, dict]:
-    """Return pairs and bytes that every cell's caches held, by the cell's name."""
+    """Return the pairs and bytes that each cell's caches held, by the cell's name."""
     return {
         result.cell.name: {key: result.summary[key] for key in SUMMARY_COLUMNS} for result in done
     }

@@ -1,8 +1,9 @@
-"""From answers to scores over seeds, paired differences, and which of the paper's claims hold.
+"""Scores over seeds, their paired differences, and verdicts on the paper's claims, computed from
+answers.
 
 A score is the mean over seeds of the mean over tasks, in points. Intervals are 95 % bootstraps over
-contexts and, within each row, over its seeds; contexts are drawn alike for all rows, so that
-differences are paired. Fewer than FEW contexts have no interval, and nothing is judged on them.
+contexts and, within each row, over its seeds. All rows are resampled with the same contexts, so
+that differences are paired. With fewer than FEW contexts there are no intervals and no verdicts.
 """
 
 from __future__ import annotations
@@ -35,13 +36,19 @@ MISSING = "not measured"
 
 @dataclass(frozen=True)
 class Scores:
-    """`runs` by row, benchmark and ratio; `tasks` by benchmark and part (empty: all of them,
-    absent: no counterpart).
+    """The answers of an experiment's rows, and the scores computed from them.
 
-    `full` names the row of the full cache; `by_context` the benchmarks whose tasks are means over
-    contexts' means; `sets` numbers the sets of contexts, so that benchmarks that share one are
-    resampled alike; `left_out` are a benchmark's tasks on which the full cache scores too little to
-    lose, which `tasks` lacks unless there is no other.
+    Args:
+        runs: The answers by row, benchmark and ratio.
+        tasks: The tasks that count, by benchmark and part. An empty tuple means all tasks; a part
+            that is absent has no counterpart here.
+        by_context: The benchmarks whose task scores are means of the contexts' means.
+        sets: The number of each benchmark's set of contexts. Benchmarks that share a set are
+            resampled with the same contexts.
+        left_out: A benchmark's tasks on which the full cache scores so low that there is nothing to
+            lose. `tasks` has none of them, except in a part that has no others.
+        full: The name of the row of the full cache.
+        drawn: Resampled scores that were computed already.
     """
 
     runs: Mapping[tuple[str, str, float], Runs]
@@ -53,8 +60,9 @@ class Scores:
     drawn: dict = field(default_factory=dict, compare=False, repr=False)
 
     def known(self, row: str, place: Place) -> list[Place]:
-        """The places behind `place` that have answers and a counterpart; of several those with
-        something to lose.
+        """Return the places that `place` averages and that have answers and a counterpart here.
+
+        Parts on which there is nothing to lose are left out, unless that leaves none.
         """
         if not self.runs.get((row, place.benchmark, place.ratio)):
             return []
@@ -70,7 +78,7 @@ class Scores:
         return [each for each in found if not self.lost(each)] or found
 
     def lost(self, place: Place) -> bool:
-        """Whether all tasks of a part are left out of means."""
+        """Return whether all tasks of a part are left out of means."""
         out = self.left_out.get(place.benchmark, ())
         tasks = self.tasks[place.benchmark, place.part]
         return bool(out) and set(tasks or out) <= set(out)
@@ -79,7 +87,7 @@ class Scores:
         return bool(self.known(*spot))
 
     def answers(self, row: str, place: Place) -> Runs:
-        """Those to the tasks of one part, by seed."""
+        """Return a row's answers to the tasks of one part, by seed."""
         wanted = self.tasks[place.benchmark, place.part]
         found = self.runs[row, place.benchmark, place.ratio]
         return {
@@ -87,7 +95,7 @@ class Scores:
         }
 
     def seeds(self, row: str, place: Place) -> dict[int | None, float]:
-        """Every seed's own score in points."""
+        """Return each seed's score, in points."""
         by_context = place.benchmark in self.by_context
         made = []
         for each in self.known(row, place):
@@ -105,24 +113,23 @@ class Scores:
         )
 
     def points(self, row: str, place: Place) -> float:
-        """The mean over the seeds."""
+        """Return the mean score over the seeds, in points."""
         return float(np.mean(list(self.seeds(row, place).values())))
 
     def whole(self, place: Place) -> float:
-        """The full cache's score there."""
+        """Return the full cache's score at a place."""
         return self.points(self.full, Place(place.benchmark, place.ratio, parts=place.parts))
 
     def std(self, row: str, place: Place) -> float | None:
-        """Sample standard deviation over seeds, in points."""
+        """Return the sample standard deviation over seeds in points, or None for a single seed."""
         found = list(self.seeds(row, place).values())
         return float(np.std(found, ddof=1)) if len(found) > 1 else None
 
     def draws(self, row: str, place: Place, stream: int) -> np.ndarray:
-        """The score of as many resampled sets of contexts, each with as many resampled seeds:
-        (RESAMPLES,).
+        """Return the scores (RESAMPLES,) over resampled contexts and seeds.
 
-        `stream` numbers the row in a margin: its seeds are drawn alike at all places and apart from
-        other rows'.
+        `stream` is the number of the row in a margin. A row's seeds are resampled alike at all
+        places, and independently of other rows' seeds.
         """
         key = (row, place, stream)
         if key not in self.drawn:
@@ -136,8 +143,10 @@ class Scores:
         return self.drawn[key]
 
     def part(self, row: str, place: Place, stream: int) -> np.ndarray:
-        """All contexts are resampled, also those that no task of the part is asked of: parts of one
-        set are paired.
+        """Return the scores (RESAMPLES,) of one part over resampled contexts and seeds.
+
+        All contexts of the set are resampled, even those without questions of this part, so that
+        parts that share a set are paired.
         """
         wanted = self.tasks[place.benchmark, place.part]
         by_seed = []
@@ -158,7 +167,9 @@ class Scores:
         return np.stack(by_seed)[chosen, np.arange(RESAMPLES)].mean(0)
 
     def count_contexts(self, row: str, place: Place) -> int:
-        """Return how many contexts a row's score at a place is of, over all parts of the place."""
+        """Return how many contexts a row's score at a place is computed from, over all
+        its parts.
+        """
         contexts = set()
         for each in self.known(row, place):
             for run in self.answers(row, each).values():
@@ -175,12 +186,14 @@ class Scores:
 
 
 def has_few_contexts(scores: Scores, spots: Iterable[Spot]) -> bool:
-    """Return whether one of the scores is of fewer than FEW contexts."""
+    """Return whether any of the scores is computed from fewer than FEW contexts."""
     return any(scores.count_contexts(*spot) < FEW for spot in spots)
 
 
 def compute_margin(scores: Scores, weights: Weights) -> Estimate:
-    """Return a weighted sum of scores with its interval, None over fewer than FEW contexts."""
+    """Return a weighted sum of scores with its interval; no interval (None) over fewer than FEW
+    contexts.
+    """
     rows = list(dict.fromkeys(row for row, _ in weights))
     value = sum(weight * scores.points(*spot) for spot, weight in weights.items())
     if has_few_contexts(scores, weights):
@@ -188,14 +201,15 @@ def compute_margin(scores: Scores, weights: Weights) -> Estimate:
     drawn = sum(
         weight * scores.draws(*spot, rows.index(spot[0])) for spot, weight in weights.items()
     )
-    # Of few contexts some sets hold none that a part is asked of.
+    # NaN is the score of a resampled set without any context that has questions of a part.
     low, high = np.nanpercentile(drawn, (2.5, 97.5))
     return float(value), float(low), float(high)
 
 
 def compute_spread(scores: Scores, spot: Spot) -> tuple[float, float, float]:
-    """The deviation over seeds with the 95 % interval that so few seeds leave it (chi-square, seeds
-    normal).
+    """Return the standard deviation over seeds with its 95 % interval.
+
+    The interval is that of a chi-square distribution, for normally distributed scores of seeds.
     """
     seeds = len(scores.seeds(*spot))
     std = scores.std(*spot)
@@ -218,8 +232,10 @@ def decide_verdict(low: float | None, high: float | None) -> str:
 
 @dataclass(frozen=True)
 class JudgedClaim:
-    """A claim, its margin in the paper and ours; None where that is not known. `of` counts the
-    margins of a Most.
+    """A claim with its verdict, its margins in the paper, and our margin with its interval.
+
+    Margins that are not known are None. For a `Most`, margins count how many are above zero, and
+    `of` is how many there are; otherwise `of` is 0.
     """
 
     text: str
@@ -232,7 +248,7 @@ class JudgedClaim:
 
 
 def judge_claim(claim: Claim | Most, experiment: Comparison, scores: Scores) -> JudgedClaim:
-    """Without a verdict where something it needs is not measured."""
+    """Judge a claim; the verdict is MISSING if something that it needs is not measured."""
     paper = tuple(
         get_paper_margin(claim, experiment, backbone) for backbone in ("", *experiment.backbones)
     )
@@ -252,7 +268,7 @@ def judge_claim(claim: Claim | Most, experiment: Comparison, scores: Scores) -> 
 
 
 def _judge_most(claim: Most, paper: tuple[float | None, ...], scores: Scores) -> JudgedClaim:
-    """How many margins are above zero, and in the resampled sets."""
+    """Judge a claim on how many margins are above zero, with an interval over resampled sets."""
     if not all(scores.has(spot) for weights in claim.margins for spot in weights):
         return JudgedClaim(claim.text, MISSING, paper, of=len(claim.margins))
     value = 0
@@ -280,8 +296,8 @@ def _judge_most(claim: Most, paper: tuple[float | None, ...], scores: Scores) ->
 def get_paper_margin(
     claim: Claim | Most, experiment: Comparison, backbone: str = ""
 ) -> float | None:
-    """The claim's margin in the paper's own figures, or how many are above zero; None where it does
-    not give them.
+    """Return the claim's margin in the paper's own figures, or for a `Most` how many are above
+    zero; None if the paper does not give the figures.
     """
 
     def summed(weights: Weights) -> float | None:
@@ -312,8 +328,10 @@ def get_paper_margin(
 
 
 def compare_orders(experiment: Comparison, scores: Scores, place: Place) -> dict:
-    """All pairs of rows that differ in the paper at a place: ordered so here, within noise, or the
-    other way. Pairs over too few contexts are apart.
+    """Return the pairs of rows that differ in the paper at a place, grouped by their order here.
+
+    The groups are "as in the paper", within noise and "the other way"; pairs over too few contexts
+    have a separate group. A pair is [better, worse] by the paper's figures.
     """
     known = [
         row

@@ -1,5 +1,5 @@
-"""What experiments are measured on: a model, what stands for each of the paper's benchmarks, where
-adapters lie.
+"""What experiments are measured on: a model, the benchmarks that replace the paper's, and where the
+adapters are.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ ABOUT_TINY = (
 
 @dataclass(frozen=True)
 class Bench:
-    """What is asked where the paper asks the benchmark `title`.
+    """What is asked here for the paper's benchmark `title`.
 
-    `parts` are the tasks of each of its parts (no tasks: all of them); `standing` says in a
-    sentence what stands in, `name` what that is called. `more` are further benchmarks whose tasks,
-    which have names of their own, count with those of `spec`.
+    `parts` has the tasks of each of its parts; an empty tuple means all tasks. If another benchmark
+    replaces the paper's, `standing` says so in a sentence and `name` is what it is called. `more`
+    are specs of further benchmarks with tasks of other names, which count with those of `spec`.
     """
 
     title: str
@@ -60,7 +60,7 @@ class Bench:
 
     @property
     def all_tasks(self) -> tuple[str, ...]:
-        """Those of all its parts; none where a part has all."""
+        """The tasks of all parts, or an empty tuple, meaning all tasks, if a part has all."""
         parts = list(self.parts.values())
         return () if () in parts else tuple(task for tasks in parts for task in tasks)
 
@@ -70,7 +70,7 @@ class Bench:
 
     @property
     def shown(self) -> str:
-        """The title over figures, which are of something else where something stands in."""
+        """The title for tables and charts, which names the replacement if there is one."""
         if not self.standing:
             return self.title
         return f"{self.name} (for {self.title})" if self.name else f"{self.title} (stand-in)"
@@ -78,12 +78,12 @@ class Bench:
 
 @dataclass(frozen=True)
 class Setting:
-    """`conventions` are fields of every cell; `adapters` a folder of adapters by evictor, or
-    "published".
+    """A model, the benchmarks that it is asked, and where its adapters are.
 
-    `more_ratios` are asked in the ablations beside the paper's, where those do not strain the
-    model. `name` is what pages call the model, `about` what their readers must know of it;
-    `efficiency_tokens` is the length of the context whose compression is timed.
+    `conventions` are fields of every cell. `adapters` is a folder of adapters by evictor, or
+    "published". `more_ratios` are asked in the ablations in addition to the paper's, for a model
+    that loses little at those. `name` is what pages call the model, and `about` what readers must
+    know about it. `efficiency_tokens` is the length of the context whose compression is timed.
     """
 
     setup: Setup
@@ -106,15 +106,16 @@ class Setting:
 
     @property
     def settings(self) -> TrainConfig:
-        """Of trainings; the method itself has their number of restore tokens."""
+        """The settings of trainings; their number of restore tokens is also that of the method."""
         return self.setup.settings
 
     def training(self, changed: Mapping[str, object], seed: int) -> Training:
         return Training(self.setup, changed, seed)
 
     def cells(self, row: Row, place: Place, adapter: str | None) -> list[Cell]:
-        """A row at a place, with the adapter that `located` found: a cell for each of the place's
-        benchmarks.
+        """Return the cells of a row at a place, one for each of the place's benchmarks.
+
+        `adapter` is one that `locate_adapters` found.
         """
         if row.evictor == FULL:
             return self.full(place.benchmark)
@@ -126,18 +127,19 @@ class Setting:
         ]
 
     def full(self, benchmark: str) -> list[Cell]:
-        """The full cache asked what stands for a benchmark of the paper."""
+        """Return the cells of the full cache for a benchmark of the paper."""
         return [Cell.full_cache(**each) for each in self.asked(benchmark)]
 
     def asked(self, benchmark: str) -> list[dict[str, str]]:
-        """What all cells for a benchmark of the paper have in common."""
+        """Return the fields that all cells for a benchmark of the paper share, for each spec."""
         bench = self.benches[benchmark]
         common = {"model": self.model, "protocol": bench.protocol, "dtype": self.setup.dtype}
         return [{**common, "benchmark": spec} for spec in bench.specs]
 
     def locate_adapters(self, row: Row) -> dict[int | None, str | None]:
-        """Where the row's adapters lie, by seed; None for what is not at hand. A row without one
-        has the seed None.
+        """Return where the row's adapters are, by seed; None for those that are not available.
+
+        A row without an adapter is returned as {None: None}.
         """
         if row.adapter is None:
             return {None: None}
@@ -146,8 +148,9 @@ class Setting:
         return {seed: self.trained(row.adapter, seed, row.evictor) for seed in self.seeds}
 
     def find_adapter(self, evictor: str, used: str) -> str | None:
-        """The adapter that belongs to an evictor, for caches of the evictor `used`: given, shipped
-        or trained here.
+        """Return the adapter that belongs to `evictor`, for caches of the evictor `used`.
+
+        It may be given, published, shipped or trained here; None if there is none.
         """
         if self.adapters == PUBLISHED:
             try:
@@ -159,14 +162,15 @@ class Setting:
         shipped = find_shipped_adapter(self.model, evictor)
         if shipped and used == evictor:
             return "auto"
-        # Not one that was trained for another evictor and serves this one as well.
+        # Do not take an adapter that was trained for another evictor and only serves this one too.
         if shipped and shipped.name == evictor:
             return f"{self.model}:{evictor}"
         return None if self.tiny else self.get_folder(self.training({"evictor": evictor}, 0))
 
     def trained(self, changed: Mapping[str, object], seed: int, used: str) -> str | None:
-        """The adapter of a training for caches of the evictor `used`: trained here, shipped, or
-        given.
+        """Return the adapter of a training, for caches of the evictor `used`.
+
+        It may be trained here, shipped or given; None if there is none.
         """
         training = self.training(changed, seed)
         if found := self.get_folder(training):
@@ -194,7 +198,7 @@ class Setting:
         return str(training.adapter.absolute()) if training.done else None
 
     def list_wanted(self, row: Row) -> list[Training]:
-        """The trainings that would make the adapters that are not at hand."""
+        """Return the trainings that would make the row's missing adapters."""
         lacking = [
             seed
             for seed, place in self.locate_adapters(row).items()
@@ -207,7 +211,9 @@ class Setting:
 
 
 def get_trained_config(row: Row) -> dict[str, object]:
-    """Conventions that an adapter of an ablation was trained with."""
+    """Return the conventions that an ablation's adapter was trained with, which its cells
+    need too.
+    """
     changed = row.adapter if isinstance(row.adapter, Mapping) else {}
     return {key: changed[key] for key in ("allocation", "restore_from") if key in changed}
 
@@ -220,8 +226,10 @@ def make_tiny_setting(
     device: str = "cpu",
     dtype: str = "auto",
 ) -> Setting:
-    """The tiny model with the suite's groups for the four benchmarks, and families of it for the
-    rest.
+    """Return the setting of the tiny model.
+
+    Groups of the tiny suite's families replace the paper's four main benchmarks; families of it,
+    and longer documents, replace the others.
     """
     if count < 0:
         raise RestoreKVError(f"count is a number of documents, at least 0, not {count}.")
@@ -292,8 +300,9 @@ def make_backbone_setting(
     device: str = "cpu",
     dtype: str = "auto",
 ) -> Setting:
-    """A real model with the paper's benchmarks, settings and protocols; `given` are specs of
-    benchmarks to take.
+    """Return the setting of a real model with the paper's benchmarks, settings and protocols.
+
+    `given` are specs that replace the defaults of the benchmarks they name.
     """
     check_adapters(adapters)
     chosen = {made.name: made for made in map(tasks.make_benchmark, given)}
@@ -320,16 +329,14 @@ def make_backbone_setting(
         ),
         "scbench": Bench("SCBench", asked("scbench"), protocol="kvzip"),
     }
-    # As RULER is asked.
+    # The prefix policy under which RULER is asked.
     settings = TrainConfig(prefix_policy="counted")
     setup = Setup(out / "trained", settings, model, data, device=device, dtype=dtype)
     return Setting(setup, benches, {"on_small_budget": "fewer"}, adapters, seeds)
 
 
 def _describe_generated(ruler: str) -> str:
-    """What stands in for RULER's own samples, in a sentence; nothing where kvpress's data set is
-    asked.
-    """
+    """Return a sentence on what replaces RULER's own samples; "" if kvpress's data set is asked."""
     told = tasks.make_benchmark(ruler).to_json()
     stand_ins = told.get("stand_ins")
     if not isinstance(stand_ins, Mapping):
@@ -339,7 +346,7 @@ def _describe_generated(ruler: str) -> str:
 
 
 def check_adapters(adapters: str | None) -> None:
-    """Refuse a folder that is not there."""
+    """Refuse a folder of adapters that does not exist."""
     if adapters not in (None, PUBLISHED) and not Path(adapters).is_dir():
         raise RestoreKVError(
             f"There is no folder {adapters}; give one of adapters by evictor, or {PUBLISHED}."

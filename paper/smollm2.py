@@ -1,5 +1,5 @@
-"""SmolLM2-135M-Instruct, and what stands for the paper's benchmarks: real texts that ship with the
-package.
+"""The setting of SmolLM2-135M-Instruct: benchmarks of real texts that ship with the package replace
+the paper's.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from restorekv.restore.shipped import find_shipped_adapter
 from restorekv.tasks.ruler.benchmark import GROUPS
 from restorekv.train.config import TrainConfig
 
-# Contexts, so that every experiment takes about six hours on two idle cores, four of them Table 1
-# (docs/evaluation.md).
+# The numbers of contexts are chosen so that all experiments together take about six hours on two
+# idle cores, four of them for Table 1 (docs/evaluation.md).
 RULER = "ruler:length=1024,per_task=4"
 LONG_RULER = "ruler:length=2048,per_task=2"
 FAIRYTALES = "fairytaleqa:count=30"
 ARTICLES = "xquad:count=30"
 SECTIONS = "factbook:count=24"
 PAIRS = "hotpotqa:count=24"
-METHOD = "kvzip"  # whose adapter the ablations change
+METHOD = "kvzip"  # the ablations vary this evictor's adapter
 CATEGORIES = {
     "S-QA": ("explicit", "implicit", "xquad"),
     "M-QA": ("hotpotqa",),
@@ -54,8 +54,10 @@ def make_smollm2_setting(
     device: str = "cpu",
     dtype: str = "auto",
 ) -> Setting:
-    """`count` contexts of each benchmark (0: the number above); `adapters` a folder of them, before
-    those that ship.
+    """Return the setting of SmolLM2.
+
+    `count` is the number of contexts of each benchmark; 0 means the numbers above. `adapters` is a
+    folder of adapters that take precedence over those that ship.
     """
     if count < 0:
         raise RestoreKVError(f"count is a number of contexts, at least 0, not {count}.")
@@ -138,8 +140,9 @@ def make_smollm2_setting(
 
 
 def _make_settings(adapters: str | None) -> TrainConfig:
-    """What KVzip's adapter was trained with: the one given, or that ships; the paper's settings
-    where none tells.
+    """Return the settings that KVzip's adapter was trained with, the given or the shipped one.
+
+    If there is no adapter, or its card does not state them, they are the paper's.
     """
     given = Path(adapters or "") / METHOD
     folder = (

@@ -1,4 +1,4 @@
-"""Experiments that are no comparison of scores: what an analysis shows, or facts."""
+"""Experiments that do not compare scores: the results of an analysis, or facts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Tell = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Study:
-    """`measure` leaves what is needed in OUT and goes on where it stopped; `show` makes blocks and
-    claims of that.
+    """An experiment with its own way to measure and to show its result.
 
-    `minutes` is about how long measuring takes on the tiny model.
+    `measure` writes what is needed to OUT, and continues there if it was stopped; `show` makes
+    blocks and claims from it. `minutes` is roughly how long measuring takes on the tiny model.
     """
 
     name: str
@@ -34,5 +34,5 @@ class Study:
 
 
 def load_figures(path: Path) -> dict | None:
-    """The figures that an analysis has left there, if it has."""
+    """Load the figures that an analysis wrote to a file, or return None if there is no file."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

@@ -1,5 +1,5 @@
-"""Trainings of the paper's ablations: what differs from the settings is the name of the training
-and of its folder.
+"""Trainings of the paper's ablations. A training and its folder are named after what differs from
+the settings.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ CARD = "restorekv.json"
 
 @dataclass(frozen=True)
 class Setup:
-    """What all trainings of a folder have in common. `contexts` counts the tiny training
-    documents.
+    """What all trainings in a folder have in common.
+
+    `contexts` is the number of training documents of the tiny world, used if there is no `data`.
     """
 
     folder: Path
@@ -47,26 +48,30 @@ class Setup:
 
     @property
     def store(self) -> tuple[Path, bool]:
-        """Where prefills, scores and lessons are kept; the full caches of the tiny model take 2 GB
-        in all.
+        """The folder that stores scores and teachers, and whether it stores full caches too.
+
+        Only the tiny model's full caches are stored; they take 2 GB in all.
         """
         return self.folder / "lessons", self.model == TINY
 
     def examples(self, model, tokenizer) -> list[TrainingContext]:
-        """The same for every seed: only initial weights, order and ratios differ, as in the
-        paper.
+        """Return the training examples, which are the same for every seed.
+
+        Seeds differ only in initial weights, order and ratios, as in the paper.
         """
         if self.data is not None:
             return read_examples(self.data, model, tokenizer)
         return make_tiny_examples(tokenizer, self.contexts, 0, SHORTEST, LONGEST)
 
     def made_with(self, config: TrainConfig) -> dict:
-        """What an adapter depends on, besides the model's weights, which its own card tells."""
+        """Return what an adapter depends on, except the model's weights, which its card
+        identifies.
+        """
         told = json.loads(replace(config, keep=0, checkpoint_every=1).to_json())
         return {"train": told, "model": self.model, "data": self.described_data()}
 
     def described_data(self) -> str:
-        """What was trained on: the tiny world, or a digest of the files."""
+        """Return a description of the training data: the tiny world, or a digest of the files."""
         if self.data is None:
             return f"tiny: {self.contexts} documents of {SHORTEST} to {LONGEST} tokens"
         files = (
@@ -82,7 +87,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Training:
-    """The settings with what is changed of them, and a seed."""
+    """One training: the common settings, what is changed in them, and a seed."""
 
     setup: Setup
     changed: Mapping[str, object]
@@ -109,7 +114,7 @@ class Training:
         return (self.adapter / CARD).exists()
 
     def state(self) -> str:
-        """done, or how far it is."""
+        """Return "done", or how far the training is."""
         if self.done:
             return "done"
         log = self.folder / "loss.csv"
@@ -118,7 +123,9 @@ class Training:
 
 
 def _name_training(changed: Mapping[str, object], settings: TrainConfig, seed: int) -> str:
-    """What differs from the settings, then the seed: "restorekv,restore_tokens=1,seed=0"."""
+    """Return a name with what differs from the settings, then the seed, such as
+    "restorekv,restore_tokens=1,seed=0".
+    """
     told = [
         f"{key}={_word_value(value)}"
         for key, value in sorted(changed.items())
@@ -128,14 +135,14 @@ def _name_training(changed: Mapping[str, object], settings: TrainConfig, seed: i
 
 
 def _word_value(value: object) -> str:
-    """A setting in a folder's name."""
+    """Return the value of a setting as it appears in a folder's name."""
     if isinstance(value, tuple):
         return "+".join(str(part).removesuffix("_proj") for part in value) or "none"
     return f"{value:g}" if isinstance(value, float) else re.sub(r"[/:]", "-", str(value))
 
 
 def train_ablation(training: Training, told: Told) -> RestoreAdapter:
-    """Train from the last checkpoint on; the folder then holds the adapter."""
+    """Train, from the last checkpoint if there is one; afterwards the folder holds the adapter."""
     setup = training.setup
     config = training.config
     begun = time.perf_counter()
@@ -163,7 +170,9 @@ def train_ablation(training: Training, told: Told) -> RestoreAdapter:
 
 
 def train_all(trainings: Sequence[Training], workers: int, threads: int) -> None:
-    """All of them, by as many processes; what one holds the others leave."""
+    """Run all trainings in `workers` processes; each training is run by the process that claims it
+    first.
+    """
     if not trainings:
         return
     trainings[0].setup.folder.mkdir(parents=True, exist_ok=True)
@@ -187,7 +196,7 @@ def train_all(trainings: Sequence[Training], workers: int, threads: int) -> None
 
 
 def _hand_over(trainings: Sequence[Training], threads: int) -> None:
-    """A process of its own, which tells a mistake in one sentence."""
+    """Run trainings as a separate process, which exits with a one-sentence message on errors."""
     try:
         train_in_turn(trainings, threads)
     except (RestoreKVError, KeyboardInterrupt) as error:
@@ -206,7 +215,9 @@ def check_folder(setup: Setup) -> None:
 
 
 def train_in_turn(trainings: Sequence[Training], threads: int) -> None:
-    """One process: whatever is neither done nor held by another."""
+    """Run the trainings that are neither done nor claimed by another process, one after
+    the other.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     for training in trainings:
@@ -221,7 +232,9 @@ def train_in_turn(trainings: Sequence[Training], threads: int) -> None:
 
 
 def claim_training(training: Training) -> AbstractContextManager[bool]:
-    """Whether this process may work on it."""
+    """Return a context manager that yields whether this process may run a training, and
+    claims it.
+    """
     folder = training.setup.folder / "locks"
     folder.mkdir(exist_ok=True)
     return file_lock(folder / training.name)

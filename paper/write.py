@@ -33,7 +33,10 @@ DRAWING = "Figure 2 of the paper is a drawing of the method; nothing is measured
 def write_page_of_paper(
     experiments: Sequence[Experiment], setting: Setting, done: Outcome, out: Path, command: str = ""
 ) -> Path:
-    """Write the page and its files; returns the page. `command` is what made it, for the record."""
+    """Write the page and its files, and return the page's path.
+
+    `command` is the command line that made it, for the record.
+    """
     framed_experiments = []
     kept = {}
     results = done.results
@@ -176,7 +179,7 @@ def _judge_faster(experiment: Comparison, took: Mapping[str, Mapping[str, float]
 
 
 def _make_seconds_table(experiment: Comparison, took: Mapping[str, Mapping[str, float]]) -> Table:
-    """Return the seconds that a context takes."""
+    """Return a table of the seconds to make a context's cache, here and in the paper."""
     lines = [
         [
             experiment.rows[row].label,
@@ -228,7 +231,7 @@ def write_introduction(
 
 
 def _describe_protocols(compressed: Mapping[Cell, Mapping]) -> str:
-    """Return protocol and prefix policy; where there are several, what was asked under each."""
+    """Return protocol and prefix policy; if there are several, also what was asked under each."""
     asked_under: dict[str, dict[str, None]] = {}
     for cell, facts in compressed.items():
         policy = (

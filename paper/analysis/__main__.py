@@ -1,4 +1,6 @@
-"""`python -m paper.analysis`, in a checkout: what eviction changes in attention and predictions."""
+"""The program `python -m paper.analysis`, in a checkout: it shows what eviction changes in
+attention and predictions.
+"""
 
 import sys
 

@@ -1,15 +1,16 @@
-"""Where the last query token looks: its attention mass on the context, layer by layer (the paper's
-Fig. mechanism).
+"""What the last query token attends to: its attention mass on the context, layer by layer (the
+paper's Fig. mechanism).
 
-The last query token predicts the first answer token. In one query head its attention weights a_i
-over a cache's pairs fall in four parts, whose masses add up to 1; DEFINITIONS says which. The paper
-does not define its divergences; two natural ones are measured, in nats, over layers l and context
-columns i:
+The last query token predicts the first answer token. In each query head its attention weights a_i
+over a cache's pairs are divided into four parts with masses that add up to 1; DEFINITIONS says
+which. The paper does not define its divergences, so two natural ones are measured, in nats, over
+layers l and context columns i:
 
     kl_profile     KL(p || q) = sum_l p_l log(p_l / q_l),
                    p = m^full / sum_l m^full_l,  q = m^cache / sum_l m^cache_l,
-                   m_l = the mean of the context mass over query heads and questions; null where a
-                   layer holds no context at all, hence also kl_profile_backward = KL(q || p)
+                   m_l = the mean of the context mass over query heads and questions; null if a
+                   layer holds no context at all, so kl_profile_backward = KL(q || p) is measured
+                   too
     kl_attention   mean over query heads and questions of  sum_{i in K} p_i log(p_i / q_i),
                    p = a^full / sum_K a^full,  q = a^cache / sum_K a^cache,
                    K = the columns of `context` that the head holds; heads that hold none are
@@ -33,7 +34,7 @@ from restorekv.model.cache_argument import pass_cache
 from restorekv.model.shape import get_backbone
 
 PARTS = ("context", "sinks", "restore", "question")
-LEAST = 0.001  # a layer with a smaller mass on the context is counted in `layers_below`
+LEAST = 0.001  # layers with a smaller mass on the context are counted in `layers_below`
 DEFINITIONS = {
     "query": "the last token before the answer; means over query heads and questions",
     "context": "context pairs beyond the sinks",
@@ -52,8 +53,8 @@ DEFINITIONS = {
 
 
 def measure(case: Case) -> dict:
-    """Return means over questions: {cache: {"masses": (L, 4), "kl_attention": [sums (L), heads with
-    context (L)]}}.
+    """Return a document's means over questions: {cache: {"masses": (L, 4), "kl_attention": [sums
+    (L), heads with context (L)]}}.
     """
     figures: dict[str, list[dict]] = {name: [] for name in case.caches}
     for prompt in case.prompts:
@@ -70,11 +71,13 @@ def measure(case: Case) -> dict:
 def _measure_question(
     case: Case, cache: RaggedCache, prompt: Tensor, full: dict[tuple[int, int], Tensor], keep: bool
 ) -> dict:
-    """Return masses and divergences of one question; `keep` stores its weights on the context in
-    `full`.
+    """Return the masses and divergences of one question.
+
+    With `keep` the cache is the full one: its weights on the context are stored in `full`, with
+    which the other caches are then compared.
     """
     model = case.prepared.model
-    layers = len(cache.full_attention)  # those with a window are not observed
+    layers = len(cache.full_attention)  # layers with a sliding window are not observed
     sinks = case.sinks
     masses = torch.zeros(layers, len(PARTS), dtype=torch.float64)
     kl = torch.zeros(2, layers, dtype=torch.float64)
@@ -121,7 +124,9 @@ def _compute_divergence(p: Tensor, q: Tensor) -> Tensor:
 
 
 def pool_figures(figures: DocumentFigures) -> dict:
-    """Every question weighs the same; intervals are over documents."""
+    """Pool the figures of all documents: questions have equal weights, intervals are over
+    documents.
+    """
     masses = {name: figures.mean(name, "masses", by_question=True) for name in figures.documents[0]}
     caches = {}
     for name, mean in masses.items():
@@ -142,7 +147,10 @@ def pool_figures(figures: DocumentFigures) -> dict:
 def _compute_divergences(
     figures: DocumentFigures, name: str, full: np.ndarray, cache: np.ndarray
 ) -> dict:
-    """Return both divergences; the profile's interval resamples the two profiles together."""
+    """Return a cache's divergences from the full one, with their intervals.
+
+    For the profile's interval, both profiles are resampled with the same documents.
+    """
     pairs = [{"masses": [each[FULL]["masses"], each[name]["masses"]]} for each in figures.documents]
     both = DocumentFigures(pairs, figures.questions)
     columns = {}

@@ -1,5 +1,5 @@
-"""What every analysis gets: a document at a ratio with its caches, attention weights, the figures
-of all documents.
+"""What every analysis gets: a document at a ratio with its caches, a way to watch attention
+weights, and the figures of all documents.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,8 +37,9 @@ Statistic = Callable[[np.ndarray], np.ndarray]  # (R, ...) -> (R,)
 
 @dataclass(frozen=True)
 class Case:
-    """One document at one ratio, number `index` of the run; with an `adapter`, `prepared` has a
-    restore cache.
+    """One document at one ratio, for the analyses to measure.
+
+    With an `adapter`, `prepared` has a restore cache. `index` is the document's number in the run.
     """
 
     prepared: ScoredContext
@@ -51,8 +52,8 @@ class Case:
 
     @cached_property
     def caches(self) -> dict[str, RaggedCache]:
-        """The full cache (as views), the evicted one and, with an adapter, the restored one of as
-        many pairs.
+        """The full cache (as views), the evicted one and, with an adapter, the restored one, which
+        holds as many pairs as the evicted one.
         """
         caches = {FULL: RaggedCache.from_full_cache(self.prepared.full)}
         caches[BASE] = self.prepared.evict(self.ratio, 0)
@@ -60,8 +61,8 @@ class Case:
 
     @cached_property
     def prompts(self) -> list[Tensor]:
-        """Every question as the protocol asks it, up to where its answer begins: (1, q) ids
-        each.
+        """The ids (1, q) of every question as the protocol asks it, up to where its
+        answer begins.
         """
         context = self.prepared.context
         return [
@@ -71,7 +72,9 @@ class Case:
 
     @property
     def sinks(self) -> int:
-        """Number of columns that count as attention sinks: the chat prefix, at least SINKS."""
+        """The number of columns that count as attention sinks: the chat prefix, but at
+        least SINKS.
+        """
         return max(self.prepared.context.prefix_length, SINKS)
 
     @cached_property
@@ -102,8 +105,8 @@ class Case:
         ]
 
     def read_by_restore(self) -> RaggedCache:
-        """Return the cache that the restore pass reads: full, or evicted where the conventions say
-        so.
+        """Return the cache that the restore pass reads: the full or the evicted one, as
+        `restore_from` says.
         """
         if self.prepared.config.restore_from == "full":
             return RaggedCache.from_full_cache(self.prepared.full)
@@ -112,8 +115,8 @@ class Case:
 
 @dataclass(frozen=True)
 class DocumentFigures:
-    """What an analysis measured in each document at one ratio, and how many questions each document
-    has.
+    """What an analysis measured in each document at one ratio, and each document's number of
+    questions.
     """
 
     documents: list[dict]
@@ -130,14 +133,14 @@ class DocumentFigures:
         return np.array(values, dtype=np.float64)
 
     def mean(self, *path: str, by_question: bool = False) -> np.ndarray:
-        """Return the mean in which every document, or every question, weighs the same."""
+        """Return the mean over documents, or over questions, with equal weights."""
         return np.average(self.stacked(*path), axis=0, weights=self.weights(by_question))
 
     def interval(self, statistic: Statistic, *path: str, by_question: bool = False) -> list:
         """Return [low, high], a 95 % bootstrap over documents of a statistic of the mean.
 
-        `statistic` maps the means of R resamples (R, ...) to (R,); [None, None] where it is not
-        finite in one of them, and of fewer than FEW documents.
+        `statistic` maps the means of R resamples (R, ...) to (R,). Returns [None, None] if it is
+        not finite for one of them, or if there are fewer than FEW documents.
         """
         if len(self.documents) < FEW:
             return [None, None]
@@ -155,27 +158,28 @@ class DocumentFigures:
 
 
 def to_plain(values: np.ndarray | float) -> list | float | None:
-    """Return JSON values of six significant digits; None for what is not finite."""
+    """Return the values rounded to six significant digits for JSON; None for those not finite."""
     if isinstance(values, np.ndarray) and values.ndim:
         return to_plain_list(values)
     return float(f"{float(values):.6g}") if np.isfinite(values) else None
 
 
 def to_plain_list(values: np.ndarray) -> list:
-    """Return JSON values of an array of at least one dimension."""
+    """Return the values of an array with at least one dimension for JSON, as `to_plain` does."""
     return [to_plain(value) for value in values]
 
 
 @contextmanager
 def watch_attention(model: PreTrainedModel, see: See, last: int | None = None) -> Iterator[None]:
-    """Calls see(layer index, layer, weights) for every ragged layer of every pass of batch 1 in the
-    block.
+    """Call see(layer index, layer, weights) for every ragged layer of every pass in the block.
 
-    `weights` yields, for each of the H KV heads, (G, Q, N + t): a softmax over the head's N context
-    pairs, in the order of the layer's rows, and the t pairs of the tail, the pass's own included.
-    They sum to less than 1 in a model with learned sinks, which have a share. With `last`, of the
-    last so many queries. The backend `autograd` computes the pass; the weights are those of its own
-    blocks, in float64.
+    The passes must have batch size 1.
+
+    `weights` yields (G, Q, N + t) for each of the H KV heads: a softmax over the head's N context
+    pairs, in the order of the layer's rows, and the t pairs of the tail, which include those of the
+    pass itself. In a model with learned sinks they sum to less than 1, because the sinks get a
+    share. With `last`, Q covers only the last `last` queries. The backend `autograd` computes the
+    pass, and the weights are computed by the same blocks, in float64.
     """
 
     def on_layer(view: LayerView) -> None:
@@ -201,7 +205,10 @@ def watch_attention(model: PreTrainedModel, see: See, last: int | None = None) -
 def _compute_weights(
     query: Tensor, layer: RaggedLayer, mask: Tensor, scale: float, sinks: Tensor | None
 ) -> Iterator[Tensor]:
-    """query (1, H, G, Q, D), mask (1, 1, Q, t) bool -> per head (G, Q, N + t) on the CPU."""
+    """Yield the weights (G, Q, N + t) of each head, on the CPU.
+
+    `query` is (1, H, G, Q, D), `mask` (1, 1, Q, t) bool.
+    """
     # Apple's GPUs have no float64.
     exact = query.dtype if query.device.type == "mps" else torch.float64
     context = (layer.context_keys, layer.context_values, layer.bias, sinks)

@@ -1,5 +1,5 @@
-"""`python -m paper.analysis`: measures attention, predictions, survivors and what restore tokens
-attend to.
+"""The command `python -m paper.analysis`: it measures attention, predictions, surviving pairs and
+what restore tokens attend to.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from restorekv.restore.choices import RestoreFrom
 
 ALL = ",".join(ANALYSES)
-# typer wants lists as defaults of options that are repeatable
+# typer wants lists as the defaults of repeatable options
 RATIOS = ["0.05"]
 
 

@@ -1,11 +1,11 @@
-"""How far a cache's predictions are from the full cache's: KL of the next-token distributions, in
-nats.
+"""How far a cache's predictions are from the full cache's: the KL divergence of the next-token
+distributions, in nats.
 
 p_t is the full cache's distribution after the question and the first t tokens of its own greedy
 answer; q_t is that of a compressed cache, which reads the same tokens (teacher forcing). `forward`
-is KL(p_t || q_t) (the paper's 7.3 -> 3.8), `backward` is KL(q_t || p_t), and `symmetric` their
-mean, which adapters train on (Eq. 8). `first` is t = 0; `answer` is the mean over the answer's
-tokens, EOS included, then over questions.
+is KL(p_t || q_t) (the paper's 7.3 -> 3.8), `backward` is KL(q_t || p_t), and `symmetric` is their
+mean, on which adapters are trained (Eq. 8). `first` is t = 0; `answer` is the mean over the
+answer's tokens, EOS included, then over questions.
 """
 
 from itertools import product
@@ -35,7 +35,9 @@ DEFINITIONS = {
 
 @torch.no_grad()
 def measure(case: Case) -> dict:
-    """Return means over questions: {cache: {"first" and "answer": (4) FIGURES}}."""
+    """Return a document's means over questions: {cache: {"first": (4), "answer": (4)}},
+    the FIGURES.
+    """
     model = case.prepared.model
     limits = [question.max_new_tokens for question in case.sample.questions]
     full = case.caches[FULL]
@@ -68,7 +70,9 @@ def _compare(full: Tensor, cache: Tensor) -> Tensor:
 
 
 def pool_figures(figures: DocumentFigures) -> dict:
-    """Every question weighs the same; intervals are over documents."""
+    """Pool the figures of all documents: questions have equal weights, intervals are over
+    documents.
+    """
     caches: dict[str, dict] = {}
     for name, place in product(figures.documents[0], PLACES):
         mean = figures.mean(name, place, by_question=True)

@@ -1,5 +1,5 @@
-"""The page of the analyses: attention by layer, distances from the full cache, survivors, what
-restore tokens read.
+"""The page of the analyses: attention by layer, distances from the full cache, surviving pairs, and
+what restore tokens attend to.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,20 +29,20 @@ READ = {
     "itself": Mark("itself", charts.ORANGE, hatch="xx"),
 }
 WHERE = {"first": "first answer token", "answer": "tokens of the answer"}
-FEW = 12  # layers that a narrow chart has room for; restore tokens that are shown one by one
-FLOOR = 0.001  # of layers_below
+FEW = 12  # layers that a narrow chart has room for; restore tokens that get a row each
+FLOOR = 0.001  # the share of attention that `layers_below` counts from
 Analysis = Mapping[str, object]
 
 
 def write_analyses(folder: Path) -> Path:
-    """Write a page of all analyses in a run folder, to DIR/analysis/page, and return it."""
+    """Write a page of all analyses in a run folder to FOLDER/analysis/page, and return its path."""
     return write_page(
         folder / FOLDER / "page", "Attention to compressed caches", make_sections(folder)
     )
 
 
 def make_sections(folder: Path) -> list[Section]:
-    """Return one section for each kind of analysis that is there, the tightest ratio first."""
+    """Return one section for each kind of analysis in the folder, the tightest ratio first."""
     files = load_results(folder / FOLDER)
     sections = []
     for kind, (title, intro, blocks_of) in KINDS.items():
@@ -82,7 +82,7 @@ def shade_gain(
 def _show_attention(
     analysis: Analysis, figures: Mapping, heading: str, name: str
 ) -> Iterator[Block]:
-    """Yield the paper's mechanism figure, and its averages over layers as a table."""
+    """Yield a chart like the paper's Fig. mechanism, and a table of the averages over layers."""
     caches = figures["caches"]
     layers = range(len(caches["base"]["context"]))
     masses = {
@@ -144,8 +144,8 @@ def _show_attention(
 
 
 def _flatten_numbers(figures: Mapping) -> dict[str, object]:
-    """Return the figures of one number or interval, by the names of their columns in the
-    CSV file.
+    """Return the figures that are a single number or an interval, under the names of their columns
+    in the CSV file.
     """
     columns: dict[str, object] = {
         f"average_{part}": value for part, value in figures.get("average", {}).items()
@@ -161,7 +161,7 @@ def _flatten_numbers(figures: Mapping) -> dict[str, object]:
 
 
 def _format_range(row: Mapping, key: str, digits: int) -> str:
-    """Return a figure of `numbers` with its interval, or a dash."""
+    """Return a figure of `_flatten_numbers` with its interval, or a dash if it is unknown."""
     if row.get(key) is None:
         return UNKNOWN
     return format_score(row[key], row[f"{key}_low"], row[f"{key}_high"], digits)
@@ -184,7 +184,7 @@ def _label_cache(row: Mapping) -> str:
 def _show_divergence(
     analysis: Analysis, figures: Mapping, heading: str, name: str
 ) -> Iterator[Block]:
-    """Yield KL of the next-token distributions, as the paper's 7.3 to 3.8."""
+    """Yield a table of the KL of next-token distributions, such as the paper's 7.3 and 3.8."""
     data = [
         {"where": where, "cache": cache, **_flatten_numbers(found[where])}
         for where in WHERE
@@ -210,7 +210,7 @@ def _show_divergence(
 def _show_survivors(
     analysis: Analysis, figures: Mapping, heading: str, name: str
 ) -> Iterator[Block]:
-    """Yield kept pairs by layer, position and head as charts, by kind of token as a table."""
+    """Yield a chart of kept pairs by layer, position and head, and a table by kind of token."""
     caches = figures["caches"]
     title = f"Where kept pairs lie: {heading}"
     layers, positions = (
@@ -281,7 +281,9 @@ def _show_survivors(
 def _show_restore_attention(
     analysis: Analysis, figures: Mapping, heading: str, name: str
 ) -> Iterator[Block]:
-    """Yield bars by restore token, and the tokens that each attends to most."""
+    """Yield a bar chart of each restore token's attention, and tables of the tokens that it attends
+    to most.
+    """
     masses = {part: np.mean(figures[part], axis=0) for part in READ}  # (n,), means over layers
     tokens = [str(token) for token in range(len(masses["kept"]))]
     parts = {mark: 100 * masses[part] for part, mark in READ.items()}

@@ -1,8 +1,8 @@
 """What restore tokens attend to in the restore pass (Eqs. 4-6), before anything is evicted.
 
-A restore token's weights in one query head fall in five parts, whose masses add up to 1: `kept`,
-`evicted`, `sinks`, `restore` and `itself`; DEFINITIONS says which. `evicted` is 0 where the pass
-reads the evicted cache.
+A restore token's weights in one query head are divided into five parts with masses that add up to
+1: `kept`, `evicted`, `sinks`, `restore` and `itself`; DEFINITIONS says what each is. `evicted` is 0
+if the pass reads the evicted cache.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from paper.analysis.case import (
 from restorekv.cache.ragged import RaggedLayer
 
 PARTS = ("kept", "evicted", "sinks", "restore", "itself")
-# documents whose tokens are listed, tokens listed of each
+# The most-attended tokens are listed for the first EXAMPLES documents, TOP for each restore token.
 EXAMPLES = 3
 TOP = 8
 DEFINITIONS = {
@@ -51,15 +51,15 @@ DEFINITIONS = {
 
 @torch.no_grad()
 def measure(case: Case) -> dict:
-    """Return masses (5, L, n), histogram (n, BINS), entropy (L, n), its uniform value, pairs [kept,
-    all], tokens.
+    """Return a document's masses (5, L, n), histogram (n, BINS), entropy (L, n) and its value for
+    uniform attention, pairs [kept, all], and for the first documents the top tokens.
     """
     adapter = case.adapter
     assert adapter is not None, "`analyze` leaves this out without an adapter"
     cache = case.read_by_restore()
     prefix = case.prepared.context.prefix_length
     sinks = case.sinks
-    layers = len(cache.full_attention)  # those with a window are not observed
+    layers = len(cache.full_attention)  # layers with a sliding window are not observed
     n = adapter.restore_tokens
     keep = case.kept[RESTORED]  # (L, H, S + T)
     masses = torch.zeros(len(PARTS), layers, n).double()
@@ -113,7 +113,7 @@ def _compute_entropy(weights: Tensor) -> Tensor:
 
 
 def _find_top_tokens(case: Case, total: Tensor) -> list[list[dict]]:
-    """Return the TOP context tokens of each restore token; total (n, T)."""
+    """Return the TOP context tokens that each restore token attends to most; total (n, T)."""
     weights, places = total.topk(min(TOP, total.shape[-1]))
     return [
         [
@@ -125,7 +125,7 @@ def _find_top_tokens(case: Case, total: Tensor) -> list[list[dict]]:
 
 
 def pool_figures(figures: DocumentFigures) -> dict:
-    """Every document weighs the same."""
+    """Pool the figures of all documents with equal weights."""
     masses = figures.mean("masses")
     pairs = figures.mean("pairs")
     kept = masses[0].mean()

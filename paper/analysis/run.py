@@ -1,5 +1,5 @@
-"""Runs the analyses over the documents of a benchmark; an interrupted run resumes document by
-document.
+"""Runs the analyses over the documents of a benchmark; an interrupted run resumes after the last
+document that was done.
 
 OUT/analysis/<what>-<label>.jsonl   the settings, then a line for every document once it is done
                         .json    figures of all documents, written last
@@ -41,7 +41,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Journal:
-    """The lines of one analysis in `path`, and the settings that they were made under."""
+    """The file `path` with the lines of one analysis, and the settings that they were made with."""
 
     what: str
     label: str
@@ -50,7 +50,7 @@ class Journal:
 
     @classmethod
     def open(cls, what: str, label: str, folder: Path, settings: dict) -> Self:
-        """Begins the journal, or continues one of the same settings."""
+        """Begin a journal, or continue one of the same settings; refuse one of other settings."""
         path = folder / f"{what}-{label}.jsonl"
         lines = list(load_lines(path))
         if not lines:
@@ -71,8 +71,8 @@ class Journal:
         )
 
     def finish(self, samples: Sequence[Sample], ratios: Sequence[str]) -> Path:
-        """Write the figures of all documents, in the order of the benchmark, and returns
-        the file.
+        """Pool the figures of all documents, in the order of the benchmark, and write them to a
+        file; return its path.
         """
         module = ANALYSES[self.what]
         by_document = self.lines()
@@ -113,11 +113,11 @@ def analyze(
     label: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> list[Path]:
-    """Return the files written. One preparation of a document serves all analyses and ratios; none
-    is repeated.
+    """Run the analyses that `what` names, and return the files written.
 
+    Each document is prepared once for all analyses and ratios, and not again if it is done already.
     Without an adapter there is neither a restored cache nor "restore_attention". Raises
-    RestoreKVError where files of other settings are in the way.
+    RestoreKVError if the folder has files of the same name and other settings.
     """
     what = [each for each in what if each != "restore_attention" or eviction.adapter]
     name = get_model_name(model)

@@ -1,8 +1,8 @@
-"""What survives: which layers, heads, positions and kinds of token hold the budget, and what
-restoring changes in that.
+"""What survives eviction: how the budget is spread over layers, heads, positions and kinds of
+token, and what restoring changes about it.
 
-Counted are the context pairs that a cache holds, without the chat prefix, which stays, and the
-restore pairs.
+Only the context pairs that a cache holds are counted; the chat prefix, which is always kept, and
+the restore pairs are not.
 """
 
 import re
@@ -31,8 +31,9 @@ DEFINITIONS = {
 
 
 def measure(case: Case) -> dict:
-    """Return {cache: shares and, by class, [tokens, pairs held]}, and under "overlap" [both,
-    either] per layer.
+    """Return a document's {cache: shares and, by class, [tokens, pairs held]}.
+
+    With a restored cache, "overlap" has [pairs that both hold, pairs that either holds] per layer.
     """
     prefix = case.prepared.context.prefix_length
     kinds = torch.tensor([CLASSES.index(name) for name in classify_tokens(case.pieces)])
@@ -49,7 +50,7 @@ def measure(case: Case) -> dict:
 
 
 def _compute_shares(keep: Tensor, bins: Tensor, kinds: Tensor) -> dict:
-    """Counts what is kept: keep (L, H, T) bool, bins and kinds (T,) long."""
+    """Count what a cache keeps; keep (L, H, T) bool, bins and kinds (T,) long."""
     per_layer = keep.sum((1, 2)).double()
     per_token = keep.double().mean((0, 1))
     per_bin = torch.zeros(BINS, dtype=torch.float64).index_add_(0, bins, per_token)
@@ -65,8 +66,8 @@ def _compute_shares(keep: Tensor, bins: Tensor, kinds: Tensor) -> dict:
 
 
 def classify_tokens(pieces: Sequence[str]) -> list[str]:
-    """Return one of CLASSES for every token of a text, as DEFINITIONS says; tokens of blanks alone
-    are "other".
+    """Return one of CLASSES for every token of a text, as defined in DEFINITIONS; tokens of
+    whitespace only are "other".
     """
     text = "".join(pieces)
     words = list(WORD.finditer(text))
@@ -91,7 +92,9 @@ def classify_tokens(pieces: Sequence[str]) -> list[str]:
 
 
 def pool_figures(figures: DocumentFigures) -> dict:
-    """Every document weighs the same; classes and overlap are pooled over all pairs."""
+    """Pool the figures of all documents with equal weights; classes and overlap are pooled over all
+    pairs.
+    """
     caches = {
         name: _pool_cache(figures, name) for name in figures.documents[0] if name != "overlap"
     }

@@ -1,5 +1,5 @@
-"""The experiments in the order of the paper; each module makes one, or a few that share figures,
-for a setting.
+"""The experiments in the order of the paper. Each module makes one for a setting, or a few that
+share figures.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ EXPERIMENTS: dict[str, Make] = {
     "seeds": seeds.make_experiment,
     "metrics": facts.metrics,
 }
-# Only when asked for.
+# These are run only if they are asked for.
 FURTHER: dict[str, Make] = {
     "contrastkv-simple": methods.simplified,
     "beyond": beyond.make_experiment,
@@ -61,7 +61,10 @@ FURTHER: dict[str, Make] = {
 
 
 def choose_experiments(names: str, setting: Setting) -> list[Experiment]:
-    """Those named, with commas, in the order of the paper; all of the paper's if none is."""
+    """Return the experiments named in a comma-separated list, in the order of the paper.
+
+    If none is named, returns all of the paper's.
+    """
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     known = {**EXPERIMENTS, **FURTHER}
     strange = [name for name in wanted if name not in known]

@@ -1,5 +1,5 @@
-"""What the paper does not try, at the same cost of inference: another law of the ratio, a further
-loss, more data.
+"""Ideas that the paper does not try and that do not make inference more expensive: ratios drawn
+from another distribution, an additional loss, more data.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from paper.setting import Setting
 
 
 def make_experiment(setting: Setting) -> Comparison:
-    """The paper has no figures for them. What else was tried: paper/log.md."""
+    """Return the comparison, for which the paper has no figures; paper/log.md has what else was
+    tried.
+    """
     settings = setting.settings
     evictor = setting.settings.evictor
     more = {"restore_tokens": 8, "steps": 2 * settings.steps, "contexts": 2 * settings.contexts}

@@ -1,6 +1,4 @@
-"""What several tables share: the rows of KVzip and of the method, and their figures in the
-paper.
-"""
+"""What several tables share: the rows of KVzip and of RestoreKV, and their figures in the paper."""
 
 from __future__ import annotations
 
@@ -13,14 +11,14 @@ FULL = (93.5, 88.8, 73.2)
 
 
 def make_base(setting: Setting, paper: Points) -> Row:
-    """The base evictor of the ablations without restoring."""
+    """Return the row of the ablations' evictor without restoring."""
     return make_base_row(setting.settings.evictor, paper)
 
 
 def make_restored(
     setting: Setting, paper: Points, label: str = "RestoreKV", paper_std: Points | None = None
 ) -> Row:
-    """The method as the ablations' settings have it."""
+    """Return the row of the method with the unchanged settings of the ablations."""
     return Row(
         f"{label} (n = {setting.settings.restore_tokens})",
         setting.settings.evictor,
@@ -31,5 +29,5 @@ def make_restored(
 
 
 def add_columns(setting: Setting, where: tuple[Place, ...]) -> tuple[Place, ...]:
-    """The paper's places and those that the setting asks besides."""
+    """Return the paper's places, followed by those of the setting's `more_ratios`."""
     return (*where, *(make_ruler_place(ratio) for ratio in setting.more_ratios))

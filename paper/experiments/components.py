@@ -1,4 +1,6 @@
-"""Which part of the restore pass brings the gain: embeddings or LoRA, and LoRA where."""
+"""Table 2: which part of the restore pass brings the gain, the embeddings or LoRA, and on which
+projections LoRA is needed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ WHERE = list_places("ruler", THREE)
 
 
 def make_experiment(setting: Setting) -> Comparison:
-    """Rows as in the paper; the last is the method."""
+    """Return the comparison with the paper's rows; the last one is the method."""
     evictor = setting.settings.evictor
     tight = make_ruler_place(0.05)
     few = {("embeddings", tight): -1, ("base", tight): 0.8, ("full", tight): 0.2}

@@ -1,5 +1,5 @@
-"""What the restore pass adds to compression, and that attention and memory afterwards are
-the same.
+"""Figure 6: what the restore pass adds to the cost of compression, and that attention and memory
+are the same afterwards.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def make_experiment(setting: Setting) -> Study:
 
 
 def _measure(setting: Setting, out: Path, tell: Tell) -> None:
-    """At the setting's length."""
+    """Measure at the context length of the setting."""
     setup = setting.setup
     policy = protocols.make_protocol("kvpress").prefix_policy
     model, tokenizer = load_model(setup.model, setup.dtype, setup.device)
@@ -50,7 +50,11 @@ def _measure(setting: Setting, out: Path, tell: Tell) -> None:
 
 
 def _label_run(setting: Setting) -> str:
-    """Of the file; figures with adapters of random weights are not in the way of later ones."""
+    """Return the label of the file of figures.
+
+    It names the scorers that no adapter ships for. They are measured with random weights, and
+    figures with adapters that ship later get another file.
+    """
     lacking = [scorer for scorer in cost.SCORERS if not find_shipped_adapter(setting.model, scorer)]
     return make_label(
         setting.model, setting.setup.device, *(["without", *lacking] if lacking else [])
@@ -58,7 +62,7 @@ def _label_run(setting: Setting) -> str:
 
 
 def _show(setting: Setting, out: Path) -> tuple[list[Block], list[JudgedClaim]]:
-    """Both panels of the figure, and their figures as tables."""
+    """Return both panels of the figure as charts and tables, and the claims."""
     found = load_figures(out / cost.FOLDER / f"{_label_run(setting)}.json")
     if found is None:
         return ["Not measured yet."], []
@@ -73,7 +77,7 @@ def _show(setting: Setting, out: Path) -> tuple[list[Block], list[JudgedClaim]]:
 
 
 def _make_compression_table(found: dict) -> Table:
-    """A line for every scorer."""
+    """Return a table of the costs of compression, with a row for every scorer."""
     facts = found["conventions"]
     lines = []
     totals = {
@@ -129,7 +133,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _make_attention_table(found: dict) -> Table:
-    """A line for every ratio."""
+    """Return a table of attention and memory after compression, with a row for every ratio."""
     rows = {(row["ratio"], row["restored"]): row for row in found["latency"]}
     lines = []
     for ratio in dict.fromkeys(row["ratio"] for row in found["latency"]):
@@ -164,7 +168,7 @@ def _make_attention_table(found: dict) -> Table:
 
 
 def _list_claims(found: dict) -> list[JudgedClaim]:
-    """Single measurements, without intervals."""
+    """Return the claims, judged by single measurements without intervals."""
     more = list(found["overhead"].values())
     share = max(each["share"] for each in more)
     peaks = [each["peak_share"] for each in more if each["peak_share"] is not None]

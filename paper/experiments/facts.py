@@ -1,4 +1,4 @@
-"""The paper's tables of its environment and of metrics, beside ours."""
+"""Tables F and H: the paper's environment and metrics, and ours."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def metrics(setting: Setting) -> Study:
 
 
 def show_machine(setting: Setting, out: Path) -> tuple[list[Block], list[JudgedClaim]]:
-    """The machine that this page is written on."""
+    """Return a table of the machine that writes the page, and of the paper's."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
     framework = f"PyTorch {torch.__version__}, transformers {version('transformers')}"
@@ -67,7 +67,7 @@ def show_machine(setting: Setting, out: Path) -> tuple[list[Block], list[JudgedC
 
 
 def show_measures(setting: Setting, out: Path) -> tuple[list[Block], list[JudgedClaim]]:
-    """By benchmark; where something stands in, its metric."""
+    """Return a table of each benchmark's metric; if another benchmark replaces it, that one's."""
     lines = []
     for key, told in METRICS.items():
         bench = setting.benches[key]

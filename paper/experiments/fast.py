@@ -1,4 +1,4 @@
-"""A learned scorer at 16x."""
+"""Figure A: a learned scorer, Fast KVzip, at a compression of 16x."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIGHT = make_ruler_place(0.0625)
 
 
 def make_experiment(setting: Setting) -> Comparison:
-    """Fast KVzip alone and restored, and KVzip."""
+    """Return the comparison of Fast KVzip, alone and restored, with KVzip."""
     fast = "fastkvzip"
     better = name_restored_row("fastkvzip")
     return Comparison(

@@ -1,4 +1,4 @@
-"""LongBench by category, on two backbones in the paper."""
+"""Table D: LongBench by category; the paper has figures for two backbones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paper.setting import CATEGORIES, Setting
 LLAMA = "Llama-3.1-8B-Instruct"
 QWEN = "Qwen3-8B"
 RATIOS = (0.125, 0.0625)
-# Six categories, their mean, and its share of the full cache's: at each ratio.
+# At each ratio: six categories, their mean, and its share of the full cache's mean in percent.
 ROWS = {
     LLAMA: {
         "full": (44.6, 47.6, 29.2, 54.0, 55.1, 48.1, 46.4, 100.0) * 2,
@@ -101,7 +101,9 @@ ROWS = {
 
 
 def _list_places(ratio: float) -> tuple[Place, ...]:
-    """Categories, mean, share."""
+    """Return the places of a ratio: the categories, their mean, and its share of the full
+    cache's.
+    """
     categories = [Place("longbench", ratio, category) for category in CATEGORIES]
     return (
         *categories,
@@ -118,7 +120,10 @@ WHERE = tuple(place for ratio in RATIOS for place in _list_places(ratio))
 
 
 def make_experiment(setting: Setting) -> Comparison:
-    """The main figures are Llama's; a Qwen3 model is compared with Qwen3-8B first."""
+    """Return the comparison with both backbones of the paper.
+
+    Llama's figures come first, or Qwen3-8B's if the setting's model is a Qwen model.
+    """
     first, second = (QWEN, LLAMA) if "qwen" in setting.model.lower() else (LLAMA, QWEN)
     own_figures, other = (
         {row: dict(zip(WHERE, figures, strict=True)) for row, figures in ROWS[name].items()}

@@ -1,4 +1,4 @@
-"""Scores against the ratio on four benchmarks; the paper has four backbones, a run of ours
+"""Figure 3: scores against the ratio on four benchmarks. The paper has four backbones; a run here
 has one.
 """
 
@@ -13,7 +13,7 @@ TITLES = {"ruler": "RULER-4K", "qasper": "QASPER", "quality": "QuALITY", "longhe
 
 
 def make_experiment(setting: Setting) -> Comparison:
-    """KVzip and KVzip+ with and without restoring, and the full cache."""
+    """Return the comparison of KVzip and KVzip+, with and without restoring, and the full cache."""
     mild = {Place("ruler", 0.4): (93.5, 94.3)}
     claims = [
         claim_above(

@@ -1,4 +1,6 @@
-"""Attention that eviction takes from the context and restoring gives back, layer by layer."""
+"""Figure 5: how much attention eviction takes from the context and restoring gives back, layer by
+layer.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,8 @@ LOOKS = {
     "base": Mark("KVzip", BLUE, "o", dashed=True, hollow=True),
     "restored": Mark("RestoreKV", BLUE, "o"),
 }
-# Mass on the context in percent, layers below 0.1 %, divergence of the layer profile and of
-# predictions in nats.
+# The paper's mass on the context in percent, layers below 0.1 %, and divergences of the layer
+# profile and of predictions in nats.
 PAPER = {
     "full": ("2.73", "", "", ""),
     "base": ("0.56", "7 of 36", "0.198", "7.3"),
@@ -80,7 +82,7 @@ def make_experiment(setting: Setting) -> Study:
 
 
 def _measure(setting: Setting, out: Path, tell: Tell) -> None:
-    """Both analyses on the same documents."""
+    """Run both analyses on the same documents."""
     setup = setting.setup
     bench = setting.benches["ruler"]
     protocol = protocols.make_protocol(bench.protocol)
@@ -98,19 +100,22 @@ def _measure(setting: Setting, out: Path, tell: Tell) -> None:
 
 
 def _choose_documents(setting: Setting) -> Benchmark:
-    """Some of those that stand for RULER."""
+    """Return the benchmark that replaces RULER, with at most DOCUMENTS documents."""
     asked = tasks.make_benchmark(setting.benches["ruler"].spec)
     return replace(asked, count=min(asked.count or DOCUMENTS, DOCUMENTS))
 
 
 def label_run(setting: Setting) -> str:
-    """Of the analysis's files; those without an adapter are not in the way of later ones."""
+    """Return the label of the analyses' files.
+
+    Without an adapter it is a different one, so that a later run with an adapter has its own files.
+    """
     alone = () if setting.find_adapter(EVICTOR, EVICTOR) else ("alone",)
     return make_label(setting.model, EVICTOR, str(_choose_documents(setting).count), *alone)
 
 
 def _show(setting: Setting, out: Path) -> tuple[list[Block], list[JudgedClaim]]:
-    """Nothing where it has not been measured yet."""
+    """Return the chart, the table and the claims, or only a sentence if nothing is measured yet."""
     attention, predictions = (
         load_figures(out / FOLDER / f"{kind}-{label_run(setting)}.json") for kind in WHAT
     )
@@ -131,7 +136,9 @@ def _show(setting: Setting, out: Path) -> tuple[list[Block], list[JudgedClaim]]:
 
 @with_style
 def _plot_profile(setting: Setting, found: dict, caches: dict) -> Chart:
-    """Return the mass on the context by layer; what comes back is shaded."""
+    """Return a chart of the attention on the context by layer; what restoring brings back
+    is shaded.
+    """
     layers = range(1, len(caches["full"]["context"]) + 1)
     shares = {name: [100 * mass for mass in cache["context"]] for name, cache in caches.items()}
     figure, (axes,) = make_figure([("", NARROW, 3.0)])
@@ -191,7 +198,7 @@ def _make_averages_table(found: dict, caches: dict, told: dict) -> Table:
 
 
 def _pool_documents(out: Path, label: str, kind: str) -> DocumentFigures:
-    """Every document's figures, as the analysis left them."""
+    """Load every document's figures from an analysis's journal."""
     lines = list(load_lines(out / FOLDER / f"{kind}-{label}.jsonl"))[1:]
     return DocumentFigures(
         [line["figures"][RATIO] for line in lines], [line["questions"] for line in lines]
@@ -199,7 +206,7 @@ def _pool_documents(out: Path, label: str, kind: str) -> DocumentFigures:
 
 
 def list_claims(attention: DocumentFigures, predictions: DocumentFigures) -> list[JudgedClaim]:
-    """Differences between caches, paired by document."""
+    """Judge the claims by differences between caches, paired by document."""
 
     def mass(x: np.ndarray) -> np.ndarray:
         return 100 * x[..., 0].mean(-1)
@@ -254,7 +261,16 @@ def _judge_claim(
     of: Callable,
     field: str = "masses",
 ) -> JudgedClaim:
-    """A statistic of several caches' means, which should be above zero."""
+    """Judge the claim that a statistic of several caches' mean figures is above zero.
+
+    Args:
+        text: The claim.
+        paper: The statistic in the paper.
+        found: The documents' figures.
+        caches: The caches that the statistic compares.
+        of: Maps the means of R resamples (R, caches, ...) to the statistic (R,).
+        field: The figure that it is computed from.
+    """
     both = DocumentFigures(
         [{"all": [each[name][field] for name in caches]} for each in found.documents],
         found.questions,

@@ -1,5 +1,5 @@
-"""Five evictors alone and restored on four benchmarks, and the same with ContrastKV as the paper's
-authors have it.
+"""Table 1: five evictors, alone and restored, on four benchmarks; and ContrastKV in the simplified
+version of the paper's authors.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ NOTHING: Mapping[Place, tuple[float, float]] = {}
 
 
 def make_experiment(setting: Setting) -> Comparison:
-    """Sixty pairs."""
+    """Return the comparison of Table 1: sixty pairs, an evictor alone and restored at
+    each place.
+    """
     rows = {}
     for evictor in METHODS:
         rows |= {
@@ -84,8 +86,9 @@ def make_experiment(setting: Setting) -> Comparison:
 
 
 def simplified(setting: Setting) -> Comparison:
-    """ContrastKV in the paper is its authors' own simplification; Table 1 here has ContrastKV
-    itself.
+    """Return the comparison of the simplified ContrastKV, which the paper's Table 1 measures.
+
+    Our Table 1 measures the original ContrastKV.
     """
     evictor = "contrastkv-simple"
     return replace(
@@ -112,22 +115,24 @@ def simplified(setting: Setting) -> Comparison:
 
 
 def _list_points(evictor: str, with_restoring: bool) -> Points:
-    """The paper's."""
+    """Return the paper's points for an evictor, by place."""
     return make_points(WHERE, *(RESTORED if with_restoring else SINGLE_PROCESS)[evictor])
 
 
 def name_restored_row(evictor: str) -> str:
-    """The name of the row."""
+    """Return the name of the row of an evictor with restoring."""
     return f"{evictor} restored"
 
 
 def claim_gain(evictor: str, place: Place) -> Weights:
-    """Restored minus alone."""
+    """Return the weights of a gain: restored minus alone."""
     return {(name_restored_row(evictor), place): 1, (evictor, place): -1}
 
 
 def _claim_widening(evictor: str) -> Weights:
-    """The mean gain over benchmarks at the tightest ratio minus that at the mildest."""
+    """Return the weights of the mean gain over benchmarks at the tightest ratio, minus that at the
+    mildest.
+    """
     share = 1 / len(BENCHMARKS)
     weights = {}
     for benchmark in BENCHMARKS:
@@ -140,7 +145,9 @@ def _claim_widening(evictor: str) -> Weights:
 
 
 def make_pair(evictor: str, more: Mapping[Place, tuple[float, float]] = NOTHING) -> dict[str, Row]:
-    """Both rows of an evictor: the paper's figures from here, and `more` of (alone, restored)."""
+    """Return both rows of an evictor with Table 1's figures; `more` adds (alone,
+    restored) by place.
+    """
     found = [
         {
             **_list_points(evictor, side),

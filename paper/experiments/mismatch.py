@@ -1,4 +1,4 @@
-"""An adapter trained with one evictor and used with another."""
+"""Table C: an adapter trained with one evictor and used with another."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ WHERE = list_places("ruler", THREE)
 
 
 def make_experiment(setting: Setting) -> Comparison:
-    """The inference evictor is the settings'; the training evictor is the same or another: SnapKV,
-    or KVzip for it.
+    """Return the comparison of a matched and a mismatched adapter, used with the settings' evictor.
+
+    The mismatched adapter was trained with SnapKV or, if that is the settings' evictor, with KVzip.
     """
     used = setting.settings.evictor
     tight = make_ruler_place(0.05)

@@ -1,4 +1,4 @@
-"""Whether moving the question by n positions explains the gain."""
+"""Table B: whether moving the question by n positions already explains the gain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ WHERE = list_places("ruler", THREE)
 
 
 def make_experiment(setting: Setting) -> Comparison:
-    """The offset is as many positions as the settings have restore tokens (the paper's 8)."""
+    """Return the comparison; the offset equals the settings' number of restore tokens (the paper's
+    8).
+    """
     n = setting.settings.restore_tokens
     evictor = setting.settings.evictor
     tight = make_ruler_place(0.05)

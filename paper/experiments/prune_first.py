@@ -1,4 +1,4 @@
-"""Restoring from the evicted cache instead of the full one."""
+"""Table 3: restoring from the evicted cache instead of the full one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ WHERE = list_places("ruler", THREE)
 
 
 def make_experiment(setting: Setting) -> Comparison:
-    """The restore pass before and after eviction, each trained for it."""
+    """Return the comparison of restore passes before and after eviction, each with an adapter
+    trained for it.
+    """
     evictor = setting.settings.evictor
     tight = make_ruler_place(0.05)
     evicted = Row(

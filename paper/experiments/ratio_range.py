@@ -1,4 +1,4 @@
-"""The range the training ratio is drawn from."""
+"""Table A: the range that the ratio is drawn from in training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEFAULT = "0.025 to 0.25"
 
 
 def make_experiment(setting: Setting) -> Comparison:
-    """Four ranges and none."""
+    """Return the comparison of four ranges, and of the evictor without restoring."""
     evictor = setting.settings.evictor
     tight = make_ruler_place(0.05)
     mild = make_ruler_place(0.4)

@@ -1,4 +1,4 @@
-"""Contexts longer than those trained on."""
+"""Figure B: contexts longer than those that adapters are trained on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ WHERE = list_places("scbench", FOUR)
 
 
 def make_experiment(setting: Setting) -> Comparison:
-    """The average over the tasks; of single tasks the paper's source has no figures."""
+    """Return the comparison of averages over tasks; the paper's source has no figures for single
+    tasks.
+    """
     better = name_restored_row("kvzip")
     return Comparison(
         name="scbench",

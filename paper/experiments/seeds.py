@@ -1,4 +1,4 @@
-"""How far training seeds move the scores."""
+"""Table G: how much the training seed changes the scores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WHERE = list_places("ruler", FOUR)
 
 
 def make_experiment(setting: Setting) -> Comparison:
-    """The method under several seeds."""
+    """Return the comparison of the method, trained with several seeds, with its evictor alone."""
     tight = make_ruler_place(0.05)
     std = make_points(WHERE, 0.04, 0.11, 0.51, 0.57)
     sixtieth = {("full", tight): 1 / 60, ("base", tight): -1 / 60}

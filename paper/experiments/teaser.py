@@ -1,4 +1,4 @@
-"""RULER against compression, counted as the KVPress Benchmark does."""
+"""Figure 1: RULER against the compression rate, as the KVPress Benchmark counts it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ WHERE = list_places("ruler", RATIOS)
 
 
 def make_experiment(setting: Setting) -> Comparison:
-    """Both evictors of the paper's own method. Of its figure the source tells one point."""
+    """Return the comparison of both evictors that the paper builds its own method on.
+
+    The paper's source states only one point of the figure.
+    """
     mild = make_ruler_place(0.5)
     tight = make_ruler_place(0.0625)
     better = name_restored_row("kvzip+")

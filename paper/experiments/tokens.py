@@ -1,4 +1,4 @@
-"""How many restore tokens."""
+"""Table 4: how many restore tokens are needed."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ PAPER = {
 
 
 def make_experiment(setting: Setting) -> Comparison:
-    """The paper's numbers of restore tokens, and the settings' own; contexts too short for n get
-    fewer.
+    """Return the comparison of the paper's numbers of restore tokens n, and the settings' own.
+
+    Contexts that are too short for n get fewer.
     """
     default = setting.settings.restore_tokens
     evictor = setting.settings.evictor

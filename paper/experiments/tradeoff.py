@@ -1,5 +1,5 @@
-"""RestoreKV+ beside a cache that is synthesised for each context: accuracy, and the time it takes
-to make one.
+"""Figure 4: RestoreKV+ compared with a cache that is synthesised for each context, by accuracy and
+by the time to make a cache.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ WHERE = (*list_places("ruler", THREE), *list_places("longhealth", THREE))
 
 
 def make_experiment(setting: Setting) -> Comparison:
-    """Attention Matching (AM-fast) on the benchmarks that the paper compares it on."""
+    """Return the comparison with Attention Matching (AM-fast), on the benchmarks that the paper
+    uses for it.
+    """
     better = name_restored_row("kvzip+")
     tight = Place("ruler", 0.05)
     matching = Row("AM-fast", "am-fast", None, {"prefix_policy": "free"}, paper={tight: 52.8})

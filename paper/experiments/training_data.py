@@ -1,4 +1,4 @@
-"""What the adapters are trained on."""
+"""Table E: what the adapters are trained on."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_experiment(setting: Setting) -> Study:
 
 
 def _show(setting: Setting, out: Path) -> tuple[Sequence[Block], Sequence[JudgedClaim]]:
-    """Sources and the total."""
+    """Return a table with a row for each source and one for the total."""
     rows = _count_rows(setting)
     if not rows:
         return [
@@ -63,7 +63,9 @@ def _show(setting: Setting, out: Path) -> tuple[Sequence[Block], Sequence[Judged
 
 
 def _count_rows(setting: Setting) -> list[dict]:
-    """The figures of the table, as `data.table` makes them."""
+    """Return the rows of the table as `restorekv.data.table` computes them; none without
+    a mixture.
+    """
     data = setting.setup.data
     if data is not None and data.is_dir():
         return compute_figures(*read_mixture(data))
