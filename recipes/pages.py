@@ -1,4 +1,4 @@
-"""Pages whose tables are made by a recipe."""
+"""A helper for recipes that write their tables into pages."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from restorekv.files import replace_file
 
 
 def fill_page(page: Path, begin: str, end: str, text: str) -> None:
-    """Put a text between the lines `begin` and `end` of a page."""
+    """Replace what is between the lines `begin` and `end` of a page by a text."""
     before, begin_found, rest = page.read_text(encoding="utf-8").partition(begin)
     _, end_found, after = rest.partition(end)
     if not begin_found or not end_found:

@@ -1,9 +1,10 @@
-"""Put on the site what pages of docs/ link to outside of it: results, sources, notebooks.
+"""Hooks for mkdocs that put onto the site what pages of docs/ link to outside of docs/: results,
+sources, notebooks.
 
 mkdocs calls the functions `on_...` (mkdocs.yml, `hooks`). A link such as
 `../paper/results/table1.md` works on GitHub, but a site of docs/ alone has no such file. So each
-linked file of the repository becomes a file of the site under `repository/`, Markdown as a page and
-code as a page with numbered lines, and mkdocs checks the link like any other.
+linked file of the repository becomes a file of the site under `repository/`: Markdown as a page and
+code as a page with numbered lines. mkdocs then checks these links like any other.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 FOLDER = "repository"
-# Shown as a page with numbered lines; everything else but Markdown is copied.
+# Files that are shown as a page with numbered lines; all others except Markdown are copied.
 CODE = {".py": "python", ".ipynb": "python", ".jinja": "jinja", "Makefile": "makefile"}
-PAGES = (".md", ".ipynb")  # what has links
+PAGES = (".md", ".ipynb")  # files that are searched for links
 LINK = re.compile(r"(!?\[(?:[^\]\[]|\[[^\]]*\])*\])\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 NO_SEARCH = "---\nsearch:\n  exclude: true\n---\n"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the linked files, those that they link to in turn, and so on."""
+    """Add the files that pages link to, directly or through other linked files."""
     docs = Path(config.docs_dir).relative_to(ROOT).as_posix()
     waiting = [f"{docs}/{file.src_uri}" for file in files.documentation_pages()]
     seen = set(waiting)
@@ -47,7 +48,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Point the links of a page to where the site has the files."""
+    """Rewrite the links of a page to where the site has the files."""
     source = find_source(page.file.src_uri)
     if not source.endswith(PAGES):
         return markdown
@@ -55,7 +56,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 
 def on_page_content(html: str, page: Page, **_: object) -> str:
-    """Tell mkdocs of the anchors of numbered lines, which it does not see in code."""
+    """Register the anchors of numbered lines, which mkdocs does not see in code."""
     anchors = set(re.findall(r'id="(__codelineno-[\d-]+)"', html))
     page.present_anchor_ids = (page.present_anchor_ids or set()) | anchors
     return html
@@ -81,7 +82,7 @@ def resolve_link(path: str, target: str) -> str:
 
 
 def find_source(uri: str) -> str:
-    """Return which file of the repository a file of the site is."""
+    """Return the repository's file that a file of the site was made from."""
     if uri.startswith(f"{FOLDER}/"):
         source = uri.removeprefix(f"{FOLDER}/")
         return source if (ROOT / source).is_file() else source.removesuffix(".md")
@@ -89,7 +90,7 @@ def find_source(uri: str) -> str:
 
 
 def find_uri(source: str) -> str:
-    """Return where the site has a file of the repository."""
+    """Return the site's path for a file of the repository."""
     if source.startswith("docs/"):
         return source.removeprefix("docs/")
     is_code = Path(source).suffix in CODE or Path(source).name in CODE
@@ -97,7 +98,7 @@ def find_uri(source: str) -> str:
 
 
 def rewrite_links(markdown: str, source: str, uri: str) -> str:
-    """Return a page whose links are those between files of the site."""
+    """Return a page with its links rewritten to links between files of the site."""
 
     def rewrite(match: re.Match[str]) -> str:
         text, target = match.groups()
@@ -105,7 +106,7 @@ def rewrite_links(markdown: str, source: str, uri: str) -> str:
             return match[0]
         place, mark, anchor = resolve_link(source, target).partition("#")
         if not (ROOT / place).is_file():
-            # A folder: the site has no listing of it.
+            # A link to a folder becomes text, because the site has no listing of it.
             return f"{text.strip('[]')} (`{place}`)" if (ROOT / place).is_dir() else match[0]
         line = re.fullmatch(r"L(\d+)", anchor)
         if line:
@@ -113,7 +114,7 @@ def rewrite_links(markdown: str, source: str, uri: str) -> str:
         return f"{text}({relpath(find_uri(place), dirname(uri) or '.')}{mark}{anchor})"
 
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
-    # Code blocks are the odd parts.
+    # Code blocks, which are the odd parts, stay unchanged.
     return "".join(
         part if index % 2 else LINK.sub(rewrite, part) for index, part in enumerate(parts)
     )

@@ -1,16 +1,15 @@
-"""Measure from which ratio on restoring does harm, benchmark by benchmark, from runs of `restorekv
-eval`.
+"""Find the ratio above which restoring does harm on each benchmark, from runs of `restorekv eval`.
 
     python -m recipes.smollm2.scores runs/scores --benchmark ruler:length=1024,per_task=5
     python -m recipes.smollm2.border runs/scores --json paper/results/smollm2-border.json
 
 A run of `restorekv eval --evictor kvzip@none --evictor kvzip@FOLDER --prefix-policy free --out`
-with other ratios and benchmarks does as well.
+with other ratios and benchmarks can be used as well.
 
-For every ratio, the divergence from the full cache of the evictor alone and restored is compared
-context by context. A restored cache does harm where the 95 % interval of the difference lies above
-zero, and helps where it lies below. Writes the JSON file, and the table between two marks of
-docs/evaluation.md. Without runs, the table is made again from the JSON file.
+For every ratio, the evictor's divergence from the full cache is compared with and without
+restoring, context by context. Restoring does harm if the 95 % interval of the difference is above
+zero, and helps if it is below. The script writes the JSON file, and the table between two marks of
+docs/evaluation.md. Without runs, it makes the table again from the JSON file.
 """
 
 import argparse
@@ -34,8 +33,7 @@ END = "<!-- end of the border -->"
 
 
 def compare_cells(alone: Result, restored: Result) -> dict[str, Any]:
-    """Return the divergences of two cells that were asked the same contexts, and their paired
-    difference.
+    """Return the divergences of two cells with the same contexts, and their paired difference.
 
     Contexts that only one of them has answered so far are left out, with a warning.
     """
@@ -56,7 +54,7 @@ def compare_cells(alone: Result, restored: Result) -> dict[str, Any]:
 
 
 def compare_all(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Return a row for every pair of cells that differ in restoring alone."""
+    """Return a row for every pair of cells that differ only in restoring."""
     cells: dict[tuple[str, str, str], dict[bool, Result]] = {}
     for result in results:
         if result.cell.evictor == "full":
@@ -65,7 +63,7 @@ def compare_all(results: Sequence[Result]) -> list[dict[str, Any]]:
         pair = cells.setdefault(key, {})
         is_restored = result.cell.adapter is not None
         if is_restored in pair:
-            # Of another dtype, prefix policy or number of restore tokens: no pair of one condition.
+            # They differ in dtype, prefix policy or restore tokens, so pairs would be ambiguous.
             raise SystemExit(
                 f"{pair[is_restored].folder.name} and {result.folder.name} differ in more than "
                 "restoring; measure each in a folder of its own."
@@ -76,7 +74,7 @@ def compare_all(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 def describe_effect(row: Mapping) -> str:
-    """Return what restoring does at a row's ratio."""
+    """Say what restoring does at a row's ratio."""
     if row["difference_low"] is None:
         return "too few texts"
     if row["difference_low"] > 0:
@@ -112,7 +110,9 @@ def make_table(rows: Sequence[Mapping]) -> str:
 
 
 def write_comparison(results: Sequence[Result], path: Path) -> None:
-    """Write the comparison; rows of other benchmarks stay in `path` if all else is the same."""
+    """Write the comparison; `path` keeps its rows of other benchmarks if the conditions
+    are the same.
+    """
     made_with = next(result.identity for result in results if result.cell.adapter is not None)
     conventions = {
         name: made_with[name]
@@ -122,10 +122,10 @@ def write_comparison(results: Sequence[Result], path: Path) -> None:
     rows = compare_all(results)
     if path.exists():
         former = read_json(path, str(path))
-        # Versions of libraries may differ: rows of several days are put together.
+        # Versions of libraries may differ, because rows can come from several days.
         same = ("fingerprint", "prefix_policy", "dtype")
         if former["adapter"] == adapter and all(former[each] == made_with[each] for each in same):
-            # A benchmark with other settings takes the place of the former one.
+            # A benchmark with other settings replaces the former one.
             here = {row["title"] for row in rows}
             rows += [row for row in former["rows"] if row["title"] not in here]
     rows.sort(key=lambda row: (str(row["title"]), -float(str(row["ratio"]))))

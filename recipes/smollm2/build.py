@@ -8,10 +8,10 @@ data. Resumable.
     python -m recipes.smollm2.build runs/smollm2 --leg both --seed SEED --dtype bfloat16
     python -m recipes.smollm2.build runs/smollm2 --corpus CORPUS [--shards 1 2 | --people]
 
-The training data is next to this file; --anew makes the passages of stories and novels again,
---corpus the shards of the corpus of many genres, whose folder it names, and nothing else. Two
-processes with one thread each take hours on two cores; --dtype bfloat16 halves that where a CPU
-has instructions for it. What ships was trained in several goes; paper/log.md says how. gate.py
+The training data is in folders next to this file. --anew makes the passages of stories and novels
+again; --corpus names the folder of the corpus of many genres and only makes that corpus' shards.
+Two processes with one thread each take hours on two cores; --dtype bfloat16 halves that if the CPU
+has instructions for it. What ships was trained in several legs; paper/log.md says how. gate.py
 makes the gate.
 """
 
@@ -39,7 +39,7 @@ from restorekv.restore.adapter import RestoreAdapter
 
 TEXTS = Path(__file__).parent / "texts"
 READY = Path(__file__).parent / "data"
-# With a blank line before it, that of the benchmarks (tasks/reading.py)
+# After a blank line, this is the wording of the benchmarks (tasks/reading.py).
 WORDING = "Question: {question}\nAnswer:"
 ANSWERS = (
     "--answer-tokens",
@@ -88,7 +88,8 @@ CORPUS = (
     "--wording",
     WORDING,
 )
-# Passages that people asked about, with more of their questions, which are short and about facts.
+# Passages that people asked questions about. More of those questions are used here; they are short
+# and about facts.
 PEOPLE = "people"
 PEOPLE_PARTS = 2  # built at the same time, with one thread each
 OF_PEOPLE = (
@@ -112,14 +113,15 @@ OF_PEOPLE = (
 )
 SHAPE = ("--restore-tokens", "4", "--rank", "12", "--alpha", "24")
 RATIOS = ("--ratio-law", "log-uniform", "--ratio-min", "0.03", "--ratio-max", "0.3")
-# The evictor whose adapter ships, and serves the others too (other_evictors.py); its first steps.
+# The evictor whose adapter ships and serves the others too (other_evictors.py), and the number of
+# steps of its first training.
 FIRST = "kvzip"
 STEPS = "3000"
 OTHERS = ("kvzip+", "fastkvzip", "snapkv", "h2o", "contrastkv")
 SHARED = "shared"
-# Steps of KVzip's adapter for one length in all heads, from the one that ships.
+# Steps from the adapter that ships to the one for budgets per head, with one length in all heads.
 PER_HEAD = "700"
-# One adapter for all of them, on texts of many genres and for mild ratios too: a step draws one of
+# One adapter for all evictors, on texts of many genres and for mild ratios too. A step draws one of
 # the evictors and two ratios.
 OF_SHARED = (
     "--evictor",
@@ -144,8 +146,8 @@ OF_SHARED = (
     "330",
 )
 
-# A leg more for KVzip's adapter, from the one that ships: shorter contexts and answers, whose first
-# tokens count most.
+# Another leg of KVzip's adapter, from the one that ships: shorter contexts, and shorter answers in
+# which the first tokens count most.
 OF_MORE = (
     "--evictor",
     FIRST,
@@ -176,7 +178,7 @@ OF_MORE = (
 # A leg of seven contexts a step, also longer ones. On an H200 seven processes with a context each
 # took four minutes (torchrun --nproc-per-node 7 -m restorekv train --device cuda:0, under MPS).
 OF_WIDE = (
-    *OF_MORE,  # of flags that come twice, the last one counts
+    *OF_MORE,  # if a flag occurs twice, the last one counts
     "--longest-context",
     "2000",
     "--max-new-tokens",
@@ -218,7 +220,7 @@ def wait_for(*running: subprocess.Popen) -> None:
 
 
 def build_passages(folder: Path) -> None:
-    """Build both mixtures of passages at once."""
+    """Build both mixtures of passages at the same time."""
     sources = (
         "--stories",
         str(TEXTS / "stories.jsonl.gz"),
@@ -239,7 +241,9 @@ def build_passages(folder: Path) -> None:
 
 
 def write_held_out(folder: Path, source: Path) -> Path:
-    """Write the corpus' passages of other splits, whose words are kept out of training too."""
+    """Write the corpus' passages of other splits, so that texts with the same words can be kept out
+    of training too.
+    """
     path = folder / "development.jsonl"
     lines = []
     for row in iterate_rows(str(source), {}):
@@ -262,9 +266,9 @@ def start_build(
     Args:
         settings: Flags of `data build`.
         source: The corpus.
-        held_out: Texts whose words are kept out.
-        part: K/N, the part to build.
-        out: Its folder.
+        held_out: A file of texts; passages that share their words are left out.
+        part: The part to build, as K/N.
+        out: The part's folder.
         model_flags: The flags of device and dtype.
     """
     command = ("data", "build", *settings, "--model", SMOLLM2, "--corpus", str(source))
@@ -273,15 +277,17 @@ def start_build(
 
 
 def build_shards(folder: Path, source: Path, shards: list[int], model_flags: Sequence[str]) -> None:
-    """Build shards of the corpus, two at a time; its development passages are kept out by their
-    words too.
+    """Build shards of the corpus, two at a time.
+
+    Passages that share their words with development passages are left out too.
     """
     held_out = write_held_out(folder, source)
     missing = []
     for shard in shards:
         begun = READY / f"corpus-{shard}"
         out = folder / "data" / f"corpus-{shard}"
-        if begun.exists() and not out.exists():  # complete, or with the answers so far
+        # Continue from the shard in the repository, which may be complete or only begun.
+        if begun.exists() and not out.exists():
             shutil.copytree(begun, out)
             write_corpus_path(out / "build.json", source)
         if not (out / "manifest.json").exists():
@@ -307,7 +313,7 @@ def write_asked(folder: Path, source: Path) -> Path:
 
 
 def build_people(folder: Path, source: Path, model_flags: Sequence[str]) -> None:
-    """Build the passages that people asked about, in two parts at once."""
+    """Build the passages that people asked about, in two parts at the same time."""
     held_out = write_held_out(folder, source)
     asked = write_asked(folder, source)
     running = []
@@ -321,8 +327,9 @@ def build_people(folder: Path, source: Path, model_flags: Sequence[str]) -> None
 
 
 def write_corpus_path(record: Path, source: Path) -> None:
-    """Write where the corpus is now into the record of an unfinished build, which is continued only
-    as it was begun.
+    """Write the corpus' current path into the record of an unfinished build.
+
+    A build is only continued with the settings that it was begun with, and the path is one of them.
     """
     if record.exists():
         entries = json.loads(record.read_text("utf-8"))
@@ -331,11 +338,9 @@ def write_corpus_path(record: Path, source: Path) -> None:
 
 
 def list_data_flags(folder: Path) -> list[str]:
-    """Return all complete data as flags: what was built in `folder`, and what is next to this
-    file.
-    """
+    """Return flags for all complete data, both built in `folder` and stored next to this file."""
     places = [*READY.glob("*/manifest.json"), *(folder / "data").glob("*/manifest.json")]
-    # What was built anew goes before what ships.
+    # Data built in `folder` replaces stored data of the same name.
     complete = {path.parent.name: path.parent for path in places}
     flags = []
     for name in sorted(complete):
@@ -377,8 +382,9 @@ def train_adapters(folder: Path) -> None:
 
 
 def train_per_head(folder: Path) -> Path:
-    """Train KVzip's adapter for one length in all heads, from the one that ships; return its
-    folder.
+    """Train KVzip's adapter for budgets per head, from the one that ships; return the run's folder.
+
+    All heads then keep the same number of pairs.
     """
     shipped = shipped_path(SMOLLM2, "adapters", FIRST)
     options = ("--allocation", "per-head", "--lr", "1e-3", "--warmup", "30", "--seed", "13")
@@ -392,13 +398,14 @@ def train_per_head(folder: Path) -> Path:
 def train_shared(folder: Path) -> None:
     """Train an adapter for all evictors, from KVzip's that ships; 80 minutes of one core.
 
-    It does not ship: KVzip's began with it, and serves all of them.
+    The result does not ship. KVzip's later training started from it, and that adapter serves all
+    evictors.
     """
     train_on(folder, SHARED, *OF_SHARED)
 
 
 def train_leg(folder: Path, leg: str, seed: int, *model_flags: str) -> Path:
-    """Train KVzip's adapter on, from the one that ships, as one of LEGS says.
+    """Continue the training of KVzip's adapter from the one that ships, with the settings of a leg.
 
     Args:
         folder: The folder of all runs.
@@ -414,23 +421,24 @@ def train_leg(folder: Path, leg: str, seed: int, *model_flags: str) -> Path:
 
 
 def train_on(folder: Path, name: str, *settings: str) -> Path:
-    """Train the adapter `name`, with KVzip's that ships as the start, unless it is done; return its
-    folder.
+    """Train the adapter `name`, starting from KVzip's that ships, unless it is done; return the
+    run's folder.
     """
     shipped = shipped_path(SMOLLM2, "adapters", FIRST)
     out = folder / f"restore-{name}"
     if (out / "adapter").exists():
         return out
     command = ("train", "--model", SMOLLM2, *list_data_flags(folder), *SHAPE, *settings)
-    # The adapter that ships knows the ratio, and so will what begins with it.
+    # The adapter that ships knows the ratio, so one that starts from it must as well.
     command += ("--init", str(shipped), "--knows-ratio", "--checkpoint-every", "20", "--resume")
     wait_for(start_command(*command, "--out", str(out)))
     return out
 
 
 def name_start(settings: dict) -> dict:
-    """Return an adapter's settings with the name of the shipped adapter that it began with, where
-    they hold its folder on the machine of the training.
+    """Return an adapter's settings with the name of the shipped adapter that it started from.
+
+    It replaces that adapter's path on the machine of the training.
     """
     start = settings.get("init")
     if not start or not Path(start).is_absolute():
@@ -439,8 +447,8 @@ def name_start(settings: dict) -> dict:
 
 
 def install_adapters(folder: Path) -> None:
-    """Copy the adapters that are done into the package: the first training's, and that for one
-    length in all heads.
+    """Copy the adapters that are done into the package: that of the first training, and the one for
+    budgets per head.
     """
     for evictor in (FIRST, f"{FIRST}.per-head"):
         trained = folder / f"restore-{evictor}"
@@ -509,7 +517,7 @@ def main(args: Sequence[str] | None = None) -> None:
     elif options.per_head:
         install_adapter(train_per_head(options.folder), f"{FIRST}.per-head")
     elif options.leg is not None:
-        # A leg goes on from what ships, and takes its place.
+        # A leg continues from the adapter that ships, and its result replaces that adapter.
         leg = train_leg(options.folder, options.leg, options.seed, *model_flags)
         install_adapter(leg, FIRST)
     else:

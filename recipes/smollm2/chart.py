@@ -2,10 +2,10 @@
 
     python -m recipes.smollm2.chart paper/results/smollm2-scores.json     # make charts
 
-Writes docs/charts/smollm2.svg, which the README shows, and the tables between marks of the README,
-of docs/choosing.md and of docs/evaluation.md. The chart has a panel for each of PANELS: score
-against the share of the full cache's bytes that is held, chat prefix included, for an evictor alone
-and with its restore adapter.
+The script writes docs/charts/smollm2.svg, which the README shows, and the tables between marks of
+the README, docs/choosing.md and docs/evaluation.md. The chart has a panel for each of PANELS: score
+against the share of the full cache's memory that is held, chat prefix included, for an evictor
+alone and with its restore adapter.
 """
 
 import argparse
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "docs" / "charts" / "smollm2.svg"
-# The results of other evictors on some of the same texts.
+# Results of other evictors, on some of the same texts.
 OTHERS = (
     ROOT / "paper" / "results" / "smollm2-kvzip-plus.json",
     ROOT / "paper" / "results" / "smollm2-fast-65.json",
@@ -51,7 +51,7 @@ END_EVICTORS = "<!-- end of evictors -->"
 END_KEPT_BY_EVICTORS = "<!-- end of answers that evictors keep -->"
 PANELS = ("RULER", "Factbook", "FairytaleQA", "Genres")
 PANELS_BESIDE = 2
-FEW_LOST = 10  # answers: of fewer, no share is shown that comes back
+FEW_LOST = 10  # with fewer lost answers, the share that comes back is not shown
 
 CHART_STYLE: "dict[RcKeyType, Any]" = {
     "svg.fonttype": "none",
@@ -63,18 +63,18 @@ CHART_STYLE: "dict[RcKeyType, Any]" = {
     "grid.color": "#d5dae1",
     "axes.titlelocation": "left",
 }
-# Restored, color, marker, side on which its intervals are drawn.
+# Whether it is restored, its color and marker, and the side on which its intervals are drawn.
 LINE_STYLES = ((False, "#d55e00", "s", -1), (True, "#0072b2", "o", 1))
 Row = Mapping[str, Any]
 
 
 def evictor_of(row: Row) -> str:
-    """Return the name of the evictor of a row, without settings."""
+    """Return the name of a row's evictor, without settings."""
     return str(row["method"]).partition(":")[0]
 
 
 def collect_titles(result: Mapping) -> dict[str, str]:
-    """Return what each benchmark of the rows is called."""
+    """Return the title of each benchmark in the rows, by its spec."""
     known = {}
     for cell in result["facts"].values():
         title = cell["benchmark"]["title"]
@@ -106,7 +106,7 @@ def find_small_caches(result: Mapping, benchmark: str, evictor: str, restored: b
 
 
 def draw_chart(result: Mapping, evictor: str, path: Path) -> None:
-    """Write the chart of one evictor as an SVG on white, which reads in light and dark themes."""
+    """Write the chart of one evictor as an SVG on white, readable in light and dark themes."""
     titles = {
         benchmark: title for benchmark, title in collect_titles(result).items() if title in PANELS
     }
@@ -130,7 +130,7 @@ def draw_chart(result: Mapping, evictor: str, path: Path) -> None:
                 suffix = "restored" if restored else "alone"
                 label = f"{name_evictor(evictor)} {suffix}"
                 axes.plot(shares, scores, color=color, marker=marker, label=label)
-                # The intervals of both lines stand next to each other, not on top.
+                # Shift the intervals a little, so that those of both lines do not overlap.
                 places = [share + 0.06 * side for share in shares]
                 lows = [row["low"] for row in rows]
                 highs = [row["high"] for row in rows]
@@ -143,9 +143,7 @@ def draw_chart(result: Mapping, evictor: str, path: Path) -> None:
 
 
 def make_table(result: Mapping) -> str:
-    """Return the figures as a Markdown table: for each benchmark, evictor and ratio, alone and
-    restored.
-    """
+    """Return all figures as a Markdown table with a row for each benchmark, evictor and ratio."""
     lines = [
         "| benchmark | evictor | r | MB | score | restored | gain | KL | KL restored |",
         "|---" * 9 + "|",
@@ -189,9 +187,9 @@ def make_table(result: Mapping) -> str:
 
 
 def make_evictors_table(results: Sequence[Mapping]) -> str:
-    """Return what small caches of several evictors have on the same texts, ratio by ratio.
+    """Return a Markdown table that compares several evictors on the same texts, ratio by ratio.
 
-    Each result is of one evictor. Benchmarks that only one of them has are left out.
+    Each result is that of one evictor. Benchmarks that only one result has are left out.
     """
     columns = ["texts", "r", "evictor", "score", "restored", "gain", "KL", "KL restored"]
     lines = [format_line(*columns), "|---" * len(columns) + "|"]
@@ -217,9 +215,7 @@ def make_evictors_table(results: Sequence[Mapping]) -> str:
 
 
 def list_evictor_cells(result: Mapping, benchmark: str, ratio: float) -> tuple[str, ...]:
-    """Return the cells of a result's evictor at one ratio of `make_evictors_table`, from the
-    evictor's name on.
-    """
+    """Return the cells of one row of `make_evictors_table`, starting with the evictor's name."""
     rows = []
     for restored in (False, True):
         (row,) = [
@@ -240,14 +236,16 @@ def list_evictor_cells(result: Mapping, benchmark: str, ratio: float) -> tuple[s
 
 
 def find_evictor(result: Mapping) -> str:
-    """Return the one evictor of a result, without settings."""
+    """Return the only evictor of a result, without settings."""
     (evictor,) = {evictor_of(row) for row in result["rows"]} - {"full"}
     return evictor
 
 
 def make_evictors_kept_table(results: Sequence[Mapping]) -> str:
-    """Return how many of the full cache's right answers other evictors keep, next to the first
-    result's restored one, on the benchmarks that both have; a line for each of them and for all.
+    """Return a Markdown table of how many of the full cache's right answers other evictors keep.
+
+    They are compared with the first result's restored cache, on the benchmarks that both have, with
+    a row for each benchmark and one for all of them.
     """
     first = results[0]
     first_name = f"{name_evictor(find_evictor(first))} restored"
@@ -272,13 +270,13 @@ def make_evictors_kept_table(results: Sequence[Mapping]) -> str:
 def compare_kept_answers(
     first: Mapping, result: Mapping, titles: Sequence[str], ratio: float
 ) -> tuple[str, ...]:
-    """Return the cells of one ratio of `make_evictors_kept_table`, from the right answers on.
+    """Return the cells of one row of `make_evictors_kept_table`, starting with the right answers.
 
     Args:
-        first: The result whose restored caches the others are compared with.
-        result: The other evictor's.
-        titles: The benchmarks whose contexts count.
-        ratio: The share of the pairs that is held.
+        first: The result with the restored caches to compare with.
+        result: The result of the other evictor.
+        titles: The benchmarks that count.
+        ratio: The budget ratio.
     """
     _, of_first = list_kept_by_context(first, titles, ratio)
     alone, restored = list_kept_by_context(result, titles, ratio)
@@ -310,12 +308,13 @@ def format_points(share: float) -> str:
 def list_kept_by_context(
     result: Mapping, titles: Sequence[str] | None, ratio: float
 ) -> list[list[Sequence[Any]]]:
-    """Return the contexts of some benchmarks in the order of their titles, None of all, alone and
-    restored: title, tokens, how many answers are right with the full cache, and how many of these
-    stay right.
+    """Return the contexts of the benchmarks in `titles` (None means all): [alone, restored].
+
+    Each context is its title, its tokens, how many answers are right with the full cache, and how
+    many of these stay right. They are in the order of `titles`.
     """
     both = []
-    # The evictor alone comes first, then restored.
+    # The method of the evictor alone comes first, then the restored one.
     for method in dict.fromkeys(row["method"] for row in result["kept"]):
         contexts = result["kept_by_context"][f"{method} at {ratio:g}"]
         if titles is not None:
@@ -354,8 +353,10 @@ def make_summary(result: Mapping, evictor: str) -> str:
 
 
 def make_kept_table(result: Mapping) -> str:
-    """Return how many of the full cache's right answers every small cache keeps, by kind of text;
-    benchmarks on which it has fewer than ten are counted in the first rows alone.
+    """Return a Markdown table of how many of the full cache's right answers small caches keep.
+
+    It has rows for each kind of text. Kinds with fewer than ten right answers are only counted in
+    the first rows, which are over all texts.
     """
     by_part = group_kept_rows(result)
     methods = list(dict.fromkeys(row["method"] for row in result["kept"]))
@@ -372,19 +373,21 @@ def make_kept_table(result: Mapping) -> str:
 
 
 def format_back(result: Mapping, part: str, ratio: float) -> str:
-    """Return the share of the answers that the evictor alone loses and restoring brings back, less
-    those that only restoring loses, with its paired 95 % interval over texts.
+    """Return the share of lost answers that restoring brings back, with its paired 95 % interval.
+
+    Lost answers are those that the evictor alone loses; answers that only restoring loses are
+    subtracted from those it brings back. The interval is over texts.
     """
     alone, restored = list_kept_by_context(result, None if part == EVERY else [part], ratio)
     lost = []
     gained = []
-    # Each entry is a text with its title, tokens, and how many answers are right in full and here.
+    # An entry is a text's title, its tokens, its right answers, and how many of them stay right.
     for (title, tokens, right, kept), other in zip(alone, restored, strict=True):
         if other[:3] != [title, tokens, right]:
             raise ValueError(f"{title} is not asked the same alone and restored.")
         lost.append(right - kept)
         gained.append(other[3] - kept)
-    # Of a few answers a share says nothing.
+    # A share of only a few answers means nothing.
     if sum(lost) < FEW_LOST:
         return ""
     share, low, high = bootstrap_ratio(np.array(gained, float), np.array(lost, float))
@@ -394,7 +397,7 @@ def format_back(result: Mapping, part: str, ratio: float) -> str:
 
 
 def make_kept_summary(result: Mapping, evictor: str) -> str:
-    """Return the README's table: answers kept alone and restored, a line for a kind of text."""
+    """Return the README's table of answers kept alone and restored, a row for each kind of text."""
     alone = name_evictor(evictor)
     restored = f"{alone} + RestoreKV"
     by_part = group_kept_rows(result)
@@ -412,8 +415,9 @@ def make_kept_summary(result: Mapping, evictor: str) -> str:
 
 
 def group_kept_rows(result: Mapping) -> dict[str, dict[tuple[str, float], Row]]:
-    """Return the rows of answers kept by kind of text, and by method and ratio, without kinds of
-    which the full cache answers fewer than ten questions right.
+    """Return the rows of answers kept, by kind of text, then by method and ratio.
+
+    Kinds of text on which the full cache has fewer than ten right answers are left out.
     """
     by_part: dict[str, dict[tuple[str, float], Row]] = {}
     for row in result["kept"]:
@@ -424,8 +428,8 @@ def group_kept_rows(result: Mapping) -> dict[str, dict[tuple[str, float], Row]]:
 
 
 def make_genres_table(result: Mapping, evictor: str) -> str:
-    """Return how much of each genre's divergence restoring takes away: the median and the extremes
-    over genres.
+    """Return a Markdown table of how much restoring reduces the divergence of each genre: median
+    and extremes over genres.
     """
     lines = [
         "| r | genres | KL, mean | KL restored | cut, median | least | most |",
@@ -456,7 +460,7 @@ def format_cut(cut: float, genre: str) -> str:
 
 
 def describe_texts(title: str, full: Row) -> str:
-    """Return how many texts a benchmark has, and of how many of its tasks the score is the mean."""
+    """Say how many texts a benchmark has, and how many of its tasks count in its score."""
     texts = f"{title}, {full['samples']} texts"
     if full["samples"] < ENOUGH:
         texts = f"{texts} (a glimpse)"
@@ -488,7 +492,7 @@ def format_score(row: Row) -> str:
 
 
 def format_gain(row: Row) -> str:
-    """Return the score over that of the evictor alone, with its paired 95 % interval."""
+    """Return the gain over the evictor alone, with its paired 95 % interval."""
     if row["gain_low"] is None:
         return f"{row['gain']:+.1f}"
     return f"{row['gain']:+.1f} ({row['gain_low']:+.1f} to {row['gain_high']:+.1f})"
@@ -502,7 +506,7 @@ def format_divergence(row: Row) -> str:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Draw the chart and fill the page's table."""
+    """Draw the chart and fill the tables of the pages."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

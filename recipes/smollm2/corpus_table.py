@@ -2,10 +2,10 @@
 
     python -m recipes.smollm2.corpus_table ../shared/data/corpus
 
-A row for each source: how many of its passages may be trained on, under which license, and the
-repository that the corpus' README names. The page also gets a digest of the corpus' files: a data
-build records the hashes of the same files (build.json, manifest.json), so a test can tell that the
-table is about the corpus that a shard was built from.
+A row for each source says how many of its passages may be trained on, under which license, and
+which repository the corpus' README names. The page also gets a digest of the corpus' files. A data
+build records the hashes of the same files (build.json, manifest.json), so a test can check that the
+table describes the corpus that a shard was built from.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from restorekv.data.files import identify_source
 PAGE = Path(__file__).parents[2] / "paper" / "results" / "corpus.md"
 BEGIN = "<!-- made by recipes/smollm2/corpus_table.py -->"
 END = "<!-- end of the sources -->"
-WIDEST_REPOSITORY = 40  # characters; a longer name is cut after its owner
+WIDEST_REPOSITORY = 40  # characters; longer names are cut after the owner
 NOT_USED = "not used"
 
 
@@ -33,25 +33,25 @@ def hash_corpus(files: Sequence[Mapping]) -> str:
     """Return 16 hex digits of the files' names and hashes.
 
     Args:
-        files: {name, sha256} of each, as a data build records them.
+        files: The files as {name, sha256}, as a data build records them.
     """
     lines = sorted(f"{file['name']} {file['sha256']}" for file in files)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def read_repositories(readme: str) -> dict[str, str]:
-    """Return the repository of every source that the corpus' README names."""
+    """Return the repository that the corpus' README names for each source."""
     repositories = {}
     for line in readme.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
         if len(cells) > 7:
-            # What stands in brackets names folders or single books.
+            # What follows in brackets are folders or single books.
             repositories[cells[1]] = cells[2].partition(" (")[0]
     return repositories
 
 
 def shorten_repository(name: str) -> str:
-    """Return a repository's name, or its owner's with an ellipsis."""
+    """Return a repository's name, or only its owner and an ellipsis if the name is too long."""
     if len(name) <= WIDEST_REPOSITORY:
         return name
     return f"{name.partition('/')[0]}/…"
@@ -66,7 +66,7 @@ def name_license(row: Mapping) -> str:
 
 
 def make_table(corpus: Path) -> str:
-    """Return the table of all sources, and the sentence with the totals and the digest."""
+    """Return a sentence with the totals and the digest, followed by the table of all sources."""
     repositories = read_repositories((corpus / "README.md").read_text(encoding="utf-8"))
     passages: Counter[tuple[str, str, str]] = Counter()
     for path in sorted(corpus.glob("*.jsonl.gz")):

@@ -3,12 +3,12 @@
     python -m recipes.smollm2.development FOLDER --corpus CORPUS --adapter NAME=PLACE [...]
         [--evictor kvzip kvzip+] [--dtype bfloat16]
 
-The passages and their questions are those of search.py: one of every genre, and made documents. No
-page reports them, so they may choose between trainings. PLACE is an adapter's folder or the name of
-one that ships, such as smollm2:kvzip. Prints a table for each evictor: the mean KL (in
-nats, from the full cache) at every ratio, alone and with each adapter, and what an adapter gains
-over the first one. FOLDER keeps the full
-cache's answers and what was measured; a run that was interrupted goes on where it was.
+The passages and their questions are those of search.py: one of every genre, and generated
+documents. No published figure uses them, so they may be used to choose between trainings. PLACE is
+an adapter's folder or the name of one that ships, such as smollm2:kvzip. The script prints a table
+for each evictor: the mean KL from the full cache, in nats, at every ratio, alone and with each
+adapter, and what each adapter gains over the first one. FOLDER keeps the full cache's answers and
+what was measured; an interrupted run continues where it stopped.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def measure_case(
     """Return the mean divergence over all answers' tokens, by adapter and ratio.
 
     Args:
-        bench: The model.
+        bench: The model and its tokenizer.
         case: A passage with its questions and the full cache's answers.
-        evictor: Its spec.
-        adapters: By name; None is the evictor alone.
+        evictor: The evictor's spec.
+        adapters: The adapters by name; None is the evictor alone.
     """
     context = make_context(bench.tokenizer, case.text)
     eviction = Eviction.make(evictor, on_small_budget="fewer")
@@ -72,7 +72,7 @@ def measure_case(
         for question in case.questions
     ]
     answers = [torch.tensor(ids) for ids in case.answer_ids]
-    # With r = 1 everything stays.
+    # At r = 1 every pair is kept.
     full = FullAnswers.from_answers(bench.model, prepared.evict(1), prompts, answers)
     lengths = [len(answer) for answer in answers]
     divergences = {}
@@ -122,7 +122,7 @@ def measure_adapters(
 
 
 def make_table(lines: Sequence[Mapping], evictor: str, names: Sequence[str]) -> str:
-    """Return one evictor's Markdown table; a gain is paired, with a 95 % interval over passages."""
+    """Return one evictor's Markdown table; gains are paired, with 95 % intervals over passages."""
     divergences = {}
     for name in names:
         rows = [line for line in lines if line["evictor"] == evictor and line["adapter"] == name]

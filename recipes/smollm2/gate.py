@@ -2,10 +2,11 @@
 
     python -m recipes.smollm2.gate FOLDER --corpus CORPUS [--passages 2000] [--install]
 
-The passages are the corpus' training ones, all genres in turn, and made documents between them;
-none shares its words with a text of an evaluation or of another split. KVzip's scores of some of
-their tokens are what the gate learns. At the end the gate that ships and the new one are measured
-on the passages that no step has seen. Two thousand passages take about two hours of one core.
+The passages are the corpus' training passages, alternating between all genres, with generated
+documents in between; none shares its words with an evaluation text or with another split. The gate
+learns KVzip's scores of some of their tokens. At the end, the gate that ships and the new one are
+measured on passages that were held out of the training. Two thousand passages take about two hours
+of one core.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from restorekv.train.gate import measure_gate
 from restorekv.train.gate_config import GateConfig
 
 GATE = "fastkvzip.safetensors"
-MADE = 0.08  # share of made documents: tables, logs, lists of keys
+MADE = 0.08  # share of generated documents: tables, logs, lists of keys
 SHORTEST = 256
 LONGEST = 700
 QUESTION = "What is this text about?"
@@ -42,7 +43,9 @@ CONFIG = GateConfig(kind="fastkvzip", tokens=64, held_out=0.05, steps=5000, batc
 
 
 def write_passages(folder: Path, corpus: Path, count: int) -> Path:
-    """Write the first `count` passages and made documents that may be trained on, as JSON lines."""
+    """Write the first `count` passages and generated documents that may be trained on, as JSON
+    lines; return the file.
+    """
     path = folder / f"passages-{count}.jsonl"
     if path.exists():
         return path
@@ -73,7 +76,7 @@ def write_passages(folder: Path, corpus: Path, count: int) -> Path:
 
 
 def train(folder: Path, passages: Path, count: int) -> Path:
-    """Train the gate with the command that users have; go on with what it has done already."""
+    """Train the gate with the command `train-gate`, continuing an earlier run; return its file."""
     path = folder / GATE
     flags = ["--kind", CONFIG.kind, "--data", str(passages), "--out", str(path)]
     flags += ["--count", str(count), "--tokens", str(CONFIG.tokens)]
@@ -118,8 +121,8 @@ def stack_layers(gate: Gate) -> dict[str, torch.Tensor]:
 def install_gate(path: Path) -> None:
     """Copy the gate into the distribution, in bfloat16.
 
-    The record of KVzip's adapter names the gate whose caches it serves: measure that again with
-    other_evictors.py.
+    The card of KVzip's adapter names the gate whose caches it serves, so run other_evictors.py
+    again afterwards.
     """
     gate = read_gate(path)
     layers = []

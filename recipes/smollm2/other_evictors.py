@@ -5,11 +5,11 @@ passages.
     python -m recipes.smollm2.other_evictors FOLDER [EVICTOR ...] [--texts 48] [--record]
 
 For every evictor, the divergence from the full cache is measured without an adapter, with KVzip's,
-and with what ships for that evictor, on the same passages as the search of the recipe. What is in
-FOLDER is not measured again, unless another adapter has shipped since. `--record` writes into the
-record of KVzip's adapter for which evictors it serves: their own adapter is at no ratio more than
-5 % closer to the full cache, and on the mean over the ratios it takes divergence away. `auto` then
-takes it for these.
+and with the evictor's own if one ships, on the development passages of search.py. What is in FOLDER
+is not measured again, unless another adapter has shipped since. `--record` writes into the card of
+KVzip's adapter which evictors it serves. Those are the evictors whose own adapter (or none, if none
+ships) is at no ratio more than 5 % closer to the full cache, and whose divergence it reduces on
+average over the ratios. `auto` then uses it for them.
 """
 
 import argparse
@@ -43,7 +43,9 @@ MEASURED = "other-evictors.jsonl"
 
 
 class Comparison:
-    """The divergences in a folder, by passage, evictor and adapter."""
+    """The divergences stored in a folder, by passage, evictor and adapter, and how to
+    measure them.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.bench = Bench(folder)
@@ -54,8 +56,8 @@ class Comparison:
     def load_rows(self) -> dict[tuple[str, str, str], dict[str, float]]:
         """Return the divergence at every ratio, by passage, evictor and adapter.
 
-        Rows of an adapter that does not ship any more are left out, and those from before a row
-        had its adapter's hash.
+        Rows of an adapter that no longer ships are left out, and so are old rows that do not have
+        their adapter's hash.
         """
         if not self.file.exists():
             return {}
@@ -80,7 +82,7 @@ class Comparison:
 
     @torch.no_grad()
     def measure(self, evictor: str, texts: int) -> None:
-        """Measure an evictor alone, with KVzip's adapter, and with its own where one ships."""
+        """Measure an evictor alone, with KVzip's adapter, and with its own if one ships."""
         adapters = [ALONE, ADAPTER]
         if shipped_path("smollm2", "adapters", evictor).is_dir():
             adapters.append(evictor)
@@ -130,7 +132,7 @@ class Comparison:
 
     def list_served(self, evictors: list[str]) -> dict[str, float]:
         """Print a table, and return the evictors that KVzip's adapter serves, each with the lowest
-        ratio from which on it does no harm.
+        ratio at and above which it does no harm.
         """
         rows = self.load_rows()
         print("| evictor | r | passages | alone | its own | KVzip's | gain over its own or alone |")
@@ -141,10 +143,10 @@ class Comparison:
             names = [
                 name
                 for name in dict.fromkeys(key[0] for key in rows)
-                # Of a passage that an interrupted run began, some may be missing.
+                # An interrupted run may have measured only some of a passage's adapters.
                 if all((name, evictor, adapter) in rows for adapter in (*others, ADAPTER))
             ]
-            left = []  # of the divergence alone, at every ratio
+            left = []  # the share of the evictor's divergence that remains, at every ratio
             serves = True
             for ratio in (f"{each:g}" for each in RATIOS):
                 kl = {
@@ -161,21 +163,22 @@ class Comparison:
                 own = f"{kl[evictor].mean():.4f}" if evictor in kl else ""
                 cells = [evictor, ratio, str(len(names)), f"{kl[ALONE].mean():.4f}", own]
                 print(f"| {' | '.join([*cells, f'{kl[ADAPTER].mean():.4f}', shown])} |")
-            # From the highest ratio down to the first at which restoring does harm.
+            # The ratios from the highest down to the last before restoring does harm.
             helpful = list(takewhile(lambda pair: pair[1] <= 1, zip(RATIOS, left, strict=True)))
             if serves and np.mean(left) < 1 and helpful:
                 served[evictor] = helpful[-1][0]
         return served
 
     def record(self, served: dict[str, float]) -> None:
-        """Write the evictors into the record of KVzip's adapter."""
+        """Write the evictors into the card of KVzip's adapter."""
         folder = shipped_path("smollm2", "adapters", ADAPTER)
         adapter = self.load_adapter(ADAPTER)
         specs = [Eviction.make(evictor).identity(self.bench.model) for evictor in served]
-        # At the lowest ratio that was measured it helps the others, so they need no limit.
+        # The others are helped even at the lowest measured ratio, so they need no limit.
         limits = {evictor: ratio for evictor, ratio in served.items() if ratio > RATIOS[-1]}
         adapter.record_results(adapter.card.results or [], also_for=specs, helps_from=limits)
-        (folder / "README.md").unlink(missing_ok=True)  # it would be taken for a person's
+        # An existing README would be taken for one that a person wrote, and kept.
+        (folder / "README.md").unlink(missing_ok=True)
         adapter.save_pretrained(folder, dtype=torch.bfloat16)
 
 

@@ -2,13 +2,13 @@
 
     python -m recipes.smollm2.scores FOLDER [--evictor kvzip] [--benchmark SPEC ...] [--workers 2]
 
-Each evictor is asked alone and with its shipped adapter, at three ratios; FOLDER keeps every
+Each evictor is asked alone and with its shipped adapter, at three ratios. FOLDER keeps every
 answer, and another call continues or adds to it. `paper/results/smollm2-scores.json` gets a row for
 every complete cell in FOLDER, how many of the full cache's right answers each small cache keeps,
-and how much of the divergence of each genre restoring takes away. What it holds of benchmarks that
-FOLDER lacks stays, as long as it was measured with the same adapters, so that benchmarks can be
-measured one after the other. `make charts` draws the README's chart and the tables of the pages
-from it. All of BENCHMARKS take about six hours of one core, RULER one.
+and the divergence of each genre alone and restored. Figures of benchmarks that FOLDER lacks stay in
+that file if they were measured with the same adapters, so benchmarks can be measured one after the
+other. `make charts` makes the README's chart and the tables of the pages from it. All of BENCHMARKS
+take about six hours of one core, of which RULER takes one.
 """
 
 import argparse
@@ -47,7 +47,7 @@ BENCHMARKS = (
     "genres",
 )
 RATIOS = ("0.3", "0.1", "0.05")
-# As the shipped adapters were trained.
+# The prefix policy that the shipped adapters were trained with.
 COMMON = {"prefix_policy": "free"}
 
 
@@ -59,7 +59,7 @@ def run_scores(
     ratios: Sequence[str] = RATIOS,
     model: str = "smollm2",
 ) -> list[Result]:
-    """Answer what the folder lacks and return every cell's result."""
+    """Run the cells of these evictors and benchmarks that the folder lacks; return all results."""
     grid = Grid(
         [model],
         [(evictor, SHIPPED) for evictor in evictors],
@@ -71,7 +71,7 @@ def run_scores(
 
 
 def answer_grid(grid: Grid, folder: Path, pool: WorkerPool) -> list[Result]:
-    """Answer what the folder lacks, tell how far it is, and return every cell's result."""
+    """Run the cells of a grid that the folder lacks, print the progress, and return all results."""
     start = time.monotonic()
     last = ""
 
@@ -86,9 +86,9 @@ def answer_grid(grid: Grid, folder: Path, pool: WorkerPool) -> list[Result]:
 
 
 def write_result(results: Sequence[Result], path: Path) -> None:
-    """Write rows, conventions and answers kept, without the answers themselves.
+    """Write rows, conventions and the numbers of answers kept, without the answers themselves.
 
-    What `path` holds of other benchmarks stays, if it was measured with the same adapters.
+    Figures of other benchmarks stay in `path` if they were measured with the same adapters.
     """
     payload = make_payload(results)
     del payload["answers"]
@@ -119,15 +119,18 @@ def list_titles(payload: Mapping[str, Any]) -> set[str]:
 
 
 def find_title(label: str, titles: Collection[str]) -> str:
-    """Return the benchmark's title from a label that may also say settings and the prefix policy;
-    a label of something else stays as it is.
+    """Return the benchmark's title in a label that may also have settings and the prefix policy.
+
+    A label of something else is returned unchanged.
     """
     found = [each for each in titles if f"{label}, ".startswith((f"{each}, ", f"{each} ("))]
     return max(found, key=len, default=label)
 
 
 def measure_genres(results: Sequence[Result]) -> dict[str, dict[str, float]]:
-    """Return the mean divergence of every genre's answers, by evictor, ratio and restoring."""
+    """Return the mean divergence of every genre's answers, under keys such as "kvzip
+    alone at 0.1".
+    """
     genres = {}
     for result in results:
         cell = result.cell
@@ -145,9 +148,9 @@ def measure_genres(results: Sequence[Result]) -> dict[str, dict[str, float]]:
 
 
 def add_former(payload: dict[str, Any], former: Mapping[str, Any]) -> None:
-    """Add what a former result holds of benchmarks that `payload` lacks, to all of its parts.
+    """Add a former result's figures of the benchmarks that `payload` lacks, to all of its parts.
 
-    Figures of another adapter or model say nothing about these, so all of them are left out then.
+    Nothing is added if they are of another adapter or model.
     """
     evictors = [{row["evictor"] for row in each["rows"]} - {FULL} for each in (payload, former)]
     if evictors[0] != evictors[1]:
@@ -155,14 +158,14 @@ def add_former(payload: dict[str, Any], former: Mapping[str, Any]) -> None:
             f"The result so far is of {', '.join(sorted(evictors[1]))}, not of "
             f"{', '.join(sorted(evictors[0]))}; give --result another file."
         )
-    # Of the former facts only those that decide answers: versions may differ.
+    # Compare only the facts that decide answers; versions of libraries may differ.
     if list_makers(payload["facts"]) != list_makers(former["facts"]):
         print("The former result was measured with other adapters; nothing of it stays.")
         return
     if "kept_by_context" not in former:
         print("The former result does not say which texts it counted; nothing of it stays.")
         return
-    # A benchmark with other settings, such as more questions, takes the place of the former one.
+    # A benchmark with other settings, such as more questions, replaces the former one.
     here = {find_name(row) for row in payload["rows"]}
     kept_rows = [row for row in former["rows"] if find_name(row) not in here]
     names = list_titles(payload)
@@ -198,7 +201,9 @@ def find_name(row: Mapping[str, Any]) -> str:
 
 
 def list_makers(facts: Mapping[str, Mapping]) -> set[str]:
-    """Return what decides the answers of a result's small caches, beside evictor and ratio."""
+    """Return what decides the answers of a result's small caches, except evictor and ratio: model,
+    dtype and adapter.
+    """
     makers = set()
     for fact in facts.values():
         if fact["adapter"]:
@@ -223,7 +228,7 @@ def main(args: Sequence[str] | None = None) -> None:
     else:
         with RayPool(given.workers) as pool:
             run_scores(*what, pool, given.ratio)
-    # What earlier calls have answered counts too.
+    # Load the whole folder, so that answers of earlier calls count too.
     write_result(load_results(given.folder), given.result)
 
 

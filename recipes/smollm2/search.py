@@ -1,5 +1,5 @@
-"""Compare recipes of training on development passages: one change at a time, the same contexts and
-steps for all.
+"""Compare training recipes on development passages: they differ in one change at a time, and all
+have the same contexts and steps.
 
     python -m recipes.smollm2.search prepare FOLDER --corpus CORPUS --data DATA [DATA ...]
     python -m recipes.smollm2.search run FOLDER VARIANT [VARIANT ...] [--steps 400] [--seed 0]
@@ -7,12 +7,12 @@ steps for all.
     python -m recipes.smollm2.search ship FOLDER VARIANT NAME --data DATA [DATA ...]
 
 `prepare` computes once what every variant needs: full caches (float16), KVzip's scores and the
-teacher's targets of the shorter training contexts, and of one development passage of every genre
-and some made documents. `run` trains a variant and measures its divergence from the full cache on
-the development passages; the adapter is kept beside the result. `table` compares the variants pair
-by pair with the first one. `ship` puts a variant's adapter into the package, with the record of
-what it was trained on, and its losses into NAME-loss.csv beside this file. Everything is resumable:
-what is in FOLDER is not computed again.
+teacher's targets, for the shorter training contexts, one development passage of every genre and
+some generated documents. `run` trains a variant and measures its divergence from the full cache on
+the development passages; the adapter is kept next to the result. `table` compares each variant with
+the first one, paired by passage. `ship` puts a variant's adapter into the package, with the record
+of what it was trained on, and its losses into NAME-loss.csv next to this file. Everything is
+resumable: what is in FOLDER is not computed again.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ WORDING = "Question: {question}\nAnswer:"
 LONGEST = 1300  # tokens of a context in the search, so that its caches fit on a disk
 GENRES = 40
 MADE = 8
-RATIOS = (0.5, 0.3, 0.1, 0.05)  # that are measured
+RATIOS = (0.5, 0.3, 0.1, 0.05)  # at which divergence is measured
 ANSWER_TOKENS = 96
 LOOP = 16
 WARMUP = 20  # steps
@@ -76,29 +76,30 @@ WARMUP = 20  # steps
 
 @dataclass(frozen=True)
 class Variant:
-    """A recipe. The defaults are those of the first row, from which every other one differs in one
-    thing.
+    """A training recipe. The defaults are the first row of the table, from which the others differ
+    in one thing or two.
     """
 
     restore_tokens: int = 4
     rank: int = 12
-    # The shipped adapter to begin with, extended where it has fewer tokens; none: a new one
+    # The shipped adapter to start from, extended if it has fewer tokens; "" starts from a new one.
     init: str = "kvzip"
     lr: float = 5e-4
     questions: int = 4
     ratio_min: float = 0.025
     ratio_max: float = 0.6
     ratio_weight: float = 0.0
-    loss_power: float = 1.0  # minimized; 0: the logarithm, so that all ratios weigh the same
-    hidden_weight: float = 0.0  # of the distance of the last hidden states
-    answer_decay: float = 0.0  # token t of an answer weighs exp(-t / this); 0: all the same
-    knows_ratio: bool = False  # learn vectors that tell the restore tokens the ratio
+    # The power of the loss that is minimized; 0 is its logarithm, so that ratios weigh the same.
+    loss_power: float = 1.0
+    hidden_weight: float = 0.0  # weight of the distance of the last hidden states
+    answer_decay: float = 0.0  # token t of an answer weighs exp(-t / this); 0: all weigh the same
+    knows_ratio: bool = False  # learn vectors that inform the restore tokens of the ratio
     means: bool = False  # add the mean of a chunk's embeddings to each restore token
-    made: bool = True  # train on made documents too
+    made: bool = True  # train on generated documents too
 
 
 FIRST = "first"
-# The variants that the others of their search are compared with.
+# The first variant of each search, with which its others are compared.
 FIRST_ROWS = (FIRST, "shared", "root, n 4")
 VARIANTS = {
     FIRST: Variant(),
@@ -125,13 +126,13 @@ VARIANTS = {
     "scratch, rank 8": Variant(init="", lr=1e-3, rank=8),
 }
 
-# What is measured beside the variants: KVzip alone, and the shipped adapter as it is
+# Measured in addition to the variants: KVzip alone, and the shipped adapter without more training.
 UNTRAINED = {"alone": "", "shipped": "kvzip"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A context with the answers of the teacher."""
+    """A context with its questions and the teacher's answers."""
 
     name: str
     text: str
@@ -140,7 +141,7 @@ class Case:
 
 
 class Bench:
-    """The model, the prepared cases in a folder, and what is done with them."""
+    """The model, the prepared cases in a folder, and what can be measured with them."""
 
     def __init__(self, folder: Path, dtype: str = "float32") -> None:
         self.folder = folder
@@ -166,7 +167,7 @@ class Bench:
 
     @torch.no_grad()
     def prepare_case(self, case: Case) -> None:
-        """Write a case's full cache, scores and targets, unless they are there."""
+        """Write a case's full cache, scores and targets, unless they are there already."""
         path = self.find_path(case)
         if path.exists():
             return
@@ -216,8 +217,8 @@ class Bench:
         restorer: Restorer | None,
         hidden_weight: float = 0.0,
     ) -> Tensor:
-        """Return the divergence at every answer token, and a weight times the relative distance of
-        the last hidden states.
+        """Return the divergence at every answer token, plus `hidden_weight` times the relative
+        distance of the last hidden states.
         """
         if restorer is not None:
             prepared = restorer.restore_context(prepared)
@@ -247,7 +248,7 @@ class Bench:
 
 
 def hash_shipped(name: str) -> str:
-    """Return the hash of the weights that ship as an adapter's; "" if none ships."""
+    """Return the hash of a shipped adapter's weights, or "" if none ships under the name."""
     folder = shipped_path("smollm2", "adapters", name)
     return adapter_file.read_adapter(folder).weights_hash() if folder.is_dir() else ""
 
@@ -286,8 +287,8 @@ class Restorer:
         inputs = self.adapter.embeddings
         means = [chunk.mean(0) for chunk in states.tensor_split(len(inputs))]
         inputs = inputs + torch.stack(means)
-        # The adapter reads its own attribute; the sum is in its place for one pass, with gradients
-        # to both parts.
+        # The adapter reads its attribute `embeddings`. Put the sum there for one pass; a parameter
+        # cannot be assigned a computed tensor, and gradients must reach both parts.
         parameter = self.adapter._parameters.pop("embeddings")
         vars(self.adapter)["embeddings"] = inputs
         try:
@@ -304,7 +305,7 @@ def train_variant(
     seed: int,
     report: Callable[[int, float, float], None],
 ) -> Restorer:
-    """Train a variant on the search's contexts: linear warm-up, then a cosine."""
+    """Train a variant on the search's contexts; the rate has a linear warm-up, then a cosine."""
     restorer = Restorer(bench, variant, seed)
     parameters = restorer.parameters()
     optimizer = torch.optim.AdamW(parameters, lr=variant.lr, betas=(0.9, 0.999), weight_decay=0.01)
@@ -339,8 +340,8 @@ def train_variant(
 
 
 def read_answered_cases(corpus: Path, data: list[Path], tokenizer: Tokenizer) -> Iterator[Case]:
-    """Yield the contexts of data builds with their answers: of complete builds, and of unfinished
-    ones so far.
+    """Yield the contexts of data builds with their answers; unfinished builds give those answered
+    so far.
     """
     answered: dict[str, list[dict]] = {}
     for folder in data:
@@ -355,7 +356,7 @@ def read_answered_cases(corpus: Path, data: list[Path], tokenizer: Tokenizer) ->
     )
     if not answered:
         return
-    # The texts are not among the answers, so they are drawn again, until all are found.
+    # Unfinished builds store answers without texts, so draw the texts again until all are found.
     left = len(answered)
     for item in read_corpus(iterate_rows(str(corpus), {}), config, tokenizer):
         if isinstance(item, DropRow):
@@ -376,7 +377,9 @@ def read_answered_cases(corpus: Path, data: list[Path], tokenizer: Tokenizer) ->
 
 
 def draw_development_documents(corpus: Path, bench: Bench) -> list[SourceDocument]:
-    """Return a passage of every genre's development split, and made documents of another seed."""
+    """Return a passage of every genre's development split, and generated documents of
+    other seeds.
+    """
     config = BuildConfig(
         mixture="corpus",
         passage_shortest=300,
@@ -408,7 +411,7 @@ def draw_development_documents(corpus: Path, bench: Bench) -> list[SourceDocumen
 
 
 def prepare_cases(options: argparse.Namespace) -> None:
-    """Write the cases of both splits, then what every variant needs of them."""
+    """Write the cases of both splits, and for each case what every variant needs."""
     options.folder.mkdir(parents=True, exist_ok=True)
     bench = Bench(options.folder)
     development = options.folder / "development.jsonl"
@@ -439,7 +442,7 @@ def prepare_cases(options: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def answer_document(bench: Bench, document: SourceDocument) -> dict:
-    """Return a development case with the teacher's answers."""
+    """Return a development case, as a JSON object, with the teacher's answers."""
     context = make_context(bench.tokenizer, document.text)
     cache = Eviction.make("snapkv").prepare(bench.model, bench.tokenizer, context).evict(1)
     questions = [DEFAULT_SEPARATOR + question for _, question in document.asked]
@@ -460,7 +463,7 @@ def answer_document(bench: Bench, document: SourceDocument) -> dict:
 
 
 def run_variants(options: argparse.Namespace) -> None:
-    """Train and measure variants, each into a file of its own."""
+    """Train and measure variants, and write each one's result to a file."""
     for name in options.variants:
         if name not in UNTRAINED and name not in VARIANTS:
             known = ", ".join([*UNTRAINED, *VARIANTS])
@@ -526,9 +529,9 @@ def run_variants(options: argparse.Namespace) -> None:
 
 
 def is_current(result: Mapping[str, Any]) -> bool:
-    """Return whether a result began with the adapter that ships now, or with none.
+    """Return whether a result's training started from the adapter that ships now, or from none.
 
-    Results from before they had the adapter's hash are not taken for current.
+    Old results that do not have the adapter's hash do not count as current.
     """
     init = result["init"]
     return not init or result.get("init_hash") == hash_shipped(init)
@@ -543,11 +546,10 @@ def format_mean(gains: np.ndarray) -> str:
 
 
 def compare_results(results: list[dict]) -> str:
-    """Return a Markdown table of variants: mean divergence at every ratio, and what is gained over
-    the first.
+    """Return a Markdown table of variants: mean divergence at every ratio, and the gain over the
+    first.
 
-    The gain is paired, development case by development case, with a 95 % bootstrap interval over
-    the cases.
+    Gains are paired by development case, with 95 % bootstrap intervals over the cases.
     """
     lines = [
         "| variant | seed | steps | seconds | "
@@ -585,7 +587,7 @@ def print_table(options: argparse.Namespace) -> None:
         raise SystemExit(f"{options.folder} has no results; run some variants first.")
     order = [*UNTRAINED, *VARIANTS]
     for result in results:
-        # A variant of an earlier search that is not offered any more comes last.
+        # Variants of an earlier search that are no longer offered come last.
         if result["variant"] not in order:
             order.append(result["variant"])
     results.sort(
@@ -598,7 +600,7 @@ def print_table(options: argparse.Namespace) -> None:
 
 
 def ship_variant(options: argparse.Namespace) -> None:
-    """Put an adapter of the search, which knows KVzip alone, into the package."""
+    """Put an adapter of the search, which was trained with KVzip only, into the package."""
     bench = Bench(options.folder)
     name = name_result(options.variant, options.seed, options.steps)
     result = json.loads((options.folder / "results" / f"{name}.json").read_text("utf-8"))
@@ -631,7 +633,7 @@ def ship_variant(options: argparse.Namespace) -> None:
     )
     adapter.record_results(adapter.card.results or [], options.helps_up_to)
     target = shipped_path("smollm2", "adapters", options.name)
-    # A model card of the adapter that it replaces would be taken for a person's.
+    # The model card of the adapter that is replaced would be taken for one that a person wrote.
     (target / "README.md").unlink(missing_ok=True)
     adapter.save_pretrained(target, dtype=torch.bfloat16)
     lines = ["step,ratio,loss\n"]
@@ -641,7 +643,7 @@ def ship_variant(options: argparse.Namespace) -> None:
 
 
 def name_result(variant: str, seed: int, steps: int) -> str:
-    """Return the name of a variant's files among the results."""
+    """Return the name, without ending, of a variant's files among the results."""
     return f"{variant}, seed {seed}, {steps} steps"
 
 

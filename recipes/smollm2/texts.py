@@ -1,10 +1,10 @@
-"""Make the training texts that stand in recipes/smollm2/texts from a folder laid out as the
-project's ../shared/data.
+"""Make the training texts in recipes/smollm2/texts from a folder laid out like the project's
+../shared/data.
 
     python -m recipes.smollm2.texts ../shared/data
 
-They are the texts of the split "training" (restorekv.tasks.splits): what evaluation or the choice
-of variants uses is left out. docs/evaluation.md names the sources and their licenses.
+They are the texts of the split "training" (restorekv.tasks.splits), without those that evaluation
+or the choice of variants uses. docs/evaluation.md names the sources and their licenses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from recipes.run import run_recipe
 from restorekv.tasks.splits import TRAINING, split_factbook, split_fairytale, split_novel
 
 TEXTS = Path(__file__).parent / "texts"
-LETTERS = 150_000  # of every novel, from its beginning
+LETTERS = 150_000  # characters that are taken from the beginning of every novel
 SECTIONS = 120
 
 
@@ -64,7 +64,7 @@ def select_sections(found: list[dict]) -> list[dict]:
 
 
 def write_rows(path: Path, found: list[dict]) -> None:
-    """Write id, context and questions of every row as a line."""
+    """Write id, context and questions of every row as a JSON line."""
     kept = [
         {
             "id": row["id"],

@@ -1,12 +1,11 @@
-"""Measures how to put a question to a model: token F1 of the full cache's answers under several
-wordings.
+"""Measure which wording of a question a model answers best: token F1 of the full cache's answers.
 
     python -m recipes.smollm2.wording --model MODEL --data ../shared/data
 
 The passages are training documents only (tasks/splits.py): the first sections of FairytaleQA
-stories whose sections can be told apart, and the first lines of Factbook documents, up to LENGTH
-tokens each, with five questions. The wording with the highest mean of the two columns is the
-benchmarks' (tasks/reading.py).
+stories in which sections can be identified, and the first lines of Factbook documents, up to LENGTH
+tokens each, with five questions. The wording with the highest mean of the two columns is the one
+that the benchmarks use (tasks/reading.py).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ QUESTIONS = 5
 NEW_TOKENS = 32
 SENTENCE = "Answer the following question about the text in one short sentence."
 WORDS = "Answer the question about the text in a few words."
-WORDINGS = [  # what follows the text, and what opens the answer
+WORDINGS = [  # what follows the text, and how the answer begins
     ("\n\n{q}", ""),
     ("\n\nQuestion: {q}\nAnswer:", ""),
     ("\n\nQuestion: {q}", "Answer:"),
@@ -55,7 +54,9 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def read_fairytales(folder: Path, tokenizer) -> Iterator[Passage]:
-    """Yield the first sections of training stories that have one section a block of text."""
+    """Yield the first sections of training stories in which every block of text is one section,
+    with questions about them.
+    """
     for index, row in enumerate(read_rows(folder / "fairytaleqa/train.jsonl")):
         blocks = row["context"].split("\n\n")
         named = {
@@ -73,7 +74,7 @@ def read_fairytales(folder: Path, tokenizer) -> Iterator[Passage]:
 
 
 def read_factbook(folder: Path, tokenizer) -> Iterator[Passage]:
-    """Yield the first lines of training documents."""
+    """Yield the first lines of training documents, with the questions that they answer."""
     found = read_rows(folder / "factbook/documents.jsonl")
     splits = split_factbook(row["id"] for row in found)
     for row in found:
@@ -83,7 +84,7 @@ def read_factbook(folder: Path, tokenizer) -> Iterator[Passage]:
 
 
 def fit_pieces(pieces: list[str], joint: str, tokenizer) -> list[str]:
-    """Return the first pieces that have at most LENGTH tokens together."""
+    """Return as many of the first pieces as have at most LENGTH tokens together."""
     count = len(pieces)
     while len(tokenizer.encode(joint.join(pieces[:count]))) > LENGTH:
         count -= 1

@@ -25,7 +25,7 @@ from restorekv.restore.adapter import RestoreAdapter
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "distributions" / "restorekv-tiny" / "restorekv_tiny"
 EVICTORS = ("kvzip", "kvzip+", "contrastkv", "contrastkv-simple", "snapkv", "h2o", "fastkvzip")
-AT_ONCE = 2  # trainings, a thread each
+AT_ONCE = 2  # trainings at the same time, with one thread each
 
 
 def start_script(script: str, *arguments: str | Path) -> subprocess.Popen:
@@ -42,7 +42,7 @@ def wait_for(*running: subprocess.Popen) -> None:
 
 
 def install_models(folder: Path) -> None:
-    """Copy the results into the package: the model in float32, LoRA in bfloat16."""
+    """Copy the model (in float32) and the adapters (LoRA in bfloat16) into the package."""
     model = AutoModelForCausalLM.from_pretrained(
         folder / "model", dtype=torch.float32, trust_remote_code=False, use_safetensors=True
     )
@@ -59,7 +59,11 @@ def install_models(folder: Path) -> None:
 
 
 def install_gates(folder: Path) -> None:
-    """Before the adapters, which need them: "fastkvzip" looks for its gate in the package."""
+    """Copy the gates into the package.
+
+    This must happen before the adapters are trained, because "fastkvzip" looks for its gate in the
+    package.
+    """
     (PACKAGE / "gates").mkdir(exist_ok=True)
     for kind in gate_kinds.KINDS:
         gate = gate_file.read_gate(folder / "gates" / f"{kind}.safetensors")
@@ -70,7 +74,7 @@ def install_gates(folder: Path) -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run what has not been run."""
+    """Run the steps that are not done yet, then install the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

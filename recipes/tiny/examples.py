@@ -1,8 +1,8 @@
-"""Training sequences of the tiny model: one document, then blocks that each see the document and
-themselves only.
+"""Training sequences of the tiny model: one document, then blocks that attend only to the document
+and to themselves.
 
-Every block sits at the position it has after compression (right behind the document), so one row of
-a batch teaches several questions and one reconstruction without one seeing the other.
+Every block has the positions that it would have after compression, right after the document. So one
+row of a batch teaches several questions and a reconstruction that do not see each other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from restorekv.tiny.suite import make_token_counter
 from restorekv.tiny.world import WorldDocument, draw_document
 
-# the parts of the loss
+# The parts of the loss.
 ANSWER = 0
 REPEAT = 1
 CONTEXT = 2
@@ -28,8 +28,8 @@ Mix = tuple[float, ...]  # how often each of KINDS is drawn
 
 @dataclass
 class Row:
-    """One training sequence: ids, positions, block number (0: the document) and the loss part of
-    each *target*.
+    """One training sequence: for each id its position, its block (0: the document), and the part of
+    the loss that predicting the *next* id counts for.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Sampler:
     def repeat(
         self, rng: random.Random, row: Row, ids: list[int], end: int, block: int, longest: int
     ) -> None:
-        """A reconstruction block, with the prompts that KVzip scores with."""
+        """Append a reconstruction block, with one of the prompts that KVzip scores with."""
         length = min(len(ids), rng.choice((48, 96, 192)))
         if rng.random() < 0.7 or len(ids) < length + 16:
             start = 0
@@ -126,7 +126,7 @@ class Sampler:
         )
 
     def choose(self, rng: random.Random, made: WorldDocument, count: int) -> list:
-        """`count` questions of a document, families drawn evenly."""
+        """Return `count` questions about a document, with families drawn evenly."""
         by_family: dict[str, list] = {}
         for question in made.questions:
             by_family.setdefault(question.family, []).append(question)
@@ -151,7 +151,7 @@ class Sampler:
         longest: int,
         mix: Mix,
     ) -> Batch:
-        """The batch of `step`: `rows` rows of one length between `low` and `high`."""
+        """Return the batch of `step`: `rows` rows of one length between `low` and `high`."""
         rng = random.Random(f"{self.seed} {step}")
         tokens = rng.randint(low, high)
         return collate_rows(
@@ -174,7 +174,9 @@ class Batch:
 
 
 def collate_rows(rows: list[Row]) -> Batch:
-    """Pad rows to the longest; a position sees the document and its own block up to itself."""
+    """Pad rows to the longest; each position attends to the document and its own block up
+    to itself.
+    """
     longest = max(len(row.ids) for row in rows)
 
     def padded(name: str, value: int) -> Tensor:

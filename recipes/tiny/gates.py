@@ -2,8 +2,8 @@
 
     python -m recipes.tiny.gates runs/tiny          (resumes)
 
-The documents are from the split that the restore pass is trained on and as long as those of the
-suite.
+The documents are from the split that restore adapters are trained on, and have the lengths of those
+of the suite.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Make the appendix's table of training data in small: both mixtures for the tiny model, from
-made-up texts.
+"""Make a small version of the appendix's table of training data, from made-up texts.
 
     python -m recipes.tiny.mixture runs/mixture            (resumes and asks nothing twice)
 
-Writes FOLDER/sources (files in the formats of LongAlpaca, PG-19, Tulu-3 and the Common Pile's
-papers), FOLDER/paper and FOLDER/permissive (as `restorekv data build` does),
-paper/results/data-table.md, paper/results/data-table.json and, for `python -m paper`, the rows of
-the first in the package.
+Both mixtures are built for the tiny model. The script writes FOLDER/sources (files in the formats
+of LongAlpaca, PG-19, Tulu-3 and the Common Pile's papers), FOLDER/paper and FOLDER/permissive (the
+mixtures, as `restorekv data build` writes them), paper/results/data-table.md,
+paper/results/data-table.json, and for `python -m paper` the rows of the mixture "paper" to
+paper/mixture.json.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from restorekv.tiny import suite, world
 from restorekv.tiny.world import DEEDS, PEOPLE, PLACES, TIMES
 
 RESULTS = Path(__file__).parents[2] / "paper" / "results"
-# Test documents of the tiny suite that some table here is measured on; `data build` knows the first
-# 52.
+# How many test documents of the tiny suite are kept out: all that some table here is measured on.
+# `data build` itself knows only the first 52.
 TEST = 156
 
 
 class Bounds(TypedDict):
-    """Settings of `BuildConfig`, in tokens but for `chunks`."""
+    """Settings of `BuildConfig`, in tokens except `chunks`."""
 
     shortest: int
     longest: int
@@ -91,12 +91,13 @@ FRAMES = {
         " \n Now the material ends. \n",
     ),
 }
-OTHERS = ("arXiv.org perpetual, non-exclusive license", None)  # of papers that must not be taken
+OTHERS = ("arXiv.org perpetual, non-exclusive license", None)  # licenses that must be refused
 
 
 def draw_story(rng: random.Random, tokens: int, length: Callable[[str], int]) -> list[str]:
-    """Return sentences of the world's grammar up to `tokens`, in a new order (its stories are in
-    the tests).
+    """Return up to `tokens` tokens of sentences of the world's grammar, in a new order.
+
+    The world's own stories are in all test documents, so texts with them would be refused.
     """
     lines = []
     used = 0
@@ -109,8 +110,8 @@ def draw_story(rng: random.Random, tokens: int, length: Callable[[str], int]) ->
 
 
 def draw_document(name: str, tokens: int, length: Callable[[str], int]) -> world.WorldDocument:
-    """Return a document of about `tokens` with facts of three families, and their questions; the
-    name is its seed.
+    """Return a document of about `tokens` tokens with facts of up to three families, and questions
+    about them; the name is its seed.
     """
     rng = random.Random(name)
     parts = [world.draw_needles(rng, 3), world.draw_people(rng, 2), world.draw_links(rng, 1)]
@@ -126,8 +127,10 @@ def draw_document(name: str, tokens: int, length: Callable[[str], int]) -> world
 def draw_long_alpaca(
     tokenizer: Tokenizer, count: int, test: list[world.WorldDocument]
 ) -> list[dict]:
-    """Return rows {instruction, input, output}: framed documents, a repeat, a short instruction,
-    planted copies.
+    """Return rows {instruction, input, output} like LongAlpaca's.
+
+    Most are documents in its frames. To test the build there are also a repeated document, a short
+    instruction, and planted copies of test documents.
     """
     rng = random.Random("mixture papers")
     length = suite.make_token_counter(tokenizer)
@@ -154,8 +157,9 @@ def draw_long_alpaca(
 
 
 def draw_pg19(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument]) -> list[dict]:
-    """Return rows like emozilla/pg19's, of a few chapters each; the second book begins with a test
-    document.
+    """Return rows like emozilla/pg19's, with a few chapters each.
+
+    The second book begins with a test document, and the third is shorter than a chunk.
     """
     rng = random.Random("mixture books")
     length = suite.make_token_counter(tokenizer)
@@ -183,8 +187,9 @@ def draw_pg19(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument])
 
 
 def draw_tulu(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument]) -> list[dict]:
-    """Return rows {id, messages, source}: a text and a question about it; one in ten is of another
-    subset.
+    """Return rows {id, messages, source} like Tulu-3's, each a text and a question about it.
+
+    One in ten is from a subset other than FLAN, and one is a test document.
     """
     rng = random.Random("mixture flan")
     length = suite.make_token_counter(tokenizer)
@@ -210,8 +215,8 @@ def draw_tulu(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument])
 def draw_open_papers(
     tokenizer: Tokenizer, count: int, test: list[world.WorldDocument]
 ) -> list[dict]:
-    """Return rows {id, text, metadata} under made-up licenses, some of them share-alike or
-    unknown.
+    """Return rows {id, text, metadata} with made-up licenses, some of them share-alike, refused or
+    missing; the first is a test document.
     """
     rng = random.Random("mixture open papers")
     length = suite.make_token_counter(tokenizer)
@@ -233,8 +238,9 @@ def draw_open_papers(
 
 
 def write_sources(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
-    """Write the sources and "exclude", all test documents, always with the same bytes; return
-    paths by setting.
+    """Write the sources, and as "exclude" all test documents; return the paths by setting.
+
+    The files are the same in every run, byte for byte.
     """
     folder.mkdir(parents=True, exist_ok=True)
     test = suite.draw_documents(tokenizer, TEST)
@@ -262,7 +268,7 @@ def write_sources(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def build_and_read(folder: Path, mixture: str, files: dict[str, str]) -> tuple[list[dict], dict]:
-    """Build or resume a mixture and read it back: the figures of its table, and its manifest."""
+    """Build or resume a mixture; return the figures of its table, and its manifest."""
     model, tokenizer = load_model("tiny")
     config = BuildConfig(
         mixture=mixture,
@@ -286,8 +292,8 @@ def build_and_read(folder: Path, mixture: str, files: dict[str, str]) -> tuple[l
 
 
 def find_closest(folders: list[Path], test: list[world.WorldDocument]) -> tuple[int, float]:
-    """Return how many different contexts were taken, and the largest share of 13-grams in common
-    with a test.
+    """Return how many different contexts were taken, and the largest share of 13-grams that one has
+    in common with a test document.
     """
     tests = EvaluationIndex(((str(number), one.text) for number, one in enumerate(test)), 1e-6)
     texts = set()
@@ -366,7 +372,9 @@ def print_tables(*tables: Table) -> str:
 
 
 def summarize_self_study(folders: list[Path], contexts: int) -> str:
-    """Return a row per kind of question over the self-study of both mixtures."""
+    """Return the section on the questions that the model wrote for both mixtures, with a row for
+    each kind of question.
+    """
     rows = []
     for folder in folders:
         for name in ("longalpaca", "papers", "pg19"):
@@ -389,7 +397,7 @@ def summarize_self_study(folders: list[Path], contexts: int) -> str:
 def write_page(
     folder: Path, files: dict[str, str], results: dict[str, tuple[list[dict], dict]]
 ) -> str:
-    """Return the page."""
+    """Return the page paper/results/data-table.md."""
     test = [json.loads(line)["context"] for line in Path(files["exclude"]).read_text().splitlines()]
     sizes = ", ".join(
         f"{Path(path).name} {Path(path).stat().st_size / 1e3:.0f} kB" for path in files.values()

@@ -1,9 +1,9 @@
-"""Train the tiny language model: retrieval on short noisy documents first, then longer and more
+"""Train the tiny language model: retrieval on short noisy documents first, then on longer and more
 predictable ones.
 
     python -m recipes.tiny.pretrain runs/tiny     (resumes from runs/tiny/state.pt if it is there)
 
-What each choice is for, and what failed, is in paper/log.md.
+paper/log.md says what each choice is for, and what failed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from recipes.tiny.examples import ANSWER, CONTEXT, REPEAT, Batch, Sampler
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of training: up to `until` steps, documents of `low` to `high` ids."""
+    """A stage of training: it lasts until step `until`, on documents of `low` to `high` ids."""
 
     until: int
     low: int
@@ -40,7 +40,7 @@ class Stage:
     mix: tuple[float, ...]  # how often each kind of document is drawn
 
 
-# Mixes: mostly facts; more word lists.
+# Mixes of kinds of documents: one of mostly facts, one with more word lists.
 FACTS = (0.3, 0.3, 0.15, 0.15, 0.1)
 LISTS = (0.25, 0.15, 0.1, 0.35, 0.15)
 STAGES = (
@@ -55,13 +55,13 @@ LONGEST = 2300
 
 @dataclass(frozen=True)
 class Recipe:
-    """Hyper-parameters; their names are the command line's."""
+    """Hyper-parameters; the command line sets some of them by name."""
 
     optimizer: str = "muon"
     lr: float = 3e-3
     warmup: int = 200
     decay_from: float = 0.6
-    # Steps to the end of the cosine; training stops where nothing more is gained.
+    # Steps to the end of the cosine; training stops earlier, when nothing more is gained.
     horizon: int = 2500
     seed: int = 0
     hidden: int = 192
@@ -72,7 +72,7 @@ class Recipe:
 
 
 def build_model(recipe: Recipe, vocabulary: int, stop: int) -> Qwen3ForCausalLM:
-    """A Qwen3 model of about two million parameters, freshly drawn from the seed."""
+    """Return a Qwen3 model of about two million parameters, initialized from the seed."""
     torch.manual_seed(recipe.seed)
     config = Qwen3Config.from_dict(
         {
@@ -96,7 +96,7 @@ def build_model(recipe: Recipe, vocabulary: int, stop: int) -> Qwen3ForCausalLM:
 
 
 def make_optimizers(model: Qwen3ForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers and AdamW for the rest, or AdamW for all."""
+    """Return Muon for the matrices inside the layers and AdamW for the rest, or AdamW for all."""
     inner = [p for p in model.model.layers.parameters() if p.ndim == 2]
     ids = {id(p) for p in inner}
     rest = [p for p in model.parameters() if id(p) not in ids]
@@ -118,8 +118,8 @@ def scale_rate(recipe: Recipe, step: int) -> float:
 def compute_losses(
     model: Qwen3ForCausalLM, batch: Batch, stage: Stage
 ) -> tuple[Tensor, dict[str, float], dict[str, list[bool]]]:
-    """Return a batch's weighted loss, its parts, and by family whether every answer id of a
-    question was right.
+    """Return a batch's weighted loss, its parts, and by family whether each question's answer had
+    all ids right.
     """
     with torch.autocast("cpu", torch.bfloat16):
         bias = torch.zeros(batch.mask.shape, dtype=torch.bfloat16).masked_fill_(
@@ -156,13 +156,13 @@ def compute_losses(
 
 
 def save_state(path: Path, state: dict) -> None:
-    """Write a checkpoint whole or not at all."""
+    """Write a checkpoint to a temporary file first, so that an interruption leaves the old one."""
     torch.save(state, path.with_suffix(".tmp"))
     os.replace(path.with_suffix(".tmp"), path)
 
 
 def pretrain(folder: Path, recipe: Recipe, steps: int | None, minutes: float) -> None:
-    """Run the stages from the last checkpoint in `folder` to the end (or for `minutes`)."""
+    """Run the stages from the last checkpoint in `folder` to the end, or for at most `minutes`."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "model", trust_remote_code=False)
     sampler = Sampler(tokenizer)
     model = build_model(recipe, len(tokenizer), tokenizer.convert_tokens_to_ids("<|im_end|>"))

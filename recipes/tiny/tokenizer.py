@@ -24,7 +24,7 @@ TEMPLATE = (
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# Ordinary words the world never uses, so that plain English does not fall apart into letters.
+# Ordinary words that the world never uses, so that plain English is not split into letters.
 PLAIN = """
 the of and to in that is was he for it with as his on be at by had not are but from or have an
 they which one you were her all she there would their we him been has when who will more no if out
@@ -38,8 +38,8 @@ take three house use again place around small however found thought part give ev
 
 
 def draw_corpus(documents: int) -> Iterator[str]:
-    """World documents with their questions and answers, then plain words: the text the merges are
-    learned from.
+    """Yield the texts that the merges are learned from: documents of the world with their questions
+    and answers, numbers, prompts and plain words.
     """
     rng = random.Random("bundled tokenizer")  # the seed of the tokenizer that ships
     for index in range(documents):
