@@ -3,9 +3,9 @@
     python .ci/release.py 0.2.0            # on a clean main; commits and tags, pushes nothing
     python .ci/release.py 0.2.0 --write    # only writes the version into the files
 
-The version stands in pyproject.toml of the package and of both distributions, in `__version__`, in
-CITATION.cff, in uv.lock, and as the newest heading of CHANGELOG.md. What is built lies in dist/,
-ready for `twine upload dist/*`.
+The version is written in pyproject.toml of the package and of both distributions, in `__version__`,
+in CITATION.cff, in uv.lock, and in the newest heading of CHANGELOG.md. The wheels and the sdist are
+in dist/ afterwards, ready for `twine upload dist/*`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# The folder of each project, by the name that it is published under.
+# The folder of each project, by its published name.
 PROJECTS = {
     "restorekv": ".",
     "restorekv-tiny": "distributions/restorekv-tiny",
     "restorekv-smollm2": "distributions/restorekv-smollm2",
 }
 VERSION = re.compile(r"\d+\.\d+\.\d+((a|b|rc)\d+)?")
-WHEEL_BYTES = 2 << 20  # of the package itself, which is code and ships no weights
+WHEEL_BYTES = 2 << 20  # limit for the package itself, which is code without weights
 UNRELEASED = "unreleased"
 
 
@@ -46,7 +46,7 @@ def replace_once(path: Path, pattern: str, replacement: str) -> None:
 
 
 def write_version(root: Path, version: str, today: datetime.date) -> None:
-    """Write a version into every file that names it, and a date beside it where there is one."""
+    """Write a version into every file that states it, and the date into those that have one."""
     if not VERSION.fullmatch(version):
         raise ReleaseError(f"{version} is no version; write it like 0.2.0 or 0.2.0rc1.")
     for name, folder in PROJECTS.items():
@@ -71,14 +71,14 @@ def run(*command: str) -> str:
     print("$", *command, flush=True)
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        # Linters, tests and twine say there what is wrong.
+        # Linters, tests and twine write to standard output what is wrong.
         print(done.stdout, flush=True)
         raise ReleaseError(f"`{' '.join(command)}` failed; nothing was committed or tagged.")
     return done.stdout
 
 
 def check_tree(version: str) -> None:
-    """Refuse a tree that is not a clean main, and a version that exists."""
+    """Refuse a tree with changes, a branch other than main, and a version that has a tag."""
     if run("git", "status", "--porcelain").strip():
         raise ReleaseError("The tree has changes; commit or remove them first.")
     branch = run("git", "rev-parse", "--abbrev-ref", "HEAD").strip()
@@ -116,7 +116,7 @@ def release(version: str) -> None:
         run("make", "lint", "test")
         build_wheels()
     except ReleaseError:
-        # The tree was clean, so what has changed is the version alone.
+        # The tree was clean, so only the version has changed.
         run("git", "restore", ".")
         raise
     run("git", "commit", "--all", "--message", f"Release {version}")

@@ -3,14 +3,14 @@
 restorekv serve --model smollm2 &
 python examples/ask_langchain.py examples/lighthouse.txt "What was the name of the keeper on duty?"
 
-The environment variable OPENAI_BASE_URL names another server than http://127.0.0.1:8080/v1.
+Set the environment variable OPENAI_BASE_URL to ask a server other than http://127.0.0.1:8080/v1.
 """
 
 import os
 import sys
 from pathlib import Path
 
-# Before the clients are imported, so that the usage needs none of them.
+# Checked before the clients are imported, so that the usage is shown without them.
 if __name__ == "__main__":
     if len(sys.argv) < 3:
         raise SystemExit(__doc__)
@@ -30,7 +30,7 @@ def ask(url: str, document: Path, questions: list[str]) -> list[str]:
     upload = client.files.wait_for_processing(upload.id, poll_interval=0.5)
     if upload.status == "error":
         raise SystemExit(upload.status_details)
-    # The one that uploads are compressed for, such as smollm2:fast-0.1.
+    # The server's model that uploads are compressed for, such as smollm2:fast-0.1.
     model = client.models.list().data[-1].id
     chat = ChatOpenAI(base_url=url, api_key="none", model=model, temperature=0, max_tokens=64)
     file = {"type": "file", "file": {"file_id": upload.id}}

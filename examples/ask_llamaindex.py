@@ -4,15 +4,15 @@ llama-index-llms-openai-like
 restorekv serve --model smollm2 &
 python examples/ask_llamaindex.py examples/lighthouse.txt "What was the name of the keeper on duty?"
 
-LlamaIndex sends the document with every question. The server knows it by its content and compresses
-it once.
+LlamaIndex sends the document with every question. The server recognizes it by its content and
+compresses it only once.
 """
 
 import os
 import sys
 from pathlib import Path
 
-# Before the clients are imported, so that the usage needs none of them.
+# Checked before the clients are imported, so that the usage is shown without them.
 if __name__ == "__main__":
     if len(sys.argv) < 3:
         raise SystemExit(__doc__)

@@ -3,14 +3,14 @@
 restorekv serve --model smollm2 &
 python examples/ask_server.py examples/lighthouse.txt "What was the name of the keeper on duty?"
 
-The environment variable OPENAI_BASE_URL names another server than http://127.0.0.1:8080/v1.
+Set the environment variable OPENAI_BASE_URL to ask a server other than http://127.0.0.1:8080/v1.
 """
 
 import os
 import sys
 from pathlib import Path
 
-# Before the clients are imported, so that the usage needs none of them.
+# Checked before the clients are imported, so that the usage is shown without them.
 if __name__ == "__main__":
     if len(sys.argv) < 3:
         raise SystemExit(__doc__)
@@ -24,7 +24,7 @@ from openai.types.chat import ChatCompletionUserMessageParam
 def ask(url: str, document: Path, questions: list[str]) -> list[str]:
     """Upload a document once and return the answers to questions about it."""
     client = openai.OpenAI(base_url=url, api_key="none")
-    # The one that uploads are compressed for, such as smollm2:fast-0.1.
+    # The server's model that uploads are compressed for, such as smollm2:fast-0.1.
     model = client.models.list().data[-1].id
     with document.open("rb") as file:
         upload = client.files.create(file=file, purpose="user_data")

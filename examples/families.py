@@ -3,9 +3,9 @@
 python examples/families.py             # every family of the table; a minute or two on a CPU
 python examples/families.py gpt-oss     # some of them
 
-The models are small and random, made from each family's own config class, so that nothing is
-downloaded and what they say makes no sense. At ratio 1 nothing is lost: answers that come from a
-compressed text have to be those of `generate`, which reads text and question at once.
+The models are small and have random weights, made from each family's own config class: nothing is
+downloaded, and what they say makes no sense. At ratio 1 nothing is lost, so answers from a
+compressed text must equal those of `generate`, which reads text and question together.
 """
 
 import sys
@@ -51,7 +51,7 @@ GRANITE = {
     "residual_multiplier": 0.5,
     "logits_scaling": 2.0,
 }
-# The name of each family, its model type and what its config says besides SIZES.
+# The name of each family, its model type, and what its config has in addition to SIZES.
 FAMILIES: dict[str, tuple[str, dict]] = {
     "Llama": ("llama", {}),
     "Qwen2": ("qwen2", {}),
@@ -94,14 +94,15 @@ def build_model(family: str, words: int, seed: int = 0) -> PreTrainedModel:
     config = AutoConfig.for_model(kind, vocab_size=words, **{**SIZES, **settings})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
-    for parameter in model.parameters():  # biases, norms and sinks begin as zeros and ones
+    # Biases, norms and sinks start as zeros and ones; make them random, so that they matter.
+    for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter += 0.3 * torch.randn(parameter.shape)
     return model
 
 
 def answer_alike(family: str) -> bool:
-    """Return whether RestoreKV and transformers answer alike."""
+    """Return whether RestoreKV and transformers give the same answers."""
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     model: Any = build_model(family, len(tokenizer))
 

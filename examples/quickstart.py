@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-# PyTorch's threads then sleep while they wait for each other, instead of taking the time of other
-# programs. It is read when PyTorch is imported.
+# Make PyTorch's threads sleep while they wait for each other, so that other programs can run. The
+# variable is read when PyTorch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from restorekv import CompressedContext, compress, load_model
