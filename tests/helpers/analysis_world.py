@@ -1,4 +1,4 @@
-"""Files of analyses made of thin air, as `python -m paper.analysis` writes them."""
+"""Made-up files of analyses, in the formats of `python -m paper.analysis`."""
 
 import json
 import random
@@ -8,7 +8,7 @@ from tests.helpers.report_world import CONVENTIONS, HEADS, LAYERS, RESTORE
 
 
 def write_analyses(folder: Path) -> Path:
-    """One file of every kind, in the formats of paper.analysis."""
+    """Write one file of every kind of analysis."""
     rng = random.Random(0)
     (folder / "analysis").mkdir(parents=True, exist_ok=True)
     for kind, figures in {

@@ -11,7 +11,10 @@ ON_CPU = sorted(BACKENDS if triton_attend is None or triton_attend.INTERPRETED e
 
 
 def make_layer(keep, keys, values, tail_keys, tail_values, bias):
-    """keep (H, SEEN) bool over dense keys and values (H, SEEN, D); tails (B, H, t, D)."""
+    """Return a ragged layer of the pairs in keep (H, SEEN) bool.
+
+    They are taken from dense keys and values (H, SEEN, D); the tails are (B, H, t, D).
+    """
     heads, columns = keep.nonzero(as_tuple=True)
     counts = keep.sum(-1).cumsum(0)
     offsets = torch.cat([counts.new_zeros(1), counts]).int()

@@ -1,4 +1,4 @@
-"""Commands that fail, with what they must say."""
+"""Commands that must fail, and the messages that they must print."""
 
 import pickle
 import shutil
@@ -15,7 +15,7 @@ Build = Callable[[World, Path], list[object]]
 
 
 def files_below(folder: Path) -> dict[str, tuple[int, int]]:
-    """Every file with size and time of change."""
+    """Return the size and time of change of every file below a folder, by path."""
     found = (path for path in folder.rglob("*") if path.is_file())
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in found}
 
@@ -23,8 +23,9 @@ def files_below(folder: Path) -> dict[str, tuple[int, int]]:
 def compress(
     file: str | None = None, model: str | None = None, out: str = "doc.rkv", *more: object
 ) -> Build:
-    """A good command but for what the case changes; names are those of files in the case's own
-    folder.
+    """Build a `compress` command that is good except for what the case changes.
+
+    Names are those of files in the case's own folder.
     """
 
     def build(world: World, tmp: Path) -> list[object]:
@@ -48,7 +49,7 @@ def text(content: bytes, *more: object) -> Build:
 
 
 def model(change: Callable[[Path], object], *more: object) -> Build:
-    """With a copy of the model in which something is wrong."""
+    """Build a command with a copy of the model in which something is wrong."""
 
     def build(world: World, tmp: Path) -> list[object]:
         shutil.copytree(world.model, tmp / "model")
@@ -59,7 +60,7 @@ def model(change: Callable[[Path], object], *more: object) -> Build:
 
 
 def adapter(change: Callable[[Path], object], source: str = "adapter") -> Build:
-    """With a copy of an adapter in which something is wrong."""
+    """Build a command with a copy of an adapter in which something is wrong."""
 
     def build(world: World, tmp: Path) -> list[object]:
         shutil.copytree(world.root / source, tmp / "adapter")
@@ -70,7 +71,7 @@ def adapter(change: Callable[[Path], object], source: str = "adapter") -> Build:
 
 
 def cache(change: Callable[[bytes], bytes], command: str = "ask") -> Build:
-    """With a copy of the cache file in which something is wrong."""
+    """Build a command with a copy of the cache file in which something is wrong."""
 
     def build(world: World, tmp: Path) -> list[object]:
         (tmp / "cache").write_bytes(change((world.root / "cache").read_bytes()))
@@ -88,7 +89,7 @@ def ask(*more: object, model: str = "model", questions: tuple[str, ...] = (QUEST
 
 
 def inspect(*more: str) -> Build:
-    """{} stands for the case's folder."""
+    """Build an `inspect` command; {} in its words is replaced by the case's folder."""
     return lambda world, tmp: [
         "inspect",
         world.cache,
@@ -120,7 +121,9 @@ def train(*more: object, data: bytes | None = None) -> Build:
 
 
 def old_run(*more: object) -> Build:
-    """The folder holds a finished run of one step with two restore tokens."""
+    """Build a `train` command for a folder with a finished run of one step and two
+    restore tokens.
+    """
 
     def build(world: World, tmp: Path) -> list[object]:
         small = ("--restore-tokens", 2, "--rank", 2, "--max-new-tokens", 2, "--ratio-min", 0.1)
@@ -146,7 +149,7 @@ def evaluate(*more: object) -> Build:
 
 
 def flipped(data: bytes, place: float) -> bytes:
-    """One bit of the byte at a share of the length."""
+    """Return data with one bit flipped, in the byte at a share `place` of the length."""
     index = int(place * len(data))
     return data[:index] + bytes([data[index] ^ 1]) + data[index + 1 :]
 
@@ -164,7 +167,7 @@ def halved(path: Path) -> None:
 
 
 def in_folder(make: Callable[[Path], object], build: Build) -> Build:
-    """First makes something in the case's folder."""
+    """Build a command after making something in the case's folder."""
 
     def prepared(world: World, tmp: Path) -> list[object]:
         make(tmp)

@@ -1,4 +1,4 @@
-"""Shapes for attention by blocks, and the same written out."""
+"""Shapes for attention by blocks, and the same attention written out densely."""
 
 import math
 
@@ -18,8 +18,9 @@ def make(heads, groups, rows, held, dim, dtype, seed, size=2.0):
 
 
 def written_out(query, own, context, scale, columns=None):
-    """The output (Q, H * G, D) and the weights (H, G, Q, columns + Q), float64; columns of the
-    context, or all.
+    """Return the output (Q, H * G, D) and the weights (H, G, Q, columns + Q) in float64.
+
+    The weights are those of the context's `columns` (None means all) and of the Q own pairs.
     """
     keys, values = (
         torch.cat([x, y], 1)[:, None].double() for x, y in zip(context, own, strict=True)

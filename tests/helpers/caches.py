@@ -1,4 +1,4 @@
-"""The half of an engine that holds documents."""
+"""An engine that only holds documents, for tests of what happens around answers."""
 
 from restorekv.serve.caches import ActiveQuestion, CacheEngine
 from restorekv.serve.engine import ServedQuestion
@@ -7,7 +7,7 @@ MUCH = 1 << 30  # bytes
 
 
 class DocumentHolder(CacheEngine):
-    """Holds documents and answers no question."""
+    """An engine that holds documents and answers no questions."""
 
     def __init__(self, model, tokenizer, store) -> None:
         super().__init__(model, tokenizer, store, MUCH, None)

@@ -23,7 +23,7 @@ def card_of(adapter):
 
 
 def rows(text, title):
-    """The table under a heading, as {first cell: other cells}."""
+    """Return the table under a heading as {first cell: other cells}."""
     section = text.split(f"## {title}\n")[1].split("\n## ")[0]
     lines = [
         re.split(r"(?<!\\)\|", line)[1:-1] for line in section.splitlines() if line.startswith("|")

@@ -1,6 +1,7 @@
 """Chat templates of popular models, written from memory and without their parts about tools.
 
-Each is on a tokenizer of bytes or of SentencePiece's kind with the control tokens that it writes.
+Each gets a byte-level or a SentencePiece-like tokenizer with the control tokens that the template
+writes.
 """
 
 import re
@@ -351,7 +352,7 @@ MORE = {"gpt-oss": ["<|call|>", "<|constrain|>"], "phi3": ["<|system|>", "<|user
 
 
 def find_control_names(name: str) -> list[str]:
-    """The names in a template that look like control tokens."""
+    """Return the names in a template that look like control tokens."""
     template, eos, bos, _ = TEMPLATES[name]
     pattern = (
         r"<\|\w+\|>|</?think>|<｜[^｜]+｜>|</?s>|<\w+_of_turn>|\[\|\w+\|\]|\[/?[A-Z_]+\]|<sop>"
@@ -364,7 +365,7 @@ def find_control_names(name: str) -> list[str]:
 
 
 def build_chat_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """A tokenizer with the template of a popular model."""
+    """Return a tokenizer with the template of a popular model."""
     template, eos, bos, kind = TEMPLATES[name]
     tokenizer = build_backend(kind)
     control = find_control_names(name)
@@ -388,8 +389,10 @@ MERGES = [("t", "h"), ("th", "e"), ("\n", "\n"), ("c", "o"), ("co", "d"), ("cod"
 
 
 def build_backend(kind: str) -> Tokenizer:
-    """Bytes with some merges, or SentencePiece's BPE with byte fallback: after a space that is
-    prepended to every piece between control tokens, to the first piece alone, or to none.
+    """Return a byte-level BPE with some merges, or SentencePiece's BPE with byte fallback.
+
+    For SentencePiece, the kind says whether a space is prepended to every piece between control
+    tokens, to the first piece only, or to none.
     """
     if kind == "bytes":
         space, line = "Ġ", "Ċ"

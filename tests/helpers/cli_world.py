@@ -1,4 +1,4 @@
-"""A folder with everything a command line needs: tiny models, adapters, a text, a cache file,
+"""A folder with everything that commands need: tiny models, adapters, a text, a cache file and
 training data.
 """
 
@@ -46,8 +46,10 @@ class Result:
 
 
 def build_world(root: Path, tokenizer: PreTrainedTokenizerFast) -> World:
-    """`other` has the shape of `model` and other weights, `wide` another shape, `turned` another
-    RoPE.
+    """Make the folder's files and return their paths.
+
+    Of the models, `other` has the shape of `model` and other weights, `wide` another shape, and
+    `turned` another RoPE.
     """
     world = World(root)
     models = {
@@ -79,9 +81,7 @@ def build_world(root: Path, tokenizer: PreTrainedTokenizerFast) -> World:
 
 
 def cli(*args: object, stdin: bytes = b"") -> Result:
-    """One command of restorekv, or of a checkout's `python -m paper` or `python -m benchmarks`, in
-    this process.
-    """
+    """Run a command of restorekv, or `paper` or `benchmarks` of a checkout, in this process."""
     words = [str(argument) for argument in args]
     of = PROGRAMS.get(words[0]) if words else None
     out, err, before = io.StringIO(), io.StringIO(), sys.stdin

@@ -1,8 +1,8 @@
-"""Compiles the attention kernels for sm_80 and sm_90 without a GPU and prints what each needs, as
+"""Compile the attention kernels for sm_80 and sm_90 without a GPU, and print what each needs as
 JSON.
 
-registers, stack (bytes a thread spills), shared (bytes a program needs), copies (asynchronous
-16-byte copies), matrix (tensor-core instructions).
+Printed are registers, stack (bytes a thread spills), shared (bytes a program needs), copies
+(asynchronous 16-byte copies) and matrix (tensor-core instructions).
 """
 
 import json
@@ -47,7 +47,10 @@ CASES = [
 
 
 def build(kernel, pointers: dict, constants: dict, arch: int, options: dict) -> dict:
-    """Pointers, and integers that are not VARYING, are multiples of 16."""
+    """Compile a kernel and return what it needs.
+
+    Pointers, and integers that are not VARYING, are assumed to be multiples of 16.
+    """
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:

@@ -1,5 +1,5 @@
-"""Compiles the kernels of triton_maxima.py for sm_80 and sm_90 without a GPU and prints what each
-needs, as JSON.
+"""Compile the kernels of triton_maxima.py for sm_80 and sm_90 without a GPU, and print what each
+needs as JSON.
 """
 
 import json

@@ -25,7 +25,7 @@ CONFIG_FIELDS = {field.name for field in fields(CompressionConfig)}
 def compress_with(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, text: Any, **options: Any
 ) -> CompressedContext:
-    """Compress with options by name, of which some belong into the config."""
+    """Compress with options by name; those that are fields of the config are moved into it."""
     settings = {name: options.pop(name) for name in CONFIG_FIELDS & options.keys()}
     return compress(model, tokenizer, text, config=CompressionConfig(**settings), **options)
 

@@ -25,13 +25,13 @@ FLAN_SOURCE = "ai2-adapt-dev/flan_v2_converted"
 
 
 def text(seed: object, words: int) -> str:
-    """Random words, the same for a seed."""
+    """Return random words, the same ones for the same seed."""
     rng = random.Random(str(seed))
     return " ".join(rng.choice(WORDS) for _ in range(words)) + "."
 
 
 def paper(body: str) -> str:
-    """A row of LongAlpaca about one paper."""
+    """Return the instruction of a LongAlpaca row about one paper."""
     return (
         "Below is a paper. Memorize the paper and answer my question after the paper.\n The paper "
         "begins. \n "
@@ -67,8 +67,9 @@ def write_jsonl(path: Path, rows: list) -> Path:
 
 
 def write_sources(root: Path) -> dict[str, str]:
-    """A file of each source, by the name of its setting: JSON, parquet, JSON lines and packed JSON
-    lines.
+    """Write a file of each source and return the paths by the names of their settings.
+
+    They are JSON, parquet, JSON lines and packed JSON lines.
     """
     long = [
         {"instruction": "Name three colours.", "input": "", "output": "Red, green, blue."},
@@ -125,8 +126,8 @@ def write_sources(root: Path) -> dict[str, str]:
 
 
 def settings(files: dict[str, str], **changes: object) -> BuildConfig:
-    """Settings under which these files give a few contexts of every source, and hardly an answer is
-    dropped.
+    """Return settings with which these files give a few contexts of every source, and hardly any
+    answer is dropped.
     """
     tiny = {
         "documents": 3,
@@ -147,7 +148,7 @@ def settings(files: dict[str, str], **changes: object) -> BuildConfig:
 
 
 def flags(config: BuildConfig) -> list[object]:
-    """The same on the command line, which takes no place of a source of another mixture."""
+    """Return the settings as flags, without the paths of sources of other mixtures."""
     own = {source.name for source in MIXTURES[config.mixture]}
     others = {source.name for sources in MIXTURES.values() for source in sources} - own
     parts: list[object] = []

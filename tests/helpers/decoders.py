@@ -205,8 +205,8 @@ def has_rope(kind: str) -> bool:
 
 
 def windowed_variants(kind: str) -> list[dict[str, object]]:
-    """Return the settings that give windows to some layers of a type whose config has none by
-    itself.
+    """Return settings that give windows to some layers, for a type with a config that has none by
+    default.
     """
     text = tiny_config(kind).get_text_config()
     kinds = getattr(text, "layer_types", None)
@@ -220,8 +220,8 @@ def windowed_variants(kind: str) -> list[dict[str, object]]:
 
 
 def hybrid_variants(kind: str) -> list[dict[str, object]]:
-    """Return the settings by which every other layer of a type sees the whole text, where all have
-    a window in so small a model.
+    """Return settings with which every other layer sees the whole text, for a type with windows in
+    all layers of so small a model.
     """
     text = tiny_config(kind).get_text_config()
     if set(getattr(text, "layer_types", None) or ()) != {"sliding_attention"}:
@@ -239,9 +239,7 @@ def tiny_text_config(
 
 
 def sizes_of(config_class: type[PretrainedConfig]) -> dict[str, object]:
-    """Return those of SIZES that a config class has, with its own default where that is no size or
-    no number.
-    """
+    """Return those of SIZES that a config class has under these names."""
     default = config_class()
     names = set(inspect.signature(config_class.__init__).parameters) | set(vars(default))
     mapped = getattr(config_class, "attribute_map", {})
@@ -259,7 +257,7 @@ def build(kind: str, seed: int = 0, **overrides: object) -> PreTrainedModel:
 
 
 def build_from(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """Return a random float32 model of a config, whose small parameters are random too."""
+    """Return a random float32 model of a config; norms, biases and sinks are random too."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).float().eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
@@ -272,7 +270,7 @@ def build_from(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
 
 
 def one_dimensional(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield the parameters that are initialized to ones or zeros: those of norms, biases and
+    """Yield the parameters that are initialized to ones or zeros, which are norms, biases and
     sinks.
     """
     for name, parameter in sorted(model.named_parameters()):
@@ -282,7 +280,5 @@ def one_dimensional(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Para
 
 @torch.no_grad()
 def run_plainly(model: PreTrainedModel) -> None:
-    """Read a few tokens by transformers alone; raise what the class raises where its config makes
-    no sense.
-    """
+    """Pass a few tokens through transformers' own model; it raises if its config makes no sense."""
     model(input_ids=torch.tensor([[3, 4, 5, 6, 7, 8]]))

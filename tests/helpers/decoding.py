@@ -1,4 +1,4 @@
-"""Caches with ragged heads, and what is asked of them."""
+"""Caches with ragged heads, and questions to decode over them."""
 
 import torch
 from transformers import DynamicCache
@@ -16,7 +16,9 @@ QUESTIONS = [
 
 
 def make_cache(model, context, restore=4, share=0.4):
-    """Random pairs and, as restore cache, whatever ids 7, 8, ... leave behind the context."""
+    """Return a cache of random pairs; its restore cache has the pairs of ids 7, 8, ... after the
+    context.
+    """
     full = DynamicCache(config=model.config)
     more = torch.arange(7, 7 + restore)[None]
     with torch.no_grad():

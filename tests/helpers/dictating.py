@@ -1,11 +1,11 @@
-"""A model that writes a given text, whatever it would say."""
+"""A logits processor that makes a model write a given text."""
 
 import torch
 from transformers import LogitsProcessor
 
 
 class Dictate(LogitsProcessor):
-    """Makes the model write a text, whatever it would say."""
+    """A processor that makes the model write a text, whatever it would say."""
 
     def __init__(self, tokenizer, text):
         self.ids = tokenizer.encode(text, add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""Documents of random pairs, whose heads have any lengths."""
+"""Documents of random pairs, with heads of any lengths."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ def make_document(lengths: Sequence[Sequence[int]], dim: int, seed: int = 0) -> 
 
 
 def describe_engine_model(model, **changed):
-    """What an engine knows of a model, with changes."""
+    """Return what an engine knows about a model, with changes."""
     shape = CacheShape.from_model(model)
     facts = EngineModel(
         layers=shape.layers,

@@ -1,4 +1,4 @@
-"""Documents that make rows of a table."""
+"""Two documents with questions, as in the tiny suite."""
 
 from restorekv.tiny.world import WorldDocument, WorldQuestion
 

@@ -1,4 +1,6 @@
-"""Documents with questions, and vLLM in this process or as a server; only `make vllm` has vLLM."""
+"""Documents with questions, and vLLM in this process or as a server; vLLM is only installed by
+`make vllm`.
+"""
 
 import json
 import os
@@ -33,8 +35,8 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class World:
-    """Documents in a store, and the answers `expected[document][question]` of restorekv from the
-    same caches.
+    """Documents in a store, with restorekv's answers `expected[document][question]` from the same
+    caches.
     """
 
     folder: str  # of the model
@@ -58,8 +60,8 @@ def make_world(
     tokens: int = TOKENS,
     **options: Any,
 ) -> World:
-    """Compress texts, by the names of their files, and asks each all questions, for answers of so
-    many tokens.
+    """Compress texts, given by the names of their files, and ask each all questions, for answers of
+    `tokens` tokens.
     """
     folder, store = place / "model", place / "store"
     store.mkdir(parents=True)
@@ -98,7 +100,7 @@ def engine(world: World, **options: Any) -> Iterator[Any]:
 
 
 def ask(llm: Any, prompts: Sequence[list[int]], **options: Any) -> list[Any]:
-    """Return vLLM's outputs for token ids, greedy."""
+    """Return vLLM's outputs for token ids, decoded greedily unless the options say otherwise."""
     from vllm import SamplingParams
 
     params = SamplingParams(**{"temperature": 0, "max_tokens": TOKENS, **options})
@@ -111,7 +113,7 @@ def answers(llm: Any, prompts: Sequence[list[int]], **options: Any) -> list[str]
 
 
 def ask_and_leave(llm: Any, ids: list[int]) -> None:
-    """Ask, and cancel while the first step of the request runs, as a client does that goes away."""
+    """Ask, and cancel while the first step of the request runs, as when a client disconnects."""
     from vllm import SamplingParams
 
     engine = llm.llm_engine
@@ -135,7 +137,7 @@ def ask_and_leave(llm: Any, ids: list[int]) -> None:
 
 
 def without_halves(texts: Sequence[str]) -> list[str]:
-    """Return texts without what `ask` and vLLM leave out: a leading space, and half a character at
+    """Return texts without what `ask` or vLLM leaves out: leading space, and half a character at
     the end.
     """
     return [text.lstrip().rstrip("\ufffd") for text in texts]

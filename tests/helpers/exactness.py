@@ -1,8 +1,8 @@
 """Compares answers over a compressed cache with what transformers computes for the same ids.
 
-With ratio 1 nothing is lost, so logits and greedy tokens have to be those of the plain model. Below
-1 the oracle is the plain model with its class's own eager attention, where a mask for every layer
-and head hides the dropped pairs.
+At ratio 1 nothing is lost, so logits and greedy tokens must be those of the plain model. Below 1
+the oracle is the plain model with its class's own eager attention and a mask for every layer and
+head that hides the evicted pairs.
 """
 
 import copy
@@ -46,16 +46,17 @@ def compare(
     ratios: tuple[float, ...] = (1,),
     seed: int = 0,
 ) -> list[str]:
-    """Return what differs between RestoreKV and transformers, as sentences; raise what RestoreKV
-    raise.
+    """Return what differs between RestoreKV and transformers, as sentences.
+
+    Exceptions of RestoreKV are not caught.
 
     Args:
         model: The model with transformers' own attention.
-        text: Tokens of the text, the prefix included.
-        question: Tokens of the question.
-        answer: Tokens of the answer.
-        ratios: Shares of the pairs to keep.
-        seed: Of the random token ids.
+        text: The number of tokens of the text, prefix included.
+        question: The number of tokens of the question.
+        answer: The number of tokens of the answer.
+        ratios: The shares of the pairs to keep.
+        seed: The seed of the random token ids.
     """
     plain = plain_copy(model)
     ids = random_ids(text + question, seed)
@@ -95,7 +96,7 @@ def measure_error(own: Tensor, expected: Tensor) -> float:
 
 
 def differences(what: str, own: Tensor, expected: Tensor) -> list[str]:
-    """Return a sentence where two tensors of logits differ."""
+    """Return a sentence if two tensors of logits differ, else an empty list."""
     size = expected.abs().max().clamp(min=1e-6)
     difference = ((own - expected).abs().max() / size).item()
     return [] if difference <= TOLERANCE else [f"{what} differ by {difference:.2g} of the largest"]
@@ -124,8 +125,8 @@ def greedy_ids(plain: PreTrainedModel, ids: Tensor, count: int, keep: Tensor | N
 
 
 def oracle(plain: PreTrainedModel, ids: Tensor, keep: Tensor) -> Tensor:
-    """Return the logits of a dense pass in which tokens after the text see the pairs in `keep` (L,
-    H, T) alone.
+    """Return the logits of a dense pass in which tokens after the text attend only to those of its
+    pairs that are in `keep` (L, H, T).
     """
     text = keep.shape[-1]
     total = ids.shape[-1]
@@ -146,7 +147,7 @@ def oracle(plain: PreTrainedModel, ids: Tensor, keep: Tensor) -> Tensor:
 
 
 def hidden(causal: Tensor, keep: Tensor, text: int, heads: int) -> Tensor:
-    """Return what eager attention adds to the logits of one layer: (1, H * G, Q, K)."""
+    """Return the mask that eager attention adds to the logits of one layer: (1, H * G, Q, K)."""
     visible = causal.expand(heads, -1, -1).clone()
     visible[:, text:, :text] &= keep.repeat_interleave(heads // len(keep), 0)[:, None]
     dtype = torch.get_default_dtype()
@@ -175,8 +176,8 @@ def masked(plain: PreTrainedModel, mask_of: Callable[[int, int], Tensor]) -> Ite
 
 
 def answered_beyond(model: PreTrainedModel, limit: int, question: int, answer: int) -> list[str]:
-    """Return what is answered although it needs one position more than `limit`: texts, questions
-    and answers.
+    """Return the texts, questions and answers that are accepted although they need one position
+    more than `limit`.
     """
     ids = random_ids(limit + 1)
     text = limit - question - answer
@@ -199,7 +200,7 @@ def answered_beyond(model: PreTrainedModel, limit: int, question: int, answer: i
 
 
 def refuses(call: Callable[[], object]) -> bool:
-    """Return whether a call raises a sentence."""
+    """Return whether a call raises a RestoreKVError."""
     try:
         call()
     except RestoreKVError:

@@ -1,9 +1,9 @@
-"""A CPU whose code has to pass self-tests as a GPU's has to, with graphs and streams that behave as
-CUDA's do.
+"""A CPU that behaves like a GPU: its code must pass self-tests, and it has graphs and streams like
+CUDA's.
 
 A captured graph holds the operations of the capture and the tensors that they read and write; a
-replay runs them again, on the same memory. Work on a second stream is done when somebody waits for
-that stream, and not before: until then its results are NaN.
+replay runs them again, on the same memory. Work on a second stream is only done when somebody waits
+for that stream; until then its results are NaN.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ NAME = "Fake 9000"
 
 
 class Recorder(TorchDispatchMode):
-    """Runs operations, remembers them, and takes back in the end what they wrote to memory from
-    before.
+    """A mode that runs and records operations, and at the end undoes what they wrote to memory that
+    existed before.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Recorder(TorchDispatchMode):
 
 
 class FakeGraph:
-    """A CUDAGraph; `captured` counts those of a test."""
+    """A replacement of CUDAGraph; `captured` counts the captures of a test."""
 
     captured = 0
 
@@ -75,7 +75,7 @@ def capture(graph: FakeGraph, capture_error_mode: str = "global") -> Iterator[No
 
 
 class FakeStream:
-    """Holds copies until somebody waits for it."""
+    """A stream that holds copies back until somebody waits for it."""
 
     def __init__(self, device: object = None) -> None:
         self.waiting: list[Callable[[], None]] = []
@@ -93,7 +93,9 @@ class FakeStream:
 
 
 class Delayed(TorchDispatchMode):
-    """Delays the copies of a block: their results are NaN until the stream is waited for."""
+    """A mode that delays the copies in its block: their results are NaN until somebody waits for
+    the stream.
+    """
 
     def __init__(self, stream: FakeStream) -> None:
         super().__init__()
@@ -115,8 +117,8 @@ def on_stream(stream: FakeStream) -> Iterator[None]:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: object) -> None:
-    """Make the CPU a device with graphs and streams that needs self-tests, whose outcomes are in
-    `folder`.
+    """Make the CPU a device with graphs and streams that needs self-tests; their outcomes are
+    stored in `folder`.
     """
     monkeypatch.setenv("RESTOREKV_CACHE", str(folder))
     monkeypatch.setattr(self_tests, "needs_self_test", lambda device: device.type == "cpu")
@@ -150,7 +152,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: object) -> None:
 
 
 class Identity:
-    """What `identify` returns of the fake device; it has nothing to forget."""
+    """A replacement of `identify_device` for the fake device; it has no cache to clear."""
 
     def __init__(self, known: dict[str, str]) -> None:
         self.known = known

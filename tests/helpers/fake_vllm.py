@@ -1,5 +1,5 @@
-"""What vLLM's completions server with our connector answers, written by transformers' own
-`generate`.
+"""A replacement of vLLM's completions server with our connector; transformers' own `generate`
+writes the answers.
 """
 
 import asyncio
@@ -29,7 +29,9 @@ LONGEST = 2000
 
 
 class FakeVllm:
-    """Serves a model with documents of a form; that of None is a vLLM without our connector."""
+    """A server of a model with documents of a form; the form None is a vLLM without our
+    connector.
+    """
 
     def __init__(self, model, tokenizer, folder: Path, form: str | None = "ragged") -> None:
         shape = CacheShape.from_model(model)
@@ -114,7 +116,7 @@ class FakeVllm:
             raise
 
     def answer(self, body: dict, document, number: int) -> list[dict]:
-        """Return the pieces of one answer, a token each."""
+        """Return the pieces of one answer, each with one token."""
         prompt, temperature = body["prompt"], body["temperature"]
         options = {}
         if document and self.form == "portable":
@@ -187,5 +189,7 @@ class FakeVllm:
 
 
 def padded(pieces: list[dict]) -> list[dict | None]:
-    """Return pieces with enough of nothing behind them that answers of any length take turns."""
+    """Return pieces padded with None to one length, so that answers of any length can
+    take turns.
+    """
     return [*pieces, *[None] * (64 - len(pieces))]

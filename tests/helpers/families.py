@@ -1,4 +1,4 @@
-"""The families of examples/families.py, whose table is the one list of their configs."""
+"""The model families of examples/families.py, which has the only table of their configs."""
 
 import importlib.util
 from pathlib import Path

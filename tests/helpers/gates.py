@@ -10,7 +10,7 @@ S, T, RANK, SINKS, WIDTH = 3, 61, 8, 5, 7
 
 
 def random_layers(kind, model, seed=0):
-    """Parameters far from their starting values, so that each of them shows."""
+    """Return parameters far from their starting values, so that each has a visible effect."""
     generator, shape = torch.Generator().manual_seed(seed), CacheShape.from_model(model)
     free = {
         "q_norm.weight": torch.empty(RANK),

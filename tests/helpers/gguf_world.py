@@ -38,7 +38,7 @@ GEMMA3_PARTS = {
 
 
 def name_of(parameter: str, architecture: str = "llama") -> str:
-    """llama.cpp's name of a parameter of transformers' Llama, Qwen3 or Gemma 3."""
+    """Return llama.cpp's name of a parameter of transformers' Llama, Qwen3 or Gemma 3."""
     if parameter in NAMES:
         return NAMES[parameter]
     _, _, layer, part = parameter.split(".", 3)
@@ -48,10 +48,10 @@ def name_of(parameter: str, architecture: str = "llama") -> str:
 
 
 def places(parameter: str, rows: int, model: PreTrainedModel) -> np.ndarray:
-    """Where in transformers' matrix the rows of llama.cpp's lie.
+    """Return the indices in transformers' matrix of the rows of llama.cpp's.
 
-    It has the two halves of a head's RoPE pairs in turn, of queries and keys of the architecture
-    llama.
+    They differ for queries and keys of the architecture llama: llama.cpp interleaves the two halves
+    of a head's RoPE pairs.
     """
     config = model.config
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -72,8 +72,10 @@ def write(
     architecture: str | None = None,
     extra: dict[str, object] | None = None,
 ) -> Path:
-    """The whole model; matrices in `kind`, the parameter `without` left out, `extra` fields added
-    or replaced.
+    """Write a model to a GGUF file and return its path.
+
+    Matrices are quantized to `kind`, the parameter `without` is left out, and `extra` fields are
+    added or replaced.
     """
     config = model.config
     architecture = architecture or config.model_type.removesuffix("_text")
@@ -119,7 +121,7 @@ def write(
 
 
 def add(writer: gguf.GGUFWriter, key: str, value: object) -> None:
-    """With the type that llama.cpp gives such a value."""
+    """Add a field with the type that llama.cpp uses for such a value."""
     if isinstance(value, list):
         writer.add_array(key, value)
     elif isinstance(value, bool):
@@ -133,7 +135,7 @@ def add(writer: gguf.GGUFWriter, key: str, value: object) -> None:
 
 
 def tokenizer_fields(tokenizer: PreTrainedTokenizerFast) -> dict[str, object]:
-    """Those of a byte-level BPE."""
+    """Return the fields of a byte-level BPE tokenizer."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     tokens = sorted(state["model"]["vocab"], key=state["model"]["vocab"].get)
     special = {each["content"] for each in state["added_tokens"]}
@@ -150,8 +152,9 @@ def tokenizer_fields(tokenizer: PreTrainedTokenizerFast) -> dict[str, object]:
 
 
 def dequantized(path: Path, model: PreTrainedModel) -> dict[str, np.ndarray]:
-    """Every weight by transformers' names and in its order, computed by the package gguf from the
-    file alone.
+    """Return every weight under transformers' name and in its order of rows.
+
+    The package gguf computes them from the file alone.
     """
     tensors = {each.name: each for each in gguf.GGUFReader(path).tensors}
     found = {}

@@ -1,4 +1,4 @@
-"""Writes finished cells as grids do, without a model."""
+"""Finished cells, written as grids write them, but without a model."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,7 @@ from restorekv.tasks import Question
 def finished(
     folder: Path, cell: Cell, asked: Sequence[tuple[Question, str]], **benchmark: object
 ) -> Result:
-    """Write and return a cell whose contexts have one question each; its scores are the
-    benchmark's.
-    """
+    """Write and return a cell with one question for each context, scored by the benchmark."""
     scored = tasks.make_benchmark(cell.benchmark)
     result = open_result(folder, cell, facts(cell, benchmark))
     lines = []
@@ -49,7 +47,7 @@ def finished(
 
 
 def facts(cell: Cell, benchmark: Mapping[str, object]) -> dict:
-    """Return those of a cell's facts that exports of results read."""
+    """Return the facts of a cell, as far as exports of results read them."""
     return {
         "model": cell.model,
         "fingerprint": "0",

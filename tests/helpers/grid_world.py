@@ -1,5 +1,5 @@
-"""A tiny model with an adapter, a benchmark made of plain words, and a grid over them; also run as
-a program.
+"""A tiny model with an adapter, a benchmark made of plain words, and a grid over them; can also be
+run as a program.
 
 python -m tests.helpers.grid_world FOLDER LOG CONTEXTS KILL_AT    runs `resume`
 """
@@ -31,7 +31,9 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Plain(Benchmark):
-    """`contexts` of `words` words, each with `questions` questions of two tasks."""
+    """A benchmark of `contexts` contexts of `words` words, each with `questions` questions of two
+    tasks.
+    """
 
     name: ClassVar[str] = "plain"
     title: ClassVar[str] = "Plain"
@@ -66,9 +68,7 @@ class Plain(Benchmark):
 
 
 def save_world(root: Path, tokenizer, policy: str = "counted", adapters=("adapter",)) -> Path:
-    """Save a tiny model and, with seeds 0, 1, ..., untrained adapters of it into the folder
-    `root`.
-    """
+    """Save a tiny model and untrained adapters with the seeds 0, 1, ... into the folder `root`."""
     model = build_model("qwen3")
     model.save_pretrained(root / "model")
     tokenizer.save_pretrained(root / "model")
@@ -87,7 +87,9 @@ def grid(
     adapters=(None,),
     **common,
 ):
-    """The full cache, and every evictor at every ratio with every adapter."""
+    """Return the cells of the full cache, and of every evictor at every ratio with every
+    adapter.
+    """
     shared = {"model": model, "benchmark": benchmark, **common}
     return [Cell.full_cache(**shared)] + [
         Cell(evictor=evictor, ratio=ratio, adapter=adapter, on_small_budget="fewer", **shared)
@@ -103,7 +105,7 @@ def tiny_grid(contexts: int) -> list[Cell]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of every cell, but for the seconds it took."""
+    """Return the contents of all cells' files, except locks and the seconds that a cell took."""
     files = (
         path
         for path in sorted(folder.rglob("*"))
@@ -113,7 +115,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def log_asked(log: Path) -> None:
-    """From now on this process adds a line to `log` for every context that it asks a cell."""
+    """Make this process add a line to `log` for every context that it asks for a cell."""
     real = Worker.answer_sample
 
     def answers(self, name, cells):
@@ -126,10 +128,9 @@ def log_asked(log: Path) -> None:
 
 
 def kill_at_write(number: int) -> None:
-    """This process kills itself when it is about to write to a cell for the n-th time, counted from
-    0.
+    """Make this process kill itself at its n-th write to a cell, counted from 0.
 
-    Of a line of JSON, half is on the disk by then; of a whole file, its temporary copy.
+    Of a JSON line, half is on the disk by then; of a whole file, only its temporary copy.
     """
     real_line, real_replace, writes = results.append_line, os.replace, count()
 
@@ -150,7 +151,7 @@ def kill_at_write(number: int) -> None:
 
 
 def resume(folder: Path, log: Path, contexts: int, kill_at: int) -> None:
-    """Run what is left of the tiny grid; a `kill_at` of -1 lets it end."""
+    """Run the rest of the tiny grid, killed at write `kill_at`; -1 lets it finish."""
     log_asked(log)
     kill_at_write(kill_at)
     run_grid(tiny_grid(contexts), folder)

@@ -1,5 +1,5 @@
-"""Bytes of all tensors that are alive at once, counted storage by storage: exact, and the same on
-every machine.
+"""A count of the bytes of all tensors that are alive at the same time, storage by storage. It is
+exact, and the same on every machine.
 """
 
 import weakref
@@ -9,8 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Held(TorchDispatchMode):
-    """`most`: the most bytes that storages made inside the block, and the tensors `of` it began
-    with, held at once.
+    """A mode that measures the peak bytes of tensors in its block.
+
+    `most` is the most that storages made in the block, and those of the tensors `of`, held at the
+    same time.
     """
 
     def __init__(self, *of: torch.Tensor) -> None:

@@ -1,5 +1,5 @@
-"""Serves enough of the Hugging Face hub's HTTP interface on this machine for its real client to
-publish and fetch.
+"""A server on this machine with enough of the Hugging Face hub's HTTP interface for the real client
+to publish and fetch.
 """
 
 import base64
@@ -44,7 +44,10 @@ class Hub:
         return self.commits[repo][-1]
 
     def at(self, repo: str, revision: str) -> tuple[str, dict[str, bytes]]:
-        """Return commit hash and files; raise KeyError, IndexError."""
+        """Return the commit's hash and its files.
+
+        Raises KeyError if there is no such repository, and IndexError if it has no such commit.
+        """
         number = len(self.commits[repo]) - 1 if revision == "main" else int(revision, 16)
         return f"{number:040x}", self.commits[repo][number]
 
@@ -196,7 +199,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def local_hub(monkeypatch, cache) -> Iterator[Hub]:
-    """Send everything that the client does to a server in this process, with its cache in the
+    """Redirect the client to a server in this process for the block, with the client's cache in the
     folder `cache`.
     """
     hub = Hub()

@@ -1,8 +1,7 @@
-"""Tiny random hybrid models, and what transformers' own model computes when it is shown the same
-pairs.
+"""Tiny random hybrid models, and what transformers' own model computes over the same pairs.
 
-The oracle is the class's own eager attention over one dense pass in float64. Its mask for every
-layer and head is made here, from the config's own words.
+The oracle is the class's own eager attention in one dense pass in float64. Its mask for every layer
+and head is made here, directly from the config.
 """
 
 from collections.abc import Callable
@@ -55,8 +54,9 @@ def list_targets(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def full_rows(model: PreTrainedModel) -> dict[int, int]:
-    """Return the row of the scores by the number of each layer that sees everything, or up to a
-    window that all layers have.
+    """Return each full-attention layer's row in the scores, by the layer's number.
+
+    If all layers have the same window, all of them count as full-attention layers.
     """
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
@@ -67,7 +67,9 @@ def full_rows(model: PreTrainedModel) -> dict[int, int]:
 
 
 def show(visible: Tensor, heads: int) -> Tensor:
-    """Return what eager attention adds to its logits, (1, H * G, Q, K), for bools (H', Q, K)."""
+    """Return the mask (1, H * G, Q, K) that eager attention adds to its logits, from bools (H', Q,
+    K).
+    """
     dtype = torch.float64
     shown = visible.repeat_interleave(heads // len(visible), 0)
     return torch.zeros(shown.shape, dtype=dtype).masked_fill(~shown, torch.finfo(dtype).min)[None]
@@ -79,11 +81,11 @@ def make_masks(
     """Return the masks of a dense pass of `total` tokens for `exactness.masked`.
 
     Args:
-        model: whose config names the layers' kinds.
-        total: tokens.
-        rows: what the tokens [start, end) see in the layers that see everything: (start, end, keep
-            (L, H, K)), of the first K tokens; all others before them are seen.
-        first: the first query, where the tokens before it are cached.
+        model: The model; its config says the kind of each layer.
+        total: The number of tokens.
+        rows: (start, end, keep (L, H, K)): in full-attention layers, the tokens [start, end) attend
+            only to those of the first K tokens that are in `keep`, and to all others before them.
+        first: The number of the first query, if the tokens before it are cached.
     """
     causal = torch.ones(total, total, dtype=torch.bool).tril()
     of_layer = full_rows(model)
@@ -114,7 +116,7 @@ def dense_logits(
 
 @torch.no_grad()
 def attention_weights(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Return the weights (L, H, G, K, K) of the layers that see everything, by transformers."""
+    """Return transformers' own attention weights (L, H, G, K, K) of the full-attention layers."""
     plain = exactness.plain_copy(model).double()
     plain.set_attn_implementation("eager")
     found = plain(input_ids=ids, output_attentions=True).attentions

@@ -1,4 +1,4 @@
-"""What tests of both files of Triton kernels do in processes of their own."""
+"""What the tests of both files of Triton kernels run in separate processes."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def without_triton(code: str) -> None:
-    """Run code where Triton cannot be imported; fails if it does."""
+    """Run code in a process in which Triton cannot be imported; raise if the code fails."""
     subprocess.run(
         [sys.executable, "-c", f"import sys; sys.modules['triton'] = None\n{code}"], check=True
     )

@@ -1,9 +1,9 @@
-"""kvpress's leaderboard as a reader of results: what src/data.py of the space
-nvidia/kvpress-leaderboard takes.
+"""A reader of results that accepts what kvpress's leaderboard accepts (src/data.py of the space
+nvidia/kvpress-leaderboard).
 
-A folder counts if it lies directly below, holds metrics.json and config.yaml, config.yaml names
-what is required and nothing that is unknown, and the whole data set was asked; a folder it would
-choke on raises.
+A folder counts if it is directly below the given one, has metrics.json and config.yaml, config.yaml
+has all required fields and no unknown ones, and the whole data set was asked. For a folder on which
+the leaderboard would fail, it raises.
 """
 
 import csv
@@ -36,7 +36,7 @@ OPTIONAL = {
 
 
 def read(folder: Path) -> dict[str, dict]:
-    """By folder: what the leaderboard's table shows."""
+    """Return what the leaderboard's table shows, by folder."""
     shown = {}
     for path in sorted(path for path in folder.iterdir() if path.is_dir()):
         if not (path / "metrics.json").exists() or not (path / "config.yaml").exists():

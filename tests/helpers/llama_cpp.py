@@ -1,7 +1,9 @@
-"""llama.cpp as an oracle, through the C functions of the package xllamacpp, which has it built.
+"""llama.cpp as an oracle, called through the C functions in the package xllamacpp, which contains
+it.
 
-Its parameters are structures whose fields change with its versions. Here they are blocks of bytes
-that llama.cpp fills with its defaults; of a context's, the first fields are set.
+llama.cpp's parameters are structures with fields that change between versions. Here they are blocks
+of bytes that llama.cpp fills with its defaults; only the first fields of a context's parameters are
+set.
 """
 
 import ctypes
@@ -15,7 +17,7 @@ CONTEXT_FIELDS = {"n_ctx": 0, "n_batch": 1, "n_ubatch": 2, "n_threads": 7, "n_th
 
 
 class _Parameters(ctypes.Structure):
-    """Larger than any of llama.cpp's structures of parameters, which fill the beginning."""
+    """A block larger than any of llama.cpp's structures of parameters, which fill its beginning."""
 
     _fields_ = [("numbers", ctypes.c_uint32 * 256)]
 
@@ -33,7 +35,7 @@ class _Batch(ctypes.Structure):
 
 
 def find_library() -> Path | None:
-    """The library of xllamacpp with llama.cpp in it, or None where it is not installed."""
+    """Return xllamacpp's library, which contains llama.cpp, or None if it is not installed."""
     spec = find_spec("xllamacpp")
     if spec is None or spec.origin is None:
         return None
@@ -41,7 +43,7 @@ def find_library() -> Path | None:
 
 
 class LlamaCpp:
-    """A GGUF file in llama.cpp."""
+    """A GGUF file, loaded by llama.cpp."""
 
     def __init__(self, library: Path, file: Path) -> None:
         self.library = own = ctypes.CDLL(str(library))
@@ -64,7 +66,9 @@ class LlamaCpp:
         self.words = own.llama_vocab_n_tokens(self.vocabulary)
 
     def tokenize(self, text: str, special: bool) -> list[int]:
-        """The ids of a text without BOS; `special`: whether it may spell control tokens."""
+        """Return the ids of a text without BOS; `special` says whether it may spell
+        control tokens.
+        """
         raw = text.encode()
         room = (ctypes.c_int32 * (len(raw) + TEXT_TOKENS))()
         count = self.library.llama_tokenize(
@@ -74,7 +78,7 @@ class LlamaCpp:
         return list(room[:count])
 
     def compute_logits(self, ids: list[int]) -> np.ndarray:
-        """The logits (T, V) after each of the ids (T,), in one pass."""
+        """Return the logits (T, V) after each of the ids (T,), computed in one pass."""
         own = self.library
         parameters = own.llama_context_default_params()
         wanted = {"n_ctx": len(ids), "n_batch": len(ids), "n_ubatch": 512}
@@ -100,7 +104,7 @@ class LlamaCpp:
 
 
 def dequantize_file(file: Path, target: Path) -> Path:
-    """Write a GGUF file with the same weights in float32, over which llama.cpp rounds no
+    """Write a GGUF file with the same weights in float32, for which llama.cpp does not round
     activations to 8 bits.
     """
     import gguf

@@ -63,7 +63,7 @@ ONE_FAMILY = ["llama", pytest.param("qwen3", marks=pytest.mark.slow)]
 
 
 def build_model(family: str, seed: int = 0, **overrides: object) -> PreTrainedModel:
-    """A random model in float32 with restorekv's attention; overrides go into the config."""
+    """Return a random float32 model with restorekv's attention; `overrides` go into its config."""
     config_class, model_class, extra = {**FAMILIES, **HYBRID}[family]
     torch.manual_seed(seed)
     model = model_class._from_config(
@@ -73,7 +73,7 @@ def build_model(family: str, seed: int = 0, **overrides: object) -> PreTrainedMo
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes and a few words, with ChatML's control tokens."""
+    """Return a tokenizer of bytes and a few words, with ChatML's control tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -96,7 +96,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def greedy(model, caches, prompts, limits, stops, graph=False) -> list[list[int]]:
-    """Return the likeliest ids of each row, a cache and a prompt of ids (q,), with its last EOS."""
+    """Return the greedy ids of each row, its last EOS included; a row is a cache and a
+    prompt (q,).
+    """
     answers = [[] for _ in prompts]
     padded = decoding.pad_prompts(model, caches, prompts)
     for row, token in decoding.decode_batch(

@@ -1,8 +1,8 @@
 """The restore pass and its loss by their definitions, in one graph: an oracle of training.
 
 Context, restore tokens, question and answer are one sequence at the positions 0, 1, 2, ..., which
-the model reads in one pass. A mask for each layer and KV head hides from the question what eviction
-dropped, and LoRA is added at the restore tokens alone. There is no cache.
+passes through the model at once. A mask for each layer and KV head hides the evicted pairs from the
+question, and LoRA is added only at the restore tokens. There is no cache.
 """
 
 import math
@@ -40,10 +40,10 @@ AttentionInterface.register("one graph", attend_by_mask)
 
 @dataclass(frozen=True)
 class Sequence:
-    """A context of T ids, n restore tokens and a tail of ids, read in one pass.
+    """A context of T ids, n restore tokens and a tail of ids, for a single pass.
 
-    `keep` (L, H, T) is what eviction leaves of the layers that see the whole text, None without
-    eviction. It holds for the tail, and for the restore tokens if `restored_from_evicted`.
+    `keep` (L, H, T) marks the pairs that eviction keeps in the full-attention layers, None without
+    eviction. It applies to the tail, and to the restore tokens if `restored_from_evicted`.
     """
 
     model: PreTrainedModel
@@ -160,7 +160,7 @@ def compute_loss(
     sample: StepSample,
     config: TrainConfig,
 ) -> Tensor:
-    """Return the loss of `compute_sample_loss`; of the targets only ids and lengths are used."""
+    """Return the loss of `compute_sample_loss`; only ids and lengths of the targets are used."""
     model = prepared.model
     text = prepared.context
     restored = prepared.with_restore_cache(adapter)

@@ -1,4 +1,4 @@
-"""Attention over pages, written plainly: the signature of FlashAttention, in float64."""
+"""Attention over pages, written plainly in float64, with FlashAttention's signature."""
 
 import torch
 from torch import Tensor
@@ -36,8 +36,9 @@ def flash_attn_varlen_func(
     return_softmax_lse: bool,
     fa_version: int,
 ):
-    """What vLLM's FlashAttention computes: k, v (P, page, H, D), outputs (T, Hq, D), lse
-    (Hq, T).
+    """Return what vLLM's FlashAttention returns: outputs (T, Hq, D) and log-sum-exps (Hq, T).
+
+    Keys and values are (P, page, H, D).
     """
     assert return_softmax_lse and fa_version in (2, 3)
     assert cu_seqlens_q.dtype == seqused_k.dtype == block_table.dtype == torch.int32
@@ -54,6 +55,6 @@ def flash_attn_varlen_func(
 
 
 def read_flat_pages(pages, numbers):
-    """Copy pages that `write_flat_pages` wrote."""
+    """Return keys and values of pages that `write_flat_pages` wrote."""
     keys, values = pages[numbers.long(), 0].chunk(2, dim=-1)
     return keys, values

@@ -1,4 +1,4 @@
-"""What the documents print: their code blocks, commands, tables and links."""
+"""What the pages of the documentation contain: code blocks, commands, tables and links."""
 
 import re
 import shlex
@@ -19,7 +19,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 @dataclass(frozen=True)
 class Command:
-    """A command that a page prints, and the output below it; `runs` if it stands behind a `$`."""
+    """A command on a page, and the output below it; `runs` says whether it follows a `$`."""
 
     line: str
     runs: bool = False
@@ -31,14 +31,14 @@ class Command:
 
 
 def blocks(page: Path, *languages: str) -> list[tuple[str, str]]:
-    """Language and text of the code blocks of a page."""
+    """Return the language and text of a page's code blocks in these languages."""
     return [
         block for block in FENCE.findall(page.read_text(encoding="utf-8")) if block[0] in languages
     ]
 
 
 def commands(page: Path) -> list[Command]:
-    """The shell commands of a page in their order; those joined by && are several."""
+    """Return the shell commands of a page in order; commands joined by && are separate ones."""
     found = []
     for language, text in blocks(page, "", "console"):
         if language:
@@ -56,5 +56,5 @@ def commands(page: Path) -> list[Command]:
 
 
 def prose(page: Path) -> list[str]:
-    """The lines outside code blocks."""
+    """Return the lines outside code blocks."""
     return FENCE.sub("", page.read_text(encoding="utf-8")).splitlines()

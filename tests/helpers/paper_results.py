@@ -25,10 +25,10 @@ FACTS = {
 
 
 def finished(folder: Path, cell: Cell, said: Mapping[str, Sequence[tuple[float, ...]]]) -> Result:
-    """`said` tells of every task what is said to each document: (score, KL, tokens, same), or the
-    score alone.
+    """Write and return a finished cell.
 
-    Documents are numbered from 0 in every cell; each is asked all tasks.
+    `said` has, for every task, the answer about each document: (score, KL, tokens, same), or the
+    score alone. Documents are numbered from 0 in every cell; each is asked all tasks.
     """
     place = folder / cell.name
     place.mkdir(parents=True)
@@ -72,7 +72,7 @@ def finished(folder: Path, cell: Cell, said: Mapping[str, Sequence[tuple[float, 
 def answer(
     name: str, task: str, score: float, kl: float = 0.0, tokens: int = 1, same: bool = True
 ) -> dict:
-    """As a worker tells it."""
+    """Return an answer in the form in which workers report it."""
     return {
         "id": name,
         "task": task,

@@ -39,10 +39,10 @@ class Pdf:
         """Add a page.
 
         Args:
-            content: Its content stream.
-            entries: What the dictionary of that stream says besides the length.
-            objects: Its pictures and forms.
-            more: Further entries of the page.
+            content: The page's content stream.
+            entries: What the stream's dictionary has in addition to the length.
+            objects: The page's pictures and forms.
+            more: Further entries of the page's dictionary.
         """
         stream = self.add(make_stream(content, entries))
         fonts = f"/Font<</F {self.add(FONT)} 0 R/G {self.add(UNMAPPED)} 0 R>>"

@@ -1,4 +1,4 @@
-"""Portable caches for the store of the connector."""
+"""Portable caches for the connector's store."""
 
 from tests.helpers.compressing import compress_with
 

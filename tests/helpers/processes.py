@@ -1,4 +1,4 @@
-"""Asks another process, whose strings hash otherwise, which samples it makes."""
+"""The samples of a benchmark as another process makes them, with other hashes of strings."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Ragged layers of every shape, and what attention over them is compared with."""
+"""Ragged layers of every shape, and the reference for attention over them."""
 
 import torch
 from hypothesis import strategies as st
@@ -31,7 +31,7 @@ def cases(draw):
 
 
 def build(case):
-    """A layer whose tail is the beginning of a buffer, a query and a mask."""
+    """Return a layer with a tail that is the beginning of a larger buffer, a query and a mask."""
     generator = torch.Generator().manual_seed(case["seed"])
 
     def draw(*shape):
@@ -63,7 +63,7 @@ def build(case):
 
 
 def defined(query, layer, mask):
-    """By the definition in float64, through which gradients pass."""
+    """Return attention by its definition in float64; gradients pass through it."""
     exact = RaggedLayer(
         layer.context_keys.double(),
         layer.context_values.double(),

@@ -1,4 +1,4 @@
-"""A run folder made of thin air: cells as a grid writes them, costs as their command does."""
+"""A made-up run folder: cells as a grid writes them, and costs as their command writes them."""
 
 import json
 import random
@@ -35,7 +35,7 @@ CONVENTIONS = {
 
 
 def facts_of(cell: Cell, samples: int, **changes: object) -> dict:
-    """As grid.facts writes them, in what a report reads."""
+    """Return a cell's facts in the form of a grid's, as far as a report reads them."""
     policy = cell.prefix_policy or POLICY[cell.protocol]
     name = cell.benchmark.partition(":")[0]
     adapter = {
@@ -88,7 +88,7 @@ def facts_of(cell: Cell, samples: int, **changes: object) -> dict:
 
 
 def line_of(cell: Cell, sample: str, rng: random.Random) -> dict:
-    """A context's answers: the better the method and the larger the ratio, the more of them are
+    """Return a context's answers; the better the method and the larger the ratio, the more are
     right.
     """
     tokens, prefix = rng.randrange(800, 1200), PREFIX[cell.protocol]
@@ -136,8 +136,10 @@ def line_of(cell: Cell, sample: str, rng: random.Random) -> dict:
 def write_cell(
     folder: Path, cell: Cell, samples: int = 6, answered: int | None = None, **changes: object
 ) -> Result:
-    """A cell of which `answered` contexts are there (all: done). Questions depend on the benchmark
-    alone.
+    """Write a cell with answers about the first `answered` contexts; None means all, and that it is
+    done.
+
+    Questions depend only on the benchmark.
     """
     names = list(map(str, range(samples)))
     if cell.benchmark.startswith("needle"):
@@ -156,7 +158,7 @@ def write_cell(
 
 
 def write_scores(folder: Path, cell: Cell, scores: list[list[float]]) -> Result:
-    """A finished cell whose contexts have these scores, question by question."""
+    """Write a finished cell with these scores, by context and question."""
     result = open_result(folder, cell, facts_of(cell, len(scores)))
     for number, own in enumerate(scores):
         line = line_of(cell, str(number), random.Random(number))
@@ -171,7 +173,7 @@ def write_scores(folder: Path, cell: Cell, scores: list[list[float]]) -> Result:
 def cells_of(
     benchmark: str, evictors: tuple[str, ...], ratios: tuple[str, ...], **common: object
 ) -> list[Cell]:
-    """The full cache and every evictor alone and restored."""
+    """Return the cells of the full cache, and of every evictor alone and restored."""
     cells = [Cell.full_cache(model="tiny", benchmark=benchmark, **common)]
     for evictor in evictors:
         for ratio in ratios:
@@ -186,7 +188,9 @@ def write_run(
     ratios: tuple[str, ...] = ("0.2", "0.05"),
     samples: int = 6,
 ) -> Path:
-    """Two benchmarks, one of them with two seeds, under both protocols, and a needle."""
+    """Write a run of two benchmarks, one of them with two seeds, under both protocols, and of the
+    benchmark `needle`.
+    """
     for protocol in POLICY:
         for benchmark in ("tiny:count=6", "tiny:count=6,seed=1", "qasper"):
             for cell in cells_of(benchmark, evictors, ratios, protocol=protocol):
@@ -197,7 +201,7 @@ def write_run(
 
 
 def write_costs(folder: Path) -> Path:
-    """The file of `python -m benchmarks efficiency`."""
+    """Write a file like that of `python -m benchmarks efficiency`."""
     (folder / "efficiency").mkdir(parents=True, exist_ok=True)
     (folder / "efficiency" / "tiny-cpu.json").write_text(json.dumps(efficiency()))
     return folder

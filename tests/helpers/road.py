@@ -1,4 +1,4 @@
-"""The references of docs/contributing.md to functions and their lines."""
+"""The references of docs/contributing.md to functions and their lines, which this updates."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ REFERENCE = re.compile(r"\[`(\w+)`\]\((?:\.\./)?(src/[\w/]+\.py)(?:#L(\d+))?\)")
 
 
 def find_line(name: str, path: str) -> int:
-    """Return the line on which a file defines a function, class or method; of overloads, the last.
+    """Return the line on which a file defines a function, class or method, the last for overloads.
 
     Raises:
         LookupError: The file defines no such name.
@@ -25,7 +25,7 @@ def find_line(name: str, path: str) -> int:
 
 
 def set_lines(text: str) -> str:
-    """Return the page with the line of every reference as it is now."""
+    """Return the page with the current line in every reference."""
 
     def rewrite(match: re.Match) -> str:
         name, path, _ = match.groups()

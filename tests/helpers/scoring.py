@@ -1,4 +1,4 @@
-"""What the oracles of scores share."""
+"""What the oracles of importance scores share."""
 
 import torch
 
@@ -16,8 +16,8 @@ def rotate(x, cos, sin):
 
 
 def projected(model, ids):
-    """Per layer: attention input (N, d), rotated queries (Hq, N, D), rotated keys (H, N, D), values
-    (H, N, D).
+    """Return for each layer the attention's input (N, d), the rotated queries (Hq, N, D), the
+    rotated keys (H, N, D) and the values (H, N, D).
     """
     seen = []
 

@@ -12,10 +12,10 @@ BPE = 2
 
 
 def build_processor(fields: Mapping[str, Any]) -> sentencepiece.SentencePieceProcessor:
-    """The processor, which adds no token and changes no text.
+    """Return a processor that adds no tokens and does not change the text.
 
-    A GGUF file and SentencePiece number the kinds of tokens alike; a file writes the spaces of
-    tokens that users defined as spaces.
+    GGUF files and SentencePiece use the same numbers for the kinds of tokens, but a file writes the
+    spaces of user-defined tokens as plain spaces.
     """
     own = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items()}
     model = sentencepiece_model_pb2.ModelProto()

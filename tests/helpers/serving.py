@@ -1,4 +1,4 @@
-"""Servers of this process with the library as engine, and clients for them."""
+"""Servers in this process, with the library as their engine, and clients for them."""
 
 import contextlib
 import threading
@@ -28,7 +28,7 @@ KEY = "a-key-of-sixteen-characters"
 
 @contextlib.contextmanager
 def serving(model, tokenizer, folder: Path, **settings: object) -> Iterator[str]:
-    """The address of a server with the library as engine."""
+    """Yield the address of a server with the library as its engine."""
     with listening(
         build_app(model, tokenizer, Settings(folder, "tiny", VARIANT, **settings))
     ) as url:
@@ -37,7 +37,7 @@ def serving(model, tokenizer, folder: Path, **settings: object) -> Iterator[str]
 
 @contextlib.contextmanager
 def listening(app: FastAPI) -> Iterator[str]:
-    """The address of a server in a thread of this process."""
+    """Run an application as a server in a thread of this process, and yield its address."""
     config = uvicorn.Config(app, port=0, log_level="error", **HTTP)
     # Else an application of a single part, which has no answers to end.
     whole = hasattr(app.state, "service")
@@ -59,7 +59,9 @@ def client_of(url: str, key: str = KEY, kind: type | None = None):
 
 
 def upload(client, content: str | bytes = TEXT, name: str = "doc.txt", wait: bool = True):
-    """The file that a client made of `content`, by default once the server has compressed it."""
+    """Upload `content` and return the client's file, by default once the server has
+    compressed it.
+    """
     content = content.encode() if isinstance(content, str) else content
     made = client.files.create(file=(name, content), purpose="user_data")
     return (
@@ -93,7 +95,7 @@ def until(holds, seconds: float = 30) -> None:
 
 
 def generate_plainly(model, tokenizer, messages, limit=12):
-    """The answer of transformers, and the number of tokens that it read."""
+    """Return transformers' own answer, and the number of tokens of its prompt."""
     ids = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )["input_ids"]

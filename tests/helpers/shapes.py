@@ -1,4 +1,4 @@
-"""The shape of a model for benchmarks that takes no time."""
+"""The shape of a model that is so small that benchmarks of it take no time."""
 
 TINY = {
     "num_hidden_layers": 2,

@@ -1,7 +1,7 @@
 """The project's source files, their names as modules, and what they import.
 
 `python -m tests.helpers.source` prints the imports that do not run when a module is loaded, and the
-circles that they would close.
+import cycles that they would close.
 """
 
 import ast
@@ -78,7 +78,7 @@ def _imported_modules(node: ast.Import | ast.ImportFrom) -> set[str]:
 
 
 def find_circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Return the circles of a graph {module: what it imports} that a depth-first walk meets."""
+    """Return the cycles of a graph {module: what it imports} that a depth-first walk finds."""
     circles: list[list[str]] = []
     done: set[str] = set()
 

@@ -9,7 +9,10 @@ TERMS = "Terms apply to it: https://example.org/terms"
 
 
 def install_parts(site: Path, file: Path, count: int = 3) -> SplitFile:
-    """Cut a file into packages below `site`, which must not be imported; return what they are."""
+    """Split a file into packages below `site`, and return their description.
+
+    The packages must not be imported; importing one fails.
+    """
     content = file.read_bytes()
     size = -(-len(content) // count)
     parts = []
@@ -30,5 +33,5 @@ def install_parts(site: Path, file: Path, count: int = 3) -> SplitFile:
 
 
 def locate_part(site: Path, part: FilePart) -> Path:
-    """The file of an installed part."""
+    """Return the path of an installed part."""
     return site / part.package.replace("-", "_") / "data" / part.file

@@ -1,4 +1,4 @@
-"""Examples and settings of a training that takes seconds, and its losses."""
+"""Examples and settings for a training that takes seconds, and a reader of its losses."""
 
 import csv
 from pathlib import Path
@@ -34,6 +34,6 @@ CONFIG = TrainConfig(
 
 
 def losses(folder: Path) -> list[float]:
-    """The logged loss of every step."""
+    """Return the logged loss of every step."""
     with (folder / "loss.csv").open() as file:
         return [float(row["loss"]) for row in csv.DictReader(file)]

@@ -1,4 +1,4 @@
-"""The source of a vLLM, read without running it: the installed one, or a folder's."""
+"""The source code of the installed vLLM, or of one in a folder, parsed without running it."""
 
 import ast
 import os
@@ -64,5 +64,5 @@ def list_fields(path: str, *names: str) -> set[str]:
 
 
 def write_source(path: str, *names: str) -> str:
-    """Return a function's code in one spelling, without its docstring's and comments' lines."""
+    """Return the code of a class or function in a normal form, without comments."""
     return ast.unparse(find(path, *names))

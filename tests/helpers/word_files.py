@@ -1,4 +1,4 @@
-"""Word documents from their XML, and what is read from them."""
+"""Word documents made from XML, and what is read from them."""
 
 import io
 
@@ -16,7 +16,7 @@ NAMED = " ".join(f'xmlns:{name}="{uri}"' for name, uri in NAMESPACES.items())
 
 
 def make(*blocks: str, prepare=None) -> bytes:
-    """Return a document of some XML; `prepare` changes it before it is saved."""
+    """Return a document made of XML blocks; `prepare` changes it before it is saved."""
     document = docx.Document()
     end = document.element.body[-1]
     for child in list(docx.oxml.parse_xml(f"<w:body {NAMED}>{''.join(blocks)}</w:body>")):

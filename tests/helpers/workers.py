@@ -1,10 +1,10 @@
-"""Processes of a run over several workers."""
+"""The processes of a run with several workers."""
 
 from pathlib import Path
 
 
 def children(process: int) -> set[int]:
-    """Every process that stems from this one."""
+    """Return the ids of all descendants of a process."""
     stems = {process}
     parents = {}
     for status in Path("/proc").glob("[0-9]*/stat"):

@@ -1,11 +1,11 @@
-"""Schemathesis against the server's own description: `python -m tests.hostile.api --minutes 30
---seed 0`.
+"""The campaign of Schemathesis against the server's own description: `python -m tests.hostile.api
+--minutes 30 --seed 0`.
 
 A real process serves the tiny model and holds a few documents. Schemathesis (the extra `dev`) makes
-requests from `/openapi.json`, right and wrong ones, alone and in sequence. An answer of 500 and
-more, a status, header, content type or schema that the description does not have, and 60 seconds
-without an answer are failures. Whether a request that the schema allows is accepted is not asked:
-what messages may follow each other is said in sentences, not in the schema.
+valid and invalid requests from `/openapi.json`, alone and in sequence. It is a failure if an answer
+has a status of 500 or more, or a status, header, content type or schema that the description does
+not have, or if there is no answer for 60 seconds. That every request that the schema allows is
+accepted is not checked, because the order of messages is described in sentences, not in the schema.
 """
 
 import argparse
@@ -27,7 +27,7 @@ SILENCE = 60  # seconds
 
 
 def run(folder: Path, seconds: int, seed: int) -> int:
-    """Returns the number of failures."""
+    """Run the campaign and return the number of failures."""
     server = Server(folder / "store", "--memory", "4M")
     try:
         server.wait()

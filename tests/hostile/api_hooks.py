@@ -1,11 +1,11 @@
-"""What Schemathesis is told about the server, so that its cases reach documents and answers: names
-that exist.
+"""Hooks that give Schemathesis names of documents and models that exist, so that its cases reach
+documents and answers.
 
-A quarter of the cases stays as Schemathesis made it. Some get what no program should compute with:
-half characters, depth, unknown fields, fields that are refused, many fields of a form, and Hosts
-and Origins of other sites. The check at the end asks that unknown fields are never ignored, and
-that no other site's page is answered. What is changed follows from the case alone, so that a seed
-gives the same run again.
+A quarter of the cases stays as Schemathesis made it. Some get contents that no program should
+accept: half characters, deep nesting, unknown fields, fields that are refused, many fields of a
+form, and Hosts and Origins of other sites. A check after each case requires that unknown fields are
+never ignored, and that pages of other sites get no answers. All changes are derived from the case
+alone, so a seed reproduces the same run.
 """
 
 import os
@@ -40,7 +40,9 @@ def model(value: object) -> str:
 
 @schemathesis.hook
 def map_path_parameters(context: Any, path_parameters: dict | None) -> dict | None:
-    """Names a file or model that exists; what is deleted is what Schemathesis uploaded itself."""
+    """Put in a file or model that exists, except for DELETE: only Schemathesis' own uploads are
+    deleted.
+    """
     if (
         not path_parameters
         or not chance(path_parameters, 4)
@@ -59,7 +61,7 @@ def map_query(context: Any, query: dict | None) -> dict | None:
 
 @schemathesis.hook
 def map_headers(context: Any, headers: dict | None) -> dict | None:
-    """A page of another site, once in a while."""
+    """Make a request come from a page of another site, once in a while."""
     if chance((headers, "host"), 40):
         return headers
     kind = "Host" if chance((headers, "kind"), 2) else "Origin"
@@ -75,7 +77,7 @@ def deep(levels: int) -> dict:
 
 
 def harmed(body: dict) -> dict:
-    """A body with something in it that must not be answered."""
+    """Return the body with something in it that must not be answered."""
     harm = chance((body, "harm"), 8)
     key = "messages" if "messages" in body else "input"
     part = {
@@ -99,7 +101,7 @@ def harmed(body: dict) -> dict:
 
 @schemathesis.check
 def nothing_is_ignored(ctx: Any, response: Any, case: Any) -> None:
-    """Fields that are unknown and pages of other sites are refused."""
+    """Check that unknown fields and pages of other sites are refused."""
     headers = case.headers or {}
     foreign = (
         str(headers.get("Host", "")) in HOSTS
@@ -113,8 +115,8 @@ def nothing_is_ignored(ctx: Any, response: Any, case: Any) -> None:
 
 @schemathesis.hook
 def map_body(context: Any, body: Any) -> Any:
-    """Asks a model that exists for a short answer, half of the time about a document that
-    exists.
+    """Make the body ask a model that exists for a short answer, half of the time about a document
+    that exists.
     """
     if isinstance(body, dict) and "file" in body and not chance(body, 5):
         return {**body, **{f"{UNKNOWN}{number}": "a" * 1000 for number in range(60)}}

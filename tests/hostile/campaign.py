@@ -7,8 +7,8 @@ from collections import Counter
 
 
 def read_options(description: str, count: int, **flags: str) -> argparse.Namespace:
-    """Returns the options of a campaign of `count` cases; `flags` are switches of its own with
-    their help.
+    """Return the options of a campaign of `count` cases; `flags` are additional switches with their
+    help.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--count", type=int, default=count)
@@ -23,7 +23,7 @@ def read_options(description: str, count: int, **flags: str) -> argparse.Namespa
 
 
 def finish(counts: Counter, failures: list[str]) -> None:
-    """Prints how many cases came to each end, and exits with an error if any failed."""
+    """Print how many cases had each outcome, and exit with an error if any failed."""
     for outcome, number in sorted(counts.items()):
         parts = outcome if isinstance(outcome, tuple) else (outcome,)
         print(" ".join(f"{part:16}" for part in parts), number)

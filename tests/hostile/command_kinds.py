@@ -1,4 +1,4 @@
-"""Kinds of bad commands: values of a wrong type, values that cannot be, and those of
+"""Kinds of bad commands: values of a wrong type, impossible values, and the cases of
 tests/cli/test_bad_input.py.
 """
 
@@ -17,8 +17,8 @@ BROKEN = "who\udcff\udcfe?"  # bytes that are not UTF-8, as Python shows them
 
 @dataclass(frozen=True)
 class Kind:
-    """A command, made from the world and the case's folder, and what surrounds it in a process of
-    its own.
+    """A command, made from the world and the case's folder, and for commands in their own process
+    the conditions that it runs under.
     """
 
     name: str
@@ -31,8 +31,9 @@ class Kind:
 
 
 def base(world: World, tmp: Path) -> dict[str, Words]:
-    """A good command of every kind; some of them would take long, but something is wrong
-    with each.
+    """Return a good command of every kind.
+
+    Some of them would take long, but they are only run with something wrong added.
     """
     model = ["--model", world.model]
     return {
@@ -66,7 +67,7 @@ def base(world: World, tmp: Path) -> dict[str, Words]:
 
 
 def of(name: str, *more: object, drop: int = 0) -> Callable[[World, Path], Words]:
-    """The good command `name` with more words; {} in them stands for the case's folder."""
+    """Return a builder of the good command `name` with more words; {} is the case's folder."""
 
     def words(world: World, tmp: Path) -> Words:
         good = base(world, tmp)[name]
@@ -293,7 +294,7 @@ def values() -> Iterator[Kind]:
 
 
 def known() -> Iterator[Kind]:
-    """The kinds that `make test` checks one by one, with their sentences."""
+    """Yield the kinds whose messages `make test` checks one by one."""
     for name, (build, _) in (CASES | USAGE).items():
         yield Kind(name, build)
     for name, raw in {

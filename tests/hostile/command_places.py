@@ -1,5 +1,5 @@
-"""Kinds of bad commands: files that are none, and processes with broken streams, limits and
-signals.
+"""Kinds of bad commands: paths that are not regular files, and processes with broken streams,
+limits and signals.
 """
 
 import os
@@ -140,7 +140,7 @@ def files() -> Iterator[Kind]:
 
 
 def alone(tmp: Path) -> None:
-    """Nothing: the process is one of its own."""
+    """Change nothing; the kind only gets its own process."""
 
 
 def without(number: int) -> Callable[[Path], None]:
@@ -163,12 +163,12 @@ def limited(what: int, most: Callable[[], int]) -> Callable[[Path], None]:
 
 
 def in_use() -> int:
-    """Returns the bytes of address space that this process has."""
+    """Return the bytes of address space that this process uses."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def memory(spare: int) -> Callable[[Path], None]:
-    """Leaves so many bytes beyond what is in use."""
+    """Limit the process's memory to `spare` bytes more than it uses."""
     return limited(resource.RLIMIT_AS, lambda: in_use() + spare)
 
 

@@ -1,8 +1,8 @@
 """The campaign against the command line: `python -m tests.hostile.commands --seed 0 --kind files`.
 
 Every kind is one command with one thing wrong. It must end with one sentence on stderr and a code
-other than 0, and it must leave the files of its folder as they were. Kinds of the group `processes`
-get a process of their own, with broken streams, limits and signals; a few of these are no mistake,
+other than 0, and it must leave the files of its folder unchanged. Kinds of the group `processes`
+run in their own processes with broken streams, limits and signals; a few of these are not errors,
 and must succeed.
 """
 
@@ -37,7 +37,7 @@ GROUPS = {
 
 
 def in_process(kind: Kind, words: Words) -> Result:
-    """Runs a command in this process; an alarm ends one that hangs."""
+    """Run a command in this process; an alarm ends one that hangs."""
 
     def hang(*_: object) -> None:
         raise TimeoutError(f"more than {SECONDS} seconds")
@@ -56,7 +56,7 @@ def in_process(kind: Kind, words: Words) -> Result:
 
 
 def in_child(kind: Kind, words: Words, tmp: Path) -> Result:
-    """Forks, since importing PyTorch takes longer than the command."""
+    """Run a command in a forked process; a new one would spend more time on importing PyTorch."""
     reader, writer = os.pipe()  # which no limit on files concerns
     child = os.fork()
     if child == 0:
@@ -79,7 +79,9 @@ def in_child(kind: Kind, words: Words, tmp: Path) -> Result:
 
 
 def run_here(kind: Kind, words: list[str], tmp: Path) -> int:
-    """Sets the process up as Python starts one, and runs the command as its script does."""
+    """Set the process up as if Python had just started it, and run the command as its
+    script does.
+    """
     import restorekv.compression.full_cache as compressor
     import restorekv.train.loop as loop
     from restorekv.cli import main
@@ -123,7 +125,7 @@ def run_here(kind: Kind, words: list[str], tmp: Path) -> int:
 
 
 def fault(kind: Kind, result: Result, before: dict, after: dict) -> str | None:
-    """What is wrong with how a command ended, or None."""
+    """Return what is wrong with how a command ended, or None."""
     lines = [line for line in result.err.splitlines() if not line.startswith("warning: ")]
     errors = [line for line in lines if line.startswith("error: ")]
     if "Traceback" in result.err or result.code < 0 or result.code == 99:
@@ -150,8 +152,10 @@ def fault(kind: Kind, result: Result, before: dict, after: dict) -> str | None:
 
 
 def allowed(kind: Kind, name: str) -> bool:
-    """A cache or record that was finished before its summary could not be printed may stay, and so
-    may a run's log.
+    """Return whether a failed command may leave this file.
+
+    A cache or record may stay if it was finished before printing its summary failed, and so may a
+    run's log.
     """
     return (
         kind.around is not None
@@ -162,7 +166,7 @@ def allowed(kind: Kind, name: str) -> bool:
 
 
 def judge(world: World, kind: Kind, folder: Path) -> str | None:
-    """Runs a kind in a fresh folder and returns what is wrong with how it ended."""
+    """Run a kind in a fresh folder, and return what is wrong with how it ended, or None."""
     folder.mkdir()
     try:
         words = kind.words(world, folder)
@@ -181,7 +185,7 @@ def is_here(name: str) -> bool:
 
 
 def regular(folder: Path) -> dict[str, tuple[int, int]]:
-    """Regular files below a folder with size and time, not those that links name."""
+    """Return size and time of the regular files below a folder, without following links."""
     paths = ((path, path.lstat()) for path in folder.rglob("*"))
     return {
         str(path): (its.st_size, its.st_mtime_ns)

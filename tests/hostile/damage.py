@@ -1,9 +1,8 @@
-"""Ways to harm a sealed cache file: raw bytes, contents that contradict each other, plausible lies,
-harmless changes.
+"""Ways to damage a sealed cache file: raw bytes, contents that contradict each other, plausible
+lies, and harmless changes.
 
-Every way takes a `File` and a random generator and returns the bytes of a harmed file. What was
-sealed is sealed again, with the checksum that the format asks for, as a stranger would do who knows
-the format.
+Every way takes a `File` and a random generator and returns the bytes of a damaged file. Except for
+raw damage, the file then gets a valid checksum again, as an attacker who knows the format would do.
 """
 
 import hashlib
@@ -68,7 +67,7 @@ class File:
         return cls(metadata, json.loads(metadata["manifest"]), safetensors.torch.load(raw), raw)
 
     def sealed(self, text: str | None = None) -> bytes:
-        """The file with its checksum; `text` stands for the manifest's JSON."""
+        """Return the file with its checksum; `text` replaces the manifest's JSON."""
         metadata = {
             **self.metadata,
             "manifest": json.dumps(self.manifest) if text is None else text,
@@ -77,12 +76,12 @@ class File:
         return seal(safetensors.torch.save(self.tensors, metadata))
 
     def some(self, rng: random.Random, part: str = "") -> str:
-        """The name of a tensor, of those whose name has `part` in it."""
+        """Return the name of a random tensor among those with `part` in their name."""
         return rng.choice(sorted(name for name in self.tensors if part in name))
 
 
 def seal(blank: bytes) -> bytes:
-    """Writes the checksum of a file into its zeros."""
+    """Replace the zeros of a file's blank checksum by its checksum."""
     return blank.replace(BLANK.encode(), hashlib.sha256(blank).hexdigest().encode(), 1)
 
 
@@ -213,7 +212,7 @@ def strange_tensor(rng: random.Random, file: File) -> bytes:
 
 
 def odd_field(rng: random.Random, file: File) -> bytes:
-    """A field of the manifest gets a value of another kind."""
+    """Give a field of the manifest a value of another kind."""
     name = rng.choice(
         [name for name in sorted(file.manifest) if name not in ("seconds", "versions")]
     )
@@ -251,7 +250,7 @@ def missing_field(rng: random.Random, file: File) -> bytes:
 
 
 def wrong_number(rng: random.Random, file: File) -> bytes:
-    """A number of the manifest that the tensors contradict."""
+    """Change a number of the manifest, so that the tensors contradict it."""
     name = rng.choice(
         (
             "prefix",
@@ -274,7 +273,9 @@ def wrong_shape(rng: random.Random, file: File) -> bytes:
 
 
 def odd_json(rng: random.Random, file: File) -> bytes:
-    """A manifest that is no JSON object, or one that no program should read to its end."""
+    """Write a manifest that is not a JSON object, or one that no program should parse to
+    its end.
+    """
     whole = json.dumps(file.manifest)
     return file.sealed(
         rng.choice(
@@ -305,7 +306,7 @@ def odd_metadata(rng: random.Random, file: File) -> bytes:
 
 
 def odd_header(rng: random.Random, file: File) -> bytes:
-    """Entries of the safetensors header itself, sealed again."""
+    """Change entries of the safetensors header itself, and seal the file again."""
     length = int.from_bytes(file.raw[:8], "little")
     header, body = json.loads(file.raw[8 : 8 + length]), file.raw[8 + length :]
     header["__metadata__"]["checksum"] = BLANK
@@ -328,7 +329,7 @@ def odd_header(rng: random.Random, file: File) -> bytes:
 
 
 def other_text(rng: random.Random, file: File) -> bytes:
-    """A plausible lie that the tensors do not contradict."""
+    """Write a plausible lie that the tensors do not contradict."""
     name = rng.choice(("model", "evictor", "separator", "suffix_text"))
     file.manifest[name] = str(file.manifest[name]) + rng.choice((" ", "x", "\n"))
     return file.sealed()
@@ -359,7 +360,7 @@ EVIL = "evil-model"  # a folder next to the files, whose config.json names code;
 
 
 def huge_value(rng: random.Random, file: File) -> bytes:
-    """A finite number that no model computes, among keys, values, scales, biases or the restore
+    """Put a finite number that no model computes among keys, values, scales, biases or the restore
     cache.
     """
     names = [
@@ -378,7 +379,9 @@ def huge_value(rng: random.Random, file: File) -> bytes:
 
 
 def odd_adapter(rng: random.Random, file: File) -> bytes:
-    """A record of the adapter that lacks what a reader needs, or has it as something else."""
+    """Remove a field that readers need from the adapter's record, or give it another kind
+    of value.
+    """
     adapter = file.manifest["adapter"] or {"hash": "0" * 16, "restore_tokens": 2}
     name = rng.choice(("hash", "restore_tokens"))
     if rng.random() < 0.4:
@@ -390,7 +393,7 @@ def odd_adapter(rng: random.Random, file: File) -> bytes:
 
 
 def long_text(rng: random.Random, file: File) -> bytes:
-    """More text around a question, or in a name, than any template or model has."""
+    """Put more text around a question, or into a name, than any template or model has."""
     name = rng.choice(
         (
             "separator",
@@ -418,7 +421,7 @@ def long_ids(rng: random.Random, file: File) -> bytes:
 
 
 def large_count(rng: random.Random, file: File) -> bytes:
-    """A number of positions that a reader would make room for."""
+    """Write a huge number of positions, for which a reader would allocate memory."""
     name = rng.choice(("offset", "earlier", "streaming_chunk", "prefix", "tokens", "cut"))
     if name in ("streaming_chunk", "cut"):  # which only inform people
         name = "offset"
@@ -427,7 +430,7 @@ def large_count(rng: random.Random, file: File) -> bytes:
 
 
 def many_elements(rng: random.Random, file: File) -> bytes:
-    """JSON that takes far more memory than it has bytes."""
+    """Write JSON that takes far more memory than it has bytes."""
     piece, count = (
         rng.choice(("[]", "{}", "0", '""', "[[]]")),
         rng.choice((100_001, 400_000, 1_300_000)),
@@ -440,7 +443,7 @@ def many_elements(rng: random.Random, file: File) -> bytes:
 
 
 def other_model(rng: random.Random, file: File) -> bytes:
-    """A model that no reader may open because a file names it."""
+    """Name a model that no reader may open just because a file names it."""
     file.manifest["model"] = rng.choice(
         (EVIL, f"./{EVIL}", f"../{EVIL}", "someone/model", "m.gguf", "/dev/zero", "-")
     )
@@ -448,7 +451,7 @@ def other_model(rng: random.Random, file: File) -> bytes:
 
 
 def other_gate(rng: random.Random, file: File) -> bytes:
-    """An evictor with a file of the stranger's choice."""
+    """Name an evictor with a gate file of the attacker's choice."""
     gate = rng.choice(("gate=", "gagate=,te=", " gate=", "chunk=64,gate="))
     file.manifest["evictor"] = (
         rng.choice(("fastkvzip:", "kvzap:")) + gate + rng.choice(("/dev/zero", "fifo", EVIL))
@@ -457,7 +460,7 @@ def other_gate(rng: random.Random, file: File) -> bytes:
 
 
 def evil_model(folder: Path, model: Path) -> None:
-    """Makes a copy of a model's folder that asks transformers to run code, which leaves the file
+    """Copy a model's folder to one that asks transformers to run code; the code leaves the file
     `ran`.
     """
     evil = folder / EVIL
@@ -474,7 +477,7 @@ def evil_model(folder: Path, model: Path) -> None:
 
 
 def spaced(rng: random.Random, file: File) -> bytes:
-    """The same header in another layout."""
+    """Write the same header in another layout."""
     length = int.from_bytes(file.raw[:8], "little")
     header, body = json.loads(file.raw[8 : 8 + length]), file.raw[8 + length :]
     header["__metadata__"]["checksum"] = BLANK

@@ -1,8 +1,8 @@
 """The campaign against cache files: `python -m tests.hostile.files --count 10000 --seed 0`.
 
-Every case is one harmed file, which a process of its own loads, asks and inspects; a signal, a
-hang, an exception that is not a sentence for the user, or wrong contents that were accepted, is a
-failure and is printed with its number.
+Every case is one damaged file, which a separate process loads, asks and inspects. A signal, a hang,
+an exception other than a sentence for the user, or accepting wrong contents is a failure, and is
+printed with its number.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ SPARE = 2 << 30  # bytes of address space beyond what is in use
 
 
 def case(seed: int, number: int, good: list[bytes]) -> tuple[str, str, bytes]:
-    """Group, way and bytes of a case, from its number alone."""
+    """Return the group, way and bytes of a case, which its number determines."""
     rng = random.Random(f"{seed}/{number}")
     group = rng.choices(list(GROUPS), (3, 5, 1, 1))[0]
     way = rng.choice(GROUPS[group])
@@ -40,7 +40,7 @@ def case(seed: int, number: int, good: list[bytes]) -> tuple[str, str, bytes]:
 
 
 def made(folder: Path) -> list[bytes]:
-    """Good files: every kind of contents that the format knows."""
+    """Make good files with every kind of contents that the format has, and return their bytes."""
     from restorekv import load_model
 
     model, tokenizer = load_model("tiny")
@@ -61,8 +61,9 @@ def made(folder: Path) -> list[bytes]:
 
 
 def serve(connection, place: str) -> None:
-    """Judges files until there are no more; a folder in `place` asks for its code to be run, and
-    stdin says yes.
+    """Judge files until there are no more.
+
+    A folder in `place` asks for its code to be run, and standard input would always agree.
     """
     import torch
 
@@ -109,7 +110,7 @@ def serve(connection, place: str) -> None:
 
 
 def contents(loaded) -> str:
-    """Everything that decides an answer, as text that can be compared."""
+    """Return everything that decides an answer, as text that can be compared."""
     import hashlib
 
     digest = hashlib.sha256(
@@ -128,7 +129,7 @@ def contents(loaded) -> str:
 
 
 def run(count: int, seed: int, only: int | None = None) -> tuple[Counter, list[str]]:
-    """Counts by group and verdict, and the failures."""
+    """Run the cases; return counts by group and verdict, and the failures."""
     from restorekv.model.names import tiny_path
 
     counts, failures = Counter(), []

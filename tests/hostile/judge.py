@@ -1,5 +1,5 @@
-"""The process that reads harmed files, so that a file that kills or hangs its reader ends no
-campaign.
+"""A separate process that reads damaged files, so that a file that kills or hangs its reader does
+not end the campaign.
 """
 
 import multiprocessing
@@ -13,8 +13,8 @@ STARTING = 600
 
 
 class Judge:
-    """Sends each case to `serve(connection, *arguments)` in a process, which is started again when
-    it died.
+    """A process that runs `serve(connection, *arguments)` and gets each case; it is restarted if it
+    dies.
     """
 
     def __init__(self, method: str, serve: Callable, *arguments: object) -> None:
@@ -53,6 +53,6 @@ class Judge:
 
 
 def bound_memory(spare: int) -> None:
-    """Lets this process use `spare` bytes of address space beyond what it uses now."""
+    """Limit this process to `spare` bytes of address space more than it uses now."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + spare, used + spare))

@@ -1,10 +1,11 @@
 """The campaign of broken kernels: `python -m tests.hostile.kernels --count 300 --seed 0`.
 
-A backend of attention gets a fault at random: what it computes, how much, and when. It must be
-caught by its self-test, or be harmless: on fresh inputs of many sizes, on at least ACTING of which
-the fault acts, no number is off by more than rounding explains. A fault that does harm and is not
-caught is missed. Caught ones must leave the answer of the plain path. Outcomes on disk are harmed
-at random too: a harmed file must count for nothing, or say what it said.
+A backend of attention gets a random fault: what is wrong, by how much, and when. The backend's
+self-test must catch the fault, or the fault must be harmless: on new inputs of many sizes, at least
+ACTING of them ones on which the fault acts, no number may be off by more than rounding explains. A
+fault that does harm and is not caught is missed. After a caught fault, answers must be those of the
+plain path. Stored outcomes of self-tests are damaged at random too: a damaged file must be ignored,
+or still state the same outcome.
 """
 
 import argparse
@@ -44,7 +45,7 @@ Fault = Callable[[Tensor, object, Tensor | None, float], Tensor]
 
 
 def draw_fault(rng: random.Random) -> tuple[str, str, Fault]:
-    """Returns a kind, when it acts, and a backend that is wrong in this way."""
+    """Return a kind of fault, when it acts, and a backend with this fault."""
     kind, when = rng.choice(list(KINDS)), rng.choice(list(WHEN))
     size, place = 10 ** rng.uniform(-6, 0), rng.randrange(1 << 16)
 
@@ -80,7 +81,7 @@ def one_wrong_number(query, layer, mask, scale, size, place):
 
 
 def last_number(query, layer, mask, scale, size, place):
-    """The last dimension of the last row of the last head is off."""
+    """Change the last dimension of the last row of the last head."""
     found = RIGHT(query, layer, mask, scale).contiguous()
     found.view(-1)[-1] += size
     return found
@@ -109,9 +110,7 @@ def swapped_questions(query, layer, mask, scale, size, place):
 
 
 def lost_pair(query, layer, mask, scale, size, place):
-    """One pair of every head counts for nothing: its first, its last, or one at the edge of
-    a tile.
-    """
+    """Ignore one pair of every head: its first, its last, or one at the edge of a tile."""
     bias = torch.zeros(layer.bounds[-1]) if layer.bias is None else layer.bias.clone()
     for start, end in zip(layer.bounds, layer.bounds[1:], strict=False):
         at = (start, end - 1, start + 63, start + 64)[place % 4]
@@ -121,7 +120,7 @@ def lost_pair(query, layer, mask, scale, size, place):
 
 
 def lost_tile(query, layer, mask, scale, size, place):
-    """The last tile of every head counts for nothing."""
+    """Ignore the last tile of every head."""
     bias = torch.zeros(layer.bounds[-1]) if layer.bias is None else layer.bias.clone()
     for start, end in pairwise(layer.bounds):
         if end > start:
@@ -149,7 +148,7 @@ def lost_column(query, layer, mask, scale, size, place):
 
 
 def early_column(query, layer, mask, scale, size, place):
-    """A query sees what comes next."""
+    """Let a query attend to what comes after it."""
     mask = visible(query, layer, mask)
     return RIGHT(query, layer, mask | mask.roll(1, -1).logical_or(mask.roll(-1, -2)), scale)
 
@@ -159,7 +158,7 @@ def lost_mask(query, layer, mask, scale, size, place):
 
 
 def mixed_values(query, layer, mask, scale, size, place):
-    """Some of the values are those of another pair."""
+    """Replace some of the values by those of another pair."""
     plain = with_bias(layer, layer.bias)
     count = max(int(len(plain.context_values) * size), 1)
     values = plain.context_values.clone()
@@ -237,7 +236,9 @@ WHEN = {
 
 
 def fresh_samples(rng: random.Random, target: Target, when: str) -> list[CaseInputs]:
-    """Return inputs that no self-test has; a fault of this kind acts on at least ACTING of them."""
+    """Return inputs that no self-test uses; faults that act at `when` act on at least ACTING of
+    them.
+    """
     made, acting = [], 0
     while len(made) < FRESH or acting < ACTING:
         sample = backend_self_test.make_sample(target, fresh_case(rng), seed=rng.randrange(1 << 32))
@@ -249,7 +250,9 @@ def fresh_samples(rng: random.Random, target: Target, when: str) -> list[CaseInp
 
 
 def fresh_case(rng: random.Random) -> AttentionCase:
-    """Draws a case; a third of the tails ends with a tile, and some begin with the question."""
+    """Draw a case; a third of the tails ends at the edge of a tile, and some begin with the
+    question.
+    """
     queries = rng.choice([1, 1, 3, 40])
     tail = queries + rng.choice([0, 1, 5, 70])
     if rng.random() < 1 / 3:
@@ -266,7 +269,7 @@ def fresh_case(rng: random.Random) -> AttentionCase:
 
 
 def harm(fault: Fault, samples: list[CaseInputs], dtype: torch.dtype) -> float:
-    """Returns the largest error on inputs, as a multiple of what rounding explains."""
+    """Return the largest error on inputs, as a multiple of what rounding explains."""
     worst = 0.0
     for each in samples:
         try:
@@ -283,7 +286,7 @@ def harm(fault: Fault, samples: list[CaseInputs], dtype: torch.dtype) -> float:
 def judge(
     rng: random.Random, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> tuple[str, str, str]:
-    """Breaks the backend, and returns the kind, the verdict and, if something is wrong, what."""
+    """Break the backend; return the fault, the verdict, and what is wrong ("" if nothing is)."""
     kind, when, fault = draw_fault(rng)
     target = Target(torch.device("cpu"), *rng.choice(SHAPES), rng.choice(DTYPES))
     name = f"{kind}, {when}"
@@ -318,7 +321,7 @@ def judge(
 
 
 def run(count: int, seed: int) -> tuple[Counter, list[str]]:
-    """Counts verdicts of so many faults."""
+    """Judge `count` faults; return counts by fault and verdict, and the failures."""
     rng, counts, failures = random.Random(seed), Counter(), []
     monkeypatch = pytest.MonkeyPatch()
     for number in range(count):
@@ -332,7 +335,9 @@ def run(count: int, seed: int) -> tuple[Counter, list[str]]:
 
 
 def harm_files(count: int, seed: int) -> tuple[Counter, list[str]]:
-    """Counts what harmed self-test files say: nothing, or what they said before."""
+    """Damage self-test files; return counts of whether they are ignored or unchanged in meaning,
+    and the failures.
+    """
     rng, counts, failures = random.Random(seed), Counter(), []
     monkeypatch = pytest.MonkeyPatch()
     with (
@@ -359,7 +364,7 @@ def harm_files(count: int, seed: int) -> tuple[Counter, list[str]]:
 
 
 def harmed(rng: random.Random, good: bytes) -> bytes:
-    """Returns a file with some bytes changed, cut, repeated or put in; or with a field of another
+    """Return a file with some bytes changed, cut, repeated or inserted, or with a field of another
     kind.
     """
     raw, at = bytearray(good), rng.randrange(len(good))

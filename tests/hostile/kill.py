@@ -1,11 +1,11 @@
 """The campaign of sudden deaths: `python -m tests.hostile.kill --moments 50 --seed 0 [--work train
 ...] [--disks 5]`.
 
-Each kind of work runs once undisturbed. Then it is started in a forked process that dies of
-SIGKILL, at a random call that opens a file to write, renames or removes one, or at a random time.
-Its outputs must be the old or the new ones. Started again it must end with the results of the
-undisturbed run and leave nothing else behind. So must it after a full disk and a read-only one,
-which need the right to mount, and where two processes share one output.
+Each kind of work runs once undisturbed. Then it is started in a forked process that is killed by
+SIGKILL, either at a random call that opens a file to write, renames or removes one, or at a random
+time. Its outputs must be either the old or the new ones. Started again, it must end with the
+results of the undisturbed run and leave nothing else. The same must hold after a full disk and a
+read-only one (both need the right to mount), and if two processes share one output.
 """
 
 import argparse
@@ -34,8 +34,8 @@ Hook = Callable[[str, tuple], None]
 
 
 def counting(folder: Path, act: Callable[[int], None]) -> Hook:
-    """Calls `act` with the number of every call that is about to change something below the
-    folder.
+    """Return a hook that calls `act` with the number of each call that is about to change something
+    below the folder.
     """
     number = 0
 
@@ -50,8 +50,8 @@ def counting(folder: Path, act: Callable[[int], None]) -> Hook:
 
 
 def begin(work: Work, folder: Path, hook: Hook | None = None) -> int:
-    """Starts the work in a process forked from this one, whose modules are loaded already; returns
-    its id.
+    """Start the work in a process forked from this one, which has all modules loaded; return its
+    id.
     """
     sys.stdout.flush()
     process = os.fork()
@@ -77,7 +77,7 @@ def begin(work: Work, folder: Path, hook: Hook | None = None) -> int:
 
 
 def ended(process: int) -> int:
-    """Returns the exit code, negative for a signal."""
+    """Wait for a process and return its exit code, negative for a signal, 99 for a hang."""
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
         found, status = os.waitpid(process, os.WNOHANG)
@@ -94,7 +94,7 @@ def said(folder: Path) -> str:
 
 
 def finish(work: Work, folder: Path) -> Result | str:
-    """The results of a run to the end, or what went wrong."""
+    """Run the work to its end; return its results, or what went wrong."""
     code = ended(begin(work, folder))
     return work.result(folder) if code == 0 else f"exit code {code}: {said(folder)[-300:]}"
 
@@ -128,8 +128,9 @@ class Campaign:
             self.known[part] |= values
 
     def contents(self) -> list[set[str]]:
-        """What the parts of the output may be besides old and new: the work `save` writes two
-        contents in turn.
+        """Return what the parts of the output may be in addition to old and new.
+
+        There is such content only for the work `save`, which writes two contents alternately.
         """
         if self.name != "save":
             return [set() for _ in self.after]
@@ -146,8 +147,8 @@ class Campaign:
         return folder
 
     def problem(self, folder: Path) -> str:
-        """What is wrong with the outputs after a fault, and after the work was started again; or
-        nothing.
+        """Return what is wrong with the outputs after a fault, or after the work was started again;
+        "" if nothing is.
         """
         try:
             between = self.work.result(folder)
@@ -163,7 +164,7 @@ class Campaign:
         return f"left {left[0]} behind" if left else ""
 
     def moment(self, number: int) -> str:
-        """A death: at a call for every other number, at a time for the rest."""
+        """Kill the work: at a random call for odd numbers, at a random time for even ones."""
         rng, folder = random.Random(f"{self.seed}/{self.name}/{number}"), self.fresh(number)
         if number % 2:
             chosen = rng.randint(1, self.calls)
@@ -185,8 +186,8 @@ class Campaign:
         return found
 
     def two(self, number: int) -> str:
-        """Two processes at one output: one or both end well, and the other says in a sentence why
-        not.
+        """Start two processes with one output: at least one must succeed, and the other must say in
+        a sentence why it did not.
         """
         folder = self.fresh(f"two{number}")
         processes = [begin(self.work, folder) for _ in range(2)]
@@ -196,7 +197,7 @@ class Campaign:
         return self.problem(folder)
 
     def full(self, number: int) -> str:
-        """A disk that is full after some bytes, and has room again later."""
+        """Run the work on a disk that is full after some bytes, and has room again later."""
         size = sum(
             path.stat().st_size
             for path in (self.place / f"{self.name}-timed").rglob("*")
@@ -222,7 +223,7 @@ class Campaign:
             return self.fault(folder, lambda: change("rw"))
 
     def fault(self, folder: Path, mend: Callable[[], None]) -> str:
-        """Runs the work on a disk with a fault; it must end with a sentence, and well once the
+        """Run the work on a disk with a fault: it must end with a sentence, and succeed once the
         fault is mended.
         """
         code, words = ended(begin(self.work, folder)), said(folder)
@@ -234,7 +235,9 @@ class Campaign:
 
 @contextmanager
 def disk(folder: Path, options: str) -> Iterator[tuple[Path, Callable[[str], None]]]:
-    """A small disk of its own, and a function that changes its options."""
+    """Mount a small disk for the block; yield its folder and a function that changes its
+    options.
+    """
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], check=True)
     try:
@@ -255,7 +258,7 @@ def may_mount(place: Path) -> bool:
 
 
 def run(names: Sequence[str], moments: int, seed: int, disks: int = 5) -> tuple[Counter, list[str]]:
-    """Counts by work and fault, and the failures."""
+    """Run the campaign; return counts by work and fault, and the failures."""
     counts, failures = Counter(), []
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="restorekv-kill-") as name:

@@ -1,5 +1,5 @@
-"""Kinds of files besides caches: how a good one is made, read back, and sealed again by one who
-knows the format.
+"""Kinds of files other than caches: how a good one is made, read back, and sealed again as an
+attacker who knows the format would do.
 """
 
 import hashlib
@@ -64,8 +64,10 @@ MODEL, TOKENIZER = load_model("tiny")
 
 @dataclass(frozen=True)
 class Kind:
-    """`read` returns all that a good folder says, as text; `loose`: files without a checksum of
-    their own, "*" all.
+    """A kind of files in a folder.
+
+    `read` returns everything that a good folder says, as text. `loose` are the files that no
+    checksum covers; "*" means all.
     """
 
     make: Callable[[Path], object]
@@ -141,14 +143,14 @@ def read_gate(folder: Path) -> str:
 
 
 def seal_files(folder: Path) -> None:
-    """Computes the checksums of all sealed files anew."""
+    """Compute the checksums of all sealed files again."""
     for path in [*folder.rglob("*.safetensors"), *folder.rglob("*.rkv")]:
         if path.is_file() and path.stat().st_size < 1 << 26:
             seal_file(path)
 
 
 def seal_file(path: Path) -> None:
-    """Computes the checksum in the metadata of a safetensors file anew, if the file is one."""
+    """Compute the checksum in the metadata of a safetensors file again, if it still is one."""
     try:
         raw = path.read_bytes()
         tensors, metadata = (
@@ -289,7 +291,10 @@ TEXT_OF_CHAT = TEXT * 2
 
 @cache
 def document() -> CompressedContext:
-    """What conversations are about; one allocation for all heads, so that it is portable too."""
+    """Return the document that conversations are about.
+
+    All heads keep the same number of pairs, so that it is portable too.
+    """
     options = {"evictor": "snapkv", "adapter": None, "allocation": "per-head"}
     return compress_with(MODEL, TOKENIZER, TEXT_OF_CHAT, ratio=0.5, **options)
 
@@ -330,8 +335,8 @@ def make_gguf(folder: Path) -> None:
 
 
 def read_gguf(folder: Path) -> str:
-    """Reads the header, builds the tokenizer, and has transformers read the weights, as
-    `gguf.convert_file` does.
+    """Read the header, build the tokenizer and have transformers read the weights, by
+    `gguf.convert_file`.
     """
     made = folder.parent / "made"
     try:
@@ -358,7 +363,7 @@ def open_cache_file(folder: Path) -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """A model's folder, with its weights in two files that an index names."""
+    """Make a model's folder, with the weights in several files that an index names."""
     build_model("llama").save_pretrained(folder, max_shard_size="60KB")
     build_tokenizer().save_pretrained(folder)
     names = {path.name for path in folder.iterdir()}
@@ -369,7 +374,7 @@ def make_folder(folder: Path) -> None:
 
 
 def read_folder(folder: Path) -> str:
-    """Loads the model, and its tokenizer again alone."""
+    """Load the model, and its tokenizer separately."""
     model, tokenizer = load_model(folder)
     alone = load_tokenizer(str(folder))
     ids = [each("The red house belongs to Ada.")["input_ids"] for each in (tokenizer, alone)]
@@ -377,7 +382,7 @@ def read_folder(folder: Path) -> str:
 
 
 def make_served(folder: Path) -> None:
-    """The store of a server, with three uploads, of which one has expired, and a cache."""
+    """Make a server's store with three uploads, one of them expired, and a cache."""
     store = Store(folder, 1 << 30)
     for number in range(2):
         store.add_upload(f"{number}.txt", "user_data", io.BytesIO(b"text %d" % number))
@@ -388,8 +393,8 @@ def make_served(folder: Path) -> None:
 
 
 def read_served(folder: Path) -> str:
-    """Starts with the store, reads and lists all, drops what has no room, deletes an upload, and
-    ends.
+    """Open the store, list and read everything, drop what has no room, delete an upload, and close
+    it.
     """
     store = Store(folder, 1)
     try:
@@ -403,7 +408,7 @@ def read_served(folder: Path) -> str:
 
 
 def make_build(folder: Path) -> None:
-    """Attempts of data that is being built, of which the last line was cut by a kill."""
+    """Make the attempts of an unfinished data build; the last line was cut by a kill."""
     line = json.dumps({"context": ["a", "b"], "attempts": [{"question": "Who?"}]})
     (folder / "parts").mkdir()
     (folder / "parts" / "a.jsonl").write_text(f"{line}\n{line}\n{line[:20]}")
@@ -414,7 +419,9 @@ def read_build(folder: Path) -> str:
 
 
 def make_moving(folder: Path) -> None:
-    """An adapter whose writer was killed before its files were in their places."""
+    """Make an adapter as a writer leaves it that was killed before it moved the files
+    into place.
+    """
     make_adapter(folder / adapter_file.PENDING)
 
 

@@ -1,11 +1,11 @@
-"""The campaign of mixed load: `python -m tests.hostile.load --minutes 240`, `--engine vllm` where
+"""The campaign of mixed load: `python -m tests.hostile.load --minutes 240`, with `--engine vllm` if
 vLLM is installed.
 
-One server process, for as long as it is told to. Documents come and go, more than the pool for
-them has room for; clients ask about one document or two, whole answers and streams, short and long;
-some leave in the middle. Every answer, as far as it was read, is the library's own. The server's
-processes must not grow: what they hold in the last quarter of the time is at most GROWTH of what
-they held in the second one. A line a minute says how far it is.
+One server process runs for the whole time. Documents come and go, more than their pool has room
+for. Clients ask about one document or two, for whole answers and streams, short and long ones; some
+leave in the middle. Every answer, as far as it was read, must be the library's own. The server's
+processes must not grow: the memory that they hold in the last quarter of the time may be at most
+GROWTH times that of the second quarter. A line a minute reports the progress.
 """
 
 import argparse
@@ -48,7 +48,7 @@ POOL = {
 
 
 class Library:
-    """The library's own answers, each computed once."""
+    """The library's own answers, each of which is computed only once."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -74,7 +74,7 @@ class Library:
 
 @dataclass
 class Load:
-    """What runs, and what came of it."""
+    """The running campaign, with its counts and what went wrong."""
 
     server: Server
     chance: random.Random
@@ -150,7 +150,7 @@ class Load:
         )
 
     async def ask(self, numbers: tuple[int, ...], names: list[str]) -> None:
-        """Ask a question at random, and compare what was read of its answer."""
+        """Ask a random question, and compare what was read of its answer with the library's."""
         asked = self.chance.randrange(40)
         tokens = self.chance.choice((4, 12, 12, 30, LONGEST))
         parts = [{"type": "file", "file": {"file_id": name}} for name in names]
@@ -183,7 +183,7 @@ class Load:
         self.counts["questions about two documents" if len(names) > 1 else "questions"] += 1
 
     async def read_stream(self, request: dict, leaves: int) -> str:
-        """Return what a stream says; with `leaves`, close it after so many pieces."""
+        """Return the text of a stream; if `leaves` is not 0, close it after that many pieces."""
         stream = await self.client.chat.completions.create(**request, stream=True)
         text = ""
         pieces = 0
@@ -208,7 +208,7 @@ def measure_memory(pid: int) -> int:
 
 
 async def watch(load: Load, minutes: float, sizes: list[int]) -> None:
-    """Measure once a minute, and say how far the campaign is."""
+    """Measure memory once a minute, and print the progress."""
     minute = 0
     while time.monotonic() < load.end:
         await asyncio.sleep(min(60, max(0, load.end - time.monotonic())))
@@ -227,7 +227,7 @@ async def run_all(load: Load, clients: int, minutes: float, sizes: list[int]) ->
 
 
 def find_growth(sizes: list[int]) -> float:
-    """Return how much more is held in the last quarter of the time than in the second one."""
+    """Return the memory held in the last quarter of the time over that of the second quarter."""
     quarter = len(sizes) // 4
     if not quarter:
         return 1.0

@@ -1,9 +1,9 @@
 """The campaign of memory: `python -m tests.hostile.memory --count 300`, and `--turns 1000` for a
 conversation.
 
-One process compresses, saves, loads and asks again and again, with every evictor in turn, or has
-one conversation that is folded every 20 turns and starts anew every 200; what it holds is printed,
-and must stop growing after the first quarter.
+One process compresses, saves, loads and asks again and again, alternating between all evictors. Or
+it has a conversation that is folded every 20 turns and starts again every 200. The memory that it
+holds is printed, and must stop growing after the first quarter.
 """
 
 import argparse
@@ -25,14 +25,14 @@ SPARE = 24 << 20  # bytes that the allocator may keep
 
 
 def held() -> int:
-    """Bytes of memory of this process, after everything that can be given back was."""
+    """Return the bytes of memory of this process, after freeing everything that can be freed."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def run(count: int, folder: Path) -> list[int]:
-    """Bytes held after each of ten parts of the work."""
+    """Do the work `count` times; return the bytes held after each tenth of it."""
     torch.set_num_threads(1)
     model, tokenizer = load_model("tiny")
     names, sizes = [name for name in EVICTORS if name != "kvpress"], []
@@ -52,7 +52,7 @@ def run(count: int, folder: Path) -> list[int]:
 
 
 def talk(turns: int) -> list[int]:
-    """Bytes held after each of ten parts of a conversation."""
+    """Have a conversation of `turns` turns; return the bytes held after each tenth of it."""
     torch.set_num_threads(1)
     small = compress(
         *load_model("tiny"), "".join(TEXT.format(each, each * 7) for each in range(20)), ratio=0.3

@@ -1,10 +1,10 @@
-"""Random configs of random decoder classes: every model is refused with a sentence, or answers as
-transformers does.
+"""The campaign of random configs of random decoder classes: every model must be refused with a
+sentence, or answer as transformers does.
 
 Windows, kinds of layers, kinds of RoPE, heads, biases, caps, scales and multipliers are drawn from
-what a class's config has. A model that is used has to give transformers' logits and greedy tokens
-beyond every length that its config mentions, at ratio 1 and below; a window's model up to the
-window, and not one position more.
+what a class's config has. A model that is accepted must give transformers' logits and greedy tokens
+beyond every length that its config mentions, at ratio 1 and below; a model with a window in all
+layers up to the window, and not one position more.
 
 python -m tests.hostile.models --count 400 --seed 0
 """
@@ -80,7 +80,7 @@ LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
 def draw(rng: random.Random, kind: str) -> dict[str, object]:
-    """Returns random settings among those that the type's config has."""
+    """Return random settings among those that the type's config has."""
     known = vars(decoders.tiny_config(kind).get_text_config())
     settings: dict[str, object] = {}
     for name, choices in CHOICES.items():
@@ -105,7 +105,7 @@ def draw(rng: random.Random, kind: str) -> dict[str, object]:
 
 
 def attempt(kind: str, seed: int, settings: dict[str, object]) -> tuple[str, list[str]]:
-    """Returns what happened to one model, and what is wrong about that."""
+    """Return what happened to one model, and what is wrong about it."""
     try:
         model = decoders.build(kind, seed, **settings)
         decoders.run_plainly(model)
@@ -121,7 +121,7 @@ def attempt(kind: str, seed: int, settings: dict[str, object]) -> tuple[str, lis
 
 
 def run(count: int, seed: int, only: int | None = None) -> tuple[Counter, list[str]]:
-    """Returns how often what happened, and every difference from transformers."""
+    """Try random models; return how often each outcome happened, and all failures."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     counts: Counter = Counter()

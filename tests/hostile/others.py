@@ -1,12 +1,13 @@
-"""The campaign against all files besides caches: `python -m tests.hostile.others --count 3000
---seed 0 [--case N]`.
+"""The campaign against all kinds of files: `python -m tests.hostile.others --count 3000 --seed 0
+[--case N]`.
 
-Conversations, caches, portable caches, GGUF files, folders of models, adapters, gates, checkpoints,
-the training store, features, built data, evaluation grids and stores of servers. Every case is a
-folder of which one file was harmed, or to which something was added; a forked process reads it, and
-would answer "yes" to every question. A signal, a hang, an exception that is no sentence, wrong
-contents that were accepted, a file elsewhere that was changed or removed, or code of a stranger's
-that ran, which leaves a file, is a failure and is printed with its number.
+The kinds are conversations, caches, portable caches, GGUF files, folders of models, adapters,
+gates, checkpoints, the training store, features, built data, evaluation grids and stores of
+servers. Every case is a folder in which one file was damaged, or to which something was added. A
+forked process reads it, and would answer "yes" to every question. These are failures, which are
+printed with their numbers: a signal, a hang, an exception other than a sentence for the user, wrong
+contents that were accepted, a file elsewhere that was changed or removed, or an attacker's code
+that ran (it leaves a file).
 """
 
 import gc
@@ -134,19 +135,17 @@ def no_regular_file(rng: random.Random, path: Path) -> None:
 
 
 def victim_of(path: Path) -> Path:
-    """Returns the place beside the folder of the case where nobody may change anything; `run`
-    compares it.
-    """
+    """Return a path next to the case's folder that no reader may change; `run` checks that."""
     return place_of(path) / VICTIM
 
 
 def place_of(path: Path) -> Path:
-    """Returns the folder of the campaign, from a path in the case's."""
+    """Return the folder of the campaign for a path in the case's folder."""
     return path.parents[len(path.parts) - 1 - path.parts.index(CASE)]
 
 
 def linked(rng: random.Random, path: Path) -> None:
-    """The file is a link to one elsewhere, which may end in half a line."""
+    """Replace the file by a link to one elsewhere, either a copy of it or other text."""
     victim = victim_of(path)
     if rng.random() < 0.5:
         shutil.copy(path, victim)
@@ -157,7 +156,9 @@ def linked(rng: random.Random, path: Path) -> None:
 
 
 def linked_folder(rng: random.Random, path: Path) -> None:
-    """The folder of the file, where it is one within the case's, is a link to one elsewhere."""
+    """Replace the file's folder by a link to one elsewhere, or the file if its folder is
+    the case's.
+    """
     if path.parent.name == CASE:
         return linked(rng, path)
     victim = victim_of(path)
@@ -166,7 +167,7 @@ def linked_folder(rng: random.Random, path: Path) -> None:
 
 
 def foreign_lock(rng: random.Random, path: Path) -> None:
-    """Beside the file are links with names that the package uses itself, to a file elsewhere."""
+    """Put links to a file elsewhere next to the file, with names that the package itself uses."""
     victim = victim_of(path)
     victim.write_text("precious")
     for name in (
@@ -214,8 +215,8 @@ EXPECTED = (
 
 
 def special_beside(rng: random.Random, path: Path) -> None:
-    """Where a file may be expected is a FIFO, a device, a circle of links, a huge file, or a link
-    to one elsewhere.
+    """Put a FIFO, a device, a cycle of links, a huge file or a link to a file elsewhere where a
+    reader may expect a file.
     """
     place = path.parent / rng.choice(EXPECTED)
     place.parent.mkdir(exist_ok=True)
@@ -229,12 +230,12 @@ def special_beside(rng: random.Random, path: Path) -> None:
 
 
 def payload(path: Path) -> str:
-    """Returns Python that leaves a file where `run` finds it."""
+    """Return Python code that leaves a file where `run` finds it."""
     return f"open({str(place_of(path) / RAN)!r}, 'w')"
 
 
 class Payload:
-    """What runs code when it is unpickled."""
+    """An object that runs code when it is unpickled."""
 
     def __init__(self, code: str) -> None:
         self.code = code
@@ -244,7 +245,7 @@ class Payload:
 
 
 def pickle_of(rng: random.Random, path: Path) -> bytes:
-    """Returns a pickle that runs code, plain or as `torch.save` writes it."""
+    """Return a pickle that runs code, plain or as `torch.save` writes it."""
     harmful = Payload(payload(path))
     if rng.random() < 0.5:
         return pickle.dumps(harmful)
@@ -264,9 +265,7 @@ PICKLES = (
 
 
 def pickles_only(rng: random.Random, path: Path) -> str | None:
-    """The weights are pickles that run code, beside the index or without one, which may
-    name them.
-    """
+    """Replace the weights by pickles that run code, with or without an index that names them."""
     name = rng.choice(PICKLES)
     found = list(path.parent.glob("*.safetensors"))
     index = path.parent / "model.safetensors.index.json"
@@ -289,9 +288,7 @@ def pickled(rng: random.Random, path: Path) -> None:
 
 
 def code_beside(rng: random.Random, path: Path) -> None:
-    """Configs name code of the folder, under all names that transformers knows, and the code is
-    there.
-    """
+    """Put code into the folder, and name it in configs in every way that transformers knows."""
     code = f"{payload(path)}\n\n\nclass Evil:\n    pass\n"
     for name in (
         "evil.py",
@@ -334,7 +331,7 @@ def code_beside(rng: random.Random, path: Path) -> None:
 
 
 def other_names(rng: random.Random, path: Path) -> None:
-    """Indexes and configs of a model's folder name files elsewhere."""
+    """Name files elsewhere in indexes and configs of a model's folder."""
     victim = victim_of(path)
     victim.mkdir()
     for name in ("model-00001-of-00002.safetensors", "tokenizer.5.0.json", "x.bin"):
@@ -374,7 +371,7 @@ def other_names(rng: random.Random, path: Path) -> None:
 
 
 def places(value: object) -> list[tuple]:
-    """Every container and key in a JSON value, with the keys that lead there."""
+    """Return every container and key in a JSON value, with the chain of keys that leads there."""
     found, level = [], [(value, ())]
     while level:
         each, chain = level.pop()
@@ -392,11 +389,11 @@ def places(value: object) -> list[tuple]:
 
 
 def harmed_json(rng: random.Random, text: str) -> tuple[str, str]:
-    """A field gets a value of another kind, goes, or another number; or the whole is no such JSON.
-    Also the group.
+    """Return damaged JSON and its group.
 
-    What only informs people may be anything, older files lack fields, and another number may be a
-    true one.
+    A field gets a value of another kind, is removed or gets another number, or the whole is not
+    valid. The group says what readers may do: fields that only inform people may be anything, older
+    files lack some fields, and another number may be a valid one.
     """
     value = json.loads(text)
     if rng.random() < 0.2 or not (found := places(value)):
@@ -563,8 +560,8 @@ def contradicting_rows(rng: random.Random, path: Path) -> None:
 
 
 def counts_of(raw: bytes) -> dict[str, list[tuple[int, int]]]:
-    """Returns where the header of a good GGUF file has its numbers, by what they are, each with its
-    size in bytes.
+    """Return the places and sizes in bytes of the numbers in a good GGUF file's header, by what
+    they are.
     """
     found: dict[str, list[tuple[int, int]]] = {}
     sizes = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
@@ -605,8 +602,8 @@ def counts_of(raw: bytes) -> dict[str, list[tuple[int, int]]]:
 
 
 def lying_header(rng: random.Random, path: Path) -> None:
-    """A number of the header of a GGUF file: counts, lengths, dimensions, types, offsets; now and
-    then, two.
+    """Change a number in the header of a GGUF file, sometimes two: counts, lengths, dimensions,
+    types, offsets.
     """
     raw = bytearray(path.read_bytes())
     known = counts_of(raw)
@@ -625,9 +622,7 @@ def lying_header(rng: random.Random, path: Path) -> None:
 
 
 def long_texts(rng: random.Random, path: Path) -> None:
-    """A GGUF file with many or long tokens, merges or other texts, or long arrays, all of them
-    really there.
-    """
+    """Add many or long texts, or long arrays, to a GGUF file; all of them are really there."""
     raw = path.read_bytes()
     count = int.from_bytes(raw[16:24], "little")
     key = rng.choice(
@@ -651,8 +646,8 @@ def long_texts(rng: random.Random, path: Path) -> None:
 
 
 def long_token(rng: random.Random, path: Path) -> None:
-    """A token of a GGUF file's vocabulary is far longer than any, and the file as a whole still
-    true.
+    """Make a token of a GGUF file's vocabulary far longer than any real one; the file stays
+    consistent.
     """
     raw = path.read_bytes()
     marker = b"tokenizer.ggml.tokens"
@@ -669,8 +664,8 @@ def lying_gguf(rng: random.Random, path: Path) -> None:
 
 
 def lying_rows(rng: random.Random, path: Path) -> None:
-    """Rows of a server's index that name files elsewhere, or that hold anything; triggers, views,
-    other tables.
+    """Make rows of a server's index name files elsewhere or hold odd values, or add triggers, views
+    or other tables.
     """
     victim = victim_of(path)
     victim.write_text("precious")
@@ -755,15 +750,13 @@ COLUMNS = {
 
 
 def lying_folder(rng: random.Random, path: Path) -> None:
-    """What a model's folder says; its config is not changed otherwise, for its sizes are
-    believed.
-    """
+    """Damage a model's folder, but not its config's sizes, because readers trust those."""
     way = rng.choice((code_beside, pickles_only, other_names, special_beside))
     way(rng, path)
 
 
 def lying_place(rng: random.Random, path: Path) -> None:
-    """Anything at any place of the header of a GGUF file."""
+    """Write a random number at a random place of the header of a GGUF file."""
     raw = bytearray(path.read_bytes())
     size = rng.choice((4, 8))
     place = rng.choice(
@@ -780,7 +773,7 @@ def lying_place(rng: random.Random, path: Path) -> None:
 
 
 def plausible(rng: random.Random, path: Path) -> None:
-    """Another number or text of the same kind."""
+    """Replace a number or text by another one of the same kind."""
     if path.suffix == ".safetensors":
         metadata, tensors = opened(path)
         value = tensors[rng.choice(sorted(tensors))]
@@ -795,7 +788,7 @@ def plausible(rng: random.Random, path: Path) -> None:
 
 
 def neutral(rng: random.Random, path: Path) -> None:
-    """The same contents in another layout."""
+    """Write the same contents in another layout."""
     if path.suffix == ".safetensors":
         save(path, *opened(path))
     elif path.suffix == ".json":
@@ -837,7 +830,7 @@ BY_KIND: dict[str, Way] = {"folder": lying_folder, "served": lying_store}
 
 
 def harm(rng: random.Random, kind: Kind, folder: Path) -> tuple[str, str, Path]:
-    """Harms one file of the folder; returns the group, the way and the file."""
+    """Damage one file of the folder; return the group, the way and the file."""
     path = some_file(rng, folder)
     group = rng.choices(list(GROUPS), list(GROUPS.values()))[0]
     ways = {"raw": rng.choice(RAW), "plausible": plausible, "neutral": neutral}
@@ -854,8 +847,9 @@ def harm(rng: random.Random, kind: Kind, folder: Path) -> tuple[str, str, Path]:
 
 
 def allowed(group: str, kind: Kind, path: Path) -> set[str]:
-    """What may become of a case: what no checksum covers may say something else afterwards, but
-    never nonsense.
+    """Return the verdicts that a case may have.
+
+    Files that no checksum covers may say something else afterwards, but never nonsense.
     """
     loose = {"different"} if {path.name, "*"} & set(kind.loose) or group == "plausible" else set()
     return {"equal"} if group == "neutral" else {"refused", "equal"} | loose
@@ -887,8 +881,8 @@ def serve(connection, good: dict[str, str]) -> None:
 
 
 def tree(place: Path) -> dict[str, object]:
-    """Returns what is beside the folder of the case: victims, and what a stranger's code may have
-    left.
+    """Return what is next to the case's folder: victims, and what an attacker's code may
+    have left.
     """
     outside = beside(place)
     inside = [path for folder in outside if folder.is_dir() for path in folder.rglob("*")]
@@ -901,7 +895,7 @@ def tree(place: Path) -> dict[str, object]:
 
 
 def read_copy(kind: Kind, folder: Path, case: Path) -> str:
-    """Reads a copy of a good folder, for some readers change what they read."""
+    """Read a copy of a good folder, because some readers change what they read."""
     shutil.copytree(folder, case)
     try:
         return kind.read(case)
@@ -921,7 +915,7 @@ def remove(path: Path) -> None:
 
 
 def run(count: int, seed: int, only: int | None = None) -> tuple[Counter, list[str]]:
-    """Counts by kind, group and verdict, and the failures."""
+    """Run the cases; return counts by kind, group and verdict, and the failures."""
     counts, failures = Counter(), []
     with tempfile.TemporaryDirectory(prefix="restorekv-hostile-") as name:
         place, case = Path(name), Path(name) / CASE

@@ -2,19 +2,23 @@
 sudden death, `--mixed 300` for questions of all kinds that come and leave at any time, `--ends 10`
 for Ctrl-C in the middle.
 
-A real process serves the tiny model. Many clients ask many documents, and every answer is compared
-with the library's own; then the server is killed again and again while it takes uploads, compresses
-and answers, and what it said was processed must be there and answer as before. With `--disks 10`,
-its disk, where its log is as well, is full to the last byte while it runs, and when it starts
-again: reading, asking and deleting go on, and all else is a 507 with a sentence. Then the disk can
-only be read. That needs the right to mount.
+A real process serves the tiny model. Many clients ask about many documents, and every answer is
+compared with the library's own.
 
-Mixed: streams run all the time; short, long and sampled questions join them, some clients leave,
-and every text is the library's own, as far as it was read. No question may wait more than
-MOST_STEPS steps for its first token, its own reading aside; the server counts them. Ends: SIGINT or
-SIGTERM while streams, whole answers and uploads are under way; streams end with an error event or
-their answer, whole requests with 503 as JSON or their answer, the process with its usual code, and
-stderr has no traceback.
+Kills: the server is killed again and again while it takes uploads, compresses and answers. Whatever
+it reported as processed must still be there and answer as before.
+
+Disks (`--disks 10`, needs the right to mount): the disk with its store and log is full to the last
+byte while it runs and when it starts again. Reading, asking and deleting must continue, and
+everything else must be a 507 with a sentence. Then the disk becomes read-only.
+
+Mixed: streams run all the time; short, long and sampled questions join them, and some clients
+leave. Every text, as far as it was read, must be the library's own. No question may wait more than
+MOST_STEPS steps for its first token, not counting its own prefill; the server counts them.
+
+Ends: the server gets SIGINT or SIGTERM during streams, whole answers and uploads. Streams must end
+with an error event or their answer, whole requests with 503 as JSON or their answer, the process
+with its usual code, and stderr must have no traceback.
 """
 
 import argparse
@@ -61,7 +65,7 @@ def question(number: int) -> str:
 
 
 class Server:
-    """A server process over a folder."""
+    """A server process with its store in a folder."""
 
     def __init__(
         self, folder: Path, *flags: str, model: str = "tiny", log: int = subprocess.DEVNULL
@@ -103,7 +107,7 @@ class Server:
         )
 
     def wait(self) -> float:
-        """Seconds until the server answers."""
+        """Wait until the server answers; return the seconds that it took."""
         start = time.monotonic()
         while time.monotonic() - start < SLOWEST:
             try:
@@ -118,14 +122,14 @@ class Server:
         raise RuntimeError("the server does not come up")
 
     def figure(self, name: str) -> float:
-        """One of the server's metrics."""
+        """Return one of the server's metrics."""
         lines = self.client().get("/../metrics", cast_to=str).splitlines()
         return float(
             next(line.split()[1] for line in lines if line.startswith(f"restorekv_{name} "))
         )
 
     def said(self) -> str:
-        """What it wrote to stderr."""
+        """Return what the server wrote to stderr."""
         self.errors.seek(0)
         return self.errors.read().decode(errors="replace")
 
@@ -154,7 +158,7 @@ def upload(client: openai.OpenAI, number: int) -> str:
 
 
 def upload_all(client: openai.OpenAI, documents: int) -> list[str]:
-    """Returns the names of so many documents, once the server has processed them."""
+    """Upload documents, and return their names once the server has processed them."""
     names = [upload(client, number) for number in range(documents)]
     for name in names:
         assert client.files.wait_for_processing(name, poll_interval=0.2).status == "processed"
@@ -170,7 +174,7 @@ def load(
     memory: str,
     engine: Sequence[str],
 ) -> int:
-    """Asks everything at once; returns how many answers were wrong."""
+    """Ask all questions by many clients at the same time; return how many answers were wrong."""
     server = Server(folder, "--waiting", "32", "--memory", memory, *engine, model=model)
     try:
         server.wait()
@@ -205,7 +209,7 @@ def load(
 async def answered(
     server: Server, model: str, names: list[str], questions: int, clients: int
 ) -> tuple[list[str], int]:
-    """Returns every answer and how many requests were refused with 429 before they succeeded."""
+    """Return every answer, and how many requests were refused with 429 before they succeeded."""
     client, lines, refused = server.client(openai.AsyncOpenAI), asyncio.Semaphore(clients), 0
 
     async def one(number: int) -> str:
@@ -225,7 +229,7 @@ async def answered(
 
 
 def library(name: str, questions: int, documents: int) -> list[str]:
-    """The library's own answers."""
+    """Return the library's own answers."""
     torch.set_num_threads(1)
     model, tokenizer = load_model(name)
     made = [compress(model, tokenizer, document(number), ratio=0.2) for number in range(documents)]
@@ -233,7 +237,7 @@ def library(name: str, questions: int, documents: int) -> list[str]:
 
 
 def kills(folder: Path, count: int, seed: int, engine: Sequence[str]) -> int:
-    """Kills the server at random moments; returns how often it came up wrong."""
+    """Kill the server at random moments; return how often something was wrong afterwards."""
     chance, known, wrong = random.Random(seed), {}, 0
     for number in range(count):
         server = Server(folder, *engine)
@@ -268,7 +272,9 @@ def kills(folder: Path, count: int, seed: int, engine: Sequence[str]) -> int:
 
 
 class FullDisk:
-    """A server whose store and log are on a small disk, and what it must do on it."""
+    """A server with its store and log on a small disk, and what it must and may do when that is
+    full.
+    """
 
     def __init__(self, folder: Path, change: Callable[[str], None], chance: random.Random) -> None:
         self.folder, self.change, self.chance = folder, change, chance
@@ -291,7 +297,7 @@ class FullDisk:
         self.client = self.server.client()
 
     def fill(self) -> None:
-        """Takes every byte that is free."""
+        """Fill the disk to the last byte."""
         with (self.folder / "filler").open("ab", buffering=0) as file:
             for size in (1 << 16, 1 << 12, 1):
                 with suppress(OSError):
@@ -299,7 +305,7 @@ class FullDisk:
                         file.write(b"x" * size)
 
     def must(self, what: str, act: Callable[[], object]) -> object:
-        """Does what needs no room."""
+        """Do something that needs no room, and must succeed."""
         self.asked += 1
         try:
             return act()
@@ -308,7 +314,7 @@ class FullDisk:
             return None
 
     def may(self, what: str, act: Callable[[], object]) -> None:
-        """Does what needs room: it succeeds, or is a 507 with a sentence."""
+        """Do something that needs room: it must succeed, or be a 507 with a sentence."""
         self.asked += 1
         try:
             act()
@@ -320,7 +326,7 @@ class FullDisk:
             self.wrong.append(f"{what}: {error}")
 
     def read(self, variant: str) -> None:
-        """Asks and reads everything; `variant` is one that is not compressed yet."""
+        """Ask about and read everything; `variant` is one that nothing is compressed for yet."""
         self.must("list", self.client.files.list)
         for name, (number, before) in self.answers.items():
             answer = self.must("question", lambda name=name, number=number: self.ask(name, number))
@@ -354,7 +360,9 @@ class FullDisk:
         return self.client.chat.completions.create(**asked(name, number)).choices[0].message.content
 
     def run(self) -> None:
-        """Full while it runs, full at the start, deletions until there is room, then read-only."""
+        """Test a disk that is full while the server runs, then when it starts, then after deletions
+        until there is room, then read-only.
+        """
         self.start()
         for number in range(4):
             name = upload(self.client, number)
@@ -394,7 +402,7 @@ class FullDisk:
 
 
 def disks(place: Path, count: int, seed: int) -> int:
-    """Fills disks; returns how much went wrong."""
+    """Run a server on `count` disks that become full; return how many things were wrong."""
     # Its module needs more than vLLM's environment has.
     from tests.hostile.kill import disk, may_mount
 
@@ -428,8 +436,8 @@ def disks(place: Path, count: int, seed: int) -> int:
 
 
 def mixed(folder: Path, questions: int, documents: int, model: str, seed: int) -> int:
-    """Asks questions of all kinds, each with its own beginning, while streams run; returns how much
-    was wrong.
+    """Ask questions of all kinds, each with its own start time, while streams run; return how many
+    things were wrong.
     """
     # As the library, the server writes on where an answer repeats itself.
     flags = ["--memory", "4M", "--waiting", "500", "--stop-repeats", "0"]
@@ -470,8 +478,8 @@ def mixed(folder: Path, questions: int, documents: int, model: str, seed: int) -
 
 
 def plan(number: int, documents: int, chance: random.Random) -> dict:
-    """A question at random: when it comes, how long it and its answer are, and when its client
-    leaves, 0 for never.
+    """Return a random question: when it comes, how long it and its answer are, and after how many
+    pieces its client leaves (0 for never).
     """
     long = chance.random() < 0.1
     text = question(number)
@@ -493,7 +501,7 @@ def plan(number: int, documents: int, chance: random.Random) -> dict:
 async def streamed_all(
     server: Server, variant: str, names: list[str], plans: list[dict]
 ) -> list[list[str]]:
-    """Returns what every client read, an answer or a part of it for each sample."""
+    """Return what every client read: for each sample, an answer or a part of it."""
     client = server.client(openai.AsyncOpenAI)
 
     async def one(each: dict) -> list[str]:
@@ -520,7 +528,7 @@ async def streamed_all(
 
 
 def ends(folder: Path, count: int, seed: int) -> int:
-    """Ends the server in the middle of its work; returns how much of that was wrong."""
+    """Stop the server in the middle of its work; return how many things were wrong."""
     chance, wrong, slowest, known = random.Random(seed), 0, 0.0, {}
     for number in range(count):
         server = Server(folder)
@@ -583,7 +591,7 @@ def ends(folder: Path, count: int, seed: int) -> int:
 
 
 def ending_of(answer: httpx.Response, stream: bool) -> str:
-    """Says how a request ended: whole, with an error event, with 503 as JSON, or wrong."""
+    """Say how a request ended: whole, with an error event, with 503 as JSON, or wrong."""
     if answer.status_code == 503:
         return (
             "503"

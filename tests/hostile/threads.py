@@ -1,8 +1,8 @@
 """The campaign of threads: `python -m tests.hostile.threads --minutes 10 --threads 8 --seed 0`.
 
 Threads that share one model compress with every evictor and three adapters, ask, generate, load,
-and save to one path, in random order. Every cache and every answer must be that of doing the same
-alone; the path must always hold a whole file. What differs is printed.
+and save to one path, in random order. Every cache and every answer must be the same as when only
+one thread does it, and the path must always hold a complete file. Differences are printed.
 """
 
 import argparse
@@ -33,7 +33,7 @@ TOKENS = 6
 
 
 class Work:
-    """Jobs by name; each returns text that is the same whenever it is done."""
+    """Jobs by name; each returns a text that must be the same every time."""
 
     def __init__(self, folder: Path) -> None:
         self.model, self.tokenizer = load_model("tiny")
@@ -76,8 +76,8 @@ class Work:
         return f"{digest(compressed)} {compressed.ask(QUESTIONS[0], TOKENS)}"
 
     def fail(self, text: str) -> str:
-        """Ends a compression in its middle, as Ctrl-C or a full memory would; the others must not
-        notice.
+        """Stop a compression in the middle, as Ctrl-C or lack of memory would; this must not affect
+        the other threads.
         """
         seen = []
 
@@ -98,8 +98,8 @@ class Work:
         return f"{digest(loaded)} {loaded.ask(QUESTIONS[1], TOKENS)}"
 
     def save(self, ready: CompressedContext) -> str:
-        """Save to the one path that all threads share; whatever it holds then is whole and one of
-        ours.
+        """Save to the path that all threads share; afterwards it must hold a complete file of one
+        of them.
         """
         ready.save(self.shared)
         found = digest(CompressedContext.load(self.shared, self.model, self.tokenizer))
@@ -107,7 +107,7 @@ class Work:
 
 
 def digest(compressed: CompressedContext) -> str:
-    """Of every bit that decides an answer."""
+    """Return a digest of every bit that decides an answer."""
     found = hashlib.sha256()
     for tensor in (
         compressed.context.ids,
@@ -118,7 +118,7 @@ def digest(compressed: CompressedContext) -> str:
 
 
 def run(seconds: float, count: int, seed: int, folder: Path) -> tuple[Counter, list[str]]:
-    """How many jobs of each kind were right, and what went wrong."""
+    """Run the threads; return how many jobs of each kind were right, and what went wrong."""
     # Of this thread, as in those below: sums in another number of parts have other bits.
     torch.set_num_threads(1)
     work = Work(folder)

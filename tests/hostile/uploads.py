@@ -1,10 +1,10 @@
 """The campaign of uploads: `python -m tests.hostile.uploads --count 300 --seed 0`.
 
-A real process serves the tiny model. It gets cache files that damage.py harmed, caches of another
-model and of another chat template, files that unfold without end, texts that are none, and names
-that no file system takes. Each must be refused with one sentence, or be processed and answer a
-question; the server stays up, in bounded memory, and no answer is 500 or more. A slow one runs into
-the bound on its time; --quick leaves those out.
+A real process serves the tiny model. It gets cache files damaged by damage.py, caches of another
+model and of another chat template, files that expand without end, data that is not text, and names
+that no file system accepts. Each must be refused with one sentence, or be processed and answer a
+question. The server must stay up, in bounded memory, and no answer may have a status of 500 or
+more. Slow cases run into the server's time limit; --quick leaves them out.
 """
 
 import argparse
@@ -51,8 +51,9 @@ NAMES = (
 
 
 class Case(NamedTuple):
-    """A file, by the name it is sent under; `good`: whether it must be processed (None: either
-    way).
+    """A file to upload, with the name that it is sent under.
+
+    `good` says whether it must be processed or refused; None allows both.
     """
 
     kind: str
@@ -64,7 +65,7 @@ class Case(NamedTuple):
 
 
 def strange() -> Iterator[Case]:
-    """Files that are no caches."""
+    """Yield files that are not caches."""
     yield from texts()
     yield from pages()
     yield from pdfs()
@@ -79,7 +80,9 @@ EDGE = b"edge"
 
 
 def form(*parts: tuple[bytes, bytes], file: bytes = WORDS, more: bytes = b"") -> bytes:
-    """A form of fields (name, content) and a file, whose head has `more` lines."""
+    """Return a form with fields (name, content) and a file; `more` adds lines to the
+    file's header.
+    """
     made = b""
     for name, content in parts:
         made += (
@@ -96,7 +99,7 @@ def form(*parts: tuple[bytes, bytes], file: bytes = WORDS, more: bytes = b"") ->
 
 
 def forms() -> Iterator[Case]:
-    """Forms that are more than a file and small fields; each is refused while it arrives."""
+    """Yield forms with more than a file and small fields; each must be refused while it arrives."""
     wide = [(b"x%d" % number, b"a" * (1 << 20)) for number in range(60)]
     cases = {
         "fields of a megabyte": form(*wide),
@@ -120,7 +123,7 @@ def forms() -> Iterator[Case]:
 
 
 def texts() -> Iterator[Case]:
-    """Texts and names that are none."""
+    """Yield odd texts and names, most of them invalid."""
     yield Case("brackets", b"deep.md", b"[" * (1 << 20), False)
     yield Case("nothing", b"empty.txt", b"", False)
     yield Case("spaces", b"spaces.txt", b" \n\t" * 1000, False)
@@ -141,7 +144,7 @@ def texts() -> Iterator[Case]:
 
 
 def pages() -> Iterator[Case]:
-    """HTML."""
+    """Yield HTML files."""
     yield Case("deep HTML", b"deep.html", b"<div>" * 200_000 + WORDS + b"</div>" * 200_000, True)
     yield Case("a script only", b"script.html", b"<script>" + WORDS, False)
     yield Case("attributes", b"attributes.html", b"<p " + b"a=b " * 200_000 + b">" + WORDS, True)
@@ -155,7 +158,7 @@ def pages() -> Iterator[Case]:
 
 
 def pdf(stream: bytes, filters: str, kids: str = "3 0 R") -> bytes:
-    """A PDF of one page with a stream."""
+    """Return a PDF of one page with a content stream."""
     objects = [
         b"<</Type/Catalog/Pages 2 0 R>>",
         f"<</Type/Pages/Count 1/Kids[{kids}]>>".encode(),
@@ -176,7 +179,7 @@ def pdf(stream: bytes, filters: str, kids: str = "3 0 R") -> bytes:
 
 
 def pdfs() -> Iterator[Case]:
-    """PDFs that are good, unfold, go in circles or end early."""
+    """Yield PDFs that are good, expand, have cycles or end early."""
     text, flate = b"BT /F 9 Tf (%s) Tj ET" % WORDS, "/Filter/FlateDecode"
     yield Case("a PDF", b"good.pdf", pdf(text, ""), True)
     once = zlib.compress(bytes(1 << 27), 9)
@@ -212,7 +215,7 @@ PARTS = {
 
 
 def docx(document: bytes, repeat: int = 1, head: bytes = b"") -> bytes:
-    """A DOCX file whose document has so many times the same XML in it."""
+    """Return a DOCX file with the same XML `repeat` times in its document."""
     target = io.BytesIO()
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         for name, content in PARTS.items():
@@ -238,7 +241,7 @@ OUTSIDE = b"<!DOCTYPE z [<!ENTITY f SYSTEM 'file:///etc/passwd'>]>"
 
 
 def words_files() -> Iterator[Case]:
-    """DOCX files."""
+    """Yield DOCX files."""
     paragraph = b"<w:p><w:r><w:t>" + WORDS + b"</w:t></w:r></w:p>"
     yield Case("a DOCX file", b"good.docx", docx(paragraph), True)
     yield Case("a zip bomb", b"bomb.docx", docx(bytes(1 << 20).replace(b"\0", b" "), 300), False)
@@ -263,7 +266,7 @@ CONTAINER = b"""<container><rootfiles>
 
 
 def epub(page: bytes, repeat: int = 1, head: bytes = b"", title: bytes = b"") -> bytes:
-    """A book of one page that has the same bytes so many times."""
+    """Return a book of one page that has the same bytes `repeat` times."""
     target = io.BytesIO()
     package = b"""<package><metadata><title>%s</title></metadata><manifest>
 <item id="a" href="a.xhtml" media-type="application/xhtml+xml"/></manifest>
@@ -278,7 +281,7 @@ def epub(page: bytes, repeat: int = 1, head: bytes = b"", title: bytes = b"") ->
 
 
 def books() -> Iterator[Case]:
-    """EPUB files."""
+    """Yield EPUB files."""
     paragraph = b"<p>" + WORDS + b"</p>"
     yield Case("a book", b"good.epub", epub(paragraph), True)
     yield Case("a book that expands", b"bomb.epub", epub(b" " * (1 << 20), 3000), False)
@@ -290,7 +293,7 @@ def books() -> Iterator[Case]:
 
 
 def caches(folder: Path, count: int, seed: int) -> Iterator[Case]:
-    """Harmed cache files, and whole ones of another model or chat template."""
+    """Yield damaged cache files, and good ones of another model or chat template."""
     from restorekv import compress, load_model
 
     good = files.made(folder)
@@ -316,7 +319,7 @@ def caches(folder: Path, count: int, seed: int) -> Iterator[Case]:
 def send(
     server: Server, method: str, path: str, body: bytes = b"", kind: str = ""
 ) -> tuple[int, dict]:
-    """Returns the status and the JSON of an answer."""
+    """Send a request, and return the status and the JSON of its answer."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=SECONDS)
     try:
         connection.request(method, path, body or None, {"Content-Type": kind} if kind else {})
@@ -327,7 +330,7 @@ def send(
 
 
 def sent(server: Server, case: Case) -> tuple[int, dict]:
-    """Uploads a file under exactly the bytes of its name, or a form as it is."""
+    """Upload a file under exactly the bytes of its name, or a form unchanged."""
     if case.form:
         return send(
             server, "POST", "/v1/files", case.form, f"multipart/form-data; boundary={EDGE.decode()}"
@@ -339,7 +342,7 @@ def sent(server: Server, case: Case) -> tuple[int, dict]:
 
 
 def verdict(server: Server, case: Case) -> str:
-    """ "refused", "processed", or what is wrong."""
+    """Upload a case; return "refused", "processed", or what is wrong."""
     status, made = sent(server, case)
     if status != 200:
         sentence = made["error"]["message"]
@@ -388,7 +391,7 @@ def is_sentence(text: str) -> bool:
 def run(
     folder: Path, cases: Callable[[], Iterator[Case]], quick: bool = False
 ) -> tuple[Counter, list[str]]:
-    """Returns counts by kind and verdict, and the failures."""
+    """Upload all cases; return counts by kind and verdict, and the failures."""
     server, counts, failures = Server(folder / "store", "--memory", "4M"), Counter(), []
     try:
         server.wait()

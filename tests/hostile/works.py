@@ -1,5 +1,5 @@
-"""Seven kinds of work that sudden death interrupts, each made small, and what of their output must
-be the same.
+"""Seven kinds of work for the campaign of sudden deaths, each made small, and the parts of their
+output that must be the same.
 """
 
 import csv
@@ -28,8 +28,9 @@ Result = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Work:
-    """What runs in a folder, and its result there, part by part; `old`: outputs that stand there
-    before it begins.
+    """A kind of work: what runs in a folder, and the result there, part by part.
+
+    `old` are outputs that exist before it begins.
     """
 
     run: Callable[[Path], int | None]
@@ -44,7 +45,7 @@ def digest(content: bytes | str) -> str:
 
 
 def tensors(path: Path) -> str:
-    """A digest of the tensors of a file, or that there is none."""
+    """Return a digest of the tensors of a file, or NOTHING if there is no file."""
     if not path.exists():
         return NOTHING
     found = hashlib.sha256()
@@ -64,7 +65,7 @@ def adapter(folder: Path) -> str:
 
 
 def losses(path: Path) -> str:
-    """The log of a training without its seconds, of a run that is done."""
+    """Return a digest of a training's log without its seconds, or NOTHING if there is none."""
     return (
         digest(repr([line[:3] for line in csv.reader(path.open())])) if path.exists() else NOTHING
     )
@@ -76,7 +77,7 @@ def trained(folder: Path) -> Result:
 
 
 def table(path: Path, key: str) -> str:
-    """A part of a JSON file without times."""
+    """Return a digest of a part of a JSON file without times, or NOTHING if there is no file."""
     if not path.exists():
         return NOTHING
     found = json.loads(path.read_text())[key]
@@ -89,7 +90,7 @@ def table(path: Path, key: str) -> str:
 
 
 def answers(folder: Path) -> str:
-    """All answers, if every cell of a grid is done."""
+    """Return a digest of all answers of a grid, or NOTHING unless every cell is done."""
     cells = sorted((folder / "cells").glob("*"))
     if not cells or not all((cell / "summary.json").exists() for cell in cells):
         return NOTHING
@@ -106,13 +107,13 @@ def evaluated(folder: Path) -> Result:
 
 
 def measured(folder: Path) -> Result:
-    """The paper's figures, and the answers behind them once they are all there."""
+    """Return digests of the paper's figures, and of their answers once all are there."""
     page = table(folder / "paper" / "report" / "paper.json", "experiments")
     return page, NOTHING if page == NOTHING else answers(folder / "paper")
 
 
 def built(folder: Path) -> Result:
-    """Every row of the data and its manifest."""
+    """Return a digest of every row of the built data and of its manifest."""
     if not (folder / "data" / "manifest.json").exists():
         return (NOTHING,)
     rows = [
@@ -137,7 +138,7 @@ def random_adapter(seed: int) -> RestoreAdapter:
 
 
 def save(folder: Path) -> None:
-    """Saves two contents in turn to one cache file and one adapter."""
+    """Save two contents alternately to one cache file and one adapter."""
     caches, adapters = (
         [small(folder, ratio) for ratio in (0.1, 0.2)],
         [random_adapter(seed) for seed in (1, 2)],
@@ -159,7 +160,10 @@ def saved(folder: Path) -> Result:
 def command(
     *arguments: object, program: Callable[[list[str]], int] = execute
 ) -> Callable[[Path], int]:
-    """Runs a command line, in which OUT/ and IN/ stand for the folder and the inputs beside it."""
+    """Return a function that runs a command in a folder.
+
+    OUT/ in it is replaced by the folder, and IN/ by the folder of inputs next to it.
+    """
 
     def run(folder: Path) -> int:
         places = {"OUT/": f"{folder}/", "IN/": f"{folder.parent / 'inputs'}/"}
@@ -285,7 +289,7 @@ WORKS = {
 
 
 def inputs(place: Path) -> None:
-    """Makes what the works read, and the old outputs."""
+    """Make what the works read, and the old outputs."""
     folder = place / "inputs"
     (folder / "novels").mkdir(parents=True)
     (folder / "text").write_text(TEXT)
@@ -304,7 +308,7 @@ def inputs(place: Path) -> None:
 
 
 def prepare(folder: Path, work: Work) -> None:
-    """Puts the old outputs in a folder."""
+    """Put the old outputs into a folder."""
     folder.mkdir(exist_ok=True)
     for name in work.old:
         source = folder.parent / "inputs" / name
