@@ -38,7 +38,7 @@ ANSWER_PREFIX = "Answer: The number of the"
 
 @dataclass(frozen=True)
 class Options:
-    """See the command's flags."""
+    """The options of `book`, which the command's --help explains."""
 
     model: str
     tokens: int

@@ -136,9 +136,9 @@ def _draw_against_ratio(
         lines: The points (r, value) of every series, ours first; a series without points is not
             drawn.
         unit: The label of y.
-        title: Of the panel.
-        width: Of the panel, in inches.
-        height: Of the panel, in inches.
+        title: The panel's title.
+        width: The panel's width in inches.
+        height: The panel's height in inches.
         targets: Levels to reach, by the ratio that each is set for.
     """
     measured = {mark: points for mark, points in lines.items() if points}

@@ -50,7 +50,7 @@ BOUND = "bound without workspace"
 
 
 def draw_memory(result: Mapping) -> Chart:
-    """Return lines against T, or bars if only one T was measured."""
+    """Return a chart of lines against T, or of bars if only one T was measured."""
     modes = {mode: [row for row in result["rows"] if row["mode"] == mode] for mode in MODES}
     modes = {
         mode: sorted(rows, key=lambda row: row["tokens"]) for mode, rows in modes.items() if rows
@@ -82,7 +82,7 @@ def _make_panels(modes: Mapping[str, Sequence[Mapping]]) -> list[Panel]:
 
 
 def _draw_one_length(modes: Mapping[str, Sequence[Mapping]]) -> list[Panel]:
-    """Return seconds by phase and peaks of one T as bars."""
+    """Return panels of one T as bars: seconds by phase, and peaks."""
     rows = {mode: rows[0] for mode, rows in modes.items()}
     took = [
         {name: phase["seconds"] for name, phase in row["phases"].items()} for row in rows.values()

@@ -6,7 +6,7 @@ global ranking of random scores, with a different mean for each head, decides wh
 Every round measures all sides, one after the other:
 
     attention    one pass over all layers' attention with random queries, seconds per layer
-    step         a pass of the whole model for one token of every question
+    step         a pass of the whole model for one token, seconds
     ours         the compressed cache: r T H pairs a layer, heads of unequal lengths
     rectangle    transformers' DynamicCache of as many pairs, heads of one length; at r = 1 that is
                  the full one
@@ -110,9 +110,9 @@ def run_decode(options: Options, progress: Callable[[str], None] = lambda phase:
     """Measure decode steps, memory and answers.
 
     Returns:
-        What was measured and where, `held` of `measure_memory`, and `answers` by side. `rows` has
-        {ratio, pairs, bytes, roofline, attention, step} for each ratio, the last two in seconds
-        by side.
+        `rows` with {ratio, pairs, bytes, roofline, attention, step} for each ratio, the last two
+        in seconds by side; `held` of `measure_memory`; `answers` by side; and facts of the model
+        and the machine.
     """
     found = ask_kvpress_version(options.kvpress_python) if options.kvpress_python else None
     torch.set_num_threads(options.threads or torch.get_num_threads())
@@ -189,7 +189,7 @@ def compress_cache(
 
 
 def grow_tail(cache: RaggedCache, columns: int) -> RaggedCache:
-    """Return a fork whose tail holds `columns` random columns after the restore cache."""
+    """Return a fork with `columns` random columns in its tail, after the restore cache."""
     fork = cache.fork()
     for layer in fork.layers:
         layer.update(

@@ -79,8 +79,8 @@ DEFINITIONS = {
 class CostOptions:
     """The options of `efficiency`.
 
-    `tokens` is T. `latency_context` says what the cache holds whose attention is timed: "prefill",
-    or "random" keys and values if a prefill would take too long.
+    `tokens` is T. `latency_context` says what attention is timed over: the cache of a "prefill", or
+    "random" keys and values if a prefill would take too long.
     """
 
     scorers: Sequence[str] = SCORERS
@@ -218,8 +218,8 @@ def _prepare_context(
     options: CostOptions,
     conventions: CompressionConfig,
 ) -> ScoredContext:
-    """Return the context whose attention is timed, prefilled and scored by the first scorer or
-    filled at random.
+    """Return the context for timing attention, prefilled and scored by the first scorer or filled
+    at random.
     """
     scorer = options.scorers[0]
     adapter, _ = _find_adapter(model, scorer)

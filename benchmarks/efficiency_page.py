@@ -152,7 +152,7 @@ def format_megabytes(size: float | None) -> str:
 
 
 def draw_latency(found: Mapping) -> Chart:
-    """Return milliseconds and bytes against r, base and restored."""
+    """Return a chart of milliseconds and bytes against r, base and restored."""
     rows = found["latency"]
     most = max(row["bytes"] for row in rows)
     size, unit = next(

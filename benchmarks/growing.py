@@ -41,7 +41,7 @@ TURNS_FROM = 20_000  # the token of the novel at which the conversation's text b
 
 @dataclass(frozen=True)
 class Options:
-    """See the command's flags."""
+    """The options of `growing`, which the command's --help explains."""
 
     model: str
     benchmark: str
@@ -269,7 +269,7 @@ def format_divergence(row: dict) -> str:
 
 
 def make_tables(result: dict) -> Iterator[Table | str]:
-    """Yield the table, then sentences on the conversation and on what was measured where."""
+    """Yield the table, then sentences on the conversation, the texts and the machine."""
     options = result["options"]
     lines = [
         [

@@ -13,7 +13,7 @@ replayed.
                     query heads itself
     sdpa, as rows   the same with a KV head's query heads as rows of one product, which reads each
                     pair once
-    flash-attn      flash_attn_with_kvcache, where that package is installed
+    flash-attn      flash_attn_with_kvcache, if that package is installed
     roofline        bytes of pairs and tail over the bandwidth of a copy (read and written),
                     measured in the same run
 
@@ -166,7 +166,7 @@ def _draw_states(generator: torch.Generator, *shape: int) -> Tensor:
 
 
 def make_random_layer(options: Options, ratio: float, generator: torch.Generator) -> RaggedLayer:
-    """Return a layer whose heads keep unequal numbers of pairs.
+    """Return a layer with heads that keep unequal numbers of pairs.
 
     A ranking over all heads chooses the pairs by random scores, with a different mean for each
     head.

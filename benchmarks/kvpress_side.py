@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 
 class TimedPress(KVzipPress):
-    """KVzip whose last step, choosing the pairs, is timed by itself."""
+    """kvpress's KVzip, with its last step, choosing the pairs, timed separately."""
 
     def compress_post(self, model: PreTrainedModel) -> None:
         self.seconds: dict[str, float] = {}

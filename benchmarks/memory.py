@@ -106,7 +106,7 @@ def run_memory(options: Options, progress: Callable[[str], None] = lambda phase:
 
     Returns:
         Rows {tokens, mode, full, layer, phases: {name: {seconds, peak}}, peak, ...}, in bytes and
-        seconds, their growth, and what was measured where.
+        seconds, how they grow with T, the options, and facts of the model and the machine.
     """
     shape = {**SHAPE, **options.shape}
     rows = []

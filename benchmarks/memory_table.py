@@ -68,7 +68,7 @@ def _format_memory(mode: str, rows: Sequence[dict]) -> Table:
 
 
 def compute_bound(row: Mapping) -> int:
-    """Return the bytes that a mode may hold besides its workspace."""
+    """Return the bytes that a mode may hold in addition to its workspace."""
     each = {
         "plain": ("full", "layer"),
         "offload": ("layer", "layer", "kept"),

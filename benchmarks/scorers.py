@@ -74,7 +74,7 @@ def run_scorers(options: Options, progress: Callable[[str], None] = lambda phase
 
     Returns:
         Rows {method, prefill, own_prefill, score, multiple, peak}, in seconds and in bytes above
-        what was resident, and what was measured where.
+        what was resident, the options, and facts of the model and the machine.
     """
     methods = options.methods or [name for name in (*EVICTORS, AM) if name not in SKIPPED]
     facts, rows = measure_each(

@@ -34,7 +34,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Options:
-    """See the command's flags."""
+    """The options of `serving`, which the command's --help explains."""
 
     model: str
     tokens: int

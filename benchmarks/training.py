@@ -142,7 +142,7 @@ def run_training(options: Options, progress: Callable[[str], None] = lambda phas
 
     Returns:
         Rows {variant, seconds (by phase), step, peak, peaks (by phase), graph, stored}, in seconds
-        and bytes, and what was measured where.
+        and bytes, the options, and facts of the model and the machine.
     """
     facts, rows = measure_each(
         VARIANTS,

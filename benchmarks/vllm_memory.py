@@ -44,7 +44,7 @@ QUESTIONS = tuple(f"What happens in part {number} of the story?" for number in r
 
 @dataclass(frozen=True)
 class Options:
-    """See the command's flags."""
+    """The options of `vllm`, which the command's --help explains."""
 
     model: str
     tokens: int

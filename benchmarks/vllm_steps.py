@@ -31,7 +31,7 @@ QUESTION = "What happens in the story, and who is named in it?"
 
 @dataclass(frozen=True)
 class StepOptions:
-    """See the command's flags."""
+    """The options of `vllm-steps`, which the command's --help explains."""
 
     model: str
     tokens: int

@@ -261,7 +261,7 @@ def list_figures(
 
 
 def make_claims_table(name: str, claims: Sequence[JudgedClaim]) -> Table:
-    """Return each claim with its margin in the paper and here."""
+    """Return a table of the claims, with their margins in the paper and here."""
     rows = [
         [claim.text, _format_in_paper(claim), _format_here(claim), _format_verdict(claim)]
         for claim in claims

@@ -29,7 +29,7 @@ class Place:
 
     @property
     def each(self) -> tuple[Place, ...]:
-        """The places whose scores this one averages; itself if it has no `parts`."""
+        """The places that this one averages, or the place itself if it has no `parts`."""
         return tuple(replace(self, part=part, parts=(), relative=False) for part in self.parts) or (
             self,
         )

@@ -1,5 +1,5 @@
-"""What experiments need, which are the cells that they share and the adapters that are missing, and
-the scores that come out.
+"""What experiments need, that is the cells that they share and the adapters that are missing, and
+the scores of the cells that are done.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def make_section(results: Mapping[Cell, Result]) -> Section | None:
 
 
 def _make_full_cache_table(done: Mapping[Cell, Result]) -> Table:
-    """Return the full cache's score on every task."""
+    """Return a table of the full cache's score on every task."""
     rows = []
     data = []
     for cell, result in done.items():

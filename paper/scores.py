@@ -209,7 +209,7 @@ def compute_margin(scores: Scores, weights: Weights) -> Estimate:
 def compute_spread(scores: Scores, spot: Spot) -> tuple[float, float, float]:
     """Return the standard deviation over seeds with its 95 % interval.
 
-    The interval is that of a chi-square distribution, for normally distributed scores of seeds.
+    The interval is computed from the chi-square distribution, as if scores of seeds were normal.
     """
     seeds = len(scores.seeds(*spot))
     std = scores.std(*spot)

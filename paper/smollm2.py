@@ -56,8 +56,8 @@ def make_smollm2_setting(
 ) -> Setting:
     """Return the setting of SmolLM2.
 
-    `count` is the number of contexts of each benchmark; 0 means the numbers above. `adapters` is a
-    folder of adapters that take precedence over those that ship.
+    `count` is the number of contexts of each benchmark; 0 means those in the specs above.
+    `adapters` is a folder of adapters that take precedence over those that ship.
     """
     if count < 0:
         raise RestoreKVError(f"count is a number of contexts, at least 0, not {count}.")

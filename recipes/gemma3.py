@@ -181,7 +181,7 @@ def score(
         device: The device that the model runs on.
         evictor: The evictor's name, one of STORED.
         benchmarks: The benchmarks' specs, some of BENCHMARKS.
-        alone: Without the adapter.
+        alone: Whether to measure only without the adapter.
     """
     adapter = None if alone else str(folder / "wide" / "adapter")
     grid = Grid([GEMMA3], [(evictor, adapter)], benchmarks, ratios=RATIOS, common=COMMON)

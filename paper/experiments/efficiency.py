@@ -52,8 +52,8 @@ def _measure(setting: Setting, out: Path, tell: Tell) -> None:
 def _label_run(setting: Setting) -> str:
     """Return the label of the file of figures.
 
-    It names the scorers that no adapter ships for. They are measured with random weights, and
-    figures with adapters that ship later get another file.
+    It names the scorers that no adapter ships for. These are measured with adapters of random
+    weights; once an adapter ships, the figures with it get another file.
     """
     lacking = [scorer for scorer in cost.SCORERS if not find_shipped_adapter(setting.model, scorer)]
     return make_label(

@@ -190,7 +190,7 @@ OF_WIDE = (
 )
 
 # A leg of eight contexts a step, each restored for KVzip or for KVzip+. In bfloat16, a context
-# takes seven seconds of one core whose CPU has instructions for it; two cores share the work with
+# takes seven seconds of one core if the CPU has instructions for it; two cores share the work with
 # torchrun --nproc-per-node 2 -m restorekv train and --contexts 4.
 OF_BOTH = (
     *OF_MORE,

@@ -232,7 +232,7 @@ def hybrid_variants(kind: str) -> list[dict[str, object]]:
 def tiny_text_config(
     config_class: type[PretrainedConfig], kind: str, overrides: dict
 ) -> PretrainedConfig:
-    """Return a config whose text model is small."""
+    """Return a config with a small text model."""
     text_class = type(config_class().get_text_config())
     text = text_class(**{**sizes_of(text_class), **SPECIAL.get(kind, {}), **overrides})
     return config_class(text_config=text.to_dict())
