@@ -71,7 +71,7 @@ SETTINGS = {
 
 
 def build_family(kind: str, vocabulary: int) -> PreTrainedModel:
-    """Return a model of random float32 weights on the CPU, the same in every call."""
+    """Return a model of random float32 weights on the CPU, the same at every call."""
     settings = {**COMMON, **FAMILIES[kind], "vocab_size": vocabulary}
     config = AutoConfig.for_model(kind, **settings)
     with torch.random.fork_rng(devices=[]):

@@ -314,7 +314,7 @@ def _add_token(model: PreTrainedModel, cache: RaggedCache) -> None:
 
 
 def _time_attention(model: PreTrainedModel, cache: RaggedCache) -> float:
-    """Return the seconds of a random query's attention in one layer, averaged over all layers."""
+    """Return the seconds of a random query's attention in one layer, averaged over the layers."""
     shape = CacheShape.from_model(model)
     size = (1, shape.heads * shape.groups, 1, shape.head_dim)
     query = torch.randn(size, dtype=model.dtype, device=model.device)

@@ -234,7 +234,7 @@ def _time_step(step: Step, repeat: int, device: torch.device) -> float:
 
 
 def _time_replays(step: Step, repeat: int) -> list[float]:
-    """Time the replays of a CUDA graph by the device's own clock, after a few as a warm-up."""
+    """Time the replays of a CUDA graph by the device's own clock, after a few that only warm up."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -113,7 +113,7 @@ def measure_kernels(llm: Any) -> list[dict]:
 
 
 def main() -> None:
-    """Answer lines of standard input until it ends."""
+    """Answer lines of the standard input until it ends."""
     # Answers go to the original standard output; anything else that is printed goes to stderr.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -53,6 +53,6 @@ def print_result(text: str) -> None:
 
 
 def run_each(items: Iterable[Table | str]) -> None:
-    """Print tables and sentences one after the other."""
+    """Print tables and sentences, one below the other."""
     for item in items:
         output.print(item)

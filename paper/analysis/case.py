@@ -115,8 +115,8 @@ class Case:
 
 @dataclass(frozen=True)
 class DocumentFigures:
-    """What an analysis measured in each document at one ratio, and each document's number of
-    questions.
+    """What an analysis measured in each document at one ratio, and how many questions each document
+    has.
     """
 
     documents: list[dict]

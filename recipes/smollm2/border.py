@@ -74,7 +74,7 @@ def compare_all(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 def describe_effect(row: Mapping) -> str:
-    """Say what restoring does at a row's ratio."""
+    """Return what restoring does at a row's ratio."""
     if row["difference_low"] is None:
         return "too few texts"
     if row["difference_low"] > 0:

@@ -236,7 +236,7 @@ def list_evictor_cells(result: Mapping, benchmark: str, ratio: float) -> tuple[s
 
 
 def find_evictor(result: Mapping) -> str:
-    """Return the only evictor of a result, without settings."""
+    """Return the one evictor of a result, without settings."""
     (evictor,) = {evictor_of(row) for row in result["rows"]} - {"full"}
     return evictor
 

@@ -167,7 +167,7 @@ class Bench:
 
     @torch.no_grad()
     def prepare_case(self, case: Case) -> None:
-        """Write a case's full cache, scores and targets, unless they are there already."""
+        """Write a case's full cache, scores and targets, unless they are there."""
         path = self.find_path(case)
         if path.exists():
             return

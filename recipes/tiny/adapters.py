@@ -21,7 +21,7 @@ from restorekv.train.loop import train_adapter
 
 
 def main() -> None:
-    """Train one adapter and write it to FOLDER/restore-EVICTOR/adapter."""
+    """Train one adapter and leave it in FOLDER/restore-EVICTOR/adapter."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--evictor", default="kvzip")

@@ -35,8 +35,8 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class World:
-    """Documents in a store, with restorekv's answers `expected[document][question]` from the same
-    caches.
+    """Documents in a store, and the answers `expected[document][question]` of restorekv from the
+    same caches.
     """
 
     folder: str  # of the model

@@ -1,5 +1,5 @@
-"""A tiny model with an adapter, a benchmark made of plain words, and a grid over them; can also be
-run as a program.
+"""A tiny model with an adapter, a benchmark made of plain words, and a grid over them; also run as
+a program.
 
 python -m tests.helpers.grid_world FOLDER LOG CONTEXTS KILL_AT    runs `resume`
 """

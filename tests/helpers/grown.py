@@ -16,7 +16,7 @@ GROWN = ("red", "blue", "appended", "appended keeping all", "folded", "composed"
 def make_grown_documents(
     folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **options: Any
 ) -> dict[str, CompressedContext]:
-    """Compress two texts, grow and compose them, and save all results in a folder."""
+    """Compress two texts, grow and compose them, and save all of it in a folder."""
     options = {"ratio": 0.3, **options}
     adapter = options.get("adapter")
     red, blue = (

@@ -105,7 +105,7 @@ def draw(rng: random.Random, kind: str) -> dict[str, object]:
 
 
 def attempt(kind: str, seed: int, settings: dict[str, object]) -> tuple[str, list[str]]:
-    """Return what happened to one model, and what is wrong about it."""
+    """Return what happened to one model, and what is wrong about that."""
     try:
         model = decoders.build(kind, seed, **settings)
         decoders.run_plainly(model)
