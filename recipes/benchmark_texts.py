@@ -10,7 +10,6 @@ name, lines in the order of the source.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import io
 import json
@@ -19,7 +18,7 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
-from recipes.run import run_recipe
+from recipes.run import make_parser, run_recipe
 from restorekv.data.exercises import (
     BLANK,
     MIN_WORDS,
@@ -183,7 +182,7 @@ def pack_text(content: bytes) -> bytes:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()

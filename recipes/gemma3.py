@@ -19,7 +19,6 @@ everything that is published about KVzip in 6 more minutes. KVzip+ was asked on 
 adapter (`--alone`).
 """
 
-import argparse
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +28,7 @@ from typing import Any
 
 import torch
 
-from recipes.run import run_recipe
+from recipes.run import make_parser, run_recipe
 from recipes.smollm2.border import compare_all
 from recipes.smollm2.scores import COMMON, answer_grid
 from restorekv.evaluation.grid import FULL, Grid
@@ -293,9 +292,7 @@ def format_signed(value: float, low: float, high: float, digits: int = 1) -> str
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("step", choices=("data", "train", "wide", "score", "page"))
     parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/gemma3"))
     parser.add_argument("--corpus", type=Path, help="The folder of the corpus, for data.")

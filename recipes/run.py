@@ -1,5 +1,6 @@
 """Run a recipe from the command line, as `python -m recipes.NAME`."""
 
+import argparse
 import sys
 from collections.abc import Callable
 
@@ -13,3 +14,10 @@ def run_recipe(main: Callable[[], None]) -> None:
         main()
     except (Exception, KeyboardInterrupt) as error:
         sys.exit(report_error(error))
+
+
+def make_parser(docstring: str | None) -> argparse.ArgumentParser:
+    """Return a parser that shows the docstring of a recipe as --help, with its line breaks."""
+    return argparse.ArgumentParser(
+        description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter
+    )

@@ -12,14 +12,13 @@ zero, and helps if it is below. The script writes the JSON file, and the table b
 docs/evaluation.md. Without runs, it makes the table again from the JSON file.
 """
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from recipes.pages import fill_page
-from recipes.run import run_recipe
+from recipes.run import make_parser, run_recipe
 from restorekv.compression.budget import parse_ratio
 from restorekv.evaluation.compare import compare_results
 from restorekv.evaluation.results import Result, load_results
@@ -134,9 +133,7 @@ def write_comparison(results: Sequence[Result], path: Path) -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Compare runs, store the comparison and fill the page's table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "runs", type=Path, nargs="*", help="Folders that `restorekv eval --out` wrote."
     )

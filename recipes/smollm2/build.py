@@ -17,7 +17,6 @@ makes the gate.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -29,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from recipes.run import run_recipe
+from recipes.run import make_parser, run_recipe
 from restorekv.data.corpus import TRAIN_SPLIT
 from restorekv.data.files import iterate_rows
 from restorekv.model.identity import describe_weights
@@ -473,7 +472,7 @@ def install_adapter(trained: Path, evictor: str) -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run what is missing, then install it."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--anew", action="store_true", help="Make the training data again.")
     parser.add_argument(

@@ -8,7 +8,6 @@ against the share of the full cache's memory that is held, chat prefix included,
 alone and with its restore adapter.
 """
 
-import argparse
 from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
@@ -20,7 +19,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from recipes.pages import fill_page
-from recipes.run import run_recipe
+from recipes.run import make_parser, run_recipe
 from restorekv.evaluation.answers_kept import EVERY
 from restorekv.evaluation.stats import ENOUGH, bootstrap_ratio
 from restorekv.evaluation.tables import name_evictor
@@ -507,9 +506,7 @@ def format_divergence(row: Row) -> str:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Draw the chart and fill the tables of the pages."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("result", type=Path, help="What `restorekv eval --json` wrote.")
     parser.add_argument(
         "--evictor", default="kvzip", help="The evictor of the chart; the table has all."

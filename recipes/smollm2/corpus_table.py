@@ -8,7 +8,6 @@ build records the hashes of the same files (build.json, manifest.json), so a tes
 table describes the corpus that a shard was built from.
 """
 
-import argparse
 import gzip
 import hashlib
 import json
@@ -17,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from recipes.pages import fill_page
-from recipes.run import run_recipe
+from recipes.run import make_parser, run_recipe
 from restorekv.data.corpus import TRAIN_SPLIT, identify_license
 from restorekv.data.documents import DropRow
 from restorekv.data.files import identify_source
@@ -91,9 +90,7 @@ def make_table(corpus: Path) -> str:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Fill the page's table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("corpus", type=Path, help="The folder of the corpus.")
     parser.add_argument("--page", type=Path, default=PAGE)
     given = parser.parse_args(args)

@@ -13,7 +13,6 @@ what was measured; an interrupted run continues where it stopped.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from recipes.run import run_recipe
+from recipes.run import make_parser, run_recipe
 from recipes.smollm2.search import (
     RATIOS,
     Bench,
@@ -144,9 +143,7 @@ def make_table(lines: Sequence[Mapping], evictor: str, names: Sequence[str]) -> 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Measure what is missing, then print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path, help="One folder for each dtype.")
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--adapter", nargs="+", required=True, metavar="NAME=PLACE")

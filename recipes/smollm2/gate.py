@@ -11,14 +11,13 @@ of one core.
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from recipes.run import run_recipe
+from recipes.run import make_parser, run_recipe
 from recipes.smollm2.build import start_command, wait_for, write_held_out
 from restorekv.data.build import index_excluded_texts
 from restorekv.data.config import BuildConfig
@@ -135,7 +134,7 @@ def install_gate(path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--passages", type=int, default=2000)

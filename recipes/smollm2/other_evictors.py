@@ -12,7 +12,6 @@ ships) is at no ratio more than 5 % closer to the full cache, and whose divergen
 average over the ratios. `auto` then uses it for them.
 """
 
-import argparse
 import json
 from collections.abc import Iterator
 from itertools import takewhile
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from recipes.run import run_recipe
+from recipes.run import make_parser, run_recipe
 from recipes.smollm2.search import ANSWER_TOKENS, Bench, Case, hash_shipped
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import ScoredContext
@@ -183,7 +182,7 @@ class Comparison:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("evictors", nargs="*", default=EVICTORS)
     parser.add_argument("--texts", type=int, default=48)

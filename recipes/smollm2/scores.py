@@ -11,7 +11,6 @@ other. `make charts` makes the README's chart and the tables of the pages from i
 take about six hours of one core, of which RULER takes one.
 """
 
-import argparse
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from recipes.run import run_recipe
+from recipes.run import make_parser, run_recipe
 from restorekv.evaluation.answers_kept import (
     AnswersByMethod,
     ContextAnswers,
@@ -212,9 +211,7 @@ def list_makers(facts: Mapping[str, Mapping]) -> set[str]:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--evictor", nargs="+", default=["kvzip"])
     parser.add_argument("--benchmark", nargs="+", default=BENCHMARKS)

@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from recipes.run import run_recipe
+from recipes.run import make_parser, run_recipe
 from restorekv.cache.dense import list_dense_layers
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import ScoredContext
@@ -648,7 +648,7 @@ def name_result(variant: str, seed: int, steps: int) -> str:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     commands = parser.add_subparsers(required=True)
     first = commands.add_parser("prepare")
     first.add_argument("folder", type=Path)

@@ -9,14 +9,13 @@ or the choice of variants uses. docs/evaluation.md names the sources and their l
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.run import run_recipe
+from recipes.run import make_parser, run_recipe
 from restorekv.tasks.splits import TRAINING, split_factbook, split_fairytale, split_novel
 
 TEXTS = Path(__file__).parent / "texts"
@@ -26,9 +25,7 @@ SECTIONS = 120
 
 def main(args: Sequence[str] | None = None) -> None:
     """Write stories.jsonl.gz, sections.jsonl.gz and novels/*.txt.gz."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("source", type=Path, help="The folder of the texts.")
     source = parser.parse_args(args).source
     if not source.is_dir():

@@ -10,14 +10,13 @@ that the benchmarks use (tasks/reading.py).
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from recipes.run import run_recipe
+from recipes.run import make_parser, run_recipe
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.generation.decoding import decode_answer, generate_ids, get_stop_ids
 from restorekv.model import attention
@@ -125,7 +124,7 @@ def score_wordings(model, tokenizer, passage: Passage) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--stories", type=int, default=15)

@@ -7,13 +7,12 @@ The settings are those of paper.recipe.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import torch
 
 from paper.recipe import CONTEXTS, LONGEST, SHIPPED, SHORTEST
-from recipes.run import run_recipe
+from recipes.run import make_parser, run_recipe
 from restorekv.model.load import load_model
 from restorekv.train.config import TrainConfig
 from restorekv.train.examples import make_tiny_examples
@@ -22,7 +21,7 @@ from restorekv.train.loop import train_adapter
 
 def main() -> None:
     """Train one adapter and leave it in FOLDER/restore-EVICTOR/adapter."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--evictor", default="kvzip")
     parser.add_argument("--threads", type=int, default=1)

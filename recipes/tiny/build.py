@@ -1,12 +1,11 @@
 """Make everything that ships in distributions/restorekv-tiny: tokenizer, model, gates, restore
 adapters. Resumable.
 
-make tiny            or            python -m recipes.tiny.build runs/tiny
+    make tiny            or            python -m recipes.tiny.build runs/tiny
 """
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.run import run_recipe
+from recipes.run import make_parser, run_recipe
 from restorekv.evictors import gate_file
 from restorekv.model import gate_kinds
 from restorekv.restore.adapter import RestoreAdapter
@@ -75,9 +74,7 @@ def install_gates(folder: Path) -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the steps that are not done yet, then install the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path, help="Keeps what is made.")
     folder = parser.parse_args(args).folder.resolve()
     if not (folder / "model" / "tokenizer.json").exists():

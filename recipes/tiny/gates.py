@@ -8,12 +8,11 @@ of the suite.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
 
-from recipes.run import run_recipe
+from recipes.run import make_parser, run_recipe
 from restorekv.model.gate_kinds import KINDS, TARGETS
 from restorekv.model.load import load_model
 from restorekv.tiny.world import LONGEST, SHORTEST
@@ -26,7 +25,9 @@ CONTEXTS = 200
 
 def main() -> None:
     """Write one file per kind to FOLDER/gates."""
-    folder = Path(sys.argv[1])
+    parser = make_parser(__doc__)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
     torch.set_num_threads(1)
     model, tokenizer = load_model(str(folder / "model"))
     texts = [

@@ -11,7 +11,6 @@ paper/mixture.json.
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import random
@@ -27,7 +26,7 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from paper.experiments.training_data import MIXTURE
-from recipes.run import run_recipe
+from recipes.run import make_parser, run_recipe
 from restorekv.data.build import build_mixture
 from restorekv.data.config import BuildConfig
 from restorekv.data.files import read_parquet_rows
@@ -436,7 +435,7 @@ def write_page(
 
 def main() -> None:
     """Write the sources, both mixtures and the page."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     files = write_sources(folder / "sources", load_model("tiny")[1])

@@ -8,7 +8,6 @@ paper/log.md says what each choice is for, and what failed.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import math
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+from recipes.run import make_parser, run_recipe
 from recipes.tiny.examples import ANSWER, CONTEXT, REPEAT, Batch, Sampler
 
 
@@ -234,8 +234,9 @@ def pretrain(folder: Path, recipe: Recipe, steps: int | None, minutes: float) ->
     model.save_pretrained(folder / "model")
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> None:
+    """Read the options and train."""
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--optimizer", default="muon", choices=("muon", "adamw"))
     parser.add_argument("--lr", type=float, default=3e-3)
@@ -243,3 +244,7 @@ if __name__ == "__main__":
     parser.add_argument("--minutes", type=float, default=1e9)
     options = parser.parse_args()
     pretrain(options.folder, Recipe(options.optimizer, options.lr), options.steps, options.minutes)
+
+
+if __name__ == "__main__":
+    run_recipe(main)

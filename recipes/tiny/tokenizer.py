@@ -6,13 +6,13 @@ python -m recipes.tiny.tokenizer runs/tiny/model
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from recipes.run import make_parser, run_recipe
 from restorekv.tiny.world import KINDS, NUMBERS, draw_document
 
 VOCABULARY = 2048
@@ -80,7 +80,14 @@ def train_tokenizer(documents: int = 3000) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+def main() -> None:
+    """Train the tokenizer and write it into a folder."""
+    parser = make_parser(__doc__)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     train_tokenizer().save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    run_recipe(main)
