@@ -1,9 +1,9 @@
-"""Answers kept: of the questions that the full cache answers right, how many a small cache still
-does.
+"""Answers kept: how many of the questions that the full cache answers right a small cache still
+answers right.
 
 A score says how good answers are on average, and mixes what eviction lost with what the model never
-knew. This counts only questions that there was something to lose on. Whether an answer is right is
-decided from the references by the benchmark's `is_right`.
+knew. Only questions that the full cache answers right count here, because on the others there is
+nothing to lose. The benchmark's `is_right` decides from the references whether an answer is right.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class ContextAnswers:
     """The questions about one context that the full cache answers right.
 
     Attributes:
-        context: Names the context and its questions, so that it counts once.
-        text: The kind of text, which is the benchmark's title.
+        context: A hash of the context and its questions, so that each context counts once.
+        text: The kind of text: the label of the condition, such as the benchmark's title.
         tokens: Length of the context.
         right: How many questions there are, at least one.
         kept: How many of them the small cache answers right too.
-        asked: How it was asked: model, dtype, protocol and prefix policy. Answers that were asked
-            in two ways are not added up.
+        asked: How it was asked, such as the model, dtype, protocol and prefix policy. Answers to
+            questions that were asked in different ways are not added up.
     """
 
     context: Hashable
@@ -75,7 +75,7 @@ def compare_contexts(
     """
     is_right = full.benchmark.is_right
     for sample, line in full.lines_by_context.items():
-        # The same questions by their ids, whatever the order.
+        # By id, because the two caches may have answered in a different order.
         own = {answer["id"]: answer for answer in pool.lines_by_context[sample]["answers"]}
         right = [answer["id"] for answer in line["answers"] if is_right(answer)]
         if right:
@@ -102,7 +102,9 @@ def collect_answers(grid: GridResults) -> AnswersByMethod:
 
 
 def count_kept(contexts: Sequence[ContextAnswers]) -> dict[str, Any]:
-    """Return how many answers there were and are, and the share with its interval over contexts."""
+    """Return how many answers the full cache and the small cache have right, and the share kept
+    with its interval over contexts.
+    """
     right = np.array([each.right for each in contexts], dtype=float)
     kept = np.array([each.kept for each in contexts], dtype=float)
     figures: dict[str, Any] = {
@@ -120,8 +122,8 @@ def count_kept(contexts: Sequence[ContextAnswers]) -> dict[str, Any]:
 def list_kept_rows(answers: AnswersByMethod) -> Iterator[dict[str, Any]]:
     """Yield a row for every method and ratio: over all texts, by kind of text, and by length.
 
-    Where the methods were not asked the same texts, there are rows by kind of text alone: over all
-    of them, methods would be compared that were asked different questions.
+    If the methods were not asked the same texts, there are rows by kind of text only: a row over
+    all texts would compare methods on different questions.
     """
     texts = {frozenset(each.context for each in contexts) for contexts in answers.values()}
     # Methods as tables order them, ratios from mild to tight.
@@ -132,7 +134,7 @@ def list_kept_rows(answers: AnswersByMethod) -> Iterator[dict[str, Any]]:
 
 
 def make_kept_table(grid: GridResults) -> Table | None:
-    """Return the table of answers kept; None where no full cache answers anything right."""
+    """Return the table of answers kept; None if no full cache answers anything right."""
     rows = [row for row in list_kept_rows(collect_answers(grid)) if row["right"]]
     if not rows:
         return None
@@ -154,9 +156,11 @@ def make_kept_table(grid: GridResults) -> Table | None:
 def _split_contexts(
     contexts: Sequence[ContextAnswers], with_total: bool
 ) -> dict[str, list[ContextAnswers]]:
-    """Return the contexts of all texts if `with_total`, by kind of text, and by length.
+    """Return the contexts by kind of text and, if `with_total`, also those of all texts and by
+    length.
 
-    Contexts that were asked in several ways, such as by two protocols, are kept apart.
+    If contexts were asked in several ways, such as under two protocols, they are grouped by kind of
+    text only.
     """
     one_way = with_total and len({each.asked for each in contexts}) == 1
     # A context that two conditions share, such as two counts of one benchmark, counts once.
@@ -183,7 +187,7 @@ def _split_contexts(
 
 
 def _format_kept(row: Row) -> str:
-    """Return the number kept, and where there are contexts enough, the share with its interval."""
+    """Return the number kept and, if there are enough contexts, the share with its interval."""
     # A share of a handful of texts says nothing.
     if row["low"] is None:
         return f"{row['kept']:,}"

@@ -40,13 +40,15 @@ TITLE_LINE = 0.2
 LEGEND_LINE = 0.19
 NOTE_LINE = 0.145
 
-# A decorator: text keeps the font size that is set when it is made.
+# A decorator for functions that make figures: text keeps the font size set at its creation.
 with_style = style.context(STYLE)
 
 
 @dataclass(frozen=True)
 class Mark:
-    """The look of a series, with matplotlib's `marker` and `hatch`; no label: not in the legend."""
+    """How a series looks; `marker` and `hatch` are matplotlib's. Without a label, a series is not
+    in the legend.
+    """
 
     label: str
     color: str
@@ -71,7 +73,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure, as `make_figure` made it, with what files and pages add to it.
+    """A figure from `make_figure`, with the texts and data that its files and pages add.
 
     `name` is the name of its files and its id on a page, `alt` says in words what there is to see,
     and `figures` are the rows of the CSV file.
@@ -128,8 +130,9 @@ class Chart:
 def make_figure(panels: Sequence[tuple[str, float, float]]) -> tuple[Figure, list[Axes]]:
     """Return a figure and axes for panels (title, width, height) in inches.
 
-    Two narrow panels in a row share a line; a panel alone in its line fills it.
+    Two consecutive panels share a line if both fit; a panel alone on its line fills it.
     """
+    # Each line names its two panels by number; a panel that is alone is named twice.
     lines: list[list[int]] = []
     for number, (_, width, _) in enumerate(panels):
         alone = lines and lines[-1][0] == lines[-1][1]
@@ -184,7 +187,9 @@ def set_ticks(axes: Axes, ticks: Sequence[float]) -> None:
 
 
 def set_ratio_axis(axes: Axes, ratios: Collection[float], air: float = 1.15) -> None:
-    """Make x logarithmic, with a number at each measured ratio that has room."""
+    """Make x logarithmic, with a number at each measured ratio that has room; `air` is the factor
+    of space to the left and right of the ratios.
+    """
     ticks: list[float] = []
     for ratio in sorted(ratios, reverse=True):
         if not ticks or ticks[-1] / ratio >= 1.25:

@@ -1,7 +1,7 @@
 """Two cells of a grid, such as two evictors at one ratio, compared context by context.
 
-The tables of `restorekv eval` show what restoring gains over the same evictor alone. Whether one
-evictor is better than a different one is asked here.
+The tables of `restorekv eval` show what restoring gains over the same evictor alone; this module
+answers whether one evictor is better than another.
 """
 
 from collections.abc import Sequence
@@ -28,21 +28,22 @@ Lines = Sequence[dict]
 
 
 def _is_same(name: str, own: object, wanted: object) -> bool:
-    """Return whether a cell's field has a value; a ratio may be a number, too."""
+    """Return whether a cell's field has the wanted value; a ratio may also be given as a number."""
     if name == "ratio" and isinstance(wanted, int | float | Fraction):
         return isinstance(own, str) and parse_ratio(own) == parse_ratio(wanted)
     return own == wanted
 
 
 def select_result(results: Sequence[Result], **fields: object) -> Result:
-    """Return the one result whose cell has these fields, of those that `load_results` lists.
+    """Return the one of `results`, a list from `load_results`, that has these fields in its cell.
 
     >>> cells = load_results("runs/own")                                      # doctest: +SKIP
     >>> select_result(cells, evictor="kvzip", ratio="0.1", adapter=None)      # doctest: +SKIP
 
     Raises:
-        RestoreKVError: A cell has no such field, no cell has these values, or several have, as
-            where a folder was extended by a larger count: what they differ in has to be named.
+        RestoreKVError: A cell has no such field, no cell has these values, or several have them,
+            for example because a run with a larger count extended the folder; the message names
+            the fields in which they differ.
     """
     found = []
     for result in results:
@@ -69,24 +70,28 @@ def select_result(results: Sequence[Result], **fields: object) -> Result:
 
 def compare_results(first: Result, second: Result, full: Result | None = None) -> dict[str, object]:
     """Return scores and divergences of two cells that were asked the same questions, and the
-    paired differences, second minus first, with 95 % intervals over contexts, which are None
-    for fewer than six. Warn where only one of them has answered some contexts, which are left out.
+    paired differences, second minus first.
+
+    Differences have 95 % intervals over contexts, which are None for fewer than six contexts.
+    Contexts that only one of the cells has answered are left out, with a warning.
 
     Args:
-        first: A cell, of `load_results`.
+        first: A cell from `load_results`.
         second: A different cell of the same benchmark and protocol.
-        full: The full cache's cell, asked the same. Tasks on which it scores below 10 are left out
-            of scores, as in the tables.
+        full: The full cache's cell, asked the same questions. Tasks on which it scores below 10
+            are left out of scores, as in the tables.
 
     Returns:
-        contexts and questions that both have answered; score_first, score_second and score_gain
-        with score_low and score_high, in points; kl_first, kl_second and kl_gain with kl_low and
-        kl_high, in nats per answer token, where a gain below 0 is closer to the full cache.
+        contexts and questions that both have answered; left_out, the tasks that scores leave out;
+        score_first, score_second and score_gain with score_low and score_high, in points;
+        kl_first, kl_second and kl_gain with kl_low and kl_high, in nats per answer token. A
+        kl_gain below 0 means that the second is closer to the full cache.
 
     Raises:
-        RestoreKVError: The cells share no context, were asked different contexts or questions, or
-            by two protocols, or are of two models, whose full caches answer differently; or `full`
-            is not the full cache's, or has not answered all that is compared.
+        RestoreKVError: The cells share no context, were asked different contexts or questions, do
+            not share the protocol and other settings, or are of two models, whose full caches
+            answer differently; or `full` is not a cell of the full cache, or has not answered all
+            that is compared.
     """
     for each in (first, second, *([full] if full is not None else [])):
         check_result(each)
@@ -165,8 +170,8 @@ def _get_template(result: Result) -> tuple[object, object]:
 
 
 def _check_full(full: Result, compared: Result, lines: Lines) -> None:
-    """Refuse what is not the full cache of a cell, or has not answered these lines of it: it would
-    leave out other tasks.
+    """Refuse `full` if it is not the full cache's cell for `compared`, or has not answered all of
+    `lines`: it would then decide wrongly which tasks are left out.
     """
     name = full.folder.name
     if full.cell.evictor != FULL:
@@ -203,7 +208,8 @@ def _compare_divergence(first: Lines, second: Lines) -> Estimate:
     """Return how much further the second's answers are from the full cache than the first's, in
     nats per answer token, with a paired 95 % interval over the contexts, which are the same.
     """
-    # Each over its own tokens: rounding may let one of two full caches end an answer sooner.
+    # Each side is divided by its own tokens: rounding may make one of two full caches end an answer
+    # sooner.
     reference = tally_divergence([line["answers"] for line in first])
     sums, tokens = tally_divergence([line["answers"] for line in second])
     return bootstrap_ratio(sums, tokens, reference)

@@ -1,7 +1,7 @@
-"""What tells the figures of a grid apart: the condition, which is what was asked, and the method,
-which is how caches were made.
+"""How the figures of a grid are told apart: by condition (what was asked) and by method (how caches
+were made).
 
-Only within one condition can scores be compared. A cell is one method at one ratio in one
+Scores can only be compared within one condition. A cell is one method at one ratio in one
 condition, on one seed.
 """
 
@@ -22,7 +22,7 @@ FULL_CACHE = "full cache"
 
 @dataclass(frozen=True, order=True)
 class Condition:
-    """What cells were asked, over all seeds, and how the chat prefix counts."""
+    """What cells were asked, whatever the seed, and whether the budget counts the chat prefix."""
 
     model: str
     benchmark: str
@@ -67,7 +67,7 @@ class Method:
         if cell.evictor == FULL:
             return cls(FULL)
         method = cls(**{each.name: getattr(cell, each.name) for each in fields(cls)})
-        # What is said of a restore pass does not matter where there is none.
+        # Without a restore pass, its settings make no difference.
         return method if method.restored else method.evictor_alone
 
     @property
@@ -82,8 +82,8 @@ class Method:
         )
 
     def describe_controls(self) -> str:
-        """Say how it differs from others of its evictor: its adapter, the tokens it uses and its
-        controls.
+        """Describe what sets the method apart from others with its evictor: its adapter, its
+        number of restore tokens, and its other settings that are not at their defaults.
         """
         parts = []
         if self.adapter and self.adapter != "auto":
@@ -107,10 +107,13 @@ FULL_METHOD = Method(FULL)
 
 
 def label_methods(methods: Sequence[Method]) -> dict[Method, str]:
-    """Return labels such as "KVzip + RestoreKV, n = 1": the controls that are not at defaults."""
+    """Return labels such as "KVzip + RestoreKV, n = 1", with the settings that are not at their
+    defaults.
+    """
     labels = {}
     for method in methods:
-        # A label names what tells a method from its kin, and nothing that all of them share.
+        # A label names how a method differs from those that restore the same eviction, and nothing
+        # that all of them share.
         kin = [
             each for each in methods if each.restored and each.evictor_alone == method.evictor_alone
         ]
@@ -128,7 +131,9 @@ def label_methods(methods: Sequence[Method]) -> dict[Method, str]:
 
 
 def label_conditions(titles: Mapping[Condition, str]) -> dict[Condition, str]:
-    """Return the title of the benchmark, and what else tells a condition from the others."""
+    """Return labels with the benchmark's title and whatever else sets a condition apart from the
+    others.
+    """
     labels = {}
     for condition, title in titles.items():
         same_title = {other.benchmark for other in titles if titles[other] == title}
@@ -146,7 +151,9 @@ def label_conditions(titles: Mapping[Condition, str]) -> dict[Condition, str]:
 
 
 def _describe_benchmark(spec: str, others: Collection[str]) -> str:
-    """Return the settings of a benchmark; with its name, where one of the others has the same."""
+    """Return a benchmark's settings, or its whole spec if it has none or another of `others`, which
+    include it, has the same.
+    """
     settings = spec.partition(":")[2]
     if settings and sum(other.partition(":")[2] == settings for other in others) == 1:
         return settings.replace(",", ", ")

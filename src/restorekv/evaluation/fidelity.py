@@ -44,7 +44,7 @@ class FullAnswers:
         prompts: Sequence[Tensor],
         answers: Sequence[Tensor],
     ) -> Self:
-        """Read the answers through the full cache; prompts are (1, q) or (q,)."""
+        """Compute the answers' hidden states with the full cache; prompts are (1, q) or (q,)."""
         flat = [prompt.flatten().cpu() for prompt in prompts]
         return cls(flat, answers, _compute_hidden_states(model, cache, flat, answers))
 

@@ -20,7 +20,7 @@ from restorekv.evaluation.tables import make_slug
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-# The kinds of parts that a row may be about.
+# What part of the benchmark a row covers: all of it, a group of tasks, or one task.
 ALL = "all"
 GROUP = "group"
 TASK = "task"
@@ -30,15 +30,17 @@ Row = Mapping[str, Any]  # of columns of different types, by title
 
 @dataclass(frozen=True)
 class GridEntry:
-    """One method at one ratio in one condition: its cells, and what tells them from others, as
-    its rows say it.
+    """One method at one ratio in one condition: the pool of its cells, and the columns that
+    identify them in every row.
     """
 
     columns: Row
     pool: SeedPool
 
     def list_rows(self) -> Iterator[Row]:
-        """Yield a row for the whole benchmark and, if it is done, for each group and each task."""
+        """Yield a row for the whole benchmark and, once its cells are done, for each group and each
+        task.
+        """
         pool = self.pool
         answered, contexts = pool.progress
         stand_ins = pool.identity["benchmark"].get("stand_ins", ())
@@ -61,12 +63,13 @@ class GridEntry:
             full_bytes = pool.average_full_bytes()
             if full_bytes is not None:
                 whole["of_full"] = whole["bytes"] / full_bytes
-        # A cell that runs has a row too, with its progress instead of scores.
+        # A cell that is still running has a row too, with its progress instead of scores.
         if not pool.done:
             yield whole
             return
         if pool.evictor_alone:
-            # Context by context: only then is a gain that of the restore pass.
+            # A gain is due to the restore pass alone only if both hold as many pairs in each
+            # context.
             same = pool.get_values("pairs") == pool.evictor_alone.get_values("pairs")
             whole["as_many_pairs"] = bool(same.all())
         figures = pool.summarize()
@@ -79,11 +82,12 @@ class GridEntry:
 
 
 class GridResults:
-    """The cells of a run as `entries`: conditions in turn, the full cache first, then the highest
-    ratios first.
+    """The cells of a run as `entries`, condition by condition: the full cache first, then method by
+    method, each from its highest ratio to its lowest.
 
     Tasks on which the full cache has nothing to lose are left out of the means of every method of
-    its condition. Raises RestoreKVError for cells that share a name and not what it names.
+    its condition. Raises RestoreKVError if a model, benchmark or adapter has the same name in two
+    cells but is not the same.
     """
 
     def __init__(self, results: Sequence[Result]) -> None:
@@ -117,7 +121,7 @@ class GridResults:
 
 def _check_names(results: Sequence[Result]) -> None:
     """Refuse cells whose model, benchmark or adapter has one name but is not the same."""
-    # What shares a name must share weights and questions, or a mean would mix two experiments.
+    # Things with the same name must be the same, or a mean would mix two experiments.
     first: dict[tuple[str, ...], tuple[str, Result]] = {}
     for result in results:
         cell = result.cell
@@ -126,7 +130,8 @@ def _check_names(results: Sequence[Result]) -> None:
         for what, names, value in (
             ("models", (cell.model, cell.protocol), identity["fingerprint"]),
             ("benchmark data", cell.question_set, identity["benchmark"]["digest"]),
-            # Seeds of one method are pooled. "auto" may name another adapter for an allocation.
+            # Seeds of one method are pooled, so they must share the adapter. With the allocation,
+            # because "auto" may choose a different adapter for each.
             (
                 "adapters",
                 (
@@ -159,7 +164,10 @@ def make_frame(results: Sequence[Result]) -> DataFrame:
 
 
 def load_grid(folder: Path) -> GridResults:
-    """Load every cell of the folder, which may hold none. Raises RestoreKVError for a mix-up."""
+    """Load every cell of the folder, which may hold none.
+
+    Raises RestoreKVError for cells that share names but not what they name (see `GridResults`).
+    """
     results = []
     if (folder / CELLS).is_dir():
         results = load_results(folder)

@@ -25,7 +25,7 @@ from restorekv.restore.shipped import find_shipped_adapter
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
 FULL = "full"
-# Scores compare caches of one size, so a budget that is too small ends a cell.
+# Scores compare caches of one size, so a budget too small for the restore tokens is an error.
 DEFAULT_ON_SMALL_BUDGET: OnSmallBudget = "error"
 SHIPPED = ""  # means the adapter that ships for an evictor and a model
 IGNORED_BY_FULL = (
@@ -37,19 +37,19 @@ IGNORED_BY_FULL = (
     "restore_tokens",
     "streaming_chunk",
 )
-# Fields of a cell for which a grid has settings of its own.
+# Fields of a cell that a grid sets by its own arguments.
 SET_BY_GRID = ("model", "protocol", "benchmark", "evictor", "ratio", "adapter", "kv_dtype")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One model asked one benchmark under one protocol, from caches that one method makes at one
-    ratio.
+    """One measurement: a model is asked one benchmark under one protocol, from caches that one
+    method makes at one ratio.
 
     `evictor` is a spec, or "full" for the full cache; `adapter` is what `load_adapter` takes, None
     for the evictor alone; `prefix_policy` None is the protocol's. `max_context` cuts
-    longer contexts at their end (0: at what the model takes). `streaming_chunk` is the number of
-    tokens compressed at a time (0: all at once); see streaming.py.
+    longer contexts at their end (0: at the tokenizer's limit). `streaming_chunk` is the number of
+    tokens compressed at a time (0: all at once); see compression/streaming.py.
     """
 
     model: str
@@ -94,7 +94,7 @@ class Cell:
 
     @property
     def evictor_alone(self) -> Self:
-        """The same at the same ratio without restoring."""
+        """The same cell, at the same ratio, without restoring."""
         return replace(self, adapter=None, restore_tokens=None, restore_from="full")
 
     @property
@@ -139,8 +139,8 @@ class Cell:
         return f"{cut_name(readable, 120)}_{digest}"
 
     def config(self, prefix_policy: str) -> CompressionConfig:
-        """Return how the cell compresses; `prefix_policy` counts where the cell names none."""
-        # Words of a cell's file; `CompressionConfig` refuses those that it does not know.
+        """Return how the cell compresses; `prefix_policy` applies if the cell names none."""
+        # The strings may come from a cell's file; `CompressionConfig` refuses unknown ones.
         policy = cast("PrefixPolicy", self.prefix_policy or prefix_policy)
         return CompressionConfig(
             prefix_policy=policy,
@@ -157,8 +157,8 @@ class Grid:
     """Expands to a cell for every model, protocol, benchmark, seed, `kv_dtype`, method and ratio.
 
     `methods` are pairs of an evictor's spec and an adapter: every evictor is evaluated without
-    restoring, and restored where an adapter is named. SHIPPED names the adapter that ships for the
-    evictor and model, if one does and `common` asks for no offset. `seeds` and `count` replace
+    restoring, and also restored if an adapter is named. SHIPPED names the adapter that ships for
+    the evictor and model, if one does and `common` asks for no offset. `seeds` and `count` replace
     those of each benchmark's spec; `common` sets other cell fields.
     """
 
@@ -194,7 +194,7 @@ class Grid:
         ):
             where = {"model": model, "protocol": protocol, "benchmark": benchmark}
             yield Cell.full_cache(**where, **of_full)
-            # The innermost loop is the ratio: cells of one method stand together in the files.
+            # The ratio varies fastest, so that the cells of one method follow each other.
             for kv_dtype, (spec, source), ratio in product(self.kv_dtypes, self.methods, ratios):
                 evictor = make_compressor(spec).spec
                 fields = {
@@ -213,7 +213,7 @@ class Grid:
                     yield Cell(**fields, adapter=adapter)
 
     def _find_shipped(self, model: str, evictor: str) -> str | None:
-        """Return "auto" where an adapter ships for the model and evictor, else None."""
+        """Return "auto" if an adapter ships for the model and evictor and applies, else None."""
         name = model
         if Path(model).resolve() == tiny_path("model").resolve():
             name = TINY
@@ -234,22 +234,20 @@ class Grid:
 def find_unrestored(
     cells: Sequence[Cell], methods: Sequence[tuple[str, str | None]]
 ) -> list[tuple[str, str]]:
-    """Return the models and evictors for which no shipped adapter was found, where one was looked
-    for.
-    """
+    """Return the pairs of model and evictor for which a shipped adapter was looked for in vain."""
     looked_for = {make_compressor(spec).spec for spec, source in methods if source == SHIPPED}
     restored = {(cell.model, cell.evictor) for cell in cells if cell.restored}
     found = []
     for cell in cells:
         pair = (cell.model, cell.evictor)
-        # With an offset nothing ever is restored, so no adapter was looked for.
+        # With an offset, shipped adapters are not used, so none was looked for.
         if cell.evictor in looked_for and pair not in restored and not cell.offset:
             found.append(pair)
     return list(dict.fromkeys(found))
 
 
 def _write_ratio(ratio: str) -> str:
-    """Return the shortest text of the very same ratio: "0.1" for "0.10", and "1/3" as it is."""
+    """Return the shortest text of exactly this ratio: "0.1" for "0.10"; "1/3" stays "1/3"."""
     exact = parse_ratio(ratio)
     decimal = f"{float(exact):.12g}"
     return decimal if parse_ratio(decimal) == exact else str(exact)
@@ -278,7 +276,7 @@ class Job:
 
     @property
     def representative(self) -> Cell:
-        """The cell that names what all have in common; the full cache's only where there is no
+        """A cell from which to read what all cells share; the full cache's only if there is no
         other.
         """
         return next((cell for cell in self.cells if cell.evictor != FULL), self.cells[0])
@@ -297,7 +295,7 @@ def group_jobs(cells: Iterable[Cell]) -> list[Job]:
         # The first job with the same questions reads the context anyway.
         host = next((other for other in groups if other[:-1] == key[:-1] and other != key), None)
         if host:
-            # Last, so that the cells that share the scores are charged their time.
+            # Appended last, so that prefill and scoring time is charged to an evictor's cell.
             groups[host] += groups.pop(key)
     return [Job(tuple(members)) for members in groups.values()]
 

@@ -25,7 +25,7 @@ SCORES = (
     "the very text of the full cache's. "
     f"In parentheses: 95 % bootstrap intervals over contexts; fewer than {FEW} contexts have none."
 )
-# In place of {back}, where a row says it.
+# Replaces {back} if a row shows that share.
 BACK = ", and the share of its loss that came back, where it is a point or more"
 HELD = (
     "Means over contexts, and what that is of the full cache's: of the pairs that compete for the "
@@ -40,8 +40,8 @@ def _format_score(row: Row) -> str:
 
 
 def _says_what_came_back(row: Row) -> bool:
-    """Whether the share of the loss that came back is shown. As with the interval: on a handful of
-    texts it says nothing.
+    """Return whether to show the share of the loss that came back. Like the interval, it says
+    nothing on a handful of texts.
     """
     return row.get("recovered") is not None and row["gain_low"] is not None
 
@@ -58,7 +58,7 @@ def _format_gain(row: Row) -> str:
 
 
 def _has_fidelity(row: Row) -> bool:
-    """Whether a row has a distance to the full cache, which the full cache itself is not shown."""
+    """Return whether to show the distance to the full cache; the full cache's own row has none."""
     return "kl" in row and row["method"] != FULL_CACHE
 
 
@@ -111,7 +111,7 @@ def make_scores_table(rows: Sequence[Row], kind: str = ALL) -> Table:
     notes = [SCORES.format(back=back)]
     if max(row.get("contexts", 0) for row in own) < ENOUGH:
         notes.append(f"Fewer than {ENOUGH} contexts are a glimpse, which ranks nothing.")
-    # A reader compares gains only where both rows hold the same number of pairs.
+    # A gain is a fair comparison only if both rows hold the same number of pairs.
     paired = [row["as_many_pairs"] for row in own if "as_many_pairs" in row]
     if paired and all(paired):
         notes.append("Both rows of a pair hold the same number of KV pairs, context by context.")
@@ -143,8 +143,9 @@ def make_held_table(rows: Sequence[Row]) -> Table:
 
 
 def describe_cut_texts(results: Sequence[Result]) -> list[str]:
-    """Say for each benchmark how many of its texts were too long: they lost their ends, or were
-    read beyond the positions that the model was made for, where the tokenizer states no limit.
+    """Say for each benchmark how many of its texts were too long: how many lost their ends, and how
+    many reach beyond the positions that the model was made for, for example because the tokenizer
+    states no limit.
     """
     cut_counts: dict[str, tuple[int, int]] = {}
     beyond_counts: dict[str, tuple[int, int]] = {}
@@ -172,7 +173,9 @@ def describe_cut_texts(results: Sequence[Result]) -> list[str]:
 
 
 def count_gains(rows: Sequence[Row]) -> str:
-    """Say how many pairs of an evictor alone and restored improve, and how surely."""
+    """Say in how many pairs restoring scores higher than the evictor alone, and how many of the
+    gains have intervals that exclude zero.
+    """
     pairs = [row for row in rows if row["kind"] == ALL and "gain" in row]
     if not pairs:
         return ""

@@ -10,19 +10,19 @@ DIR/kvpress/{dataset}__{data_dir}__{model, -- for /}__{press_name}__{compression
     config.yaml       kvpress's settings
     restorekv.json    the cell, what it was made with and its figures; not part of kvpress's layout
 
-compression_ratio is 1 - r. LongBench gets a folder for each task, as kvpress runs them. Where
-another cell has the name (ratios 0.12 and 0.125 print alike), or kvpress itself wrote a folder of
-that name, a numbered folder inside it is used, as kvpress does.
+compression_ratio is 1 - r. LongBench gets a folder for each task, as kvpress runs them. If the name
+belongs to another cell (ratios 0.12 and 0.125 print alike) or to a folder that kvpress itself
+wrote, a numbered folder inside it is used, as kvpress does.
 
 The leaderboard (Hugging Face space nvidia/kvpress-leaderboard, src/data.py) reads "string_match" of
 every task from folders directly below its own whose fraction is 1, and refuses keys of config.yaml
 that it does not know. It skips numbered folders and other benchmarks, and fails on LongBench: send
 it ruler only.
 
-A press has kvpress's own name where kvpress chooses the same pairs (KVzip, KVzip+ and RestoreKV
-over them, one ranking over all heads, the template counted); every other cell is named restorekv_
-and its settings. Only RULER's official rows are data_dir "4096"; generated ones are
-"4096-generated". Cells of other protocols are left out.
+A press has kvpress's own name if kvpress chooses the same pairs (KVzip, KVzip+ and RestoreKV
+over them, one ranking over all heads, the template counted); the full cache is no_press, and every
+other cell is named restorekv_ and its settings. Only RULER's official rows have a data_dir such as
+"4096"; generated ones have "4096-generated". Cells of other protocols are left out.
 """
 
 import csv
@@ -55,8 +55,8 @@ PRESSES = {
     ("kvzip", True): "RestoreKV",
     ("kvzip+", True): "RestoreKV_plus",
 }
-OFFICIAL_RULER = 6500  # rows of a length
-# Rows; other tasks have 200.
+OFFICIAL_RULER = 6500  # rows of each context length
+# Rows of each task; other tasks have 200.
 OFFICIAL_LONGBENCH = {"multifieldqa_en": 150, "lcc": 500, "repobench-p": 500}
 COLUMNS = {
     "question": "question",
@@ -80,10 +80,12 @@ class KvpressRun:
 
 
 def export_kvpress(folder: Path) -> list[Path]:
-    """Write all finished cells, and return every folder of the layout, in the cells' order."""
+    """Export the finished cells of the kvpress protocol and return their folders, in the cells'
+    order.
+    """
     written: list[Path] = []
     for result in load_readable_cells(folder):
-        # Only what kvpress also asks: its protocol, and finished cells.
+        # kvpress itself has only finished runs of its own protocol.
         if result.done and result.cell.protocol == "kvpress" and _is_readable(result):
             for part in _split_result(result):
                 settings = _make_settings(result, part)
@@ -94,7 +96,9 @@ def export_kvpress(folder: Path) -> list[Path]:
 
 
 def _is_readable(result: Result) -> bool:
-    """Return whether the files of a cell are whole; those of other runs may be damaged."""
+    """Return whether a cell's files are intact and hold answers; those of other runs may be
+    damaged.
+    """
     try:
         return bool(result.summary and result.lines)
     except RestoreKVError:

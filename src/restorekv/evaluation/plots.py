@@ -38,7 +38,7 @@ NEEDLES = (
 
 @with_style
 def plot_scores(rows: Sequence[Row]) -> Chart | None:
-    """Return the scores of one condition against ratio, None where no method is finished yet."""
+    """Return a chart of one condition's scores against ratio; None if no method is finished yet."""
     whole = [row for row in rows if row["kind"] == ALL]
     done = [row for row in whole if row["done"]]
     compressed = [row for row in done if row["method"] != FULL_CACHE]
@@ -82,7 +82,7 @@ def plot_scores(rows: Sequence[Row]) -> Chart | None:
 
 @with_style
 def plot_needles(grid: GridResults) -> list[Chart]:
-    """Return a map of every finished cache, for every benchmark of needles and every ratio."""
+    """Return a chart for every needle benchmark and ratio, with a map for each finished method."""
     # A list, because a generator's body would run outside the style.
     charts: list[Chart] = []
     needles = [entry for entry in grid.entries if entry.pool.benchmark.name == "needle"]
@@ -119,7 +119,9 @@ def plot_needles(grid: GridResults) -> list[Chart]:
 
 
 def _find_needles(answers: Sequence[ScoredAnswer]) -> Iterator[dict[str, float]]:
-    """Yield points by length and depth, means over seeds; questions are called LENGTH-DEPTH."""
+    """Yield the points scored at every length and depth, means over seeds; question ids are
+    LENGTH-DEPTH.
+    """
     for question, own in group_by(answers, lambda answer: answer.question).items():
         length, _, depth = question.partition("-")
         score = 100 * sum(answer.score for answer in own) / len(own)

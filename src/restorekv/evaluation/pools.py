@@ -25,7 +25,7 @@ from restorekv.evaluation.stats import (
 from restorekv.evaluation.tables import METHOD_NAMES
 from restorekv.tasks import Benchmark, make_benchmark
 
-# What a context's line says of its cache.
+# What a context's line records about its cache.
 SIZES = ("tokens", "prefix", "pairs", "pairs_with_prefix", "bytes", "restore_tokens")
 PoolKey = tuple[Condition, Method, float]  # and the ratio
 
@@ -39,8 +39,9 @@ class SeedPool:
     Attributes:
         results: The cells, one for each seed.
         left_out: Tasks that means skip, unless nothing else is asked for.
-        evictor_alone: The same without restoring, done and asked the same seeds, if there is one.
-        full: The full cache, asked the same seeds, if there is one.
+        evictor_alone: The pool of the same method without restoring, if it is done and has the same
+            seeds.
+        full: The pool of the full cache, if it has the same seeds; it may be unfinished.
     """
 
     results: tuple[Result, ...]
@@ -58,7 +59,7 @@ class SeedPool:
         return [result.identity["benchmark"]["spec"] for result in self.results]
 
     def restrict(self, specs: Sequence[str]) -> Self | None:
-        """Return the pool of these seeds alone; None where one is missing."""
+        """Return the pool of these seeds alone; None if one is missing."""
         chosen = tuple(
             result for result in self.results if result.identity["benchmark"]["spec"] in specs
         )
@@ -79,8 +80,8 @@ class SeedPool:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Contexts answered so far, and contexts there are; in the end those that figures are of,
-        each once.
+        """The number of contexts answered so far, and of all contexts. Once all cells are done,
+        both are the number of distinct contexts, which figures are computed over.
         """
         if self.done:
             return len(self.lines), len(self.lines)
@@ -114,7 +115,9 @@ class SeedPool:
 
     @property
     def task_groups(self) -> dict[str, Sequence[str]]:
-        """The benchmark's groups of tasks of which any was asked, or all where it needs all."""
+        """The benchmark's groups of tasks that were asked: at least one task of a group, or every
+        task if the benchmark needs whole groups.
+        """
         groups = {}
         for name, task_names in self.benchmark.group_tasks().items():
             asked = set(self.tasks).intersection(task_names)
@@ -133,9 +136,9 @@ class SeedPool:
     def score_tasks(self, task_names: Iterable[str] = ()) -> dict[str, Any]:
         """Return score, interval and counts (see `stats.summarize_scores`).
 
-        Next to the evictor alone they include the paired gain over it; with the full cache too,
-        "recovered": the gain as a share of what the evictor alone loses to the full cache, None if
-        it loses less than MIN_LOSS.
+        With an evictor alone to compare with, they include the paired gain over it; with a finished
+        full cache too, "recovered": the gain as a share of what the evictor alone loses to the full
+        cache, None if it loses less than MIN_LOSS.
         """
         by_context = self.averages_contexts
         alone = []
@@ -180,15 +183,15 @@ class SeedPool:
         return np.array([line[key] for line in self.lines], dtype=float)
 
     def average_sizes(self, keys: Sequence[str] = SIZES) -> dict[str, float]:
-        """Return what caches held: means over contexts of these figures, and shares of pairs."""
+        """Return what the caches held: means of `keys` over contexts, and shares of pairs kept."""
         figures = {key: float(self.get_values(key).mean()) for key in keys}
         figures["kept"] = self.compute_kept_share()
         figures["kept_with_prefix"] = self.compute_kept_share(with_prefix=True)
         return figures
 
     def average_full_bytes(self) -> float | None:
-        """Return the bytes of the full cache, mean over the contexts answered so far; None where it
-        has not answered all of them.
+        """Return the full cache's mean bytes over the contexts answered so far; None if it has not
+        answered all of them.
         """
         full_lines = self.full.lines_by_context if self.full else {}
         if any(context not in full_lines for context in self.lines_by_context):
@@ -196,8 +199,8 @@ class SeedPool:
         return float(np.mean([full_lines[context]["bytes"] for context in self.lines_by_context]))
 
     def compute_kept_share(self, with_prefix: bool = False) -> float:
-        """Return the share of pairs held, mean over contexts: of those in the budget, or of all
-        with the prefix.
+        """Return the mean over contexts of the share of pairs held: of those that compete for the
+        budget, or, if `with_prefix`, of all pairs including the prefix's.
         """
         # L * H pairs for each column that competes: T, or S + T with the prefix counted.
         heads = self.identity["shape"]["layers"] * self.identity["shape"]["heads"]

@@ -3,7 +3,7 @@ when answers end.
 
 kvpress    the model's chat template; context and template prefix compete for the budget (four
            columns pinned); question, template suffix and answer prefix are one string; the first
-           id of an answer ends nothing; RoPE as configured (NVIDIA/kvpress 0.5.5, pipeline.py)
+           id never ends an answer; RoPE as configured (NVIDIA/kvpress 0.5.5, pipeline.py)
 kvzip      the project's own templates with a task line, kept and not counted; pieces are tokenized
            one by one and questions begin "Q: "; the last id of an answer is dropped, whatever it
            is; chunks of 2,000 tokens, every prefix column a sink, a space after the prompt of
@@ -32,7 +32,7 @@ from restorekv.model.prompt import (
 from restorekv.tasks import Question
 
 Method = TypeVar("Method", bound=Compressor)
-NO_LIMIT = 10**9  # tokenizers that know no limit name one far above this
+NO_LIMIT = 10**9  # tokenizers without a limit report one far above this
 TASK_LINE = (
     "Given the context, answer to the following question or request without explanation.\n\n"
 )
@@ -42,8 +42,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 def get_context_limit(tokenizer: Tokenizer, max_ids: int = 0) -> int:
-    """Return how many ids of a context are kept: `max_ids`, or with 0 what the tokenizer's config
-    says, at most NO_LIMIT.
+    """Return how many ids of a context are kept: `max_ids`, or, if that is 0, the limit of the
+    tokenizer's config, at most NO_LIMIT.
     """
     return max_ids or min(tokenizer.model_max_length, NO_LIMIT)
 
@@ -61,8 +61,8 @@ class AskingProtocol(ABC):
         return None
 
     def adapt_method(self, method: Method, prefix: int) -> Method:
-        """Return the method with this protocol's settings where its spec leaves the defaults;
-        `prefix` is S.
+        """Return the method with this protocol's settings instead of the defaults, for those that
+        its spec does not set; `prefix` is the length S of the chat template's prefix.
         """
         return method
 
@@ -81,16 +81,16 @@ class AskingProtocol(ABC):
         """Return the ids (1, q) that follow the context and end where the answer begins."""
 
     def trim_answer(self, ids: list[int]) -> list[int]:
-        """Return those ids of an answer that are its text."""
+        """Return the ids of an answer that belong to its text."""
         return ids
 
     def make_context(
         self, model_name: str, tokenizer: Tokenizer, text: str, max_ids: int = 0
     ) -> tuple[Context, int]:
-        """Return a context of at most `max_ids` ids with its prefix (0: the tokenizer's limit), and
-        how many it cut.
+        """Return a context of at most `max_ids` ids including its prefix (0: the tokenizer's
+        limit), and how many ids were cut from its end.
         """
-        # How much of the text fits is decided after the template is around it.
+        # Cut after the template is around the text: its prefix counts toward the limit.
         whole = self._make_whole_context(model_name, tokenizer, text)
         limit = get_context_limit(tokenizer, max_ids)
         if limit >= whole.num_tokens:
@@ -103,7 +103,7 @@ class AskingProtocol(ABC):
         return replace(whole, ids=whole.ids[:, :limit]), whole.num_tokens - limit
 
     def to_json(self, model_name: str, tokenizer: Tokenizer) -> dict[str, object]:
-        """Return what results record."""
+        """Return what results record about the protocol, for this model."""
         before, after = self.get_surroundings(model_name, tokenizer)
         changed = self.get_rope_changes(model_name)
         return {
@@ -117,7 +117,9 @@ class AskingProtocol(ABC):
 
 
 class KvpressProtocol(AskingProtocol):
-    """Tokenizes context and template together, and so question, suffix and answer prefix."""
+    """Tokenizes the context and its template as one text; the question, the template's suffix and
+    the answer prefix as another.
+    """
 
     name: ClassVar[str] = "kvpress"
     prefix_policy: ClassVar[PrefixPolicy] = "counted"
@@ -128,14 +130,14 @@ class KvpressProtocol(AskingProtocol):
         return make_context(tokenizer, text)
 
     def make_prompt(self, tokenizer: Tokenizer, context: Context, question: Question) -> Tensor:
-        # As a separate text, before which some tokenizers put a space.
+        # Encoded as a separate text, so some tokenizers put a space before it.
         return encode_text(
             tokenizer, question.text, after=context.suffix_text, more=question.answer_prefix
         )
 
 
 class KvzipProtocol(AskingProtocol):
-    """Recognizes a model's family by its name; a model of none of them is asked through its own
+    """Recognizes a model's family by its name; a model of another family is asked through its own
     template.
 
     An answer prefix, which KVzip's benchmarks do not have, follows the suffix as a separate piece.
@@ -203,15 +205,15 @@ PROTOCOLS: dict[str, AskingProtocol] = {"kvpress": KvpressProtocol(), "kvzip": K
 
 
 def make_protocol(name: str) -> AskingProtocol:
-    """Return the protocol of a name; refuse a name that none has."""
+    """Return the protocol with this name; refuse an unknown name."""
     if name not in PROTOCOLS:
         raise RestoreKVError(f"There is no protocol {name!r}; use {' or '.join(PROTOCOLS)}.")
     return PROTOCOLS[name]
 
 
 def _find_family(model_name: str) -> str:
-    """Return the family whose template KVzip's code uses, by the last part of the name: llama,
-    qwen3, qwen or "".
+    """Return the family that decides which template KVzip's code uses (llama, qwen3, qwen or ""),
+    by the last part of the name.
     """
     name = model_name.rstrip("/").rsplit("/", 1)[-1].lower()
     if "llama" in name:

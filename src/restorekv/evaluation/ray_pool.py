@@ -1,9 +1,9 @@
 """Spreads a grid over a Ray cluster: this process writes the files, workers open models and answer.
 
 A worker is an actor: one process that keeps the job it has opened. Idle workers get contexts one by
-one; answers come back in order, so the files equal those of a run in one process. A context whose
-worker dies (killed, out of memory, node lost) goes to another worker, and a new worker starts where
-there is room.
+one; answers come back in order, so the files equal those of a run in one process. If a worker dies
+(killed, out of memory, node lost), its context goes to another worker, and a new worker starts
+where there is room.
 """
 
 import os
@@ -28,7 +28,7 @@ Call = tuple[str, tuple]  # a method of `RayWorker` and its arguments
 
 
 class WorkerProcess:
-    """What every worker's process has."""
+    """The methods that every worker's process has."""
 
     def set_up(self, threads: int, folder: str) -> None:
         """Use `threads` threads, and the driver's folder, so that relative paths mean the same."""
@@ -67,7 +67,7 @@ class RayWorker(WorkerProcess, LocalPool):
             job: The job of the cells.
             sample: The id of the context.
             cells: What is asked.
-            identities: What the worker that opened the job made the job's cells with.
+            identities: What the job's cells are made with, according to the worker that opened it.
 
         Raises:
             RestoreKVError: This node would make them with something else.
@@ -99,9 +99,10 @@ class RayWorkers:
     manager.
 
     `address` "local" starts a cluster on this machine; "auto", "host:port" or "ray://host:port"
-    connect to a running one, whose nodes have restorekv and what the work names under the same
-    names. Each is a `kind`, made of `arguments`, a device, the threads and the driver's folder.
-    Raises RestoreKVError where Ray, the cluster or its GPUs are missing.
+    connect to a running one. Its nodes must have restorekv, and the models, adapters and data of
+    the work under the same names. Each worker is a `kind`, constructed from `arguments`, a device,
+    the number of threads and the driver's folder. Raises RestoreKVError if Ray, the cluster or its
+    GPUs are missing.
     """
 
     def __init__(
@@ -119,9 +120,9 @@ class RayWorkers:
             )
         gpus = int(device.startswith("cuda"))
         self.ray = connect_ray(address, workers * threads, STORE, {"CPU": threads, "GPU": gpus})
-        # It sees its own GPU alone.
+        # A worker sees only its own GPU, so the device needs no number.
         self.arguments = (*arguments, "cuda" if gpus else device, threads, os.getcwd())
-        # Pending answer -> worker, number of its call (None: start)
+        # Pending answer -> its worker and the number of its call (None: the worker's start)
         self.busy: dict[Any, tuple[Any, int | None]] = {}
         self.idle: deque[Any] = deque()
         self.actor = self.ray.remote(num_cpus=threads, num_gpus=gpus, max_restarts=0)(kind)
@@ -145,7 +146,8 @@ class RayWorkers:
         Every idle worker gets the next call. The call of a worker that died goes first to another
         one, until TRIES workers have died over it.
         """
-        # What earlier calls still return is not waited for.
+        # Calls of an earlier run may still be pending: their results are dropped (None is no
+        # call's number), and their workers become idle when they end.
         self.busy = {answer: (worker, None) for answer, (worker, _) in self.busy.items()}
         waiting = deque(range(len(calls)))
         deaths: Counter[int | None] = Counter()
@@ -177,7 +179,8 @@ class RayWorkers:
                                 f"{TRIES} workers died over the same context; give a worker more "
                                 f"memory or take shorter contexts ({summarize_error(error)})."
                             )
-                            # A subclass may replace a call's result, but not a worker's start.
+                            # A subclass may supply a call's result; if workers cannot even start,
+                            # that is always an error.
                             giver = RayWorkers if number is None else type(self)
                             done[number] = giver.give_up(self, reason)
                         elif number is not None:
@@ -185,7 +188,7 @@ class RayWorkers:
             yield done.pop(turn)
 
     def give_up(self, reason: str) -> Any:
-        """Return what replaces the result of a call over which workers died, or raise."""
+        """Return a result for a call that killed TRIES workers, or raise."""
         raise RestoreKVError(reason)
 
 

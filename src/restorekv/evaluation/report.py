@@ -1,4 +1,4 @@
-"""Reports: the page of a run folder, and any page of sections, written whole or not at all.
+"""Reports: the page of a run folder, or any other page of sections; written whole or not at all.
 
 A page is index.html, which needs no other file, with csv/, svg/ and png/ next to it. All text is
 escaped.
@@ -46,8 +46,8 @@ SURE = re.compile(r"\(([+−])\S+ to \1")  # an interval that excludes zero
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, a paragraph, blocks; `verdict` is shown next to the heading. A section inside a
-    section opens on a click.
+    """A heading, a paragraph and blocks; `verdict` is shown next to the heading. A section inside a
+    section is collapsed until it is clicked.
     """
 
     title: str
@@ -62,12 +62,12 @@ Block = str | Sequence[str] | Table | Chart | Section  # a sequence of texts is 
 def write_report(folder: Path, out: Path | None = None) -> Path:
     """Write the page of a run folder (to DIR/report by default) and return its path.
 
-    Raises RestoreKVError where there is nothing to report, for a mix-up, and for an `out` that
-    holds something else.
+    Raises RestoreKVError if there is nothing to report, if cells share names but not what they
+    name, or if `out` holds something else.
     """
-    # The command has refused a folder that is not there, before the extra was imported.
+    # The command line has already refused a `folder` that does not exist.
     out = out or folder / "report"
-    # The paper's page has further files next to it, which a report would take away.
+    # The paper's page has other files in its folder, and a report there would delete them.
     _check_folder(out.resolve(), others=False)
     grid = load_grid(folder)
     contained = {result.folder for result in find_contained_cells(grid.results)}
@@ -115,7 +115,9 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
 
 
 def _make_conventions_table(results: Sequence[Result]) -> Table:
-    """Return what cells were made with, first what differs; the CSV file has every cell."""
+    """Return a table of what cells were made with, starting with what differs between them; the CSV
+    file has every cell.
+    """
     cells = [{"cell": each.folder.name, **flatten_identity(each.identity)} for each in results]
     names = dict.fromkeys(name for cell in cells for name in cell if name != "cell")
     values = {name: dict.fromkeys(str(cell.get(name)) for cell in cells) for name in names}
@@ -142,7 +144,7 @@ def write_page(
     """Write the page with all its files, in place of what an earlier call wrote, and return it.
 
     Args:
-        folder: What to write; the folder above must exist.
+        folder: The folder to write; its parent must exist.
         title: The page's heading.
         sections: What the page shows, in order.
         summary: Sentences that stand out at the top.
@@ -232,9 +234,10 @@ def _list_exhibits(sections: Sequence[Section]) -> Iterator[Table | Chart]:
 
 
 def _check_folder(folder: Path, others: bool = True) -> None:
-    """Refuse, before figures are made, a folder that holds something else or cannot be written.
+    """Refuse a folder that holds something other than a page or cannot be written, before any
+    figures are made.
 
-    Unless `others`, files next to those of a page are something else too.
+    Unless `others`, a page's folder must hold nothing but the page's own files.
     """
     if not folder.exists():
         check_target(folder)

@@ -4,7 +4,8 @@ DIR/cells/<name>/cell.json      the cell and what it was made with, written firs
                  answers.jsonl  one line per context
                  seconds.jsonl  how long each context took; a separate file, as it differs by run
                  summary.json   figures, written last: the cell is done
-DIR/set-aside/<name>-<n>/       a cell that was made with something else, where a run was told so
+DIR/set-aside/<name>-<n>/       a cell made with something else, moved here by a run with
+                                --set-aside
 """
 
 import json
@@ -43,7 +44,7 @@ CELL = "cell.json"
 ANSWERS = "answers.jsonl"
 SECONDS = "seconds.jsonl"
 SUMMARY = "summary.json"
-# Schemas: what the files hold at least, by type.
+# Schemas: the entries that the files must have, with their types.
 CELL_SCHEMA = {"cell": dict[str, Any], "facts": dict[str, Any]}  # "facts": the identity
 IDENTITY_SCHEMA = {
     "method": str,
@@ -99,7 +100,7 @@ SUMMARY_SCHEMA = {
     "same": float,
     "answer_tokens": int,
 }
-# Keys of an identity that early results lack. Such a result is not of something else.
+# Keys of an identity that results of early versions lack, which does not count as a change.
 LATER_KEYS = ("context_limit", "positions", "stops", "tokenizer")
 PACKAGES = ("restorekv", "torch", "transformers", "peft")
 
@@ -151,15 +152,17 @@ class Result:
         return list_answers((line["sample"], line) for line in self.lines)
 
     def append(self, line: dict, seconds: dict[str, float]) -> None:
-        """Add a context's answers; a line that a killed process left half-written is replaced."""
+        """Add a context's line to the file; a line left half-written by a killed process is
+        replaced.
+        """
         append_line(self.folder / SECONDS, {"sample": line["sample"], **seconds})
         append_line(self.folder / ANSWERS, line)
         # The cached property is read again, with the new line.
         self.__dict__.pop("lines", None)
 
     def put_in_order(self, samples: Sequence[int | str]) -> None:
-        """Write the contexts in the order of `samples`, as other cells have them, where one was
-        lost and asked again after the others.
+        """Rewrite the contexts in the order of `samples`, as other cells have them, if a context
+        was lost and asked again after the others.
         """
         ranks = {sample: rank for rank, sample in enumerate(samples)}
         lines = sorted(self.lines, key=lambda line: ranks.get(line["sample"], len(ranks)))
@@ -180,7 +183,7 @@ def check_result(value: object) -> None:
 
 
 def list_answers(contexts: Iterable[tuple[int | str, dict]]) -> list[ScoredAnswer]:
-    """Return the answers in the lines of (a context's name, its line)."""
+    """Return the answers of `contexts`, which are pairs of a context's name and its line."""
     return [
         ScoredAnswer(name, answer["task"], answer["id"], answer["prediction"], answer["score"])
         for name, line in contexts
@@ -218,7 +221,7 @@ def open_result(folder: Path, cell: Cell, identity: dict, set_aside: bool = Fals
         RestoreKVError: The cell has a different identity, and may not be set aside.
     """
     path = folder / CELLS / cell.name
-    # A link would lead the answers into a folder of something else.
+    # A link would lead the answers into some other folder.
     for each in (folder / CELLS, path):
         check_not_link(each)
     if (path / CELL).exists():
@@ -253,7 +256,7 @@ def describe_changes(before: dict, now: dict) -> str:
     """Name what changed, as "fingerprint 1f (now 2e)"; versions and threads are recorded, not
     compared.
     """
-    # A stored identity comes from JSON, so others take the same way: tuples become lists.
+    # A stored identity was read from JSON. Both go through JSON here, so that tuples become lists.
     before = flatten_identity(json.loads(json.dumps(before)))
     now = flatten_identity(json.loads(json.dumps(now)))
     changed = []
@@ -294,8 +297,8 @@ def load_result(path: Path) -> Result:
 
 
 def load_results(folder: str | Path) -> list[Result]:
-    """Return every cell of a run, done or not, by name. Raises RestoreKVError where there
-    is none.
+    """Return every cell of a run, done or not, sorted by name. Raises RestoreKVError if there is
+    none.
     """
     return [load_result(path) for path in _list_cell_folders(Path(folder))]
 
@@ -304,14 +307,14 @@ def load_readable_cells(folder: Path) -> list[Result]:
     """Return the cells of a run as `load_results` does, without those whose record is damaged."""
     cells = []
     for path in _list_cell_folders(folder):
-        # Whatever is wrong with one of these cells, the run that asks continues.
+        # A damaged cell of another run must not stop the caller.
         with suppress(RestoreKVError, OSError):
             cells.append(load_result(path))
     return cells
 
 
 def _list_cell_folders(folder: Path) -> list[Path]:
-    """Return the folders of a run's cells, by name. Raises RestoreKVError where there is none."""
+    """Return the folders of a run's cells, by name. Raises RestoreKVError if there is none."""
     paths = [file.parent for file in sorted((folder / CELLS).glob(f"*/{CELL}"))]
     if not paths:
         raise RestoreKVError(
@@ -323,8 +326,8 @@ def _list_cell_folders(folder: Path) -> list[Path]:
 def identify_setup(
     model: PreTrainedModel, identity: ModelIdentity, config: CompressionConfig
 ) -> dict:
-    """Return model, conventions, device and versions as JSON values; they decide whether two
-    figures compare.
+    """Return model, config, device and versions as JSON values: what a figure depends on, whatever
+    the benchmark.
     """
     return {
         "model": identity.name,

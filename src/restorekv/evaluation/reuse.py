@@ -1,8 +1,8 @@
-"""Answers that another cell of the same folder has already: a run with `--count 3` continues one
-with `--count 2`, and its report then leaves out the smaller run.
+"""Reuse of answers that another cell of the same folder already has: a run with `--count 3`
+continues one with `--count 2`, and its report then leaves out the smaller run.
 
 Such a cell differs in the number of contexts that its benchmark asks, or in the seed that draws
-them, and in nothing else. Its answers to a context are taken over if the context and all that is
+them, and in nothing else. Its answers to a context are reused if the context and all that is
 asked about it are exactly the same.
 """
 
@@ -23,8 +23,8 @@ from restorekv.evaluation.results import (
 from restorekv.files import load_lines
 from restorekv.tasks import Question, Sample
 
-EarlierLine = tuple[dict, dict[str, float]]  # a context's answers, and what they took
-# What a line says of a question, and all that an answer depends on.
+EarlierLine = tuple[dict, dict[str, float]]  # a context's line, and the seconds that it took
+# What a line records about a question: everything that the answer and its score depend on.
 QUESTION_KEYS = ("id", "task", "question", "answer_prefix", "max_new_tokens", "references")
 DRAW_SETTINGS = ("count", "seed")
 # Keys of a benchmark's identity that follow from which of its contexts are asked.
@@ -33,12 +33,12 @@ SAMPLES_DIGEST = 16  # hex digits, before those of the benchmark's source
 
 
 def digest_text(text: str) -> str:
-    """Return 12 hex digits of a text's hash, which tell contexts with one sample id apart."""
+    """Return 12 hex digits of a text's hash, to distinguish contexts with the same sample id."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def describe_question(question: Question) -> dict[str, Any]:
-    """Return what an answer's line says of its question."""
+    """Return what an answer's line records about its question."""
     return {
         "id": question.id,
         "task": question.task,
@@ -69,7 +69,7 @@ def _digest_asked(sample_id: str | int, context: str, questions: Sequence[dict])
 def find_earlier_lines(
     others: Iterable[Result], result: Result, digests: Mapping[str, str]
 ) -> dict[str, EarlierLine]:
-    """Return what other cells answered that the result's cell would answer the same way.
+    """Return the lines of other cells that the result's cell would answer in the same way.
 
     Args:
         others: The cells of its folder; the cell itself may be among them.
@@ -98,8 +98,10 @@ def find_earlier_lines(
 
 
 def find_contained_cells(results: Sequence[Result]) -> list[Result]:
-    """Return the cells of smaller runs that a larger run of the folder contains: it has answered
-    every context of every cell of theirs, by the same method.
+    """Return the cells of smaller runs that a larger run of the folder contains.
+
+    A run contains another if, for each of the other's cells, it has a finished cell of the same
+    method that has answered all of its contexts.
     """
     runs = list(group_by(results, _identify_run).values())
     digests = {each.folder: {digest_line(line) for line in each.lines} for each in results}
@@ -139,8 +141,8 @@ def _answers_the_same(other: Result, result: Result) -> bool:
 
 
 def strip_draw(cell: Cell) -> tuple[Cell, dict[str, Any]]:
-    """Return the cell with its benchmark's name alone, and the benchmark's settings without those
-    that draw contexts.
+    """Return the cell with only the name of its benchmark, and the benchmark's settings without
+    those that draw contexts.
     """
     benchmark = tasks.make_benchmark(cell.benchmark)
     settings = asdict(benchmark)
@@ -150,7 +152,7 @@ def strip_draw(cell: Cell) -> tuple[Cell, dict[str, Any]]:
 
 
 def _strip_identity(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a cell was made with, without what follows from which contexts were drawn."""
+    """Return what a cell was made with, without the entries that depend on the draw of contexts."""
     benchmark = dict(identity.get("benchmark", {}))
     source = benchmark.get("digest", "")[SAMPLES_DIGEST:]
     for key in DRAWN_KEYS:

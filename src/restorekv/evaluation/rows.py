@@ -8,7 +8,7 @@ from restorekv.evaluation.grid import group_by
 from restorekv.evaluation.pools import SeedPool, pool_seeds
 from restorekv.evaluation.results import Result
 
-# What a row takes over from the record of how its cell was made.
+# Keys that a row copies from the identity of its cell.
 IDENTITY_COLUMNS = (
     "prefix_policy",
     "on_small_budget",
@@ -19,7 +19,7 @@ IDENTITY_COLUMNS = (
     "dtype",
     "device",
 )
-# What a row takes over from the summary of its cell.
+# Keys that a row copies from the summary of its cell.
 SUMMARY_COLUMNS = ("pairs", "pairs_with_prefix", "bytes", "kept", "kept_with_prefix", "samples")
 
 
@@ -63,7 +63,7 @@ def _make_row(pool: SeedPool) -> dict:
     identity = result.identity
     figures = result.summary
     score = pool.score_tasks()
-    # The questions are those of all tasks, also of those that means leave out.
+    # Count the questions of all tasks, including those that means leave out.
     score["questions"] = figures["questions"]
     return {
         "model": cell.model,
@@ -92,7 +92,7 @@ def _make_row(pool: SeedPool) -> dict:
 
 
 def make_payload(results: Sequence[Result]) -> dict:
-    """Return rows, what every cell was made with, and every answer, for programs."""
+    """Return the rows, the identities and every answer of the finished cells, for programs."""
     done = {result.cell.name: result for result in results if result.done}
     return {
         "rows": make_rows(results),

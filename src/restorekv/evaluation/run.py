@@ -43,7 +43,7 @@ class GridProgress:
     """How far a grid is.
 
     Args:
-        what: What the running job does, for people.
+        what: The running job, in words for people.
         job_index: Its number, counted from 0.
         jobs: How many jobs there are.
         done: How many of its contexts are answered.
@@ -165,8 +165,9 @@ def run_grid(
         Every cell's result, in the order of `cells`.
 
     Raises:
-        RestoreKVError: For cells that name nothing that exists, before any of them runs, and for a
-            folder whose cells were made with something else or that another process is filling.
+        RestoreKVError: A cell names something that does not exist (raised before any cell runs),
+            a cell of the folder was made with something else or asked other contexts, or another
+            process is filling the folder.
     """
     check_cells(cells)
     # A second run would add every answer again.
@@ -195,14 +196,14 @@ def _run_jobs(
         results = {
             cell: open_result(folder, cell, identities[cell], set_aside) for cell in job.cells
         }
-        # What the folder lacks, context by context; what is there is never asked again.
+        # What the folder lacks, context by context; what it has is never asked again.
         missing = _find_missing(results, list(digests))
         others = []
         if missing:
             others = load_readable_cells(folder)
         earlier: EarlierLines = {}
         for cell in {cell for _, cells in missing for cell in cells}:
-            # The summary of a finished cell whose answers were lost is not true any more.
+            # If a finished cell has lost answers, its summary is no longer true.
             (results[cell].folder / SUMMARY).unlink(missing_ok=True)
             # What other cells of the folder have answered.
             earlier[cell] = find_earlier_lines(others, results[cell], digests)
@@ -245,10 +246,10 @@ def _answer_missing(
 
 
 def check_cells(cells: Sequence[Cell]) -> None:
-    """Raise RestoreKVError for what could not run, without loading anything."""
+    """Raise RestoreKVError for cells that could not run, without loading anything."""
     if not cells:
         raise RestoreKVError("There is nothing to evaluate; name an evictor.")
-    # Each of these raises an error with a sentence for what does not exist.
+    # Each call refuses a name or value that does not exist.
     for cell in cells:
         tasks.make_benchmark(cell.benchmark)
         parse_ratio(cell.ratio)
@@ -260,8 +261,8 @@ def check_cells(cells: Sequence[Cell]) -> None:
 
 
 def _find_missing(results: dict[Cell, Result], samples: Sequence[str]) -> Missing:
-    """Return the samples that are not answered yet. Raises RestoreKVError for answers to other
-    samples than these.
+    """Return the samples that are not answered yet, each with the cells that lack it. Raises
+    RestoreKVError if a cell has answers to other samples than these.
     """
     answered = {cell: {line["sample"] for line in result.lines} for cell, result in results.items()}
     for cell, ids in answered.items():

@@ -3,7 +3,7 @@ contexts.
 
 The headline is the unweighted mean over tasks (as RULER's), in points; intervals are 95 %
 percentile bootstraps over contexts, so questions of one context count as the dependent draws they
-are. Differences are paired: every resampled set of contexts counts for both sides.
+are. Differences are paired: both sides use the same resampled contexts.
 """
 
 from collections.abc import Container, Sequence
@@ -16,9 +16,9 @@ import numpy as np
 from restorekv.errors import RestoreKVError
 
 MIN_FULL_SCORE = 10.0  # points: a task where the full cache scores less has nothing to lose
-MIN_LOSS = 1.0  # points: of a smaller loss the share that comes back says nothing
+MIN_LOSS = 1.0  # points: the share of a smaller loss that comes back says nothing
 FEW = 6  # contexts: a bootstrap over fewer is too narrow, over one it has no width
-ENOUGH = 65  # contexts of a comparison of scores; fewer are a glimpse, which ranks nothing
+ENOUGH = 65  # contexts that a comparison of scores needs; fewer cannot rank methods
 RESAMPLES = 2000
 BLOCK = 500  # resamples drawn at a time: their counts are (BLOCK, contexts)
 
@@ -28,8 +28,8 @@ Estimate = tuple[float, float | None, float | None]
 
 @dataclass(frozen=True)
 class ScoredAnswer:
-    """The answer to one question about a context, and its score in [0, 1] for the task that it
-    counts for.
+    """The answer to one question about a context, with its score in [0, 1] and the task to which
+    the score counts.
     """
 
     context: int | str
@@ -44,8 +44,8 @@ def compute_task_means(
 ) -> dict[str, float]:
     """Return the mean score of each task, in points and in the order of appearance.
 
-    `by_context` takes the mean of the contexts' means (the rule of KVzip's evaluation), else that
-    of all questions.
+    With `by_context`, a task's mean is the mean of its contexts' means (the rule of KVzip's
+    evaluation); otherwise it is the mean over all questions.
     """
     tasks = list(dict.fromkeys(answer.task for answer in answers))
     sums, counts = tally_scores(answers, by_context)
@@ -67,8 +67,8 @@ def find_tasks_without_loss(full: Sequence[ScoredAnswer], by_context: bool = Fal
 
 
 def drop_tasks(answers: Sequence[ScoredAnswer], left_out: Container[str]) -> list[ScoredAnswer]:
-    """Return the answers that means are taken over: all but those to tasks `left_out`, unless
-    that is every one.
+    """Return the answers that means are taken over: those to tasks that are not `left_out`, or all
+    of them if none would remain.
     """
     return [answer for answer in answers if answer.task not in left_out] or list(answers)
 
@@ -76,8 +76,8 @@ def drop_tasks(answers: Sequence[ScoredAnswer], left_out: Container[str]) -> lis
 def summarize_scores(
     answers: Sequence[ScoredAnswer], alone: Sequence[ScoredAnswer] = (), by_context: bool = False
 ) -> dict[str, Any]:
-    """Return a score with its interval; with the answers of the evictor alone also the paired gain
-    over it with its own.
+    """Return a score with its interval and, if `alone` has the answers of the evictor alone, the
+    paired gain over it with an interval.
     """
     score, low, high = bootstrap_score(answers, by_context=by_context)
     figures: dict[str, Any] = {
@@ -98,10 +98,10 @@ def bootstrap_score(
     reference: Sequence[ScoredAnswer] | None = None,
     by_context: bool = False,
 ) -> Estimate:
-    """Return the mean over tasks in points with its 95 % interval, None over fewer than FEW
-    contexts; minus that of `reference`, paired, if given.
+    """Return the mean over tasks, in points, or its paired difference from the mean of `reference`.
 
-    Raises RestoreKVError if the two were asked different questions.
+    The bounds of the 95 % interval follow; they are None for fewer than FEW contexts. Raises
+    RestoreKVError if the two were asked different questions.
     """
     sums, counts = tally_scores(answers, by_context)
     if reference is not None:
@@ -116,8 +116,8 @@ def bootstrap_score(
 
 
 def _resample_scores(sums: np.ndarray, counts: np.ndarray, seed: int = 0) -> np.ndarray:
-    """Return the mean over tasks, in points, of every resampled set of contexts: (RESAMPLES,),
-    NaN without any.
+    """Return the mean over tasks, in points, of every resampled set of contexts: (RESAMPLES,). It
+    is NaN if no task was drawn.
     """
     # Per resample: sums and counts of each task, then the mean over the tasks that were drawn at
     # all.
@@ -135,8 +135,10 @@ def bootstrap_ratio(
     weights: np.ndarray,
     reference: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> Estimate:
-    """Return total of `sums` over total of `weights`, both (contexts,), with its 95 % interval,
-    None over fewer than FEW contexts; minus that of the `reference`'s, paired, if given.
+    """Return the total of `sums` divided by the total of `weights`, both (contexts,), or its paired
+    difference from the same ratio of `reference`.
+
+    The bounds of the 95 % interval follow; they are None for fewer than FEW contexts.
     """
     # Without a reference, nothing is subtracted.
     other_sums, other_weights = reference or (np.zeros_like(sums), weights)
@@ -153,7 +155,7 @@ def bootstrap_ratio(
 
 @lru_cache(maxsize=8)
 def draw_resamples(contexts: int, seed: int) -> np.ndarray:
-    """How often each context is drawn: (RESAMPLES, contexts), the same for every cell of
+    """Return how often each context is drawn: (RESAMPLES, contexts), the same for every cell of
     a run.
     """
     # Drawing n contexts with replacement is drawing how often each of them appears.
@@ -165,8 +167,8 @@ def draw_resamples(contexts: int, seed: int) -> np.ndarray:
 def tally_scores(
     answers: Sequence[ScoredAnswer], by_context: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return sums of scores and what they are divided by: (contexts, tasks), in order of
-    appearance.
+    """Return the sums of scores and the counts to divide them by, both (contexts, tasks) in order
+    of appearance.
     """
     contexts: dict[int | str, int] = {}
     tasks: dict[str, int] = {}

@@ -24,12 +24,12 @@ from restorekv.evaluation.charts import (
 from restorekv.evaluation.survivors import Survivors
 from restorekv.evaluation.tables import format_ratio
 
-POSITIONS = 256  # that a line along the context shows at most
+POSITIONS = 256  # the most points of a line along the context
 
 
 @with_style
 def plot_survivors(survivors: Survivors, title: str) -> Chart:
-    """Return what each head, each layer and each stretch of the context keeps."""
+    """Return a chart of what each head, each layer and each stretch of the context keeps."""
     manifest = survivors.manifest
     share = survivors.per_position[survivors.context.prefix_length :]
     stretches = [float(part.mean()) for part in share.tensor_split(min(POSITIONS, len(share)))]

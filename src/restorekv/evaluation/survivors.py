@@ -1,4 +1,4 @@
-"""Which tokens of a compressed context survive, and how the budget falls on layers and heads."""
+"""Which tokens of a compressed context survive, and how layers and heads share the budget."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,9 @@ FORMATS = (".png", ".pdf", ".svg")
 
 @dataclass(frozen=True)
 class Survivors:
-    """`keep` (L, H, S + T) bool says which heads hold which column of the full cache."""
+    """What a cache file holds: `keep` (L, H, S + T) bool marks the heads that hold each column of
+    the full cache.
+    """
 
     keep: Tensor
     context: Context
@@ -55,7 +57,7 @@ class Survivors:
         return int((self.per_position[self.context.prefix_length :] == 0).sum())
 
     def to_json(self) -> dict:
-        """Return all of the above as plain JSON values, shares with six digits."""
+        """Return the manifest and all of the above as plain JSON values, shares with six digits."""
         layers = [round(share, 6) for share in self.per_layer.tolist()]
         positions = [round(share, 6) for share in self.per_position.tolist()]
         return {

@@ -119,8 +119,7 @@ def format_gain(
 ) -> str:
     """Write a difference as "▲ +1.0 (+0.5 to +1.5; 9 % back)"; `more` ends the parentheses.
 
-    With ≈ instead of an arrow where the interval includes zero, and for `few` texts, which have no
-    interval.
+    The arrow becomes ≈ if the interval includes zero, or for a `few` texts, which have no interval.
     """
     text = format_number(value, sign=True)
     arrow = {"+": "▲", MINUS: "▼"}.get(text[0], "=")
@@ -168,7 +167,11 @@ class Table:
         left: Collection[int] = (0,),
         keys: int = 1,
     ) -> Self:
-        """Return a table with a line for each row of `figures`; empty columns are left out."""
+        """Return a table with a line for each row of `figures`; empty columns are left out.
+
+        `columns` are functions that write a row's cell, by the title of the column. The other
+        arguments are those of a `Table`.
+        """
         # Column by column, so that a column without any text can be left out.
         texts = {title: [show(row) for row in figures] for title, show in columns.items()}
         texts = {title: cells for title, cells in texts.items() if any(cells)}
@@ -177,7 +180,7 @@ class Table:
         return cls(name, title, list(texts), rows, note, figures, left, keys=remaining_keys)
 
     def to_frame(self) -> DataFrame:
-        """Return the figures, or the texts where there are no figures, as a DataFrame."""
+        """Return the figures, or the texts if there are no figures, as a DataFrame."""
         pandas = import_extra("pandas", "eval")
         if self.figures:
             return pandas.DataFrame(list(self.figures))
@@ -237,8 +240,8 @@ class Table:
 
 
 def measure_cells(cells: Sequence[str]) -> tuple[int, int]:
-    """Return how many characters the longest word of a column's cells takes, where a word without
-    digits may be broken, and how many their longest line takes.
+    """Return how many characters a column needs, so that no word with digits is broken, and how
+    many its longest line takes.
     """
     longest_word = 1
     for word in " ".join(cells).split():
@@ -251,15 +254,17 @@ def measure_cells(cells: Sequence[str]) -> tuple[int, int]:
 
 
 def _count_chars(width: int, group: Sequence[int]) -> int:
-    """Return how many characters a line of a table has between its rules, which take three each."""
+    """Return how many characters of a table's line are left for text: every column takes three for
+    its rule and padding, and the last rule takes one.
+    """
     return width - 3 * len(group) - 1
 
 
 def fit_widths(sizes: Sequence[tuple[int, int]], chars: int) -> list[int]:
-    """Return the widths of columns that share `chars` characters; each needs the first of its
-    sizes and would fill the second.
+    """Return the widths of columns that share `chars` characters.
 
-    Columns that lack little of the second get it first.
+    `sizes` are the characters that each column needs, and those that it could fill. Spare
+    characters go first to the columns that lack the fewest.
     """
     widths = [min_width for min_width, _ in sizes]
     spare = max(chars - sum(widths), 0)

@@ -79,7 +79,7 @@ class Worker:
 
     @cached_property
     def tokenizer_hash(self) -> str:
-        """What tells the tokenizer from others; hashed once, since it reads the vocabulary."""
+        """A hash that identifies the tokenizer; computed once, since it reads the vocabulary."""
         return hash_tokenizer(self.tokenizer)
 
     @cached_property
@@ -87,7 +87,7 @@ class Worker:
         return {sample.id: sample for sample in self.samples}
 
     def config(self, cell: Cell) -> CompressionConfig:
-        """Return the cell's config; the full cache has the defaults of cells and of the library."""
+        """Return the cell's config; for the full cache it consists of defaults."""
         if cell.evictor == FULL:
             # What a result records must not change with a default that the full cache ignores.
             return CompressionConfig(on_small_budget=DEFAULT_ON_SMALL_BUDGET)
@@ -115,8 +115,8 @@ class Worker:
         return adapter
 
     def answer_sample(self, sample_id: str, cells: Sequence[Cell]) -> Iterator[AnsweredCell]:
-        """Ask a sample's questions of every cell in turn; what is expensive is done once, and only
-        if needed.
+        """Ask a sample's questions of every cell, one after the other; expensive steps are done
+        once, and only if needed.
         """
         sample = self._samples_by_id[sample_id]
         first = self.job.representative
@@ -126,8 +126,8 @@ class Worker:
         full_answers: FullAnswers | None = None
         full_seconds: Seconds = {}
         for cell, view, cache, seconds in self._make_caches(context, cells):
-            # The full cache answers once, whatever the first cell is: its answers are what
-            # divergences are measured on.
+            # The full cache answers once, even if no cell asks it: divergences are measured on its
+            # answers.
             if full_answers is None:
                 full_answers = self._answer_from_full_cache(context, view, sample, full_seconds)
             if cell.evictor == FULL:
@@ -158,11 +158,12 @@ class Worker:
     def _make_caches(
         self, context: Context, cells: Sequence[Cell]
     ) -> Iterator[tuple[Cell, PreparedContext, RaggedCache, Seconds]]:
-        """Yield every cell, the preparation that its cache is made from, the cache, and the seconds
-        of both.
+        """Yield every cell with the prepared context that its cache is made from, the cache, and
+        the seconds of both.
 
-        One restore pass serves an adapter and config, one eviction serves a ratio, and every
-        `kv_dtype` is a copy of its cache. What several cells share is charged to the first.
+        One restore pass serves all cells with the same adapter and config, and one eviction those
+        of them with the same ratio; each `kv_dtype` but the model's is a copy of that cache. The
+        time of what several cells share is charged to the first of them.
         """
         prepared = self._prepare(context, only_full=all(cell.evictor == FULL for cell in cells))
         seconds = dict(prepared.seconds)
@@ -174,7 +175,7 @@ class Worker:
                 phase: took for phase, took in view.seconds.items() if phase not in prepared.seconds
             }
             for ratio, group in group_by(members, lambda cell: cell.ratio).items():
-                # Eviction of a group's first cell; the others, of other dtypes, are copies of it.
+                # The cells of a group differ in `kv_dtype` only, so one eviction serves them all.
                 plain, took = view.evict_timed(ratio, None if group[0].restored else 0)
                 seconds |= took
                 for cell in group:
@@ -185,17 +186,19 @@ class Worker:
                             groups = self.identity.shape.groups
                             attention.quantize_context(cache, cell.kv_dtype, groups)
                     yield cell, view, cache, seconds
-                    # What was shared has been charged.
+                    # The time of shared steps has been charged to this cell.
                     seconds = {}
 
     def _get_restore_key(self, cell: Cell) -> tuple:
-        """Return what cells share that differ in ratio and `kv_dtype` only: one restore pass serves
-        them.
+        """Return a key that is equal for cells that differ only in ratio and `kv_dtype`: one
+        restore pass serves them.
         """
         return (cell.evictor == FULL, cell.adapter, cell.restore_tokens, self.config(cell))
 
     def _prepare(self, context: Context, only_full: bool) -> PreparedContext:
-        """Return the context with its prefill and, unless only the full cache is asked, scores."""
+        """Return the prepared context: its prefill and, unless only the full cache is asked, its
+        scores.
+        """
         if not only_full:
             method = self.protocol.adapt_method(
                 self._make_compressor(self.job.representative), context.prefix_length
@@ -209,7 +212,7 @@ class Worker:
     def _make_unscored(
         self, context: Context, full_cache: Cache, seconds: Seconds
     ) -> ScoredContext:
-        """Return a context for a cache that keeps every pair."""
+        """Return a prepared context with scores of 0, for a cache that keeps every pair."""
         shape = self.identity.shape
         scores = torch.zeros(
             shape.layers, shape.heads, context.text_tokens, device=self.model.device
@@ -219,11 +222,11 @@ class Worker:
     def _answer_from_full_cache(
         self, context: Context, view: PreparedContext, sample: Sample, seconds: Seconds
     ) -> FullAnswers:
-        """Return what the full cache answers to the sample's questions; a streamed context is read
-        whole for it.
+        """Return what the full cache answers to the sample's questions; for this, a streamed
+        context is prefilled whole.
         """
         full_cache = view.full
-        # Streaming never holds it.
+        # A streamed context never holds the full cache.
         if full_cache is None:
             full_cache = prefill(self.model, context.ids)
         cache = self._make_unscored(context, full_cache, {}).evict(1)
@@ -258,7 +261,7 @@ class Worker:
         """Return every question's answer with its scores and its fidelity to the full cache's
         answer.
         """
-        # One line a question, with all that is needed to score it again without the benchmark.
+        # Each entry has all that is needed to score the answer again without the benchmark.
         lines = []
         figures = zip(answers, full_answers.answers, divergences, strict=True)
         for question, (ids, full_ids, kl) in zip(sample.questions, figures, strict=True):
@@ -276,7 +279,7 @@ class Worker:
         return lines
 
     def _decode_answer(self, ids: Tensor) -> str:
-        """Return an answer's words, as the protocol ends it."""
+        """Return an answer's text, without the ids that the protocol drops at its end."""
         return decode_answer(
             self.tokenizer,
             self.protocol.trim_answer(ids.tolist()),
