@@ -34,8 +34,8 @@ from restorekv.tiny.suite import draw_documents
 # Documents of the tiny suite that paper/results/table1.md is measured on; the demo asks the first
 # 52.
 SUITE_DOCUMENTS = 156
-# What other benchmarks ask and ships. Factbook countries share lists of treaties: data/factbook.py
-# keeps those out by name.
+# The texts that ship with other benchmarks. The Factbook's are not among them: countries share
+# lists of treaties, so data/factbook.py keeps its countries out by name.
 TEXTS = Path(__file__).parents[1] / "tasks" / "texts"
 SHIPPED_TEXTS = [
     *(str(path) for path in sorted(TEXTS.glob("facts/*.txt"))),
@@ -64,7 +64,7 @@ def build_mixture(
         out: Folder of the mixture.
         exclude: Files or folders of evaluation texts, in addition to those that ship.
         resume: Continue what is in `out`; a complete mixture is only checked.
-        progress: Called with the contexts or examples done, their number, and the source.
+        progress: Called with the contexts or examples done, how many are wanted, and the source.
 
     Returns:
         The manifest of the folder.
@@ -78,7 +78,7 @@ def build_mixture(
     # The settings are compared first, since describing the sources may ask a hub.
     build_folder.check_same_build(out, before, {"config": asdict(config)})
     record = _describe_build(model, tokenizer, config, exclude, before)
-    # A complete folder: nothing is left to do but to compare and to clear up after a kill.
+    # In a complete folder, only compare the records and delete what a killed build has left.
     if (out / build_folder.MANIFEST_FILE).is_file():
         build_folder.check_same_build(out, before, record)
         build_folder.delete_build_files(out)
@@ -168,7 +168,7 @@ def _build_source(builder: SourceBuilder, source: Source, out: Path, record: dic
 
 
 def _explain_rows(source: Source) -> str:
-    """Return what to do about rows of which none can be used."""
+    """Return advice for a source without a single usable row."""
     if source.name == "corpus":
         return (
             "give rows with genre, text and a free license such as CC0-1.0, or other for texts of "
@@ -190,7 +190,7 @@ def _check_source_lengths(config: BuildConfig, longest: int) -> None:
                 f"{source.title} needs contexts of {shortest} tokens, and at most {longest} fit "
                 f"with a question and an answer; lower {flag}."
             )
-    # The lengths of passages are said by other flags.
+    # Passages have flags of their own for their lengths.
     uses_longest = any(source.length_setting != "passage_shortest" for source in sources)
     if uses_longest and longest < config.longest:
         warn(

@@ -1,7 +1,7 @@
-"""The folder of a mixture: its manifest, the record of an unfinished build, and whether a new build
-is the same one.
+"""The folder of a mixture: its manifest, the record of an unfinished build, and the check that a
+resumed build is the same one.
 
-While it is built the folder holds build.json (what is being built) and parts/ (answers so far); the
+During a build the folder holds build.json (what is being built) and parts/ (answers so far); the
 manifest comes last and replaces them, so a folder with a manifest is complete.
 """
 
@@ -24,7 +24,7 @@ BUILD_FILE = "build.json"
 PARTS_FOLDER = "parts"
 LOCK_FILE = ".build.json.lock"
 LIBRARIES = ("torch", "transformers", "datasets", "pyarrow")
-# What the JSON files hold at least, by type.
+# The entries that the JSON files must have, with their types.
 Counts = dict[str, int]
 FILE_HASH = {"name": str, "sha256": str}
 MANIFEST = {
@@ -60,7 +60,9 @@ BUILD_RECORD = {
 
 
 def list_versions() -> dict[str, str]:
-    """Return the versions of what wrote the data; `datasets` is needed for the hub alone."""
+    """Return the versions of what wrote the data; `datasets` may be missing, since only reading
+    from the hub needs it.
+    """
     versions = {"restorekv": __version__, "python": platform.python_version()}
     for name in LIBRARIES:
         with suppress(PackageNotFoundError):
@@ -118,13 +120,15 @@ def _find_manifest_fault(manifest: dict) -> str | None:
 
 
 def check_folder(out: Path, resume: bool) -> None:
-    """Refuse a folder that holds something else, before a model is loaded."""
+    """Refuse a folder that holds something else or, unless `resume`, a data set; called before a
+    model is loaded.
+    """
     if out.exists() and not out.is_dir():
         raise RestoreKVError(f"{out} is a file; give the name of a folder.")
     names = []
     if out.exists():
         names = sorted(path.name for path in out.iterdir())
-    # A folder that this command did not begin may hold only what a killed one left.
+    # Without the record of a build, any file but these is someone else's.
     if read_earlier_build(out) is None:
         for name in names:
             # What a build that was killed at its very beginning may have left.
@@ -174,8 +178,10 @@ def read_earlier_build(out: Path) -> dict | None:
 
 
 def check_not_overtaken(out: Path, before: dict | None) -> None:
-    """Refuse a folder that a different build has begun or ended since it was read as `before`, an
-    unfinished build or none: that build's work would be overwritten.
+    """Refuse a folder if another build started or finished in it since `before` was read;
+    continuing would overwrite that build's work.
+
+    `before` is the unfinished build that was found then, or None.
     """
     if (out / MANIFEST_FILE).exists() or read_earlier_build(out) != before:
         raise RestoreKVError(
@@ -185,9 +191,11 @@ def check_not_overtaken(out: Path, before: dict | None) -> None:
 
 
 def begin_build(out: Path, before: dict | None, record: dict) -> None:
-    """Write down what is being built, after checking that it is what was begun here."""
-    # The sources' files may have been corrected since: answers are only reused for the texts they
-    # were made for.
+    """Record in the folder what is being built, after checking that it continues the build that was
+    begun there, if any.
+    """
+    # Sources are not compared, since their files may have been corrected: answers are only reused
+    # for the texts that they were made for.
     compared = {key: value for key, value in record.items() if key != "sources"}
     check_same_build(out, before, compared)
     check_not_link(out / PARTS_FOLDER)
@@ -208,7 +216,9 @@ def delete_build_files(out: Path) -> None:
 
 
 def is_compared(key: str, before: dict[str, Any]) -> bool:
-    """Return whether a model is compared with the one that a record describes by this key."""
+    """Return whether this key of a model's description, which `before` may lack, must be the same
+    as in `before`.
+    """
     # A model may have a different name, but not different weights.
     if key == "name":
         return False
@@ -217,7 +227,7 @@ def is_compared(key: str, before: dict[str, Any]) -> bool:
 
 
 def check_same_build(out: Path, before: dict | None, now: dict) -> None:
-    """Refuse whatever differs in `now` from what the folder was built with, naming both values.
+    """Refuse a build that differs from the one in the folder; name both values of each difference.
 
     Args:
         out: The folder.
@@ -257,8 +267,8 @@ def _describe_origin(origin: dict) -> str:
 
 
 def identify_dataset(origin: dict) -> dict[str, str]:
-    """Return a source's name, with its revision or hash; of several files it is their number, with
-    the hash of their hashes in order.
+    """Return a source's name, with its revision or hash; for several files, their number and the
+    hash of their hashes in order.
     """
     if "hub" in origin:
         return {"dataset": origin["hub"], "revision": origin["revision"]}

@@ -29,14 +29,12 @@ MAY_BE_ZERO = {
 
 
 def setting(default: object, help: str) -> Any:
-    """Return a dataclass field whose `help` is that of its option."""
+    """Return a dataclass field with the `help` text of its command-line option."""
     return field(default=default, metadata={"help": help})
 
 
 def require_at_least(least: int, config: object, names: Iterable[str]) -> None:
-    """Refuse settings below `least`, infinite ones and NaN; a setting of None is a choice left
-    open.
-    """
+    """Refuse settings below `least`, infinite ones and NaN; accept None, a choice left open."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not least <= value < math.inf:
@@ -45,7 +43,9 @@ def require_at_least(least: int, config: object, names: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class BuildConfig:
-    """Counts of tokens are by the model's tokenizer; a source with a count of 0 is left out."""
+    """The settings of a build. Tokens are counted with the model's tokenizer; a source with a count
+    of 0 is left out.
+    """
 
     mixture: str = setting(
         "paper",
@@ -145,7 +145,7 @@ class BuildConfig:
             raise RestoreKVError("--passage-shortest is more than --passage-longest; swap them.")
         if not 0 <= self.made < 1:
             raise RestoreKVError(f"made must be at least 0 and below 1, not {self.made:g}.")
-        _, parts = self.shard  # refuses a part that is not one
+        _, parts = self.shard  # refuses a malformed part
         # Without this, every part of another mixture would be the whole of it.
         if parts > 1 and self.mixture != "corpus":
             raise RestoreKVError("--part is for --mixture corpus; add that, or leave out --part.")

@@ -33,7 +33,7 @@ from restorekv.restore.licenses import forbids_commercial_use
 TRAIN_SPLIT = "train"
 STUDIED = 0.1  # share of the passages about which the teacher asks its own questions
 FACT_QUESTIONS = 2  # of a passage, at most
-CORPUS_LICENSES = {  # what the corpus' rows say, and the identifier of the hub
+CORPUS_LICENSES = {  # the words of the corpus' rows, and the hub's identifier
     "apache-2.0": "apache-2.0",
     "apache-2.0 or mit": "apache-2.0",
     "mit or apache-2.0": "apache-2.0",
@@ -51,12 +51,12 @@ CORPUS_LICENSES = {  # what the corpus' rows say, and the identifier of the hub
     "cc0 1.0": "cc0-1.0",
     "public domain or cc0 1.0": "cc0-1.0",
 }
-# The identifier of the hub for terms of one's own. The license of what is trained on such texts is
-# not known.
+# The hub's identifier for the user's own terms. An adapter trained on such texts has no known
+# license.
 OWN_TERMS = "other"
-PUBLIC_DOMAIN = "public domain"  # what the other ones begin with that may be used
-# Words that also name a license, for a part of the text or for other countries, and beginnings of
-# such words.
+PUBLIC_DOMAIN = "public domain"  # further license words that begin like this are accepted
+# Unless they contain one of these words, or a word with one of these beginnings: it names a license
+# for a part of the text or for other countries.
 LICENSE_WORDS = frozenset(("cc", "nd", "sa"))
 LICENSE_BEGINNINGS = (
     "agpl",
@@ -77,10 +77,10 @@ LICENSE_BEGINNINGS = (
 def read_corpus(
     rows: Iterator[dict], config: BuildConfig, tokenizer: Tokenizer
 ) -> Iterator[SourceDocument | DropRow]:
-    """Yield the passages that this part of the build is to have, and why a row is dropped.
+    """Yield the passages of this part of the build, and the reason for each row that is dropped.
 
-    The order is that of the whole build: genre after genre takes its turn, with a made document as
-    often as `config.made` says. Part k of n takes every n-th document, from the k-th on.
+    The order is that of the whole build: the genres take turns, and made documents come in between,
+    up to their share `config.made`. Part k of n takes every n-th document, from the k-th on.
     """
     # All rows are read first: the genres take turns, and each is shuffled as a whole.
     genres: dict[str, list[dict]] = {}
@@ -105,8 +105,8 @@ def read_corpus(
 def _take_turns(genres: dict[str, list[dict]], config: BuildConfig) -> Iterator[dict | int]:
     """Yield the rows of all parts in their order, and between them the numbers of made documents.
 
-    The genres are shuffled and every draw is from the seed alone, so all parts of a build see one
-    order.
+    The genres are shuffled, and every draw depends on the seed alone, so all parts of a build see
+    the same order.
     """
     rng = random.Random(f"{config.seed} order")
     for name in sorted(genres):
@@ -117,7 +117,7 @@ def _take_turns(genres: dict[str, list[dict]], config: BuildConfig) -> Iterator[
         left = sorted(name for name in genres if genres[name])
         # A different order in every turn, so that each part gets all genres.
         for name in rng.sample(left, len(left)):
-            # As many made documents as keep their share of all so far.
+            # A made document comes whenever their share of all so far would fall below `made`.
             if config.made and made < config.made * (made + taken + 1):
                 yield made
                 made += 1
@@ -138,8 +138,8 @@ def _read_genre(row: dict) -> str:
 
 
 def identify_license(row: dict) -> str:
-    """Return the hub's identifier of a row's license; raise DropRow for one that is neither known
-    to be free nor said to be one's own.
+    """Return the hub's identifier of a row's license; raise DropRow unless it is known to be free
+    or stated to be the user's own terms.
     """
     words = str(row.get("license") or "").strip().lower()
     if words in CORPUS_LICENSES:
@@ -162,14 +162,14 @@ def _names_other_license(words: str) -> bool:
 
 
 def _make_passage(row: dict, config: BuildConfig, tokenizer: Tokenizer) -> SourceDocument:
-    """Return a row's passage with its questions; raise DropRow where there is nothing to ask."""
-    # A row without an id is named by its text, so that each of several is drawn on its own.
+    """Return a row's passage with its questions; raise DropRow if there is nothing to ask."""
+    # A row without an id is named by a hash of its text, so that each such row has its own draws.
     name = "" if row.get("id") is None else str(row["id"])
     if not name:
         text_hash = hashlib.sha256(read_text_field(row, "text").encode()).hexdigest()
         name = f"passage {text_hash[:12]}"
-    # Draws of a passage depend on its name alone, so that every part of a build cuts it the same
-    # way.
+    # Draws depend on the seed and the passage's name alone, so that every part of a build cuts it
+    # the same way.
     rng = random.Random(f"{config.seed} passage {name}")
     whole_text = read_text_field(row, "text").strip()
     text = _cut_passage(whole_text, _draw_length(rng, config), tokenizer, rng)
@@ -185,7 +185,7 @@ def _make_passage(row: dict, config: BuildConfig, tokenizer: Tokenizer) -> Sourc
     exercises = draw_exercises(text, rng, max(config.questions - len(questions), 2))
     studied = not questions and rng.random() < STUDIED
     if studied:
-        # The teacher's own questions replace the others.
+        # The teacher's own questions replace all exercises but one.
         exercises = exercises[:1]
     questions += exercises
     if not questions and not studied:
@@ -208,8 +208,8 @@ def _draw_made_document(number: int, config: BuildConfig) -> SourceDocument:
 
 
 def _draw_length(rng: random.Random, config: BuildConfig) -> int:
-    """Draw a number of tokens, the long ones more often, since many passages are shorter than what
-    is drawn.
+    """Draw a number of tokens, large ones more often, since many passages are shorter than what is
+    drawn.
     """
     low = math.log(config.passage_shortest)
     high = math.log(config.passage_longest)
@@ -218,17 +218,18 @@ def _draw_length(rng: random.Random, config: BuildConfig) -> int:
 
 
 def _cut_passage(text: str, tokens: int, tokenizer: Tokenizer, rng: random.Random) -> str:
-    """Return a part of at most that many tokens, from a paragraph to the end of a sentence or line.
+    """Return a part of at most that many tokens, from the start of a line to the end of a sentence
+    or line.
 
-    Half of the parts begin where the passage does. A part may end inside a sentence that has no end
-    in reach.
+    At least half of the parts begin where the passage does. A part ends inside a sentence if no
+    sentence or line ends shortly before.
     """
     spans = locate_tokens(tokenizer, text)
     if len(spans) <= tokens:
         return text
     first = 0
     if rng.random() < 0.5:
-        # A paragraph that begins after this would leave the part too short.
+        # A line that begins after this would leave the part too short.
         latest = spans[len(spans) - tokens][0]
         starts = []
         for offset, char in enumerate(text):
@@ -241,7 +242,7 @@ def _cut_passage(text: str, tokens: int, tokenizer: Tokenizer, rng: random.Rando
     last = spans[min(after + tokens, len(spans)) - 1][1]
     part = text[first:last]
     ends = [match.start() for match in SENTENCE_END.finditer(part)]
-    # An end near the end of the part; otherwise too much would be lost.
+    # Cut at the last end only if it is near the end of the part; otherwise too much would be lost.
     if ends and ends[-1] > 0.8 * len(part):
         part = part[: ends[-1]]
     return part.strip()

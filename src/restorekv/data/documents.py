@@ -18,7 +18,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which JSON may ho
 class SourceDocument:
     """A context; `name` identifies it within its source.
 
-    `book` names the book that a chunk is from, `more` says that one more chunk of it follows.
+    `book` names the book that a chunk is from, and `more` says whether another chunk of it follows.
     `asked` holds (kind, question) pairs that come with the text; `studied` says whether the teacher
     asks its own questions.
     """
@@ -33,8 +33,8 @@ class SourceDocument:
 
 
 class DropRow(Exception):  # noqa: N818
-    """Raised by the reader of one row that gives no context; its text is the reason, which the
-    manifest counts.
+    """Raised for a row that gives no context. The message is the reason, under which the manifest
+    counts the row.
     """
 
 
@@ -43,7 +43,9 @@ Reader = Callable[[Iterator[dict], BuildConfig, Tokenizer], Iterator[SourceDocum
 
 
 def read_each_row(read_row: RowReader) -> Reader:
-    """Turn the reader of one row into the reader of all rows, which yields why a row is dropped."""
+    """Turn a reader of one row into a reader of all rows, which yields a DropRow instead of raising
+    it.
+    """
 
     @wraps(read_row)
     def read_rows(
@@ -59,7 +61,9 @@ def read_each_row(read_row: RowReader) -> Reader:
 
 
 def read_text_field(row: dict, name: str) -> str:
-    """Return a field's text, or "" where the row has no such field; join a list of {type, text}."""
+    """Return a field's text, or "" if the row has no such field; join a list of {type, text}. Raise
+    DropRow for a field that is not text.
+    """
     value = row.get(name)
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
         # Some sets store a message as a list of {type, text}.
@@ -75,7 +79,7 @@ def read_text_field(row: dict, name: str) -> str:
 def make_single_document(
     name: str, text: str, license: str, missing: str = "no document"
 ) -> list[SourceDocument]:
-    """Return the text as one document; a blank text is dropped because of `missing`."""
+    """Return the text as one document; raise DropRow with the reason `missing` for a blank text."""
     if not text.strip():
         raise DropRow(missing)
     return [SourceDocument(name, text, license)]

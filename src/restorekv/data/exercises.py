@@ -3,7 +3,7 @@ things to list.
 
 A small model writes poor questions about a text. These are drawn from the text itself, so they work
 for prose, code, tables and logs, and they ask for every part of it: a cache that answers them
-has lost little. None of their wordings is one of a benchmark's.
+has lost little. None of their wordings is taken from a benchmark.
 """
 
 import json
@@ -17,8 +17,8 @@ VERBATIM = ("repeat_start", "repeat_end", "repeat_part", "continue")
 OPEN = ("extract", "list")
 LOCAL = ("after", "before", "blank", "compare")
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
-QUOTED_WORDS = (6, 14)  # of a quotation that names a place of the text
-GAP_WORDS = (1, 4)  # that a blank leaves out
+QUOTED_WORDS = (6, 14)  # fewest and most, of a quotation that points to a place of the text
+GAP_WORDS = (1, 4)  # fewest and most that a blank replaces
 BLANK = "____"
 MIN_WORDS = 4  # of a sentence or line that is worth asking about
 
@@ -26,8 +26,8 @@ MIN_WORDS = 4  # of a sentence or line that is worth asking about
 def draw_exercises(text: str, rng: random.Random, count: int) -> list[tuple[str, str]]:
     """Draw `count` exercises about a text, each of a different kind.
 
-    The first asks for a part of the text word for word, the second for something that takes all of
-    it, and the others for single places. A text with too few sentences or lines gives fewer.
+    The first asks for a part of the text word for word, the second for something that takes the
+    whole text, and the others for single places. A text with too few sentences or lines gives none.
 
     Args:
         text: The context.
@@ -38,7 +38,7 @@ def draw_exercises(text: str, rng: random.Random, count: int) -> list[tuple[str,
         Pairs of kind and question.
     """
     kinds = [rng.choice(VERBATIM), rng.choice(OPEN)]
-    # More kinds than are wanted: a text may not suit some.
+    # All kinds of this group, in random order; the first `count` exercises are returned.
     kinds += rng.sample(LOCAL, len(LOCAL))
     units = split_units(text)
     exercises = []
@@ -50,14 +50,12 @@ def draw_exercises(text: str, rng: random.Random, count: int) -> list[tuple[str,
 
 
 def split_pieces(text: str) -> list[str]:
-    """Return all sentences of a text, or its lines where these are shorter."""
+    """Split a text after every sentence and every line, and return the pieces."""
     return [piece.strip() for piece in SENTENCE_END.split(text) if piece.strip()]
 
 
 def split_units(text: str) -> list[str]:
-    """Return the sentences of a text, or its lines where these are shorter, without the shortest of
-    them.
-    """
+    """Return the pieces of a text, sentences or lines, that have at least MIN_WORDS words."""
     return [unit for unit in split_pieces(text) if len(unit.split()) >= MIN_WORDS]
 
 
@@ -72,14 +70,14 @@ def _write_exercise(kind: str, units: list[str], rng: random.Random) -> str | No
     quote = quote_words(units[first], rng.randint(*QUOTED_WORDS))
     other = quote_words(units[second], rng.randint(*QUOTED_WORDS))
     gapped, _ = leave_gap(units[first], rng)
-    # Otherwise "Which comes first" would have one answer.
+    # In half of the cases, since otherwise the answer to "Which comes first" would never change.
     if kind == "compare" and (first + second) % 2:
         quote, other = other, quote
     return wording.format(count=count, quote=quote, other=other, gapped=gapped)
 
 
 def quote_words(unit: str, count: int) -> str:
-    """Return the first words of a sentence or line."""
+    """Return the first `count` words of a sentence or line."""
     return " ".join(unit.split()[:count])
 
 

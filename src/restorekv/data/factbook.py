@@ -1,6 +1,6 @@
 """Keeps the countries that Factbook's evaluation asks about out of the training data.
 
-The word 13-grams of `overlap` cannot, since countries share lists of treaties and names of fields.
+The word 13-grams of `overlap` cannot do this: countries share lists of treaties and field names.
 The shipped file has a section of every such country; tasks/splits.py chose them.
 """
 
@@ -14,8 +14,8 @@ SHIPPED = Path(__file__).parents[1] / "tasks" / "texts" / "factbook" / "evaluati
 
 
 def refuse_evaluation_country(row: dict, text: str) -> None:
-    """Raise DropRow for a section about one of the countries, known by the row's id or by a line of
-    the text.
+    """Raise DropRow for a section about one of the countries, recognized by the row's id or by a
+    line of the text.
     """
     codes, names = _load_countries()
     code = str(row.get("id") or "").partition("/")[0]

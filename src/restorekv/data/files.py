@@ -1,7 +1,7 @@
 """Source files: which files a path names, what identifies them, and their rows.
 
-JSON is parsed here because `datasets` changes it: of mixed types it makes strings, of dates time
-stamps. Datasets on the hub are read through `datasets`.
+JSON is parsed here because `datasets` changes it: it turns mixed types into strings, and dates into
+time stamps. Datasets on the hub are read through `datasets`.
 """
 
 import gzip
@@ -27,11 +27,11 @@ from restorekv.size_limits import ROW_ELEMENTS, TEXT_BYTES
 ENDINGS = (".json", ".jsonl", ".parquet", ".txt")
 FORMATS = ", ".join(ENDINGS)
 LONGEST_LINE = 1 << 28  # bytes
-LONGEST_INTEGER = 4300  # digits; Python reads no longer one
+LONGEST_INTEGER = 4300  # digits; Python parses no longer ones
 
 
 class RepeatedKeyError(ValueError):
-    """Names a key that an object of JSON has twice: one of the two values would be lost."""
+    """Raised with a key that a JSON object has twice, since one of its values would be lost."""
 
 
 def format_suffix(path: Path) -> str:
@@ -42,11 +42,11 @@ def format_suffix(path: Path) -> str:
 
 
 def list_source_files(path: Path) -> list[Path]:
-    """Return the file itself, or the files of a known format below a folder and in the folders that
-    are linked there, sorted.
+    """Return the file itself, or the sorted files of a known format below a folder, including those
+    in linked folders.
     """
     if path.is_file():
-        # A single file is what the user named; an unknown ending would be read as something else.
+        # A file with an unknown ending would be parsed as JSON.
         if format_suffix(path) not in ENDINGS:
             raise RestoreKVError(f"{path} is not a file of type {FORMATS}; convert it first.")
         return [path]
@@ -90,7 +90,7 @@ def _make_read_error(where: str, error: Exception) -> RestoreKVError:
 
 
 def iterate_rows(where: str, origin: dict) -> Iterator[dict]:
-    """Yield the rows of a source, a text file being one row {text}.
+    """Yield the rows of a source; a text file is one row {text}.
 
     Args:
         where: A hub id, a file or a folder.
@@ -116,13 +116,13 @@ def stream_hub_rows(where: str, origin: dict) -> Iterator[dict]:
         yield from load_hub_dataset(
             path=origin["hub"], revision=origin["revision"], split="train", streaming=True
         )
-    # Foreign, unreachable, gated: the readers' errors have no common kind.
+    # A foreign format, an unreachable hub, a gated dataset: the errors share no base class.
     except Exception as error:
         raise _make_read_error(where, error) from error
 
 
 def load_hub_dataset(*name: str | None, **options: Any) -> Iterable[dict]:
-    """Return `datasets.load_dataset`, without its messages; its errors share no base class."""
+    """Call `datasets.load_dataset`, without its messages; its errors share no base class."""
     library = import_extra("datasets", "data")
     library.logging.set_verbosity(library.logging.CRITICAL)
     library.disable_progress_bars()
@@ -130,8 +130,8 @@ def load_hub_dataset(*name: str | None, **options: Any) -> Iterable[dict]:
 
 
 def iterate_values(file: Path) -> Iterator[tuple[str, object]]:
-    """Yield what a file holds as (line or row, JSON value), a text file as one {text}; refuse a
-    damaged file.
+    """Yield what a file holds as pairs of a location, such as "line 3", and a JSON value; a text
+    file is one {text}. Refuse a damaged file.
     """
     kind = format_suffix(file)
     packed = file.suffix == ".gz"
@@ -177,7 +177,9 @@ def _unpack(raw: IO[bytes], packed: bool) -> IO[bytes]:
 
 
 def _has_object_per_line(file: Path, stream: IO[bytes]) -> bool:
-    """Return whether a JSON file has one object per line; refuse a binary file, however long."""
+    """Return whether a JSON file has one object per line, judging by the first one; refuse a binary
+    file.
+    """
     first = stream.readline(LONGEST_LINE)
     stream.seek(0)
     if b"\0" in first[:4096]:
@@ -191,10 +193,10 @@ def _has_object_per_line(file: Path, stream: IO[bytes]) -> bool:
 
 
 def _read_limited(file: Path, stream: IO[bytes]) -> bytes:
-    """Return what a stream holds, which may unfold from a small file; refuse more than
-    TEXT_BYTES.
+    """Return the content of a stream; refuse more than TEXT_BYTES, to which even a small compressed
+    file may unpack.
     """
-    # One byte more than allowed tells a long file from one that just fits.
+    # One byte more than allowed distinguishes a long file from one that just fits.
     content = stream.read(TEXT_BYTES + 1)
     if len(content) > TEXT_BYTES:
         raise RestoreKVError(f"{file} holds more than {TEXT_BYTES:,} bytes; split it.")
@@ -218,7 +220,7 @@ def _parse_json_at(file: Path, content: bytes, line: int = 1) -> object:
         check_levels(value)
         return value
     except RepeatedKeyError as error:
-        # Of several lines it is not known which one has it.
+        # If the content has several lines, it is not known which one has the key.
         where = file if b"\n" in content.strip() else f"{file}, line {line}"
         raise RestoreKVError(
             f"{where} has the key {str(error)[:120]!r} twice in an object; fix it."
@@ -242,7 +244,7 @@ def _parse_json_at(file: Path, content: bytes, line: int = 1) -> object:
 
 
 def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON; raise RepeatedKeyError for a key that it has twice."""
+    """Return a JSON object; raise RepeatedKeyError for a key that it has twice."""
     entries: dict[str, Any] = {}
     for key, value in pairs:
         if key in entries:
@@ -264,7 +266,7 @@ def _make_json_error(file: Path, line: int, reason: str) -> RestoreKVError:
 
 
 def read_parquet_rows(path: Path, raw: bytes | None = None) -> Iterator[dict]:
-    """Yield rows as plain values, of the bytes `raw` if they were read already; refuse a damaged
+    """Yield rows as plain values, from the bytes `raw` if they were already read; refuse a damaged
     file.
     """
     parquet = import_extra("pyarrow.parquet", "data")

@@ -1,5 +1,5 @@
-"""One source at a time: contexts that pass the filters, what the teacher asks and answers, and
-every count.
+"""Gathers the examples of one source: filters its contexts, has the teacher ask and answer, and
+counts everything.
 
 The attempts at a context are appended to a file as soon as they are complete, so an interrupted
 build loses at most the context it was working on and asks nothing twice.
@@ -38,8 +38,8 @@ Progress = Callable[[int, int, str], None]
 class AttemptFile:
     """The attempts at the contexts of one source, a line of JSON per context.
 
-    They are found by the context's name, text and questions. So of a source that was corrected
-    meanwhile, all contexts that are still the same are not asked again, wherever they are now.
+    They are looked up by the context's name, text and questions. So if a source was corrected in
+    the meantime, contexts that have not changed are not asked again, even if they have moved.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class AttemptFile:
         self.by_document = {tuple(line["context"]): line["attempts"] for line in self.done}
 
     def find_attempts(self, document: SourceDocument) -> list[dict] | None:
-        """Return the attempts at a context, None before it was asked."""
+        """Return the attempts at a context, or None if it was not asked about yet."""
         return self.by_document.get(identify_document(document))
 
     def append_attempts(self, document: SourceDocument, attempts: list[dict]) -> None:
@@ -97,11 +97,11 @@ class LengthFilter:
 def compute_longest_context(
     model: PreTrainedModel, tokenizer: Tokenizer, config: BuildConfig
 ) -> int:
-    """Return `config.longest`, or fewer tokens where the model has no positions for them, a
-    question and an answer.
+    """Return `config.longest`, or fewer tokens if the model does not have positions for that many
+    with a question and an answer.
     """
     positions = count_usable_positions(model)
-    # What surrounds a context whatever its text is.
+    # The template around a context, which is the same for every text.
     frame = make_context(tokenizer, "a")
     longest_answer = config.answer_tokens
     if any(source.asked_once for source in select_sources(config)):
@@ -120,7 +120,7 @@ def compute_longest_context(
 @dataclass
 class SourceResult:
     """What one source gave: its examples, and how many rows and attempts were dropped for which
-    reason; `overlaps` are the documents that have an evaluation text.
+    reason; `overlaps` are the documents that contain an evaluation text.
     """
 
     examples: list[dict] = field(default_factory=list)
@@ -133,8 +133,8 @@ class SourceResult:
     dropped_attempts: Counter[str] = field(default_factory=Counter)
 
     def count_units(self, source: Source) -> int:
-        """Return how many of the wanted units there are; a book counts once one of its chunks was
-        asked about.
+        """Return how many of the wanted units have been gathered; a book counts as soon as one of
+        its chunks was asked about.
         """
         if source.asked_once:
             return len(self.examples)
@@ -177,7 +177,7 @@ class SourceBuilder:
     ) -> SourceResult:
         """Ask about the contexts of a source until there are enough.
 
-        Contexts wait until there are `source.at_once` of them, or more where batches are padded, so
+        Contexts wait until there are `source.at_once` of them, or more if batches are padded, so
         that all their answers are written in one batch.
         """
         result = SourceResult()
@@ -201,7 +201,7 @@ class SourceBuilder:
             missing = max(wanted - result.count_units(source), 1)
             if len(waiting) == min(at_once, missing):
                 self._ask_waiting(source, waiting, stored, self_study, result, steps)
-            # A book that was begun is finished, even where there are enough books.
+            # A book that was begun is finished, even if there are already enough books.
             more_of_a_book = isinstance(item, SourceDocument) and item.more
             if result.count_units(source) >= wanted and not more_of_a_book:
                 break
@@ -217,11 +217,10 @@ class SourceBuilder:
         result: SourceResult,
         steps: int,
     ) -> None:
-        """Ask about the contexts that wait, all together, and add the examples; none of them waits
-        after that.
+        """Ask about all waiting contexts together, add their examples, and empty `waiting`.
 
-        Attempts that are on disk are taken. A batch that lacks one is asked again as a whole, since
-        a batch of other rows may round differently.
+        Attempts on disk are reused if all of the contexts have them. Otherwise the whole batch is
+        asked again, since a batch with fewer rows may round differently.
         """
         attempts: list[list[dict]] = []
         for document, _ in waiting:
@@ -245,8 +244,9 @@ class SourceBuilder:
     def _accept_item(
         self, item: SourceDocument | DropRow, lengths: LengthFilter, result: SourceResult
     ) -> tuple[SourceDocument, Context] | None:
-        """Return a document that passes, with its context; count any other, and name it if it is
-        an evaluation text.
+        """Return a document that passes the filters, with its context, or None.
+
+        Count what is dropped by its reason, and list a document that contains an evaluation text.
         """
         if isinstance(item, DropRow):
             result.dropped[str(item)] += 1
@@ -271,7 +271,7 @@ class SourceBuilder:
         attempts: list[dict],
         result: SourceResult,
     ) -> None:
-        """Add attempts without a fault to the examples."""
+        """Add attempts without a fault to the examples, and count the others by their faults."""
         result.contexts += 1
         result.units.add(document.book or result.contexts)
         result.attempts += len(attempts)

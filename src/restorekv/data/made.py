@@ -20,7 +20,7 @@ MADE_LICENSE = "cc0-1.0"
 LOOKUP = "lookup"
 ROW = "row"
 COLUMN = "column"
-MAX_REPEATED_NAMES = 50  # repeated names that are drawn before a table is ended
+MAX_REPEATED_NAMES = 50  # a table ends after this many draws of names that it already has
 MADE_KINDS = (LOOKUP, ROW, COLUMN)
 CHARACTERS_PER_TOKEN = 1.9  # of such texts, roughly; only the length of a document depends on it
 TOWNS = (
@@ -188,14 +188,14 @@ KEYS: dict[str, Callable[[random.Random], str]] = {
 
 
 def draw_table(rng: random.Random, characters: int) -> MadeTable:
-    """Draw a table whose rows have different names, until it has that many characters."""
+    """Draw a table: rows with different names, until it has that many characters."""
     key = rng.choice(list(KEYS))
     columns = rng.sample(list(CELLS), rng.randint(2, 4))
     rows: list[tuple[str, ...]] = []
     names: set[str] = set()
     size = 0
     repeats = 0
-    # Names run out in a long table, which then ends; the shortest has a row to ask about.
+    # A long table may run out of names and ends then; even the shortest has a row to ask about.
     while not rows or (size < characters and repeats < MAX_REPEATED_NAMES):
         name = KEYS[key](rng)
         if name in names:
@@ -218,7 +218,7 @@ def ask_table(table: MadeTable, rng: random.Random) -> list[tuple[str, str]]:
         forward = f"What is the {column} of {row[0]}?"
         backward = f"Which {table.key} has the {column} {value}?"
         question = rng.choice((forward, f"Which {column} is given for {row[0]}?", backward))
-        # A value that several rows have names none of them.
+        # A value that several rows share does not identify any of them.
         if question == backward and [each[column_index] for each in table.rows].count(value) > 1:
             question = forward
         questions.append((LOOKUP, question))
@@ -286,7 +286,7 @@ def make_settings(rng: random.Random, characters: int) -> MadeDocument:
     while size < characters or len(values) < 3:
         base = f"{rng.choice(SERVICES)}.{rng.choice(WORDS)}"
         section = base
-        # What a key is set to has one answer only if no other section has the name.
+        # A question about a key has one answer only if no two sections have the same name.
         while section in sections:
             section = f"{base}{rng.randint(2, 999)}"
         sections.add(section)

@@ -41,7 +41,7 @@ KNOWN_KINDS = {
     *exercises.EXERCISE_KINDS,
     *made.MADE_KINDS,
 }
-FILE_BYTES = 4 << 30  # bytes of a file
+FILE_BYTES = 4 << 30  # most bytes of a file
 DICTIONARY_BYTES = 256 * 2**20  # bytes of a dictionary page: all contexts of a file
 
 
@@ -49,9 +49,9 @@ DICTIONARY_BYTES = 256 * 2**20  # bytes of a dictionary page: all contexts of a 
 class MixtureContext:
     """A context and what was asked about it.
 
-    A question begins with the line breaks that separate it from the context, or is "" where the
-    context asks itself. `answer_ids` are the teacher's own, with the EOS that ended them; `tokens`
-    is T, the length of the context.
+    A question begins with the line breaks that separate it from the context, or is "" if the
+    context is itself the prompt. `answer_ids` are the teacher's own, with the EOS that ended them;
+    `tokens` is T, the length of the context.
     """
 
     context: str
@@ -89,9 +89,9 @@ def read_mixture(
 ) -> tuple[list[MixtureContext], dict]:
     """Return the contexts, source by source, and the manifest.
 
-    Refuses data of a model other than `model` with `tokenizer`, and contexts of more tokens than
-    the limit they were made with. Raises RestoreKVError that names the file, and the row where one
-    is bad (from 1).
+    Data of a model other than `model` with `tokenizer` are refused, and so are contexts with more
+    tokens than the manifest's limit. The RestoreKVError names the file and, if a row is bad, its
+    number (from 1).
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -103,7 +103,7 @@ def read_mixture(
         if not path.exists():
             raise RestoreKVError(f"{path} is missing; get or build the data again.")
         raw = read_bytes(path, str(path), FILE_BYTES)
-        # Rows first: a bad row tells the reader more than a checksum that does not match.
+        # Rows come first: a bad row is a more useful message than a checksum that does not match.
         rows = list(_read_checked_rows(path, raw, name, manifest["longest"], source["examples"]))
         same_bytes = hashlib.sha256(raw).hexdigest() == source["file"]["sha256"]
         if not same_bytes or len(rows) != source["examples"]:
@@ -117,7 +117,7 @@ def read_mixture(
 def _read_checked_rows(
     path: Path, raw: bytes, source: str, limit: int, count: int
 ) -> Iterator[dict]:
-    """Yield at most one row more than `count`."""
+    """Yield the rows of a source's file, at most one more than `count`; refuse a faulty row."""
     # One row more than the manifest names, to notice that there are more.
     for number, row in enumerate(islice(read_parquet_rows(path, raw), count + 1), 1):
         problem = _find_row_fault(row, source, limit)
@@ -179,7 +179,7 @@ def summarize_sources(manifest: dict) -> list[dict]:
     """Return a short account of every source for other records, such as an adapter's card, without
     local paths.
 
-    `dataset` is a hub id with `revision`, or a file's name with `sha256`; of several files it is
+    `dataset` is a hub id with `revision`, or a file's name with `sha256`; for several files it is
     their number, with the hash of their hashes in order.
     """
     accounts = []

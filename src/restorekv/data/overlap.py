@@ -1,8 +1,9 @@
 """Finds evaluation texts in training documents, by their normalized words and by word 13-grams.
 
-A document is refused if its words are those of an evaluation text, or if a fraction of at least
-`share` of its 13-grams is among those of the evaluation texts, or of one evaluation text's among
-its own. Fewer than MIN_COMMON common 13-grams (a stretch of 20 words) count as a coincidence.
+A document is refused if it has the same words as an evaluation text, if at least a fraction `share`
+of its 13-grams occur in the evaluation texts, or if at least that fraction of one evaluation text's
+13-grams occur in it. Fewer than MIN_COMMON common 13-grams (a stretch of 20 words) count as a
+coincidence.
 """
 
 import hashlib
@@ -33,8 +34,8 @@ UNSPACED = (
 # One such character, or a run of others.
 WORD = re.compile(rf"(?=\w)[{UNSPACED}]|[^\W{UNSPACED}]+")
 GRAM_WORDS = 13
-NEAR_COPY = 0.8  # share of common grams from which on two texts are nearly the same
-MIN_COMMON = 8  # grams, below which texts have nothing in common
+NEAR_COPY = 0.8  # two texts with at least this share of common grams are nearly the same
+MIN_COMMON = 8  # fewer common grams count as a coincidence
 # The base of the polynomial that hashes a gram: an odd number with bits everywhere.
 BASE = np.uint64(0x9E3779B97F4A7C15)
 # Fields of evaluation files that hold texts.
@@ -53,9 +54,9 @@ TEXT_FIELDS = {
     "prompts",
 }
 
-# Fields whose texts are those of answers, as "text" in SQuAD's form, and no evaluation texts.
+# Fields that hold answers: a "text" inside of them, as SQuAD has it, is not an evaluation text.
 ANSWER_FIELDS = {"answer", "answers"}
-SHOWN_NAMES = 5  # of files in a warning
+SHOWN_NAMES = 5  # the most file names in a warning
 
 
 def split_words(text: str) -> list[str]:
@@ -69,7 +70,7 @@ def split_words(text: str) -> list[str]:
 
 @lru_cache(maxsize=2**18)
 def _hash_word(word: str) -> int:
-    """Return 64 bits that do not depend on the process, as Python's own hash does."""
+    """Return a hash of 64 bits that is the same in every process, unlike Python's own."""
     return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
 
 
@@ -86,9 +87,11 @@ def hash_grams(words: Sequence[str]) -> np.ndarray:
 
 
 def find_near_copies(texts: Sequence[str], others: Sequence[str]) -> list[int]:
-    """Return the indices of `texts` that are nearly the same as one of `others`, or a part of it:
-    their words are the same, or at least NEAR_COPY of the 13-grams of the one that has fewer are in
-    both.
+    """Return the indices of `texts` that are nearly the same as one of `others`, or contained in
+    one, or contain one.
+
+    That is so if their words are the same, or if the text with fewer 13-grams has at least the
+    share NEAR_COPY of them in common with the other.
     """
     words_of_others = set()
     grams_of_others = []
@@ -115,7 +118,7 @@ class EvaluationIndex:
 
     Args:
         texts: Name and text of each.
-        share: The fraction of common 13-grams from which on a document matches.
+        share: The least fraction of common 13-grams with which a document matches.
     """
 
     def __init__(self, texts: Iterator[tuple[str, str]], share: float) -> None:
@@ -142,10 +145,10 @@ class EvaluationIndex:
         self.owners = owners[order]
 
     def find_match(self, text: str) -> tuple[str, float] | None:
-        """Return the evaluation text that a document is taken from and the share in common, or
-        None.
+        """Return the name of the evaluation text that matches a document best, and the share of
+        common 13-grams, or None if no text matches.
         """
-        # The very words, whatever their punctuation: found without any grams.
+        # The same words, whatever their punctuation, are found without any grams.
         words = split_words(text)
         exact = self.exact.get(" ".join(words))
         if exact is not None:
@@ -164,8 +167,8 @@ class EvaluationIndex:
         ranges = zip(first[common], last[common], strict=True)
         owners = np.concatenate([self.owners[start:end] for start, end in ranges])
         counts = np.bincount(owners, minlength=len(self.sizes))
-        # Two shares may be high: that of the document that is known, and that of one evaluation
-        # text that is in the document.
+        # Either share may be high: that of the document's grams that the index knows, or that of
+        # one evaluation text's grams that are in the document.
         known = np.where(counts >= MIN_COMMON, counts / np.maximum(self.sizes, 1), 0)
         of_document = count / len(own)
         share, best = max((of_document, counts.argmax()), (known.max(), known.argmax()))
@@ -194,7 +197,7 @@ def read_evaluation_texts(paths: list[str]) -> Iterator[tuple[str, str]]:
                     yield f"{file.name}, row {number}", text
             if not count:
                 empty.append(file)
-        # A wrong file would let evaluation texts into the training without a word.
+        # A wrong file would silently let evaluation texts into the training data.
         if len(empty) == len(files):
             known = ", ".join(sorted(TEXT_FIELDS))
             raise RestoreKVError(
@@ -205,8 +208,8 @@ def read_evaluation_texts(paths: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def warn_of_unread_files(paths: Sequence[str]) -> None:
-    """Warn of the files in folders of evaluation texts that are not read because of their endings,
-    as QuALITY's own, which ends in .dev: documents with their texts would not be refused.
+    """Warn of files in folders of evaluation texts that are not read because of their endings, such
+    as QuALITY's, which end in .dev: documents with the texts of these files are not refused.
     """
     for given in paths:
         if not Path(given).is_dir():
@@ -229,7 +232,7 @@ def _find_texts(value: object, wanted: bool = False) -> Iterator[str]:
 
     Args:
         value: A value of JSON.
-        wanted: Whether the value is that of such a field.
+        wanted: Whether it is the value of such a field.
     """
     if wanted:
         text = "\n".join(_find_strings(value))
@@ -245,7 +248,7 @@ def _find_texts(value: object, wanted: bool = False) -> Iterator[str]:
 
 
 def _find_strings(value: object) -> Iterator[str]:
-    """Yield every text inside, in order."""
+    """Yield every string inside a JSON value, in order."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

@@ -3,12 +3,12 @@ facts.
 
 Rows are {context, id, questions: [{question}]} or {text}. A text with questions gives one passage,
 from its beginning, with its first questions; a text without is cut into passages about which the
-teacher asks. Every passage is also to be repeated in part or its facts listed.
+teacher asks. Every passage also gets a request to repeat a part of it or to list its facts.
 
-Some passages get invented facts between their sentences: something that the text says once and
-nobody can guess. A thing has one value (a number, a code, a word, a date) or several. The form "the
-X of Y" is one that small models answer from the full cache; none of the sentences and questions is
-one of RULER's.
+Some passages get invented facts between their sentences, which the text says once and nobody can
+guess. A thing has one value (a number, a code, a word, a date) or several. They have the form "the
+X of Y", about which small models can answer from the full cache. None of the sentences and
+questions is one of RULER's.
 """
 
 import json
@@ -48,7 +48,7 @@ def make_passage_reader(
     """Return a source's reader.
 
     Args:
-        license: That of all texts of the source.
+        license: The license of all texts of the source.
         per_text: How many passages one text may give.
         check_row: Raises DropRow for a row, given with its text, that must not be trained on.
     """
@@ -69,7 +69,7 @@ def make_passage_reader(
         for number, (passage, share) in enumerate(
             cut_passages(tokenizer, text, name, config, count)
         ):
-            # A passage's first questions: they are about its beginning.
+            # The text's first questions are about its beginning, which is what the passage has.
             first = asked[: max(round(share * len(asked)), config.questions)]
             yield add_questions(f"{name} passage {number}", passage, first, license, config)
 
@@ -109,21 +109,22 @@ def cut_passages(
         if end - start < config.passage_shortest:
             return
         yield text[spans[start][0] : spans[end - 1][1]], (end - start) / len(spans)
-        # A gap between passages, drawn so that all of them fit into the text.
+        # A random gap before the next passage, spare / count on average, spreads the passages over
+        # the whole text.
         start = end + (rng.randint(0, 2 * spare // count) if count > 1 else 0)
 
 
 def add_questions(
     name: str, passage: str, asked: list[str], license: str, config: BuildConfig
 ) -> SourceDocument:
-    """Return a passage with its questions; the teacher adds its own only where there are no
-    others.
+    """Return a passage with its questions; the teacher adds its own only if the text came without
+    questions and no facts were invented.
     """
     rng = random.Random(f"{config.seed} questions {name}")
     facts: list[str] = []
     if rng.random() < config.invented:
         passage, facts = invent_facts(passage, rng)
-    # At most `config.questions` of the text's own, and as many about invented facts.
+    # At most `config.questions` of the text's own, and at most as many about invented facts.
     questions = []
     for text in sample_in_order(rng, asked, config.questions):
         questions.append((HUMAN, word_question(rng, text, config)))

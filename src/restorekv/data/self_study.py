@@ -41,7 +41,7 @@ QUESTION_PROMPTS = {
 LARGE_BATCH = 48  # answers that are written at a time, to any number of contexts
 SHORT_ANSWERS = {FACT, HUMAN, LOOKUP, ROW, *LOCAL}  # kinds of questions about one place of the text
 RESTORE_ROOM = 32  # positions that are left for restore tokens
-PROMPT = "prompt"  # the kind of a context that asks itself
+PROMPT = "prompt"  # the kind of a context that is itself the prompt
 QUESTION_LABELS = ("question:", "q:")
 
 
@@ -69,10 +69,10 @@ class SelfStudy:
     config: BuildConfig
 
     def study_contexts(self, studied: Sequence[tuple[Context, SourceDocument]]) -> list[list[dict]]:
-        """Ask one question of each kind where `document.studied`, answer these and the documents'
-        own, and return the attempts at each context.
+        """Let the teacher ask one question of each kind about every document that is `studied`,
+        answer these and the documents' own questions, and return the attempts at each context.
 
-        All answers are written in one batch.
+        The answers about all contexts are written together.
         """
         attempts: list[list[dict]] = []
         asked: list[StudyQuestion] = []
@@ -102,13 +102,15 @@ class SelfStudy:
         return attempts
 
     def answer_prompt(self, context: Context) -> list[dict]:
-        """Make the one attempt at a context that asks itself."""
+        """Return the one attempt at a context that is itself the prompt, in a list."""
         asked = StudyQuestion(context, self._make_full_cache(context), PROMPT, "")
         return self._answer_questions([asked], [self.config.flan_answer_tokens])
 
     @property
     def pads(self) -> bool:
-        """Whether answers to many contexts are written in one padded batch, as a GPU wants it."""
+        """Whether answers about many contexts are written in one padded batch, which is faster on a
+        GPU; a model with sliding windows cannot do so.
+        """
         sees_all = not any(list_windows(self.model.config))
         return self.model.device.type != "cpu" and sees_all
 
@@ -146,7 +148,7 @@ class SelfStudy:
     def _ask_questions(
         self, context: Context, cache: RaggedCache | None
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """Return the teacher's questions by kind, and for the kinds that are dropped why."""
+        """Return the teacher's questions by kind, and the faults of the kinds that were dropped."""
         separator = get_default_separator(self.tokenizer)
         prompts = [
             encode_question(self.tokenizer, context, separator + words)[0]
@@ -169,7 +171,7 @@ class SelfStudy:
 
     def _fits(self, context: Context, kind: str, question: str) -> bool:
         """Return whether the model has positions for the context, a question and its answer, and
-        for restore tokens between them when it is trained on.
+        for the restore tokens that training puts between them.
 
         The teacher's own questions are short, but a person's may have any length.
         """
@@ -196,7 +198,7 @@ class SelfStudy:
             for each in asked
         ]
         watches = None
-        # An answer ends as soon as it repeats itself, where the settings say so.
+        # If the settings say so, an answer ends as soon as it repeats itself.
         if self.config.loop:
             watches = [GreedyUntilLoop(self.config.loop) for _ in asked]
         answers = self._write_answers(asked, prompts, limits, watches)
@@ -225,8 +227,8 @@ class SelfStudy:
 
 @dataclass
 class GreedyUntilLoop:
-    """Takes the likeliest token, and ends an answer once its last `size` tokens have been in it
-    before.
+    """A sampler that takes the likeliest token, and ends an answer once its last `size` tokens have
+    already appeared in it.
 
     Small models repeat themselves until the limit. The rest of such an answer teaches nothing and
     costs as much.
@@ -244,16 +246,16 @@ class GreedyUntilLoop:
         return self.ids[-1]
 
     def add(self, token: int) -> None:
-        """Hear the next token."""
+        """Record the next token."""
         self.ids.append(token)
 
     def ends(self) -> bool:
-        """Return whether the answer has come into a loop."""
+        """Return whether the answer has entered a loop."""
         last = self.ids[-self.size :]
         if len(last) < self.size:
             return False
         earlier_starts = range(len(self.ids) - self.size)
-        # Where an earlier stretch of the answer is the same as its end.
+        # An earlier stretch of the answer, which may overlap its end, is the same as its end.
         return any(self.ids[start : start + self.size] == last for start in earlier_starts)
 
 

@@ -5,7 +5,7 @@ longalpaca  LongAlpaca-12k (arXiv 2309.12307, hub Yukang/LongAlpaca-12k, CC BY-N
             documents without their questions. An `instruction` is a preface, a paper or part of a
             book, "Now the paper ends." (the second paper, the material), and a question. As in the
             released recipe, the context ends before that marker, or before the last "Question:"
-            where there is none; the set's short instructions have neither.
+            if there is no marker; the set's short instructions have neither.
 papers      arXiv papers of the Common Pile (arXiv 2506.05209, hub
             common-pile/arxiv_papers_filtered) instead of LongAlpaca's: {id, text, metadata:
             {license, ...}}, each under the license that its authors chose.
@@ -14,8 +14,8 @@ pg19        PG-19 (arXiv 1911.05507; hub emozilla/pg19, Apache-2.0): books from 
             A chunk is tokenized again as a context, so it may have one token more or fewer (the
             paper's table: 3,071 to 3,072).
 flan        FLAN v2 within the Tulu-3 mixture (arXiv 2411.15124; hub allenai/tulu-3-sft-mixture,
-            ODC-BY 1.0): {id, messages: [{role, content}], source}. A long prompt is the context and
-            asks itself; the answer is the teacher's, not the one in the set.
+            ODC-BY 1.0): {id, messages: [{role, content}], source}. A long prompt is the context,
+            without a separate question; the answer is the teacher's, not the one in the set.
 passages    stories, novels and fact sheets (`passages`).
 corpus      passages of many genres and made-up material (`corpus`).
 """
@@ -88,7 +88,7 @@ def cut_before_question(instruction: str) -> str:
 def read_paper(
     index: int, row: dict, config: BuildConfig, tokenizer: Tokenizer
 ) -> list[SourceDocument]:
-    """Take papers under one of `config.allowed_licenses`."""
+    """Return a paper under one of `config.allowed_licenses`; raise DropRow for any other."""
     label = read_license_label(row)
     license = PAPER_LICENSES.get(label)
     if license not in config.allowed_licenses:
@@ -115,7 +115,9 @@ def read_license_label(row: dict) -> str:
 def read_book(
     index: int, row: dict, config: BuildConfig, tokenizer: Tokenizer
 ) -> Iterator[SourceDocument]:
-    """Yield drawn chunks of a book; the caller stops after a book."""
+    """Yield up to `config.chunks` chunks of a book, drawn at random; the caller stops only after
+    the last one.
+    """
     chunks = list(_cut_chunks(tokenizer, read_text_field(row, "text"), config.chunk))
     if not chunks:
         raise DropRow("no whole chunk")
@@ -144,7 +146,7 @@ def _cut_chunks(tokenizer: Tokenizer, text: str, size: int) -> Iterator[str]:
 def read_flan_prompt(
     index: int, row: dict, config: BuildConfig, tokenizer: Tokenizer
 ) -> list[SourceDocument]:
-    """Take the user's first message; a row of a text file is a whole prompt."""
+    """Return the user's first message as a document; a row of a text file is a whole prompt."""
     if FLAN_SUBSET not in (read_text_field(row, "source") or FLAN_SUBSET):
         raise DropRow("another subset")
     # A text file is one prompt; a row of the set has messages.
@@ -155,7 +157,7 @@ def read_flan_prompt(
 
 
 def _find_user_message(messages: object) -> str:
-    """Return the first message of the user, "" where there is none."""
+    """Return the first message of the user, or "" if there is none."""
     if not isinstance(messages, list) or not all(isinstance(part, dict) for part in messages):
         raise DropRow("field messages is not text")
     for part in messages:
@@ -166,8 +168,9 @@ def _find_user_message(messages: object) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """`name` is its setting in BuildConfig; `wanted` counts `unit`: documents, books, or examples
-    if `asked_once`. `length_setting` is the setting that says how many tokens a context needs.
+    """One source of a mixture. `name` is its setting in BuildConfig; `wanted` is how many to gather
+    of `unit`: documents, books, or examples if `asked_once`. `asked_once` means that a context is
+    itself the prompt. `length_setting` is the setting that says how many tokens a context needs.
     """
 
     name: str
@@ -269,7 +272,7 @@ MIXTURES = {
     "passages": (STORIES, NOVELS, SECTIONS),
     "corpus": (CORPUS,),
 }
-# Sources whose contexts ask themselves: only the answers are the model's.
+# Sources with contexts that are themselves the prompts: only the answers are the model's.
 ASKED_ONCE = {FLAN.name}
 LICENSES = {
     LONGALPACA_LICENSE,

@@ -1,4 +1,6 @@
-"""The appendix's table of training data, made from a mixture next to the paper's own numbers."""
+"""The table of training data of the paper's appendix, for a mixture next to the paper's own
+numbers.
+"""
 
 from collections.abc import Mapping
 
@@ -19,10 +21,10 @@ REPLACES = {"papers": "longalpaca"}  # a source and the one it replaces
 
 
 def compute_figures(contexts: list[MixtureContext], manifest: dict) -> list[dict]:
-    """Return a row per source and the total: samples (one per question), and the context's tokens
-    over the samples.
+    """Return a row per source and for the total: the number of samples (one per question), and mean
+    and range of the context's tokens over the samples.
 
-    `paper` holds the paper's own figures, or None where the mixture has no counterpart there.
+    `paper` holds the paper's own figures, or None if the mixture has no counterpart there.
     """
     published = {} if manifest.get("mixture") in ("passages", "corpus") else PAPER
     lengths: dict[str, list[int]] = {name: [] for name in manifest["sources"]}

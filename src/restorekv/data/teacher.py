@@ -38,8 +38,11 @@ def describe_model(model: PreTrainedModel, tokenizer: Tokenizer) -> dict:
 
 
 def hash_tokenizer(tokenizer: Tokenizer) -> str:
-    """Return 16 hex digits of the vocabulary and of how a text full of traps is split."""
-    # How the tokenizer splits a text with spaces, accents, symbols and emoji.
+    """Return 16 hex digits that hash the vocabulary and the ids of a text that tokenizers split
+    differently.
+    """
+    # Two tokenizers with the same vocabulary may split spaces, accents, symbols or emoji
+    # differently.
     facts = [sorted(tokenizer.get_vocab().items()), tokenize_text(tokenizer, PROBE)]
     return short_hash(json.dumps(facts))
 
