@@ -1,5 +1,5 @@
 """Checkpoints of a run, written under a temporary name first, so that a kill at any moment leaves
-a whole one.
+a complete one.
 """
 
 import json
@@ -81,8 +81,8 @@ def identify_scores(config: TrainConfig, model: PreTrainedModel) -> str:
 
 
 def identify_init_adapter(adapter: RestoreAdapter) -> str:
-    """Return 16 hex digits of an adapter that training begins with: its weights, and what the
-    trained one inherits from its record.
+    """Return 16 hex digits that identify the adapter that training begins with: its weights, and
+    the data and license that the trained adapter inherits from its card.
     """
     inherited = [adapter.card.data, adapter.card.license]
     text = adapter.to_stored().weights_hash() + json.dumps(inherited, sort_keys=True)
@@ -104,8 +104,8 @@ def save_checkpoint(folder: Path, run: TrainingRun, step: int) -> None:
 
 @contextmanager
 def hold_signals() -> Iterator[None]:
-    """Let signals that Python handles, such as Ctrl-C, wait for the end of the block, which they
-    would cut in two.
+    """Delay signals that Python handles, such as Ctrl-C, until the end of the block, so that they
+    cannot interrupt it halfway.
     """
     held: list[tuple[int, FrameType | None]] = []
     handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
@@ -115,8 +115,7 @@ def hold_signals() -> Iterator[None]:
             handler = signal.getsignal(number)
             if callable(handler):
                 handlers[number] = handler
-    # From here on a signal is noted and not acted on; afterwards it reaches the handler that it was
-    # for.
+    # In the block a signal is only noted; afterwards it is passed to its handler.
     try:
         for number in handlers:
             signal.signal(number, lambda number, frame: held.append((number, frame)))
@@ -129,12 +128,12 @@ def hold_signals() -> Iterator[None]:
 
 
 def load_checkpoint(folder: Path, run: TrainingRun) -> int:
-    """Load the checkpoint and return the step to continue with; 0 where there is none.
+    """Load the checkpoint and return the step to continue with; 0 if there is no checkpoint.
 
     No file is changed.
     """
     path = folder / CHECKPOINT_FILE
-    # A circle of links does not exist for Path.exists, and is not a missing file either.
+    # Path.exists is also False for a broken link or a circle of links, which is not a missing file.
     if not os.path.lexists(path):
         return 0
     what = f"The checkpoint {path}"
@@ -200,8 +199,8 @@ def _is_run_state(run: TrainingRun, tensors: dict[str, torch.Tensor], step: int)
 
 
 def start_log(folder: Path, step: int) -> None:
-    """Make the log of a run that begins with `step`: it keeps the lines of the steps before it, and
-    lacks none of them without a warning.
+    """Prepare the log of a run that begins with `step`: keep the lines of the steps before it, and
+    warn if any of these are missing.
     """
     path = folder / LOG_FILE
     lines = read_log_lines(path)

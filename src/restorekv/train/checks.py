@@ -1,4 +1,4 @@
-"""What must hold on one context before the first step, since a mistake would cost hours."""
+"""Checks on one context before the first step, since a mistake would cost hours."""
 
 from dataclasses import dataclass
 
@@ -47,11 +47,11 @@ class SetupLosses:
 def check_setup(
     adapter: RestoreAdapter, teacher_cache: TeacherCache, sample: StepSample, steps_done: int = 0
 ) -> SetupLosses:
-    """Compare what must be equal on a sample's questions.
+    """Refuse a setup in which losses on a sample's questions differ that must be equal.
 
-    The teacher's stored states are those of the plain model on its dense cache; the evicted student
-    is the one that the definition of ragged attention gives; with no restore tokens the adapter
-    changes nothing.
+    The teacher's stored states must be those of the plain model on its dense cache. The evicted
+    student must give the same loss by the definition of ragged attention, and with the adapter at 0
+    restore tokens.
 
     Args:
         adapter: The adapter that is trained.
@@ -60,7 +60,7 @@ def check_setup(
         steps_done: How many steps the adapter has been trained.
 
     Raises:
-        RestoreKVError: Two of these losses differ.
+        RestoreKVError: Losses differ that must be equal.
     """
     model = teacher_cache.model
     ratio = teacher_cache.config.ratio_max
@@ -75,9 +75,8 @@ def check_setup(
         student = run_answers(model, cache, rows, answers)
         return float(compute_hidden_divergence(model, teacher, student.hidden).mean())
 
-    # Three ways to the same numbers are compared. First the teacher's stored states with the plain
-    # model: are they of this model and this text?
-    # The model on the dense cache, one question at a time, with its own logits.
+    # First: are the teacher's stored states of this model and this text? They are compared with
+    # the plain model's own logits on the dense cache, one question at a time.
     plain = []
     for target in targets:
         ids = target.ids[None].to(model.device)
@@ -91,7 +90,7 @@ def check_setup(
         stored = compute_logits(model, target.hidden)
         plain.append(compute_divergence(stored, output.logits[0, :-1]))
     full = float(torch.cat(plain).mean())
-    # NaN is not below the tolerance either.
+    # Not `full >= tolerance`, which NaN would pass.
     if not full < tolerance:
         raise RestoreKVError(
             f"The teacher's answers are not those of this model on its full cache (loss "

@@ -1,4 +1,4 @@
-"""The settings of a training run: the paper's are the defaults ("Training Setup Details")."""
+"""The settings of a training run; the defaults are the paper's ("Training Setup Details")."""
 # ruff: noqa: RUF009 (`setting` returns a dataclass field)
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LARGEST = {
     "ratio_weight": 100,
     "loss_power": 100,
 }
-LEAST_DECAY = 0.01  # tokens, of an answer of which the first token alone counts
+LEAST_DECAY = 0.01  # tokens: so few that only the first token of an answer counts
 AT_LEAST_ZERO = (
     "alpha",
     "lr",
@@ -61,7 +61,7 @@ AT_LEAST_ZERO = (
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One run; the same settings and data give the same adapter."""
+    """The settings of one run; the same settings and data give the same adapter."""
 
     evictor: str = setting(
         "kvzip",
@@ -176,7 +176,7 @@ class TrainConfig:
                 f"{self.ratio_min:g} and {self.ratio_max:g}."
             )
         # Makes every evictor once, which refuses unknown ones and contradicting settings. Last,
-        # because it imports PyTorch, and a wrong number is refused without.
+        # because it imports PyTorch, which refusing a wrong number does not need.
         self.make_evictions()
 
     @classmethod
@@ -205,8 +205,8 @@ class TrainConfig:
         return {name: weight for name, weight in weights.items() if weight}
 
     def make_evictions(self) -> list[Eviction]:
-        """Return what the adapter is trained to restore; contexts too short for n restore tokens
-        get fewer.
+        """Return the evictions that the adapter is trained to restore; contexts too short for n
+        restore tokens get fewer.
         """
         from restorekv.compression.eviction import Eviction
 

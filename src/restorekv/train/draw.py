@@ -14,8 +14,8 @@ from restorekv.train.examples import TrainingContext
 
 @dataclass(frozen=True)
 class StepSample:
-    """One context of one step: its index, the indices of its questions, the ratio, and how many
-    restore tokens.
+    """One context of one step: its index, the indices of its questions, the ratio, and the number
+    of restore tokens.
 
     `evictor` is the index of the evictor among those of the run.
     """
@@ -55,7 +55,8 @@ def draw_step_samples(
             if config.nested:
                 tokens = rng.randint(1, config.restore_tokens)
             drawn.append((tuple(chosen), ratio, tokens))
-        # Drawn last, so that runs with one evictor have the same draws as ever.
+        # Drawn last and only if needed, so that runs with one evictor keep the draws that they had
+        # before there could be several.
         evictor = rng.randrange(evictors) if evictors > 1 else 0
         for questions, ratio, tokens in drawn:
             samples.append(StepSample(index, questions, ratio, tokens, evictor))

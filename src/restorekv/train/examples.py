@@ -29,7 +29,7 @@ LINE_KEYS = (
     "answers",
     "source",
     "license",
-    "id",  # of the benchmark `lines`, whose files can be trained on, as is the next one
+    "id",  # this and the next key are the benchmark's `lines`, whose files can be trained on
     "task",
     "meta",  # free for the user
 )
@@ -53,8 +53,8 @@ class TrainingContext:
 
 
 def count_sources(examples: Sequence[TrainingContext]) -> list[dict[str, object]]:
-    """Return contexts and questions by source and license, None where unknown, for an adapter's
-    record.
+    """Return the numbers of contexts and questions by source and license (None if unknown), for an
+    adapter's record.
     """
     groups: dict[tuple, list[TrainingContext]] = {}
     for example in examples:
@@ -67,7 +67,7 @@ def count_sources(examples: Sequence[TrainingContext]) -> list[dict[str, object]
             "contexts": len(group),
             "examples": sum(len(example.questions) for example in group),
         }
-        # The record says so only where it holds for every example of the row.
+        # Recorded only if it is true of every example of the row.
         if all(example.answer_ids is not None for example in group):
             row["answers"] = "written by this model when the data was built"
         rows.append(row)
@@ -75,7 +75,9 @@ def count_sources(examples: Sequence[TrainingContext]) -> list[dict[str, object]
 
 
 def hash_examples(examples: Sequence[TrainingContext]) -> str:
-    """Return 16 hex digits of everything but where it was read from; checkpoints hold them."""
+    """Return 16 hex digits that identify the examples, whatever they were read from; checkpoints
+    hold them.
+    """
     digest = hashlib.sha256()
     for example in examples:
         # A different path or line number does not make different data.
@@ -117,11 +119,11 @@ def read_examples(
     """Read JSON lines, or the folder of a mixture that this very model has answered (`restorekv
     data build`).
     """
-    # A folder is a mixture, whose answers this very model gave; a file has questions alone, or
-    # drafts.
+    # A folder is a mixture, with answers that this very model gave; a file has questions only, or
+    # drafts as well.
     if path.is_dir():
         return _read_mixture_examples(path, model, tokenizer)
-    # As `ask` puts it between document and question.
+    # The same separator that `ask` puts between document and question.
     separator = get_default_separator(tokenizer)
     examples = []
     for example in _read_line_examples(path):
@@ -221,7 +223,7 @@ def _parse_example(row: Any, where: str) -> TrainingContext:
 
 
 def _choose_draft(answer: str | list[str] | None) -> str | None:
-    """Return the draft that an answer gives: of several texts the first one."""
+    """Return the text of an answer, or the first one of several, as a draft."""
     return answer[0] if isinstance(answer, list) else answer
 
 
@@ -254,8 +256,8 @@ def _find_line_fault(row: object) -> str | None:
 
 
 def _is_answer(value: object) -> bool:
-    """Return whether a value is an answer: a text, several of which any will do, or null where it
-    is not known.
+    """Return whether a value is an answer: a text, a list of texts that are all right, or null if
+    it is not known.
     """
     if isinstance(value, list):
         return bool(value) and all(map(_has_text, value))
@@ -306,13 +308,13 @@ def check_example_lengths(
     """Refuse contexts too long for the model or too short for one restore token; name the line
     they are from.
 
-    Warns where fewer than n restore tokens fit into the lowest ratio. A backbone that is spread
-    over processes needs a restore token at every ratio: without one there is no backward pass, and
-    the others would wait for its shards.
+    Warn if fewer than n restore tokens fit into the lowest ratio. If the backbone is spread over
+    processes, a restore token must fit at every ratio: a process without one would have no backward
+    pass, and the others would wait for its shards.
     """
     limit = count_usable_positions(model)
     few = 0
-    long: list[str] = []  # what is said of each context that is refused
+    long: list[str] = []  # a message for every context that is refused
     short: list[str] = []
     eviction_config = config.make_evictions()[0].config
     ratio = config.ratio_max
@@ -347,7 +349,7 @@ def check_example_lengths(
         )
         if tightest.restore_tokens < config.restore_tokens:
             few += 1
-    # All of them are counted, so that they can be put right at once.
+    # All are counted before the first is reported, so that they can be fixed at once.
     if long:
         raise RestoreKVError(
             f"{_add_others(long)}; shorten or leave out such texts (--longest-context)."

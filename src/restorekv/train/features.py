@@ -3,8 +3,8 @@ context.
 
 The scores are those of the evictor as it is run (restorekv's kvzip or kvzip+, passes of 2,048
 tokens). Fast KVzip's authors used passes of 2,000 in bfloat16; KVzap's trained on one pass over the
-whole text, with the softmax over all tokens and the rows of the repeated text alone. Each context
-has its own file, so an interruption loses at most one.
+whole text, with the softmax over all tokens, and used only the rows of the repeated text. Each
+context has its own file, so an interruption loses at most one.
 """
 
 import hashlib
@@ -96,7 +96,8 @@ def collect_features(
     folder.mkdir(parents=True, exist_ok=True)
     support.prepare_model(model)
     shape = CacheShape.from_model(model)
-    # Evictors read what the template puts after a question, and their code decides their scores.
+    # Scores depend on the template too, whose text after a question evictors read, and on the
+    # evictor's code.
     store = TensorStore(folder, describe_teacher(model, tokenizer))
     evictor = evictors.make_evictor(target)
     key = {"evictor": evictor.identity(model), "code": spec.digest_code(type(evictor))}
@@ -147,7 +148,7 @@ def observe_context(
         shape.layers, context.num_tokens, shape.hidden, dtype=model.dtype, device=model.device
     )
 
-    # A long context is read piece by piece: `view` has the states of the last tokens alone.
+    # A long context is read piece by piece: `view` has the states of the latest piece only.
     def store_hidden(view: LayerView) -> None:
         end = view.key.shape[1]
         assert view.hidden is not None, "`observe_layers` records the input of every layer"

@@ -36,7 +36,7 @@ from restorekv.train.gate_config import GateConfig
 Stacked = Mapping[str, Tensor]  # parameters (L, ...)
 
 
-# Whatever mode the program is in, which may be one without gradients.
+# The calling program may be in a mode without gradients.
 @torch.inference_mode(False)
 @torch.enable_grad()
 def train_gate(
@@ -78,7 +78,8 @@ def train_gate(
     train, held = data.split_held_out(config.held_out)
     del data  # the two halves are copies
     train = _drop_near_copies(train, held, texts)
-    # Each kind has a way to be fitted and one to be read; both work on all layers at once.
+    # Each kind has a function that fits its parameters and one that predicts scores from them; both
+    # work on all layers at once.
     fit, predict = FITS[config.kind]
     stacked = fit(train, shape, config, model.device, progress)
     figures = measure_gate(held, stacked, predict, config, model.device)
@@ -95,8 +96,8 @@ def train_gate(
 
 
 def _drop_near_copies(train: Features, held: Features, texts: Sequence[str]) -> Features:
-    """Return the features to train on without those of contexts that are nearly the same as one
-    that the gate is checked on: the figures would be too good.
+    """Return the features to train on, without those of contexts that are nearly the same as one
+    that the gate is checked on: these would make the figures too good.
     """
     numbers: list[int] = train.document.unique().tolist()
     held_numbers: list[int] = held.document.unique().tolist()
@@ -128,10 +129,10 @@ def _init_linear(
 
 
 def _init_fastkvzip(shape: CacheShape, config: GateConfig) -> dict[str, Tensor]:
-    """Return the authors' start: norms at 1, bias and sink keys 0.
+    """Return the authors' initial parameters: norms at 1, bias and sink keys at 0.
 
-    Equal sinks have equal gradients, so they stay equal: one sink that counts s times. Random ones
-    learned no more on the tiny model (held-out loss 1.983, 1.984).
+    Equal sinks have equal gradients, so they stay equal: they act as one sink that counts s times.
+    Random ones learned no more on the tiny model (held-out loss 1.983, 1.984).
     """
     generator = torch.Generator().manual_seed(config.seed)
     layers = shape.layers
@@ -217,8 +218,8 @@ def fit_linear(
 def fit_mlp(
     data: Features, shape: CacheShape, config: GateConfig, device: torch.device, progress: Progress
 ) -> Stacked:
-    """Go `epochs` times through all tokens in a new order; the learning rate falls as a cosine,
-    epoch by epoch.
+    """Go through all tokens `epochs` times, each time in a new order; the learning rate falls as a
+    cosine, epoch by epoch.
     """
     generator = torch.Generator().manual_seed(config.seed)
     layers = shape.layers

@@ -1,4 +1,4 @@
-"""What a training of a gate can be set to; needs no PyTorch."""
+"""The settings for training a gate; needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ USED_SETTINGS = {
 
 @dataclass(frozen=True)
 class GateConfig:
-    """The defaults are the authors' settings; a kind refuses the settings that it does not use."""
+    """The settings for one gate. The defaults are the authors'; a kind refuses settings that it
+    does not use.
+    """
 
     kind: str = setting("fastkvzip", f"Kind of gate: {', '.join(KINDS)}.")
     tokens: int = setting(500, "Tokens per context, drawn at random.")
@@ -66,8 +68,8 @@ class GateConfig:
                 )
 
     def resolve(self, shape: CacheShape) -> Self:
-        """Return the settings with numbers instead of None, which leaves the choice to the kind
-        and the model.
+        """Return the settings with numbers in place of None, chosen for the kind of gate and the
+        model.
         """
         width = self.width
         if "width" in USED_SETTINGS[self.kind]:

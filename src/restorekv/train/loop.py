@@ -128,7 +128,7 @@ def train_adapter(
     """
     if not examples:
         raise RestoreKVError("There is nothing to train on; give at least one example.")
-    # The log needs it; a run must not find that out after the first hours of work.
+    # The log needs it, and a run should fail now rather than after hours of preparation.
     import_extra("torch.utils.tensorboard", "train", "Training")
     if model.dtype == torch.float16:
         raise RestoreKVError(
@@ -187,9 +187,10 @@ def _take_steps(
     progress: Progress,
     group: ProcessGroup,
 ) -> None:
-    """Take the steps from `start` on, with a checkpoint every so often and when it is interrupted.
+    """Take the steps from `start` on, with a checkpoint every `checkpoint_every` steps and on an
+    interruption.
 
-    An interrupted step leaves nothing: adapter and optimizer change at its very end, all at once.
+    An interrupted step changes nothing: adapter and optimizer change together, at its very end.
     """
     config = run.config
     done = start
@@ -201,7 +202,8 @@ def _take_steps(
                 # A step changes adapter and optimizer together, or not at all.
                 with checkpoint.hold_signals():
                     _take_optimizer_step(run, step)
-                    # Before its line, which a full disk may refuse: the step is taken.
+                    # Counted before its line is written, which may fail on a full disk: the step
+                    # has been taken.
                     done = step + 1
                     log(
                         step, loss, compute_learning_rate(config, step), time.perf_counter() - begun
@@ -215,7 +217,7 @@ def _take_steps(
         if done > start and group.rank == 0:
             # A launcher repeats the signal, which would interrupt the saving.
             signal_guard = checkpoint.hold_signals() if group.size > 1 else nullcontext()
-            # Where the disk is full, the first error is the one to report.
+            # If the disk is full, the first error is the one to report.
             ignored = () if isinstance(error, KeyboardInterrupt) else (OSError, RestoreKVError)
             with signal_guard, suppress(*ignored):
                 checkpoint.save_checkpoint(folder, run, done)
@@ -232,7 +234,7 @@ def _resume_and_check(
 ) -> int:
     """Load the checkpoint if the run continues, check the setup, and return the step to begin with.
 
-    It changes no file but the store's.
+    Only files of the store are changed.
     """
     start = checkpoint.load_checkpoint(folder, run) if resume else 0
     if resume and not start:
@@ -313,14 +315,16 @@ def make_initial_adapter(
     config: TrainConfig,
     notice: Callable[[str], None] = lambda text: None,
 ) -> RestoreAdapter:
-    """Return an untrained adapter, or the one that `config.init` names, which must have the
-    settings' shape. It may have fewer restore tokens: then further ones are added.
+    """Return an untrained adapter, or the one that `config.init` names.
+
+    The latter must have the shape that the settings say, but may have fewer restore tokens: then
+    further ones are added.
 
     Args:
         model: The model that it is for.
         tokenizer: The model's own.
         config: The settings of the run.
-        notice: Gets a sentence where restore tokens are added.
+        notice: Gets a sentence if restore tokens are added.
 
     Raises:
         AdapterError: The adapter that the settings name does not have the shape that they say.
@@ -345,8 +349,8 @@ def make_initial_adapter(
 
 
 def _name_init_adapter(init: str) -> str:
-    """Return how a record, which may be published, names the adapter that training begins with: in
-    a folder, it is named by the hash of its weights, not by the folder.
+    """Return the name of the adapter that training begins with, for a record that may be published:
+    a local one is named by the hash of its weights, not by its folder.
     """
     if not os.path.isdir(init):
         return init
@@ -373,7 +377,7 @@ def _make_untrained_adapter(
 
 
 def _check_same_shape(adapter: RestoreAdapter, config: TrainConfig) -> None:
-    """Refuse settings that do not name an adapter's shape, which it keeps in further training.
+    """Refuse settings that differ from the adapter's shape, which further training cannot change.
 
     Report all differences in one message.
     """
@@ -435,9 +439,9 @@ def _save_adapter(
 
 
 def inherit_data(before: list[dict], own: list[dict]) -> list[dict]:
-    """Return the rows of data that an adapter was trained on before this run.
+    """Return rows for the data that an adapter was trained on before this run.
 
-    The very same data, trained on again, are named once.
+    Data that this run trains on again, with the very same row in `own`, are left out.
     """
     rows = []
     for row in before:

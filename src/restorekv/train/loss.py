@@ -21,7 +21,8 @@ States = dict[str, Tensor]  # (layers, M, d) each
 
 
 def compute_divergence(teacher: Tensor, student: Tensor, kl: Direction = "symmetric") -> Tensor:
-    """Logits (M, V) of teacher p (detached) and student q -> (M,) float32, in nats.
+    """Return the divergence of student q from teacher p, (M,) float32 in nats, by their logits
+    (M, V).
 
     symmetric: ½ (KL(p‖q) + KL(q‖p)) = ½ Σ (p - q)(log p - log q), which needs no entropy and is
     exactly 0 for equal logits; forward: KL(p‖q); reverse: KL(q‖p).
@@ -64,8 +65,8 @@ def compute_hidden_divergence(
 
 
 def compute_state_distance(teacher: Tensor, student: Tensor) -> Tensor:
-    """States (layers, M, d) -> (M,) float32: squared distance over the teacher's squared length,
-    mean over layers.
+    """Return the squared distance of states (layers, M, d) over the teacher's squared length, mean
+    over layers: (M,) float32.
     """
     teacher = teacher.detach().float()
     student = student.float()
@@ -78,8 +79,9 @@ def compute_state_distance(teacher: Tensor, student: Tensor) -> Tensor:
 def weigh_answer_tokens(lengths: Sequence[int], decay: float) -> Tensor:
     """Return a weight for every answer token, (M,) float32 with mean 1, answer after answer.
 
-    Token t of an answer weighs exp(-t / decay), all tokens the same where `decay` is 0. The first
-    tokens decide what an answer is about; the later ones are predicted after the teacher's own.
+    Token t of an answer weighs exp(-t / decay); if `decay` is 0, all tokens weigh the same. The
+    first tokens decide what an answer is about; later ones are predicted after the teacher's own
+    first tokens.
     """
     if not decay:
         return torch.ones(sum(lengths))
@@ -88,8 +90,8 @@ def weigh_answer_tokens(lengths: Sequence[int], decay: float) -> Tensor:
 
 
 def reduce_losses(losses: Tensor, questions: int, reduction: Reduction) -> Tensor:
-    """(M,) -> scalar. mean: over the answer tokens (Eq. 8); sum: over the tokens, mean over the
-    questions.
+    """Reduce losses (M,) to a scalar. mean: over the answer tokens (Eq. 8); sum: over the tokens of
+    an answer, mean over the questions.
 
     RestoreKV's public code sums (github.com/cvsp-lab/RestoreKV): long answers then weigh more.
     """
@@ -133,7 +135,7 @@ def run_answers(
 
     Args:
         model: Teacher or student, which are the same model.
-        cache: The cache that every row is read after; it stays as it is.
+        cache: The cache that every row is read after; it is not changed.
         rows: Ids of question and answer.
         answer_lengths: How many of a row's ids are the answer.
         record: Names of the layers' states to record: HIDDEN, ATTENTION.

@@ -33,8 +33,8 @@ TIMEOUT = timedelta(minutes=30)
 class ProcessGroup:
     """Processes that run the same steps on different contexts and average their gradients.
 
-    `device` is this process's in the default group of torch.distributed. Without one, this process
-    is alone, and no method does anything.
+    `device` is this process's device in the default group of torch.distributed. Without a device,
+    this process is alone, and no method changes anything.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -99,7 +99,7 @@ class ProcessGroup:
             )
 
     def wait(self) -> None:
-        """Return when all processes are here."""
+        """Wait until all processes have reached this call."""
         if self.size > 1:
             dist.barrier()
 
@@ -149,8 +149,8 @@ def count_processes() -> int:
 
 
 def select_own_device(device: str) -> torch.device:
-    """Return the device of this process; of several on a machine each takes its own GPU, unless a
-    number gives one GPU to all.
+    """Return the device of this process: each of several on a machine takes its own GPU, unless
+    `device` has a number, which gives one GPU to all.
     """
     if count_processes() == 1:
         return parse_device(device)
@@ -166,7 +166,7 @@ def select_own_device(device: str) -> torch.device:
 
 
 def is_shared(device: str) -> bool:
-    """Return whether all processes train on one GPU, as a numbered one says."""
+    """Return whether all processes train on one GPU, which a device with a number means."""
     return count_processes() > 1 and device.startswith("cuda:")
 
 
@@ -190,7 +190,7 @@ def open_process_group(device: torch.device, shared: bool = False) -> Iterator[P
 
     Args:
         device: The device of this process.
-        shared: Whether it is that of the others too.
+        shared: Whether the other processes use the same device.
     """
     if count_processes() == 1:
         yield SINGLE_PROCESS
@@ -223,8 +223,8 @@ def open_process_group(device: torch.device, shared: bool = False) -> Iterator[P
 
 
 def shard_model(model: PreTrainedModel, device: torch.device) -> None:
-    """Spread the decoder layers of `model`, which lies on the CPU, over all processes and moves
-    the rest to `device`.
+    """Spread the decoder layers of `model`, which lies on the CPU, over all processes, and move the
+    rest to `device`.
 
     Layer by layer, so that no GPU ever holds the whole backbone. Embeddings, last norm and LM head
     stay whole; so do LoRA layers, which are put into the model later.
@@ -232,7 +232,7 @@ def shard_model(model: PreTrainedModel, device: torch.device) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    # A process that holds a shard cannot read all weights any more.
+    # Computed now, because a process that holds a shard cannot read all weights any more.
     remember_identity(model)
     backbone = get_backbone(model)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))

@@ -13,7 +13,8 @@ HEADER = "step,loss,lr,seconds\n"
 
 
 def check_folders(folder: Path, resume: bool = False, store: Path | None = None) -> None:
-    """Refuse paths that no run can use, and a folder of other files or of a different run.
+    """Refuse paths that no run can use, and a folder that holds other files or, unless `resume`, a
+    run.
 
     Nothing is made or changed.
     """
@@ -31,11 +32,11 @@ def check_folders(folder: Path, resume: bool = False, store: Path | None = None)
     names: set[str] = set()
     if folder.exists():
         names = {path.name for path in folder.iterdir() if not _is_unfinished(path.name)}
-    # The setup is checked before there is a log, and fills a store inside the folder.
+    # Checking the setup, before there is a log, may have filled a store inside the folder.
     if store is not None and folder.absolute() in store.absolute().parents:
         names.discard(store.absolute().relative_to(folder.absolute()).parts[0])
-    # A log alone is what a run leaves that was killed before its first checkpoint; a new run may
-    # use its folder.
+    # A run that was killed before its first checkpoint leaves only a log; a new run may use its
+    # folder.
     if names and (LOG_FILE not in names or read_log_lines(folder / LOG_FILE) is None):
         raise RestoreKVError(
             f"{folder} holds other files, not a run; choose an empty or a new folder."
@@ -43,7 +44,7 @@ def check_folders(folder: Path, resume: bool = False, store: Path | None = None)
 
 
 def _is_unfinished(name: str) -> bool:
-    """Whether a file may be one that a killed run had begun to write, or the folder's lock."""
+    """Return whether a file may be one that a killed run began to write, or the folder's lock."""
     begins = tuple(f".{written}." for written in (LOG_FILE, CHECKPOINT_FILE))
     return name == ".lock" or (name.startswith(begins) and name.endswith(".tmp"))
 

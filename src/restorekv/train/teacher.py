@@ -2,8 +2,8 @@
 once per context.
 
 Its distributions are kept as last hidden states: the frozen LM head turns them into all logits
-again, exactly, and they are sixty times smaller (2,560 numbers instead of 151,936). With the 256
-likeliest ids and the mass of the others, the loss was 2 to 5 % too low on the tiny model
+again, exactly, and they are sixty times smaller (2,560 numbers instead of 151,936). Keeping only
+the 256 likeliest ids and the mass of the others made the loss 2 to 5 % too low on the tiny model
 (paper/log.md).
 """
 
@@ -26,7 +26,7 @@ from restorekv.train.loss import States, run_answers
 
 @dataclass(frozen=True)
 class TeacherTarget:
-    """What the student shall predict for one question.
+    """What the student should predict for one question.
 
     Args:
         ids: Question and the teacher's answer.
@@ -43,7 +43,7 @@ class TeacherTarget:
 
 @dataclass(frozen=True)
 class Teacher:
-    """`record` names the states of the layers that are kept."""
+    """The model with its full cache, as the teacher; `record` names the layers' states to keep."""
 
     model: PreTrainedModel
     tokenizer: Tokenizer
@@ -56,9 +56,9 @@ class Teacher:
     ) -> list[TeacherTarget]:
         """Return a target for every question of a context.
 
-        Answers that this teacher wrote before (`example.answer_ids`) are taken as they are. A draft
-        whose every id is the argmax of the teacher's logits *is* the greedy answer; other answers
-        are generated.
+        Answers that this teacher wrote before (`example.answer_ids`) are used unchanged. A draft
+        *is* the greedy answer if each of its ids is the argmax of the teacher's logits; other
+        answers are generated.
         """
         # With r = 1 everything stays: the full cache, in the form that questions can share.
         cache = prepared.evict(1)
@@ -129,7 +129,7 @@ class Teacher:
                 states = {name: value[:, part].clone() for name, value in output.states.items()}
                 best = compute_logits(self.model, hidden).argmax(-1).cpu()
                 if {int(best[-1]), int(row[-1])} <= stops:
-                    # If there are several EOS ids, the one that the teacher itself would take.
+                    # Of several EOS ids, use the one that the teacher itself would take.
                     row = torch.cat([row[:-1], best[-1:]])
                 # Greedy: every id of the answer is the likeliest one after those before it.
                 is_greedy = torch.equal(best, row[-count:])

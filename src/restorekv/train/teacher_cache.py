@@ -43,7 +43,7 @@ VERSION = 2
 # What is left free on the disk.
 SPARE_BYTES = 2**30
 # Entries of a model's config that are not hashed: its origin and versions, the dtype, which is
-# recorded by itself, and the attention's implementation, which is replaced.
+# recorded separately, and the attention's implementation, which is replaced.
 IRRELEVANT_SETTINGS = (
     "name_or_path",
     "architectures",
@@ -134,8 +134,8 @@ class TeacherCache:
     are first asked for.
 
     The first `config.keep` pairs of a context and an evictor that are asked for stay in memory. A
-    `store_folder` keeps scores and targets on disk, and with `store_prefill` the full caches too,
-    which only those of small models are small enough for.
+    `store_folder` keeps scores and targets on disk, and with `store_prefill` also the full caches,
+    which are small enough for that with small models only.
     """
 
     def __init__(
@@ -203,7 +203,8 @@ class TeacherCache:
             nonlocal full
             prepared = _score_context(eviction, self.model, self.tokenizer, context)
             full = prepared.full
-            # As a file holds them: an evictor of the user's may give others, and pin with infinity.
+            # Finite float32, as in a file: a user's evictor may return another dtype, and pin
+            # columns with infinity.
             limits = torch.finfo(torch.float32)
             return {"scores": prepared.scores.float().clamp(limits.min, limits.max)}
 
@@ -280,7 +281,7 @@ def _score_context(
 def describe_teacher(model: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, object]:
     """Return what prefill, scores and answers depend on, except the text."""
     settings = model.config.get_text_config().to_diff_dict()
-    # What an origin says, such as a path, does not decide what the model computes.
+    # An origin, such as a path, does not decide what the model computes.
     config = {
         key: value for key, value in settings.items() if key.strip("_") not in IRRELEVANT_SETTINGS
     }
@@ -327,7 +328,7 @@ def _unpack_cache(model: PreTrainedModel, tensors: Tensors, positions: int) -> D
         full.update(keys, values, index)
     for layer in list_dense_layers(full):
         if isinstance(layer, RecentLayer):
-            # What `update` cut off came before, so that the columns held are the text's last ones.
+            # `update` has cut off earlier columns, so those held are the last ones of the text.
             assert layer.keys is not None, "filled above"
             layer.first = positions - layer.keys.shape[-2]
     return full
