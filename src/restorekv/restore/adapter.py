@@ -89,7 +89,7 @@ class RestoreAdapter(nn.Module):
         # In a tuple, so that nn.Module does not register both as submodules.
         self._models = (model, adapted)
         # The folder that it was loaded from. Its README.md may name a license, which is looked up
-        # when the adapter is trained on, saved or published.
+        # when the adapter is trained further, saved or published.
         self._folder: Path | None = None
 
     @classmethod
@@ -181,7 +181,7 @@ class RestoreAdapter(nn.Module):
         """Load an adapter.
 
         Warn if it was trained on other weights of this model, or for an evictor other than
-        `evictor`. Its license is looked up when it is trained on, saved or published.
+        `evictor`. Its license is looked up when it is trained further, saved or published.
 
         Args:
             model: The model that it was trained for.
@@ -190,10 +190,10 @@ class RestoreAdapter(nn.Module):
             revision: A revision of the hub's repository.
             token: For a private repository.
             cache_dir: Where the hub's client keeps the files; its own cache unless given.
-            identity: The model's, where it is known already.
+            identity: The model's identity, if it is already known.
 
         Raises:
-            AdapterError: For an adapter that is missing, damaged or for a different model.
+            AdapterError: The adapter is missing, damaged or for a different model.
         """
         identity = identity or identify_model(model)
         folder = fetch_adapter(name, revision, token, cache_dir, identity)
@@ -227,7 +227,7 @@ class RestoreAdapter(nn.Module):
 
     @property
     def knows_ratio(self) -> bool:
-        """Whether the restore pass depends on the ratio: each ratio needs its own."""
+        """Whether the restore pass depends on the ratio, so that each ratio needs its own pass."""
         return self.ratio_vectors is not None
 
     @property
@@ -256,7 +256,7 @@ class RestoreAdapter(nn.Module):
                 f"The adapter was not trained to work with {count} of its {self.restore_tokens} "
                 "restore tokens (train it with --nested); expect worse answers."
             )
-        # What was measured, was measured with all of the tokens.
+        # The results were measured with all of the tokens.
         card = replace(self.card, restore_tokens=count, results=None)
         # The same LoRA: the restore pass is causal, so the first tokens do not see the others.
         return self._with_tokens(torch.arange(count), card)
@@ -269,11 +269,11 @@ class RestoreAdapter(nn.Module):
         n do not see the others (the pass is causal): truncated to n, it is this adapter again until
         it is trained.
 
-        What was trained and measured with n tokens says nothing of the result, so its record has
-        no settings and no measurements. Data and license stay, as those of what it began with.
+        Settings and measurements with n tokens say nothing about the result, so its record has
+        none. Data and license stay, since they are those of the adapter that it began with.
 
         Raises:
-            AdapterError: For fewer than the adapter's n.
+            AdapterError: `count` is lower than the adapter's n.
         """
         n = self.restore_tokens
         if count < n:
@@ -283,8 +283,7 @@ class RestoreAdapter(nn.Module):
         if count == n:
             return self
         source = torch.arange(count) % n
-        # A copy of a published adapter gets its license by its source, which the result does not
-        # name any more.
+        # A copy of a published adapter gets its license by its source, which is removed below.
         self._look_up_license()
         card = replace(
             self.card,
@@ -299,7 +298,7 @@ class RestoreAdapter(nn.Module):
         return self._with_tokens(source, card)
 
     def _with_tokens(self, source: Tensor, card: AdapterCard) -> RestoreAdapter:
-        """Return an adapter with the same LoRA whose token i reads what token `source[i]` reads."""
+        """Return an adapter with the same LoRA; its token i is a copy of token `source[i]`."""
         source = source.to(self.embeddings.device)
         embeddings = self.embeddings.detach()[source].clone()
         vectors = None
@@ -317,7 +316,7 @@ class RestoreAdapter(nn.Module):
             self.ratio_vectors = nn.Parameter(torch.zeros_like(self.embeddings))
 
     def make_inputs(self, ratio: float | Fraction | None = None) -> Tensor:
-        """Return what the restore tokens read at a ratio, (n, d) float32."""
+        """Return the input embeddings of the restore tokens at a ratio, (n, d) float32."""
         if self.ratio_vectors is None:
             return self.embeddings
         if ratio is None:
@@ -339,10 +338,10 @@ class RestoreAdapter(nn.Module):
                 needs it.
 
         Raises:
-            AdapterError: The model has got adapters of PEFT since this one was made, or `ratio` is
-                missing.
+            AdapterError: The model was given adapters of PEFT after this one was made, or `ratio`
+                is missing.
         """
-        # Both may have changed since the adapter was made.
+        # The model's PEFT layers and its attention may have changed since the adapter was made.
         refuse_other_adapters(self.model)
         if any(isinstance(layer, CompressedLayer) for layer in cache.layers):
             # No other attention can read such a layer.
@@ -386,8 +385,8 @@ class RestoreAdapter(nn.Module):
             restore_from: What the restore pass read, "full" or "evicted".
             settings: The settings of the training.
             data: One row for each source.
-            license: By the hub's name; unless given, it is inherited from the data and from the
-                adapter that training began with.
+            license: The license by the hub's name; unless given, it is inherited from the data, the
+                base model and the adapter that training began with.
             separator: The text between document and question.
         """
         self._look_up_license()
@@ -433,11 +432,11 @@ class RestoreAdapter(nn.Module):
         Args:
             results: Rows with benchmark, ratio, base, restored, full and more.
             helps_up_to: The highest ratio at which restoring did no harm; "auto" restores nothing
-                above it. None leaves what the card says.
+                above it. None keeps what the card says.
             also_for: Specs of other evictors whose caches the adapter restores about as well as one
-                of their own; they use it without a warning. None leaves what the card says.
-            helps_from: The lowest ratios at which restoring does no harm, for those of these
-                evictors that it harms below; "auto" restores nothing there. None leaves what the
+                of their own; they use it without a warning. None keeps what the card says.
+            helps_from: By evictor of `also_for`, the lowest ratio at which restoring did no harm,
+                if it did harm below that; "auto" restores nothing below it. None keeps what the
                 card says.
         """
         if helps_up_to is None:
@@ -482,7 +481,7 @@ class RestoreAdapter(nn.Module):
         return to_plain_json(identity)
 
     def to_stored(self, dtype: torch.dtype = torch.float32) -> StoredAdapter:
-        """Return what a file holds; `dtype` is that of the LoRA weights in it."""
+        """Return the adapter as its files hold it, with LoRA weights of `dtype`."""
         lora = {
             name: value.detach().to("cpu", dtype) for name, value in self.lora_parameters.items()
         }
@@ -517,15 +516,15 @@ class RestoreAdapter(nn.Module):
             private: Whether only the owner may see the repository.
             token: A token for the hub; the one of `hf auth login` unless given.
             dtype: The dtype of the LoRA weights in the file.
-            license: By the hub's name; the recorded one unless given.
+            license: The license by the hub's name; the recorded one unless given.
             commit_message: The message of the commit.
 
         Returns:
             The address of the commit.
 
         Raises:
-            AdapterError: When the hub refuses or cannot be reached, and for a license that allows
-                more than the record.
+            AdapterError: The hub refuses or cannot be reached, or the license allows more than the
+                recorded one.
         """
         self._look_up_license()
         return publish.push_adapter(
@@ -570,16 +569,14 @@ class RestoreAdapter(nn.Module):
                 )
 
     def _look_up_license(self) -> None:
-        """Add the license that only the files next to the weights name; see
-        `publish.add_license`.
-        """
+        """Add to the card a license that the adapter's files name; see `publish.add_license`."""
         if self._folder is not None:
             self.card = publish.add_license(self.card, self._folder)
             self._folder = None
 
 
 def make_card(n: int, identity: ModelIdentity) -> AdapterCard:
-    """Return the card of an untrained adapter with n restore tokens, of the model identified."""
+    """Return the card of an untrained adapter with n restore tokens for the model of `identity`."""
     is_local = identity.name not in MODEL_NAMES and Path(identity.name).exists()
     base = base_weights.describe_base(identity)
     return AdapterCard(restore_tokens=n, local=is_local, **base)

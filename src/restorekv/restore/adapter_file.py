@@ -6,8 +6,8 @@ restore_embeddings.safetensors                   "restore_embeddings" (n, d), an
 restorekv.json                                   the record of its training, with checksums
 README.md                                        the model card
 
-Adapters that other programs wrote lack the record. Only publishing reads the model card, for a
-license.
+Adapters that other programs wrote lack the record. The model card is read only by `publish`, which
+looks for a license in it.
 """
 
 import errno
@@ -59,12 +59,12 @@ class AdapterCard:
         weights: See base_weights.py.
         separator: The text between document and question in training.
         helps_up_to: The highest ratio at which a cache restored by it was no further from the full
-            one than without, on texts kept out of training.
+            one than an unrestored cache was, on texts kept out of training.
         also_for: Specs of evictors that it was not trained for, whose caches it restores about as
             well as their own adapter, or better, on texts kept out of training.
-        helps_from: By evictor of `also_for`, the lowest ratio at which it was no further from the
-            full cache than without.
-        knows_ratio: Whether the restore pass depends on the ratio, by ratio vectors.
+        helps_from: By evictor of `also_for`, the lowest ratio at which a restored cache was no
+            further from the full one than an unrestored cache was.
+        knows_ratio: Whether the restore pass depends on the ratio, through ratio vectors.
     """
 
     model: str
@@ -111,7 +111,7 @@ class AdapterCard:
     def find_helpful_ratios(self, evictor: str) -> tuple[float, float]:
         """Return the lowest and the highest ratio at which "auto" restores an evictor's caches.
 
-        The highest is what was measured, else the training's highest.
+        The highest is the measured one, or else the highest ratio of the training.
         """
         lowest = (self.helps_from or {}).get(evictor, 0.0)
         highest = self.helps_up_to
@@ -157,7 +157,7 @@ class StoredAdapter:
 
 
 def to_plain_json(value: Any) -> Any:
-    """Return `value` as JSON would bring it back; raise AdapterError for what JSON cannot hold."""
+    """Return `value` as it comes back from JSON; raise AdapterError for what JSON cannot hold."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
@@ -170,8 +170,8 @@ def to_plain_json(value: Any) -> Any:
 
 
 def write_adapter(folder: Path, stored: StoredAdapter, readme: str | None = None) -> None:
-    """Replace an older adapter as a whole; without a `readme`, keep its README.md. Refuse a folder
-    with a different kind of adapter.
+    """Write an adapter, which replaces an older one as a whole; without a `readme`, keep its
+    README.md. Refuse a folder with a different kind of adapter.
     """
     ours = (CARD, EMBEDDINGS)
     if (folder / CONFIG).exists() and not any(locate_file(folder, name).exists() for name in ours):
@@ -179,9 +179,9 @@ def write_adapter(folder: Path, stored: StoredAdapter, readme: str | None = None
             f"{folder} holds an adapter that restores nothing, such as a LoRA of PEFT; choose "
             "another folder."
         )
-    # All files are completed in a folder of this process. The moment that folder is called PENDING,
-    # they are the adapter, wherever a process dies. Then they are moved to the adapter's folder, by
-    # this process or by the next one that writes there. Readers look into PENDING first.
+    # All files are completed in a folder of this process. Once that folder is renamed to PENDING,
+    # they are the adapter, even if the process dies. Then they are moved to the adapter's folder,
+    # by this process or by the next one that writes there. Readers look into PENDING first.
     try:
         folder.mkdir(parents=True, exist_ok=True)
         fresh = files.make_temporary_name(folder / "adapter")
@@ -202,7 +202,7 @@ def write_adapter(folder: Path, stored: StoredAdapter, readme: str | None = None
 def _write_files(fresh: Path, stored: StoredAdapter, readme: str | None) -> None:
     """Write every file of an adapter."""
     stored.config.save_pretrained(str(fresh))
-    # PEFT writes the file; sorted, the same adapter has the same bytes.
+    # PEFT writes the file. It is sorted here, so that the same adapter has the same bytes.
     config = json.loads((fresh / CONFIG).read_text(encoding="utf-8"))
     if isinstance(config.get("target_modules"), list):
         config["target_modules"].sort()  # a set, in a different order in every process
@@ -367,7 +367,7 @@ def _parse_config(folder: Path, raw: bytes, lora: dict[str, Tensor]) -> LoraConf
 
 
 def _read_card(folder: Path, raw: dict[str, bytes]) -> AdapterCard | None:
-    """Return the card, after comparing the checksums; None where there is no restorekv.json."""
+    """Return the card, after comparing the checksums; None if there is no restorekv.json."""
     path = locate_file(folder, CARD)
     if not os.path.lexists(path):
         return None

@@ -52,12 +52,13 @@ def fetch_adapter(
         revision: A revision of the hub's repository; a folder has none.
         token: For a private repository.
         cache_dir: Where the hub's client keeps the files; its own cache unless given.
-        identity: That of the model, if known: the error of a wrong name shows the right ones.
+        identity: The model's identity, if known: the error for a wrong name then lists the right
+            ones.
 
     Raises:
-        AdapterError: Where there is none of these.
+        AdapterError: `name` is none of these, or has no revisions and `revision` is given.
     """
-    if os.path.isdir(name):  # False, where pathlib raises, for a name too long for a path
+    if os.path.isdir(name):  # False for a name too long for a path; pathlib would raise
         if revision is not None:
             raise AdapterError(
                 f"{name} is a folder and has no revision {revision!r}; leave it out or pass a hub "
@@ -81,7 +82,7 @@ def fetch_adapter(
             allow_patterns=[*FILES],
         )
     except Exception as error:
-        # A malformed id, no network and no such repository raise a dozen kinds.
+        # A malformed id, no network and no such repository raise a dozen kinds of errors.
         at = f" at revision {revision!r}" if revision else ""
         choices = explain_unknown_adapter(str(name), identity)
         raise AdapterError(
@@ -92,7 +93,8 @@ def fetch_adapter(
 
 
 def recognize_copy(card: AdapterCard, name: str | Path, folder: Path) -> AdapterCard:
-    """Return the card of an adapter without a record; a copy of an authors' one names its source.
+    """Return the card of an adapter without a record, with source and evictor if the adapter is a
+    copy of one of the authors'.
 
     A copy is recognized by the name of a folder on its path: the authors' repository, or the folder
     that the hub's cache makes of it.

@@ -1,7 +1,7 @@
 """Licenses of adapters: the hub's names for them, and how an adapter inherits one from its data
 and its base model.
 
-Only training and publishing come here; loading an adapter does not. None of this is legal advice.
+Only training and publishing use this; loading an adapter does not. None of this is legal advice.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from restorekv.restore.adapter_file import AdapterCard
 
 UNKNOWN = "unknown"
 GEMMA = "gemma"
-# Types of models under Google's Gemma terms, which later generations are not under.
+# Types of models under Google's Gemma terms; later generations have other licenses.
 GEMMA_TYPES = frozenset("gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text".split())
 PERMISSIVE = frozenset(
     "apache-2.0 mit curl bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 isc ncsa "
@@ -42,8 +42,8 @@ ALIASES = {
 
 
 def normalize_license(license: str) -> str:
-    """Return the hub's name, cc-by-nc-4.0 for "CC BY-NC 4.0"; a license that the hub does not know
-    keeps its name.
+    """Return the hub's name of a license, such as cc-by-nc-4.0 for "CC BY-NC 4.0"; a license that
+    the hub does not know keeps its name.
     """
     # Case and separators differ between sources; the hub writes names with hyphens.
     name = "-".join(license.lower().replace("_", " ").split())
@@ -64,7 +64,7 @@ def forbids_commercial_use(license: str | None) -> bool:
 
 
 def list_licenses(data: list[dict] | None) -> list[str]:
-    """Return the licenses that rows of a record of data name, "unknown" for a row without one."""
+    """Return the licenses that the rows of a data record name; "unknown" for a row without one."""
     licenses = []
     for row in data or ():
         named = row.get("license")
@@ -96,8 +96,8 @@ def count_by_license(data: list[dict] | None) -> list[dict[str, object]]:
 def combine_licenses(licenses: Iterable[str]) -> str:
     """Return the license of an adapter that was trained on data under these licenses.
 
-    It is a non-commercial one if there is one; apache-2.0 where all are permissive; the only one
-    that is not permissive; else "unknown".
+    It is a non-commercial one if there is any; else apache-2.0 if all are permissive; else the one
+    that is not permissive, if there is just one and its name is known; else "unknown".
     """
     names = set(licenses)
     restrictive = names - PERMISSIVE
@@ -128,8 +128,10 @@ def find_base_license(card: AdapterCard) -> str | None:
 
 
 def inherit_license(card: AdapterCard, data: list[dict] | None) -> str | None:
-    """Return the license after training on `data`: it keeps to what the license of the adapter that
-    training began with, recorded in `card`, does not allow.
+    """Return the license of an adapter that was trained on `data`, or None if nothing is known.
+
+    It also respects the base model's license and that of the adapter that training began with,
+    which `card` describes.
     """
     licenses = list_licenses(data)
     base = find_base_license(card)
@@ -143,6 +145,8 @@ def inherit_license(card: AdapterCard, data: list[dict] | None) -> str | None:
 
 
 def find_noncommercial_license(card: AdapterCard) -> str | None:
-    """Return what forbids commercial use: the adapter's own license or one of its data's."""
+    """Return a license that forbids commercial use, the adapter's own or one of its data's, or
+    None.
+    """
     licenses = (card.license, *list_licenses(card.data))
     return next(filter(forbids_commercial_use, licenses), None)

@@ -29,8 +29,8 @@ from restorekv.restore.choices import LARGEST_ALPHA
 NAME = "restorekv"  # of the adapter in PEFT's layers
 LORA_A = ".lora_A.weight"
 LORA_B = ".lora_B.weight"
-# The settings of PEFT that a restore adapter may have; of the others, some import modules or open
-# other files.
+# The settings of PEFT that a restore adapter may have. Others must be off: some import modules or
+# open other files.
 TYPES = {
     "r": int,
     "lora_alpha": float,
@@ -51,22 +51,22 @@ DESCRIBING = ("peft_type", "peft_version", "auto_mapping", "megatron_core", "qal
 
 
 def parse_lora_config(entries: dict[str, Any], lora: dict[str, Tensor]) -> LoraConfig:
-    """Return the config that adapter_config.json describes; raise ValueError where it and the
-    tensors differ.
+    """Return the config that adapter_config.json describes; raise ValueError if it is not a restore
+    adapter's or does not fit the tensors.
     """
     defaults = LoraConfig()
     for name, value in entries.items():
         if name in TYPES or name in SELECTING or name in DESCRIBING:
             continue
-        # Settings that PEFT writes and this project does not use are ignored where they are off.
+        # Settings that PEFT writes and this project does not use are ignored if they are off.
         if value and value != getattr(defaults, name, None):
             raise ValueError(f"{name} is set, which restore adapters do not use")
     known = {name: entries[name] for name in TYPES if name in entries}
     for name, value in known.items():
         if not matches_type(value, TYPES[name]):
             raise ValueError(f"{name} has the wrong type")
-    # PEFT takes some of the names for regular expressions, and a stranger's could run for years.
-    # Layers that are chosen by more than a list of names become the list of those with tensors.
+    # PEFT takes some of the names for regular expressions, and one of a stranger's file could run
+    # for years. If layers are chosen by more than a list of names, list those that have tensors.
     is_pattern = isinstance(known.get("target_modules"), str)
     if is_pattern or any(entries.get(name) for name in SELECTING):
         known["target_modules"] = sorted(
@@ -86,10 +86,11 @@ def parse_lora_config(entries: dict[str, Any], lora: dict[str, Tensor]) -> LoraC
 
 
 def _check_ranks(config: LoraConfig, lora: dict[str, Tensor]) -> None:
-    """Refuse tensors whose ranks the config does not name.
+    """Refuse tensors with ranks that the config does not name, and ranks above all tensors'.
 
-    A (r, in) and B (out, r) of every layer have a rank of the config. Its largest rank is that of a
-    layer, because PEFT makes layers of it before the tensors are compared with them.
+    A (r, in) and B (out, r) of every layer must have a rank of the config. The config's largest
+    rank must be that of a layer, because PEFT allocates layers of that rank before the tensors are
+    compared with them.
     """
     ranks = {config.r, *(config.rank_pattern or {}).values()}
     layers = set()
@@ -111,7 +112,7 @@ def _check_ranks(config: LoraConfig, lora: dict[str, Tensor]) -> None:
 
 
 def check_lora_fit(name: object, model: PreTrainedModel, lora: dict[str, Tensor]) -> None:
-    """Refuse tensors for other layers than the model's, before PEFT makes layers of their rank."""
+    """Refuse tensors that do not fit the model's layers, before PEFT makes layers of their rank."""
     for key, value in lora.items():
         # The layer's path, before lora_A or lora_B.
         path = key.rsplit(".", 2)[0]
@@ -140,8 +141,8 @@ def attach_lora(
     refuse_other_adapters(model)
     adapted = make_twin(model)
     try:
-        # PEFT freezes what it finds, and draws weights, on the CPU; the flags and the random state
-        # of the program stay as they are.
+        # PEFT freezes the model's weights and draws new ones on the CPU; the program's gradient
+        # flags and random state must not change.
         with (
             keep_gradient_flags(model),
             _take_targets_as_named(adapted),
@@ -160,7 +161,7 @@ def attach_lora(
     _drop_other_parts(adapted, layers)
     _check_targets(model, config, layers)
     _check_replaced_functions(model, adapted)
-    # Its modules have their own modes, which do not follow the model's.
+    # The twin's modules have their own training mode, which does not follow the model's.
     adapted.eval()
     for layer in layers.values():
         for part in (layer.lora_A[NAME], layer.lora_B[NAME]):
@@ -170,7 +171,7 @@ def attach_lora(
 
 @contextmanager
 def keep_gradient_flags(model: nn.Module) -> Iterator[None]:
-    """Give every weight its own `requires_grad` back at the end of the block."""
+    """Restore the `requires_grad` of every weight at the end of the block."""
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         yield
@@ -180,7 +181,7 @@ def keep_gradient_flags(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_other_adapters(model: PreTrainedModel) -> None:
-    """Refuse a model with PEFT's layers of other adapters, which a twin made without them lacks."""
+    """Refuse a model with PEFT's layers of other adapters, which a twin made earlier lacks."""
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise AdapterError("The model carries PEFT adapters already; merge or unload them first.")
 
@@ -190,9 +191,9 @@ def _take_targets_as_named(adapted: PreTrainedModel) -> Iterator[None]:
     """Let PEFT put LoRA on the linear layers that the targets name, and on nothing else, in the
     block.
 
-    Of models whose experts transformers 5 holds in one tensor, PEFT 0.21 takes "gate_proj" for a
-    part of that tensor: other layers of that name get no LoRA, ranks change, and no adapter's file
-    describes the result. It knows such a model by its type.
+    In models with experts that transformers 5 holds in one tensor, PEFT 0.21 takes "gate_proj" for
+    a part of that tensor: other layers of that name get no LoRA, ranks change, and no adapter's
+    file describes the result. PEFT recognizes such a model by its type, which is hidden here.
     """
     own_config = adapted.config
     config: Any = copy.copy(own_config)
@@ -216,13 +217,13 @@ def _drop_other_parts(adapted: PreTrainedModel, layers: dict[str, Any]) -> None:
 
 
 def _check_targets(model: PreTrainedModel, config: LoraConfig, layers: dict[str, Any]) -> None:
-    """Refuse a target that is not the name of a layer; PEFT needs only one that is."""
+    """Refuse a target that is not the name of a layer; PEFT itself is content if one of them is."""
     if not isinstance(config.target_modules, set | list):
         return
     for name in sorted(config.target_modules):
         if not any(f".{path}".endswith(f".{name}") for path in layers):
-            # The others may be there: experts, for one, are not linear layers, and attention has
-            # some.
+            # The message names the targets that were found: in a model with experts, for example,
+            # those of attention.
             found = sorted({path.rpartition(".")[2] for path in layers})
             such = f", such as {', '.join(found)}" if found else ""
             raise AdapterError(
@@ -232,10 +233,10 @@ def _check_targets(model: PreTrainedModel, config: LoraConfig, layers: dict[str,
 
 
 def _check_replaced_functions(model: PreTrainedModel, adapted: PreTrainedModel) -> None:
-    """Refuse a module whose forward pass a different program has replaced in such a way that the
-    twin would run the model's own layers, without LoRA.
+    """Refuse a module if another program has replaced its forward pass in such a way that the twin
+    would run the model's own layers, without LoRA.
     """
-    # The restore pass runs this part alone.
+    # The restore pass runs the backbone only.
     running = set(get_backbone(model).modules())
     for path, module in model.named_modules():
         if module not in running:
@@ -258,12 +259,12 @@ def make_twin(module: nn.Module) -> Any:
     """Return a copy of the tree of modules that shares every parameter, buffer and hook, in half a
     millisecond.
 
-    A function that was set on a module and runs it, as accelerate, Liger and torch.compile do, runs
-    the twin's module there; what was compiled runs as it was before.
+    accelerate, Liger and torch.compile set functions on a module that run this module. In the twin
+    such a function runs the twin's module; a compiled one is replaced by what was compiled.
     """
     twins: dict[int, nn.Module] = {}  # by the id of the module that each is a copy of
     twin = _copy_modules(module, twins)
-    # Once all of them are there: a function may run a module other than its own.
+    # After all modules are copied: a function may run a module other than the one that it is on.
     for copied in twin.modules():
         for name, value in vars(copied).items():
             if callable(value):
@@ -284,7 +285,7 @@ def _copy_modules(module: nn.Module, twins: dict[int, nn.Module]) -> nn.Module:
 
 
 def _bind_to_twins(function: Any, twins: dict[int, nn.Module]) -> Any:
-    """Return a function of modules as the function of their twins; any other as it is."""
+    """Return a function that runs modules as one that runs their twins; any other is unchanged."""
     if isinstance(function, MethodType):
         owner = twins.get(id(function.__self__))
         return function if owner is None else MethodType(function.__func__, owner)
@@ -297,7 +298,8 @@ def _bind_to_twins(function: Any, twins: dict[int, nn.Module]) -> Any:
         bound = partial(inner, *arguments, **function.keywords)
         vars(bound).update(vars(function))
         return bound
-    # Of torch.compile; functools.wraps copies the attributes to functions that are not its own.
+    # torch.compile marks its functions with these attributes; functools.wraps copies them to
+    # functions that are not torch.compile's.
     compiled = getattr(function, "_torchdynamo_orig_callable", None)
     is_own = getattr(function, "_torchdynamo_wrapper_id", id(function)) == id(function)
     return _bind_to_twins(compiled, twins) if compiled is not None and is_own else function

@@ -1,5 +1,5 @@
-"""The model card of an adapter (README.md) from what restorekv.json and the LoRA config record, and
-the license in one.
+"""Makes the model card (README.md) of an adapter from its restorekv.json and LoRA config, and reads
+the license that a model card names.
 
 The last line of a card is a checksum of the rest, so that a card which a person wrote or changed is
 recognized and kept.
@@ -36,8 +36,8 @@ from restorekv.restore.licenses import (
 from restorekv.spec import drop_gate, split_specs
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
-# The data source whose parts paper/results/corpus.md names, by its hash: a corpus of anybody else
-# has the same title.
+# The data source with the parts that paper/results/corpus.md names. It is recognized by its hash,
+# since anybody else's corpus has the same title.
 MANY_GENRES = "Corpus of many genres (41 files, ea14c13fa8dcb481,"
 PLACEHOLDER = "OWNER/NAME-OR-FOLDER"
 SEAL = "<!-- written by restorekv, {} -->\n"
@@ -83,9 +83,9 @@ def _make_seal(body: str) -> str:
 
 
 def render_card(card: AdapterCard, config: LoraConfig, name: str = PLACEHOLDER) -> str:
-    """Return the whole README.md; `name` is what users are shown how to load."""
+    """Return the whole README.md; `name` is what the example in it loads."""
     # How often a run writes checkpoints does not decide what it learns. Neither does the length of
-    # generated answers where training generated none.
+    # generated answers if training generated none.
     unimportant = {"keep", "checkpoint_every"}
     if card.data and all(row.get("answers") for row in card.data):
         unimportant.add("max_new_tokens")
@@ -154,7 +154,7 @@ def make_front_matter(card: AdapterCard, config: LoraConfig) -> ModelCardData:
 
 
 def is_on_hub(card: AdapterCard) -> bool:
-    """Return whether others find the base model on the hub; for records without `local`, this
+    """Return whether others can find the base model on the hub; for records without `local`, this
     machine's disk decides.
     """
     is_local = card.local
@@ -173,8 +173,8 @@ def is_hub_name(name: str) -> bool:
 
 
 def _find_first_evictor(card: AdapterCard) -> str:
-    """Return the spec of the evictor that the adapter was trained for, of several the first; "" if
-    none is recorded.
+    """Return the spec of the evictor that the adapter was trained for, or the first of several; ""
+    if none is recorded.
     """
     specs = split_specs(card.evictor or "")
     return specs[0] if specs else ""
@@ -184,7 +184,7 @@ def _make_usage_arguments(card: AdapterCard, name: str) -> dict[str, object]:
     """Return the arguments of `compress` in the card's example, with a ratio near 0.1."""
     low, high = card.ratio_range or (0.1, 0.1)
     return {
-        # The file of a gate is the user's own.
+        # The file of a gate is only on the machine of whoever trained the adapter.
         "evictor": drop_gate(_find_first_evictor(card) or "kvzip"),
         "ratio": min(max(0.1, low), high),
         "adapter": name,
@@ -192,7 +192,9 @@ def _make_usage_arguments(card: AdapterCard, name: str) -> dict[str, object]:
 
 
 def _find_changed_settings(card: AdapterCard) -> dict[str, object]:
-    """Return the fields of `CompressionConfig` that the card says and that are not the defaults."""
+    """Return the fields of `CompressionConfig` that the card records with values other than the
+    defaults.
+    """
     defaults = {"prefix_policy": "free", "allocation": "global", "restore_from": "full"}
     changed: dict[str, object] = {}
     for name, default in defaults.items():

@@ -31,11 +31,12 @@ from restorekv.spec import split_specs
 
 AUTHORS_LICENSE = "cc-by-nc-4.0"  # of all four published adapters, by their model cards
 README_LIMIT = 1 << 20  # bytes
-# What a row of results says only where it is not the usual: how the adapter was used ...
+# Fields that a row of results has only if they are unusual: how the adapter was used, if not as in
+# its training ...
 CONVENTIONS = ("prefix_policy", "allocation", "restore_from")
-# ... and how a cell held its cache.
+# ... and how a cell held its cache, if not as here.
 HELD = {"kv_dtype": "model", "streaming_chunk": 0, "max_context": 0}
-# What every row of results says, because no value of it is the usual one.
+# Fields that every row of results has, because none of their values is the usual one.
 MEASURED_WITH = ("dtype", "on_small_budget")
 # What `record_results` writes into a card.
 MEASUREMENTS = ("results", "helps_up_to", "also_for", "helps_from")
@@ -45,10 +46,10 @@ MEASUREMENTS = ("results", "helps_up_to", "also_for", "helps_from")
 
 
 def add_license(card: AdapterCard, folder: Path) -> AdapterCard:
-    """Return the card with the license that only the folder's README.md names.
+    """Return the card with the license of the folder's README.md, if that license counts.
 
-    That license counts where the record has none, and where it forbids commercial use. A copy of an
-    authors' adapter without a README.md has theirs.
+    It counts if the record has no license, or if it forbids commercial use. If neither has one, a
+    copy of an authors' adapter has the authors' license.
     """
     license = None
     readme = folder / README
@@ -119,7 +120,7 @@ def decide_license(
 def save_adapter(folder: Path, stored: StoredAdapter) -> None:
     """Write the adapter with its model card; keep a README.md that a person wrote, with a warning.
 
-    What the folder says was measured stays, unless there are new results, if it is of the same
+    Without new results, the measurements recorded in the folder stay, if they are of the same
     weights and evictor.
     """
     card = stored.get_card()
@@ -138,8 +139,8 @@ def save_adapter(folder: Path, stored: StoredAdapter) -> None:
 
 
 def _find_measurements(folder: Path, stored: StoredAdapter) -> dict[str, Any]:
-    """Return the fields of the folder's record that were measured, if it is of the same weights and
-    evictor.
+    """Return the measurements in the folder's record, if it is of the same weights and evictor, or
+    else nothing.
     """
     if not (folder / adapter_file.CARD).is_file():
         return {}
@@ -165,15 +166,14 @@ def prepare_upload(
     Args:
         repo: The name of the repository, OWNER/NAME.
         stored: The adapter.
-        license: The publisher's; the record decides unless given.
+        license: The publisher's license; the record decides unless given.
         readme: The user's own card, instead of a generated one.
 
     Returns:
         The adapter under its license, and its README.md.
 
     Raises:
-        AdapterError: For a name of a different form, and for a license that allows more than the
-            record.
+        AdapterError: The name has a different form, or the license allows more than the record.
     """
     if not model_card.is_hub_name(repo):
         raise AdapterError(f"{repo!r} is not a name for a repository on the hub; pass OWNER/NAME.")
@@ -191,7 +191,7 @@ def prepare_upload(
 
 def drop_local_paths(stored: StoredAdapter) -> StoredAdapter:
     """Return the adapter without the folders of this machine, which may name people and customers:
-    of a local model, gate, adapter or file of a benchmark the last part of the path stays.
+    of the path of a local model, gate, adapter or benchmark file, only the last part stays.
     """
     card = stored.get_card()
     config = stored.config
@@ -221,13 +221,13 @@ def _name_last_part(path: str) -> str:
 
 
 def _is_local(name: str) -> bool:
-    """Return whether a name is a path rather than that of a repository of the hub."""
+    """Return whether a name is a path rather than the id of a repository on the hub."""
     return os.path.exists(name) or not model_card.is_hub_name(name)
 
 
 def _shorten_paths(spec: Any) -> Any:
-    """Return one or several specs, such as lines:path=/home/me/mine.jsonl, with the last part alone
-    of every path among their settings.
+    """Return one or several specs, such as lines:path=/home/me/mine.jsonl, with every local path in
+    their settings reduced to its last part.
     """
     if not isinstance(spec, str):
         return spec
@@ -253,14 +253,14 @@ def push_adapter(
 ) -> str:
     """Upload the adapter with its card; create the repository if needed.
 
-    A card on the hub that a person wrote or changed stays.
+    A card on the hub that a person wrote or changed stays, unless `readme` is given.
 
     Args:
         repo: The name of the repository, OWNER/NAME.
         stored: The adapter.
         private: Whether only the owner may see the repository.
         token: A token for the hub; the one of `hf auth login` unless given.
-        license: The publisher's; the record decides unless given.
+        license: The publisher's license; the record decides unless given.
         readme: The user's own card, instead of a generated one.
         commit_message: The message of the commit.
 
@@ -268,14 +268,15 @@ def push_adapter(
         The address of the commit.
 
     Raises:
-        AdapterError: When the hub refuses or cannot be reached.
+        AdapterError: The hub refuses or cannot be reached, or the repository is public and
+            `private` is asked for; or as for `prepare_upload`.
     """
     stored, text = prepare_upload(repo, stored, license, readme)
     with tempfile.TemporaryDirectory() as folder, _explain_hub_errors(repo):
         adapter_file.write_adapter(Path(folder), stored, text)
         api = HfApi(token=token)
         api.create_repo(repo, private=private or None, exist_ok=True)
-        # Files of a public repository are public at once.
+        # In a public repository, the files would be public at once.
         if private and not api.model_info(repo).private:
             raise AdapterError(
                 f"{repo} exists and is public; make it private on the hub or choose another name."
@@ -315,7 +316,7 @@ def _explain_hub_errors(repo: str) -> Iterator[None]:
     except AdapterError:
         raise
     except Exception as error:
-        # Every version of the client raises different kinds where there is no connection.
+        # Every version of the client raises different errors if there is no connection.
         raise AdapterError(_describe_hub_error(error, repo)) from error
 
 
@@ -344,8 +345,8 @@ def read_results(path: Path, stored: StoredAdapter) -> list[dict]:
     """Return what `restorekv eval --json` measured with this very adapter: one row per restored
     cell, in points.
 
-    Conventions other than the adapter's own are in the rows. Raise AdapterError for results of
-    other weights, a different base model or a different evictor.
+    A row also has the conventions that differ from the adapter's own. Raise AdapterError for
+    results of other weights, a different base model or a different evictor.
     """
     card = stored.get_card()
     weights = stored.weights_hash()
@@ -389,8 +390,9 @@ def read_results(path: Path, stored: StoredAdapter) -> list[dict]:
 
 
 def _find_truncation(rows: list[dict], stored: StoredAdapter) -> int | None:
-    """Return k where rows were measured with the adapter's first k restore tokens alone, whose
-    weights have a different hash; None where no row was.
+    """Return k if a row was measured with only the adapter's first k restore tokens, or None.
+
+    The hash of the weights differs for every k.
     """
     measured = [row["adapter"] for row in rows]
     for count in range(1, len(stored.embeddings)):
@@ -412,7 +414,8 @@ def _list_served(card: AdapterCard) -> list[str]:
 def _name_evictor(row: dict, card: AdapterCard) -> str:
     """Return the spec of a row's evictor as the card names it.
 
-    A method's name has settings that a protocol chose, such as the authors' own of KVzip.
+    That is the row's evictor, or else its method, which also has settings that a protocol chose,
+    such as those of KVzip's authors.
     """
     if row["evictor"] in _list_served(card):
         return row["evictor"]
@@ -420,8 +423,8 @@ def _name_evictor(row: dict, card: AdapterCard) -> str:
 
 
 def _compare_to_baselines(row: dict, rows: list[dict], card: AdapterCard) -> dict[str, Any]:
-    """Return a restored cell with the scores of its base and of the full cache, which were asked
-    the same questions.
+    """Return a row of results for a restored cell, with the scores of the evictor alone and of the
+    full cache on the same questions.
     """
     question_keys = ("model", "fingerprint", "benchmark", "protocol", "dtype", "max_context")
     base_keys = (
@@ -433,7 +436,7 @@ def _compare_to_baselines(row: dict, rows: list[dict], card: AdapterCard) -> dic
         "allocation",
         *HELD,
     )
-    # Scores compare only where the same model was asked the same questions.
+    # Scores can be compared only if the same model was asked the same questions.
     asked_the_same = [
         other for other in rows if all(other[key] == row[key] for key in question_keys)
     ]
@@ -472,7 +475,7 @@ def _compare_to_baselines(row: dict, rows: list[dict], card: AdapterCard) -> dic
 
 
 def merge_results(card: AdapterCard, results: list[dict]) -> AdapterCard:
-    """Return the card with these rows instead of older ones of the same kind."""
+    """Return the card with these rows, which replace older ones that were measured the same way."""
 
     conventions = (*CONVENTIONS, *HELD, *MEASURED_WITH)
 

@@ -23,8 +23,9 @@ from restorekv.spec import drop_gate, find_near_name, split_specs
 def find_shipped_adapter(model: str, evictor: str, allocation: str = "global") -> Path | None:
     """Return the folder that ships for the model of that name and this evictor, if one does.
 
-    One trained with the allocation (its folder's name ends in it) goes before one trained with the
-    global ranking, and one for this evictor alone before one that was trained for others, too.
+    An adapter trained with the allocation (its folder's name ends in it) is preferred to one
+    trained with the global ranking, and one for this evictor alone to one for several evictors.
+    Warn and return None if the model's adapters are not installed.
     """
     name = to_canonical_name(model)
     if name not in SHIPPING or not evictor:
@@ -48,9 +49,10 @@ def find_shipped_adapter(model: str, evictor: str, allocation: str = "global") -
 
 
 def recognize_weights(identity: ModelIdentity) -> str | None:
-    """Return the name of the model that this one is a copy of, of those that adapters ship for.
+    """Return which of the models that adapters ship for this one is a copy of, or None.
 
-    So one is recognized wherever it was loaded from, also rounded or trained a little further.
+    Its weights decide, so it is recognized wherever it was loaded from, even if they were rounded
+    or trained a little further.
     """
     candidates = []
     for name in SHIPPING:
@@ -64,10 +66,11 @@ def recognize_weights(identity: ModelIdentity) -> str | None:
 def find_named_adapter(name: str) -> Path | None:
     """Return the folder of the adapter that ships as MODEL:NAME; None for all other names.
 
-    NAME is that of a folder, or of an evictor.
+    NAME is the name of the adapter's folder or the spec of an evictor.
 
     Raises:
-        AdapterError: The model is one that adapters ship for, and none has that name.
+        AdapterError: The model is one that adapters ship for, but none has that name, or they are
+            not installed.
     """
     model, colon, adapter = name.partition(":")
     model = to_canonical_name(model)
@@ -92,7 +95,7 @@ def explain_unknown_adapter(name: str, identity: ModelIdentity | None) -> str:
 
     Args:
         name: What a user took for an adapter.
-        identity: That of the model; None where it is not known.
+        identity: The model's identity; None if it is not known.
     """
     if os.sep in name or "/" in name:
         return "; use a folder or a hub id that is there"
@@ -102,7 +105,7 @@ def explain_unknown_adapter(name: str, identity: ModelIdentity | None) -> str:
         if model not in SHIPPING:
             model = recognize_weights(identity) or ""
     names = list_names(model) if model else []
-    # Also where the name of the model was left out.
+    # A user may have left out the model's name and the colon.
     hint = _hint_near_adapter(name.rpartition(":")[2], model, names)
     choices = [*(f"{model}:{each}" for each in names), "a folder", "a hub id"]
     return f"{hint}; use {join_words(choices, 'or')}"
@@ -123,8 +126,8 @@ def list_names(model: str) -> list[str]:
 
 
 def _list_evictors(folder: Path) -> list[str]:
-    """Return the specs of the evictors that an adapter with the global ranking is for, as users
-    name them: without the hash of a gate.
+    """Return the specs of the evictors that an adapter is for, as users name them; none if it was
+    not trained with the global ranking.
     """
     path = folder / CARD
     record = read_record(path, str(path))

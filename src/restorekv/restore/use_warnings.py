@@ -1,4 +1,4 @@
-"""Warnings of a use of an adapter that its card does not speak for."""
+"""Warnings about uses of an adapter that differ from what its card records."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ def warn_of_other_use(
     prefix_policy: str | None = None,
     separator: str | None = None,
 ) -> None:
-    """Warn of a use other than the training's: an adapter restores what its own eviction loses.
+    """Warn of a use that differs from the training: an adapter has learned to restore what one
+    eviction loses.
 
     Args:
-        card: The adapter's.
+        card: The adapter's card.
         evictor: The spec of the evictor.
-        allocation: Which pairs compete. None skips the comparison, as for all that follow.
+        allocation: Which pairs compete. None skips the comparison, here and below.
         restore_from: What the restore pass reads.
         prefix_policy: Whether the chat prefix counts.
         separator: The text between document and question.
@@ -38,7 +39,7 @@ def warn_of_other_use(
             f"{card.source} is used in kvpress with the chat prefix in the budget "
             "(prefix_policy='counted'); its authors do not state how it was trained."
         )
-    # Nobody recorded what it was trained for, so nothing can be compared.
+    # If it is not recorded what the adapter was trained for, nothing can be compared.
     if not card.evictor:
         return
     # An adapter may have been trained for several evictors, and measured with others.
@@ -58,7 +59,7 @@ def warn_of_unhelpful_ratio(card: AdapterCard, evictor: str, ratio: Fraction) ->
     """Warn of a ratio at which "auto" would restore nothing.
 
     Args:
-        card: The adapter's.
+        card: The adapter's card.
         evictor: The spec of the evictor, without the hash of a gate.
         ratio: The share of the pairs to hold.
     """
