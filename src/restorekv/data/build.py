@@ -190,7 +190,7 @@ def _check_source_lengths(config: BuildConfig, longest: int) -> None:
                 f"{source.title} needs contexts of {shortest} tokens, and at most {longest} fit "
                 f"with a question and an answer; lower {flag}."
             )
-    # Passages have flags of their own for their lengths.
+    # Passages have separate flags for their lengths.
     uses_longest = any(source.length_setting != "passage_shortest" for source in sources)
     if uses_longest and longest < config.longest:
         warn(

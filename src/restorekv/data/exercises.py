@@ -64,7 +64,8 @@ def _write_exercise(kind: str, units: list[str], rng: random.Random) -> str | No
     if len(units) < 4:
         return None
     wording = rng.choice(WORDINGS[kind])
-    # Two different places of the text, in their order.
+    # Two different places of the text, in their order. Not its first or last unit, since some kinds
+    # ask what comes before or after.
     first, second = sorted(rng.sample(range(1, len(units) - 1), 2))
     count = str(rng.choice((20, 40, 60)))
     quote = quote_words(units[first], rng.randint(*QUOTED_WORDS))

@@ -26,9 +26,9 @@ from restorekv.model.position_limits import count_usable_positions
 from restorekv.model.prompt import Context, encode_text, make_context
 from restorekv.seal import short_hash
 
-# What a line of such a file holds: name and hash of a context, and what was asked about it.
+# What a line of an attempt file holds: name and hash of a context, and what was asked about it.
 ATTEMPT_LINE = {"context": list[str], "attempts": list[dict[str, Any]]}
-# Contexts whose answers a GPU writes in one batch.
+# The least number of contexts about which a padded batch asks.
 PADDED_BATCH = 24
 # Positions reserved for the wording around the longest question.
 WORDING_MARGIN = 64

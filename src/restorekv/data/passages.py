@@ -140,7 +140,7 @@ def add_questions(
 
 
 def word_question(rng: random.Random, question: str, config: BuildConfig) -> str:
-    """Put a question into `config.wording`; one question in four stays as it is."""
+    """Put a question into `config.wording`; one question in four stays unchanged."""
     if rng.random() < 0.25:
         return question
     return config.wording.replace("{question}", question)
@@ -213,7 +213,7 @@ def invent_facts(passage: str, rng: random.Random) -> tuple[str, list[str]]:
             facts.append(sentence.format(attribute=attribute, thing=thing, value=value))
         questions.append(question.format(attribute=attribute, thing=thing))
     sentences = SENTENCE_END.split(passage)
-    # Each at a random index, so that nothing tells where a fact is.
+    # Each at a random index, so that the place of a fact cannot be guessed.
     for fact in facts:
         sentences.insert(rng.randint(0, len(sentences)), fact)
     return " ".join(sentences), questions

@@ -1,4 +1,6 @@
-"""The model whose answers a mixture holds: what identifies it, and whether a model is the same."""
+"""The model that wrote a mixture's answers: what identifies it, and the check that a given model is
+the same.
+"""
 
 import json
 from pathlib import Path

@@ -116,8 +116,12 @@ class Chart:
         return self.figure
 
     def render(self, ending: str) -> bytes:
-        """Return the file for an ending (svg, png or pdf), the same bytes for the same chart."""
+        """Return the file for an ending (svg, png or pdf).
+
+        The same chart gives the same bytes, except that a PDF holds the time at which it was made.
+        """
         file = io.BytesIO()
+        # An SVG has random ids and a date, unless they are switched off.
         metadata = None
         if ending == "svg":
             metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))

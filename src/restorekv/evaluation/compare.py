@@ -35,7 +35,7 @@ def _is_same(name: str, own: object, wanted: object) -> bool:
 
 
 def select_result(results: Sequence[Result], **fields: object) -> Result:
-    """Return the one of `results`, a list from `load_results`, that has these fields in its cell.
+    """Return the one result with these fields in its cell, of those that `load_results` lists.
 
     >>> cells = load_results("runs/own")                                      # doctest: +SKIP
     >>> select_result(cells, evictor="kvzip", ratio="0.1", adapter=None)      # doctest: +SKIP

@@ -198,7 +198,7 @@ def _make_settings(result: Result, part: KvpressRun) -> dict:
 
 
 def _name_press(cell: Cell, identity: Mapping) -> str:
-    """Return kvpress's name of the method, or a name of our own that kvpress does not know."""
+    """Return kvpress's name for the method, or our own name, which kvpress does not know."""
     if cell.evictor == FULL:
         return "no_press"
     kvpress_own = {
@@ -216,7 +216,7 @@ def _name_press(cell: Cell, identity: Mapping) -> str:
         changed.append(f"streaming_chunk={cell.streaming_chunk}")
     if not changed and (cell.evictor, cell.restored) in PRESSES:
         return PRESSES[cell.evictor, cell.restored]
-    # A name of our own for what kvpress does not have, with what is unusual about it.
+    # Our own name for what kvpress does not have, with the settings that are unusual.
     words = ["restorekv", cell.evictor]
     if cell.restored:
         words.append("restored")

@@ -1,4 +1,4 @@
-"""The files of a run: a folder for every cell, whose answers grow context by context.
+"""The files of a run: a folder for every cell, in which answers are added context by context.
 
 DIR/cells/<name>/cell.json      the cell and what it was made with, written first
                  answers.jsonl  one line per context

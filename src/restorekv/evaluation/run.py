@@ -66,7 +66,7 @@ OnProgress = Callable[[GridProgress], None]
 
 
 class WorkerPool(Protocol):
-    """Where jobs run."""
+    """Runs jobs, in this process or in others."""
 
     def open_job(self, job: Job) -> tuple[Identities, Digests]:
         """Return what every cell is made with, and the digests of the samples in order."""

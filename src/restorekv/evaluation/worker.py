@@ -40,7 +40,7 @@ from restorekv.tasks import Sample
 Seconds = dict[str, float]
 # The model that was opened last, by name, dtype, device and protocol: one entry at most.
 OPENED: dict[tuple[str, str, str, str], tuple[PreTrainedModel, Tokenizer]] = {}
-AnsweredCell = tuple[Cell, dict, Seconds]  # a cell, its line of one context, and what it took
+AnsweredCell = tuple[Cell, dict, Seconds]  # a cell, its line of one context, and the time it took
 
 
 class Worker:

@@ -466,8 +466,8 @@ class RestoreAdapter(nn.Module):
                 parameter.copy_(state[name])
 
     def identity(self) -> dict[str, object]:
-        """Return plain JSON for records: a hash of embeddings and LoRA, n, and the settings it was
-        trained with.
+        """Return plain JSON for records: a hash of all weights, n, and the evictor and conventions
+        that the adapter was trained with.
         """
         identity = {
             "hash": self.to_stored().weights_hash(),

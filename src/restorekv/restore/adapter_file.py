@@ -48,7 +48,7 @@ VERSION = 3
 
 @dataclass(frozen=True)
 class AdapterCard:
-    """The record of what an adapter was made for; a field is None where it was not recorded.
+    """The record of what an adapter was made for; a field is None if it was not recorded.
 
     Attributes:
         settings: The settings of the training.

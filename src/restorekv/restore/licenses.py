@@ -68,7 +68,7 @@ def list_licenses(data: list[dict] | None) -> list[str]:
     licenses = []
     for row in data or ():
         named = row.get("license")
-        # A row of data may name several licenses, all of which count.
+        # A row of data may name several licenses, and all of them count.
         several: list[object] = named if isinstance(named, list) and named else [named]
         for name in several:
             if isinstance(name, str) and name.strip():

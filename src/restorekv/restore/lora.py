@@ -197,7 +197,7 @@ def _take_targets_as_named(adapted: PreTrainedModel) -> Iterator[None]:
     """
     own_config = adapted.config
     config: Any = copy.copy(own_config)
-    config.model_type = ""  # declared for the class alone
+    config.model_type = ""  # `Any` above, since only the class declares it
     adapted.config = config
     try:
         yield
@@ -206,8 +206,8 @@ def _take_targets_as_named(adapted: PreTrainedModel) -> Iterator[None]:
 
 
 def _drop_other_parts(adapted: PreTrainedModel, layers: dict[str, Any]) -> None:
-    """Take LoRA out of the parts of a twin that read no text, such as a vision tower, whose layers
-    have the same names.
+    """Take LoRA out of the parts of a twin that read no text, such as a vision tower with layers of
+    the same names.
     """
     reading = set(get_backbone(adapted).modules()) | {adapted.get_output_embeddings()}
     for path, layer in list(layers.items()):

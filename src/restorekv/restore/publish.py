@@ -147,7 +147,7 @@ def _find_measurements(folder: Path, stored: StoredAdapter) -> dict[str, Any]:
     try:
         before = adapter_file.read_adapter(folder)
     except AdapterError:
-        return {}  # what is damaged is replaced
+        return {}  # a damaged adapter is replaced
     if before.card is None or before.card.evictor != stored.get_card().evictor:
         return {}
     if before.weights_hash() == stored.weights_hash():

@@ -36,7 +36,7 @@ def find_shipped_adapter(model: str, evictor: str, allocation: str = "global") -
             f"{get_install_command(name)}, or pass adapter=None."
         )
         return None
-    # Compared with what is there, so that no name leads out of the folder.
+    # Compared with the names that exist, so that no name leads out of the folder.
     names = list_names(name)
     for each in (f"{evictor}.{allocation}", evictor):
         if each in names:

@@ -96,7 +96,7 @@ def collect_features(
     folder.mkdir(parents=True, exist_ok=True)
     support.prepare_model(model)
     shape = CacheShape.from_model(model)
-    # Scores depend on the template too, whose text after a question evictors read, and on the
+    # Scores also depend on the template, since evictors read its text after a question, and on the
     # evictor's code.
     store = TensorStore(folder, describe_teacher(model, tokenizer))
     evictor = evictors.make_evictor(target)

@@ -441,7 +441,7 @@ def _save_adapter(
 def inherit_data(before: list[dict], own: list[dict]) -> list[dict]:
     """Return rows for the data that an adapter was trained on before this run.
 
-    Data that this run trains on again, with the very same row in `own`, are left out.
+    Data that this run trains on again, with an equal row in `own`, are left out.
     """
     rows = []
     for row in before:

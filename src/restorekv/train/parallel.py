@@ -87,7 +87,7 @@ class ProcessGroup:
         """
         if self.size == 1:
             return
-        # The first process's text goes to all others, each of which compares its own.
+        # The first process's text goes to all others, and each compares it with its own.
         first = [text]
         dist.broadcast_object_list(first, 0)
         same = torch.tensor([float(first[0] == text)], device=self.device)
