@@ -55,8 +55,8 @@ CORPUS_LICENSES = {  # the words of the corpus' rows, and the hub's identifier
 # license.
 OWN_TERMS = "other"
 PUBLIC_DOMAIN = "public domain"  # further license words that begin like this are accepted
-# Unless they contain one of these words, or a word with one of these beginnings: it names a license
-# for a part of the text or for other countries.
+# Words about the public domain are refused if they contain one of these words, or a word with one
+# of these beginnings: it names a license for a part of the text or for other countries.
 LICENSE_WORDS = frozenset(("cc", "nd", "sa"))
 LICENSE_BEGINNINGS = (
     "agpl",

@@ -17,7 +17,7 @@ VERBATIM = ("repeat_start", "repeat_end", "repeat_part", "continue")
 OPEN = ("extract", "list")
 LOCAL = ("after", "before", "blank", "compare")
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
-QUOTED_WORDS = (6, 14)  # fewest and most, of a quotation that points to a place of the text
+QUOTED_WORDS = (6, 14)  # fewest and most in a quotation that points to a place of the text
 GAP_WORDS = (1, 4)  # fewest and most that a blank replaces
 BLANK = "____"
 MIN_WORDS = 4  # of a sentence or line that is worth asking about

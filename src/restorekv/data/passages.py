@@ -6,9 +6,9 @@ from its beginning, with its first questions; a text without is cut into passage
 teacher asks. Every passage also gets a request to repeat a part of it or to list its facts.
 
 Some passages get invented facts between their sentences, which the text says once and nobody can
-guess. A thing has one value (a number, a code, a word, a date) or several. They have the form "the
-X of Y", about which small models can answer from the full cache. None of the sentences and
-questions is one of RULER's.
+guess. A thing has one value (a number, a code, a word, a date) or several. Facts have the form "the
+X of Y", since small models can answer questions of this form from the full cache. None of the
+sentences and questions is one of RULER's.
 """
 
 import json

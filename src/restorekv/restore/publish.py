@@ -34,7 +34,7 @@ README_LIMIT = 1 << 20  # bytes
 # Fields that a row of results has only if they are unusual: how the adapter was used, if not as in
 # its training ...
 CONVENTIONS = ("prefix_policy", "allocation", "restore_from")
-# ... and how a cell held its cache, if not as here.
+# ... and how a cell held its cache, if not in the usual way, which these values are.
 HELD = {"kv_dtype": "model", "streaming_chunk": 0, "max_context": 0}
 # Fields that every row of results has, because none of their values is the usual one.
 MEASURED_WITH = ("dtype", "on_small_budget")

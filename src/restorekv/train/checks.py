@@ -47,7 +47,7 @@ class SetupLosses:
 def check_setup(
     adapter: RestoreAdapter, teacher_cache: TeacherCache, sample: StepSample, steps_done: int = 0
 ) -> SetupLosses:
-    """Refuse a setup in which losses on a sample's questions differ that must be equal.
+    """Refuse a setup if losses that must be equal differ on a sample's questions.
 
     The teacher's stored states must be those of the plain model on its dense cache. The evicted
     student must give the same loss by the definition of ragged attention, and with the adapter at 0
@@ -60,7 +60,7 @@ def check_setup(
         steps_done: How many steps the adapter has been trained.
 
     Raises:
-        RestoreKVError: Losses differ that must be equal.
+        RestoreKVError: Losses that must be equal differ.
     """
     model = teacher_cache.model
     ratio = teacher_cache.config.ratio_max
