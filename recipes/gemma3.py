@@ -19,6 +19,7 @@ everything that is published about KVzip in 6 more minutes. KVzip+ was asked on 
 adapter (`--alone`).
 """
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -175,6 +176,8 @@ def score(
 ) -> None:
     """Ask everything that the folder lacks, and store the figures.
 
+    Stored figures of other benchmarks stay if they are of the same weights and adapter.
+
     Args:
         folder: The run's folder, with the adapter in it unless `alone`.
         device: The device that the model runs on.
@@ -185,8 +188,11 @@ def score(
     adapter = None if alone else str(folder / "wide" / "adapter")
     grid = Grid([GEMMA3], [(evictor, adapter)], benchmarks, ratios=RATIOS, common=COMMON)
     answers = folder / "scores" if evictor == TRAINED else folder / f"scores-{evictor}"
-    results = answer_grid(grid, answers, LocalPool(device))
-    write_json(STORED[evictor], make_record(results))
+    record = make_record(answer_grid(grid, answers, LocalPool(device)))
+    path = STORED[evictor]
+    if path.exists():
+        add_earlier(record, read_json(path, str(path)))
+    write_json(path, record)
 
 
 def make_record(results: Sequence[Result]) -> dict[str, Any]:
@@ -197,6 +203,28 @@ def make_record(results: Sequence[Result]) -> dict[str, Any]:
     del record["answers"]
     record["closer"] = compare_all(results)
     return record
+
+
+def add_earlier(record: dict[str, Any], earlier: Mapping[str, Any]) -> None:
+    """Add the earlier figures of benchmarks that `record` lacks, unless they are of other weights
+    or of another adapter.
+    """
+    # A run without the adapter has None alone, which goes with any adapter.
+    for name in ("fingerprint", "dtype", "adapter"):
+        used = {
+            json.dumps(fact[name]) for each in (record, earlier) for fact in each["facts"].values()
+        }
+        if len(used - {"null"}) > 1:
+            print(f"The earlier figures have another {name}; nothing of them stays.")
+            return
+    asked = {row["benchmark"] for row in record["rows"]}
+    for part in ("rows", "closer"):
+        record[part] += [each for each in earlier[part] if each["benchmark"] not in asked]
+    # The key of a fact is the name of its cell, which ends in a hash of its settings.
+    known = {cell.rpartition("_")[0] for cell in record["facts"]}
+    for cell, fact in earlier["facts"].items():
+        if cell.rpartition("_")[0] not in known:
+            record["facts"][cell] = fact
 
 
 def load_records() -> dict[str, dict[str, Any]]:

@@ -1,5 +1,7 @@
 """The recipe of Gemma's adapter: its commands, the widened adapter, the page of its figures."""
 
+import json
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -75,3 +77,35 @@ def test_an_evictor_without_an_adapter_has_rows_of_its_own():
     assert len(rows) == len(alone)
     assert all(row.count("|") == 9 for row in rows)
     assert "% less" not in "".join(rows)
+
+
+def test_benchmarks_can_be_asked_one_after_the_other(tmp_path, monkeypatch):
+    """A later call for one benchmark keeps the stored figures of the others."""
+    stored = gemma3.load_records()["kvzip"]
+
+    def select(benchmark: str) -> dict:
+        """Return what a run of one benchmark would have measured."""
+        name = f"_{benchmark.replace(':', '-').replace(',', '-')}_"
+        return {
+            "rows": [row for row in stored["rows"] if row["benchmark"] == benchmark],
+            "closer": [row for row in stored["closer"] if row["benchmark"] == benchmark],
+            "facts": {cell: fact for cell, fact in stored["facts"].items() if name in cell},
+        }
+
+    monkeypatch.setattr(gemma3, "answer_grid", lambda grid, *_: grid.benchmarks[0])
+    monkeypatch.setattr(gemma3, "make_record", select)
+    monkeypatch.setattr(gemma3, "STORED", {"kvzip": tmp_path / "figures.json"})
+    for benchmark in gemma3.BENCHMARKS:
+        gemma3.score(tmp_path, "cpu", "kvzip", [benchmark])
+    record = gemma3.load_records()["kvzip"]
+    assert gemma3.make_page({"kvzip": record}) == gemma3.make_page({"kvzip": stored})
+    assert record["facts"] == stored["facts"]
+
+    # Asked again with another adapter, the others' figures say nothing any more.
+    stored = json.loads(json.dumps(stored))
+    for fact in stored["facts"].values():
+        if fact["adapter"]:
+            fact["adapter"]["hash"] = "0"
+    gemma3.score(tmp_path, "cpu", "kvzip", [gemma3.BENCHMARKS[0]])
+    left = {row["benchmark"] for row in gemma3.load_records()["kvzip"]["rows"]}
+    assert left == {gemma3.BENCHMARKS[0]}
