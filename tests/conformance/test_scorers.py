@@ -268,6 +268,7 @@ def test_presses_that_cannot_score(tiny_model):
     for press, length, said in [
         ("SnapKVPress", 30, "window size"),
         ("ObservedAttentionPress", 30, "eager"),
+        ("StreamingLLMPress", 30, "compression_ratio=0.9"),
     ]:
         with pytest.raises(RestoreKVError, match=said):
             bridged(press, tiny_model, make_context(length))

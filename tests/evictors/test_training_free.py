@@ -387,3 +387,40 @@ def test_the_bridge_scores_with_a_press(monkeypatch, family):
     model(context.ids, past_key_values=full)
     expected = [-layer.keys[0, :, context.prefix_length :].norm(dim=-1) for layer in full.layers]
     assert torch.allclose(scores, torch.stack(expected), atol=1e-5)
+
+
+class EqualPress(KeyLengthPress):
+    """What StreamingLLMPress computes without a compression_ratio."""
+
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        return torch.ones(keys.shape[:-1])
+
+
+class OtherRotationPress(KeyLengthPress):
+    """What ExpectedAttentionPress does with Gemma 3, which rotates in two ways."""
+
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        raise AttributeError("'Gemma3RotaryEmbedding' object has no attribute 'None_inv_freq'")
+
+
+class FetchingPress(KeyLengthPress):
+    """What QFilterPress does without a network."""
+
+    def post_init_from_model(self, model):
+        raise OSError("We cannot find the file.\nCheck your connection.")
+
+
+@pytest.mark.parametrize(
+    ("press", "said"),
+    [
+        (EqualPress(), "the same score, .*:compression_ratio=0.9"),
+        (OtherRotationPress(), "cannot score this context; .* 'None_inv_freq'"),
+        (FetchingPress(), r"cannot score this context; .* \(We cannot find the file\)"),
+    ],
+)
+def test_a_press_that_cannot_score_is_one_sentence(monkeypatch, press, said):
+    monkeypatch.setitem(sys.modules, "kvpress", SimpleNamespace(ScorerPress=KeyLengthPress))
+    model = build_model("qwen3")
+    with pytest.raises(RestoreKVError, match=said):
+        FromKVPress(press).score(model, None, make_context(), DynamicCache())
+    assert not model.model.layers[0].self_attn._forward_hooks

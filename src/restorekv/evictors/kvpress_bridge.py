@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from restorekv import spec
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, summarize_error
 from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
 from restorekv.model.cache_argument import find_cache, pass_cache
 from restorekv.model.shape import get_backbone, list_full_layers
@@ -104,12 +104,20 @@ class FromKVPress(Evictor):
                     **pass_cache(backbone, DynamicCache()),
                     use_cache=True,
                 )
-        except (AssertionError, ValueError) as error:
-            reason = str(error).rstrip(".")
+        # A press asserts what it needs, fetches files, and reads attributes that models may lack.
+        except (AssertionError, ValueError, AttributeError, OSError) as error:
+            reason = summarize_error(error)
             raise RestoreKVError(
                 f"{self.press} cannot score this context; use another press ({reason})."
             ) from error
         stacked = torch.stack([scores[layer] for layer in sorted(scores)])
+        # The first layers would be kept whole, and nothing of the others.
+        if stacked[0, 0].numel() > 1 and bool((stacked == stacked[0, 0, 0]).all()):
+            raise RestoreKVError(
+                f"{self.press} gives all pairs the same score, as a press does that lacks its own "
+                "compression_ratio; for ratio=0.1 write "
+                "kvpress:press=StreamingLLMPress:compression_ratio=0.9, for example."
+            )
         return stacked[..., context.prefix_length :]
 
 
