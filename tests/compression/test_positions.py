@@ -18,7 +18,7 @@ from restorekv.many_contexts import compose
 from restorekv.model.load import load_model
 from restorekv.model.position_limits import RESERVED_POSITIONS, fit_context
 from restorekv.model.prompt import encode_question, make_context
-from restorekv.model.rope import NO_LIMIT, count_positions
+from restorekv.model.rope import NO_LIMIT, count_positions, get_rope_settings
 from restorekv.storage.portable import load_portable
 from tests.helpers.cli_world import cli
 from tests.helpers.compressing import compress_with
@@ -261,3 +261,19 @@ def test_yarn_needs_a_plain_model(model, tiny_tokenizer, tmp_path):
     stretched.save_pretrained(tmp_path)
     with pytest.raises(RestoreKVError, match="stretched already"):
         load_model(str(tmp_path), rope=2)
+
+
+def test_the_kind_of_a_rope_may_be_named_as_in_older_configs(model, tiny_tokenizer, tmp_path):
+    """Model cards write "type"; without a kind, a factor stretches nothing."""
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    expected, _ = load_model(str(tmp_path), rope=2)
+    rope = {"factor": 2.0, "original_max_position_embeddings": POSITIONS}
+    stretched, _ = load_model(str(tmp_path), rope={"type": "yarn", **rope})
+    assert get_rope_settings(stretched.config) == get_rope_settings(expected.config)
+    ids = torch.arange(40)[None] + 5
+    assert torch.equal(stretched(ids).logits, expected(ids).logits)
+    with pytest.raises(RestoreKVError, match="kind 'default' has no factor; name the kind"):
+        load_model(str(tmp_path), rope=rope)
+    with pytest.raises(RestoreKVError, match="must be more than 1 and at most 64, not 'yarn'"):
+        load_model(str(tmp_path), rope="yarn")

@@ -103,9 +103,9 @@ def stretch_rope(config: PretrainedConfig, rope: Mapping[str, object] | float) -
     by_kind = FULL_ATTENTION in settings
     own = settings[FULL_ATTENTION] if by_kind else settings
     if not isinstance(rope, Mapping):
-        if not 1 < rope <= MOST_YARN:
+        if not isinstance(rope, int | float) or not 1 < rope <= MOST_YARN:
             raise RestoreKVError(
-                f"YaRN's factor must be more than 1 and at most {MOST_YARN}, not {rope:g}."
+                f"YaRN's factor must be more than 1 and at most {MOST_YARN}, not {rope!r}."
             )
         if own.get("rope_type") in STRETCHED:
             raise RestoreKVError(
@@ -118,7 +118,7 @@ def stretch_rope(config: PretrainedConfig, rope: Mapping[str, object] | float) -
         }
     if not by_kind:
         # The number of positions follows from the new settings, so they are set first.
-        text.rope_parameters = {**own, **rope}
+        text.rope_parameters = _change_settings(own, rope)
         text.max_position_embeddings = count_positions(text)
         return
     changed: dict[str, Any] = dict(rope) if FULL_ATTENTION in rope else {FULL_ATTENTION: rope}
@@ -128,11 +128,27 @@ def stretch_rope(config: PretrainedConfig, rope: Mapping[str, object] | float) -
             f"The model has no RoPE of the kind {unknown[0]!r}; give settings of "
             f"{' or '.join(settings)}."
         )
-    text.rope_parameters = {kind: {**settings[kind], **changed.get(kind, {})} for kind in settings}
+    text.rope_parameters = {
+        kind: _change_settings(settings[kind], changed.get(kind, {})) for kind in settings
+    }
     stretched = text.rope_parameters[FULL_ATTENTION]
     # What was stretched before does not say over how many positions, unless the new settings do.
     if own.get("rope_type") not in STRETCHED or "original_max_position_embeddings" in stretched:
         text.max_position_embeddings = _multiply_positions(stretched, count_positions(text))
+
+
+def _change_settings(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a RoPE with changes; refuse a factor that nothing would use."""
+    changed = {**settings, **changes}
+    # Model cards and older configs call the kind "type".
+    if "type" in changes:
+        changed["rope_type"] = changed.pop("type")
+    if changed.get("rope_type", "default") == "default" and "factor" in changes:
+        raise RestoreKVError(
+            "A RoPE of the kind 'default' has no factor; name the kind too, such as "
+            "'rope_type': 'yarn'."
+        )
+    return changed
 
 
 def compute_rotation(
