@@ -195,6 +195,8 @@ def test_options_that_would_be_ignored_are_refused(tiny):
             compress(*tiny, TEXT, tokens_per_head=number)
     with pytest.raises(RestoreKVError, match="YaRN's factor"):
         load_model("tiny", rope=0)
+    with pytest.raises(RestoreKVError, match="There is no device 'None' here"):
+        load_model("tiny", device=None)
 
 
 def test_a_model_may_be_named_by_a_path(tiny):

@@ -289,7 +289,7 @@ def parse_device(device: str | torch.device) -> torch.device:
         torch.empty(0, device=known)
         if known.type == "meta":
             raise RuntimeError("it holds no numbers")
-    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+    except (RuntimeError, TypeError, AssertionError, NotImplementedError, ImportError) as error:
         raise ModelError(
             f"There is no device {str(device)!r} here; use cpu or one that PyTorch has."
         ) from error
