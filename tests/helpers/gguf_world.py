@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
+    "model.norm.bias": "output_norm.bias",
     "lm_head.weight": "output.weight",
 }
 PARTS = {
@@ -25,6 +26,8 @@ PARTS = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
 }
 
 
@@ -38,7 +41,9 @@ GEMMA3_PARTS = {
 
 
 def name_of(parameter: str, architecture: str = "llama") -> str:
-    """Return llama.cpp's name of a parameter of transformers' Llama, Qwen3 or Gemma 3."""
+    """Return llama.cpp's name of a parameter of transformers' Llama, Qwen3, Starcoder 2 or
+    Gemma 3.
+    """
     if parameter in NAMES:
         return NAMES[parameter]
     _, _, layer, part = parameter.split(".", 3)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Starcoder2Config
 
 from restorekv.errors import ModelError, RestoreKVError, RestoreKVWarning
 from restorekv.model import gguf
@@ -18,7 +19,7 @@ from restorekv.model.identity import WEIGHT_SOURCES, fingerprint_model
 from restorekv.model.load import load_model, load_tokenizer
 from restorekv.model.names import get_model_name
 from tests.helpers.cli_world import cli
-from tests.helpers.models import build_model
+from tests.helpers.models import SHAPE, build_model
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")
 from tests.helpers import gguf_world
@@ -80,6 +81,20 @@ def test_a_file_that_is_not_quantized_is_the_model(family, tiny_tokenizer, tmp_p
         str(gguf_world.write(tmp_path / "small.gguf", original, tiny_tokenizer, kind))
     )
     assert fingerprint_model(model) == fingerprint_model(original)
+    ids = torch.arange(3, 40)[None]
+    torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_the_base_of_the_rope_is_the_files(tiny_tokenizer, tmp_path):
+    """transformers leaves it at its default where it does not know the field of an architecture."""
+    settings = {**SHAPE, "vocab_size": len(tiny_tokenizer), "head_dim": 8, "rms_norm_eps": 1e-5}
+    settings["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
+    original = AutoModelForCausalLM.from_config(Starcoder2Config(**settings)).eval()
+    fields = {"starcoder2.attention.layer_norm_epsilon": original.config.norm_epsilon}
+    file = gguf_world.write(
+        tmp_path / "small.gguf", original, tiny_tokenizer, gguf_world.Kind.F32, extra=fields
+    )
+    model, _ = load_model(str(file))
     ids = torch.arange(3, 40)[None]
     torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=1e-5, atol=1e-5)
 
@@ -195,7 +210,9 @@ def test_whoever_is_second_uses_what_is_there(file, root, monkeypatch):
         monkeypatch.setattr(gguf, "convert_file", convert)
         header = gguf.load_header(file)
         gguf.make_folder(
-            file, "faster", gguf.find_cache_folder() / f"{gguf.digest_file(file)[:16]}-1"
+            file,
+            "faster",
+            gguf.find_cache_folder() / f"{gguf.digest_file(file)[:16]}-{gguf.VERSION}",
         )
         convert(file, header, folder)
 
@@ -339,6 +356,14 @@ def test_without_the_package_gguf(file, monkeypatch, capsys):
         ),
         (
             {"extra": {"llama.rope.scaling.type": "yarn"}},
+            "transformers does not read its RoPE scaling",
+        ),
+        (
+            {"extra": {"llama.rope.scaling.factor": 4.0}},
+            "transformers does not read its RoPE scaling",
+        ),
+        (
+            {"extra": {"llama.rope.scale_linear": 4.0}},
             "transformers does not read its RoPE scaling",
         ),
     ],

@@ -50,7 +50,7 @@ from restorekv.seal import digest_file
 
 MAGIC = b"GGUF"
 MARKER = "gguf.json"
-VERSION = 1
+VERSION = 2
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH  # permissions of a file that others can change
 _HASHED_BYTES = 2**24  # bytes; of larger files in the cache only the size is checked
 _HAS_GGUF_CONFIG = hasattr(
@@ -350,11 +350,13 @@ def load_header(file: Path) -> Header:
             f"it is one of {fields['split.count']} parts",
             "join them with llama-gguf-split --merge",
         )
-    scaling = header.of_model("rope.scaling.type")
+    # A factor without a type, and under its first name, is that of a linear scaling.
+    factor = header.of_model("rope.scaling.factor") or header.of_model("rope.scale_linear") or 1.0
+    scaling = header.of_model("rope.scaling.type") or ("none" if factor == 1.0 else "linear")
     # transformers reads frequencies from the config alone, so a file with tensors of them would
     # rotate wrongly.
     scaling_tensors = header.tensors.keys() & {"rope_freqs.weight", "rope_factors_long.weight"}
-    if scaling not in (None, "none") or scaling_tensors:
+    if scaling != "none" or scaling_tensors:
         raise _conversion_error(file, "transformers does not read its RoPE scaling from GGUF files")
     return header
 
@@ -437,6 +439,9 @@ def _correct_config(config: PretrainedConfig, header: Header) -> None:
         # llama.cpp knows the models with another one by their layers: it is not in the file.
         if (config.model_type, config.num_hidden_layers) in _SCALED_BY_HEADS:
             config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
+    base = header.of_model("rope.freq_base")
+    if base and "rope_theta" in (config.rope_parameters or {}):  # Starcoder 2's and StableLM's
+        config.rope_parameters["rope_theta"] = base
     window_base = header.of_model("rope.freq_base_swa")
     if window_base and "sliding_attention" in (config.rope_parameters or {}):
         config.rope_parameters["sliding_attention"]["rope_theta"] = window_base
