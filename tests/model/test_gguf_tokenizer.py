@@ -83,6 +83,14 @@ def test_no_start_token_unless_the_file_asks_for_one():
     ]
 
 
+def test_the_start_token_of_llama_3_needs_no_field():
+    """Files of Llama 3 have none, and llama.cpp and Meta's tokenizer begin a text with it."""
+    made = fields("llama-bpe", MERGES, bos_token_id=0)
+    assert build_tokenizer(made, 100).tokenize("a", add_special_tokens=True) == ["<end>", "a"]
+    made["tokenizer.ggml.add_bos_token"] = False
+    assert build_tokenizer(made, 100).tokenize("a", add_special_tokens=True) == ["a"]
+
+
 def test_user_defined_tokens_are_whole_and_not_special():
     made = fields("gpt-2", MERGES)
     made["tokenizer.ggml.tokens"] = [*made["tokenizer.ggml.tokens"], "<think> so"]

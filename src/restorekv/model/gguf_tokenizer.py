@@ -50,6 +50,10 @@ SPLITS = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2),
 }
 
+# Byte-level vocabularies that put BOS before a text unless the file says otherwise; Llama 3's says
+# nothing.
+WITH_BOS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral")
+
 
 def build_tokenizer(fields: Mapping[str, Any], longest: int) -> PreTrainedTokenizerFast:
     """Build the tokenizer from the file's `tokenizer.*` fields, for texts of `longest` tokens.
@@ -83,8 +87,9 @@ def build_tokenizer(fields: Mapping[str, Any], longest: int) -> PreTrainedTokeni
         number = own.get(f"{field}_token_id")
         if number is not None:
             special[f"{name}_token"] = tokens[number]
-    # SentencePiece adds BOS unless told otherwise, byte-level vocabularies only if told so.
-    if "bos_token" in special and own.get("add_bos_token", kind == "llama"):
+    # SentencePiece adds BOS unless told otherwise, most byte-level vocabularies only if told so.
+    adds_bos = own.get("add_bos_token", kind == "llama" or own.get("pre") in WITH_BOS)
+    if "bos_token" in special and adds_bos:
         bos = special["bos_token"]
         # The text begins with BOS, for a pair both of them do.
         tokenizer.post_processor = processors.TemplateProcessing(
