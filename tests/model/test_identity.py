@@ -197,8 +197,10 @@ def test_the_active_adapter_of_every_kind_is_noticed(config):
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.1)
     first = fingerprint_model(model)
+    assert fingerprint_model(adapted) == first  # PEFT's own model computes the same
     with adapted.disable_adapter():
         off = fingerprint_model(model)
+        assert fingerprint_model(adapted) == off
     assert fingerprint_model(model) == first
     adapted.set_adapter("other")
     assert len({first, off, fingerprint_model(model)}) == 3

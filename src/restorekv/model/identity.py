@@ -246,7 +246,7 @@ def _list_active_adapters(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
             # The scaling has a part in every product with the weights.
             factors = getattr(layer, "scaling", None) or {}  # kinds besides LoRA may have none
             scaling = [factors.get(each) for each in sorted(used)]
-            found.append((f"{path}.{name} {scaling}", weight))
+            found.append((f"{drop_wrappers(path)}.{name} {scaling}", weight))
     return sorted(found, key=lambda item: item[0])
 
 

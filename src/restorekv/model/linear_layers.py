@@ -41,7 +41,8 @@ def dequantize(tensor: Tensor) -> Tensor:
 
 def drop_wrappers(name: str) -> str:
     """Return the name of a module or weight as if neither PEFT nor torch.compile had wrapped it."""
-    return name.replace(".base_layer", "").replace("_orig_mod.", "")
+    name = name.replace(".base_layer", "").replace("_orig_mod.", "")
+    return name.removeprefix("base_model.model.")
 
 
 def space_evenly(size: int, count: int) -> Tensor:
