@@ -80,7 +80,7 @@ def test_a_fixed_token_that_the_model_lacks_is_refused(tiny_model, token):
 def test_an_adapter_with_nothing_to_train_is_refused(tiny_model):
     with pytest.raises(AdapterError, match="leave nothing to train"):
         RestoreAdapter.create(tiny_model, 3, fixed=0, targets=())
-    for wrong in ({"n": 0}, {"rank": 0}):
+    for wrong in ({"n": 0}, {"rank": 0}, {"n": 2.5}, {"rank": "8"}):
         with pytest.raises(AdapterError, match="at least one token and rank 1"):
             RestoreAdapter.create(tiny_model, **wrong)
 
@@ -96,6 +96,25 @@ def test_a_target_that_no_restore_pass_runs_is_refused(tiny_model):
     """The pass ends before the LM head, whose LoRA would never get a gradient."""
     with pytest.raises(AdapterError, match="does not run 'lm_head'; name linear layers before"):
         RestoreAdapter.create(tiny_model, 3, targets=("q_proj", "lm_head"))
+
+
+def test_targets_are_names_of_linear_layers(tiny_model):
+    one = RestoreAdapter.create(tiny_model, 3, targets="q_proj")
+    listed = RestoreAdapter.create(tiny_model, 3, targets=["q_proj"])
+    assert one.lora_parameters.keys() == listed.lora_parameters.keys()
+    with pytest.raises(AdapterError, match="has no linear layer 'embed_tokens' for LoRA"):
+        RestoreAdapter.create(tiny_model, 3, targets=["embed_tokens", "q_proj"])
+
+
+def test_numbers_of_tokens_and_dtypes_of_other_types_are_refused(tiny_model, tmp_path):
+    adapter = RestoreAdapter.create(tiny_model, 3)
+    with pytest.raises(AdapterError, match=r"from 1 to 3, .*, not 1\.5"):
+        adapter.truncate(1.5)
+    with pytest.raises(AdapterError, match="cannot be extended to '4'; pass 3 or more"):
+        adapter.extend("4")
+    for dtype in ("float16", torch.int8):  # the latter would make all weights 0
+        with pytest.raises(AdapterError, match=r"LoRA weights cannot be saved as .*; pass torch"):
+            adapter.save_pretrained(tmp_path / "adapter", dtype=dtype)
 
 
 def test_new_restore_tokens_are_tokens_as_the_model_reads_them(tiny_model):

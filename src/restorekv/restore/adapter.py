@@ -121,10 +121,12 @@ class RestoreAdapter(nn.Module):
             AdapterError: Nothing would be left to train, or the model lacks such layers or such a
                 token.
         """
-        if n < 1 or rank < 1:
+        if type(n) is not int or type(rank) is not int or n < 1 or rank < 1:
             raise AdapterError(
-                f"A restore adapter needs at least one token and rank 1, not {n} and {rank}."
+                f"A restore adapter needs at least one token and rank 1, not {n!r} and {rank!r}."
             )
+        if isinstance(targets, str):  # its letters would be names
+            targets = [targets]
         if fixed is not None and not targets:
             raise AdapterError(
                 "Fixed embeddings without LoRA leave nothing to train; name LoRA targets or learn "
@@ -244,10 +246,10 @@ class RestoreAdapter(nn.Module):
 
         Warns unless it was trained nested, that is, to work with fewer of its tokens.
         """
-        if not 1 <= count <= self.restore_tokens:
+        if type(count) is not int or not 1 <= count <= self.restore_tokens:
             raise AdapterError(
                 f"restore_tokens must be from 1 to {self.restore_tokens}, the adapter's number of "
-                f"restore tokens, not {count}."
+                f"restore tokens, not {count!r}."
             )
         if count == self.restore_tokens:
             return self
@@ -276,9 +278,10 @@ class RestoreAdapter(nn.Module):
             AdapterError: `count` is lower than the adapter's n.
         """
         n = self.restore_tokens
-        if count < n:
+        if type(count) is not int or count < n:
             raise AdapterError(
-                f"An adapter of {n} restore tokens cannot be extended to {count}; pass {n} or more."
+                f"An adapter of {n} restore tokens cannot be extended to {count!r}; pass {n} or "
+                "more."
             )
         if count == n:
             return self
@@ -482,6 +485,11 @@ class RestoreAdapter(nn.Module):
 
     def to_stored(self, dtype: torch.dtype = torch.float32) -> StoredAdapter:
         """Return the adapter as its files hold it, with LoRA weights of `dtype`."""
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise AdapterError(
+                f"LoRA weights cannot be saved as {dtype!r}; pass torch.float32, torch.bfloat16 or "
+                "torch.float16."
+            )
         lora = {
             name: value.detach().to("cpu", dtype) for name, value in self.lora_parameters.items()
         }

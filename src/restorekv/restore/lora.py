@@ -154,9 +154,12 @@ def attach_lora(
             f"The adapter's LoRA does not fit {type(model).__name__} ({summarize_error(error)}); "
             "name linear layers that the model has."
         ) from error
-    # Subclasses of LoraLayer, which are modules; PEFT's LoraLayer itself is not.
+    # Subclasses of LoraLayer, which are modules; PEFT's LoraLayer itself is not. That of embeddings
+    # has no `lora_A`.
     layers: dict[str, Any] = {
-        path: module for path, module in adapted.named_modules() if isinstance(module, LoraLayer)
+        path: module
+        for path, module in adapted.named_modules()
+        if isinstance(module, LoraLayer) and NAME in module.lora_A
     }
     _drop_other_parts(adapted, layers)
     _check_targets(model, config, layers)
