@@ -60,6 +60,14 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {target.name, other.name, *stay}
 
 
+def test_what_a_killed_check_left_goes_with_the_next_check(tmp_path):
+    """The check of a folder's name writes a file next to it, and nothing else is written there."""
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "run")], check=False)
+    assert len(list(tmp_path.iterdir())) == 1
+    files.check_target(tmp_path / "run")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_private_file_stays_private(tmp_path):
     path = tmp_path / "mine"
     path.write_text("old")

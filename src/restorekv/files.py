@@ -129,7 +129,7 @@ def check_target(path: Path) -> None:
             f"The folder {path.parent} is not writable; choose a different one or change its "
             "permissions."
         )
-    probe = make_unique_name(path)
+    probe = make_temporary_name(path)
     with explain_write_errors(path):
         # Only an attempt shows what the disk allows and how long a name may be.
         probe.touch(exist_ok=False)

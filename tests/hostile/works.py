@@ -22,6 +22,7 @@ from restorekv.restore import adapter_file
 from restorekv.restore.adapter import RestoreAdapter
 
 TEXT = "The red house belongs to Ada. The code of the blue house is 482. " * 12
+OTHER_TEXT = "Leon sells the salt of the harbor. The mill of Agnes has 31 steps. " * 12
 NOTHING = "nothing"
 Result = tuple[str, ...]
 
@@ -298,8 +299,9 @@ def inputs(place: Path) -> None:
         {"id": f"s{number}", "context": f"{number} {TEXT}", "questions": asked}
         for number in range(3)
     ]
+    # Two different texts: a gate is not checked on near copies of what it learns from.
     examples = [
-        {"context": f"{number} {TEXT[:400]}", "questions": ["Who owns it?"]} for number in range(2)
+        {"context": text[:400], "questions": ["Who owns it?"]} for text in (TEXT, OTHER_TEXT)
     ]
     for name, rows in (("stories", stories), ("train", examples)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
