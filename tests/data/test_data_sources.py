@@ -138,6 +138,13 @@ def test_papers_keep_their_own_license_and_others_are_dropped(files, tiny_tokeni
     assert [item.license for item in shared] == ["cc-by-4.0", "cc-by-sa-4.0"]
 
 
+def test_papers_may_name_their_license_by_the_identifier_of_the_allow_list(tiny_tokenizer):
+    rows = [{"text": "a", "license": name} for name in ("cc-by-4.0", "CC0-1.0", "cc-by-sa-4.0")]
+    read_rows = list(read_paper(iter(rows), settings({}), tiny_tokenizer))
+    assert [item.license for item in read_rows[:2]] == ["cc-by-4.0", "cc0-1.0"]
+    assert str(read_rows[2]) == "license cc-by-sa-4.0"
+
+
 def test_licenses_are_found_in_every_form_and_known_to_the_model_card():
     assert read_license_label({"metadata": json.dumps({"license": BY})}) == BY
     assert read_license_label({"metadata": "{", "license": BY_SA}) == BY_SA

@@ -91,6 +91,8 @@ def read_paper(
     """Return a paper under one of `config.allowed_licenses`; raise DropRow for any other."""
     label = read_license_label(row)
     license = PAPER_LICENSES.get(label)
+    if label.lower() in PAPER_LICENSES.values():
+        license = label.lower()
     if license not in config.allowed_licenses:
         raise DropRow(f"license {license or label[:60] or 'missing'}")
     return make_single_document(
