@@ -97,7 +97,10 @@ class BuildConfig:
     section_passages: int = setting(60, "Number of Factbook sections.")
     per_novel: int = setting(12, "Maximum number of passages from one novel.")
     passage_shortest: int = setting(320, "Minimum tokens of a passage.")
-    passage_longest: int = setting(1600, "Maximum tokens of a passage.")
+    passage_longest: int = setting(
+        1600,
+        "Maximum tokens of a passage, without invented facts; of made documents about as many.",
+    )
     questions: int = setting(4, "Maximum number of a passage's own questions that are used.")
     invented: float = setting(0.3, "Share of the passages that get invented facts.")
     wording: str = setting(
