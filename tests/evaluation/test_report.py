@@ -399,6 +399,18 @@ def test_seeds_of_one_benchmark_are_one_condition(tmp_path):
     assert condition.benchmark == "tiny:count=6"
 
 
+def test_rows_of_fewer_seeds_than_others_are_said_to_rest_on_other_texts(tmp_path):
+    note = "Rows of fewer seeds than others were asked fewer texts"
+    for spec in ("tiny:count=6", "tiny:count=6,seed=1"):
+        for cell in report_world.cells_of(spec, ("kvzip",), ("0.1",)):
+            report_world.write_cell(tmp_path, cell)
+    write_report(tmp_path)
+    assert note not in Page((tmp_path / "report" / "index.html").read_text()).text
+    report_world.write_cell(tmp_path, Cell("tiny", "tiny:count=6", "snapkv", "0.1"))
+    write_report(tmp_path)
+    assert note in Page((tmp_path / "report" / "index.html").read_text()).text
+
+
 def write_extended_run(folder: Path, evictors=("kvzip", "snapkv")) -> None:
     """A run of six contexts, and one of its first three, which it was extended from."""
     for cell in report_world.cells_of("qasper:count=6", ("kvzip", "snapkv"), ("0.1",)):

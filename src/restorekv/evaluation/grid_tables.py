@@ -111,6 +111,11 @@ def make_scores_table(rows: Sequence[Row], kind: str = ALL) -> Table:
     notes = [SCORES.format(back=back)]
     if max(row.get("contexts", 0) for row in own) < ENOUGH:
         notes.append(f"Fewer than {ENOUGH} contexts are a glimpse, which ranks nothing.")
+    if len({row.get("seeds") for row in own if row["done"]}) > 1:
+        notes.append(
+            "Rows of fewer seeds than others were asked fewer texts: do not compare their scores. "
+            "The table of what the caches held counts the contexts of each."
+        )
     # A gain is a fair comparison only if both rows hold the same number of pairs.
     paired = [row["as_many_pairs"] for row in own if "as_many_pairs" in row]
     if paired and all(paired):
