@@ -136,11 +136,12 @@ def test_own_weights_copies_and_strangers(model, tmp_path, what):
         load(twin, path)
     with pytest.raises(error, match="a different model"):
         load(build_model("qwen3", seed=1), path)
+    other_rope = {"rope_type": "default", "rope_theta": 500.0}
     with pytest.raises(error, match="RoPE"):
-        load(
-            build_model("qwen3", rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
-            path,
-        )
+        load(build_model("qwen3", rope_parameters=other_rope), path)
+    # With its own RoPE it would still be a different model.
+    with pytest.raises(error, match="a different model"):
+        load(build_model("qwen3", seed=1, rope_parameters=other_rope), path)
 
 
 def test_an_adapter_that_is_trained_on_has_the_weights_it_is_on(model, tmp_path):

@@ -114,12 +114,8 @@ def check_base(
     Raises:
         RestoreKVError: An `error`, if the card is of a different model or RoPE.
     """
-    if card.rope != identity.rope:
-        raise error(
-            f"The {what} was made with RoPE {make_printable(card.rope)}, "
-            f"the model has {identity.rope}; load the model with the same RoPE configuration."
-        )
     if card.fingerprint == identity.fingerprint:
+        _check_rope(what, card, identity, error)
         return
     # Not these very weights: perhaps a rounded copy, which an adapter also fits.
     own = identity.weights
@@ -134,6 +130,7 @@ def check_base(
         raise error(
             f"The {what} was made for a different model ({make_printable(card.model)}); {fix}."
         )
+    _check_rope(what, card, identity, error)
     # A model that was made in memory has no name.
     name = make_printable(card.model) or "this model"
     message = f"The {what} was made for other weights of {name}"
@@ -143,3 +140,13 @@ def check_base(
     if own["source"]:
         message += f", than these, {own['source']}"
     warn(f"{message}; expect slightly worse answers.")
+
+
+def _check_rope(
+    what: str, card: BaseCard, identity: ModelIdentity, error: type[RestoreKVError]
+) -> None:
+    if card.rope != identity.rope:
+        raise error(
+            f"The {what} was made with RoPE {make_printable(card.rope)}, "
+            f"the model has {identity.rope}; load the model with the same RoPE configuration."
+        )
