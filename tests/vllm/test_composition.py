@@ -26,6 +26,7 @@ from restorekv.vllm.ragged_documents import (
     build_rope_model,
     gather_pairs,
     identify,
+    make_end,
 )
 from restorekv.vllm.ragged_store import RaggedStore, pages_of_largest_rank
 from tests.helpers.document_pairs import describe_engine_model
@@ -75,7 +76,7 @@ def test_placeholders_say_which_documents_are_asked():
             make_ids((names * 2)[:count])
 
 
-@pytest.mark.parametrize("place", [4, 10, 12, 15, 16, 31])
+@pytest.mark.parametrize("place", [4, 10, 12, 15, 16, 27])
 def test_damaged_placeholders_name_no_documents(place):
     names = ["0" * 16, "f" * 16, "3" * 16]
     ids = list(make_ids(names[:2]))
@@ -86,7 +87,7 @@ def test_damaged_placeholders_name_no_documents(place):
 
 def test_a_wrong_number_of_documents_is_refused():
     ids = list(make_ids(["0" * 16, "f" * 16]))
-    for changed in (ids[:31], [*ids[:11], 1, *ids[12:]], [*ids[:11], 64 + 11, *ids[12:]]):
+    for changed in (ids[:31], [*ids[:28], *make_end(1)], [*ids[:28], *make_end(11)]):
         with pytest.raises(RestoreKVError, match="damaged placeholders"):
             read_short_names(changed)
 
@@ -172,12 +173,16 @@ def test_placeholders_that_do_not_stand_whole_at_the_beginning_are_refused(store
         # After a system text, for example.
         with pytest.raises(RestoreKVError, match="put nothing before what"):
             store.find_document([5, *first])
-    # As vLLM cuts prompts from their beginning; what is cut altogether cannot be seen.
-    assert store.find_document(red)
-    for cut in range(1, PLACEHOLDERS - 3):
-        with pytest.raises(RestoreKVError, match="leave out truncate_prompt_tokens"):
-            store.find_document(red[cut:])
-    assert store.find_document(red[PLACEHOLDERS:]) is None
+    # As vLLM cuts prompts from their beginning; what is cut altogether cannot be seen. No file of
+    # the folder was read before.
+    most = prompt([store.folder / "red.rkv"] * MAX_DOCUMENTS, QUESTION, tiny_tokenizer)
+    for asked in (red, both, most):
+        unread = RaggedStore(store.folder, store.model)
+        for cut in range(1, PLACEHOLDERS - 3):
+            with pytest.raises(RestoreKVError, match="leave out truncate_prompt_tokens"):
+                unread.find_document(asked[cut:])
+        assert unread.find_document(asked[PLACEHOLDERS:]) is None
+        assert unread.find_document(asked)
     with pytest.raises(RestoreKVError, match="no question"):
         store.find_document(both[:PLACEHOLDERS])
 

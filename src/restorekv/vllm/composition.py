@@ -1,7 +1,8 @@
 """Several cache files in one request: their placeholders, and their pairs as one cache.
 
 The placeholders of a composition fill as many positions as those of one document: a mark, a hash
-of the documents' names, their number, and the beginning of each name, as much as two ids can hold.
+of the documents' names, the beginning of each name, as much as two ids can hold, and an end that
+says how many there are.
 The store knows the names with these beginnings, and the hash decides which of them are meant. So a
 prompt says all that the connector must know, and two requests share their first block in vLLM's
 pool only if they ask the same documents in the same order. Pairs are those of `restorekv.compose`.
@@ -26,15 +27,17 @@ from restorekv.seal import short_hash
 from restorekv.storage.cache_file import CacheFile
 from restorekv.storage.manifest import Manifest
 from restorekv.storage.portable import FIRST_ID, MARK, make_placeholders
-from restorekv.vllm.ragged_documents import LARGEST_ID, PLACEHOLDERS
+from restorekv.vllm.ragged_documents import LARGEST_ID, PLACEHOLDERS, make_end
 
-KIND = b"restorekv-composition-2"  # what placeholders begin with follows from this
+KIND = b"restorekv-composition-3"  # what placeholders begin with follows from this
 MAX_DOCUMENTS = 10  # of a request
 DIGITS = 2  # ids that encode a name
-HASHED = PLACEHOLDERS - MARK - 1 - MAX_DOCUMENTS * DIGITS
 # Of 50,000 documents in a store, two or three share the ids of a name, so that ten of them can be
 # combined in about 5,000 ways.
 MAX_COMBINATIONS = 100_000
+
+# The number of documents by how their placeholders end.
+COUNTS = {make_end(count): count for count in range(2, MAX_DOCUMENTS + 1)}
 
 ShortName = tuple[int, ...]  # the DIGITS ids that encode a name
 
@@ -92,13 +95,13 @@ def make_ids(names: Sequence[str]) -> tuple[int, ...]:
         RestoreKVError: There are too few or too many documents.
     """
     refuse_wrong_number(names)
-    hashed = make_placeholders(KIND + " ".join(names).encode(), HASHED, LARGEST_ID)
     digits: list[int] = []
     for name in names:
         digits += shorten_name(name)
     # Compositions of few documents fill as many positions as those of many.
-    padding = [FIRST_ID] * (MAX_DOCUMENTS * DIGITS - len(digits))
-    return (*make_mark(), *hashed, FIRST_ID + len(names), *digits, *padding)
+    room = PLACEHOLDERS - 2 * MARK - len(digits)
+    hashed = make_placeholders(KIND + " ".join(names).encode(), room, LARGEST_ID)
+    return (*make_mark(), *hashed, *digits, *make_end(len(names)))
 
 
 def shorten_name(name: str) -> ShortName:
@@ -122,14 +125,14 @@ def read_short_names(ids: Sequence[int]) -> list[ShortName] | None:
         return None
     # From here on the prompt claims to be a composition; anything wrong with it is an error.
     own = tuple(ids[:PLACEHOLDERS])
-    count = own[MARK + HASHED] - FIRST_ID if len(own) == PLACEHOLDERS else 0
-    if not 2 <= count <= MAX_DOCUMENTS:
+    count = COUNTS.get(own[PLACEHOLDERS - MARK :])
+    if count is None:
         raise RestoreKVError(
             "The prompt begins with damaged placeholders of several documents; make it with "
             "restorekv.vllm.prompt."
         )
-    first = MARK + HASHED + 1
-    return [own[start : start + DIGITS] for start in range(first, first + count * DIGITS, DIGITS)]
+    end = PLACEHOLDERS - MARK
+    return [own[start : start + DIGITS] for start in range(end - count * DIGITS, end, DIGITS)]
 
 
 def find_names(

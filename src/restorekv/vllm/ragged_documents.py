@@ -31,7 +31,7 @@ from restorekv.vllm.page_pool import DocumentPairs
 
 PLACEHOLDERS = 32  # ids of a document in a prompt: whole blocks of 16 or 32 tokens
 LARGEST_ID = 256  # placeholders are below it, so that every vocabulary has them
-KIND = b"restorekv-ragged-3"  # what placeholders begin with follows from this
+KIND = b"restorekv-ragged-4"  # what placeholders begin with follows from this
 # How configs call the size of an expert, the number of experts, and that of those used at a time.
 ONE_EXPERT = (
     "moe_intermediate_size",
@@ -64,6 +64,14 @@ def make_mark() -> list[int]:
     return make_placeholders(KIND, MARK, LARGEST_ID)
 
 
+def make_end(count: int) -> tuple[int, ...]:
+    """Return the MARK ids with which the placeholders of so many documents end.
+
+    By them a prompt that has lost its beginning is recognized.
+    """
+    return tuple(make_placeholders(KIND + f" {count}".encode(), MARK, LARGEST_ID))
+
+
 def identify(file: CacheFile) -> RaggedIdentity:
     """Return the name, the placeholders and the lengths of a cache file."""
     # Over the tensors in the order of their names, so that two files of one content are one
@@ -73,10 +81,10 @@ def identify(file: CacheFile) -> RaggedIdentity:
     for name, tensor in sorted(file.tensors.items()):
         sha256.update(name.encode())
         sha256.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    contents = make_placeholders(sha256.digest(), PLACEHOLDERS - MARK, LARGEST_ID)
+    contents = make_placeholders(sha256.digest(), PLACEHOLDERS - 2 * MARK, LARGEST_ID)
     return RaggedIdentity(
         name=sha256.hexdigest()[:16],
-        ids=tuple(make_mark() + contents),
+        ids=(*make_mark(), *contents, *make_end(1)),
         lengths=file.tensors["offsets"].diff() + file.manifest.restore_tokens,
     )
 

@@ -14,7 +14,13 @@ from restorekv.storage import cache_file
 from restorekv.vllm import composition, worker_state
 from restorekv.vllm.document_store import DocumentStore, EngineModel, StoredDocument, find_heads
 from restorekv.vllm.page_pool import count_pages_of_heads
-from restorekv.vllm.ragged_documents import LARGEST_ID, PLACEHOLDERS, identify, make_mark
+from restorekv.vllm.ragged_documents import (
+    LARGEST_ID,
+    PLACEHOLDERS,
+    identify,
+    make_end,
+    make_mark,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,6 +34,9 @@ class RaggedStore(DocumentStore):
 
     def __init__(self, folder: str | Path, model: EngineModel) -> None:
         super().__init__(folder, model, make_mark())
+        # Also of files that were not read yet, and of all combinations.
+        self._ends = {make_end(1), *composition.COUNTS}
+        self._longest = PLACEHOLDERS
         if model.vocabulary < LARGEST_ID:
             raise RestoreKVError(
                 f"Placeholders of documents need a vocabulary of {LARGEST_ID} token ids, and the "
