@@ -230,11 +230,15 @@ def test_tokens_that_are_placeholders_ask_nothing():
     assert (rows_of_b.tail, rows_of_b.table_row) == (2, 2)
 
 
-@pytest.mark.parametrize("shift", [-80, -30, 0, 12, 60, 150])
+@pytest.mark.parametrize("shift", [-7000, -80, -30, 0, 12, 60, 150, 420, 7000])
 def test_log_sum_exps_of_a_kernel_without_them(shift):
-    """Whatever the size of the logits: a sink is tried until it measures them."""
+    """Whatever the size of the logits: a sink is tried until it measures them.
+
+    Biases on keys, such as Qwen 2 has, make them large in some heads.
+    """
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(20, 3, 50, generator=generator) * 4 + shift
+    logits = torch.randn(20, 3, 50, generator=generator) * 4
+    logits[:, 1:] += shift
     values = torch.randn(50, DIM, generator=generator)
 
     def attend(sink):
@@ -243,7 +247,7 @@ def test_log_sum_exps_of_a_kernel_without_them(shift):
 
     output, lse = measure_log_sum_exp(attend)
     wanted = logits.double().logsumexp(-1)
-    assert (lse - wanted).abs().max() < 2e-5
+    assert (lse - wanted).abs().max() < 2e-5 + abs(shift) * 2e-7
     assert output.equal(attend(0.0)[0])
 
 

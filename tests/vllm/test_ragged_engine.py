@@ -1,6 +1,7 @@
 """Ragged documents inside the real vLLM: `make vllm`, in an environment of its own."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -179,6 +180,24 @@ def test_answers_are_the_same_head_by_head(world, monkeypatch):
         found = answers(llm, world.prompts)
         assert without_halves(found) == without_halves(world.expected)
     assert len(calls) > 100
+
+
+def test_logits_of_hundreds_are_attended(tmp_path, monkeypatch):
+    """The biases of Qwen 2's keys cause them; they ended the engine."""
+    build_plainly = build_model
+
+    def build_biased_model(*args, **options) -> PreTrainedModel:
+        model = build_plainly(*args, attention_bias=True, **options)
+        for layer in model.model.layers:
+            for projection, bias in ((layer.self_attn.q_proj, 15), (layer.self_attn.k_proj, 40)):
+                # Of the numbers that RoPE rotates least, in every head of 32.
+                projection.bias.view(-1, 2, 16)[..., -2:] += bias
+        return model
+
+    monkeypatch.setattr(sys.modules[__name__], "build_model", build_biased_model)
+    world = make_ragged_world(tmp_path)
+    with engine(world) as llm:
+        assert without_halves(answers(llm, world.prompts)) == without_halves(world.expected)
 
 
 @pytest.fixture(scope="module")

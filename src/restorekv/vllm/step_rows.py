@@ -6,6 +6,7 @@ that asks a document; a row of the block table that begins with it is that reque
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from restorekv.vllm.ragged_documents import PLACEHOLDERS
 
-# Logits of sinks, tried in this order until every log-sum-exp is measured. One measures those that
-# are up to 69 below it: the first is right for nearly all, the rest for odd models.
-SINKS = (40.0, 85.0, -5.0, 130.0, -50.0, 175.0, -95.0, 220.0)
+# The logit of a sink that measures nearly all log-sum-exps. Models with large biases on keys, such
+# as Qwen 2, have some of thousands, for which others are tried.
+SINK = 40.0
+REACH = 69.0  # a sink measures log-sum-exps that are up to so much below it
 SMALLEST_SHARE = 1e-30  # below it, products of float32 numbers lose digits
 LARGEST_SHARE = 0.5  # above it, one minus the share loses digits
 
@@ -107,25 +109,46 @@ def measure_log_sum_exp(
     Args:
         attend: Runs the kernel, and returns its outputs without a sink and with one of this logit.
     """
-    plain, sunk = (output.float() for output in attend(SINKS[0]))
+    sink = SINK
+    plain, sunk = (output.float() for output in attend(sink))
     norms = plain.square().sum(-1)
     lse = torch.full_like(norms, -torch.inf)
     # Where every value is zero nothing can be measured. That is a head that was pruned, whose other
     # part is zero, too.
     missing = norms > 0
-    for sink in SINKS:
-        if not bool(missing.any()):
-            break
-        if sink != SINKS[0]:
-            sunk = attend(sink)[1].float()
+    # What was not measured yet lies between them.
+    low = lse.clone()
+    high = -low
+    while True:
         share = (sunk * plain).sum(-1) / norms
         sound = missing & (share > SMALLEST_SHARE) & (share < LARGEST_SHARE)
         found = sink + share.log() - torch.log1p(-share)
         lse = torch.where(sound, found, lse)
         missing = missing & ~sound
-    if bool(missing.any()):
-        raise FloatingPointError("The attention logits of a document's question are not finite.")
+        if not bool(missing.any()):
+            break
+        low = torch.where(share >= LARGEST_SHARE, low.clamp(min=sink), low)
+        high = torch.where(share <= SMALLEST_SHARE, high.clamp(max=sink - REACH), high)
+        last = sink
+        sink = choose_sink(float(low[missing][0]), float(high[missing][0]))
+        if sink == last or not math.isfinite(sink):
+            raise FloatingPointError(
+                "The attention logits of a document's question are not finite."
+            )
+        sunk = attend(sink)[1].float()
     return plain, lse
+
+
+def choose_sink(low: float, high: float) -> float:
+    """Return the logit of a sink that may measure a log-sum-exp between two bounds.
+
+    One of the bounds may be infinite. Then steps become larger, so that few are taken.
+    """
+    if math.isinf(high):
+        return low + max(abs(low), 45.0)
+    if math.isinf(low):
+        return high - max(abs(high), 45.0) + REACH
+    return (low + high + REACH) / 2
 
 
 def merge(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) -> Tensor:
