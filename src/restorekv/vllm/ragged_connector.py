@@ -475,7 +475,7 @@ def refuse_unsupported(config: VllmConfig, cache: KVCacheConfig) -> None:
         (
             PLACEHOLDERS % block_size != 0,
             f"with blocks of {block_size} tokens, which do not divide {PLACEHOLDERS}; set "
-            "block_size to 16 or 32",
+            f"block_size to {PLACEHOLDERS}",
         ),
         # float16 cannot hold the log-sum-exp that is recovered from a sink's share of the weights
         # accurately enough.
