@@ -247,10 +247,12 @@ def test_a_tiny_model_rotates_as_the_large_one(family, rope):
 
 @pytest.mark.parametrize("kind", ["Qwen3MoeConfig", "MixtralConfig"])
 def test_a_tiny_model_has_one_expert(kind):
-    config = getattr(transformers, kind)(num_hidden_layers=4, vocab_size=64)
+    config = getattr(transformers, kind)(num_hidden_layers=4, vocab_size=64, head_dim=64)
     with torch.device("meta"):
         small = build_rope_model(config)
     assert sum(each.numel() for each in small.parameters()) < 1_000_000
+    # It runs once, to be checked.
+    shift_keys(build_rope_model(config), torch.zeros(1, 64), 1)
 
 
 def test_a_bias_is_refused(tiny_model, tiny_tokenizer, tmp_path):

@@ -32,10 +32,10 @@ from restorekv.vllm.page_pool import DocumentPairs
 PLACEHOLDERS = 32  # ids of a document in a prompt: whole blocks of 16 or 32 tokens
 LARGEST_ID = 256  # placeholders are below it, so that every vocabulary has them
 KIND = b"restorekv-ragged-4"  # what placeholders begin with follows from this
-# How configs call the size of an expert, the number of experts, and that of those used at a time.
+# How configs call the size of an expert.
+EXPERT_SIZES = ("moe_intermediate_size", "shared_expert_intermediate_size")
+# How they call the number of experts, and that of those used at a time.
 ONE_EXPERT = (
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
     "num_experts",
     "num_local_experts",
     "n_routed_experts",
@@ -114,9 +114,10 @@ def build_rope_model(config: PretrainedConfig) -> PreTrainedModel:
     for name, value in changes.items():
         setattr(small, name, value)
     # A mixture of experts gets one of them; other configs have no such settings.
-    for name in ONE_EXPERT:
+    for name in (*EXPERT_SIZES, *ONE_EXPERT):
         if isinstance(getattr(small, name, None), int):
-            setattr(small, name, 1)
+            # Kernels for experts ask for sizes of whole vectors.
+            setattr(small, name, head_dim if name in EXPERT_SIZES else 1)
     # The engine's own random state stays as if nothing had been drawn here.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
