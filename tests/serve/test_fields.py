@@ -54,6 +54,64 @@ def client(url):
     return client_of(url)
 
 
+def replace_each(value: object, others: list) -> typing.Iterator[object]:
+    """Yield copies of a JSON value with one place, at any depth, replaced by each of `others`."""
+    yield from others
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            for changed in replace_each(inner, others):
+                yield {**value, key: changed}
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            for changed in replace_each(inner, others):
+                yield [*value[:number], changed, *value[number + 1 :]]
+
+
+SCHEMA = {"name": "n", "schema": {"type": "object"}, "strict": True}
+REQUESTS = {
+    "chat/completions": {
+        "model": "nobody",
+        "messages": [
+            {"role": "system", "content": "Be short."},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "file", "file": {"file_id": "file-1"}},
+                    {"type": "text", "text": "A note.", "cache_control": {"type": "ephemeral"}},
+                    {"type": "text", "text": "Hi"},
+                ],
+            },
+        ],
+        "response_format": {"type": "json_schema", "json_schema": SCHEMA},
+        "stop": ["a"],
+        "logit_bias": {"5": 1},
+        "stream_options": {"include_usage": True},
+        "tools": [],
+        "metadata": {"a": "b"},
+    },
+    "responses": {
+        "model": "nobody",
+        "input": [
+            {"role": "user", "content": [{"type": "input_file", "file_id": "file-1"}]},
+            {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+        ],
+        "text": {"format": {"type": "json_schema", **SCHEMA}},
+        "metadata": {},
+    },
+    "completions": {"model": "nobody", "prompt": [1, 2], "stop": ["a"], "logprobs": 1},
+}
+
+
+@pytest.mark.parametrize("path", REQUESTS)
+def test_values_of_any_type_are_refused_in_a_sentence(path, url):
+    """The model does not exist, so that nothing is answered."""
+    assert "no model 'nobody'" in sent(url, path, REQUESTS[path])[1]["message"]
+    for request in replace_each(REQUESTS[path], [{}, [], [{}], "x", 1, True, None]):
+        code, answer = sent(url, path, request)
+        assert 400 <= code < 500, request
+        assert answer["message"].endswith("."), request
+
+
 def sent(url: str, path: str, request: dict) -> tuple[int, dict]:
     asked = Request(
         f"{url}/{path}", json.dumps(request).encode(), {"content-type": "application/json"}

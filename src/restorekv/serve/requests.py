@@ -22,7 +22,7 @@ from restorekv.readers.extract import TEXT, find_kind, guess_ending, printable_n
 from restorekv.serve import fields
 from restorekv.serve.variants import Variant
 
-PART_TYPES = {"text", "input_text", "output_text", "file", "input_file"}
+PART_TYPES = ("text", "input_text", "output_text", "file", "input_file")
 LARGEST_SCHEMA = 1 << 15  # characters; one of 250,000 blocks all other requests for 17 seconds
 
 DOCX = "application/vnd.openxmlformats-officedocument.wordprocessingml.document"
