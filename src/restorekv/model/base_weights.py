@@ -1,10 +1,10 @@
-"""Whether an adapter or a gate was made for these weights, for other weights of the model, or for
-another model.
+"""The check of whether an adapter or a gate was made for these weights, for other weights of the
+same model, or for another model.
 
-A fingerprint identifies exact weights. A sketch, about a thousand values from all matrices, tells
+A fingerprint identifies exact weights. A sketch, about a thousand values from all matrices, shows
 how close two sets of weights are: copies of SmolLM2-135M-Instruct that were rounded to 8, 4, 3 and
-2 bits have a cosine similarity of 1.000, 0.996, 0.99 and 0.95 with the model itself, random weights
-of the same scale one of 0.03.
+2 bits have a cosine similarity of 1.000, 0.996, 0.99 and 0.95 with the model itself, and random
+weights of the same scale have one of 0.03.
 """
 
 import base64
@@ -17,8 +17,8 @@ from torch import Tensor
 from restorekv.errors import RestoreKVError, make_printable, warn
 from restorekv.model.identity import ModelIdentity
 
-# The least similarity of one model's weights: below rounding to two bits, far above a different
-# training.
+# From this similarity on, weights count as those of one model: a copy rounded to two bits is above
+# it, and the weights of a different training are far below.
 LEAST_SIMILARITY = 0.9
 
 
@@ -53,7 +53,7 @@ def measure_similarity(one: Mapping[str, Any] | None, other: Mapping[str, Any] |
         second = decode_sketch(other["sketch"])
     except (KeyError, TypeError, ValueError, RuntimeError):
         return 0.0
-    # A cosine needs as many numbers on both sides.
+    # A cosine needs the same number of values on both sides.
     if first.shape != second.shape:
         return 0.0
     return float(torch.cosine_similarity(first, second, dim=0))
@@ -67,9 +67,9 @@ def find_made_for(
     made for nearly these, such as a rounded copy; None if there is neither.
 
     Args:
-        identity: That of the model that it is looked for.
-        candidates: What may be returned, with the fingerprint and the description of the weights
-            that it was made for.
+        identity: The identity of the model to find a candidate for.
+        candidates: The objects to choose from, each with the fingerprint and the description of the
+            weights that it was made for.
     """
     similar = None
     for candidate, fingerprint, weights in candidates:
@@ -102,13 +102,14 @@ def check_base(
     error: type[RestoreKVError],
     fix: str = "load that one",
 ) -> None:
-    """Refuse what was made for a different model or RoPE; warn of other weights of the model.
+    """Refuse an adapter or a gate that was made for a different model or RoPE; warn if it was made
+    for other weights of the model.
 
     Args:
         what: The adapter or gate, for messages.
-        card: What it says of the model that it was made for.
-        identity: That of the model that it is to be used with.
-        error: The class of the error for a refusal.
+        card: Its card, which says what model it was made for.
+        identity: The identity of the model that it is to be used with.
+        error: The class of error to raise.
         fix: What a user can do about a different model.
 
     Raises:
@@ -121,7 +122,7 @@ def check_base(
     own = identity.weights
     # Not "<": the similarity to a damaged sketch may be NaN, which is below no number.
     if card.weights is None or not measure_similarity(card.weights, own) >= LEAST_SIMILARITY:
-        # float16 rounds otherwise than bfloat16, so it changes the fingerprint of a checkpoint.
+        # float16 rounds differently from bfloat16, so it changes the fingerprint of a checkpoint.
         if identity.dtype == "float16" and not card.weights:
             raise error(
                 f"The {what} cannot be told to fit this model in float16; if it is "

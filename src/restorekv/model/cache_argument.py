@@ -30,7 +30,7 @@ def pass_cache_to_generate(cache: Cache) -> dict[str, Cache]:
 
 
 def find_cache(arguments: Mapping[str, Any]) -> Cache | None:
-    """Return the cache among the keyword arguments that a module was called with; None without."""
+    """Return the cache among the keyword arguments of a module's call; None if there is none."""
     found = arguments.get(NEW_NAME)
     return arguments.get(OLD_NAME) if found is None else found
 

@@ -1,8 +1,10 @@
-"""Answers in channels, as gpt-oss writes them: its thoughts first, then the answer in another one.
+"""Answers in channels, as gpt-oss writes them: the model's thoughts first, then the answer in
+another channel.
 
-Each message is <|channel|>NAME<|message|>TEXT; <|end|><|start|>assistant is between two. Only
-text of the channel "final" is the answer's, and text in no channel, where an answer was begun for
-the model. Without this rule names and texts run together, because control tokens are no text.
+Each message is <|channel|>NAME<|message|>TEXT, with <|end|><|start|>assistant between two messages.
+Only the text in the channel "final" belongs to the answer, and so does text in no channel, which
+the model writes when it continues given first words. Without this rule, channel names and texts
+would run together, because control tokens are not text.
 """
 
 from collections.abc import Sequence
@@ -18,8 +20,8 @@ FINAL = "final"  # the channel that users read
 
 
 class ChannelReader:
-    """Tells which ids of an answer are shown, as they come one by one: all of them, unless the
-    chat template writes channels.
+    """A filter of an answer's ids, as they come one by one: it shows all of them, unless the chat
+    template writes channels.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -36,7 +38,7 @@ class ChannelReader:
         self.name: list[int] | None = None  # the ids of a channel's name, while it is written
 
     def push(self, token: int) -> bool:
-        """Go on to the next id; return whether it is shown."""
+        """Process the next id; return whether it is shown."""
         if token == self.start:
             self.shows = False
             self.name = None
@@ -46,7 +48,7 @@ class ChannelReader:
             self.name = []
             return False
         if token == self.message:
-            # A message without a channel is shown. After the name may stand a format.
+            # A message without a channel is shown. A format may follow the channel's name.
             name = FINAL if self.name is None else decode_ids(self.tokenizer, self.name)
             self.shows = name.strip().startswith(FINAL)
             self.name = None

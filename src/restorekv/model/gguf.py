@@ -79,7 +79,7 @@ class Header:
 
 
 def find_file(name: str) -> Path | None:
-    """Return the GGUF file that `name` is or that the folder `name` holds, if it does."""
+    """Return the GGUF file that `name` is or that the folder `name` holds; None for other names."""
     # A file of another kind is refused by its first bytes, before a parser reads it.
     if os.path.exists(name) and not os.path.isdir(name):
         with reraise_as(ModelError), open_with_size(Path(name), name) as (file, _):
@@ -89,7 +89,7 @@ def find_file(name: str) -> Path | None:
                     "give a model folder, a GGUF file or a hub id."
                 )
         return Path(name)
-    # A folder with a config is one for transformers, even if a GGUF file lies in it.
+    # A folder with a config is a transformers model, even if a GGUF file lies in it.
     if os.path.isdir(name) and not os.path.exists(os.path.join(name, "config.json")):
         files = sorted(Path(name).glob("*.gguf"))
         if len(files) > 1:
@@ -133,7 +133,8 @@ def prepare_split_folder(split: SplitFile) -> Path:
 
     def make(folder: Path) -> None:
         print(f"{split.model}: {split.terms}", file=sys.stderr, flush=True)
-        # The whole file is not needed afterwards. What a killed process leaves of it is swept up.
+        # The joined file is not needed afterwards. `remove_stale_files` removes what a killed
+        # process leaves of it.
         prefix = f".{folder.name}.{HOST}-{os.getpid()}-"
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix) as parent:
             joined = Path(parent) / split.file
@@ -144,7 +145,7 @@ def prepare_split_folder(split: SplitFile) -> Path:
 
 
 def _prepare(digest: str, name: str, make: Callable[[Path], None]) -> Path:
-    """Return the transformers folder for the GGUF file of this SHA-256; `make` it if needed."""
+    """Return the transformers folder for the GGUF file with this SHA-256; `make` it if needed."""
     # VERSION is part of the name, so that what another version of this code made is made again.
     key = f"{digest[:16]}-{VERSION}"
     # A folder that is ready needs no lock, and may lie where this user cannot write.
@@ -168,7 +169,7 @@ def _prepare(digest: str, name: str, make: Callable[[Path], None]) -> Path:
 def find_private_folder() -> Path:
     """Return the folder of prepared models, which nobody else can change.
 
-    Where there can be none, a temporary one takes its place.
+    If there can be no such folder, return a temporary one.
     """
     root = find_cache_folder()
     if root is None:
@@ -189,7 +190,7 @@ def _find_problem(root: Path) -> str | None:
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if "RESTOREKV_CACHE" not in os.environ and _is_own(root.stat()):
-            # A self-test that was kept first made it as the umask says.
+            # A saved self-test may have made it earlier, with the permissions of the umask.
             root.chmod(root.stat().st_mode & ~WRITABLE_BY_OTHERS)
         # Only a try shows whether a file can be written: permissions say nothing about full or
         # read-only disks.
@@ -225,7 +226,7 @@ def _is_own(status: os.stat_result) -> bool:
 def _is_trusted(path: Path, kind: Callable[[int], bool] = stat.S_ISREG) -> bool:
     """Return whether nobody but this user and the administrator can have written a file.
 
-    It must be of a `kind`, and so no link.
+    It must be of the file type `kind`, so a link is never trusted.
     """
     status = path.lstat()
     if not kind(status.st_mode) or not _is_own(status):
@@ -258,7 +259,8 @@ def _folder_lock(folder: Path) -> Iterator[None]:
 def load_marker(folder: Path) -> dict | None:
     """Return the marker of a complete folder that nobody else can have written, None for any other.
 
-    Every file that the marker lists has the right size and, unless it is large, contents.
+    Every file that the marker lists must have the right size and, unless it is large, the right
+    contents.
     """
     try:
         if not (_is_trusted(folder, stat.S_ISDIR) and _is_trusted(folder / MARKER)):
@@ -298,7 +300,7 @@ def make_folder(file: Path, name: str, folder: Path) -> None:
         convert_file(file, header, fresh)
         with reraise_as(ModelError):
             digest = digest_file(file)
-        # Else the folder would be kept as that of another file.
+        # Otherwise the folder would be kept under the digest of another file.
         if not folder.name.startswith(digest[:16]):
             raise ModelError(
                 f"{file} changed while it was read; try again when no process writes to it."
@@ -307,7 +309,8 @@ def make_folder(file: Path, name: str, folder: Path) -> None:
         # refuses.
         for path in (fresh, *fresh.iterdir()):
             path.chmod(path.stat().st_mode & ~WRITABLE_BY_OTHERS)
-        # What is there is not whole, so it may go. The rename then puts all files in place at once.
+        # What is there is incomplete, so it may go. The rename then puts all files in place at
+        # once.
         if os.path.lexists(folder) and not load_marker(folder):
             _remove(folder)
         try:
@@ -318,7 +321,7 @@ def make_folder(file: Path, name: str, folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove what is not a prepared model; of a link, the link alone."""
+    """Remove a file or folder that is not a prepared model; of a link, only the link itself."""
     if stat.S_ISDIR(path.lstat().st_mode):
         shutil.rmtree(path)
     else:
@@ -329,7 +332,7 @@ def load_header(file: Path) -> Header:
     """Read the header; refuse damaged files and those that transformers would read incorrectly."""
     from gguf import GGUFReader
 
-    # Before GGUFReader, which would make room for whatever the header counts.
+    # Before GGUFReader, which would allocate memory for whatever the header counts.
     with reraise_as(ModelError):
         gguf_header.check_header(file)
     if (file.parent / ADAPTER).exists():  # transformers would load the model that it names
@@ -350,11 +353,11 @@ def load_header(file: Path) -> Header:
             f"it is one of {fields['split.count']} parts",
             "join them with llama-gguf-split --merge",
         )
-    # A factor without a type, and under its first name, is that of a linear scaling.
+    # llama.cpp takes a factor without a type, or under its older name, for a linear scaling.
     factor = header.of_model("rope.scaling.factor") or header.of_model("rope.scale_linear") or 1.0
     scaling = header.of_model("rope.scaling.type") or ("none" if factor == 1.0 else "linear")
-    # transformers reads frequencies from the config alone, so a file with tensors of them would
-    # rotate wrongly.
+    # transformers takes frequencies only from the config, so the model of a file with tensors of
+    # frequencies would rotate its keys wrongly.
     scaling_tensors = header.tensors.keys() & {"rope_freqs.weight", "rope_factors_long.weight"}
     if scaling != "none" or scaling_tensors:
         raise _conversion_error(file, "transformers does not read its RoPE scaling from GGUF files")
@@ -386,7 +389,7 @@ def convert_file(file: Path, header: Header, folder: Path) -> None:
     wrong = list(report["missing_keys"])
     for key, *_ in report["mismatched_keys"]:
         wrong.append(key)
-    if wrong:  # transformers would draw them at random
+    if wrong:
         raise _conversion_error(
             file, f"it lacks {min(wrong)} or has it in a shape that its header does not give"
         )
@@ -415,8 +418,8 @@ def convert_file(file: Path, header: Header, folder: Path) -> None:
 def _refuse_unread(file: Path, header: Header, model: PreTrainedModel) -> None:
     """Refuse a file with tensors that are not in the model.
 
-    transformers takes those that the config asks for, and GGUF headers do not say whether layers
-    have biases: without a word it would make another model.
+    transformers takes only those that the config asks for, and GGUF headers do not say whether
+    layers have biases. Without this check it would silently make a different model.
     """
     # Tied weights are one tensor under two names.
     read = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}
@@ -430,13 +433,14 @@ def _refuse_unread(file: Path, header: Header, model: PreTrainedModel) -> None:
 
 
 def _correct_config(config: PretrainedConfig, header: Header) -> None:
-    """Set what transformers does not take from the file but from its own defaults."""
+    """Set the values that transformers takes from its own defaults instead of from the file."""
     key_length = header.of_model("attention.key_length")
     if hasattr(config, "head_dim"):  # Qwen3's
         config.head_dim = key_length or config.head_dim
     if hasattr(config, "query_pre_attn_scalar"):  # Gemma's; scores are divided by its root
         config.query_pre_attn_scalar = config.head_dim
-        # llama.cpp knows the models with another one by their layers: it is not in the file.
+        # GGUF has no field for it. llama.cpp recognizes the models with another value by their
+        # number of layers.
         if (config.model_type, config.num_hidden_layers) in _SCALED_BY_HEADS:
             config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
     base = header.of_model("rope.freq_base")
@@ -464,7 +468,10 @@ def _name_quantization(header: Header) -> str:
 
 @contextmanager
 def _silence_transformers() -> Iterator[None]:
-    """Silence transformers; no setting turns off some of its progress bars and messages."""
+    """Silence transformers in the block.
+
+    stderr is redirected too, because no setting turns off some progress bars and messages.
+    """
     level = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

@@ -1,9 +1,9 @@
-"""Whether the header of a GGUF file can be true, before a parser believes what it counts.
+"""The check of whether the header of a GGUF file can be true, before a parser believes its counts.
 
 Layout: magic, version, number of tensors, number of fields; the fields, each with a key, a type and
-a value; of every tensor its name, dimensions, type and offset; then, aligned, the tensors. A count
-costs a stranger 8 bytes, and parsers make room for whatever it says. Here every count is compared
-with the bytes that are left, and nothing is kept but what later checks need.
+a value; of every tensor its name, dimensions, type and offset; then, aligned, the tensors. A false
+count takes an attacker 8 bytes, and parsers allocate memory for whatever it says. Here every count
+is compared with the bytes that are left, and nothing is kept but what later checks need.
 """
 
 import math
@@ -28,7 +28,7 @@ LISTED = 4096  # elements of an array outside of the tokenizer, such as a number
 WORDS = 1 << 20
 ELEMENTS = 1 << 21
 DIMENSIONS = 4
-# types of values; the others have these letters in `struct`
+# types of values; the others are numbers, which have these letters in `struct`
 TEXT = 8
 ARRAY = 9
 SCALARS = {
@@ -44,8 +44,7 @@ SCALARS = {
     11: "q",
     12: "d",
 }
-# Fields that say how large a model is; none of its weights has a dimension that is smaller than one
-# of them.
+# Fields that say how large a model is; none of them exceeds the largest dimension of its weights.
 SIZES = (
     "embedding_length",
     "feed_forward_length",
@@ -61,7 +60,9 @@ Dimensions = tuple[int, ...]
 
 
 class Cursor:
-    """Reads a file from its start and never beyond its end; raises ValueError."""
+    """A reader that goes through a file from its start; it raises ValueError before its end would
+    be passed.
+    """
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self.file = file
@@ -83,7 +84,7 @@ class Cursor:
         self.file.seek(count, 1)
 
     def claim(self, count: int) -> None:
-        """Count bytes as read; refuses more than are left."""
+        """Count bytes as read; refuse more than are left."""
         if count > self.left:
             raise ValueError("it is cut short, or one of its counts is wrong")
         self.left -= count
@@ -93,7 +94,7 @@ class Cursor:
         return layout.unpack(self.take(layout.size))[0]
 
     def count(self, what: str, limit: int) -> int:
-        """Return a number of things."""
+        """Return the next number, a count of what `what` names; refuse more than `limit`."""
         found = int(self.number("Q"))
         if found > limit:
             raise ValueError(f"it counts {found:,} {what}, and such files have at most {limit:,}")
@@ -121,8 +122,8 @@ def check_header(path: Path) -> None:
                 raise ValueError(
                     f"it has version {version}, and known are {' and '.join(map(str, VERSIONS))}"
                 )
-            # A tensor takes some bytes of the header at least, so a count beyond the bytes that are
-            # left is wrong.
+            # A tensor or a field takes at least some bytes of the header, so a count beyond the
+            # bytes that are left is wrong.
             tensors = cursor.count("tensors", min(TENSORS, cursor.left))
             fields = cursor.count("fields", min(FIELDS, cursor.left))
             known = _read_fields(cursor, fields)
@@ -137,7 +138,9 @@ def check_header(path: Path) -> None:
 
 
 def _read_fields(cursor: Cursor, count: int) -> dict[str, object]:
-    """Return the fields that are numbers or short texts, and the lengths of arrays as `KEY[]`."""
+    """Return the fields that are numbers or texts, of these at most KEY_BYTES, and the lengths of
+    arrays as `KEY[]`.
+    """
     known: dict[str, object] = {}
     elements = 0
     for _ in range(count):
@@ -164,11 +167,11 @@ def _read_fields(cursor: Cursor, count: int) -> dict[str, object]:
 
 
 def _skip_array(cursor: Cursor, limit: int) -> int:
-    """Return the number of an array's elements and goes to its end."""
+    """Go to the end of an array and return the number of its elements."""
     kind = int(cursor.number("I"))
     length = cursor.count("elements in an array", limit)
     if kind == TEXT:
-        # Texts have a length each; numbers all have the same.
+        # Each text has its own length; numbers all have the same one.
         for _ in range(length):
             cursor.skip_text()
     elif kind in SCALARS:
@@ -217,9 +220,9 @@ def _read_tensors(
 
 
 def _check_sizes(known: Mapping[str, object], shapes: Mapping[str, Dimensions]) -> None:
-    """Refuse a description of a larger model than the tensors are of.
+    """Refuse a header that describes a larger model than its tensors make.
 
-    transformers would make room for it.
+    transformers would allocate memory for that model.
     """
     # Field names begin with the architecture.
     kind = known.get("general.architecture")
@@ -231,8 +234,8 @@ def _check_sizes(known: Mapping[str, object], shapes: Mapping[str, Dimensions]) 
 
     if not 0 <= of_model("block_count") <= min(LAYERS, max(len(shapes), 1)):
         raise ValueError("it describes more layers than it has")
-    # No weight has a dimension below the model's sizes, so none of them exceeds the largest
-    # dimension.
+    # Each of a model's sizes is within a dimension of some weight, so none of them exceeds the
+    # largest dimension.
     heads = of_model("attention.head_count") * of_model("attention.key_length")
     if heads > largest or any(not 0 <= of_model(name) <= largest for name in SIZES):
         raise ValueError("it describes a larger model than it holds")

@@ -1,7 +1,8 @@
-"""Build the tokenizer that the fields of a GGUF file describe.
+"""The tokenizer that the fields of a GGUF file describe.
 
-That of transformers is wrong: for SmolLM2, 5.2 adds CodeLlama's extra tokens and a wrong end token,
-and 5.23 splits text like GPT-2, so that "\\n\\n1." becomes other tokens than in training.
+The one that transformers makes is wrong: for SmolLM2, 5.2 adds CodeLlama's extra tokens and a wrong
+end token, and 5.23 splits text like GPT-2, so that "\\n\\n1." becomes other tokens than in
+training.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,9 +25,9 @@ NORMAL = 1
 CONTROL = 3
 USER_DEFINED = 4
 SPACE = "\u2581"  # SentencePiece's
-# How many letters a token of SentencePiece may have, and all tokens together: every place in a
-# token is tried as that of a merge. Gemma's longest have some 50 letters, all 262,144 have 2
-# million.
+# The most letters that a token of SentencePiece may have, and all tokens together: every place in a
+# token is tried as the seam of a merge. Gemma's longest tokens have some 50 letters, and all
+# 262,144 together have 2 million.
 LETTERS = 1 << 8
 ALL_LETTERS = 1 << 24
 # Words with an optional leading character, runs of {digits} digits, punctuation, line breaks, other
@@ -91,7 +92,7 @@ def build_tokenizer(fields: Mapping[str, Any], longest: int) -> PreTrainedTokeni
     adds_bos = own.get("add_bos_token", kind == "llama" or own.get("pre") in WITH_BOS)
     if "bos_token" in special and adds_bos:
         bos = special["bos_token"]
-        # The text begins with BOS, for a pair both of them do.
+        # A text begins with BOS; of a pair, both texts do.
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A",
             pair=f"{bos} $A {bos}:1 $B:1",
@@ -115,7 +116,7 @@ def _build_byte_level(own: Mapping[str, Any], tokens: Sequence[str]) -> Tokenize
     merges = [tuple(merge.split(" ")) for merge in own.get("merges") or ()]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(
-        # Llama 3 takes a word that is a token as it is, even where merges would not make it.
+        # Llama 3 makes one token of a word that is a token, even if merges would not.
         models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split == LLAMA3)
     )
     if split == QWEN2:
@@ -143,7 +144,7 @@ def _build_sentencepiece(own: Mapping[str, Any], tokens: Sequence[str]) -> Token
     if max(lengths, default=0) > LETTERS or sum(lengths) > ALL_LETTERS:
         raise ValueError("its tokenizer has longer tokens than any that is known")
     # The file has no merges, but scores that order them: every split of a token into two tokens is
-    # a merge, and that of the best token comes first.
+    # a merge, and those that make the tokens with the best scores come first.
     ranked = []
     for number, token in enumerate(tokens):
         if kinds[number] != NORMAL:

@@ -1,12 +1,13 @@
 """What identifies a model in records: its name, its weights, its RoPE and its chat template.
 
 A fingerprint identifies exact weights. It is a hash of 64 values from every weight, which are read
-from the device in one transfer. Of quantized layers these are codes and scales as they are stored;
-a sketch has the numbers that they stand for. The fingerprint is not remembered with the model:
-weights can change in ways that leave no trace but their values (merging a LoRA adapter adds to
-`weight.data`, which PyTorch's version counters do not see), and a cache or an adapter for the old
-weights would then be accepted for the new ones. Code that needs the identity more than once
-computes it once and passes it on; nothing below asks the model again.
+from the device in one transfer. For quantized layers the values are codes and scales as they are
+stored; a sketch has the numbers that these represent. The fingerprint is not remembered with the
+model, except for one with sharded weights (`remember_identity`): weights can change in ways that
+leave no trace but their values (merging a LoRA adapter adds to `weight.data`, which PyTorch's
+version counters do not see), and a cache or an adapter for the old weights would then be accepted
+for the new ones. Code that needs the identity more than once computes it once and passes it on;
+nothing below asks the model again.
 """
 
 import base64
@@ -40,7 +41,7 @@ from restorekv.model.shape import (
     refuse_offloaded,
 )
 
-# Settings that change what a model computes without changing its weights or shape. They count where
+# Settings that change what a model computes without changing its weights or shape. They count if
 # they differ from the default of the architecture.
 DECISIVE_SETTINGS = (
     "attention_multiplier",
@@ -72,13 +73,13 @@ _REMEMBERED: WeakKeyDictionary[PreTrainedModel, tuple[str, dict[str, Any]]] = We
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """A model as records name it, at the moment when it was identified.
+    """What identifies a model in records, as of the moment when it was computed.
 
     name: what `load_model` would load again; fingerprint: 16 hex digits of config and weights;
     weights: where these came from, and a sketch of them (`describe_weights`); dtype: such as
-    "bfloat16"; rope: what determines the rotation of keys; shape and windows: of the cache and of
-    its layers; template: 16 hex digits of the tokenizer's chat template, None where no tokenizer
-    was given.
+    "bfloat16"; rope: what determines the rotation of keys; shape: that of the cache; windows: those
+    of the layers, [] unless the model is hybrid; template: 16 hex digits of the tokenizer's chat
+    template, None if no tokenizer was given.
     """
 
     name: str
@@ -112,7 +113,7 @@ def fingerprint_model(model: PreTrainedModel) -> str:
 
     Samples are rounded to bfloat16, so that a checkpoint has one fingerprint in float32 and
     bfloat16. PEFT's adapters in the model count while they are active: they change every pair.
-    (Restore adapters are in twins of the model.)
+    (Restore adapters do not count: they are not in the model itself, but in a twin of it.)
     """
     return (_REMEMBERED.get(model) or _examine_weights(model))[0]
 
@@ -146,7 +147,7 @@ def _examine_weights(model: PreTrainedModel) -> tuple[str, dict[str, Any]]:
         matrices[f"{path}.weight"] = entries.to(model.device)
     for_fingerprint = [(weight, SAMPLES) for _, weight in named]
     for_sketch = [(matrix, count) for _, matrix in sorted(matrices.items())]
-    # In one call, as each waits for the device.
+    # In one call, because each call waits for the device.
     rows = _sample_weights([*for_fingerprint, *for_sketch])
 
     shape = CacheShape.from_model(model)
@@ -182,7 +183,8 @@ def _describe_computation(model: PreTrainedModel, shape: CacheShape) -> str:
     windows = describe_windows(model.config)
     if windows:
         facts.append(str(windows))
-    # Of the architecture, not of all configs: `to_diff_dict` would name what each Llama has.
+    # The defaults of the architecture: `to_diff_dict` compares with those of all configs, and would
+    # list what every Llama has.
     has_defaults = not getattr(config, "has_no_defaults_at_init", False)
     defaults = type(config)() if has_defaults else None
     decisive = {}
@@ -224,26 +226,26 @@ def _list_base_parameters(
 def _iterate_adapter_weights(
     model: PreTrainedModel,
 ) -> Iterator[tuple[str, BaseTunerLayer, str, Tensor]]:
-    """Yield the place of each of PEFT's layers, the layer, and name and value of every weight that
-    an adapter has in it.
+    """Yield (path of the layer, layer, name, weight) for every weight that an adapter has in one of
+    PEFT's layers.
     """
     for path, module in model.named_modules():
         if not isinstance(module, BaseTunerLayer):
             continue
         own: Any = module  # each of PEFT's layers is a module as well
         for name, weight in own.named_parameters():
-            # Of kinds besides LoRA, the layer says how its adapters' weights are called.
+            # For other kinds than LoRA, the layer lists the names of its adapters' weights.
             if "lora_" in name or name.split(".")[0] in module.adapter_layer_names:
                 yield path, module, name, weight
 
 
 def _list_active_adapters(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
-    """Return the weights in PEFT's layers that are active."""
+    """Return the weights of PEFT's active adapters, sorted by names that include the scaling."""
     found = []
     for path, layer, name, weight in _iterate_adapter_weights(model):
         used = set(layer.active_adapters) & set(name.split("."))
         if used and not layer.disable_adapters:
-            # The scaling has a part in every product with the weights.
+            # The scaling is a factor of every product with the weights.
             factors = getattr(layer, "scaling", None) or {}  # kinds besides LoRA may have none
             scaling = [factors.get(each) for each in sorted(used)]
             found.append((f"{drop_wrappers(path)}.{name} {scaling}", weight))

@@ -1,8 +1,8 @@
-"""The matrices of linear layers, also where a layer is quantized or has LoRA.
+"""The matrices of linear layers, including layers that are quantized or have LoRA.
 
-A quantized layer stores codes in a layout of its library (bitsandbytes, torchao, GPTQ, AWQ, FP8 and
-others), so its `weight`, if it has one, is not the matrix that it multiplies with. But every layer
-can be asked for its products with unit vectors, which are the columns of its matrix.
+A quantized layer stores codes in the layout of its library (bitsandbytes, torchao, GPTQ, AWQ, FP8
+and others), so its `weight`, if it has one, is not the matrix that it multiplies with. But every
+layer can be asked for its products with unit vectors, which are the columns of its matrix.
 """
 
 from itertools import chain
@@ -16,23 +16,23 @@ PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def has_plain_weight(layer: nn.Module) -> bool:
-    """Whether the layer's `weight` is the matrix that it multiplies with, and nothing else is."""
-    # Others than nn.Linear itself may scale it, or add LoRA.
+    """Return whether the layer's `weight` is the whole matrix that it multiplies with."""
+    # Other classes than nn.Linear itself may scale the weight or add LoRA.
     weight = getattr(layer, "weight", None)
     return type(layer) is nn.Linear and isinstance(weight, Tensor) and holds_numbers(weight)
 
 
 def holds_numbers(tensor: Tensor) -> bool:
-    """Whether a tensor holds the numbers that it stands for, and no codes for them."""
-    # Libraries that quantize have types of their own, some of which say that they are float32.
+    """Return whether a tensor holds its numbers themselves, not codes for them."""
+    # Libraries that quantize have their own tensor types, and some of these report float32.
     is_ordinary = type(tensor).__module__.partition(".")[0] == "torch"
     return is_ordinary and tensor.dtype in PLAIN_DTYPES
 
 
 def dequantize(tensor: Tensor) -> Tensor:
-    """Return the numbers of a tensor of torchao or quanto, and any other tensor as it is.
+    """Return the numbers of a tensor of torchao or quanto, and any other tensor unchanged.
 
-    These two libraries write them in the type of the tensor, others in the layer.
+    In these two libraries the tensor's type knows how to compute them, in others only the layer.
     """
     if type(tensor).__module__.startswith(("torchao.", "optimum.quanto.")):
         return tensor.dequantize()
@@ -46,9 +46,9 @@ def drop_wrappers(name: str) -> str:
 
 
 def space_evenly(size: int, count: int) -> Tensor:
-    """Return `count` evenly spaced places among `size` numbers, on the CPU.
+    """Return `count` evenly spaced indices below `size`.
 
-    Devices round float64 differently.
+    They are computed on the CPU, because devices round float64 differently.
     """
     return torch.linspace(0, size - 1, count, dtype=torch.float64).long()
 
@@ -67,10 +67,10 @@ def list_quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 @torch.no_grad()
 def settle_quantized_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Let the model make a pass over one token if it has quantized layers, and return these.
+    """Run a pass over one token if the model has quantized layers, and return these layers.
 
-    In the first pass, bitsandbytes (on a CPU) rearranges its codes and compressed-tensors unpacks
-    them: before it, weights cannot be told, and parts of the model cannot run.
+    In a model's first pass, bitsandbytes (on a CPU) rearranges its codes and compressed-tensors
+    unpacks them. Before that, the weights cannot be identified, and parts of the model cannot run.
     """
     layers = list_quantized_layers(model)
     if not layers:
@@ -80,7 +80,7 @@ def settle_quantized_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def _is_quantized(layer: nn.Module) -> bool:
-    """Whether a layer has codes among its weights."""
+    """Return whether a layer has codes among its weights."""
     held = chain(layer.parameters(recurse=False), layer.buffers(recurse=False))
     return not all(holds_numbers(tensor) for tensor in held)
 
@@ -89,7 +89,7 @@ def _is_quantized(layer: nn.Module) -> bool:
 def compute_matrix(layer: nn.Module, dtype: torch.dtype) -> Tensor:
     """Return the matrix (out, in) that a linear layer multiplies with.
 
-    Of a plain layer it is the weight itself. Of others it is computed in `dtype`, with the LoRA
+    For a plain layer it is the weight itself. For others it is computed in `dtype`, with the LoRA
     that is active in the layer.
     """
     if has_plain_weight(layer):
@@ -122,5 +122,5 @@ def _compute_columns(layer: nn.Module, columns: Tensor, dtype: torch.dtype) -> T
 
 
 def _get_device(layer: nn.Module) -> torch.device:
-    """Return where a layer's weights are."""
+    """Return the device of a layer's weights."""
     return next(chain(layer.parameters(), layer.buffers())).device

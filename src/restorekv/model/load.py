@@ -63,9 +63,10 @@ class Source:
     weights: str | None = None
 
     def is_local(self) -> bool:
-        """Return whether to leave out the hub.
+        """Return whether to read only files on this machine, because the model is a folder or the
+        hub cannot be reached.
 
-        Without a network, its client retries for most of a minute.
+        Without a network, the hub's client would retry for most of a minute.
         """
         return Path(self.path).is_dir() or not is_hub_reachable()
 
@@ -73,8 +74,8 @@ class Source:
         """Refuse what transformers must not read.
 
         Args:
-            is_local: What the method of that name returned, which may have waited for the hub.
-            weights: Whether they are needed, and not the tokenizer alone.
+            is_local: What `is_local()` returned; asking again could wait for the hub again.
+            weights: Whether the weights are needed, and not only the tokenizer.
         """
         if Path(self.path).is_dir():
             model_folder.check_folder(Path(self.path), weights)
@@ -147,10 +148,10 @@ def load_model(
 
 
 def _end_answers_as_template_does(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
-    """Let the token by which the chat template ends an answer end one.
+    """Make the token with which the chat template ends an answer a stop token of the model.
 
     The generation config of a fine-tuned model is often that of its base model, which does not name
-    it: such a model writes the user's next question, too.
+    this token. Then the model would go on and write the user's next question, too.
     """
     end = find_answer_end(tokenizer)
     settings: Any = model.generation_config
@@ -165,7 +166,7 @@ def _end_answers_as_template_does(model: PreTrainedModel, tokenizer: Tokenizer) 
 
 
 def _refuse_missing_weights(name: str | Path, missing: Collection[str]) -> None:
-    """Refuse a model whose files lack weights: transformers draws them at random."""
+    """Refuse a model with files that lack weights, which transformers draws at random."""
     if missing:
         raise ModelError(
             f"Cannot load the model {str(name)!r}: its files lack {len(missing):,} of its weights, "
@@ -268,7 +269,7 @@ def is_hub_reachable() -> bool:
 
 
 def _make_gguf_source(file: Path, name: str) -> Source:
-    """Return the source of a GGUF file, which is dequantized now or was before."""
+    """Return the source of a GGUF file, which is dequantized now unless it was before."""
     folder = gguf.prepare_folder(file, name)
     return Source(str(folder), name, gguf.read_quantization(folder))
 
@@ -283,7 +284,7 @@ def _loading_error(name: str | Path, error: Exception) -> ModelError:
 
 def parse_device(device: str | torch.device) -> torch.device:
     """Return the device of a name; refuse one that PyTorch or this machine does not have."""
-    # Only an allocation tells whether a device that PyTorch knows by name is here.
+    # Only an allocation shows whether this machine has a device that PyTorch knows by name.
     try:
         known = torch.device(device)
         torch.empty(0, device=known)

@@ -1,5 +1,5 @@
-"""Look through a model's folder before transformers reads it: no pickles, no special files, no
-other model.
+"""Checks of a model's folder before transformers reads it: no pickles, no special files, no other
+model.
 
 transformers opens files by their names, whatever they are: a FIFO would never end, a pickle may run
 code when it is loaded, and a LoRA adapter's config names a base model, which would be loaded in
@@ -33,8 +33,8 @@ _READ_WHOLE = (".json", ".jinja", ".txt", ".model")
 _TOKENIZERS = ("tokenizer.json", "vocab.json")  # which may be larger than other JSON
 INDEX = "model.safetensors.index.json"  # which names the files of the weights
 TOKENIZER_CONFIG = "tokenizer_config.json"  # which may name files of the tokenizer
-# What every call that loads a model or a tokenizer is given: Python code of the model's own is
-# never run, and the user is never asked, for whatever answers may be a pipe.
+# Arguments of every call that loads a model or a tokenizer. The model's own Python code is never
+# run, and the user is never asked whether to run it: the answer might come from a pipe.
 NO_CODE = {"trust_remote_code": False}
 NO_PICKLES = {"use_safetensors": True}
 
@@ -43,7 +43,7 @@ def check_folder(folder: Path, weights: bool = True) -> None:
     """Refuse a folder that transformers must not read.
 
     That is one with special files, with an adapter, with a file that names files elsewhere and, if
-    `weights` are to be loaded, with any weights but safetensors.
+    `weights` are to be loaded, one that has its weights only as pickles.
     """
     names = []
     for directory in (folder, folder / _TEMPLATES):
@@ -67,7 +67,7 @@ def check_folder(folder: Path, weights: bool = True) -> None:
 
 
 def _check_file(path: Path) -> list[str]:
-    """Return the name of a regular file; nothing for a folder and for a link that leads nowhere."""
+    """Return [name] for a regular file and [] for a folder or a broken link; refuse others."""
     try:
         # Follows links: a link to a regular file is one.
         status = path.stat()
@@ -95,12 +95,13 @@ def _check_file(path: Path) -> list[str]:
 
 
 def _is_of_kernel(path: Path) -> bool:
-    """Return whether a file that is empty by its size has content: one of /proc, some of which wait
-    for what comes next, as a FIFO does.
+    """Return whether a file of size 0 has content all the same, as files in /proc do.
+
+    Some of these wait for more content, as a FIFO does.
     """
     try:
         with open_regular_file(path, str(path)) as file:
-            # None: it waits.
+            # None means that the file waits, b"" that it is empty.
             return file.raw.read(1) != b""
     except RestoreKVError:
         return False  # transformers can't open it either
@@ -111,13 +112,13 @@ def _is_of_kernel(path: Path) -> bool:
 def _check_index(path: Path, names: list[str] | None = None) -> None:
     """Refuse an index of weights that names anything but safetensors of its own folder.
 
-    `names` are the files of the folder, None where they are not known.
+    `names` are the files of the folder, None if they are not known.
     """
     weights = _load_entries(path).get("weight_map")
     if not isinstance(weights, dict):
         raise ModelError(f"{path} names no files of weights; fetch it again.")
     for name in weights.values():
-        # A name with a folder in it, or of another kind, would be opened as it is.
+        # transformers would open a path into another folder, or a file of another kind.
         inside = isinstance(name, str) and name.endswith(_SAFE) and name == PurePosixPath(name).name
         if not inside or (names is not None and name not in names):
             raise ModelError(
@@ -138,8 +139,8 @@ def _check_tokenizer(folder: Path) -> None:
     for value in named:
         if value is None:
             continue
-        # Older tokenizers name places on their author's machine. There is nothing here at those
-        # places, so nothing is read.
+        # Older tokenizers name paths on their author's machine. Nothing exists at such a path here,
+        # so nothing would be read.
         is_inside = isinstance(value, str) and (
             Path(value).name == value or not _leads_out(value, folder)
         )
@@ -151,12 +152,9 @@ def _check_tokenizer(folder: Path) -> None:
 
 
 def _leads_out(name: str, folder: Path) -> bool:
-    """Return whether transformers would find a file elsewhere.
-
-    It takes a name as it is, and within the folder.
-    """
+    """Return whether transformers would find the file `name` outside of the model's folder."""
     try:
-        # As transformers would find it: from the working folder, and inside the model's own.
+        # transformers tries the name from the working folder, and inside the model's folder.
         for path in (Path(name), folder / name):
             if os.path.lexists(path) and not path.resolve().is_relative_to(folder.resolve()):
                 return True
@@ -185,11 +183,13 @@ def _load_entries(path: Path) -> dict[str, Any]:
 
 
 def check_hub(name: str, local: bool) -> None:
-    """Refuse a repository of the hub that is an adapter, or whose weights are not safetensors."""
-    # transformers loads the base model that an adapter names; better to say so than to do it.
+    """Refuse a repository of the hub that is an adapter, or that has an index of weights which
+    names anything but its own safetensors.
+    """
+    # transformers would load the base model that the adapter names.
     if find_adapter_config_file(name, local_files_only=local) is not None:
         raise ModelError(explain_adapter(name))
-    # None where the weights are not split over several files.
+    # None if the weights are not split over several files.
     index = cached_file(
         name,
         INDEX,

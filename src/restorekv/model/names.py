@@ -1,4 +1,4 @@
-"""The models that have a name in this package, and where what ships for them is."""
+"""The models that have a name in this package, and the folders of the files that ship for them."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,7 +60,7 @@ def get_model_name(model: PreTrainedModel) -> str:
 def to_canonical_name(name: str) -> str:
     """Return the one name that records use for a model.
 
-    "gemma3-270m" is the quantized model of its packages alone, so the hub id stays a name as well.
+    "gemma3-270m" is only the quantized model of its packages, so Gemma's hub id stays as it is.
     """
     return SMOLLM2 if name == SMOLLM2_ID else name
 
@@ -71,7 +71,7 @@ def to_hub_id(name: str) -> str:
 
 
 def find_known_name(name: str) -> str | None:
-    """Return the name of a model that this package names itself, None for any other.
+    """Return the record name of a model that has a name in this package, None for any other.
 
     A file may name its model, but it may not choose what is opened or downloaded: a folder's config
     can name code, and a hub id anybody's weights. So a name from a file is only compared with the

@@ -1,4 +1,4 @@
-"""Observers: they see what every attention layer computes with while a forward pass runs.
+"""Observers, which see the inputs of every attention layer while a forward pass runs.
 
 Queries and keys come from the attention function itself, after QK-norm and RoPE, so nothing is
 projected twice.
@@ -44,7 +44,7 @@ class LayerView:
 
 
 OnLayer = Callable[[LayerView], Tensor | None]
-HOOKS_LOCK = threading.Lock()  # PyTorch numbers hooks without one
+HOOKS_LOCK = threading.Lock()  # PyTorch numbers hooks without locking
 
 
 class Observer(Protocol):
