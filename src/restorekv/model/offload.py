@@ -1,4 +1,4 @@
-"""A full cache of which one layer at a time is in memory; the others are in files, or on the host.
+"""A full cache that keeps one layer at a time in memory; the others are in files, or on the host.
 
 On a CPU, keys and values are views of temporary files that are mapped into memory. When another
 layer is needed, the pages of the previous one leave the process; the system writes them out and
@@ -11,9 +11,9 @@ three while a pass joins one with its own pairs. transformers' own offloading
 (DynamicCache(offloading=True), 5.2 to 5.23) moves a layer there and back whenever pairs are added,
 and leaves it on the host for other readers such as scores.
 
-Each store has to pass a self-test on the first use of a device (offload_self_test.py). A device on
-which copies on a second stream go wrong gets pageable memory and copies that are waited for, and
-one where these go wrong too keeps the full cache on the device.
+On a device that is not a CPU, a store has to pass a self-test when it is first used
+(offload_self_test.py). If copies on a second stream go wrong, pageable memory and copies that are
+waited for are tried; if these go wrong too, the full cache stays on the device.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from restorekv.model.shape import CacheShape, list_windows
 
 
 def make_offloaded_cache(model: PreTrainedModel, columns: int, margin: int = 0) -> Cache:
-    """Return an empty cache with room for S + T columns.
+    """Return an empty cache with room for `columns` columns, S + T.
 
-    On a device where no store passes its self-test, it offloads nothing. Layers with a sliding
-    window stay where they are: they hold their last W - 1 + `margin` columns alone.
+    If no store passes its self-test on the device, nothing is offloaded. Layers with a sliding
+    window never are: they hold only their last W - 1 + `margin` columns.
     """
     shape = CacheShape.from_model(model)
     device = model.device
@@ -132,7 +132,7 @@ class OffloadedLayer(DynamicLayer):
         self.release(values)
 
     def release(self, value: None) -> None:
-        """Free the room: the setter of `keys` and `values`, which takes None alone."""
+        """Free the room, when `keys` or `values` are set to None; refuse any other value."""
         if value is not None:
             raise ValueError("an offloaded layer is written by update alone")
         self.room = None
@@ -142,7 +142,7 @@ class OffloadedLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
     ) -> KeysValues:
-        """Q new pairs (1, H, Q, D) -> all pairs."""
+        """Store Q new pairs (1, H, Q, D) and return all pairs."""
         if self.room is None:
             self.room = self.store.allocate(self)
             self.dtype = key_states.dtype
@@ -160,7 +160,7 @@ class OffloadedLayer(DynamicLayer):
 
 
 class OffloadStore(ABC):
-    """Holds the pairs of `layers`: (H, columns, D) numbers each for keys and for values."""
+    """The memory for the pairs of `layers`: (H, columns, D) for keys, and the same for values."""
 
     def __init__(
         self, count: int, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device
@@ -178,11 +178,11 @@ class OffloadStore(ABC):
 
     @abstractmethod
     def allocate(self, layer: OffloadedLayer) -> Tensor:
-        """Return (2, 1, H, columns, D)."""
+        """Return the room for a layer's keys and values, (2, 1, H, columns, D)."""
 
     @abstractmethod
     def write(self, layer: OffloadedLayer, target: Tensor, states: Tensor) -> None:
-        """Store pairs (1, H, Q, D)."""
+        """Copy new keys or values (1, H, Q, D) to `target`, their columns in the layer's room."""
 
     @abstractmethod
     def load(self, layer: OffloadedLayer) -> KeysValues:
@@ -194,7 +194,7 @@ class OffloadStore(ABC):
 
     @abstractmethod
     def release(self, layer: OffloadedLayer) -> None:
-        """Forget a layer."""
+        """Free what the store holds for a layer."""
 
 
 class FileStore(OffloadStore):
@@ -239,8 +239,8 @@ class FileStore(OffloadStore):
         return layer.get_stored()
 
     def unload(self) -> None:
-        """Take a layer's pages out of the process; the system writes them to disk before it reuses
-        the memory.
+        """Take the loaded layer's pages out of the process; the system writes them to disk before
+        it reuses the memory.
         """
         pages = self.maps.get(self.loaded.index) if self.loaded else None
         if pages is not None and hasattr(mmap, "MADV_DONTNEED"):
@@ -278,12 +278,13 @@ class HostStore(OffloadStore):
         return flat.transpose(2, 3)
 
     def write(self, layer: OffloadedLayer, target: Tensor, states: Tensor) -> None:
-        # Both are contiguous. Only CUDA orders a copy to pinned memory before what reads it there.
+        # Both sides are contiguous. Only CUDA makes later reads wait for an asynchronous copy to
+        # pinned memory.
         target.transpose(1, 2).copy_(states.transpose(1, 2).contiguous(), non_blocking=self.cuda)
 
     def load(self, layer: OffloadedLayer) -> KeysValues:
         # The device holds this layer and, on its way there, the next one; the others leave it.
-        # Layers are read in a ring: a pass begins again with the first one.
+        # After the last layer comes the first, with which the next pass begins.
         following = self.layers[(layer.index + 1) % len(self.layers)]
         for index in set(self.on_device) - {layer.index, following.index}:
             del self.on_device[index]
@@ -296,7 +297,7 @@ class HostStore(OffloadStore):
         return pair
 
     def copy_to_device(self, layer: OffloadedLayer) -> KeysValues:
-        """Copy a layer on the second stream, which a reader has to wait for."""
+        """Copy a layer to the device on the second stream, for which a reader has to `wait`."""
         stream = self.stream
         if stream is None:
             keys, values = layer.get_stored()
@@ -313,7 +314,7 @@ class HostStore(OffloadStore):
         return keys, values
 
     def wait(self) -> None:
-        """Let what the device does next begin after the copies on the second stream."""
+        """Make the current stream wait for the copies on the second stream."""
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
@@ -336,7 +337,7 @@ class HostStore(OffloadStore):
 
 
 def _reserve_file(nbytes: int) -> mmap.mmap:
-    """Map an unnamed temporary file whose blocks are allocated now, where the system can do so.
+    """Map an unnamed temporary file; its blocks are allocated now if the system can do so.
 
     If the disk filled up later, the first write to a missing block would end the process with a
     signal.
@@ -359,4 +360,5 @@ def trim_heap() -> None:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
+# The self-test cannot import this module, which imports it.
 offload_self_test.register_stores(make_store)

@@ -32,7 +32,7 @@ def _measure_store(make_store: MakeStore, streams: bool, target: Target) -> Iter
     size = target.heads, columns, target.dim
     store = make_store(LAYERS, size, target.dtype, target.device, streams)
     generator = torch.Generator().manual_seed(1)
-    # The truth stays on the CPU; what the store gets lies where the model would have made it.
+    # The expected numbers stay on the CPU; the store gets copies on the device, as from a model.
     on_cpu: list[KeysValues] = []
     there: list[KeysValues] = []
     for _ in range(LAYERS):
@@ -97,14 +97,16 @@ def _measure_wrong_share(found: KeysValues, wanted: KeysValues, end: int) -> flo
 
 
 def _require_gpu(device: torch.device, dtype: torch.dtype) -> str:
-    """Return why a device without a second stream cannot offload; "" where it can."""
+    """Return why offloading without a second stream is not for a device, or "" if it is."""
     if device.type == "cpu":
         return "it is for GPUs; a CPU offloads into temporary files"
     return ""
 
 
 def register_stores(make_store: MakeStore) -> None:
-    """Register both stores: files on a CPU or a second stream on a GPU, and one without streams."""
+    """Register both ways to offload as components: the device's usual store (on a CPU, files; on a
+    CUDA device, copies on a second stream), and the host's memory without a second stream.
+    """
     register_component(
         Component(
             "offload",

@@ -1,8 +1,8 @@
 """How long a text, a question and an answer may be: a model's positions, and what is refused, cut
 or warned of beyond them.
 
-Two limits count. The config says how many positions the model was made for (rope.py): an answer
-beyond them is bad, and a YaRN stretches them. The probe finds up to which position the package
+There are two limits. The config says how many positions the model was made for (rope.py): answers
+beyond them are bad, and YaRN raises their number. The probe finds up to which position the package
 computes what the model computes (support.py): nothing may go beyond that.
 """
 
@@ -34,11 +34,12 @@ QUESTION_AND_CONTEXT = "The context with the question"  # needs positions, for m
 
 @dataclass(frozen=True)
 class PositionLimit:
-    """How many positions a model was made for; it says so where there is no model, as in vLLM.
+    """How many positions a model was made for, for code that does not have the model itself, such
+    as that for vLLM.
 
     Args:
-        positions: As its RoPE is now.
-        unstretched: Those that the factor of a YaRN multiplies.
+        positions: The positions of its RoPE as it is now.
+        unstretched: The positions that the factor of a YaRN multiplies.
     """
 
     positions: int = NO_LIMIT
@@ -119,13 +120,13 @@ def _explain_long_text(
 
 
 def count_usable_positions(model: PreTrainedModel) -> int:
-    """Return how many positions the model was made for and sees whole (support.py)."""
+    """Return how many positions the model was made for, as far as they are exact (support.py)."""
     return min(count_positions(model.config), get_support(model).positions)
 
 
 def check_positions(model: PreTrainedModel, positions: int, what: str) -> None:
-    """Refuse what reaches beyond where the model sees as the package does (support.py), and warn of
-    what reaches beyond the positions that the model was made for.
+    """Refuse what needs more positions than are exact (support.py), and warn of what needs more
+    than the model was made for.
     """
     refuse_beyond_exact(model, positions, what)
     limit = count_positions(model.config)
@@ -152,7 +153,7 @@ def refuse_beyond_positions(
 
 
 def refuse_beyond_limit(limit: PositionLimit, positions: int, what: str, fix: str) -> None:
-    """Refuse what reaches beyond a model's positions, where there is its limit alone.
+    """Refuse what reaches beyond a model's positions, for code that knows only its limit.
 
     Args:
         limit: The model's.
@@ -172,8 +173,8 @@ def refuse_beyond_limit(limit: PositionLimit, positions: int, what: str, fix: st
 def refuse_long_question(limit: PositionLimit, first: int, question: int) -> None:
     """Refuse a question that ends beyond a model's positions.
 
-    Whatever the engine, positions are those of the whole text: what eviction dropped has had some,
-    and placeholders that stand for a document have none of their own.
+    In every engine, positions are those of the whole text: evicted tokens count, and placeholders
+    that replace a document in a prompt do not.
 
     Args:
         limit: The model's.
@@ -189,7 +190,7 @@ def check_question_positions(
 ) -> None:
     """Refuse questions that end beyond the model's positions, and warn of answers that may.
 
-    Both are refused where the model would see them otherwise than the package (support.py).
+    Both are refused if they need more positions than are exact (support.py).
 
     Args:
         model: The model that answers.
@@ -197,7 +198,7 @@ def check_question_positions(
         questions: How many tokens every question has, with the template around it.
         limits: How many tokens every answer may have.
     """
-    # Both checks look at the whole model, so they come once, for what reaches furthest.
+    # Both checks look at the whole model, so they run once, for what reaches furthest.
     furthest_question = 0
     furthest_answer = 0
     limit = PositionLimit.from_config(model.config)

@@ -18,7 +18,8 @@ from restorekv.model.cache_argument import pass_cache
 from restorekv.model.shape import get_backbone, is_hybrid, list_windows
 
 CHUNK = 4096
-# Entries of a chunk's mask, so that it takes as much memory for a million tokens as for 16,384.
+# The most entries of a chunk's mask, which thus takes as much memory for a million tokens as for
+# 16,384.
 MASK = 1 << 26
 
 
@@ -41,13 +42,13 @@ def prefill(
 ) -> Cache:
     """Return a cache with keys and values (1, H, S + T, D) of every layer.
 
-    A layer with a sliding window W holds its last W - 1 columns alone.
+    A layer with a sliding window W holds only its last W - 1 columns.
 
     Args:
-        model: Its decoder runs, chunk by chunk.
+        model: The model; only its decoder runs, chunk by chunk.
         ids: (1, S + T).
-        chunk: Tokens of a chunk, which bounds the memory of activations; by default the memory of
-            the mask is bounded, too.
+        chunk: Tokens of a chunk, which bounds the memory of activations; the default bounds the
+            memory of the mask, too.
         into: A cache to append to; a new one by default.
     """
     # A hybrid model has windows in some layers, which keep fewer columns.
@@ -63,8 +64,8 @@ def prefill(
 def make_full_cache(model: PreTrainedModel, margin: int = 0) -> DynamicCache:
     """Return an empty cache for a model's own passes.
 
-    A layer with a sliding window W will hold its last W - 1 + `margin` columns alone: `margin`
-    columns at the end can be read a second time.
+    A layer with a sliding window W will hold only its last W - 1 + `margin` columns, so that the
+    last `margin` columns can be read a second time.
     """
     full = DynamicCache()
     if is_hybrid(model):
@@ -89,11 +90,11 @@ def make_empty_cache(model: PreTrainedModel) -> RaggedCache:
 
 
 class ReadOnlyLayer(DynamicLayer):
-    """Shows a dense layer's pairs followed by those of the current pass.
+    """A view of a dense layer, which shows its pairs followed by those of the current pass.
 
-    `keys` and `values` hold the pairs of the pass alone. Nothing has to be removed after a pass,
-    and only one layer at a time holds the joined copy. The dense layer is not touched before its
-    turn, since an offloaded one is elsewhere until then.
+    `keys` and `values` hold only the pairs of the pass. Nothing has to be removed after a pass, and
+    only one layer at a time holds the joined copy. The dense layer is not touched before the pass
+    reaches it, because until then an offloaded layer is not in memory.
     """
 
     def __init__(self, dense: DenseLayer, columns: int | None = None) -> None:
@@ -123,8 +124,8 @@ class ReadOnlyLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Q new pairs (1, H, Q, D) -> all pairs, (1, H, S + T + Q, D)."""
-        # What the pass made, which a restore pass returns as its pairs.
+        """Return all pairs (1, H, S + T + Q, D), the new ones (1, H, Q, D) last."""
+        # Kept because a restore pass returns the pairs that it made.
         self.keys = key_states
         self.values = value_states
         keys, values = self._get_cached_pairs()
@@ -132,8 +133,8 @@ class ReadOnlyLayer(DynamicLayer):
 
     def _get_cached_pairs(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values that a pass reads."""
-        # A layer with a window shows only what a query here can see, and refuses what it no longer
-        # holds.
+        # A layer with a window shows all columns that it holds, which must include what a query
+        # here can see.
         if isinstance(self.dense, RecentLayer):
             end = self.get_seq_length()
             start = max(end - self.dense.window + 1, 0)
@@ -145,7 +146,7 @@ class ReadOnlyLayer(DynamicLayer):
 def read_only_view(full: Cache, columns: int | None = None) -> Cache:
     """Return a cache for passes that read `full`, or its first `columns`, and never change it.
 
-    Of a ragged cache, these are columns of its tail; the context is always read whole.
+    For a ragged cache, `columns` counts columns of its tail; its whole context is always read.
     """
     dropped = 0
     if columns is not None and isinstance(full, RaggedCache):
@@ -156,8 +157,10 @@ def read_only_view(full: Cache, columns: int | None = None) -> Cache:
 def _view_layer(
     layer: DenseLayer, columns: int | None, dropped: int = 0
 ) -> ReadOnlyLayer | RaggedLayer | SlidingLayer:
-    """Return one layer of such a cache; the tail of a layer with a window lacks the `dropped` last
-    columns, because it may hold fewer at its start than the others.
+    """Return the read-only view of one layer, with its first `columns` columns or all for None.
+
+    The tail of a layer with a window may begin later than other tails, so it is given without its
+    last `dropped` columns instead.
     """
     if not isinstance(layer, RaggedLayer | SlidingLayer):
         return ReadOnlyLayer(layer, columns)
@@ -178,7 +181,7 @@ def _view_layer(
 
 
 class QueryOnlyLayer(CompressedLayer):
-    """Shows a pass only its own pairs, at positions after `seen` cached ones.
+    """A layer that shows a pass only its own pairs, at positions after `seen` cached ones.
 
     KVzip's passes attend to chosen columns of the cache, so their observer reads the full cache and
     computes attention itself.
@@ -203,8 +206,8 @@ class QueryOnlyLayer(CompressedLayer):
 def query_only_view(full: Cache) -> Cache:
     """Return a cache for passes whose observer reads `full` itself; nothing of it is copied.
 
-    Nobody observes layers with a window: the pass reads them as it reads a read-only view, so that
-    every such pass begins with what they hold at the end of the text.
+    Layers with a window are not observed: the pass reads them as in a read-only view, so that every
+    such pass begins with what they hold at the end of the text.
     """
     seen = full.get_seq_length()
     layers: list[Any] = []

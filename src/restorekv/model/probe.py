@@ -1,21 +1,21 @@
-"""Ask a model whether RestoreKV computes what it computes, and up to which position.
+"""The probe of whether RestoreKV computes what a model computes, and up to which position.
 
 The config alone does not say: Mistral has a window that it names for no layer, and other models add
 sinks, caps or biases to their attention, compress their keys, keep states that are not KV pairs, or
 rotate old keys again when a text gets long. So the real model reads seven tokens in three kinds of
 passes:
 
-1. by transformers alone, where every layer has to call the registered attention function once, with
-   plain keys and values and without anything that the ragged attention lacks; the class's own eager
-   attention, given random queries and keys, has to give their causal softmax, with the sinks that
-   the layer names, if it names any; and values of the first layer must not depend on positions;
-2. the last three of them over a ragged cache of the first four, which has to give the same logits,
-   or, where layers compute in 16 bits or are quantized, the same attention in every layer from the
-   same input, since rounding changes the logits of a deep model much;
+1. all of them by transformers alone: every layer has to call the registered attention function
+   once, with plain keys and values and without anything that the ragged attention lacks; the
+   class's own eager attention, given random queries and keys, has to give their causal softmax,
+   with the layer's sinks if it has any; and values of the first layer must not depend on positions;
+2. the last three of them over a ragged cache of the first four, which has to give the same logits
+   or, if layers compute in 16 bits or are quantized, the same attention in every layer from the
+   same input, because rounding changes the logits of a deep model too much;
 3. four of them, the last one far away, which must not change the keys of the others. If it does,
    this is repeated at the lengths that the config names.
 
-Which pairs a layer sees at any distance is asked of the function that transformers makes its masks
+Which pairs a layer sees at any distance follows from the function that transformers makes its masks
 from: it takes indices, so no long text has to be read. RestoreKV is exact up to the first position
 that does not see the whole text. In a hybrid model, layers with a window alternate with others
 (shape.py): the function of the windowed layers has to show exactly the window that the config
@@ -100,7 +100,7 @@ REMEDY = "use a decoder with RoPE and layers that attend to the whole text"
 
 
 class InstanceError(ModelError):
-    """What is wrong with one model, and says nothing of others of its class and config."""
+    """A fault of one model, which says nothing about others of its class and config."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def probe_model(model: PreTrainedModel) -> Support:
     try:
         with torch.no_grad():
             return _Probe(model, backbone, shape).run()
-    # A lack of memory says nothing about the model, and passes.
+    # A lack of memory says nothing about the model, so it is not turned into a refusal.
     except (RestoreKVError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # code of any class, which expects tensors and gets a ragged layer
@@ -196,15 +196,15 @@ def _is_position_table(path: str, module: nn.Module) -> bool:
 
 
 class _Probe:
-    """The three kinds of passes of one model."""
+    """The probe of one model: its three kinds of passes, and the checks of what they compute."""
 
     def __init__(self, model: PreTrainedModel, backbone: nn.Module, shape: CacheShape) -> None:
         self.model: Any = model
         self.backbone = backbone
         self.shape = shape
         self.windows = list_windows(self.model.config)  # of every layer, None for the whole text
-        # What results are compared in: the model's dtype, or 16 bits, since quantized layers do not
-        # compute more exactly whatever dtype is around them.
+        # The dtype whose rounding may explain a difference: the model's, or one of 16 bits, since
+        # quantized layers do not compute more exactly whatever dtype is around them.
         self.dtype = self.model.dtype
         if torch.finfo(self.dtype).bits > 16 and list_quantized_layers(model):
             self.dtype = torch.bfloat16
@@ -215,7 +215,7 @@ class _Probe:
 
     def run(self) -> Support:
         """Make all passes and return the narrowest limit."""
-        # Nothing of the few tokens has to leave a window before they are compared.
+        # The margin keeps every token in the cache until all are compared, however small a window.
         cache = make_full_cache(self.model, margin=len(IDS))
         with _record_pass(self.model) as record:
             output = self.backbone(
@@ -246,7 +246,7 @@ class _Probe:
         return _is_close(one, other, self.dtype, strict)
 
     def check_finite(self, result: Tensor) -> None:
-        """Refuse NaN and infinite numbers, of which no check can tell anything."""
+        """Refuse NaN and infinite numbers, with which no check would mean anything."""
         if not result.isfinite().all():
             raise InstanceError(
                 f"{type(self.model).__name__} computes numbers that are not finite in "
@@ -329,8 +329,8 @@ class _Probe:
             )
 
     def check_positions(self, cache: Any) -> None:
-        """Refuse positions in the embeddings: one token has one value in the first layer, wherever
-        it is.
+        """Refuse a model that adds positions to embeddings: a token must have the same value in the
+        first layer wherever it is.
         """
         first, _, third, *_ = cache.layers[0].values[0].float().unbind(1)
         if not self.is_close(first, third, strict=True):
@@ -353,7 +353,8 @@ class _Probe:
             answered = self.run_ragged(ragged)
             same = self.is_close(answered, compute_logits(self.model, hidden[:, CACHED:]))
         else:
-            # Rounding to 16 bits grows from layer to layer, in deep models up to other logits.
+            # The error of rounding to 16 bits grows from layer to layer, and changes the logits of
+            # deep models.
             same = self.is_attention_close(ragged)
         if not same:
             raise self.make_refusal("computes other logits over a compressed cache than without")
@@ -371,7 +372,7 @@ class _Probe:
         return answered
 
     def is_attention_close(self, ragged: RaggedCache) -> bool:
-        """Whether every layer's attention is the same over a ragged cache as at once.
+        """Return whether every layer's attention is the same over a ragged cache as at once.
 
         Each layer gets the input that it has in a pass over all tokens.
         """
@@ -392,8 +393,10 @@ class _Probe:
         )
 
     def find_window_limit(self, record: PassRecord) -> Support:
-        """Return up to where every layer sees what it is taken to see, from the masks and from
-        windows that layers name: the whole text, or its window where a hybrid model has one.
+        """Return up to which position every layer sees what RestoreKV assumes: the whole text or,
+        in windowed layers of a hybrid model, their window.
+
+        This follows from the masks, and from the windows that layers name.
         """
         limits = [UNLIMITED]
         functions: dict[int | None, set[Callable]] = {}  # by the window of the layers
@@ -447,10 +450,10 @@ class _Probe:
                 raise self.make_refusal("hides or shows pairs in a way of its own")
 
     def count_seen_whole(self, function: Callable) -> int:
-        """Return how many positions a mask function lets see all before them, UNLIMITED if nothing
-        ever hides them.
+        """Return up to how many positions a mask function hides nothing before them, UNLIMITED if
+        it never hides anything.
         """
-        # Near positions one by one; far ones where the config names a number, and at powers of two.
+        # Near positions one by one; far ones around the config's numbers, and at powers of two.
         later = {1 << power for power in range(18, 31)}
         for number in _collect_integers(self.model.config.to_dict()):
             later.update((number - 1, number, number + 1))
@@ -471,7 +474,7 @@ class _Probe:
         # Each query near the limit with the eight keys around it.
         queries_near = torch.arange(max(end - EDGE, 0), end).repeat_interleave(8)
         keys_near = queries_near + torch.arange(8).repeat(len(queries_near) // 8) - 4
-        # Each query near the start with eight keys there, which go round.
+        # Each query near the start with eight keys there, in a cycle.
         queries_first = torch.arange(start).repeat_interleave(8)
         keys_first = torch.arange(start * 8) % start
         queries = torch.cat([queries, queries_near, queries_first])
@@ -481,16 +484,16 @@ class _Probe:
         return limit
 
     def compute_visible(self, function: Callable, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return which of the queries at these positions see which keys: one bool for each pair."""
+        """Return for each pair of a query's and a key's position whether the query sees the key."""
         device = self.model.device
         zero = torch.zeros((), dtype=torch.long, device=device)
         seen = function(zero, zero, queries.to(device), keys.to(device))
         return torch.as_tensor(seen, device=device).expand(len(queries)).cpu()
 
     def find_cache_limit(self) -> Support:
-        """Return the window of the cache that transformers makes for the model.
+        """Return the limit that windows of transformers' own cache for the model set.
 
-        Refuses states that are not pairs.
+        Refuses a model whose cache has states that are not pairs.
         """
         limits = [UNLIMITED]
         layers: list[Any] = DynamicCache(config=self.model.config).layers
@@ -557,7 +560,7 @@ class _Probe:
         return all(self.is_close(two[:, :-1], one[:, :-1], strict=True) for one, two in pairs)
 
     def compute_keys(self, last: int) -> list[Tensor]:
-        """Return every layer's keys (H, CACHED, D) where the last token's position is `last`."""
+        """Return every layer's keys (H, CACHED, D) if the last token's position is `last`."""
         positions = self.positions[:, :CACHED].clone()
         positions[:, -1] = last
         cache: Any = make_full_cache(self.model, margin=CACHED)
@@ -572,9 +575,9 @@ class _Probe:
 
 @contextmanager
 def _record_pass(model: PreTrainedModel) -> Iterator[PassRecord]:
-    """Record the calls of the attention function and of the masks' maker in the block.
+    """Record the calls of the attention function and the masks that are made in the block.
 
-    Masks are never left out.
+    Plain causal masks, which are otherwise left out, are made too.
     """
     record = PassRecord()
 
@@ -664,7 +667,7 @@ def _is_close(one: Tensor, other: Tensor, dtype: torch.dtype, strict: bool = Fal
 
 
 def _make_window(limit: int, in_every_layer: bool = False) -> Support:
-    """Return a limit that is a window's."""
+    """Return the limit that a window sets."""
     if in_every_layer:
         return Support(
             limit,
@@ -678,7 +681,7 @@ def _make_window(limit: int, in_every_layer: bool = False) -> Support:
 
 def _collect_integers(value: object) -> set[int]:
     """Return the whole numbers anywhere in a config."""
-    if type(value) is int:  # and no bool
+    if type(value) is int:  # not a bool
         return {value}
     if isinstance(value, dict):
         value = list(value.values())
@@ -693,7 +696,8 @@ def _collect_integers(value: object) -> set[int]:
 def keys_follow_rope(model: PreTrainedModel, rotate: Callable[[Tensor, int], Tensor]) -> bool:
     """Return whether rotate(keys, p) gives the keys of one token p positions later in every layer.
 
-    Its queries have to keep their lengths at a far position too.
+    The token's queries have to keep their lengths at a far position too, because some models scale
+    queries by their position.
     """
     backbone = get_backbone(model)
     first = _run_one_token(model, backbone, 0)
@@ -710,8 +714,8 @@ def keys_follow_rope(model: PreTrainedModel, rotate: Callable[[Tensor, int], Ten
 def _run_one_token(
     model: PreTrainedModel, backbone: nn.Module, position: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return every layer's keys (1, H, 1, D) and queries (1, H * G, 1, D) of a token without
-    others.
+    """Return every layer's keys (1, H, 1, D) and queries (1, H * G, 1, D) of a single token at
+    `position`.
     """
     positions = torch.tensor([[position]], device=model.device)
     options: dict[str, object] = {}
