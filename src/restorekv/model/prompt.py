@@ -1,8 +1,8 @@
 """Text to token ids through any chat template.
 
-Templates are rendered here alone, and tokenize.py alone encodes texts. Two others know templates as
-text: tokenize.py looks for the control tokens that one writes, and gguf_tokenizer.py takes one out
-of a file.
+Only this module renders templates, and only tokenize.py encodes texts. Others know a template only
+as text: tokenize.py looks for the control tokens that it writes, channels.py for its channels, and
+gguf_tokenizer.py takes one out of a file.
 
 The template is rendered around a mark and split there, as kvpress does. What precedes the mark,
 with the text, is the context that is compressed; what follows it closes the user's turn after every
@@ -39,8 +39,8 @@ SYSTEM_MARK = "<restorekv-system>"  # shows whether a template has a place for a
 DOCUMENT_MARK = "<restorekv-document>"  # where the document would be, before the first question
 # For templates that print the date: a cache must not depend on the day on which it was made.
 FIXED_DATE = date(2026, 1, 1)
-# transformers 5.23 passes data to templates, and no functions, so that an argument cannot override
-# strftime_now; it is replaced in the template's text.
+# transformers 5.23 passes only data to templates, not functions, so no argument can override
+# strftime_now; its calls are replaced in the template's text.
 NOW = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
 # Separates a question from the document, unless the tokenizer's config has another `separator`.
 DEFAULT_SEPARATOR = "\n\n"
@@ -88,7 +88,8 @@ def get_default_separator(tokenizer: Tokenizer) -> str:
 def make_context(
     tokenizer: Tokenizer, text: str | Sequence[int] | Tensor, separator: str = "", system: str = ""
 ) -> Context:
-    """Tokenize prefix and text together, so that a boundary at the template merges as in training.
+    """Return a text as a context: prefix and text are tokenized together, so that tokens at their
+    boundary merge as in training.
 
     Args:
         tokenizer: The model's.
@@ -119,7 +120,8 @@ def make_context(
         raise RestoreKVError(
             "The context has no tokens besides the chat template; give a longer text."
         )
-    # What stands after every question; files record its length, so it is bounded here.
+    # What follows every question. Readers of cache files refuse more than these limits, so a longer
+    # suffix is refused before a file is made.
     suffix = encode_text(tokenizer, after=after)
     if max(len(after), len(separator)) > AROUND_LETTERS or suffix.shape[-1] > AROUND_TOKENS:
         raise RestoreKVError(
@@ -210,14 +212,14 @@ def encode_question(
 
 
 def describe_type(value: object) -> str:
-    """Return the type of what was passed in place of a text, as a sentence names it."""
+    """Return how a sentence names the type of a value that was passed instead of a text."""
     if isinstance(value, list | tuple) and value:
         return f"a {type(value).__name__} of {type(value[0]).__name__}"
     return "None" if value is None else type(value).__name__
 
 
 def explain_text(value: object) -> str:
-    """Return how to make a text of what was passed in its place, as a clause."""
+    """Return, as a clause, how to get a text from a value that was passed instead of one."""
     if isinstance(value, list | tuple) and value and not isinstance(value[0], str):
         return explain_text(value[0])
     if isinstance(value, bytes | bytearray):
@@ -256,7 +258,8 @@ def hash_template(tokenizer: Tokenizer) -> str:
 def split_template(tokenizer: Tokenizer, system: str = "") -> tuple[str, str]:
     """Return the template's text before and after the user's words.
 
-    Without a template, that is BOS, with the system message on a line of its own, and a newline.
+    Without a template, these are BOS, followed by the system message on its own line if there is
+    one, and a newline.
     """
     if not tokenizer.chat_template:
         before = str(tokenizer.bos_token or "")
@@ -278,9 +281,11 @@ def render_between_turns(tokenizer: Tokenizer) -> str:
 
 
 def find_answer_end(tokenizer: Tokenizer) -> int | None:
-    """Return the special token that the chat template writes right after an answer; None without.
+    """Return the special token that the chat template writes right after an answer; None if it
+    writes none there.
 
-    In templates with channels it follows every message, thoughts as well, and ends no answer.
+    In templates with channels the token follows every message, thoughts as well, so it does not end
+    an answer.
     """
     if not tokenizer.chat_template or CHANNEL in str(tokenizer.chat_template):
         return None
@@ -296,14 +301,16 @@ def find_answer_end(tokenizer: Tokenizer) -> int | None:
 
 
 def choose_assistant_header(tokenizer: Tokenizer, suffix: str, answer_prefix: str) -> str:
-    """Return the template's text between a question and its answer, whose first words are given.
+    """Return the template's text between a question and its answer, which may have given first
+    words.
 
-    A template may leave a part of it to the model, as gpt-oss's leaves the channel: it is the part
-    that the template writes before an earlier answer, where that has further control tokens.
+    A template may leave the last part of this text to the model, as gpt-oss's leaves the channel.
+    Before given words that part is needed. It is in what the template writes before an earlier
+    answer, and is recognized by further control tokens.
 
     Args:
         tokenizer: The model's.
-        suffix: What the template writes where the model begins an answer itself.
+        suffix: What the template writes if the model begins the answer itself.
         answer_prefix: The answer's first words, if any are given.
     """
     if not answer_prefix or not suffix or not tokenizer.chat_template:
@@ -369,13 +376,13 @@ def encode_after_document(
 ) -> Tensor:
     """Return the ids (1, q) of what follows a document in a conversation.
 
-    It is as the chat template writes it: before an earlier answer may stand other words than before
-    the next one, and its thoughts may be dropped.
+    The text is as the chat template writes it, which may put other words before an earlier answer
+    than before the next one, and may drop an earlier answer's thoughts.
 
     Args:
         tokenizer: The model's.
-        turns: Earlier questions with their answers. The first question follows the document in one
-            message and begins with what separates them.
+        turns: Earlier questions with their answers. The first question is in one message with the
+            document, and begins with what separates them.
         question: What is asked.
         answer_prefix: What the model is made to begin its answer with.
 
@@ -394,7 +401,7 @@ def encode_after_document(
     else:
         texts[0] = DOCUMENT_MARK + texts[0]
         template = ["", "\n", *("\n", "\n") * len(turns)]
-    if DOCUMENT_MARK in template[0]:  # all of it counts as the template's
+    if DOCUMENT_MARK in template[0]:  # `_split_chat` counts the whole text as the template's
         template[0] = template[0].partition(DOCUMENT_MARK)[2]
     else:
         template[0] = ""
@@ -407,7 +414,8 @@ def encode_after_document(
 def _split_chat(
     tokenizer: Tokenizer, roles: Sequence[str], texts: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """Return what the chat template itself writes of a conversation, and the texts between that.
+    """Return the parts of a conversation that the chat template itself writes, and the texts
+    between them.
 
     A template may change texts: many trim them, and some drop the thoughts of earlier turns. Put
     together, the result is what the template makes of the messages.
@@ -418,8 +426,8 @@ def _split_chat(
         texts: What the messages say.
 
     Raises:
-        RestoreKVError: The template has no place for these messages, or its own text cannot be told
-            from one that spells a control token.
+        RestoreKVError: The template has no place for these messages, or its own text cannot be
+            distinguished from a message that spells a control token.
     """
     parts = _render_parts(tokenizer, roles)
     messages = []
@@ -430,7 +438,7 @@ def _split_chat(
     if written is not None:
         return parts, written
     # The template wrote something else for these texts. All of it counts as the template's, which
-    # is safe where no text spells a control token.
+    # is safe if no text spells a control token.
     refuse_control_tokens(
         find_control_tokens(tokenizer).values(),
         "\n".join(texts),
@@ -441,8 +449,8 @@ def _split_chat(
 
 
 def _find_texts(parts: Sequence[str], whole: str, texts: Sequence[str]) -> list[str] | None:
-    """Return what a template made of texts: each as it is, without spaces at its ends, or a part of
-    it; None where it made something else of one.
+    """Return the texts as a template wrote them: each unchanged, without spaces at its ends, or a
+    part of it; None if it wrote something else for any of them.
 
     Args:
         parts: The template's text around and between messages.
@@ -455,7 +463,7 @@ def _find_texts(parts: Sequence[str], whole: str, texts: Sequence[str]) -> list[
     written = []
     for text, part in zip(texts, parts[1:], strict=True):
         for candidate in (text, text.strip()):
-            # As a whole first: the text may spell what the template writes after it.
+            # The whole text is tried first: it may itself spell what the template writes after it.
             if whole.startswith(candidate + part, offset):
                 break
         else:
@@ -480,7 +488,7 @@ def _render_parts(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") 
 
     A system message, if given, precedes them and is part of the first text.
     """
-    # Every message is the mark, so a template that drops or repeats one shows below.
+    # Every message is the mark, so the number of parts shows whether one was dropped or repeated.
     messages = [{"role": role, "content": MESSAGE_MARK} for role in roles]
     introduction = [{"role": "system", "content": system}] if system else []
     # As many parts as messages, plus what precedes the first.
@@ -491,7 +499,7 @@ def _render_parts(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") 
         )
     has_place = True
     if system:
-        # A word of the template itself, such as "user", would be found there in any case.
+        # Finding the system text itself is not enough: a template contains words such as "user".
         marked = [{"role": "system", "content": SYSTEM_MARK}, *messages]
         has_place = (
             SYSTEM_MARK in _render_messages(tokenizer, marked).split(MESSAGE_MARK)[0]
@@ -507,7 +515,6 @@ def _render_parts(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") 
 
 def _render_messages(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> str:
     """Return the template's text of messages, up to where the answer begins."""
-    # Templates that print today's date would make a cache stale tomorrow.
     try:
         own = tokenizer.get_chat_template()
     except ValueError:  # there are several, and none of them is called "default"
@@ -515,6 +522,7 @@ def _render_messages(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> st
             "The tokenizer has several chat templates and none is its default; set "
             "tokenizer.chat_template to the text of one of them."
         ) from None
+    # Templates that print today's date would make a cache stale tomorrow.
     template = NOW.sub(lambda call: repr(FIXED_DATE.strftime(call[2])), own)
     try:
         text = tokenizer.apply_chat_template(
@@ -533,7 +541,7 @@ def _render_messages(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> st
             f"The tokenizer's chat template fails for these messages ({summarize_error(error)}); "
             "set tokenizer.chat_template to a different one."
         ) from error
-    assert isinstance(text, str)  # and not ids, with tokenize=False
+    assert isinstance(text, str)  # not ids, because of tokenize=False
     return text
 
 

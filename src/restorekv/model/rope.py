@@ -54,8 +54,8 @@ def describe_rotation(model: PreTrainedModel) -> dict[str, Any]:
 def count_positions(config: PretrainedConfig) -> int:
     """Return how many positions the model was made for, NO_LIMIT if its config does not say.
 
-    A stretched RoPE (YaRN) multiplies the original number. Configs with a RoPE for each kind of
-    layers say the number as it is with all of them.
+    A stretched RoPE (YaRN) multiplies the original number. A config with a RoPE for each kind of
+    layers already has the number that results from all of them.
     """
     config = config.get_text_config()
     configured = getattr(config, "max_position_embeddings", None) or 0
@@ -77,9 +77,9 @@ def count_unstretched_positions(config: PretrainedConfig) -> int:
 
 
 def _multiply_positions(rope: Mapping[str, Any], configured: int) -> int:
-    """Return the positions of a RoPE over `configured` ones."""
-    # Llama 3's kind has factor and number, too, to say which frequencies it changes by how much.
-    # Its configs give the positions as they are.
+    """Return how many positions a RoPE reaches if its config names `configured` ones (0: none)."""
+    # Llama 3's kind also has a factor and an original number, to say which frequencies it changes
+    # by how much. Its configs name the positions that result.
     if rope.get("rope_type") == "llama3":
         return configured or NO_LIMIT
     original = rope.get("original_max_position_embeddings")
@@ -132,7 +132,8 @@ def stretch_rope(config: PretrainedConfig, rope: Mapping[str, object] | float) -
         kind: _change_settings(settings[kind], changed.get(kind, {})) for kind in settings
     }
     stretched = text.rope_parameters[FULL_ATTENTION]
-    # What was stretched before does not say over how many positions, unless the new settings do.
+    # A RoPE that was stretched before does not say how many positions it had originally, unless the
+    # new settings do.
     if own.get("rope_type") not in STRETCHED or "original_max_position_embeddings" in stretched:
         text.max_position_embeddings = _multiply_positions(stretched, count_positions(text))
 
@@ -156,8 +157,8 @@ def compute_rotation(
 ) -> tuple[Tensor, Tensor]:
     """Return cosines and sines (1, Q, D) for positions (1, Q), in the dtype of `like`.
 
-    They are those of the layers that see the whole text, where layers with a window rotate
-    otherwise.
+    If layers with a window rotate differently, these are those of the layers that see the whole
+    text.
     """
     rotary: Any = get_backbone(model).rotary_emb
     if isinstance(getattr(rotary, "rope_type", None), dict):
@@ -177,7 +178,7 @@ def shift_keys(model: PreTrainedModel, keys: Tensor, positions: int) -> Tensor:
     # Turning by `positions` adds their angle to each pair of numbers: angles of RoPE add up.
     frequencies = rotary.inv_freq.double()
     shifted = _rotate_pairs(keys.double(), frequencies * positions)
-    # Refused after the arithmetic, since both checks compare with the model's own rotation.
+    # Both checks compare the same arithmetic with the model's own rotation.
     _check_layout(model, rotary)
     support.check_keys_movable(
         model, lambda own, count: _rotate_pairs(own.double(), frequencies * count)

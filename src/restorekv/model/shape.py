@@ -1,4 +1,4 @@
-"""The shape of a model's cache."""
+"""The shape of a model's cache, and other facts about a model that many modules need."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from restorekv.errors import ModelError, summarize_error
 
 # The kind of layers, in configs of transformers, that see a whole text.
 FULL_ATTENTION = "full_attention"
-# Others see one too, up to the length of a window; probe.py finds out which.
+# Layers of other kinds see a text that is no longer than their window; probe.py finds its length.
 _WHOLE_TEXT_LAYERS = {FULL_ATTENTION, "sliding_attention", "chunked_attention"}
 
 
@@ -31,7 +31,7 @@ class CacheShape:
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> "CacheShape":
-        """Return the shape that the model's config gives; raises ModelError where it gives none."""
+        """Return the shape that the model's config gives; raise ModelError if it gives none."""
         config = model.config.get_text_config()
         # Linear attention and state-space layers hold no pairs to score or evict.
         others = set(getattr(config, "layer_types", None) or ()) - _WHOLE_TEXT_LAYERS
@@ -42,7 +42,7 @@ class CacheShape:
             )
         try:
             queries = int(config.num_attention_heads)
-            # Without grouped queries every query head has a KV head of its own.
+            # Without grouped queries every query head has its own KV head.
             heads = int(getattr(config, "num_key_value_heads", None) or queries)
             head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // queries)
             return cls(
@@ -62,7 +62,7 @@ class CacheShape:
 
 
 def list_windows(config: Any) -> tuple[int | None, ...]:
-    """Return the window W of every layer, or None where a layer sees the whole text.
+    """Return the window W of every layer, None for a layer that sees the whole text.
 
     A token in a layer with a window sees itself and the W - 1 tokens before it. A hybrid model has
     both kinds of layers. A model with a window in every layer counts as one without windows here:
@@ -78,8 +78,8 @@ def list_windows(config: Any) -> tuple[int | None, ...]:
 
 
 def describe_windows(config: Any) -> list[int]:
-    """Return the windows of a hybrid model's layers as files record them, 0 for the whole text; of
-    any other model, an empty list.
+    """Return the windows of a hybrid model's layers as files record them, 0 for the whole text; an
+    empty list for any other model.
     """
     windows = [window or 0 for window in list_windows(config)]
     return windows if any(windows) else []
@@ -118,16 +118,18 @@ def get_vocabulary_size(model: PreTrainedModel) -> int:
 
 
 def leave_out_router_logits(model: PreTrainedModel) -> dict[str, bool]:
-    """Return the keyword argument by which a mixture of experts computes no loss of its routers, if
-    its config asks for one, as after a training: that loss takes no mask of ours.
+    """Return the keyword argument that turns off the loss of a mixture of experts' routers, or none
+    if the config does not ask for that loss.
+
+    A config may still ask for it after training, and the loss cannot take our masks.
     """
     asked = getattr(model.config.get_text_config(), "output_router_logits", False)
     return {"output_router_logits": False} if asked else {}
 
 
 def refuse_default_device() -> None:
-    """Refuse a program in which new tensors are not on the CPU, where ids and random numbers are
-    made before they go to the model's device.
+    """Refuse any default device of PyTorch but the CPU, where ids and random numbers are made
+    before they go to the model's device.
     """
     default = torch.get_default_device()
     if default.type != "cpu":

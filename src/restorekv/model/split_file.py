@@ -1,4 +1,4 @@
-"""Models whose GGUF file packages hold in parts: where the parts are, and the whole file from them.
+"""Models with a GGUF file that several packages hold in parts: finding and joining the parts.
 
 A package index limits the size of a file, so a large model is cut over several packages. Here no
 package is imported: each part is looked for as a file, and it counts only if it has the SHA-256
@@ -34,7 +34,7 @@ class SplitFile:
 
     Attributes:
         model: The model's name in this package.
-        package: The one to install, which brings those of the parts.
+        package: The package to install, which depends on the packages of the parts.
         version: The version of the package and its parts.
         file: The name of the whole file.
         sha256: Of the whole file, as hex digits.
@@ -133,7 +133,7 @@ def join_parts(split: SplitFile, target: Path) -> None:
 
 
 def _find_part(part: FilePart) -> Path | None:
-    """Return the file of a part, or None where its package is not installed or lacks it."""
+    """Return the file of a part, or None if its package is not installed or lacks it."""
     spec = find_spec(part.package.replace("-", "_"))
     if spec is None:
         return None

@@ -59,9 +59,10 @@ def prepare_model(model: PreTrainedModel) -> None:
 
 
 def get_support(model: PreTrainedModel) -> Support:
-    """Return what is known of the model's class and config.
+    """Return the model's limits, which are probed if its class and config are new.
 
-    Raises ModelError, also inside `torch.autocast`, which would mix two dtypes in one cache.
+    Raises ModelError for a model or a mode that is not supported, such as a pass inside
+    `torch.autocast`, which would mix two dtypes in one cache.
     """
     refuse_default_device()
     kind = model.device.type
@@ -77,7 +78,7 @@ def get_support(model: PreTrainedModel) -> Support:
         )
     key = _get_key(model)
     with _probing:
-        # Not of the class, as the rest is: the layers are the model's own.
+        # For each model, not for its class as the rest is: the layers are the model's own.
         if model not in _settled:
             settle_quantized_layers(model)
             _settled.add(model)
@@ -106,7 +107,7 @@ def refuse_autocast(kind: str) -> None:
 
 def _refuse_training_mode(model: PreTrainedModel) -> None:
     """Refuse a model whose training mode changes its values or leaves out its cache."""
-    # The mode of every module, not the model's own: a part may have been switched alone.
+    # The mode of every module counts, not only the model's: a part may have been switched alone.
     if any(module.training and _drops_values(module) for module in model.modules()):
         raise ModelError(
             "The model is in training mode, in which dropout changes every pass at random; call "
@@ -121,7 +122,7 @@ def _refuse_training_mode(model: PreTrainedModel) -> None:
 
 def _refuse_prompt_adapters(model: PreTrainedModel) -> None:
     """Refuse PEFT's adapters that depend on the place of tokens in a whole prompt."""
-    # Of PEFT's prompt tuning, p-tuning and prefix tuning.
+    # PEFT sets it for prompt tuning, p-tuning and prefix tuning.
     peft_config = getattr(model, "active_peft_config", None)
     if getattr(peft_config, "is_prompt_learning", False):
         raise ModelError(
@@ -137,13 +138,13 @@ def _refuse_prompt_adapters(model: PreTrainedModel) -> None:
 
 
 def _drops_values(module: nn.Module) -> bool:
-    """Whether a module drops values at random in training mode."""
+    """Return whether a module drops values at random in training mode."""
     share = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0)
     return isinstance(share, int | float) and share > 0
 
 
 def _drops_cache(module: nn.Module) -> bool:
-    """Whether a module passes no cache on in training mode."""
+    """Return whether a module leaves out the cache in training mode."""
     return bool(getattr(module, "gradient_checkpointing", False))
 
 
@@ -170,7 +171,7 @@ def refuse_beyond_exact(model: PreTrainedModel, positions: int, what: str) -> No
 
 
 def refuse_scoring_beyond(model: PreTrainedModel, positions: int) -> None:
-    """Refuse to read a text again to score it, where its positions change how the model rotates.
+    """Refuse to read a text again to score it if its positions change how the model rotates.
 
     A window does not matter here: the scorer computes attention over the whole text itself.
     """
@@ -187,8 +188,8 @@ def check_keys_movable(model: PreTrainedModel, rotate: Callable[[Tensor, int], T
     """Refuse a model whose cached keys cannot be moved: rotate(keys, p) has to give the keys of p
     positions later.
 
-    In some models layers with RoPE alternate with layers without it, and some models scale queries
-    by their position.
+    Keys cannot be moved if layers with RoPE alternate with layers without it, or if a model scales
+    queries by their position.
     """
     prepare_model(model)
     key = _get_key(model)

@@ -3,10 +3,11 @@ that a user's text spells are encoded as characters.
 
 Control tokens are the special ones and those added tokens with punctuation that the chat template
 names, such as `<think>`. Other added tokens, such as runs of spaces, are vocabulary. Text without
-control tokens goes to the tokenizer as it is. Other text goes to a copy of the tokenizer whose
-control tokens have names that no text can spell; of two simpler ways, `split_special_tokens` also
-splits the template's, keeps `<think>`, and finds `</s>` among the words of a Unigram model;
-encoding the pieces between control tokens adds a space to each piece with Llama's first tokenizer.
+control tokens goes to the tokenizer as it is. Other text goes to a copy of the tokenizer in which
+control tokens have names that no text can spell. Two simpler ways fail: `split_special_tokens` also
+splits the template's control tokens, keeps `<think>`, and finds `</s>` among the words of a Unigram
+model; encoding the pieces between control tokens one by one adds a space to each of them with
+Llama's first tokenizer.
 """
 
 import json
@@ -29,14 +30,14 @@ from restorekv.errors import RestoreKVError, warn
 from restorekv.model.shape import get_vocabulary_size, refuse_default_device
 from restorekv.seal import short_hash
 
-LARGEST_PADDING = 2  # a model's embeddings for each token of its tokenizer
+LARGEST_PADDING = 2  # embeddings that a model has at most for each token of its tokenizer
 REPLACEMENT = "\ufffd"  # of bytes that make no character
 CHARACTER_TOKENS = 8  # at most, of one character
-# A text may follow one of these without a token that spans both.
+# Texts to encode before another one: with at least one of them, no token should span both.
 ANCHORS = ("\n", "x", ".", "0")
 
 Remembered = TypeVar("Remembered")
-# What is remembered of a tokenizer, with the state of the tokenizer that it was made in.
+# What is remembered of each tokenizer, with the state that the tokenizer had then.
 Memory = WeakKeyDictionary[Tokenizer, tuple[tuple, Remembered]]
 _SAFE_TOKENIZERS: "Memory[SafeTokenizer]" = WeakKeyDictionary()
 _CONTROL_TOKENS: Memory[dict[int, str]] = WeakKeyDictionary()
@@ -48,7 +49,7 @@ def check_model_and_tokenizer(model: object, tokenizer: object) -> None:
     """Refuse anything but a model and a tokenizer, in this order, and the processor of a model that
     also takes images, which holds the tokenizer.
     """
-    # Its module imports code for images and sounds. Whoever has a processor has imported it.
+    # Importing its module loads code for images and sounds. Whoever has a processor has done so.
     module = sys.modules.get("transformers.processing_utils")
     if module is not None and isinstance(tokenizer, module.ProcessorMixin):
         raise RestoreKVError(
@@ -156,7 +157,8 @@ def tokenize_parts(
             escaped.append(safe.escape_control_tokens(part, own))
         return _encode_piece(safe.encode, _interleave(escaped, texts), continues)
     refuse_control_tokens(control.values(), "".join(texts))
-    return ids  # an unknown character, whose id is a control token's
+    # The text spells none: it has an unknown character, and the id of these is a control token's.
+    return ids
 
 
 def _interleave(template: Sequence[str], texts: Sequence[str]) -> str:
@@ -179,8 +181,8 @@ def _encode_piece(encode: Callable[[str], list[int]], text: str, continues: bool
 
 
 def _adds_space(tokenizer: Tokenizer) -> bool:
-    """Return whether a text has another id at its start than where it continues one: a space, as
-    with the tokenizers of Llama 2, Mistral and T5.
+    """Return whether the tokenizer puts a space before a text unless it continues another one, as
+    those of Llama 2, Mistral and T5 do.
     """
     encode = partial(tokenizer.encode, add_special_tokens=False, verbose=False)
 
@@ -207,11 +209,12 @@ def locate_tokens(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
 
 
 class TextStream:
-    """The text of ids that come one by one, which is not decoded from its start for every id.
+    """The text of ids that come one by one, without decoding it from its start for every id.
 
-    `ids` are all of them. The slow way remains for tokenizers that are not fast or change the text
-    after decoding, and for answers whose text changes as it grows, as it may where tokens are bytes
-    and do not make characters. A text that `continues` another one keeps its first space.
+    `ids` are all ids so far. The slow way, which decodes all of them each time, remains for
+    tokenizers that are not fast or change the text after decoding, and for answers with text that
+    changes as it grows: that happens if tokens are bytes that do not make characters. A text that
+    `continues` another one keeps its first space.
     """
 
     def __init__(
@@ -221,7 +224,7 @@ class TextStream:
         self.skip_special_tokens = skip_special_tokens
         self.ids: list[int] = []
         self.decoded = ""  # the text up to the last id with which all its characters were whole
-        self.start = 0  # characters of it that are not of this text
+        self.start = 0  # characters at its start that are not of this text
         self.pending = False  # whether ids after that have added nothing to it yet
         self.stream: DecodeStream | None = None
         if _can_stream(tokenizer):
@@ -237,13 +240,11 @@ class TextStream:
         return self.decoded[self.start :]
 
     def push(self, token: int) -> str:
-        """Add an id and return the text so far, without a character at its end of which bytes are
-        missing.
-        """
+        """Add an id and return the text so far, without an incomplete character at its end."""
         self.ids.append(token)
         if self.stream is not None:
             self._step(self.stream, token)
-        # Not "else": a step may have left the stream.
+        # Not "else": a step may have given up the stream.
         if self.stream is None:
             text = self._decode_all()
             self.pending = text.endswith(REPLACEMENT)
@@ -252,17 +253,17 @@ class TextStream:
         return self.certain
 
     def _step(self, stream: DecodeStream, token: int) -> None:
-        """Add what the library says this id adds to the text.
+        """Add what this id adds to the text according to the library's stream.
 
-        Leave its stream for good where that is not the whole text.
+        Give up the stream for good if that does not make the whole text.
         """
         try:
             backend: Any = self.tokenizer.backend_tokenizer
             piece = stream.step(backend, token)
-        except Exception:  # it has no type for a text that does not begin as it did before
+        except Exception:  # an error without a type of its own: the text no longer begins as before
             self.stream = None
             return
-        # A step without a piece has bytes that are still missing.
+        # A step gives no piece while bytes of a character are missing.
         self.decoded += piece or ""
         self.pending = piece is None
         # A wrong byte can turn the characters before it, which the stream has already passed, into
@@ -305,16 +306,17 @@ def decode_continuation(
 
 
 def decode_token(tokenizer: Tokenizer, token: int) -> str:
-    """Return the text of one id inside of a text: with the space before it, or a control token's
-    name.
+    """Return the text of one id as inside a longer text, with the space before it; a control token
+    gives its name.
     """
     return decode_continuation(tokenizer, [token], skip_special_tokens=False)
 
 
 def find_text_start(tokenizer: Tokenizer) -> list[int]:
-    """Return ids of a text that keep the space after them.
+    """Return ids to decode before others, so that these keep the space at their start.
 
-    Tokenizers as Llama 2's drop a space at the start of what they decode; none for the others.
+    Tokenizers such as Llama 2's drop a space at the start of what they decode. Other tokenizers
+    need no ids.
     """
 
     def find() -> list[int]:
@@ -328,7 +330,7 @@ def find_text_start(tokenizer: Tokenizer) -> list[int]:
 
 @lru_cache(maxsize=8)
 def split_into_pieces(tokenizer: Tokenizer, ids: tuple[int, ...]) -> list[tuple[str, int]]:
-    """Return the text of each token, with 1, or of n that make whole characters only together."""
+    """Return (text, 1) for each token, or (text, n) for n that only together make characters."""
     pieces: list[tuple[str, int]] = []
     # Decoding begins one piece early, which keeps the space between words.
     before = 0
@@ -406,8 +408,8 @@ class SafeTokenizer:
     def escape_control_tokens(self, text: str, ids: Iterable[int]) -> str:
         """Return a text of the template with the secret names of its control tokens.
 
-        `ids` are those that the tokenizer sees in the text. It misses some: a normalizer that
-        prepends a space to every text does so to a token's name, too.
+        `ids` are the control tokens that the tokenizer finds in the text. It misses some, because a
+        normalizer that prepends a space to every text does so to a token's name, too.
         """
         # Longer names first, since one may begin with another.
         names = dict(sorted((self.names[each] for each in ids), key=lambda pair: -len(pair[0])))
@@ -424,16 +426,17 @@ def get_safe_tokenizer(tokenizer: Tokenizer) -> SafeTokenizer | None:
 
 
 def _make_safe_tokenizer(tokenizer: Tokenizer) -> SafeTokenizer:
-    """Make the copy: neither the splitter nor the model may find an old name of a control token.
+    """Make the safe copy of a tokenizer.
 
-    So added tokens, words and merges are renamed alike.
+    Neither the splitter nor the model may find an old name of a control token, so added tokens and
+    words are renamed, and merges of an old name are left out.
     """
     control = find_control_tokens(tokenizer)
     # Names that no text can spell, drawn for this copy alone.
     names = {old: f"control{secrets.token_hex(16)}" for old in control.values()}
     own: Any = tokenizer.backend_tokenizer
     parts = json.loads(own.to_str())
-    # They add tokens and remove some.
+    # These would add tokens or remove some.
     parts.update(truncation=None, padding=None, post_processor=None)
     for token in parts["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
@@ -480,7 +483,7 @@ def _remember(
 def refuse_control_tokens(
     control: Iterable[str], text: str, what: str = "text", whose: str = "a slow tokenizer"
 ) -> None:
-    """Refuse a text that spells a control token, where it cannot be encoded as characters."""
+    """Refuse a text that spells a control token, if the token cannot be encoded as characters."""
     if spelled := [each for each in control if each in text]:
         raise RestoreKVError(
             f"The {what} has {spelled[0]}, a control token of {whose}; take it out."
