@@ -1,9 +1,9 @@
-"""Ragged attention with gradients, in blocks of rows; the backward pass needs its inputs alone.
+"""Ragged attention with gradients, in blocks of rows; the backward pass needs only the inputs.
 
 With logits s, weights p = softmax(s) over context and tail, output o = p v and its gradient do,
     dp = do v^T,    ds = p * (dp - rowsum(p * dp)),    dq = ds k,    dk = ds^T q,    dv = p^T do,
 and the frozen context needs neither dk nor dv. A model's sinks (sinks.py) take a share of p and
-have no value, so that the equations stay; they belong to the frozen model and get no gradients. The
+have no value, so the same equations hold; they belong to the frozen model and get no gradients. The
 backward pass recomputes p, as FlashAttention does (arXiv:2205.14135). A row has its whole softmax
 in one block, so nothing has to be merged.
 """
@@ -32,8 +32,9 @@ def attend_ragged(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal, sinks (H, G) or None
-    -> (B, H, G, Q, D).
+    """Return the attention (B, H, G, Q, D) of query (B, H, G, Q, D) to a layer's context and tail.
+
+    tail_mask is (B, 1, Q, n + q) bool, or None for a causal one; sinks are (H, G) or None.
     """
     if tail_mask is None:
         causal = make_causal_mask(query.shape[-2], layer.keys.shape[-2], query.device)
@@ -53,7 +54,7 @@ def attend_ragged(
 
 
 class AutogradAttention(torch.autograd.Function):
-    """Gives gradients to the query and the tail; the context is referenced, never copied."""
+    """Ragged attention with gradients for the query and the tail; the context is never copied."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:

@@ -187,7 +187,7 @@ def _find_case(name: str) -> AttentionCase:
     return next(case for case in CASES if case.name == name)
 
 
-# Whose gradients are compared.
+# The cases with gradients that are compared.
 GRADIENT_CASES = (
     _find_case("padded answers with a bias"),
     _find_case("padded questions with a bias and sinks"),
@@ -332,7 +332,7 @@ def make_layer(
     values: Tensor,
     bias: Tensor | None,
 ) -> RaggedLayer:
-    """Return a layer with a context, head h of which has the rows edges[h]:edges[h + 1]."""
+    """Return a layer with a context; its head h has the rows edges[h]:edges[h + 1]."""
     offsets = torch.tensor(edges, dtype=torch.int32, device=keys.device)
     positions = torch.zeros(edges[-1], dtype=torch.int32, device=keys.device)
     nothing = keys[:1, :, :0]
@@ -391,7 +391,7 @@ def _measure_backend(
 ) -> Iterator[Measurement]:
     """Compare a backend with the definition in every case.
 
-    `attend` returns the backend when a case needs it, since tests put others in its place.
+    `attend` returns the backend when a case needs it, because tests replace it.
     """
     for case in CASES:
         sample = make_sample(target, case)
@@ -504,8 +504,8 @@ def _measure_quantization(kv_dtype: str, target: Target) -> Iterator[Measurement
 
 
 def _measure_unpacking_error(rows: QuantizedRows, device: torch.device) -> float:
-    """Return how far rows that a device unpacks are from those of the CPU, relative to the
-    longest.
+    """Return how far rows that a device unpacks are from those of the CPU, relative to the largest
+    number.
     """
     if not len(rows):
         return 0.0
@@ -555,7 +555,7 @@ def explain_missing_kernels(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _get_kernels() -> Attend:
-    """Return the Triton backend, where `explain_missing_kernels` has found it."""
+    """Return the Triton backend; `explain_missing_kernels` must have found it."""
     assert triton_attend is not None
     return triton_attend.attend_ragged
 

@@ -1,18 +1,20 @@
 """A pass's attention on a CPU over the pairs of a cache and its own, with weights for an observer.
 
-Every row sees all cached pairs and its own pairs up to itself. Rows are processed in blocks, the G
-query heads of one KV head together, so that a block's logits stay in the processor's cache and
-serve both the output and the weights. Logits are float32 in units of log 2 (2^x is three times as
-fast as e^x); weights are multiplied with values in the values' dtype, as in flash attention. Cached
-pairs outside the wanted softmax are processed in tiles, whose averages o and log-sum-exps l are
-merged one after the other:
+Every row sees all cached pairs and the pass's own pairs up to itself. Rows are processed in blocks,
+the G query heads of one KV head together, so that a block's logits stay in the processor's cache
+and serve both the output and the weights. Logits are float32 in units of log 2 (2^x is three times
+as fast as e^x); weights are multiplied with values in the values' dtype, as in flash attention.
+
+The weights that an observer gets are a softmax over chosen cached pairs and the pass's own. The
+other cached pairs are processed in tiles, and their averages o and log-sum-exps l are merged one
+after the other:
 
     l = log(e^l1 + e^l2),    o = e^(l1 - l) o1 + e^(l2 - l) o2.
 
-A model's sinks (sinks.py) join at the end, and join the wanted softmax by themselves.
+A model's sinks (sinks.py) are merged into the output at the end, and into the weights separately.
 
-Beyond the output this needs memory for one head's keys and values in that softmax and a few copies
-of one block.
+In addition to the output this needs memory for one head's keys and values in the weights' softmax
+and a few copies of one block.
 """
 
 import math
@@ -79,7 +81,7 @@ def attend_pass(
             if sinks is not None:
                 of_rows = sinks[head].repeat_interleave(high - low)[:, None]
                 mean = add_sinks(mean, lse, of_rows)
-                # The wanted softmax is over fewer pairs, and has the sink too.
+                # The softmax of the weights is over fewer pairs, and has the sink too.
                 weights = add_sinks(weights, near[1], of_rows)
             output[low:high, head] = mean.unflatten(0, (groups, -1)).transpose(0, 1)
             on_weights(head, low, high, weights.unflatten(0, (groups, -1)))
@@ -89,8 +91,9 @@ def attend_pass(
 def _average_values(
     rows: Tensor, keys: Tensor, values: Tensor, own: int = 0
 ) -> tuple[Tensor, Part]:
-    """rows (G * r, D) over K pairs, the last `own` = r causally -> weights (G * r, K), average and
-    log-sum-exp.
+    """Return the weights (G * r, K) of rows (G * r, D) over K pairs, their average and log-sum-exp.
+
+    The last `own` = r pairs are the rows' own and are seen causally.
     """
     weights = rows @ keys.mT
     if own:

@@ -42,8 +42,10 @@ def attend_ragged(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal, sinks (H, G) or None
-    -> (B, H, G, Q, D); no gradients.
+    """Return the attention (B, H, G, Q, D) of query (B, H, G, Q, D) to a layer's context and tail.
+
+    tail_mask is (B, 1, Q, n + q) bool, or None for a causal one; sinks are (H, G) or None. There
+    are no gradients.
     """
     if not can_answer(query, layer):
         raise RestoreKVError(
@@ -93,8 +95,8 @@ def attend_ragged(
 def _attend_rows(
     rows: Tensor, layer: RaggedLayer, start: int, end: int, pieces: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """rows (R, D) over the pairs start:end of a head, in pieces of equal length -> averages
-    (pieces, R, D) and log-sum-exps (pieces, R).
+    """Return averages (pieces, R, D) and log-sum-exps (pieces, R) of rows (R, D) over the pairs
+    start:end of a head, in pieces of equal length.
     """
     shape = (1, pieces, -1, rows.shape[-1])
     keys = layer.context_keys[start:end].view(shape)
@@ -111,7 +113,9 @@ def _attend_rows(
 def _attend_tail(
     rows: Tensor, layer: RaggedLayer, mask: Tensor | None, groups: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """rows (B, H, G*Q, D) -> averages over the tail (B, H, G*Q, D) and log-sum-exps (B, H, G*Q)."""
+    """Return averages (B, H, G*Q, D) and log-sum-exps (B, H, G*Q) of rows (B, H, G*Q, D) over the
+    tail.
+    """
     queries = rows.shape[2] // groups
     if mask is None and queries > 1:
         mask = make_causal_mask(queries, layer.columns, rows.device)[None, None]
@@ -126,9 +130,10 @@ def _attend_tail(
 def attend_fused(
     query: Tensor, keys: Tensor, values: Tensor, **more: object
 ) -> tuple[Tensor, Tensor]:
-    """query (B, H, R, D), pairs (B, H, N, D) -> averages and log-sum-exps (B, H, R).
+    """Return averages (B, H, R, D) and log-sum-exps (B, H, R) of query (B, H, R, D) over pairs (B,
+    H, N, D).
 
-    SDPA would return the averages alone.
+    SDPA uses the same kernel, but returns only the averages.
     """
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, **more)
 

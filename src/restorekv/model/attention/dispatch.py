@@ -58,8 +58,8 @@ Callback = Callable[
     [nn.Module, Tensor, AttentionInput, AttentionInput, Tensor | None, float, Tensor | None],
     Tensor | None,
 ]
-# From query, layer, mask, scale and perhaps sinks. Add a new backend here; to have it chosen
-# automatically, add it to BACKENDS_BY_SPEED too, and for a GPU to the components in
+# Called with query, layer, mask, scale and, in models with sinks, these. Add a new backend here; to
+# have it chosen automatically, add it to BACKENDS_BY_SPEED too, and for a GPU to the components in
 # backend_self_test.py.
 Backend = Callable[..., Tensor]
 BACKENDS: dict[str, Backend] = {
@@ -69,7 +69,7 @@ BACKENDS: dict[str, Backend] = {
 }
 if triton_attend is not None:
     BACKENDS["triton"] = triton_attend.attend_ragged
-# On a device that is not a CPU: the first that can answer and has passed its self-test.
+# On a device that is not a CPU, the first that can answer and has passed its self-test is chosen.
 BACKENDS_BY_SPEED: dict[str, ModuleType] = {
     "cascade": cascade,
     "autograd": autograd,
@@ -91,7 +91,7 @@ _set_names: list[str] = []
 @contextmanager
 def observe_attention(callback: Callback) -> Iterator[None]:
     """Call callback(module, query, key, value, mask, scale, sinks) before the attention of every
-    dense or ragged layer; layers with a window are not shown. `observe_layers` is easier to use.
+    dense or ragged layer; a `SlidingLayer` is not shown. `observe_layers` is easier to use.
 
     Args:
         callback: Gets the module, the query (B, H*G, Q, D), key and value, the mask, the scale, and
@@ -120,7 +120,7 @@ def inspect_attention(
 ) -> Iterator[None]:
     """Show every call of `attend_layer`, and every mask that transformers makes.
 
-    Of a `FlatLayer` the calls for its ragged parts are shown, and nothing else of it.
+    Of a `FlatLayer`, only the calls for its ragged parts are shown.
 
     Args:
         on_call: Gets (module, query, key, value, mask, scale, options) before the attention.
@@ -230,7 +230,8 @@ def quantize_context(cache: RaggedCache, kv_dtype: str, groups: int) -> None:
 
 
 def _unpack_for_call(query: Tensor, layer: RaggedLayer) -> RaggedLayer:
-    """Return a layer for one call, unpacked where the backend cannot read an 8-bit context.
+    """Return a layer for one call, unpacked if the backend cannot read its 8-bit context or is
+    faster without it.
 
     A device that fails the self-test of 8 bits gets numbers that the CPU has unpacked.
     """
@@ -264,8 +265,8 @@ def plan_kernels(layers: Sequence[RaggedLayer]) -> None:
 def _should_unpack_at_once(layer: RaggedLayer) -> bool:
     """Return whether to unpack a whole 8-bit context at once.
 
-    A forced backend reads no 8 bits. On a GPU the kernel is faster than `packed`, if the unpacked
-    context fits into MAX_COPY_BYTES.
+    A forced backend cannot read 8-bit codes. On a GPU the kernel is faster than `packed`, if the
+    unpacked context fits into MAX_COPY_BYTES.
     """
     if _get_variable(_backend) is not None:
         return True
@@ -321,7 +322,7 @@ def attend_layer(
         replacement = callback(module, query, key, value, attention_mask, scale, sinks)
     # Over a ragged layer the callback observes, and replaces nothing.
     if isinstance(key, RaggedLayer):
-        # Llama 4 has chunks in place of windows, which it passes to no function.
+        # Llama 4 has chunks instead of windows, and does not pass their size.
         chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
         window = kwargs.get("sliding_window") or chunk
         if window is not None:
@@ -338,8 +339,8 @@ def attend_layer(
 def _attend_flat(
     module: nn.Module, query: Tensor, layer: FlatLayer, scale: float, sinks: Tensor | None
 ) -> Tensor:
-    """Return the attention (1, Q, H*G, D) of rows of several questions, which lie end to end: the
-    rows of each document have its cache.
+    """Return the attention (1, Q, H*G, D) of rows that lie end to end, each of them to the cache of
+    its own document.
     """
     results = []
     for own_layer, own_query, mask in layer.split_query(query):
@@ -367,11 +368,11 @@ def _attend_multi_context(
 def _refuse_beyond_window(layer: RaggedLayer, attention_mask: Tensor | None, window: int) -> None:
     """Refuse a pass whose last token would not see the beginning of the context.
 
-    model.generate over a fork comes here; the package's own loops refuse before. transformers' mask
-    is about the tail alone, so it hides none of the context.
+    model.generate over a fork comes here; the package's own loops refuse earlier. transformers'
+    mask covers only the tail, so it hides none of the context.
     """
     positions = layer.get_seq_length()
-    # The buffer of a static tail, of our own loops, has columns that are not written yet.
+    # A static tail, which only our own loops make, counts columns that are not written yet.
     if positions <= window or layer.static is not None:
         return
     if attention_mask is not None:
@@ -387,8 +388,8 @@ def _refuse_beyond_window(layer: RaggedLayer, attention_mask: Tensor | None, win
 
 
 def _check_mask(layer: RaggedLayer | SlidingLayer, attention_mask: Tensor) -> None:
-    """Refuse a mask that transformers has not made for the tail, such as one of four dimensions
-    over the text too.
+    """Refuse a mask that was not made for the tail, such as one of four dimensions that covers the
+    text too.
     """
     if attention_mask.dtype != torch.bool or attention_mask.shape[-1] != layer.columns:
         raise RestoreKVError(
@@ -404,8 +405,9 @@ def _check_positions(
 ) -> None:
     """Refuse tokens whose positions are not those that follow what the cache has seen.
 
-    transformers' `generate` reads the whole prompt into the cache again with use_cache=False and
-    with drafts, and the end of the text with padding before it. A step of one token does neither.
+    With use_cache=False or drafts, transformers' `generate` reads the whole prompt into the cache
+    again; with padding before the prompt, it reads the end of the text again. A step of one token
+    does neither.
 
     Args:
         layer: The first layer of a cache that sees the whole text.
@@ -413,8 +415,8 @@ def _check_positions(
         position_ids: (B or 1, Q), which most classes pass to their attention function. Those of
             models that read images too may have more dimensions, and are not compared.
     """
-    # The buffer of a static tail has columns that are not written yet, and a step of it may be
-    # recorded as a CUDA graph, which cannot ask for a number. torch.compile cannot, either.
+    # A static tail counts columns that are not written yet, and a step of it may be recorded as a
+    # CUDA graph, which cannot wait for a number. torch.compile cannot, either.
     if position_ids is None or position_ids.ndim != 2 or layer.static is not None:
         return
     if torch.compiler.is_compiling():
@@ -521,8 +523,8 @@ def _attend_sliding(
 def _can_use_grouped_sdpa(query: Tensor, dropout: float, options: dict[str, object]) -> bool:
     """Return whether SDPA can read a KV head once for all its query heads under a mask.
 
-    Its CPU kernel can. The result is the same; transformers copies keys and values for every query
-    head.
+    Its CPU kernel can, with the same result; transformers would copy keys and values for every
+    query head.
     """
     if options.get("softcap") is not None or options.get("position_bias") is not None:
         return False
@@ -556,8 +558,8 @@ def make_mask(*args: Any, **options: Any) -> Tensor | None:
     given = options.get("attention_mask")
     first = options.get("kv_offset", 0)
     last = first + options.get("kv_length", 0)
-    # Only a cache that a mask does not cover from its first column has an offset. transformers
-    # would take the columns that are not given for padding.
+    # There is an offset only if the mask does not cover the cache from its first column.
+    # transformers would treat the columns that are not given as padding.
     if given is not None and first and given.shape[-1] < last:
         raise RestoreKVError(
             f"The attention mask has {given.shape[-1]:,} columns, and the cache has {last:,} "

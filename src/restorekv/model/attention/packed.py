@@ -52,8 +52,9 @@ def attend_ragged(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal, sinks (H, G) or None
-    -> (B, H, G, Q, D).
+    """Return the attention (B, H, G, Q, D) of query (B, H, G, Q, D) to a layer's context and tail.
+
+    tail_mask is (B, 1, Q, n + q) bool, or None for a causal one; sinks are (H, G) or None.
     """
     batch, heads, groups, queries, dim = query.shape
     exact = query.to(torch.promote_types(query.dtype, torch.float32)) * scale
@@ -71,7 +72,9 @@ def attend_ragged(
 
 
 def _attend_tile(rows: Tensor, layer: RaggedLayer, tile: slice) -> Part:
-    """Scaled rows (R, D) over some pairs of one head -> averages (R, D) and log-sum-exps (R, 1)."""
+    """Return averages (R, D) and log-sum-exps (R, 1) of scaled rows (R, D) over some pairs of one
+    head.
+    """
     keys, values = get_packed_rows(layer)
     logits = rows @ keys.dequantize(tile, rows.dtype).T
     if layer.bias is not None:
@@ -81,8 +84,8 @@ def _attend_tile(rows: Tensor, layer: RaggedLayer, tile: slice) -> Part:
 
 
 def _attend_tail(query: Tensor, layer: RaggedLayer, mask: Tensor | None) -> Part:
-    """Scaled query (B, H, G, Q, D) over the tail -> averages of that shape and log-sum-exps (...,
-    1).
+    """Return averages (B, H, G, Q, D) and log-sum-exps (..., 1) of a scaled query (B, H, G, Q, D)
+    over the tail.
     """
     keys, values = (x[:, :, None].to(query.dtype) for x in layer.keys_and_values)
     if mask is None:

@@ -27,8 +27,9 @@ def attend_ragged(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal, sinks (H, G) or None
-    -> (B, H, G, Q, D).
+    """Return the attention (B, H, G, Q, D) of query (B, H, G, Q, D) to a layer's context and tail.
+
+    tail_mask is (B, 1, Q, n + q) bool, or None for a causal one; sinks are (H, G) or None.
     """
     batch, heads, _, queries, _ = query.shape
     tail = layer.keys.shape[-2]

@@ -3,8 +3,8 @@ them again.
 
 A file is named by a hash of its key, which says what the outcome holds for. It is data: a small
 JSON object with a checksum, which only this user can have written. A file that is damaged, of
-another key or writable by others counts for nothing, and the self-test runs again. Where nothing
-can be written, outcomes last as long as the process.
+another key or writable by others counts for nothing, and the self-test runs again. If nothing can
+be written, outcomes last as long as the process.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ def load_self_test(key: Mapping[str, object], kind: type) -> object | None:
     """Return the outcome of a key as a `kind`, DIED, or None if no file can be trusted."""
     path = locate_self_test(key)
     record = None if path is None else _load_record(path)
-    # The name of the file is a short hash, so that the whole key is compared too.
+    # The name of the file is only a short hash, so the whole key is compared too.
     if record is None or record["key"] != key:
         return None
     self_test = record["self_test"]
@@ -66,7 +66,7 @@ def load_self_test(key: Mapping[str, object], kind: type) -> object | None:
 
 
 def save_self_test(key: Mapping[str, object], self_test: Any) -> None:
-    """Keep an outcome, where files can be written."""
+    """Keep an outcome, if files can be written."""
     _save_record(key, asdict(self_test))
 
 

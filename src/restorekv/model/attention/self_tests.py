@@ -38,7 +38,7 @@ REPORT = "run `restorekv doctor -o report.json` and attach the file to an issue 
 PACKAGE = Path(__file__).parents[2]
 DRIVER = Path("/proc/driver/nvidia/version")
 SINGLE = torch.finfo(torch.float32).eps
-# What rounding the factors of a float32 product to TF32 changes, where a user allows it.
+# The relative error of factors of a float32 product that are rounded to TF32, if a user allows it.
 TF32 = 2.0**-10
 
 
@@ -95,8 +95,8 @@ class Component:
 class SelfTest:
     """The outcome of a self-test: the case closest to its tolerance, or what ended the test.
 
-    `error` and `tolerance` are None where there is no finite number. `lasting` is false for an
-    outcome that another try may change.
+    `error` and `tolerance` are None if there is no finite number. `lasting` is false for an outcome
+    that another try may change.
     """
 
     component: str
@@ -158,7 +158,8 @@ def passed_self_test(
 ) -> bool:
     """Return whether a component has passed its self-test, which runs now unless it ran before.
 
-    While a CUDA graph is captured no self-test can run, so what is unknown then is not used.
+    While a CUDA graph is captured no self-test can run, so a component with an unknown outcome
+    counts as not passed then.
     """
     if not needs_self_test(device):
         return True
@@ -352,7 +353,8 @@ def synchronize_device(device: torch.device) -> None:
 
 
 def compute_tolerance(dtype: torch.dtype, largest: float, products: bool = True) -> float:
-    """Return which error of a number of a softmax average rounding explains, relative to its size.
+    """Return the largest error that rounding explains in a number of a softmax average, relative to
+    the number's size.
 
     The size is the weighted mean of the absolute values that the number averages. Weights, the
     result and partial results that are merged are rounded to `dtype`, by eps / 2 of the size each,
@@ -431,7 +433,7 @@ def _read_driver_version() -> str:
 
 
 def _get_package_version(name: str) -> str:
-    """Return the version of an installed package, or nothing."""
+    """Return the version of a package, or "" if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -440,7 +442,7 @@ def _get_package_version(name: str) -> str:
 
 @cache
 def _digest_code() -> str:
-    """Return 16 hex digits of the code that self-tests are about: changed code is tested again."""
+    """Return 16 hex digits that identify the tested code, so that changed code is tested again."""
     digest = hashlib.sha256()
     paths = []
     for pattern in ("cache/*.py", "model/**/*.py", "evictors/*.py", "compression/*.py"):

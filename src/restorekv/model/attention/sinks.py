@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-ALIGNED = 8  # fused kernels of GPUs take heads of so many numbers, or a multiple
+ALIGNED = 8  # fused kernels of GPUs take head dims that are multiples of this
 
 
 def group_sinks(sinks: Tensor | None, heads: int) -> Tensor | None:
-    """Return logits (H * G,) as (H, G), or None where a model has none."""
+    """Return logits (H * G,) as (H, G), or None if a model has none."""
     return None if sinks is None else sinks.view(heads, -1)
 
 
@@ -34,7 +34,7 @@ def compute_weights(logits: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def add_sinks(average: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return an average over pairs as it is with sinks.
+    """Return an average over pairs after sinks were added to its softmax.
 
     Args:
         average: (..., D).
@@ -57,10 +57,10 @@ def attend_with_sinks(
 ) -> Tensor:
     """Compute PyTorch's SDPA with a sink in every softmax.
 
-    The sinks become one more pair of every KV head. Its value is 0. Its key is 0 but for two more
-    numbers, both 1, where the query has the logit of its own head, divided by the scale: once as
-    its dtype rounds it, and what that leaves. So no mask for each head is made, and all kernels
-    and gradients are PyTorch's.
+    The sinks become one more pair of every KV head. Its value is 0. Its key is 0 except for two
+    extra numbers, both 1. In their places a query has the logit of its own head divided by the
+    scale, in two parts: the logit as its dtype rounds it, and the rest. So no mask for each head is
+    needed, and all kernels and gradients are PyTorch's.
 
     Args:
         query: (B, H * G, Q, D).

@@ -2,13 +2,14 @@
 per cache.
 
 A tile is up to `span` neighboring rows of one head, so it needs no mask but its end; an empty head
-has no tile. Every program writes one result per query: few queries need many small tiles to keep
-the device busy, many queries need few. So there is a list for every span BASE, 2 * BASE, 4 * BASE
-... up to the first that covers each head whole. A tile has 16 bytes, and all lists take 0.1 % of
-the memory of keys and values with 128 bfloat16 numbers.
+has no tile. Every program writes one result per query: with few queries, many small tiles keep the
+device busy; with many queries, few large tiles have fewer results to write. So there is a list for
+every span TILE_ROWS, 2 * TILE_ROWS, 4 * TILE_ROWS ... up to the first that covers each head whole.
+A tile has 16 bytes, and all lists take 0.1 % of the memory of keys and values with 128 bfloat16
+numbers.
 
-Lengths are known on the host: making the lists reads nothing from a device, and a layer's go there
-in one transfer.
+Lengths are known on the host: making the lists reads nothing from a device, and a layer's lists go
+there in one transfer.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +23,7 @@ from torch import Tensor
 from restorekv.cache.ragged import RaggedLayer
 
 TILE_ROWS = 64  # rows of the smallest tile
-PLAN = "tiles"
+PLAN = "tiles"  # the key of the lists in RaggedLayer.plans
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ def get_tiles(layer: RaggedLayer) -> Tiles:
 
 
 def choose_list(counts: Sequence[int], blocks: int, programs: int) -> int:
-    """Return the list of the smallest span that needs at most `programs` programs, `blocks` for
-    each tile.
+    """Return the index of the list with the smallest span that needs at most `programs` programs,
+    `blocks` for each tile; that of the last list if none does.
     """
     fitting = (index for index, count in enumerate(counts) if count * blocks <= programs)
     return next(fitting, len(counts) - 1)

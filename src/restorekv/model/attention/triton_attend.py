@@ -1,4 +1,4 @@
-"""Ragged attention on a GPU in two kernel launches, attend_tile and merge, without waiting for it.
+"""Ragged attention on a GPU in two kernel launches, attend_tile and merge; the host does not wait.
 
 `attend_tile` runs one program per tile of the context (see tiles.py) and per piece of the tail. A
 context program multiplies its tile by the queries of all B questions, Q positions and G group heads
@@ -9,7 +9,7 @@ that equal inputs give equal bits:
 
     o = sum_i e^(l_i - l) o_i,    l = log sum_i e^l_i.
 
-A model's sinks (sinks.py) are where `merge` starts from: an average of 0 whose l is their logit.
+`merge` starts from a model's sinks (sinks.py): an average of 0, with their logit as its l.
 
 A layer with N kept pairs in P tiles and a tail of t rows in p pieces moves this many bytes:
 
@@ -71,8 +71,10 @@ def attend_ragged(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal, sinks (H, G) or None
-    -> (B, H, G, Q, D); no gradients.
+    """Return the attention (B, H, G, Q, D) of query (B, H, G, Q, D) to a layer's context and tail.
+
+    tail_mask is (B, 1, Q, n + q) bool, or None for a causal one; sinks are (H, G) or None. There
+    are no gradients.
     """
     if not can_answer(query, layer):
         raise RestoreKVError(
@@ -111,10 +113,11 @@ def launch_kernels(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """query (B, H, G, Q, D), context (N, D), bias (N,), tail (B, H, t, D), mask (B or 1, 1, Q, t),
-    sinks (H, G) -> (B, Q, H, G, D).
+    """Launch both kernels and return the attention (B, Q, H, G, D).
 
-    entries, first and counts are those of `tiles.Tiles`.
+    It is that of query (B, H, G, Q, D) to a context (N, D) with bias (N,) and a tail (B, H, t, D)
+    with mask (B or 1, 1, Q, t); sinks are (H, G). entries, first and counts are those of
+    `tiles.Tiles`.
     """
     query = make_rows_contiguous(query)
     keys, values = _equalize_strides(keys, values)
@@ -221,7 +224,7 @@ attend_tiles = torch.library.custom_op("restorekv::attend_tiles", launch_kernels
 
 @attend_tiles.register_fake
 def _make_fake_result(query: Tensor, *_: object) -> Tensor:
-    """Return an empty tensor of the shape that `launch` returns."""
+    """Return an empty tensor of the shape that `launch_kernels` returns."""
     batch, heads, groups, queries, width = query.shape
     return query.new_empty(batch, queries, heads, groups, width)
 
@@ -234,7 +237,7 @@ def _count_wanted_programs(device: torch.device) -> int:
 
 
 def choose_resources(dtype: torch.dtype, block_d: int, rows: int) -> tuple[int, int, int]:
-    """Return the rows of a program, its warps and its stages, such that no register spills."""
+    """Return the rows of a program, its warps and its stages, chosen so that no register spills."""
     most_rows = 64
     if dtype == torch.float32:
         most_rows = 16
@@ -265,7 +268,7 @@ def get_factor_type(dtype: torch.dtype) -> tl.dtype:
 
 
 def _choose_piece_rows(tail: int, pieces: int) -> int:
-    """Return the rows of a piece, whole tiles, such that at most `pieces` pieces cover the tail."""
+    """Return the rows of a piece, whole tiles, so that at most `pieces` pieces cover the tail."""
     return triton.cdiv(triton.cdiv(tail, max(pieces, 1)), tiles.TILE_ROWS) * tiles.TILE_ROWS
 
 

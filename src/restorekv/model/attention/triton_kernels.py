@@ -40,8 +40,8 @@ def average(
     BLOCK_D: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
-    """q (M, BLOCK_D), pairs start:end, `step` numbers apart -> average value (M, BLOCK_D), log2 of
-    summed weights (M,).
+    """Return the average value (M, BLOCK_D) that rows q (M, BLOCK_D) get from the pairs start:end,
+    which are `step` numbers apart, and log2 of the summed weights (M,).
 
     BIAS: extra is added to the logits; CAUSAL: row i sees the pairs up to limit[i]; MASK: extra +
     limit[i] points to row i's mask, whose columns are pair_step apart. FACTOR is the dtype of the
