@@ -12,8 +12,8 @@ from transformers.cache_utils import Cache, DynamicCache
 class DenseLayer(Protocol):
     """A layer of a filled cache of transformers or of a view of one.
 
-    keys and values (B, H, columns, D) hold every position, those of a layer with a sliding window
-    (`is_sliding`) the last ones. Unless `is_initialized` is False: then there are none yet, or they
+    keys and values (B, H, columns, D) hold every position; those of a layer with a sliding window
+    (`is_sliding`) hold the last ones. If `is_initialized` is False, there are none yet, or they
     were released.
     """
 
@@ -28,8 +28,8 @@ class DenseLayer(Protocol):
 def list_dense_layers(full: Cache) -> list[DenseLayer]:
     """Return the layers of a full cache.
 
-    transformers annotates a layer as one that may hold no keys or values, or linear attention. The
-    probe refuses such models before any of their caches is read.
+    They are only annotated otherwise: in transformers a layer may hold no keys or values, or linear
+    attention. The probe refuses models with such layers before any of their caches is read.
     """
     return cast(list[DenseLayer], full.layers)
 

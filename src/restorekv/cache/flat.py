@@ -1,10 +1,9 @@
-"""Rows of any number of documents in one pass of the model, each with as many new tokens as it
-brings.
+"""Rows of any number of documents in one pass of the model, each with its own number of new tokens.
 
-The tokens of all rows are laid end to end, (1, T): the layers of the model treat every token alone,
-and only attention has to know where a row begins. So a row that decodes its next token and one
-that prefills a chunk of a long prompt share a pass, and nothing is padded but rows of one document,
-which are read in one block.
+The tokens of all rows are laid end to end, (1, T): the layers of the model treat every token by
+itself, and only attention has to know where a row begins. So a row that decodes its next token and
+one that prefills a chunk of a long prompt share a pass. Only rows of one document, which are read
+in one block, may need padding.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from restorekv.cache.tail import SPARE
 
 @dataclass(frozen=True)
 class Block:
-    """What a pass reads for one document: `queries` new tokens for each of `rows` rows.
+    """What a pass reads for one document: `queries` new tokens in each of `rows` rows.
 
     mask (B, 1, Q, columns) says what each query sees of the tail, new tokens included; None is
     causal.
@@ -39,9 +38,7 @@ class Block:
 
 
 class FlatLayer(ManyContextsLayer):
-    """One layer of a pass: the layers of several documents, and the block that each of them gets of
-    the tokens.
-    """
+    """One layer of a pass: the layers of several documents, and each document's block of tokens."""
 
     def __init__(self, contexts: Sequence[ContextLayer], blocks: Sequence[Block]) -> None:
         super().__init__(contexts)
@@ -94,7 +91,7 @@ def gather_rows(
     column.
 
     Args:
-        sources: Layers and the numbers of the rows to take of each.
+        sources: The layers, each with the indices of the rows to take from it.
         widths: How many of its last columns each source keeps; its rows need no others.
         room: Columns that the tail is expected to grow by, reserved at once.
     """
@@ -116,7 +113,7 @@ def gather_rows(
             first += len(rows)
         buffers.append(buffer)
     gathered = copy.copy(sources[0][0])
-    # Assigned first: that alone would leave the tail without buffers to grow into.
+    # Assigning keys and values forgets the buffers, so these are assigned after them.
     gathered.keys, gathered.values = buffers
     gathered.buffers = buffers[0], buffers[1]
     gathered.set_end(width)

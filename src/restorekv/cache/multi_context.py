@@ -22,7 +22,7 @@ from restorekv.cache.tail import CompressedLayer
 
 
 class ManyContextsLayer(CompressedLayer):
-    """One layer of several documents: a ragged layer for each of them."""
+    """One layer of several documents: a ragged or sliding layer for each of them."""
 
     seen = 0  # masks and positions are the caller's
 
@@ -78,12 +78,14 @@ class MultiContextLayer(ManyContextsLayer):
             yield context, own_query, own_mask[..., first:]
 
     def make_static(self, count: int, written: Tensor) -> None:
-        """Make the tail of every document static; see TailLayer."""
+        """Make the tail of every document static, with `count` more columns; see
+        TailLayer.make_static.
+        """
         for context in self.contexts:
             context.make_static(count, written)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple:
-        """Append (B, H, Q, D) to the tails; see TailLayer."""
+        """Append (B, H, Q, D) to the tails and return this layer twice, for attention."""
         keys = key_states.split(self.rows)
         values = value_states.split(self.rows)
         for context, own_keys, own_values in zip(self.contexts, keys, values, strict=True):
@@ -107,8 +109,8 @@ class MultiContextLayer(ManyContextsLayer):
 
 
 def fork_caches(caches: Sequence[RaggedCache]) -> Cache:
-    """Return a cache for a batch whose row i asks caches[i]; where all are the same cache, that is
-    a plain fork.
+    """Return a cache for a batch in which row i asks caches[i]; a plain fork if all are the same
+    cache.
     """
     # Neighboring rows that ask the same cache share one fork of it.
     forks = [

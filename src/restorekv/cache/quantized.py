@@ -154,7 +154,7 @@ def compute_scale_shapes(bounds: Bounds, kv_dtype: str, dim: int) -> tuple[tuple
 
 
 def _choose_group_sizes(bounds: Bounds, kv_dtype: str) -> tuple[int, int]:
-    """Return how many rows of a head share a scale at most, for keys and for values."""
+    """Return how many rows of a head can share a scale, for keys and for values."""
     if kv_dtype == "int8":
         return GROUP, 1
     whole_head = max(bounds[-1], 1)
@@ -229,7 +229,7 @@ def _quantize_head(
     # The least normal number instead of zero: a group of zeros is then divided by something.
     scales = (magnitudes / largest).clamp_min(torch.finfo(torch.float32).tiny)
     codes = exact / scales.repeat_interleave(lengths, 0)
-    # fp8 rounds to its own numbers when it is cast; int8 would cut off.
+    # A cast to fp8 rounds to its numbers; a cast to int8 would cut off the fraction.
     if dtype == torch.int8:
         codes = codes.round()
     return codes.clamp(-largest, largest).to(dtype), scales

@@ -66,7 +66,8 @@ class RaggedLayer(TailLayer):
         self.bounds = tuple(offsets.tolist())
         # What a backend derives from the bounds; shared by forks, never saved.
         self.plans: dict[str, object] = {}
-        # Whether it is the first such layer of a cache, in which a pass is checked.
+        # Whether it is the first such layer of a cache: only there are the positions of a pass
+        # checked (model/attention/dispatch.py).
         self.leads = False
 
     @classmethod
@@ -75,7 +76,7 @@ class RaggedLayer(TailLayer):
         keys = dense.keys.contiguous()
         values = dense.values.contiguous()
         # Replaced in the dense layer too, so that at most one layer exists twice (after a prefill,
-        # all are contiguous). An offloaded layer has no keys of its own to replace.
+        # all are contiguous). An offloaded layer has no attribute to replace: it loads its keys.
         if "keys" in vars(dense):
             dense.keys = keys
             dense.values = values
@@ -202,11 +203,11 @@ ContextLayer = RaggedLayer | SlidingLayer
 
 
 class RaggedCache(Cache):
-    """All layers; a transformers Cache, so `model.generate(..., past_key_values=cache.fork())`
-    works.
+    """A compressed cache of all layers; it is a transformers Cache, so that
+    `model.generate(..., past_key_values=cache.fork())` works.
 
-    Layers with a sliding window (SlidingLayer) keep all their pairs, and no budget counts them. L
-    is the number of the other layers.
+    Layers with a sliding window (SlidingLayer) keep all pairs of their window, and no budget counts
+    them. L is the number of the other layers.
     """
 
     layers: list[RaggedLayer | SlidingLayer]  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -246,7 +247,7 @@ class RaggedCache(Cache):
             restore_cache: Keys and values (1, H, n, D) of every layer, those with a window
                 included. None takes the columns of `full` after the first S + T, where a restore
                 pass left them.
-            offset: Moves the positions of questions (a control of the paper).
+            offset: How many positions questions are moved by (a control of the paper).
             consume: Whether to empty each layer of `full` before the next is gathered, so that the
                 full and the ragged cache never exist side by side.
         """
@@ -277,8 +278,9 @@ class RaggedCache(Cache):
 
     @classmethod
     def from_full_cache(cls, full: Cache) -> RaggedCache:
-        """Return a cache with views of every pair of `full`. Later passes append to the tails, so
-        `full` does not change.
+        """Return a cache with every pair of `full`, as views except in layers with a window.
+
+        Later passes append to the tails, so `full` does not change.
         """
         layers: list[RaggedLayer | SlidingLayer] = []
         for layer in list_dense_layers(full):
@@ -306,8 +308,8 @@ class RaggedCache(Cache):
         return RaggedCache([layer.fork(batch) for layer in self.layers])
 
     def lock(self) -> None:
-        """Let only forks change from now on: the cache itself refuses, also inside
-        `model.generate`.
+        """Make the cache refuse every change from now on, also inside `model.generate`; its forks
+        can change.
         """
         for layer in self.layers:
             layer.locked = True
@@ -349,7 +351,8 @@ class RaggedCache(Cache):
 
         transformers takes a plain cache's length for the number of tokens seen, which is too low
         here: pass position_ids that start at `get_seq_length()` of this cache, as
-        `CompressedContext.inputs(plain=True)` does. Refuses heads of different lengths and a bias.
+        `CompressedContext.inputs(plain=True)` does. Refuses layers with a window, heads of
+        different lengths and a bias.
         """
         if self.sliding:
             raise RestoreKVError(
@@ -388,7 +391,7 @@ class RaggedCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor, positions, offsets and plans included, so that ratios of bytes are
-        those of memory; the tail counts with what it holds now.
+        those of memory; the tail counts with its current size.
         """
         total = 0
         for layer in self.layers:

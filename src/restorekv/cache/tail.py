@@ -85,7 +85,8 @@ class CompressedLayer(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length  # the name in transformers 5.2
 
-    # An attention function of transformers takes what `update` returns for tensors.
+    # transformers' own attention functions would treat what `update` returns as tensors. They fail
+    # here, with a sentence that says what to do.
     def __getitem__(self, _: object) -> Tensor:
         raise RestoreKVError(OTHER_ATTENTION)
 
@@ -101,7 +102,7 @@ class TailLayer(CompressedLayer):
     """One layer: `seen` positions, the restore cache (1, H, n, D), keys and values (B, H, n + q, D)
     that start with it.
 
-    `buffers` are the tensors (B, H, columns, D) whose first columns keys and values are, or None.
+    `buffers` are tensors (B, H, columns, D) with keys and values as their first columns, or None.
     `static` is None or (first, written) with a 0-d int64 tensor `written`: an append of Q columns
     then writes the columns from first + written. A `locked` tail belongs to a compressed context
     that many questions share: it refuses every change.
@@ -126,7 +127,7 @@ class TailLayer(CompressedLayer):
         self.device = restore_keys.device
         self.is_initialized = True
 
-    # Assigned keys or values are tensors of their own, not the start of a buffer.
+    # Assigned keys or values are separate tensors, not the start of a buffer.
 
     @property
     def keys(self) -> Tensor:
@@ -161,7 +162,9 @@ class TailLayer(CompressedLayer):
     def get_mask_sizes(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, query: int | Tensor
     ) -> tuple[int, int]:
-        """See CompressedLayer. A model that asks is about to append."""
+        """Return the mask's width and offset; refuse a locked cache, because a model that asks is
+        about to append.
+        """
         self.check_unlocked()
         return super().get_mask_sizes(query)
 
@@ -283,7 +286,7 @@ class TailLayer(CompressedLayer):
         self.set_end(end)
 
     def set_end(self, end: int) -> None:
-        """Let keys and values be the first `end` columns of the buffers."""
+        """Make keys and values the first `end` columns of the buffers."""
         key_buffer, value_buffer = self._get_buffers()
         # Views of the buffers, set without the setters, which would forget the buffers.
         self._keys = key_buffer[:, :, :end]
