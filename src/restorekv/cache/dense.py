@@ -28,14 +28,14 @@ class DenseLayer(Protocol):
 def list_dense_layers(full: Cache) -> list[DenseLayer]:
     """Return the layers of a full cache.
 
-    They are only annotated otherwise: in transformers a layer may hold no keys or values, or linear
+    Only their annotation changes: in transformers a layer may hold no keys or values, or linear
     attention. The probe refuses models with such layers before any of their caches is read.
     """
     return cast(list[DenseLayer], full.layers)
 
 
 def list_full_attention(full: Cache) -> list[DenseLayer]:
-    """Return the L layers of a full cache that see the whole text, which alone are scored."""
+    """Return the L layers of a full cache that see the whole text; only these are scored."""
     # A hybrid model's layers with a window are neither scored nor evicted, so they have no row in
     # the scores (L, H, T).
     return [layer for layer in list_dense_layers(full) if not layer.is_sliding]

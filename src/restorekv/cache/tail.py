@@ -344,7 +344,7 @@ class TailLayer(CompressedLayer):
         to `length` positions of cache in all.
 
         Raises:
-            RestoreKVError: The context would be shortened, whose evicted pairs are gone.
+            RestoreKVError: The context would be shortened, but its evicted pairs are gone.
         """
         # Newer versions of transformers pass only numbers of 0 or less, older ones both.
         end = length - self.seen

@@ -138,7 +138,7 @@ def check_header(path: Path) -> None:
 
 
 def _read_fields(cursor: Cursor, count: int) -> dict[str, object]:
-    """Return the fields that are numbers or texts, of these at most KEY_BYTES, and the lengths of
+    """Return the fields that are numbers or texts (their first KEY_BYTES), and the lengths of
     arrays as `KEY[]`.
     """
     known: dict[str, object] = {}

@@ -208,8 +208,8 @@ def remember_identity(model: PreTrainedModel) -> None:
 def _list_base_parameters(
     model: PreTrainedModel, quantized: Mapping[str, nn.Module]
 ) -> list[tuple[str, Tensor]]:
-    """Return the weights sorted by name, as if the model had no layers of PEFT, with the buffers
-    in which quantized layers hold codes and scales.
+    """Return the weights sorted by name, as if the model had no layers of PEFT, and the buffers
+    with the codes and scales of quantized layers.
     """
     added = {id(weight) for _, _, _, weight in _iterate_adapter_weights(model)}
     named = []

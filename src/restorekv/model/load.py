@@ -136,7 +136,7 @@ def load_model(
     # transformers raises many kinds: for missing, damaged, unreachable and unknown models.
     except Exception as error:
         raise _loading_error(name, error) from error
-    # Frozen: training changes adapters and gates alone.
+    # Frozen: training changes only adapters and gates.
     model.to(device).eval().requires_grad_(False)
     support.prepare_model(model)
     _end_answers_as_template_does(model, tokenizer)
@@ -181,7 +181,7 @@ def check_dtype(name: str | torch.dtype) -> None:
 
 
 def load_tokenizer(name: str | Path, offline: bool = False) -> Tokenizer:
-    """Load the tokenizer alone; `offline` searches only this machine."""
+    """Load only the tokenizer; `offline` searches only this machine."""
     source = find_source(name, offline)
     try:
         is_local = offline or source.is_local()

@@ -110,7 +110,7 @@ def _is_of_kernel(path: Path) -> bool:
 
 
 def _check_index(path: Path, names: list[str] | None = None) -> None:
-    """Refuse an index of weights that names anything but safetensors of its own folder.
+    """Refuse an index of weights that names anything but safetensors in its folder.
 
     `names` are the files of the folder, None if they are not known.
     """

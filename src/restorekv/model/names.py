@@ -60,7 +60,7 @@ def get_model_name(model: PreTrainedModel) -> str:
 def to_canonical_name(name: str) -> str:
     """Return the one name that records use for a model.
 
-    "gemma3-270m" is only the quantized model of its packages, so Gemma's hub id stays as it is.
+    "gemma3-270m" is only the quantized model of its packages, so Gemma's hub id stays unchanged.
     """
     return SMOLLM2 if name == SMOLLM2_ID else name
 

@@ -105,6 +105,7 @@ class OffloadedLayer(DynamicLayer):
         self.index = index
         self.room: Tensor | None = None
         self.length = 0
+        # Last: it sets keys and values to None, and so calls `release`.
         super().__init__()
 
     def get_stored(self) -> KeysValues:
@@ -208,6 +209,7 @@ class FileStore(OffloadStore):
     ) -> None:
         self.maps: dict[int, mmap.mmap] = {}
         self.loaded: OffloadedLayer | None = None
+        # Makes the layers, which call `release`.
         super().__init__(count, size, dtype, device)
         folder = tempfile.gettempdir()
         needed = count * self.nbytes

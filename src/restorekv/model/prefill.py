@@ -18,8 +18,8 @@ from restorekv.model.cache_argument import pass_cache
 from restorekv.model.shape import get_backbone, is_hybrid, list_windows
 
 CHUNK = 4096
-# The most entries of a chunk's mask, which thus takes as much memory for a million tokens as for
-# 16,384.
+# The most entries of a chunk's mask, so that the mask takes no more memory for a million tokens
+# than for 16,384.
 MASK = 1 << 26
 
 

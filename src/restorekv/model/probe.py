@@ -450,8 +450,8 @@ class _Probe:
                 raise self.make_refusal("hides or shows pairs in a way of its own")
 
     def count_seen_whole(self, function: Callable) -> int:
-        """Return up to how many positions a mask function hides nothing before them, UNLIMITED if
-        it never hides anything.
+        """Return how many positions, from the first on, see everything before them by a mask
+        function; UNLIMITED if nothing is ever hidden.
         """
         # Near positions one by one; far ones around the config's numbers, and at powers of two.
         later = {1 << power for power in range(18, 31)}
@@ -491,7 +491,7 @@ class _Probe:
         return torch.as_tensor(seen, device=device).expand(len(queries)).cpu()
 
     def find_cache_limit(self) -> Support:
-        """Return the limit that windows of transformers' own cache for the model set.
+        """Return the limit set by the windows of the cache that transformers makes for the model.
 
         Refuses a model whose cache has states that are not pairs.
         """
@@ -548,7 +548,7 @@ class _Probe:
         )
 
     def are_keys_unchanged_at_length(self, own: list[Tensor], length: int) -> bool:
-        """Return whether a text of that length leaves the keys of its first tokens as they are."""
+        """Return whether a text of that length leaves the keys of its first tokens unchanged."""
         try:
             return self.are_keys_unchanged(own, self.compute_keys(length - 1))
         except Exception:  # a table of positions that ends

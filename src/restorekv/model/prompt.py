@@ -114,7 +114,7 @@ def make_context(
         # The prefix is encoded again with the text, because a token may span the boundary.
         ids = encode_text(tokenizer, text, before)
     else:
-        # Ids are taken as they are: nothing can merge across the boundary.
+        # Ids are taken unchanged: nothing can merge across the boundary.
         ids = torch.cat([prefix, check_token_ids(tokenizer, text)], -1)
     if ids.shape[-1] <= prefix.shape[-1]:
         raise RestoreKVError(
@@ -305,8 +305,8 @@ def choose_assistant_header(tokenizer: Tokenizer, suffix: str, answer_prefix: st
     words.
 
     A template may leave the last part of this text to the model, as gpt-oss's leaves the channel.
-    Before given words that part is needed. It is in what the template writes before an earlier
-    answer, and is recognized by further control tokens.
+    If the answer's first words are given, that part is needed too. It is taken from what the
+    template writes before an earlier answer, if that text has further control tokens.
 
     Args:
         tokenizer: The model's.

@@ -32,7 +32,7 @@ def get_rope_settings(config: PretrainedConfig) -> dict[str, Any]:
     config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None)
     if not rope:
-        # Older configs have the base alone, and how it is stretched in a second entry.
+        # Older configs name the base, and in a second entry how it is stretched.
         rope = {"rope_theta": getattr(config, "rope_theta", None)}
         rope |= getattr(config, "rope_scaling", None) or {}
     plain = {key: value for key, value in rope.items() if value is not None}
@@ -157,7 +157,7 @@ def compute_rotation(
 ) -> tuple[Tensor, Tensor]:
     """Return cosines and sines (1, Q, D) for positions (1, Q), in the dtype of `like`.
 
-    If layers with a window rotate differently, these are those of the layers that see the whole
+    If layers with a window rotate differently, the result holds for the layers that see the whole
     text.
     """
     rotary: Any = get_backbone(model).rotary_emb

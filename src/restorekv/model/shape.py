@@ -11,7 +11,7 @@ from restorekv.errors import ModelError, summarize_error
 
 # The kind of layers, in configs of transformers, that see a whole text.
 FULL_ATTENTION = "full_attention"
-# Layers of other kinds see a text that is no longer than their window; probe.py finds its length.
+# The other kinds see all of a text that fits into their window; probe.py finds out its length.
 _WHOLE_TEXT_LAYERS = {FULL_ATTENTION, "sliding_attention", "chunked_attention"}
 
 

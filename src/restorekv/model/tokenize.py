@@ -33,7 +33,7 @@ from restorekv.seal import short_hash
 LARGEST_PADDING = 2  # embeddings that a model has at most for each token of its tokenizer
 REPLACEMENT = "\ufffd"  # of bytes that make no character
 CHARACTER_TOKENS = 8  # at most, of one character
-# Texts to encode before another one: with at least one of them, no token should span both.
+# Texts to encode before another one, tried in this order until no token spans both.
 ANCHORS = ("\n", "x", ".", "0")
 
 Remembered = TypeVar("Remembered")
@@ -56,7 +56,7 @@ def check_model_and_tokenizer(model: object, tokenizer: object) -> None:
             f"A tokenizer is needed, not a {type(tokenizer).__name__}; "
             "pass processor.tokenizer, or what AutoTokenizer.from_pretrained loads."
         )
-    # A wrapper may hand on the config alone, as trl's model with a value head does.
+    # A wrapper may pass on only the config, as trl's model with a value head does.
     is_model = hasattr(model, "config") and hasattr(model, "get_input_embeddings")
     if not is_model or not hasattr(tokenizer, "init_kwargs"):
         raise RestoreKVError(
@@ -157,7 +157,7 @@ def tokenize_parts(
             escaped.append(safe.escape_control_tokens(part, own))
         return _encode_piece(safe.encode, _interleave(escaped, texts), continues)
     refuse_control_tokens(control.values(), "".join(texts))
-    # The text spells none: it has an unknown character, and the id of these is a control token's.
+    # No control token is spelled: a character is unknown, and the unknown token is a control token.
     return ids
 
 
@@ -260,7 +260,7 @@ class TextStream:
         try:
             backend: Any = self.tokenizer.backend_tokenizer
             piece = stream.step(backend, token)
-        except Exception:  # an error without a type of its own: the text no longer begins as before
+        except Exception:  # it has no narrower type: the text no longer begins as it did before
             self.stream = None
             return
         # A step gives no piece while bytes of a character are missing.
@@ -280,7 +280,7 @@ class TextStream:
 
 
 def _can_stream(tokenizer: Tokenizer) -> bool:
-    """Return whether `decode` is the tokenizers library's own and leaves its text as it is."""
+    """Return whether `decode` is the tokenizers library's own and leaves its text unchanged."""
     kind = type(tokenizer)
     return (
         isinstance(tokenizer, PreTrainedTokenizerFast)

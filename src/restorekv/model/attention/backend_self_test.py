@@ -93,7 +93,7 @@ def _iterate_forms() -> Iterator[AttentionCase]:
             words.append("mask")
         if bias:
             words.append("bias")
-        # Long heads in turn, so that every form comes with different ones.
+        # Long heads take turns, so that every form comes with different ones.
         first_length = (0, 3, 4, 7)[(number + number // 4) % 4]
         yield AttentionCase(", ".join(words), batch, queries, tail, first_length, masked, bias)
 

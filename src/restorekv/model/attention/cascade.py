@@ -44,8 +44,8 @@ def attend_ragged(
 ) -> Tensor:
     """Return the attention (B, H, G, Q, D) of query (B, H, G, Q, D) to a layer's context and tail.
 
-    tail_mask is (B, 1, Q, n + q) bool, or None for a causal one; sinks are (H, G) or None. There
-    are no gradients.
+    tail_mask is (B, 1, Q, n + q) bool, or None for a causal mask; sinks are (H, G) or None. No
+    gradients are recorded.
     """
     if not can_answer(query, layer):
         raise RestoreKVError(
@@ -65,7 +65,8 @@ def attend_ragged(
         ),
         1,
     )
-    # One for each piece, one for the remaining rows, one for the sinks, one for the tail.
+    # One for each piece, one for the remaining rows, one for the sinks, one for the tail. What a
+    # head does not use keeps the lowest log-sum-exp, and so has no weight.
     outputs = query.new_zeros(most + 3, *rows.shape)
     lses = rows.new_full(
         outputs.shape[:-1], torch.finfo(_get_exact_dtype(query)).min, dtype=_get_exact_dtype(query)
@@ -130,8 +131,7 @@ def _attend_tail(
 def attend_fused(
     query: Tensor, keys: Tensor, values: Tensor, **more: object
 ) -> tuple[Tensor, Tensor]:
-    """Return averages (B, H, R, D) and log-sum-exps (B, H, R) of query (B, H, R, D) over pairs (B,
-    H, N, D).
+    """Return averages (B, H, R, D) and log-sum-exps (B, H, R) of query over (B, H, N, D) pairs.
 
     SDPA uses the same kernel, but returns only the averages.
     """

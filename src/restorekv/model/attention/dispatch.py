@@ -58,9 +58,9 @@ Callback = Callable[
     [nn.Module, Tensor, AttentionInput, AttentionInput, Tensor | None, float, Tensor | None],
     Tensor | None,
 ]
-# Called with query, layer, mask, scale and, in models with sinks, these. Add a new backend here; to
-# have it chosen automatically, add it to BACKENDS_BY_SPEED too, and for a GPU to the components in
-# backend_self_test.py.
+# Called with query, layer, mask, scale and, if the model has them, sinks. Add a new backend here;
+# to have it chosen automatically, add it to BACKENDS_BY_SPEED too, and for a GPU to the components
+# in backend_self_test.py.
 Backend = Callable[..., Tensor]
 BACKENDS: dict[str, Backend] = {
     "reference": reference.attend_ragged,
@@ -293,8 +293,8 @@ def attend_layer(
         key: (B, H, K, D), or a layer of one of our caches, which holds keys and values.
         value: (B, H, K, D), or the same layer.
         attention_mask: (B or 1, 1, Q, K) bool of what a query sees, or None for a causal mask; for
-            a ragged layer, K counts the pairs of its tail alone.
-        dropout: For dense keys and values alone.
+            a ragged layer, K counts only the pairs of its tail.
+        dropout: Only for dense keys and values.
         scaling: The factor of the logits, D^-0.5 by default.
         **kwargs: What the module hands to transformers' own functions. Of these, `s_aux` (H*G,) are
             the logits of the model's sinks.
@@ -514,7 +514,7 @@ def _attend_sliding(
             f"The cache was made for a window of {layer.window:,} positions, and the layer has "
             f"{named:,}; compress the text again."
         )
-    # A static tail belongs to a loop of ours, whose mask says which columns are written.
+    # Only our own loops have a static tail, with a mask that says which columns are written.
     attend = sliding.attend_rows if layer.static else sliding.attend_sequence
     result = attend(query, layer, mask, scale, options.get("s_aux"))
     return result.transpose(1, 2).contiguous()

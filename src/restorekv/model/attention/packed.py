@@ -54,7 +54,7 @@ def attend_ragged(
 ) -> Tensor:
     """Return the attention (B, H, G, Q, D) of query (B, H, G, Q, D) to a layer's context and tail.
 
-    tail_mask is (B, 1, Q, n + q) bool, or None for a causal one; sinks are (H, G) or None.
+    tail_mask is (B, 1, Q, n + q) bool, or None for a causal mask; sinks are (H, G) or None.
     """
     batch, heads, groups, queries, dim = query.shape
     exact = query.to(torch.promote_types(query.dtype, torch.float32)) * scale

@@ -29,7 +29,7 @@ def attend_ragged(
 ) -> Tensor:
     """Return the attention (B, H, G, Q, D) of query (B, H, G, Q, D) to a layer's context and tail.
 
-    tail_mask is (B, 1, Q, n + q) bool, or None for a causal one; sinks are (H, G) or None.
+    tail_mask is (B, 1, Q, n + q) bool, or None for a causal mask; sinks are (H, G) or None.
     """
     batch, heads, _, queries, _ = query.shape
     tail = layer.keys.shape[-2]

@@ -280,7 +280,7 @@ def compute_closeness(measured: Measurement) -> float:
 def _isolate_self_test(device: torch.device) -> Iterator[None]:
     """Run the block without gradients, inference mode and autocast, which a caller may have set.
 
-    Nothing in the block draws from a global random generator, whose state stays as it is.
+    Nothing in the block draws from a global random generator, so its state stays the same.
     """
     autocast = nullcontext()
     if torch.amp.is_autocast_available(device.type):
@@ -359,8 +359,8 @@ def compute_tolerance(dtype: torch.dtype, largest: float, products: bool = True)
     The size is the weighted mean of the absolute values that the number averages. Weights, the
     result and partial results that are merged are rounded to `dtype`, by eps / 2 of the size each,
     and eps / 2 is to spare. Logits of up to `largest` and sums are float32: a logit that is off by
-    d changes a weight by the factor e^d. `products` are PyTorch's own, in which float32 factors may
-    be rounded to TF32.
+    d changes a weight by the factor e^d. `products` says that PyTorch itself multiplies matrices,
+    which may round float32 factors to TF32.
     """
     rounding = TF32 if products and _allows_tf32() else 0.0
     return 2 * max(torch.finfo(dtype).eps, SINGLE) + (8 * SINGLE + 2 * rounding) * (1 + largest)

@@ -35,7 +35,7 @@ def attend_rows(
         return attend_sequence(query, layer, None, scale, sinks)
     sees = tail_mask[:, 0]  # (B, Q, columns)
     queries = layer.seen - 1 + sees.sum(-1)  # (B, Q)
-    tail = layer.seen - 1 + sees[:, -1].cumsum(-1)  # (B, columns), right where they are seen
+    tail = layer.seen - 1 + sees[:, -1].cumsum(-1)  # (B, columns), right for those that are seen
     after = queries[:, :, None] - layer.window  # the last position that is too far away
     context = torch.arange(layer.context_columns, device=query.device) + layer.first
     in_context = context > after

@@ -73,8 +73,8 @@ def attend_ragged(
 ) -> Tensor:
     """Return the attention (B, H, G, Q, D) of query (B, H, G, Q, D) to a layer's context and tail.
 
-    tail_mask is (B, 1, Q, n + q) bool, or None for a causal one; sinks are (H, G) or None. There
-    are no gradients.
+    tail_mask is (B, 1, Q, n + q) bool, or None for a causal mask; sinks are (H, G) or None. No
+    gradients are recorded.
     """
     if not can_answer(query, layer):
         raise RestoreKVError(

@@ -202,7 +202,7 @@ def attend_tile(
         )
         store_partial(parts, sums, slot, total_rows, row, real, output, lse, D, BLOCK_D)
     else:
-        # The others are for the tails: each question's rows attend to its own pairs alone.
+        # The others are for the tails: each question's rows attend only to its own pairs.
         program -= context_programs
         inner = program % tail_blocks * M + tl.arange(0, M)
         piece = program // tail_blocks % pieces
@@ -288,7 +288,7 @@ def merge(
     best = tl.full([M], float("-inf"), tl.float32)
     weight = tl.zeros([M], tl.float32)
     if SINKS:
-        # A sink takes weight and has no value: it begins the sum of weights alone.
+        # A sink takes weight and has no value: only the sum of weights begins with it.
         best = tl.load(sinks + head * G + group).to(tl.float32) * LOG2E
         weight = tl.full([M], 1.0, tl.float32)
     result = tl.zeros([M, WIDTH], tl.float32)
