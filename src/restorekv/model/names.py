@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-TINY = "tiny"  # the model in the package
+TINY = "tiny"  # the project's own small model, in the distribution restorekv-tiny
 SMOLLM2 = "smollm2"
 SMOLLM2_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 GEMMA3 = "gemma3-270m"

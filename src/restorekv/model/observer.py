@@ -48,10 +48,12 @@ HOOKS_LOCK = threading.Lock()  # PyTorch numbers hooks without locking
 
 
 class Observer(Protocol):
-    """Sees a prefill."""
+    """An object that looks at every layer of a prefill."""
 
     def on_layer(self, view: LayerView) -> Tensor | None:
-        """See a layer of a chunk; may return the layer's attention output (Q, H * G, D)."""
+        """Look at a layer of a chunk; return None, or the attention output (Q, H * G, D) that
+        replaces the layer's.
+        """
         ...
 
 
@@ -61,8 +63,8 @@ def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
 
     Layers with a sliding window are left out: nothing of them is evicted.
 
-    A tensor (Q, H * G, D) that it returns replaces the output of attention, except in a ragged
-    layer.
+    A tensor (Q, H * G, D) that `on_layer` returns replaces the output of attention, except in a
+    ragged layer.
     """
     # Hooks of attention modules put the layer's input here for the attention function, which
     # follows.

@@ -21,7 +21,7 @@ LAYERS = 4
 # Numbers of a layer's keys, about: enough that a copy takes longer than starting what reads it.
 COLUMNS = 4 << 20
 STEPS = (0.5, 0.25, 0.25)  # shares of the columns that a layer gains at a time
-ORDERS = ((0, 1, 2, 3), (3, 1, 2, 0), (2, 2, 3, 0, 1))  # in which layers are read
+ORDERS = ((0, 1, 2, 3), (3, 1, 2, 0), (2, 2, 3, 0, 1))  # orders of reading the layers
 # Makes a store of offload.py, which imports this file.
 MakeStore = Callable[..., Any]
 

@@ -28,7 +28,7 @@ from restorekv.model.support import get_support, refuse_beyond_exact
 
 # For restore tokens, a question and its answer after the longest context.
 RESERVED_POSITIONS = 256
-ON_LONG_TEXT = ("refuse", "cut")  # what happens to a longer one
+ON_LONG_TEXT = ("refuse", "cut")  # what happens to a longer context
 QUESTION_AND_CONTEXT = "The context with the question"  # needs positions, for messages
 
 

@@ -291,7 +291,7 @@ def find_answer_end(tokenizer: Tokenizer) -> int | None:
         return None
     try:
         after = render_between_turns(tokenizer).lstrip()
-    except RestoreKVError:  # it writes no earlier answers
+    except RestoreKVError:  # the template accepts no earlier answers
         return None
     added = tokenizer.added_tokens_decoder
     for number, token in find_control_tokens(tokenizer).items():
@@ -317,7 +317,7 @@ def choose_assistant_header(tokenizer: Tokenizer, suffix: str, answer_prefix: st
         return suffix
     try:
         header = _render_parts(tokenizer, ["user", "assistant", "user"])[1]
-    except RestoreKVError:  # it writes no earlier answers
+    except RestoreKVError:  # the template accepts no earlier answers
         return suffix
     own = header.removeprefix(suffix)
     control = find_control_tokens(tokenizer).values()

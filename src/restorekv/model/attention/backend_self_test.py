@@ -345,7 +345,7 @@ def make_layer(
 
 
 def _convert_to_float64(layer: RaggedLayer) -> RaggedLayer:
-    """Return a layer with the same numbers in float64, on the CPU."""
+    """Return a layer with the same numbers in float64."""
     bias = None if layer.bias is None else layer.bias.double()
     return make_layer(
         _unpack_to_float64(layer.context_keys),

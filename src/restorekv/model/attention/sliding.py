@@ -4,7 +4,7 @@ The keys are the last columns of the context, at the positions that they had in 
 of the tail. Our own loops hide padding by a mask over the tail: what a query sees there, itself
 included, are the tokens that follow the context in its row, so their number tells its position. Any
 other pass has no padding, and its columns have the positions from `seen` on; transformers' own mask
-for them is only compared with that.
+for them is only compared with the window.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ def launch_kernels(
         m = 8
         columns = min(block_d, 128)
         merged = MERGED // 4
-        # With few rows, smaller tiles keep the device busy.
+        # With few rows, smaller programs keep the device busy.
         if batch * rows * heads <= wanted:
             m = 1
             columns = min(block_d, 32)

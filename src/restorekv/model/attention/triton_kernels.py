@@ -173,7 +173,7 @@ def attend_tile(
     """
     program = tl.program_id(0)
     # The first programs are for the context, which all questions share: all their rows of a head
-    # attend to a tile together. An entry holds a tile's head and its first and last pair.
+    # attend to a tile together. An entry holds a tile's head, its first pair and where it ends.
     if program < context_programs:
         slot = program // context_blocks
         entry = entries + (skipped + slot) * 4
