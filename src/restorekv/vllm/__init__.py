@@ -1,9 +1,9 @@
 """Compressed documents inside an unpatched vLLM: its configuration, and prompts about documents.
 
-Cache files (.rkv) are served unchanged, with heads of different lengths: `ragged_config` and
-vLLM's environment variable RESTOREKV_VLLM=1. Portable files (`restorekv export`) have one length in
-all heads and need nothing but `transfer_config`. A request names a document by beginning with its
-placeholders, which `prompt` and `chat` write.
+Cache files (.rkv) are served unchanged, with heads of different lengths. They need `ragged_config`,
+and the environment variable RESTOREKV_VLLM=1 when vLLM starts. Portable files (`restorekv export`)
+have one length in all heads and need only `transfer_config`. A prompt names its document by
+beginning with the document's placeholders; `prompt` and `chat` write them.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from restorekv.storage.cache_file import CacheFile
 from restorekv.storage.portable import Portable, load_portable
 from restorekv.vllm import composition, ragged_documents
 
-# A document of a request: its file, or what was read from it.
+# A document in a request: the path of its file, or the file as it was opened.
 Document = str | Path | Portable | CacheFile
 
 CONNECTORS = {
@@ -33,7 +33,7 @@ CONNECTORS = {
 def __getattr__(name: str) -> Any:
     if name not in CONNECTORS:
         raise AttributeError(f"module 'restorekv.vllm' has no attribute {name!r}")
-    # They need vLLM, which nothing else here does.
+    # Imported on first use, because only the connectors need vLLM.
     return getattr(import_module(CONNECTORS[name]), name)
 
 
@@ -73,7 +73,7 @@ def _transfer_config(connector: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open(document: Document) -> Portable | CacheFile:
-    """Read a document, unless it was read already."""
+    """Open a document's file, unless it was opened already."""
     if isinstance(document, Portable | CacheFile):
         return document
     return (
@@ -84,7 +84,7 @@ def _open(document: Document) -> Portable | CacheFile:
 
 
 def _open_several(documents: Sequence[Document]) -> tuple[list[CacheFile], list[str]]:
-    """Read the documents of one request, which are composed; refuse those that cannot be.
+    """Open the documents of a request about several; refuse documents that cannot be composed.
 
     Returns:
         The files and their names.
@@ -116,8 +116,8 @@ def prompt(
     vLLM takes them as {"prompt_token_ids": ids}, its completions API as `prompt`.
 
     Args:
-        document: A file, or one that was read; or a list of cache files, which are asked as one
-            text, as `restorekv.compose` joins them.
+        document: The path of a file, or an opened file; or a list of cache files, which are queried
+            as one text, joined as `restorekv.compose` does.
         question: What is asked.
         tokenizer: The tokenizer of the document's model.
         answer_prefix: How the answer begins.
@@ -137,7 +137,7 @@ def _identify_and_ask(
     answer_prefix: str,
     turns: Sequence[tuple[str, str]],
 ) -> tuple[str, list[int]]:
-    """Return the name of what a prompt asks, and the prompt."""
+    """Return the name of the document or composition that is asked, and the ids of the prompt."""
     if isinstance(document, str | Path | Portable | CacheFile):
         opened = _open(document)
         if isinstance(opened, Portable):
@@ -153,7 +153,7 @@ def _identify_and_ask(
         ids = composition.make_ids(names)
     for file in files:
         check_tokenizer(file.path, file.manifest, file.context, tokenizer)
-    # A composed context asks as its first part does.
+    # A composition writes questions as its first document does.
     context = files[0].context
     asked = encode_conversation(tokenizer, context, turns, question, answer_prefix=answer_prefix)
     return name, [*ids, *asked.tolist()]
@@ -168,9 +168,9 @@ def chat(
 ) -> dict[str, Any]:
     """Return `messages` and `kv_transfer_params` of a request to /v1/chat/completions.
 
-    vLLM 0.31 and later take the prompt's ids from `kv_transfer_params` and leave the messages
-    unread. A version that does not know these ids ends the request with an error, because it names
-    a document that its prompt lacks.
+    vLLM 0.31 and later take the prompt's ids from `kv_transfer_params` and ignore the messages. A
+    version that ignores the ids instead ends the request with an error: the request names a
+    document, and the prompt made of its messages has no placeholders.
 
     Args:
         document: As `prompt` takes it.

@@ -1,11 +1,11 @@
 """Several cache files in one request: their placeholders, and their pairs as one cache.
 
 The placeholders of a composition fill as many positions as those of one document: a mark, a hash
-of the documents' names, the beginning of each name, as much as two ids can hold, and an end that
-says how many there are.
-The store knows the names with these beginnings, and the hash decides which of them are meant. So a
-prompt says all that the connector must know, and two requests share their first block in vLLM's
-pool only if they ask the same documents in the same order. Pairs are those of `restorekv.compose`.
+of the documents' names, a short form of each name, as much as two ids can hold, and an end that
+says how many there are. The store looks up the names with these short forms, and the hash decides
+which of them are meant. So the prompt alone tells the connector which documents it asks, and two
+requests share their first block in vLLM's pool only if they ask the same documents in the same
+order. The pairs are those that `restorekv.compose` makes.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from restorekv.storage.manifest import Manifest
 from restorekv.storage.portable import FIRST_ID, MARK, make_placeholders
 from restorekv.vllm.ragged_documents import LARGEST_ID, PLACEHOLDERS, make_end
 
-KIND = b"restorekv-composition-3"  # what placeholders begin with follows from this
-MAX_DOCUMENTS = 10  # of a request
-DIGITS = 2  # ids that encode a name
-# Of 50,000 documents in a store, two or three share the ids of a name, so that ten of them can be
-# combined in about 5,000 ways.
+KIND = b"restorekv-composition-3"  # the mark at the start of placeholders is derived from it
+MAX_DOCUMENTS = 10  # in one request
+DIGITS = 2  # ids in the short form of a name
+# In a store of 50,000 documents, two or three names share a short form, so that ten short forms can
+# mean about 5,000 lists of names.
 MAX_COMBINATIONS = 100_000
 
-# The number of documents by how their placeholders end.
+# The number of documents by the end of their placeholders.
 COUNTS = {make_end(count): count for count in range(2, MAX_DOCUMENTS + 1)}
 
-ShortName = tuple[int, ...]  # the DIGITS ids that encode a name
+ShortName = tuple[int, ...]  # the short form of a name: DIGITS ids
 
 
 @dataclass(frozen=True)
 class PartFacts:
-    """What decides whether a cache file can be composed with others, and its size then.
+    """What decides whether a cache file can be composed with others, and how long the result is.
 
     prefix: ids of the chat prefix; prefix_lengths (L, H): pairs of every head that came from it.
     """
@@ -80,7 +80,7 @@ def name_composition(names: Sequence[str]) -> str:
 
 
 def refuse_wrong_number(names: Sequence[str]) -> None:
-    """Raise RestoreKVError where there are too few or too many documents."""
+    """Raise RestoreKVError if there are too few or too many documents."""
     if not 2 <= len(names) <= MAX_DOCUMENTS:
         raise RestoreKVError(
             f"A request can be about 2 to {MAX_DOCUMENTS} documents together, not {len(names)}; "
@@ -105,7 +105,11 @@ def make_ids(names: Sequence[str]) -> tuple[int, ...]:
 
 
 def shorten_name(name: str) -> ShortName:
-    """Return the ids that encode a document's name."""
+    """Return the short form of a document's name, which other names may share.
+
+    It holds the lowest digits of the name, read as a number, in a base of the ids that
+    placeholders may use.
+    """
     number = int(name, 16)
     base = LARGEST_ID - FIRST_ID
     digits = []
@@ -146,7 +150,7 @@ def find_names(
         known: The names of all documents of a store.
 
     Raises:
-        RestoreKVError: Too many documents are known to tell which are meant.
+        RestoreKVError: The store has too many documents to find out which ones are meant.
     """
     names_by_ids: dict[ShortName, list[str]] = {}
     for name in sorted(known):
@@ -159,7 +163,7 @@ def find_names(
         )
     own = tuple(ids[:PLACEHOLDERS])
     for names in product(*candidates):
-        # Only the right ones make the hash that the prompt has.
+        # Only the right names reproduce the hash in the prompt.
         if make_ids(names) == own:
             return list(names)
     return None
@@ -188,13 +192,13 @@ def refuse_unlike_parts(parts: Sequence[PartFacts]) -> None:
 
 
 def count_pairs(lengths: Sequence[Tensor], parts: Sequence[PartFacts]) -> Tensor:
-    """Return the pairs (L, H) of a composition: the chat prefix of the first document alone stays.
+    """Return the pairs (L, H) of a composition, which keeps only the first document's chat prefix.
 
     Args:
         lengths: (L, H) of every document, its restore cache included.
         parts: The documents.
     """
-    # Every document holds the same prefix; the later ones' would be read twice.
+    # All documents have the same prefix, which must not be read twice.
     total = lengths[0].clone()
     for own, part in zip(lengths[1:], parts[1:], strict=True):
         total += own - part.prefix_lengths
@@ -202,8 +206,10 @@ def count_pairs(lengths: Sequence[Tensor], parts: Sequence[PartFacts]) -> Tensor
 
 
 def count_positions(parts: Sequence[PartFacts]) -> int:
-    """Return how many positions a composition takes: the chat prefix once, all texts, and the
-    restore tokens of the last one, which stay after them.
+    """Return how many positions a composition takes.
+
+    They are those of the chat prefix, of all texts, and of the restore tokens of the last document,
+    which stay after its text.
     """
     last = parts[-1].manifest
     return last.prefix + sum(part.manifest.tokens for part in parts) + last.restore_tokens
@@ -213,7 +219,7 @@ def compose_files(files: Sequence[CacheFile], rope_model: PreTrainedModel) -> Ra
     """Return the cache that `restorekv.compose` makes of cache files.
 
     Args:
-        files: In the order of their texts.
+        files: The cache files, in the order of their texts.
         rope_model: Rotates keys as the engine's model does (`ragged_documents.build_rope_model`).
     """
     refuse_unlike_parts([describe_part(file) for file in files])

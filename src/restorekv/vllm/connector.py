@@ -1,11 +1,11 @@
-"""The KV connector that gives vLLM compressed documents; vLLM calls this interface experimental.
+"""The KV connector that gives vLLM portable documents; vLLM calls this interface experimental.
 
 The scheduler's side finds the document that a prompt's placeholders name and promises its m
 tokens. The worker's side writes the document's keys and values into the blocks that the scheduler
-chose, through the attention backend's own method, so no cache layout is ours. A document that a
-process has not read yet is read and written in a thread, while steps of other requests continue.
-One that cannot be loaded is promised and reported as not loaded, which ends that request alone
-(connector_base.py says how).
+chose. It does so through the attention backend's own method and need not know the cache's layout.
+A document that a process has not read yet is read and written in a thread, while steps of other
+requests continue. One that cannot be loaded is promised and then reported as not loaded, which ends
+that request alone (connector_base.py says how).
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ log = logging.getLogger("vllm.restorekv")
 
 @dataclass(frozen=True)
 class Load:
-    """A document that goes to a request's blocks.
+    """A document that is to be written into a request's blocks.
 
     Args:
-        request: Its id.
-        document: What is written; None where it cannot be loaded.
-        problem: Why it cannot.
+        request: The request's id.
+        document: The document; None if it cannot be loaded.
+        problem: Why it cannot be loaded, "" if it can.
         first: The first position that is written.
         end: The position after the last.
         blocks: The request's blocks, in the order of its positions.
@@ -87,7 +87,7 @@ class Loads(KVConnectorMetadata):
 
 
 class RestoreKVConnector(DocumentConnector):
-    """vLLM's KV connector for compressed documents.
+    """A KV connector of vLLM that serves portable documents.
 
     Options in kv_connector_extra_config: `store`, a folder; `fingerprint` of the weights that
     documents must have been made with; `memory`, bytes of documents that each process keeps.
@@ -113,14 +113,14 @@ class RestoreKVConnector(DocumentConnector):
                 if document.problem:
                     log.warning("A file of the store is not served: %s", document.problem)
         self.block_size = vllm_config.cache_config.block_size
-        # The scheduler's, all by request but the last.
+        # State of the scheduler's side, all by request except `loaded`.
         self.matched: dict[str, tuple[StoredDocument | None, str]] = {}
         self.pending: dict[str, Load] = {}
-        # What workers read for the first time, and the request's blocks.
+        # Documents that workers are reading for the first time, and the blocks they go to.
         self.awaited: dict[str, tuple[StoredDocument, set[int]]] = {}
         self.loaded: set[str] = set()  # names of documents that workers have read
-        # The worker's.
-        self.failed: set[int] = set()  # blocks
+        # State of the worker's side.
+        self.failed: set[int] = set()  # blocks without their document
         self.reader = ThreadPoolExecutor(1, "restorekv-reader")
         self.reading: dict[str, Future] = {}  # by request
 
@@ -129,7 +129,10 @@ class RestoreKVConnector(DocumentConnector):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Return how many tokens the document brings beyond those that vLLM still has."""
+        """Return how many tokens the document brings, and whether the request waits for them.
+
+        Tokens that vLLM's prefix cache still has do not count.
+        """
         ids = list(request.prompt_token_ids or ())
         wanted = (request.kv_transfer_params or {}).get("document")
         document = None
@@ -143,7 +146,7 @@ class RestoreKVConnector(DocumentConnector):
         problem = problem or find_request_problem(request)
         if problem:
             document = None
-            # vLLM must believe what is promised, even if the request wants nothing from caches.
+            # vLLM must accept the promised tokens, even if the request skips the prefix cache.
             request.skip_reading_prefix_cache = False
         self.matched[request.request_id] = (document, problem)
         if document is None:
@@ -206,7 +209,9 @@ class RestoreKVConnector(DocumentConnector):
     # The worker's side.
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Write this step's documents into vLLM's cache; begin those that requests wait for."""
+        """Write this step's documents into vLLM's cache; start loading those that requests wait
+        for.
+        """
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, Loads)
         loads = metadata.loads
@@ -224,14 +229,14 @@ class RestoreKVConnector(DocumentConnector):
     def _load_document(
         self, load: Load, layers: dict[int, Any], stream: torch.cuda.Stream | None = None
     ) -> set[int]:
-        """Write a document; return the blocks that lack it because it cannot be loaded."""
+        """Load and write a document; return the blocks that lack it because it cannot be loaded."""
         try:
             if load.document is None:
                 raise RestoreKVError(load.problem)
             with use_stream(stream):
                 keys, values = self.store.load_pairs(load.document)
                 write_pairs(load, keys, values, layers, self.block_size)
-        # All of them: in a thread one would be lost, and the request would wait forever.
+        # An exception that left the thread would be lost, and the request would wait forever.
         except Exception as error:
             log.error(
                 "Request %s ends: %s",
@@ -276,7 +281,7 @@ def find_attention_layers(forward_context: ForwardContext) -> dict[int, Any]:
 
 
 def open_stream(layers: dict[int, Any]) -> torch.cuda.Stream | None:
-    """Return a stream of the layers' GPU that begins where the engine's is now; None on a CPU."""
+    """Return a new stream that first waits for the engine's current work; None on a CPU."""
     if not layers:
         return None
     device = find_pages(next(iter(layers.values()))).device
@@ -289,7 +294,7 @@ def open_stream(layers: dict[int, Any]) -> torch.cuda.Stream | None:
 
 @contextmanager
 def use_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Run the block on a stream, if there is one, and wait for its end."""
+    """Run the block on a stream, if there is one, and wait until its work is done."""
     with torch.cuda.stream(stream):
         yield
     if stream:
@@ -297,7 +302,7 @@ def use_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 def find_pages(layer: Any) -> torch.Tensor:
-    """Return the pages of a layer's cache."""
+    """Return the pages of a layer's cache, which some versions of vLLM put into a list."""
     return layer.kv_cache[0] if isinstance(layer.kv_cache, list) else layer.kv_cache
 
 
@@ -310,7 +315,7 @@ def write_pairs(
         load: Which positions go to which blocks.
         keys: The document's keys (L, H, m, D).
         values: The document's values (L, H, m, D).
-        layers: By their number. A tensor parallel rank takes the heads that its layers have.
+        layers: The engine's layers by number. A tensor parallel rank writes only its own heads.
         block_size: Positions of a block.
     """
     if not layers or not set(layers) <= set(range(len(keys))):

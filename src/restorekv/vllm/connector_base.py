@@ -1,11 +1,11 @@
 """What both KV connectors share: hooks of vLLM that documents do not use, how long an answer may
 be, and how a request ends with an error.
 
-A connector cannot refuse a request. So one that must end is promised all its tokens, as if they
-were being loaded; the workers report that the load is over and that the block of its last token was
-not loaded, and vLLM (kv_load_failure_policy "fail") ends the request. vLLM puts no block of a
-request that waits for a load into its prefix cache, so nothing unwritten can be read later, even
-if the client leaves meanwhile; and the last token's block is never one that others share.
+A connector cannot refuse a request. So a request that must end is promised all its tokens, as if
+they were being loaded. The workers then report that the load is over and that the block of the last
+token was not loaded, and vLLM (kv_load_failure_policy "fail") ends the request. vLLM puts no block
+of a request that waits for a load into its prefix cache, so nothing unwritten can be read later,
+even if the client leaves meanwhile; and no other request shares the block of the last token.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DocumentConnector(KVConnectorBase_V1):
 def find_request_problem(request: Request) -> str:
     """Return why a request about a document cannot be answered, "" if it can.
 
-    Its prompt begins with placeholders, which are not text.
+    The prompt begins with placeholders, so options that treat all of it as text cannot work.
     """
     sampling = request.sampling_params
     if sampling is not None:
@@ -72,9 +72,9 @@ def find_request_problem(request: Request) -> str:
 
 
 def shorten_answer(request: Request, store: DocumentStore, document: StoredDocument) -> None:
-    """Let a request's answer end at the last of the model's positions.
+    """Limit a request's answer so that it ends within the model's positions.
 
-    vLLM ends answers at max_model_len for that, and counts placeholders instead of the text.
+    vLLM's own limit, max_model_len, is not enough: it counts placeholders instead of the text.
     """
     room = store.count_answer_room(document, request.prompt_token_ids or ())
     request.max_tokens = min(request.max_tokens, room)
@@ -84,9 +84,9 @@ def refuse_engine(config: VllmConfig, obstacles: Sequence[tuple[bool, str]]) -> 
     """Raise RestoreKVError for an engine whose answers about documents are not known to be right.
 
     Args:
-        config: vLLM's.
-        obstacles: More of them, for one connector: whether the engine has it, and what it is and
-            what to do about it, as the end of a sentence.
+        config: vLLM's configuration.
+        obstacles: What only one of the connectors refuses: whether the engine has the obstacle, and
+            the end of the error's sentence, which names it and says what to do.
     """
     parallel = config.parallel_config
     assert config.kv_transfer_config is not None
@@ -101,7 +101,7 @@ def refuse_engine(config: VllmConfig, obstacles: Sequence[tuple[bool, str]]) -> 
         (context_ranks > 1, "over context parallel ranks; use one, or tensor parallel ranks"),
         # A document belongs to the base weights.
         (config.lora_config is not None, "with LoRA adapters; leave out enable_lora"),
-        # An embedding is of all tokens of a prompt, and placeholders are none of the document's.
+        # An embedding is made of all tokens of a prompt, and placeholders are not the document's.
         (
             config.model_config.runner_type != "generate",
             "for embeddings and scores; leave out runner and convert",
@@ -126,7 +126,7 @@ def require_store(options: dict[str, Any], contents: str) -> str:
         contents: What is in the folder, for the error.
 
     Raises:
-        RestoreKVError: They name none.
+        RestoreKVError: The options name no folder.
     """
     if "store" not in options:
         raise RestoreKVError(f"kv_connector_extra_config lacks `store`, the folder of {contents}.")

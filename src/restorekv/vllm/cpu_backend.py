@@ -1,7 +1,8 @@
 """vLLM's attention on a CPU, for questions over compressed documents as well.
 
-The CPU kernel returns no log-sum-exp. `measure_log_sum_exp` finds it from a second output: every
-query is twice in a call, without a sink and with one, and pairs are read once for both.
+The CPU kernel returns no log-sum-exp. `measure_log_sum_exp` computes it from a second output, with
+a sink: an extra logit in the softmax's denominator. One call has every query twice, without a sink
+and with one, so that the kernel reads the pairs once for both.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from restorekv.vllm.page_pool import PageTable
 from restorekv.vllm.ragged_attention import RaggedAttention
 from restorekv.vllm.step_rows import measure_log_sum_exp
 
-NO_SINK = -1e30  # a logit to whose power e is 0
+NO_SINK = -1e30  # a logit that adds exp(-1e30) = 0 to the softmax's denominator
 
 
 class RaggedCPUBackend(CPUAttentionBackend):
-    """CPU_ATTN, whose name it keeps: vLLM looks the name up in its own enum."""
+    """The replacement of CPU_ATTN. It keeps that name, which vLLM looks up in its own enum."""
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
@@ -60,7 +61,7 @@ class RaggedCPUImpl(RaggedAttention, CPUAttentionBackendImpl):
             "a sliding window": self.sliding_window != -1,
         }
         self.reserve_documents(config, torch.device("cpu"), self._write_pages, special)
-        # None where the kernel's layout is not one that is known.
+        # None if the kernel's layout of pages is unknown.
         self.reader: PageReader | None = None
         if worker_state.serves_documents(config):
             size = worker_state.get_page_size(config)
@@ -127,11 +128,12 @@ class RaggedCPUImpl(RaggedAttention, CPUAttentionBackendImpl):
     ) -> tuple[Tensor, Tensor]:
         """Run vLLM's kernel; return outputs (N, heads, D) without a sink, and with one."""
         count, heads, dim = queries.shape
-        # The heads of a KV head are neighbors, so both copies lie there.
+        # The kernel expects the query heads of a KV head side by side, so both copies go there.
         groups = queries.view(count, kv_heads, 1, heads // kv_heads, dim)
         twice = groups.expand(-1, -1, 2, -1, -1).reshape(count, 2 * heads, dim)
         if "cpu" not in sequences.schedule:
-            # How the kernel divides the work; it is the same for all layers of a step.
+            # How the kernel divides the work. It depends on the sequences alone, and they are used
+            # again: the tail's by all layers of a step, a document's by later steps.
             sequences.schedule["cpu"] = ops.cpu_attn_get_scheduler_metadata(
                 num_reqs=len(sequences.lengths),
                 num_heads=2 * heads,
@@ -179,7 +181,7 @@ class RaggedCPUImpl(RaggedAttention, CPUAttentionBackendImpl):
 
 @cache
 def _make_sinks(sink: float, kv_heads: int, groups: int) -> Tensor:
-    """Return logits of sinks, of which the first copy of a KV head's queries has none."""
+    """Return logits of sinks: a KV head's first copy of queries has none, the second has `sink`."""
     head_sinks = [NO_SINK] * groups + [sink] * groups
     return torch.tensor(head_sinks * kv_heads)
 

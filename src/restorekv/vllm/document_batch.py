@@ -1,7 +1,7 @@
-"""The documents of a step as sequences for an attention kernel: every KV head is one.
+"""The documents of a step as sequences for an attention kernel: each KV head is a sequence.
 
-What does not depend on the queries is made once for a set of documents, and serves all steps until
-a different set is asked: while answers are written, that is nearly every step.
+What does not depend on the queries is made once for a set of documents and reused until a step asks
+a different set. While answers are written, nearly every step can reuse it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from restorekv.vllm.step_rows import index_heads_as_sequences
 class Sequences:
     """Queries and pages of one call of a kernel over N sequences.
 
-    starts (N + 1,) int32: the first query of every sequence, then their number; lengths (N,) int32:
-    pairs that the last query of a sequence sees; table (N, W) int32: pages; max_queries, longest:
-    the largest difference of `starts` and the largest of `lengths`, known to the host.
+    starts (N + 1,) int32: the first query of every sequence, then the number of queries; lengths
+    (N,) int32: pairs that the last query of a sequence sees; table (N, W) int32: pages;
+    max_queries, longest: the largest difference of `starts` and the largest of `lengths`, as
+    numbers on the host.
     """
 
     starts: Tensor
@@ -31,18 +32,18 @@ class Sequences:
     table: Tensor
     max_queries: int
     longest: int
-    # What a kernel prepares for these sequences.
+    # What a kernel has prepared for these sequences.
     schedule: dict[str, Any]
 
 
 class DocumentBatch:
-    """Documents, and how many tokens of a step ask each.
+    """The documents that a step asks, each with the number of tokens that ask it.
 
-    Those that are attended as pages come first, then those that are attended head by head.
+    Documents attended as pages come first, then those attended head by head.
 
-    order (R * H,): how pairs of token and KV head are sorted by document, head, token;
-    inverse_order (R * H,): the inverse; paged: how many of the sorted pairs are of documents in
-    pages; looped: every other document with its part of the sorted pairs.
+    order (R * H,): how (token, KV head) pairs are sorted by document, head, token; inverse_order
+    (R * H,): the inverse; paged: how many of the sorted pairs belong to documents attended as
+    pages; looped: every other document with its slice of the sorted pairs.
     """
 
     def __init__(
@@ -56,8 +57,8 @@ class DocumentBatch:
         """Sort the tokens.
 
         Args:
-            documents: Where they lie.
-            counts: Tokens that ask each.
+            documents: The page tables of the documents.
+            counts: How many tokens ask each document.
             heads: H, KV heads of a rank.
             device: Where attention is computed.
             by_head: Which documents are attended head by head; None for none.
@@ -86,7 +87,7 @@ class DocumentBatch:
         self._layers: dict[int, tuple[Sequences, Tensor | None]] = {}
 
     def is_of(self, documents: Sequence[PageTable], counts: Sequence[int]) -> bool:
-        """Whether the batch is of these very documents, in this order, with these counts."""
+        """Return whether the batch has exactly these documents and counts, in this order."""
         return (
             self.counts == list(counts)
             and len(self.documents) == len(documents)
@@ -94,9 +95,10 @@ class DocumentBatch:
         )
 
     def of_layer(self, number: int) -> tuple[Sequences, Tensor | None]:
-        """Return a layer's sequences, and which of their queries ask a head without a pair.
+        """Return a layer's sequences, and a mask of the queries that ask a head without a pair.
 
-        Only documents in pages are among them. The latter is None where every head has pairs.
+        The sequences are those of the documents attended as pages. The mask is None if every head
+        has pairs.
         """
         if number not in self._layers:
             self._layers[number] = self._make_layer(number)

@@ -28,20 +28,20 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-# Times of a file's content and of its path, in nanoseconds, and its size.
+# A file's mtime and ctime, in nanoseconds, and its size.
 Change = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class EngineModel:
-    """What a document must have been made for to fit the engine's model.
+    """The engine's model, as far as documents must have been made for it.
 
     Args:
         layers: How many layers the model has.
         heads: KV heads of a layer.
         head_dim: The dimension of a head.
-        rope: The model's RoPE.
-        dtype: The engine's, to which keys and values are cast.
+        rope: The settings of the model's RoPE.
+        dtype: The engine's dtype, to which keys and values are cast.
         vocabulary: How many token ids there are.
         limit: How many positions the model was made for.
         fingerprint: The fingerprint of the weights; None fits any.
@@ -78,10 +78,11 @@ class EngineModel:
         Args:
             manifest: The document's manifest.
             path: Its file, for the error.
-            vocabulary: From which its placeholders were drawn; None if they fit every model.
+            vocabulary: How many token ids its placeholders were drawn from; None if they fit every
+                model.
 
         Raises:
-            CacheFileError: The document was made for something else.
+            CacheFileError: The document was made for a different model.
         """
         # vLLM keeps the pairs of a window itself, and there is no way to hand it those of a file.
         if manifest.windows:
@@ -106,7 +107,7 @@ class EngineModel:
                 f"{path} was made for {vocabulary} token ids, but the engine's model has "
                 f"{self.vocabulary}."
             )
-        # An engine that was not told the hash of its weights can check the shape alone.
+        # Without a fingerprint of the engine's weights, only the shape can be checked.
         if self.fingerprint not in (None, manifest.fingerprint):
             raise CacheFileError(
                 f"{path} was made with other weights ({manifest.fingerprint}, {manifest.model})."
@@ -116,9 +117,9 @@ class EngineModel:
 def find_limit(config: PretrainedConfig) -> PositionLimit:
     """Return how many positions vLLM's model can see in full.
 
-    In layers that all have a window, vLLM counts placeholders, which are fewer than the tokens of
-    the text. So a document is asked up to the window, as the library's own engine asks it.
-    Documents of models that have such layers and others are refused.
+    If all layers have a window, it limits the positions, as in the library's own engine. vLLM would
+    not notice where the window ends: it counts placeholders, which are fewer than the tokens of the
+    text. Documents of models that mix layers with and without a window are refused.
     """
     limit = PositionLimit.from_config(config)
     window = getattr(config, "sliding_window", None)
@@ -127,16 +128,16 @@ def find_limit(config: PretrainedConfig) -> PositionLimit:
 
 @dataclass(frozen=True)
 class StoredDocument:
-    """A file of a store; one that cannot be read has nothing but a problem.
+    """A document of a store; if its file cannot be read, only `path` and `problem` are set.
 
     Args:
-        path: Where it is.
+        path: Where its file is.
         name: A hash of its contents.
         ids: The placeholders that name it.
         positions: How many positions its text takes, which are more than the placeholders.
         problem: Why the file is not served.
         lengths: (L, H), pairs of every head, if heads may differ in length.
-        parts: What a composition is made of.
+        parts: The documents of a composition.
     """
 
     path: Path
@@ -156,14 +157,14 @@ class StoredDocument:
 
 
 def _begins_with(ids: Sequence[int], placeholders: tuple[int, ...]) -> bool:
-    """Whether a prompt begins with a document's placeholders; a damaged file has none."""
+    """Return whether a prompt begins with a document's placeholders; a damaged file has none."""
     return bool(placeholders) and tuple(ids[: len(placeholders)]) == placeholders
 
 
 def _contains(ids: Sequence[int], part: Sequence[int]) -> bool:
-    """Whether `ids` contains `part` as a run."""
+    """Return whether `ids` contains `part` as a run."""
     first = -1
-    with suppress(ValueError):  # the first of them does not come again
+    with suppress(ValueError):  # `index` finds no further occurrence
         while True:
             first = ids.index(part[0], first + 1)
             if list(ids[first : first + len(part)]) == part:
@@ -172,7 +173,7 @@ def _contains(ids: Sequence[int], part: Sequence[int]) -> bool:
 
 
 class DocumentStore(ABC):
-    """Files of a folder.
+    """The documents of a folder.
 
     A new file is found when a prompt first names it; damaged ones are never served.
 
@@ -183,7 +184,7 @@ class DocumentStore(ABC):
     """
 
     pattern: ClassVar[str]  # of the files' names
-    contents: ClassVar[str]  # what people put into the folder
+    contents: ClassVar[str]  # what people put into the folder, for errors
 
     def __init__(self, folder: str | Path, model: EngineModel, mark: list[int]) -> None:
         self.folder = Path(folder)
@@ -193,9 +194,9 @@ class DocumentStore(ABC):
             raise RestoreKVError(
                 f"The store {folder} is not a folder; make it and put {self.contents} there."
             )
-        # By path, with what `_find_change` returned.
+        # By path: what `_find_change` returned, and the document.
         self._files: dict[Path, tuple[Change, StoredDocument]] = {}
-        # The last MARK ids of all placeholders that were seen, and the most placeholders of a file.
+        # The last MARK ids of all placeholders seen so far, and the largest number of placeholders.
         self._ends: set[tuple[int, ...]] = set()
         self._longest = 0
 
@@ -218,9 +219,9 @@ class DocumentStore(ABC):
             wanted: The document's name or its file's name, if the request gives one as well.
 
         Raises:
-            RestoreKVError: The placeholders are of no document here, of one that does not fit, or
-                of one other than `wanted`, or are not complete at the beginning, or no question
-                follows them, or one that ends beyond the model's positions.
+            RestoreKVError: The placeholders name no document of the store, one that does not fit,
+                or one other than `wanted`; they are not complete at the beginning; no question
+                follows them; or the question ends beyond the model's positions.
         """
         # The first ids mark a document; a prompt that begins otherwise is an ordinary one.
         if list(ids[:MARK]) not in self.marks:
@@ -255,14 +256,14 @@ class DocumentStore(ABC):
 
     @property
     def signs(self) -> list[list[int]]:
-        """The MARK ids with which placeholders begin, of all kinds that vLLM would be asked for."""
+        """The marks with which placeholders of any kind begin; a subclass may know more kinds."""
         return self.marks
 
     def refuse_misplaced(self, ids: Sequence[int]) -> None:
         """Raise RestoreKVError for placeholders among the ids of a text.
 
-        vLLM would read them as a text, and silently answer about something else. Of those that
-        were cut at their beginning, only the rest can be found.
+        vLLM would read them as a text, and silently answer about something else. If placeholders
+        were cut at their beginning, only their end can be recognized.
         """
         has_sign = any(_contains(ids, sign) for sign in self.signs)
         beginning = ids[: self._longest]
@@ -279,21 +280,22 @@ class DocumentStore(ABC):
     def refuse_long_prompt(self, document: StoredDocument, ids: Sequence[int]) -> None:
         """Raise RestoreKVError for a prompt whose question ends beyond the model's positions.
 
-        vLLM counts placeholders, and the positions of a document are those of its text.
+        vLLM does not notice this: it counts placeholders, not the positions of the document's text.
         """
         question = len(ids) - len(document.ids)
         refuse_long_question(self.model.limit, document.positions, question)
 
     def count_answer_room(self, document: StoredDocument, ids: Sequence[int]) -> int:
-        """Return how many tokens an answer to a prompt may have, at least one.
+        """Return how many tokens an answer to a prompt may have.
 
-        The first token of an answer is read at the question's last position.
+        It is at least one: the first token of an answer is predicted at the question's last
+        position.
         """
         question = len(ids) - len(document.ids)
         return max(self.model.limit.positions - document.positions - question, 1)
 
     def _find(self, is_asked: Callable[[StoredDocument], bool]) -> StoredDocument | None:
-        """Return the document that is asked; look for new files if no known one is.
+        """Return the document that is asked; look for new files if no known document is.
 
         Raises:
             RestoreKVError: Its file is not served.
@@ -337,10 +339,10 @@ class DocumentStore(ABC):
 
 
 def _find_change(path: Path) -> Change | None:
-    """Return the times and size that change with a file, None if there is no file.
+    """Return the times and the size by which a changed file is noticed, None if there is no file.
 
-    Archives give all their files one time of modification, so the ctime counts too, which users
-    cannot set.
+    Files from an archive may all have one time of modification, so the ctime counts too, which
+    users cannot set.
     """
     try:
         status = path.stat()
@@ -352,7 +354,7 @@ def _find_change(path: Path) -> Change | None:
 def find_heads(rank: int, ranks: int, heads: int) -> slice:
     """Return the KV heads that a tensor parallel rank holds.
 
-    Of more ranks than heads, neighbors share one.
+    If there are more ranks than heads, neighboring ranks share a head.
     """
     # 8 ranks of 2 heads: ranks 0 to 3 hold head 0, ranks 4 to 7 head 1, as in vLLM.
     own = max(heads // ranks, 1)

@@ -1,7 +1,7 @@
 """vLLM's FlashAttention on a GPU, for questions over compressed documents as well.
 
-It has never run: plugin.py does not register it. What it shares with the backend for CPUs is tested
-with an emulation of `flash_attn_varlen_func` (tests/vllm/test_ragged_attention.py).
+It has never run: plugin.py does not register it. The code that it shares with the CPU backend is
+tested with an emulation of `flash_attn_varlen_func` (tests/vllm/test_ragged_attention.py).
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from restorekv.vllm.document_batch import Sequences
 from restorekv.vllm.head_loop import write_flat_pages
 from restorekv.vllm.ragged_attention import RaggedAttention
 
-KNOWN_VERSIONS = (2, 3)  # of FlashAttention, whose pages and log-sum-exps are as used here
+# Versions of FlashAttention that have the pages and return the log-sum-exps that are used here.
+KNOWN_VERSIONS = (2, 3)
 
 
 class RaggedFlashBackend(FlashAttentionBackend):
-    """FLASH_ATTN, whose name it keeps: vLLM looks the name up in its own enum."""
+    """The replacement of FLASH_ATTN. It keeps that name, which vLLM looks up in its own enum."""
 
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:
@@ -41,7 +42,9 @@ class RaggedFlashBackend(FlashAttentionBackend):
 
 
 class RaggedFlashBuilder(FlashAttentionMetadataBuilder):
-    """Keeps attention out of CUDA graphs: which documents a step asks changes from step to step."""
+    """A builder that keeps attention out of CUDA graphs, because every step may ask different
+    documents.
+    """
 
     _cudagraph_support = AttentionCGSupport.NEVER
 

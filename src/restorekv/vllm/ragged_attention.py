@@ -27,10 +27,10 @@ from restorekv.vllm.step_rows import find_document_rows, index_tokens, merge
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What the tokens of a step attend to; it serves all layers.
+    """The tokens of a step that ask documents, and what they attend to; it serves all layers.
 
-    tokens (R,): of the step, those of one document together; plain: whether the step has other
-    tokens, too; tail: what every request has in vLLM's pool.
+    tokens (R,): these tokens, those of one document together; plain: whether the step has other
+    tokens, too; tail: what every request has in vLLM's pool; batch: the documents.
     """
 
     tokens: Tensor
@@ -43,7 +43,10 @@ _NOT_PLANNED = object()
 
 
 class RaggedAttention:
-    """Goes before an AttentionImpl of vLLM, whose attributes it uses."""
+    """A mixin that adds documents to an AttentionImpl of vLLM.
+
+    It comes before that class among the bases, and uses its attributes.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -54,17 +57,17 @@ class RaggedAttention:
     ) -> None:
         """Reserve the documents' pool, before vLLM measures what is free for its own.
 
-        Without the connector of documents, do nothing: the layer then is vLLM's own.
+        Without the connector of documents, do nothing: the layer then works as vLLM's own.
 
         Args:
-            config: vLLM's.
+            config: vLLM's configuration.
             device: Where attention is computed.
             writer: Puts pairs into pages.
-            special: Whether the layer has what makes attention more than a softmax over all
-                pairs, by name.
+            special: Features that make attention more than a softmax over all pairs: by name,
+                whether the layer has it.
 
         Raises:
-            RestoreKVError: The layer has something of that.
+            RestoreKVError: The layer has one of these features.
         """
         if not worker_state.serves_documents(config):
             return
@@ -100,7 +103,7 @@ class RaggedAttention:
 
     @abstractmethod
     def attend_pages(self, queries: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Attend to all pairs of pages of the documents' pool, which have one KV head.
+        """Attend to all pairs in pages of the documents' pool; each page has one KV head.
 
         Args:
             queries: (N, G, D), the G query heads of a KV head.
@@ -111,7 +114,7 @@ class RaggedAttention:
         """
 
     def prefers_loop(self, tokens: int, document: PageTable) -> bool:
-        """Whether a document that `tokens` of a step ask is attended faster by `attend_heads`."""
+        """Return whether `attend_heads` is faster for a document that `tokens` of a step ask."""
         return False
 
     def attend_heads(
@@ -141,7 +144,7 @@ class RaggedAttention:
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attend as vLLM's own backend does, and to documents where a request asks one."""
+        """Attend as vLLM's own backend does, and also to documents if requests ask them."""
         # vLLM passes no metadata while it measures memory.
         plan = None if attn_metadata is None else self._plan_of(kv_cache, attn_metadata)
         if plan is None or plan.plain:
@@ -173,7 +176,7 @@ class RaggedAttention:
         if plan is _NOT_PLANNED:
             documents = worker_state.get_step()
             plan = self._make_plan(documents, kv_cache, metadata) if documents else None
-            # One object for all layers of a step, so the first layer plans for all.
+            # All layers of a step share `metadata`, so the first layer plans for all.
             metadata.restorekv_plan = plan
         return plan  # type: ignore[return-value]
 
@@ -217,7 +220,9 @@ class RaggedAttention:
         )
 
     def _make_batch(self, counts: Mapping[str, int], device: torch.device) -> DocumentBatch:
-        """Return the batch of documents with these tokens; that of the last step if it fits."""
+        """Return the batch for documents with these numbers of tokens; reuse the last step's if it
+        fits.
+        """
         pool = worker_state.get_pool()
         documents = [pool.tables[name] for name in counts]
         batch = worker_state.get_last_batch()
@@ -251,7 +256,7 @@ class RaggedAttention:
             sequences, empty = batch.of_layer(number)
             output, lse = self.attend_pages(by_head[: batch.paged], sequences)
             if empty is not None:
-                # Their page has one pair of zeros, which gets no weight.
+                # The page of an empty head has one pair of zeros, which must get no weight.
                 lse[empty] = -torch.inf
             outputs.append(output)
             sums.append(lse)
@@ -273,7 +278,7 @@ class RaggedAttention:
 
 
 def refuse_special_attention(special: Mapping[str, bool]) -> None:
-    """Raise RestoreKVError if attention has something `special`, by name."""
+    """Raise RestoreKVError if attention has one of these features, given by name."""
     for name, used in special.items():
         if used:
             raise RestoreKVError(

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 log = logging.getLogger("vllm.restorekv")
-LOAD_WAIT_SECONDS = 0.002  # that a step waits for documents that are being read
+LOAD_WAIT_SECONDS = 0.002  # how long a step waits for documents that are being read
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,11 @@ class RaggedConnectorMetadata(KVConnectorMetadata):
     """What workers do before and in a step.
 
     Args:
-        documents: The document of every scheduled request about one, by the request's first block.
+        documents: The documents that scheduled requests ask, by the request's first block.
         drops: Documents that leave the pool.
         loads: Documents that enter it.
-        refused: The block of the last token of every request that ends with an error. It waits for
-            a load, although nothing is loaded; see connector_base.
+        refused: The requests that end with an error, each with the block of its last token. Such a
+            request waits for a load, although nothing is loaded; see connector_base.
     """
 
     documents: dict[int, str] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class RaggedWorkerMetadata(KVConnectorWorkerMetadata):
 
     Args:
         loaded: How many workers have finished the load.
-        failed: Why it is not possible.
+        failed: Why the load failed.
     """
 
     loaded: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class RaggedConnector(DocumentConnector):
     Options, in kv_connector_extra_config:
 
     - store: The folder of the files.
-    - fingerprint: Of the weights that the caches must have been made with.
+    - fingerprint: The fingerprint of the weights that the caches must have been made with.
     - documents_memory: Bytes of documents that each worker keeps at a time.
     """
 
@@ -194,7 +194,7 @@ class RaggedConnector(DocumentConnector):
     def build_connector_worker_meta(self) -> RaggedWorkerMetadata | None:
         return self.worker.report_loads()
 
-    # vLLM asks both once a step, before it clears the step's orders.
+    # vLLM calls both once a step, before it clears the step's orders.
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:
         """Report the requests that wait for their error; none is loaded into vLLM's own pool."""
@@ -222,8 +222,8 @@ class RaggedConnector(DocumentConnector):
 
 
 class RaggedConnectorScheduler:
-    """Which document every request is about, whether it is in the pool, and where the request's
-    blocks are.
+    """The scheduler's side: it knows which document every request is about, whether the document
+    is in the pool, and where the request's blocks are.
     """
 
     def __init__(self, config: VllmConfig, store: RaggedStore) -> None:
@@ -240,8 +240,8 @@ class RaggedConnectorScheduler:
         self.documents: dict[str, StoredDocument] = {}  # by request id
         self.problems: dict[str, str] = {}  # by request id: why the request ends
         self.first_blocks: dict[str, int] = {}  # by request id
-        self.newest_load: dict[str, int] = {}  # its number, by document
-        self.finished_workers: dict[str, int] = {}  # how many have finished it, by document
+        self.newest_load: dict[str, int] = {}  # number of the newest load, by document
+        self.finished_workers: dict[str, int] = {}  # how many workers finished it, by document
         self.files: dict[str, tuple[tuple[str, Path], ...]] = {}  # by document
         self.page_counts: dict[str, int] = {}  # by document
         self.load_number = 0
@@ -274,7 +274,7 @@ class RaggedConnectorScheduler:
                 self._give_up(request_id, problem)
                 document = None
         if request_id in self.problems:
-            # vLLM must believe what is promised, even if the request wants nothing from caches.
+            # vLLM must accept the promised tokens, even if the request skips the prefix cache.
             request.skip_reading_prefix_cache = False
             return request.num_tokens - computed
         # The placeholders count as computed: nothing ever attends to their blocks.
@@ -327,7 +327,7 @@ class RaggedConnectorScheduler:
         """Learn which loads workers have finished, and which have failed."""
         for (name, number), count in report.loaded.items():
             if number != self.newest_load.get(name):
-                continue  # of a load that failed elsewhere, and was dropped everywhere
+                continue  # an earlier load, which failed on another worker and was dropped on all
             self.finished_workers[name] = self.finished_workers.get(name, 0) + count
             # Requests continue once every rank has the document.
             if self.finished_workers[name] >= self.workers:
@@ -415,7 +415,7 @@ class RaggedConnectorWorker:
 
     @torch.inference_mode()
     def _load_pairs(self, files: Sequence[tuple[str, Path]]) -> DocumentPairs:
-        """Read and check a document's files, in the thread."""
+        """Read and check a document's files, and return its pairs; this runs in the thread."""
         opened = []
         for name, path in files:
             file = load_file(path, name)
@@ -429,8 +429,8 @@ class RaggedConnectorWorker:
 
     def report_loads(self) -> RaggedWorkerMetadata | None:
         """Put what the thread has read into the pool; return what is new, if anything is."""
-        # Where all requests wait for documents, vLLM takes one empty step after the other, which
-        # would leave the thread hardly any of the interpreter's time.
+        # While all requests wait for documents, vLLM takes one empty step after the other, which
+        # would leave the reading thread hardly any of the interpreter's time.
         wait([future for _, future in self.pending_loads.values()], timeout=LOAD_WAIT_SECONDS)
         # The pool is written between two steps, in this thread, and never while a layer reads it.
         done = [name for name, (_, future) in self.pending_loads.items() if future.done()]

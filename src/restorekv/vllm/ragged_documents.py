@@ -3,8 +3,8 @@
 A prompt names a document by beginning with PLACEHOLDERS ids that follow from a hash of the
 document's contents. The ids fill whole blocks of vLLM's pool, into which nothing is written: all
 pairs, those of the restore cache too, lie in a `PagePool`. So the question's first token has
-position PLACEHOLDERS, and every key is rotated from its own position to one before that. RoPE
-depends on differences of positions alone.
+position PLACEHOLDERS, and all keys are rotated so that the document ends right before it. That
+changes no logit, because RoPE depends on differences of positions alone.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from restorekv.vllm.page_pool import DocumentPairs
 
 PLACEHOLDERS = 32  # ids of a document in a prompt: whole blocks of 16 or 32 tokens
 LARGEST_ID = 256  # placeholders are below it, so that every vocabulary has them
-KIND = b"restorekv-ragged-4"  # what placeholders begin with follows from this
-# How configs call the size of an expert.
+KIND = b"restorekv-ragged-4"  # the mark at the start of placeholders is derived from it
+# Names in configs for the size of an expert.
 EXPERT_SIZES = ("moe_intermediate_size", "shared_expert_intermediate_size")
-# How they call the number of experts, and that of those used at a time.
+# Names in configs for the number of experts, and how many are used at once.
 ONE_EXPERT = (
     "num_experts",
     "num_local_experts",
@@ -74,8 +74,8 @@ def make_end(count: int) -> tuple[int, ...]:
 
 def identify(file: CacheFile) -> RaggedIdentity:
     """Return the name, the placeholders and the lengths of a cache file."""
-    # Over the tensors in the order of their names, so that two files of one content are one
-    # document, whatever their paths. Of their manifests only the question's position counts.
+    # The hash covers the tensors in the order of their names and, of the manifest, only the
+    # question's position. So files with the same content are one document, whatever their paths.
     sha256 = hashlib.sha256(KIND)
     sha256.update(f"{file.manifest.positions} positions".encode())
     for name, tensor in sorted(file.tensors.items()):
@@ -92,11 +92,11 @@ def identify(file: CacheFile) -> RaggedIdentity:
 def build_rope_model(config: PretrainedConfig) -> PreTrainedModel:
     """Return a tiny random model that rotates keys exactly as the one of `config` does.
 
-    `shift_keys` checks on it that all layers rotate in the same way; an engine has no transformers
-    model.
+    `shift_keys` needs a transformers model, and checks on it that all layers rotate in the same
+    way; an engine of vLLM has none.
     """
-    # What decides the rotation (kind of RoPE, base, scaling, head dim) is the config's; all that
-    # costs memory becomes tiny.
+    # What decides the rotation (kind of RoPE, base, scaling, head dim) stays as in the config;
+    # whatever costs memory becomes tiny.
     small = type(config).from_dict(config.to_dict())
     head_dim = getattr(config, "head_dim", None)
     head_dim = head_dim or config.hidden_size // config.num_attention_heads
@@ -113,7 +113,7 @@ def build_rope_model(config: PretrainedConfig) -> PreTrainedModel:
     }
     for name, value in changes.items():
         setattr(small, name, value)
-    # A mixture of experts gets one of them; other configs have no such settings.
+    # A mixture of experts gets a single expert; other configs have no such settings.
     for name in (*EXPERT_SIZES, *ONE_EXPERT):
         if isinstance(getattr(small, name, None), int):
             # Kernels for experts ask for sizes of whole vectors.
@@ -125,10 +125,10 @@ def build_rope_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def load_file(path: Path, name: str) -> CacheFile:
-    """Read a cache file once more, for its pairs.
+    """Read a known cache file once more, for its pairs.
 
     Raises:
-        CacheFileError: The file is damaged, or by now a document other than `name`.
+        CacheFileError: The file is damaged, or by now holds a document other than `name`.
     """
     file = cache_file.open_cache_file(path)
     if identify(file).name != name:
@@ -139,12 +139,12 @@ def load_file(path: Path, name: str) -> CacheFile:
 def gather_pairs(
     cache: RaggedCache, rope_model: PreTrainedModel, heads: slice, dtype: torch.dtype
 ) -> DocumentPairs:
-    """Return the pairs of the KV heads `heads`, with keys moved to end before PLACEHOLDERS.
+    """Return the pairs of some KV heads, with keys moved to end right before PLACEHOLDERS.
 
     Args:
         cache: Context and restore cache of a document.
         rope_model: Rotates keys as the engine's model does (`build_rope_model`).
-        heads: How many heads a tensor parallel rank has.
+        heads: The KV heads that a tensor parallel rank holds.
         dtype: The engine's dtype.
 
     Raises:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class RaggedStore(DocumentStore):
-    """The folder; placeholders of its documents are drawn from ids that every model has."""
+    """The cache files of a folder; their placeholders are drawn from ids that every model has."""
 
     pattern = "*.rkv"
     contents = ".rkv files"
@@ -52,9 +52,9 @@ class RaggedStore(DocumentStore):
             wanted: The name of the document or composition, or of the document's file.
 
         Raises:
-            RestoreKVError: The placeholders are of no document here, of some that do not fit, or
-                of one other than `wanted`, or are not complete at the beginning, or no question
-                follows them, or one that ends beyond the model's positions.
+            RestoreKVError: The placeholders name a document that the store does not have, one that
+                does not fit, or one other than `wanted`; they are not complete at the beginning; no
+                question follows them; or the question ends beyond the model's positions.
         """
         short_names = composition.read_short_names(ids)
         if short_names is None:

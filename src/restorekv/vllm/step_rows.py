@@ -1,4 +1,4 @@
-"""Which tokens of a step ask which document, and how two parts of attention become one.
+"""Which tokens of a step ask which document, and how two parts of attention are merged.
 
 vLLM's attention metadata has no request ids. The connector knows the first block of every request
 that asks a document; a row of the block table that begins with it is that request's.
@@ -16,9 +16,9 @@ from torch import Tensor
 from restorekv.vllm.ragged_documents import PLACEHOLDERS
 
 # The logit of a sink that measures nearly all log-sum-exps. Models with large biases on keys, such
-# as Qwen 2, have some of thousands, for which others are tried.
+# as Qwen 2, have log-sum-exps of thousands, for which other sinks are tried.
 SINK = 40.0
-REACH = 69.0  # a sink measures log-sum-exps that are up to so much below it
+REACH = 69.0  # a sink measures log-sum-exps that are at most this much below it
 SMALLEST_SHARE = 1e-30  # below it, products of float32 numbers lose digits
 LARGEST_SHARE = 0.5  # above it, one minus the share loses digits
 
@@ -52,8 +52,8 @@ def find_document_rows(
         token_starts: The first token of every request, then the number of tokens.
         seq_lens: Tokens of every request, those of this step included.
 
-    Tokens that are placeholders themselves (vLLM computes them when a request wants the prompt's
-    log-probabilities) attend to no document, and nothing reads what they give.
+    If vLLM computes placeholders itself, they are left out: they attend to no document, and nothing
+    reads their outputs.
     """
     found = []
     for row, block in enumerate(first_blocks):
@@ -76,7 +76,7 @@ def index_tokens(rows: Sequence[DocumentRows]) -> Tensor:
 
 
 def index_heads_as_sequences(counts: Sequence[int], heads: int) -> list[Tensor]:
-    """Return how (R, H) pairs of token and KV head are ordered by document, head, token.
+    """Return the order of (R, H) pairs of token and KV head by document, head, token.
 
     Attention over a document treats every KV head as a separate sequence, whose queries are the
     tokens that ask the document.
@@ -102,19 +102,19 @@ def measure_log_sum_exp(
 ) -> tuple[Tensor, Tensor]:
     """Return attention's output (..., D) and the log-sum-exp (...) of its logits, both float32.
 
-    A kernel that returns no log-sum-exp Z also attends with a sink of logit s, which adds e^s to
-    the softmax's denominator: O_s = O * Z / (Z + e^s). The share rho = <O_s, O> / <O, O> gives
-    log Z = s + log(rho) - log(1 - rho).
+    A kernel that does not return the log-sum-exp, log Z, also attends with a sink of logit s, which
+    adds e^s to the softmax's denominator: O_s = O * Z / (Z + e^s). The share
+    rho = <O_s, O> / <O, O> gives log Z = s + log(rho) - log(1 - rho).
 
     Args:
-        attend: Runs the kernel, and returns its outputs without a sink and with one of this logit.
+        attend: Runs the kernel; returns its output without a sink and with a sink of this logit.
     """
     sink = SINK
     plain, sunk = (output.float() for output in attend(sink))
     norms = plain.square().sum(-1)
     lse = torch.full_like(norms, -torch.inf)
-    # Where every value is zero nothing can be measured. That is a head that was pruned, whose other
-    # part is zero, too.
+    # If every value is zero, nothing can be measured. Only a pruned head is like that, and its
+    # other part is zero, too.
     missing = norms > 0
     # What was not measured yet lies between them.
     low = lse.clone()
@@ -152,10 +152,10 @@ def choose_sink(low: float, high: float) -> float:
 
 
 def merge(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) -> Tensor:
-    """Return attention over both parts: outputs (..., D) weighed by e to their log-sum-exps.
+    """Return attention over both parts: outputs (..., D) weighted by e to their log-sum-exps.
 
-    A part without a pair has the log-sum-exp -inf and any finite output. Of two such parts the
-    output is the first one's.
+    A part without a pair has the log-sum-exp -inf and any finite output. If neither part has a
+    pair, the output is that of the first.
     """
     weight = torch.sigmoid(second_lse - first_lse)
     # The difference of -inf and -inf is NaN.

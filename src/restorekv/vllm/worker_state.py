@@ -16,13 +16,13 @@ MEMORY = 1 << 30  # bytes of documents, unless the connector's options say other
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 _pools: dict[str, PagePool] = {}  # of the newest engine of this process, by its instance id
-_step: Mapping[int, str] = {}
+_step: Mapping[int, str] = {}  # see `begin_step`
 _batch: DocumentBatch | None = None  # of the last step that asked documents
-_numbers: dict[str, int] = {}
+_numbers: dict[str, int] = {}  # of layers, by their names in vLLM
 
 
 def serves_documents(config: Any) -> bool:
-    """Whether vLLM was started with the connector that fills the pool."""
+    """Return whether vLLM was started with the connector that fills the pool."""
     transfer = config.kv_transfer_config
     return transfer is not None and transfer.kv_connector == "RaggedConnector"
 
@@ -50,7 +50,7 @@ def reserve_pool(engine: str, make_pool: Callable[[], PagePool]) -> PagePool:
 
     Args:
         engine: vLLM's instance id.
-        make_pool: Is called once for an engine, when the pool of an earlier one is gone.
+        make_pool: Makes the pool; called once per engine, after the pool of an earlier one is gone.
     """
     if engine not in _pools:
         forget_pools()
@@ -71,7 +71,7 @@ def get_pool() -> PagePool:
 
 
 def has_pool(engine: str) -> bool:
-    """Whether attention layers of ours were made for an engine, by vLLM's instance id.
+    """Return whether restorekv's attention layers were made for an engine, by its instance id.
 
     The pool of an earlier engine of this process says nothing about the layers of this one.
     """
@@ -95,7 +95,7 @@ def get_step() -> Mapping[int, str]:
 
 
 def get_last_batch() -> DocumentBatch | None:
-    """Return the batch that `keep_batch` was given."""
+    """Return the batch that `keep_batch` was given last, or None."""
     return _batch
 
 
