@@ -1,4 +1,4 @@
-"""The two ways to vLLM: its engine in this process, or a server that runs elsewhere."""
+"""The two clients of vLLM: of its engine in this process, and of a server that runs elsewhere."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ class Piece:
     """The next ids of one answer.
 
     Args:
-        sample: Which answer.
+        sample: The number of the answer.
         ids: Its next ids.
-        likely: Their log-probabilities, where they were asked for.
-        ended: vLLM's reason, with the last piece.
-        cached: How much of the prompt vLLM did not compute; None where it says nothing.
+        likely: Their log-probabilities, if they were asked for.
+        ended: Why vLLM ended the answer; only its last piece has it.
+        cached: How many tokens of the prompt came from vLLM's prefix cache; None if vLLM does not
+            report it.
     """
 
     sample: int
@@ -49,8 +50,8 @@ class Piece:
 class InProcessVllm:
     """vLLM's asynchronous engine, whose scheduler and workers are separate processes.
 
-    `longest` is how many tokens a prompt and its answer may have; None before it has started.
-    `on_cpu` says where it runs.
+    `longest` is how many tokens a prompt and its answer may have; None before vLLM has started.
+    `on_cpu` is whether it runs on a CPU; False before it has started.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class InProcessVllm:
         form: DocumentForm,
         documents_memory: int | None = None,
     ) -> None:
-        """Note how vLLM is started.
+        """Note how `start` is to start vLLM.
 
         Args:
             model: The folder of the model.
@@ -72,7 +73,7 @@ class InProcessVllm:
             fingerprint: The fingerprint of the model's weights.
             options: Arguments for AsyncEngineArgs.
             form: The form of the documents.
-            documents_memory: Bytes of them that each worker holds.
+            documents_memory: Bytes of documents that each worker holds.
         """
         self.longest: int | None = None
         self.on_cpu = False
@@ -91,7 +92,7 @@ class InProcessVllm:
         self.documents_memory = documents_memory
 
     def start(self) -> None:
-        """Start the engine in the event loop that runs."""
+        """Start the engine in the running event loop."""
         self.form.check_version()
         # Importing vLLM takes many seconds, and no other engine needs it.
         arguments = import_module("vllm.engine.arg_utils")
@@ -106,7 +107,7 @@ class InProcessVllm:
             engine = import_module("vllm.v1.engine.async_llm").AsyncLLM
             # vLLM's processes end with this one (plugin.py).
             server = {plugin.SERVER: str(os.getpid())}
-            # vLLM starts processes of its own, which read the variables once.
+            # The processes that vLLM starts read these variables once, when they begin.
             with _set_environment({**self.form.environment, **server}):
                 self.llm = engine.from_engine_args(arguments.AsyncEngineArgs(**options))
         except (TypeError, ValueError, RuntimeError) as error:
@@ -128,7 +129,7 @@ class InProcessVllm:
 
         Args:
             ids: The prompt.
-            params: How to write, in the names of vLLM's SamplingParams.
+            params: How to write the answers, as arguments of vLLM's SamplingParams.
             schema: A JSON schema that answers follow.
 
         Raises:
@@ -147,7 +148,7 @@ class InProcessVllm:
                 structured_outputs=structured,
                 # Only what is new, not the whole answer at every token.
                 output_kind=sampling.RequestOutputKind.DELTA,
-                # The library makes the text itself; vLLM needs it to look for stop strings.
+                # The library makes the text itself; vLLM needs it only to look for stop strings.
                 detokenize=bool(params.get("stop")),
             )
             outputs = self.llm.generate(
@@ -187,10 +188,10 @@ class InProcessVllm:
 
 
 def leave_memory(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of vLLM's engine that leave half of a CPU's free memory to this server.
+    """Return arguments of vLLM's engine that leave half of the free memory to this server.
 
-    By default vLLM takes nine tenths of all memory, and does not start where other processes hold
-    more than the rest. On a GPU nothing is changed: the server's model may be elsewhere.
+    On a CPU, vLLM takes nine tenths of all memory by default, and does not start if other processes
+    hold more than the rest. On a GPU nothing is changed: the server's model may be elsewhere.
     """
     told = {"kv_cache_memory_bytes", "gpu_memory_utilization"} & options.keys()
     if told or "VLLM_CPU_KVCACHE_SPACE" in os.environ:
@@ -208,7 +209,7 @@ def _is_on_cpu() -> bool:
 
 @contextmanager
 def _set_environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of the environment for processes that the block starts."""
+    """Set environment variables for processes that the block starts, and restore them after it."""
     # None for those that were not set, which are removed again.
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
@@ -236,8 +237,9 @@ def _likely_of_output(output: Any) -> list[Likely]:
 class RemoteVllm:
     """A vLLM server, reached through its completions API.
 
-    `longest` is how many tokens a prompt and its answer may have; None where it does not say.
-    `on_cpu` says that it runs on a CPU, where that is known.
+    `longest` is how many tokens a prompt and its answer may have; None if the server does not
+    report it. `on_cpu` is True if the form of the documents is read on CPUs alone; otherwise it is
+    not known where the server runs.
     """
 
     def __init__(self, url: str, store: Path, vocabulary: int, form: DocumentForm) -> None:
@@ -265,7 +267,7 @@ class RemoteVllm:
                     f"There is no vLLM server at {self.url} ({summarize_error(error)}); pass its "
                     "address as http://HOST:8000/v1 and start it before this one."
                 ) from None
-            # Our connector refuses placeholders of no document; a server without it answers them.
+            # Our connector refuses placeholders that name no document; a server without it answers.
             ids = [*self.form.make_mark(self.vocabulary), *range(MARK)]
             body = {"model": self.model, "prompt": ids, "max_tokens": 1}
             if client.post(f"{self.url}/completions", json=body).is_success:
@@ -345,18 +347,18 @@ class RemoteVllm:
         return pieces
 
     def _make_refusal(self, answer: str, status: object) -> RestoreKVError:
-        """Return an error with what the server said, and what may be the cause.
+        """Return the error for a refused request: what the server said, and what to do about it.
 
         Args:
             answer: The body of its answer.
-            status: Its status.
+            status: The answer's HTTP status, or the code of an error within a stream.
         """
         try:
             parsed = json.loads(answer)
             message = (parsed.get("error") or parsed)["message"]
         except (ValueError, LookupError, AttributeError, TypeError):
             message = answer
-        if "internal" in message.lower():  # vLLM says so where a document could not be loaded
+        if "internal" in message.lower():  # vLLM says so if a document could not be loaded
             return UnavailableError(
                 f"{ENDED}. It must see {self.store.resolve()} and have the model of this server."
             )
@@ -375,8 +377,8 @@ class RemoteVllm:
 async def _iter_lines(response: httpx2.Response) -> AsyncIterator[bytes]:
     """Yield the lines of a stream of events.
 
-    Only a line feed ends one: the separators of Unicode, at which the client's own lines end too,
-    may occur in the JSON of an event.
+    Only a line feed ends a line. The client's own `aiter_lines` would also split at Unicode's
+    separators, which may occur in the JSON of an event.
     """
     begun = b""
     async for part in response.aiter_bytes():

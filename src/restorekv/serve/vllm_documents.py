@@ -59,7 +59,7 @@ class DocumentForm(ABC):
 
     @abstractmethod
     def make_mark(self, vocabulary: int) -> list[int]:
-        """Return the ids with which placeholders begin, for a model with that many ids."""
+        """Return the ids with which placeholders begin, for a model with `vocabulary` ids."""
 
     @abstractmethod
     def make_config(
@@ -75,7 +75,7 @@ class DocumentForm(ABC):
 
     @abstractmethod
     def load_as_vllm(self, config: Any, folder: Path, fingerprint: str, ids: Sequence[int]) -> None:
-        """Do what vLLM does with the document of a prompt; raise why that is not possible.
+        """Load the document of a prompt as vLLM does; raise the error with which that fails.
 
         Args:
             config: vLLM's.
@@ -126,7 +126,7 @@ class RaggedForm(DocumentForm):
         return ragged_config(folder, documents_memory=memory, fingerprint=fingerprint)
 
     def load_as_vllm(self, config: Any, folder: Path, fingerprint: str, ids: Sequence[int]) -> None:
-        # The connector's own code, so that what fails here fails in vLLM in the same way.
+        # The connector's own code, so that what failed in vLLM fails here in the same way.
         store = RaggedStore(folder, EngineModel.from_vllm(config, fingerprint))
         document = store.find_document(ids)
         if document is not None:

@@ -1,8 +1,8 @@
 """vLLM as the engine: the library compresses; vLLM answers.
 
 A compressed document goes to vLLM as a file (vllm_documents.py); a prompt names it by placeholders
-(docs/vllm.md). The full cache is vLLM's own: it reads the text, and its prefix cache keeps what it
-read. vLLM batches and queues the questions; here, each is one task that reads a stream.
+(docs/vllm.md). If a document is not compressed, vLLM reads its text, and vLLM's prefix cache keeps
+the full cache. vLLM batches and queues the questions; here, each is one task that reads a stream.
 """
 
 from __future__ import annotations
@@ -63,34 +63,33 @@ from restorekv.serve.vllm_documents import DEFAULT, find_form
 from restorekv.serve.vllm_files import VllmFiles
 
 REMEMBERED = 256  # texts whose ids are remembered
-ABORT_SECONDS = 0.5  # until an answer is aborted whose client has disconnected
+ABORT_SECONDS = 0.5  # until an answer is aborted after its client has disconnected
 ABORTED = ("abort", "error")  # reasons for which vLLM ends an answer early
 UNSUPPORTED = ("repetition_penalty", "stop_repeats", "regex", "processors", "criteria")
 
 
 @dataclass(kw_only=True)
 class VllmQuestion(ActiveQuestion):
-    """A question with the ids that vLLM reads for its documents.
+    """A question with the ids that vLLM reads for its documents: placeholders, or whole texts.
 
-    `files` are the keys of the caches in its file; documents that vLLM reads itself have
-    none.
+    `files` are the keys of the caches in the file that the placeholders name; texts have none.
     """
 
     document_ids: list[int]
     files: tuple[str, ...] = ()
 
     def note_cached(self, cached: int | None) -> None:
-        """Note how many tokens vLLM had in its prefix cache, where it says so."""
+        """Note how many tokens came from vLLM's prefix cache; None if vLLM does not report it."""
         if cached is not None and not self.files:
             self.computed = max(self.context.num_tokens - cached, 0)
 
 
 class VllmEngine(CacheEngine[VllmQuestion]):
-    """Answers questions as vLLM schedules them; at most `max_waiting` have no token yet.
+    """An engine that has vLLM answer questions; at most `max_waiting` of them have no token yet.
 
-    `url` is that of a vLLM server, which reads documents from `folder`; without one, vLLM runs in
-    this process with `options` of its AsyncEngineArgs and `documents_memory` bytes of documents.
-    `documents` names their form, and `adapter` restores them.
+    `url` is the address of a vLLM server, which reads documents from `folder`. Without a `url`,
+    vLLM runs in this process with `options` of its AsyncEngineArgs and `documents_memory` bytes of
+    documents. `documents` names the form of documents, and `adapter` restores them.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
             self.form.compress_settings,
             adapter,
         )
-        self.texts: OrderedDict[str, Context] = OrderedDict()  # that vLLM reads, by their hash
+        self.texts: OrderedDict[str, Context] = OrderedDict()  # texts that vLLM reads, by hash
         self.files = VllmFiles(folder or store.folder / self.form.name, memory, self.form)
         store.on_drop = self.files.forget
         self.client: InProcessVllm | RemoteVllm
@@ -166,15 +165,15 @@ class VllmEngine(CacheEngine[VllmQuestion]):
         self.client.start()
 
     def close(self) -> None:
-        """End, once the questions whose clients have disconnected have been aborted."""
+        """End vLLM, after the questions of clients that have disconnected have been aborted."""
         super().close()
         self.wait_for_tasks(2 * ABORT_SECONDS)
         self.client.close()
 
-    # Documents: compressed ones as the library holds them, full ones as texts that vLLM reads.
+    # Documents: compressed ones are held by the library, full ones are texts that vLLM reads.
 
     async def get_document(self, sha256: str, variant: Variant, content: Content) -> ServedDocument:
-        """Return a document from memory, from disk, or compressed now; a full one as its ids."""
+        """Return a document from memory or disk, or compress it now; a full one is a text's ids."""
         # Without a method the document is a text for vLLM, which caches what it reads itself.
         if not variant.method:
             context = await asyncio.to_thread(self._read_text, sha256, content)
@@ -187,7 +186,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
     def make_cache(
         self, content: str | Path, variant: Variant, job: CompressionJob
     ) -> CompressedContext:
-        """Compress a text; refuse a document on upload if vLLM could not read its cache."""
+        """Compress a text; refuse it, already on upload, if vLLM could not read its cache."""
         compressed = super().make_cache(content, variant, job)
         self.form.check_context(compressed)
         return compressed
@@ -198,7 +197,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
         self.texts.pop(sha256, None)
 
     def get_state(self, sha256: str, variant: Variant) -> CacheState:
-        """Return how far a cache is; a full one is always ready."""
+        """Return how far a document's cache is; a full cache, which vLLM makes, is always ready."""
         return super().get_state(sha256, variant) if variant.method else READY
 
     async def find_survivors(
@@ -220,7 +219,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
             with explain_length():
                 context = make_context(self.tokenizer, text, get_default_separator(self.tokenizer))
                 known, _ = fit_context(self.model, context)
-            # Tokenizing a long text can take longer than the answer.
+            # Remember the ids: tokenizing a long text can take longer than the answer.
             self.texts[sha256] = known
             while len(self.texts) > REMEMBERED:
                 self.texts.popitem(last=False)
@@ -231,14 +230,15 @@ class VllmEngine(CacheEngine[VllmQuestion]):
     def prepare(self, question: ServedQuestion) -> VllmQuestion:
         """Return a question with its prompt as ids.
 
-        The file of its documents then stays until `write` has ended.
+        If vLLM reads its documents from a file, the file stays until `write` has ended.
         """
         started = time.perf_counter()
         check_supported(question.sampling)
         if self.client.on_cpu:
             refuse_seed(question)
         if not question.documents:
-            # All but the last token, so that `cached_tokens` is what vLLM's prefix cache held.
+            # The context is all but the last token, which vLLM computes in any case. So
+            # `cached_tokens` is what vLLM's prefix cache held.
             context, prompt = self.encode_plain(question, -1)
             return VllmQuestion(
                 question=question,
@@ -284,7 +284,7 @@ class VllmEngine(CacheEngine[VllmQuestion]):
         files = tuple(keys)
         manifest = cache.manifest
         document_ids = self.files.take(files, cache)
-        # Documents that were deleted before their file had a user.
+        # A document may have been deleted before `take` gave its file a user.
         for key in files:
             if not self.store.has_cache(key):
                 self.files.forget(key)
@@ -383,8 +383,8 @@ def check_supported(sampling: SamplingConfig) -> None:
 def refuse_seed(question: ServedQuestion) -> None:
     """Refuse a seed for vLLM on a CPU, which crashes when it reads such a question in pieces.
 
-    It reads a question in pieces that is longer than a step, shares a step with too many others, or
-    is resumed. The crash would end all other questions, too.
+    It reads a question in pieces if the question is longer than a step, shares a step with too many
+    others, or is resumed. The crash would end all other questions, too.
     """
     if question.has_seed and question.sampling.temperature:
         raise RestoreKVError(
@@ -396,9 +396,9 @@ def refuse_seed(question: ServedQuestion) -> None:
 def make_sampling_params(
     sampling: SamplingConfig, limit: int, stop_ids: set[int]
 ) -> dict[str, Any]:
-    """Return how an answer is written, in vLLM's names, but for its seed.
+    """Return how an answer is written, as arguments of vLLM's SamplingParams, without a seed.
 
-    The library's ids end it, and no others.
+    No ids but `stop_ids` end the answer.
     """
     params: dict[str, Any] = {
         "temperature": float(sampling.temperature),
@@ -427,7 +427,7 @@ def make_sampling_params(
 
 
 def join_contexts(contexts: Sequence[Context]) -> Context:
-    """Return one context of several texts after one chat prefix."""
+    """Return one context with all texts, one after the other, after a single chat prefix."""
     first = contexts[0]
     ids = [first.ids]
     for context in contexts[1:]:
@@ -448,10 +448,10 @@ def find_model_folder(
     """Return the folder from which the model was loaded, or one with a copy of it.
 
     Args:
-        model: What vLLM is to load.
-        tokenizer: What is saved next to the copy.
-        copies: Where a copy goes. It is not the store, which may come from a stranger: vLLM would
-            load what is in it.
+        model: The model that vLLM is to load.
+        tokenizer: The tokenizer that is saved with the copy.
+        copies: Where a copy goes. It must not be in the store, which may come from a stranger: vLLM
+            would load whatever is there.
         fingerprint: The fingerprint of the model's weights, which names the copy.
     """
     origin = Path(str(model.config.name_or_path))

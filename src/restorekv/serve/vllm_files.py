@@ -1,7 +1,8 @@
 """Files of compressed documents, in the folder from which vLLM's connector reads them.
 
-They are copies: the store's caches are what survives. A file is written for the first question
-about its document. Those used least recently go first, but never one that a question waits for.
+They are copies, which are gone after a restart; only the store keeps caches. A file is written for
+the first question about its document. If there are too many, the least recently used are removed,
+but never one that a question needs.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from pathlib import Path
 from restorekv.context import CompressedContext
 from restorekv.serve.vllm_documents import DocumentFile, DocumentForm
 
-# Names of files that an earlier server has left here.
+# Names of our own files, by which those of an earlier server are recognized and removed.
 OWN = re.compile(r"[0-9a-f]{32}\.(rkv|safetensors)")
 
-# The keys of a document's caches, several where it is composed.
+# The keys of the caches that a file was made of, several for a composition.
 Keys = tuple[str, ...]
 
 
@@ -33,7 +34,7 @@ class VllmFiles:
         self.limit = limit
         self.files: OrderedDict[Keys, DocumentFile] = OrderedDict()
         self.users: Counter[Keys] = Counter()  # questions that need the file now
-        self.forgotten: set[Keys] = set()  # which go with their last question
+        self.forgotten: set[Keys] = set()  # files to remove after their last question
         self.lock = threading.Lock()
         self.writing = threading.Lock()
         for path in folder.iterdir():
@@ -46,9 +47,9 @@ class VllmFiles:
         return self.folder / f"{name}{self.form.suffix}"
 
     def take(self, keys: Keys, context: CompressedContext) -> list[int]:
-        """Return the placeholders of a document.
+        """Return the placeholders of a document, after writing its file if there is none.
 
-        Its file stays until `give_back` was called as often.
+        The file stays until `give_back` has been called as often as this.
         """
         with self.lock:
             self.users[keys] += 1
@@ -67,7 +68,7 @@ class VllmFiles:
             raise
 
     def give_back(self, keys: Keys) -> None:
-        """Note that a question is answered; remove files that no question needs."""
+        """Note that a question has ended; remove unused files that are too many or forgotten."""
         with self.lock:
             self.users[keys] -= 1
             total = sum(file.size for file in self.files.values())
@@ -78,7 +79,7 @@ class VllmFiles:
                     total -= self.files[each].size
                     self._remove(each)
             self.users += Counter()  # drops counts of 0
-            # Files that could not be written need not be removed.
+            # Without users, only files that could not be written are left to forget.
             self.forgotten &= self.users.keys()
 
     def forget(self, key: str) -> None:

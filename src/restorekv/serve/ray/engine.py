@@ -1,8 +1,8 @@
 """Replicas of Ray Serve as an engine: each holds some of the documents and answers about them.
 
-Any replica can serve any document, since they share their caches. A request whose replica dies is
-sent to another one, which repeats it: an answer's seed decides its tokens, so those that were sent
-already are left out.
+Any replica can serve any document, since they share their caches. If a replica dies, its requests
+are sent to another one, which repeats them. An answer's seed decides its tokens, so those that the
+client has already are skipped.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ from restorekv.serve.ray.options import RayOptions
 from restorekv.serve.run import Settings
 from restorekv.serve.variants import Variant
 
-TRIES = 3  # replicas that may die over one request
+TRIES = 3  # how often a request is sent to a replica that dies over it
 LOOK = 0.2  # seconds between two checks whether the client still waits for an answer
-REMEMBERED = 100_000  # documents of which the sender remembers how long they are
+REMEMBERED = 100_000  # documents whose lengths the sender remembers
 SHARED_MEMORY = 512 << 20  # bytes, for uploads on their way
-DRAIN = 2.0  # seconds for what is being done when the server ends
+DRAIN = 2.0  # seconds for questions that are still being answered when the server ends
 SHUTDOWN_GRACE = 30.0  # seconds that the replicas may take to end
 
 
 class RayEngine(Engine):
-    """Sends documents and questions to replicas through a handle.
+    """An engine that sends documents and questions to replicas through a handle.
 
-    At most `max_waiting` questions are on their way.
+    At most `max_waiting` questions have no token yet.
     """
 
     shutdown_grace = SHUTDOWN_GRACE
@@ -86,7 +86,7 @@ class RayEngine(Engine):
     async def get_document(self, sha256: str, variant: Variant, content: Content) -> ServedDocument:
         """Return a document that a replica has, or makes now.
 
-        One that was there is not looked for again until a question misses it.
+        A document that was found once is not looked for again until a question misses it.
         """
         tokens = self.lengths.get((sha256, self.make_key(sha256, variant)))
         if tokens is not None:
@@ -137,9 +137,9 @@ class RayEngine(Engine):
         return found
 
     def forget_document(self, sha256: str) -> None:
-        """Ask the replicas for a deleted document again if it returns.
+        """Forget that replicas had a deleted document, so that they are asked again if it returns.
 
-        They forget it themselves, by the shared folder.
+        They forget the document itself on their own, through the shared folder.
         """
         for length_key in list(self.lengths):
             if length_key[0] == sha256:
@@ -181,7 +181,7 @@ class RayEngine(Engine):
             settle_future(question.done, None if error else task.result(), error)
 
     async def _ask_replicas(self, question: ServedQuestion) -> Reply:
-        """Return the reply; bring documents that are not there any more."""
+        """Return the reply; have documents that the replica no longer has loaded or made again."""
         sent: list[list[int]] = [[] for _ in range(question.sampling.samples)]
         for _ in range(TRIES):
             try:
@@ -189,7 +189,8 @@ class RayEngine(Engine):
             except self.replica.MissingError:
                 for index, document in enumerate(question.documents):
                     brought = await self._bring(document, question.documents[0])
-                    # One that was compressed for this question stays so, if it came and went again.
+                    # A document that was compressed for this question counts as fresh, even if it
+                    # was dropped meanwhile and is now loaded.
                     fresh = brought.fresh or document.fresh
                     question.documents[index] = replace(brought, fresh=fresh)
         raise UnavailableError(
@@ -230,12 +231,13 @@ class RayEngine(Engine):
     # Calls of replicas.
 
     async def _call(self, method: str, route: str, *arguments: object) -> AsyncIterator[Any]:
-        """Yield the items of a method at the replica to which the key `route` belongs.
+        """Call a method at the replica to which the key `route` belongs, and yield its items.
 
-        Its reports are noted and not yielded.
+        The replica's reports are noted, not yielded.
         """
         handle = self.handle.options(stream=True, multiplexed_model_id=route)
-        # Any replica may get the call, and only one of them said what it has.
+        # Any replica may get the call, but only one of them has described its model, so the others
+        # check that their own model makes the same caches.
         stream = getattr(handle, method).remote(*arguments, origin=self.origin.digest)
         try:
             async for item in stream:
@@ -249,7 +251,7 @@ class RayEngine(Engine):
             stream.cancel()
 
     async def _try_replicas(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        """Return the result of a call; where a replica dies over it, try another one."""
+        """Return the result of a call; if a replica dies over it, try another one."""
         for _ in range(TRIES):
             with suppress(self.errors.RayError):
                 return await call()
@@ -341,10 +343,10 @@ def deploy_replicas(
 
 
 def explain_failed_start(status: Any, name: str) -> RestoreKVError | None:
-    """Return why the replicas of an application did not start, where one of our sentences says it.
+    """Return why the replicas of an application did not start; None if no error of ours says it.
 
     Args:
-        status: What Ray Serve says of its applications.
+        status: The status of Ray Serve's applications.
         name: The name of the application.
     """
     application = status.applications.get(name)
@@ -355,7 +357,7 @@ def explain_failed_start(status: Any, name: str) -> RestoreKVError | None:
 
 
 def import_modules() -> tuple[ModuleType, ModuleType]:
-    """Return Ray Serve, without its remarks, and what runs in a replica."""
+    """Import Ray Serve, without its remarks in the log, and the module that runs in a replica."""
     serve = import_extra("ray.serve", "serve-ray", "Ray Serve")
     replica = import_extra("restorekv.serve.ray.replica", "serve-ray", "Ray Serve")
     logging.getLogger("ray.serve").setLevel(logging.WARNING)

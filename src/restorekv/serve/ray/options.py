@@ -8,7 +8,7 @@ from typing import Any
 
 from restorekv.errors import RestoreKVError
 
-# The names of those that run, as `note_replicas` got them last.
+# The names of the replicas that run, as `note_replicas` last got them.
 REPLICAS: frozenset[str] = frozenset()
 
 

@@ -41,9 +41,9 @@ from restorekv.serve.shared import SharedFolder
 from restorekv.serve.store import Store
 from restorekv.serve.variants import Variant
 
-UPLOAD = ".upload-"  # begins the names of folders for what is being received
+UPLOAD = ".upload-"  # prefix of the temporary folders for uploads that are being received
 LOOK = 0.1  # seconds between two checks of how far a compression is
-# What names a document: the SHA-256 of its content, and how it is held.
+# What identifies a document: the SHA-256 of its content, and how it is compressed.
 DocumentKey = tuple[str, Variant]
 
 
@@ -84,7 +84,7 @@ class ReplicaConfig:
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """What a replica says of itself with everything it settles.
+    """The metrics of a replica, which it sends after a document or an answer.
 
     Args:
         name: Its name.
@@ -109,7 +109,7 @@ class Replica:
         # Two replicas of a machine must not write to one index.
         self.exit_stack = ExitStack()
         folder = lock_folder(Path(config.folder), self.exit_stack)
-        # What a replica that was killed had received.
+        # Uploads that a killed replica was still receiving.
         for left in folder.glob(f"{UPLOAD}*"):
             shutil.rmtree(left, ignore_errors=True)
         self.store = Store(folder, config.disk, SharedFolder(config.shared))
@@ -122,7 +122,7 @@ class Replica:
         self.engine.start()
 
     def __del__(self) -> None:
-        """End; Ray Serve calls it when a replica that is not needed any more has answered all."""
+        """End the engine; Ray Serve calls this when a replica that it stops has answered all."""
         # A replica that could not start has no engine.
         if hasattr(self, "engine"):
             self.engine.close()
@@ -134,7 +134,7 @@ class Replica:
         return self.engine.tokenizer, self.engine.stop_ids, self.engine.origin
 
     def refuse_other_origin(self, origin: str) -> None:
-        """Raise UnavailableError where this replica's caches differ from those of the others.
+        """Raise UnavailableError if this replica's caches differ from those of the others.
 
         Nodes find the model by its name, which may mean a different model on each. A document's
         answers would then come from different models.
@@ -155,7 +155,7 @@ class Replica:
     ) -> AsyncIterator[object]:
         """Yield the states of a compression, then (tokens, fresh), then a report.
 
-        Without a content, the document is loaded; raises MissingError where it is not there.
+        Without a content, the document is loaded; raises MissingError if it cannot be found.
         """
         self.refuse_other_origin(origin)
         source: str | Path = ""
@@ -164,7 +164,7 @@ class Replica:
                 getting = self._find_document(document_key)
             else:
                 if isinstance(content, bytes):
-                    # Only here is a disk needed; for all else it may be full.
+                    # Only cache files need room on the disk; for everything else it may be full.
                     folder = stack.enter_context(
                         tempfile.TemporaryDirectory(dir=self.store.folder, prefix=UPLOAD)
                     )
@@ -173,7 +173,7 @@ class Replica:
                 else:
                     source = content
                 getting = self.engine.get_document(*document_key, lambda: source)
-            # What is yielded meanwhile also tells the sender that this replica lives.
+            # Yielding states meanwhile also shows the sender that this replica is alive.
             task = asyncio.ensure_future(getting)
             state: CacheState | None = None
             while not task.done():
@@ -218,7 +218,7 @@ class Replica:
         yield await self.engine.find_survivors(document, layer, head)
 
     async def _find_document(self, document_key: DocumentKey) -> ServedDocument:
-        """Return a document that is in memory, on disk, or in the shared folder."""
+        """Return a document from memory, disk or the shared folder; else raise MissingError."""
         document = await self.engine.find_document(*document_key)
         if document is None:
             raise MissingError("The document is not here.")
@@ -236,9 +236,11 @@ def make_portable_error(error: RestoreKVError, source: str | Path) -> Exception:
 
     Args:
         error: What was raised.
-        source: The content that was given; its path here would mean nothing to the client.
+        source: The content that was given. The message must not name its path on this machine,
+            which would mean nothing to the client.
     """
-    # Causes are not pickled with an error, so what the machine lacked is sent itself.
+    # An error is pickled without its causes. If the cause is a lack of memory or disk space, which
+    # the sender must recognize, that error is sent itself.
     shortage = find_resource_shortage(error)
     if shortage is not None:
         return shortage
@@ -252,7 +254,7 @@ def make_deployment(
 ) -> serve.Deployment:
     """Return the deployment of replicas.
 
-    Two batches are on their way to a replica before another one gets more.
+    A replica holds at most two batches of requests; further ones go to another replica.
     """
     number: dict[str, Any] = {"num_replicas": min_replicas}
     if max_replicas > min_replicas:
@@ -288,7 +290,7 @@ def pack_question(question: ServedQuestion) -> dict[str, Any]:
 
 
 async def take_tokens(tokens: asyncio.Queue[tuple | None]) -> list[tuple]:
-    """Wait for a token; return it with those that are there already; an empty list at the end."""
+    """Wait for a token; return it with those that have come since; an empty list at the end."""
     taken: list[tuple] = []
     item = await tokens.get()
     while item is not None:
@@ -302,7 +304,7 @@ async def take_tokens(tokens: asyncio.Queue[tuple | None]) -> list[tuple]:
 
 
 def lock_folder(folder: Path, stack: ExitStack) -> Path:
-    """Return the first numbered folder that no other replica has.
+    """Lock and return the first numbered folder that no other replica has locked.
 
     It stays locked for as long as this process runs or `stack` is open.
     """

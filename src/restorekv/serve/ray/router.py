@@ -10,14 +10,14 @@ from restorekv.serve.ray import options
 
 
 class DocumentRouter(RequestRouter):
-    """Sends all requests about a document to one replica, which holds it then.
+    """A router that sends all requests about a document to one replica, which then holds it.
 
-    Where that is full, they go to the next one. The order of replicas follows from the document and
-    their names alone. So it is the same in every process, and when a replica comes or goes, most
-    documents stay where they are.
+    If that replica is full, they go to the next one. The order of replicas follows from the
+    document and their names alone (rendezvous hashing). So it is the same in every process, and
+    when a replica comes or goes, most documents stay where they are.
     """
 
-    # A replica that computes is slow to say how much waits there.
+    # A replica that is computing is slow to report how many requests wait there.
     queue_len_response_deadline_s = 5.0
     max_queue_len_response_deadline_s = 20.0
 
