@@ -1,4 +1,4 @@
-"""Documents that grew or were composed, and several documents in one request; without vLLM."""
+"""Documents that grew or were composed, and requests for several documents, without vLLM."""
 
 from dataclasses import replace
 
@@ -93,7 +93,7 @@ def test_a_wrong_number_of_documents_is_refused():
 
 
 def test_names_with_the_same_short_form_are_told_apart():
-    """36,864 short forms are few, so that the hash decides."""
+    """There are only 36,864 short forms, so names share them, and the hash decides."""
     base = 192**2
     names = [f"{7 + base * number:016x}" for number in range(5)]
     for asked in ([names[3], names[1]], [names[1], names[3]], [names[2], names[2], names[4]]):
@@ -160,7 +160,7 @@ def test_a_composition_is_another_document_than_its_parts(store, documents, tiny
 
 
 def test_placeholders_that_do_not_stand_whole_at_the_beginning_are_refused(store, tiny_tokenizer):
-    """They would be taken for a text: the second document of a prompt, for a question."""
+    """vLLM would read them as text, such as a second document in a prompt as its question."""
     red, blue = (
         prompt(store.folder / f"{name}.rkv", QUESTION, tiny_tokenizer) for name in ("red", "blue")
     )

@@ -39,7 +39,9 @@ class Base:
 
 @dataclass
 class Layer:
-    """A layer of one rank, whose cache (2, blocks, tokens, H, D) a stand-in for a backend fills."""
+    """A layer of one rank; `update`, in place of vLLM's backend, fills its cache
+    (2, blocks, tokens, H, D).
+    """
 
     kv_cache: torch.Tensor
     num_kv_heads: int
@@ -141,8 +143,8 @@ class World:
 
 
 def schedule(scheduler, request, computed, blocks, beside=True):
-    """What vLLM's scheduler does with a request of which it has `computed` tokens; returns how many
-    it need not.
+    """Do what vLLM's scheduler does with a request that has `computed` tokens in the prefix cache;
+    return how many tokens the connector promises.
     """
     tokens, later = scheduler.get_num_new_matched_tokens(request, computed)
     assert later is beside
@@ -153,7 +155,7 @@ def schedule(scheduler, request, computed, blocks, beside=True):
 
 
 def load(worker, meta, layers):
-    """Returns the requests that waited for their document, when all of them have it."""
+    """Run a step's loads to their end; return the requests that waited for their document."""
     worker.metadata = meta
     worker.start_load_kv(SimpleNamespace(no_compile_layers=layers))
     wait(list(worker.reading.values()))
@@ -162,7 +164,7 @@ def load(worker, meta, layers):
 
 @pytest.mark.parametrize("computed", [0, BLOCK, 2 * BLOCK])
 def test_a_document_goes_to_the_blocks_of_its_request(connector, computed):
-    """Wherever they lie, and without those that vLLM still has."""
+    """The blocks may lie anywhere, and those that vLLM still has are not written."""
     scheduler, worker = connector.make(Role.SCHEDULER), connector.make(Role.WORKER)
     document, blocks = connector.documents[1], [7, 2, 9, 4, 11, 1]
     ids, m, layers = connector.prompt(1), document.tokens, connector.layers(document.keys.shape[1])
@@ -274,7 +276,7 @@ def test_a_request_beyond_the_models_positions_ends_and_answers_are_shortened(co
 
 
 def test_two_layers_of_one_number_are_refused(connector):
-    """A draft model's layers are numbered as the model's own."""
+    """A draft model's layers have the same numbers as the model's own."""
     layers = connector.layers(2)
     name = next(iter(layers))
     layers[f"draft_model.{name}"] = layers[name]
@@ -306,8 +308,8 @@ def test_a_file_that_could_not_be_read_is_no_document_that_was(connector):
 
 
 def test_a_document_is_read_beside_other_steps_and_then_at_once(connector, monkeypatch):
-    """Steps go on while a request waits for a file; the next request for it gets it with its first
-    step.
+    """Steps continue while a request waits for a file. The next request for the same document gets
+    it in its first step.
     """
     scheduler, worker, layers = (
         connector.make(Role.SCHEDULER),
@@ -364,7 +366,7 @@ def test_requests_without_documents_are_left_alone(connector):
 
 
 def test_a_chat_request_carries_ids_and_the_name(connector):
-    """A server that leaves the ids unread finds a text without placeholders, and refuses it."""
+    """A server that ignores the ids sees a prompt without placeholders, and refuses it."""
     body = json.loads(json.dumps(chat(connector.documents[0], QUESTION, connector.tokenizer)))
     params = body["kv_transfer_params"]
     assert params.pop("prompt_token_ids") == connector.prompt(0)
@@ -376,7 +378,7 @@ def test_a_chat_request_carries_ids_and_the_name(connector):
 
 
 def test_earlier_turns_stand_before_the_question(connector):
-    """As in the conversation that the library holds over the same document."""
+    """The ids are those of the library's own conversation about the same document."""
     document, tokenizer = connector.documents[0], connector.tokenizer
     turns = [("Which code?", "Seven."), ("Who lives there?", "Nobody.")]
     ids = prompt(document, QUESTION, tokenizer, "It", turns)

@@ -1,4 +1,4 @@
-"""Documents in an engine whose model or cache has another dtype than the file."""
+"""Documents in an engine with a different dtype of the model or of the cache than in the file."""
 
 from statistics import fmean
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 @torch.no_grad()
 def own_logprobs(world, document, question):
-    """The first answer token's, from the cache as the file has it."""
+    """Return the log-probabilities of the first answer token, from the cache as the file has it."""
     ids = torch.tensor([world.prompt(document, question)])
     m = world.documents[document].tokens
     out = world.model(ids[:, m:], past_key_values=world.documents[document].make_cache())
@@ -31,8 +31,8 @@ def own_logprobs(world, document, question):
     ids=str,
 )
 def test_first_tokens_are_near_those_of_the_file(world, options, near):
-    """Nearer than those of a document that differs in a name and two numbers, in mean distance of
-    logprobs.
+    """In mean distance of log-probabilities, they are nearer than those of a document that differs
+    in a name and two numbers.
     """
     with engine(world, **options) as llm:
         rows = [(number, place) for place in (0, 1, 2) for number in range(len(world.documents))]

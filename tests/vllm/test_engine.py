@@ -1,4 +1,4 @@
-"""The connector inside the real vLLM: `make vllm`, in an environment of its own."""
+"""The connector inside the real vLLM: `make vllm`, which uses a separate environment."""
 
 import urllib.error
 
@@ -124,7 +124,7 @@ def test_preempted_requests_resume_with_their_document(tmp_path, caching):
 
 
 def test_a_file_that_became_another_ends_the_request_that_waits_for_it(tmp_path):
-    """vLLM reads a document's file beside its steps, and then finds another document in it."""
+    """While vLLM takes steps, its thread reads the file, and finds a different document in it."""
     texts = {
         color: f"The code of the {color} house is seven; nobody lives there. " * 3
         for color in ("red", "blue")
@@ -150,7 +150,7 @@ def test_a_file_that_became_another_ends_the_request_that_waits_for_it(tmp_path)
 
 
 def test_positions_are_those_of_the_text(tmp_path):
-    """A question beyond the model's ends its request, and an answer ends with them."""
+    """A question beyond the model's last position ends its request, and answers end there."""
     text = "The code of the red house is seven; nobody lives there. " * 12
     world = make_world(
         tmp_path,

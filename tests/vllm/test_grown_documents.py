@@ -1,4 +1,6 @@
-"""Answers over documents that grew, were folded or composed, by the fake vLLM and by `ask`."""
+"""Answers of the fake vLLM about documents that were appended to, folded or composed are those of
+`ask`.
+"""
 
 import pytest
 

@@ -15,7 +15,7 @@ from restorekv.vllm import cpu_backend, ragged_config, transfer_config, worker_s
 
 @pytest.fixture
 def make_layer(monkeypatch):
-    """Make a layer with a sliding window, as vLLM with a kv_transfer_config does."""
+    """A function that makes a layer with a sliding window for a vLLM with a kv_transfer_config."""
 
     def make(transfer):
         config = SimpleNamespace(

@@ -18,7 +18,7 @@ def make_pool(pages):
 
 
 def read_back(pool, table, layer, head, pairs):
-    """The keys and values of a head, from its pages."""
+    """Return the keys and values of a head from its pages."""
     pages = table.tables[layer][head, : -(-pairs // PAGE)].long()
     rows = pool.pages[pages].flatten(0, 2)[:pairs]
     return rows.split(DIM, -1)
@@ -70,7 +70,7 @@ def test_a_document_without_room_takes_nothing():
 
 
 def test_documents_come_and_go():
-    """No document is written over, whatever came and went before."""
+    """No document is overwritten, whatever was put and dropped before."""
     chance = random.Random(0)
     pool = make_pool(60)
     held = {}
@@ -131,7 +131,7 @@ def test_a_document_that_could_not_be_read_gives_its_room_back():
 
 
 def test_who_waits_long_gets_room():
-    """A document that is always asked keeps another out for MAX_OVERTAKES requests at most."""
+    """A document that is asked all the time keeps others out for at most MAX_OVERTAKES requests."""
     ledger = PoolLedger(4)
     ledger.pin_or_load("first", "a", 4)
     load_all(ledger)

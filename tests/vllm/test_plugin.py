@@ -31,7 +31,7 @@ def test_builds_of_a_tested_version_are_accepted(monkeypatch):
 
 
 def test_a_process_of_the_server_ends_with_it():
-    """A parent that is killed says nothing to its child, which sees that it has another one."""
+    """A parent that is killed cannot signal its child, which notices that its parent changed."""
     child = (
         "import time; from restorekv.vllm import plugin; plugin.INTERVAL = 0.05; "
         "plugin.register(); print('ready', flush=True); time.sleep(60)"

@@ -1,4 +1,4 @@
-"""Positions of documents in vLLM are those of their texts, though vLLM counts placeholders; without
+"""In vLLM, documents take the positions of their texts, although vLLM counts placeholders; without
 vLLM itself.
 """
 
@@ -30,7 +30,7 @@ def model():
 
 @pytest.fixture(scope="module", params=[RaggedStore, PortableStore])
 def place(request, model, tiny_tokenizer, tmp_path_factory):
-    """A store of one document of a form, its context, and a function that makes a prompt."""
+    """A store with one document, its compressed context, and a function that makes a prompt."""
     folder = tmp_path_factory.mktemp("store")
     small = compress(
         model,
@@ -50,7 +50,7 @@ def place(request, model, tiny_tokenizer, tmp_path_factory):
 
 
 def make_question(small, positions):
-    """Return a question that ends at a position."""
+    """Return a question that, with the document, takes exactly this many positions."""
     first = small.cache.get_seq_length()
     short = len(encode_question(small.tokenizer, small.context, "x")[0])
     # Every capital letter is a token.
@@ -128,7 +128,7 @@ def test_several_documents_beyond_the_positions_are_refused(model, tiny_tokenize
 
 
 def test_a_window_of_all_layers_ends_what_is_asked():
-    """vLLM would count placeholders in it, and see the whole document for ever."""
+    """vLLM would count placeholders against the window, and so always see the whole document."""
     assert find_limit(MistralConfig(sliding_window=64)).positions == 64
     whole = MistralConfig(sliding_window=None, max_position_embeddings=POSITIONS)
     assert find_limit(whole).positions == POSITIONS

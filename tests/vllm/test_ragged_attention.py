@@ -24,7 +24,7 @@ SKIPPED = PLACEHOLDERS // BLOCK
 
 
 class PlainBackend:
-    """A backend that knows nothing of documents, as vLLM's own."""
+    """A backend that, like vLLM's own, knows nothing of documents."""
 
     num_heads, num_kv_heads, head_size, scale = 4, 2, DIM, 0.3
 
@@ -44,7 +44,7 @@ class PlainBackend:
 
 
 class RaggedBackend(RaggedAttention, PlainBackend):
-    """The same with documents, by the emulated FlashAttention."""
+    """A backend with documents, which computes with the emulated FlashAttention."""
 
     def attend_tail(self, layer, queries, kv_cache, sequences):
         return self.run(queries, kv_cache, sequences, True)
@@ -72,7 +72,7 @@ class RaggedBackend(RaggedAttention, PlainBackend):
 
 
 class LoopingBackend(RaggedBackend):
-    """The same, with some documents attended head by head."""
+    """A backend that attends to the documents named in `looped` head by head."""
 
     def __init__(self, looped):
         self.looped = looped
@@ -96,7 +96,15 @@ def pool():
 
 
 def make_step(requests, seed=0):
-    """A step of vLLM: (tokens seen in all, tokens of this step) of every request."""
+    """Make the inputs of a step of vLLM.
+
+    Args:
+        requests: (all tokens so far, those of this step) of every request.
+        seed: Of the random numbers.
+
+    Returns:
+        The query, the cache and the attention metadata.
+    """
     generator = torch.Generator().manual_seed(seed)
     blocks = [-(-seen // BLOCK) for seen, _ in requests]
     table = torch.zeros(len(requests), max(blocks), dtype=torch.int32)
@@ -123,7 +131,7 @@ def run(backend, layer, query, kv_cache, metadata):
 
 
 def expect(backend, layer, document, query, kv_cache, table, seen):
-    """Attention of a request's tokens over its tail and a document, in one softmax per head."""
+    """Return attention of a request's tokens over tail and document, in one softmax per head."""
     tail = seen - PLACEHOLDERS
     pages = kv_cache[table[SKIPPED : SKIPPED + -(-tail // BLOCK)].long()].transpose(1, 2)
     keys, values = pages.flatten(0, 1)[:tail].split(DIM, -1)
@@ -170,7 +178,7 @@ def test_plain_and_asking_requests_share_a_step(pool, layer, looped):
 
 
 def test_steps_share_what_their_documents_have_in_common(pool):
-    """Until another set of documents is asked, or a document lies elsewhere."""
+    """The batch is reused until a step asks other documents, or a document moves to other pages."""
     backend = RaggedBackend()
     documents = {"a": make_document([[5, 0]], DIM, 1), "b": make_document([[9, 4]], DIM, 2)}
     for name, document in documents.items():
@@ -232,9 +240,9 @@ def test_tokens_that_are_placeholders_ask_nothing():
 
 @pytest.mark.parametrize("shift", [-7000, -80, -30, 0, 12, 60, 150, 420, 7000])
 def test_log_sum_exps_of_a_kernel_without_them(shift):
-    """Whatever the size of the logits: a sink is tried until it measures them.
+    """Logits may have any size: sinks are tried until one measures them.
 
-    Biases on keys, such as Qwen 2 has, make them large in some heads.
+    Biases on keys, such as those of Qwen 2, make logits large in some heads.
     """
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(20, 3, 50, generator=generator) * 4
@@ -284,6 +292,6 @@ def test_a_head_without_a_value_and_without_a_document_is_zero(pool):
 
 
 def measure_plainly(part):
-    """As `measure_log_sum_exp` gives a part: -inf where it cannot measure."""
+    """Return a part as from `measure_log_sum_exp`: with -inf wherever that cannot measure."""
     output, lse = part
     return output, lse.masked_fill(output.square().sum(-1) == 0, -torch.inf)

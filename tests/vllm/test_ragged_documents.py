@@ -34,7 +34,7 @@ QUESTION = "Who lives in the red house?"
 
 @pytest.fixture
 def place(tiny_model, tiny_tokenizer, tmp_path):
-    """Two cache files of one text length, and their store."""
+    """The folder of two cache files with texts of the same length."""
     for name, text in TEXTS.items():
         compress(tiny_model, tiny_tokenizer, text, ratio=0.3, adapter=None).save(
             tmp_path / f"{name}.rkv"
@@ -74,7 +74,7 @@ def test_a_prompt_is_placeholders_and_the_question(place, tiny_model, tiny_token
 def test_prompts_of_another_tokenizer_are_refused(
     place, tiny_model, tiny_tokenizer, tmp_path, portable
 ):
-    """They would ask other words, or close the user's turn with a text."""
+    """Their ids would mean other words, or would not end the user's turn."""
     paths = [place / "red.rkv"]
     if portable:
         config = CompressionConfig(allocation="per-head")
@@ -173,7 +173,7 @@ def test_a_document_that_was_renamed_is_found_again(place, tiny_model, tiny_toke
 
 
 def test_the_position_of_the_question_belongs_to_a_document(tiny_model, tiny_tokenizer, tmp_path):
-    """Keys are moved by it, so two files of one text with other offsets are two documents."""
+    """Keys are moved by it, so files of the same text with different offsets are two documents."""
     names = set()
     for offset in (0, 500):
         small = compress(

@@ -1,4 +1,4 @@
-"""Cache files in an engine in bfloat16, beside `ask` in bfloat16."""
+"""Cache files in an engine in bfloat16, compared with `ask` in bfloat16."""
 
 from statistics import fmean
 
@@ -27,9 +27,9 @@ TOKENS = 12
 
 
 def build_calm_model() -> PreTrainedModel:
-    """Return a model whose layers do not amplify what bfloat16 rounds.
+    """Return a model with layers that do not amplify the rounding of bfloat16.
 
-    With the weights of other tests, vLLM and transformers are 0.1 apart without any document.
+    With the weights of other tests, vLLM and transformers differ by 0.1 even without a document.
     """
     model = build_model("llama", hidden_size=128, head_dim=32)
     with torch.no_grad():
@@ -41,7 +41,7 @@ def build_calm_model() -> PreTrainedModel:
 
 @pytest.mark.parametrize("by_head", [False, True], ids=["pages", "head by head"])
 def test_distributions_are_those_of_ask(tmp_path, monkeypatch, by_head):
-    """KL per token below a thousandth, and much more from another document's cache."""
+    """KL per token is below a thousandth, and much higher over a different document's cache."""
     from restorekv.vllm import head_loop
 
     if by_head:

@@ -1,4 +1,4 @@
-"""Ragged documents inside the real vLLM: `make vllm`, in an environment of its own."""
+"""Ragged documents inside the real vLLM: `make vllm`, which uses a separate environment."""
 
 import os
 import sys
@@ -122,7 +122,7 @@ def preemptions(llm) -> int:
 
 @pytest.fixture(scope="module")
 def plain_answer(world) -> str:
-    """What vLLM without restorekv answers."""
+    """The answer of vLLM without restorekv to the plain prompt."""
     os.environ.update(ENVIRONMENT)
     import vllm
 
@@ -148,9 +148,9 @@ def test_answers_are_those_of_ask_in_one_batch_with_plain_requests(world, plain_
 
 @pytest.mark.parametrize("heads, memory", [(4, None), (1, None), (4, 200_000)])
 def test_two_ranks_answer_as_one(tmp_path, heads, memory):
-    """Each rank has a pool: of two of four heads, or both of the same single head.
+    """Each rank has its own pool: of two of the four heads, or of the one head that both share.
 
-    200,000 bytes have room for a part of the documents, so they come and go on both ranks.
+    200,000 bytes hold only some of the documents, so documents come and go on both ranks.
     """
     world = make_ragged_world(tmp_path, num_attention_heads=8, num_key_value_heads=heads)
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
@@ -166,7 +166,7 @@ def test_two_ranks_answer_as_one(tmp_path, heads, memory):
 
 
 def test_answers_are_the_same_head_by_head(world, monkeypatch):
-    """The other way to attend, which small documents are not worth."""
+    """Small documents are attended head by head here, which they usually are not."""
     from restorekv.vllm import cpu_backend, head_loop
 
     monkeypatch.setattr(head_loop, "MIN_TOKENS", 1)
@@ -202,7 +202,7 @@ def test_logits_of_hundreds_are_attended(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def grown_world(tmp_path_factory) -> RaggedWorld:
-    """Documents that grew, were folded or composed, and requests for several documents."""
+    """Documents that were appended to, folded or composed, and requests for several documents."""
     place = tmp_path_factory.mktemp("grown")
     model, tokenizer, adapter = save_model(place)
     store = place / "store"
@@ -231,7 +231,7 @@ def test_grown_documents_and_several_in_a_request_are_answered_as_by_ask(grown_w
 
 
 def test_a_pool_that_is_too_small_for_all_serves_all(world):
-    """Room for two or three documents at a time: the others wait."""
+    """The pool has room for two or three documents at a time, so the others wait."""
     with engine(world, documents_memory=300_000) as llm:
         from restorekv.vllm import worker_state
 
@@ -290,7 +290,7 @@ def test_who_leaves_before_the_error_spoils_nothing(world, tmp_path):
 
 
 def test_positions_are_those_of_the_text(tmp_path):
-    """A question beyond the model's ends its request, and an answer ends with them."""
+    """A question beyond the model's last position ends its request, and answers end there."""
     model, tokenizer, _ = save_model(tmp_path, max_position_embeddings=512)
     text = "The code of the red house is seven; nobody lives there. " * 12
     small = compress(model, tokenizer, text, ratio=0.2, adapter=None)
@@ -332,7 +332,7 @@ def test_who_wants_the_prompts_likelihoods_is_refused(world):
 
 
 def test_float16_is_refused(world):
-    """What a sink takes from attention, which shows the weights' sum, is too small for it."""
+    """float16 is too coarse for the small share of attention that a sink takes."""
     with pytest.raises(RestoreKVError, match="in float16"), engine(world, dtype="float16"):
         pass
 

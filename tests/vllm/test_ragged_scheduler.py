@@ -1,4 +1,6 @@
-"""The connector's halves without an engine: several workers, of which one cannot read a file."""
+"""The connector's two sides without an engine, with several workers, one of which cannot read a
+file.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,7 +79,7 @@ def test_a_document_is_there_when_every_worker_has_read_it():
 
 
 def test_a_load_that_failed_on_one_worker_counts_nowhere():
-    """The other worker reports it later; that must not count for the next load."""
+    """The other worker reports the failed load later; that must not count for the next load."""
     scheduler = make_scheduler(workers=2)
     first = make_request("one")
     assert scheduler.count_computed_tokens(first, 0) is None

@@ -1,4 +1,4 @@
-"""Tensor parallel ranks of the real engine: each writes the document's heads that it holds."""
+"""Tensor parallel ranks of the real engine: each writes the heads of a document that it holds."""
 
 import pytest
 
@@ -16,7 +16,7 @@ QUESTIONS = ["Which code?", "who lives in the red house?"]
 
 @pytest.mark.parametrize("heads", [4, 1])
 def test_two_ranks_answer_as_one(tmp_path, heads):
-    """Two of four heads each; a single head stands on both."""
+    """Each rank holds two of four heads; a single head is on both ranks."""
     model = build_model("llama", hidden_size=256, num_attention_heads=8, num_key_value_heads=heads)
     world = make_world(
         tmp_path, model, build_tokenizer(), TEXTS, QUESTIONS, evictor="knorm", tokens_per_head=40

@@ -1,6 +1,6 @@
-"""What ragged documents need of vLLM, seam by seam: a new vLLM fails a test that has a name.
+"""What ragged documents need of vLLM: if a new vLLM changes one of these seams, its test fails.
 
-Read from the source, which need not run here: of the vLLM that is installed, or of a folder
+The tests read vLLM's source, which need not run here: that of the installed vLLM, or of a folder
 (`RESTOREKV_VLLM_SOURCE=unpacked/vllm pytest tests/vllm/test_seams.py`).
 """
 
@@ -176,7 +176,7 @@ def test_a_connector_is_called_with_what_ours_takes():
 
 
 def test_a_connector_need_not_do_more():
-    """Every method that vLLM leaves to connectors is one that ours have."""
+    """vLLM leaves exactly these methods abstract, and our connectors have all of them."""
     abstract = set()
     for node in find(CONNECTOR, "KVConnectorBase_V1").body:
         if isinstance(node, ast.FunctionDef) and any(
@@ -195,7 +195,7 @@ def test_a_connector_need_not_do_more():
 
 
 def test_a_request_may_have_to_wait():
-    """The answer None means: ask again at the next step."""
+    """If a connector answers None, vLLM asks it again at the next step."""
     for node in ast.walk(parse(SCHEDULER)):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "ext_tokens is None":
             body = ast.unparse(node)

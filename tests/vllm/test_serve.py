@@ -1,4 +1,4 @@
-"""Our server with the real engine behind it: every answer is that of `ask` on the same cache."""
+"""Our server with the real vLLM as its engine: every answer is that of `ask` on the same cache."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -47,8 +47,8 @@ PAGE_SIZE = 32  # pairs, on a CPU
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> World:
-    """A small random model in a folder from which vLLM can load it; our server makes the
-    documents.
+    """A small random model, in a folder from which vLLM can load it, without documents: our server
+    makes them.
     """
     model = build_model("llama", hidden_size=128, head_dim=32)
     made = make_world(
@@ -59,7 +59,7 @@ def world(tmp_path_factory) -> World:
 
 
 def inside(form: str, **more: object) -> dict:
-    """The settings of a server with vLLM in its process."""
+    """Return the settings of a server that starts vLLM itself."""
     return {"engine": "vllm", "options": {"options": OPTIONS, "documents": form, **more}}
 
 
@@ -70,7 +70,7 @@ def smalls(world, form: str) -> list:
 
 
 def answers_of(small, form: str, world, questions) -> list[str]:
-    """What `ask` answers, without halves."""
+    """Return the answers of `ask`, without spaces at the start and half characters at the end."""
     if form == "portable":
         said = small.portable().ask(world.model, world.tokenizer, questions, TOKENS)
     else:
@@ -83,7 +83,9 @@ def told(answer) -> list[str]:
 
 
 def assert_answers(client, files, world, small, form) -> None:
-    """Alone, in mixed batches of several clients, composed, in the full cache and as a stream."""
+    """Check answers alone, in mixed batches of several clients, over composed documents, over the
+    full cache and as a stream.
+    """
     greedy = {"max_tokens": TOKENS}
     wanted = [answers_of(each, form, world, QUESTIONS) for each in small]
     assert told(ask(client, about(files[0], question=QUESTIONS[0]), **greedy)) == wanted[0][:1]
@@ -113,7 +115,7 @@ def assert_answers(client, files, world, small, form) -> None:
 
 
 def foreign(ids: list[int], folder: Path) -> list[int]:
-    """Replace the document's file by one of a model with another RoPE."""
+    """Replace the file of a prompt's document by one of a model with a different RoPE."""
     for path in folder.glob("*.rkv"):
         file = open_cache_file(path)
         if list(identify(file).ids) == ids:
@@ -202,7 +204,7 @@ def test_vllm_in_the_server(world, tmp_path, monkeypatch, form):
 def test_a_document_that_vllms_memory_cannot_hold_is_refused_with_a_sentence(
     world, tmp_path, monkeypatch
 ):
-    """And a pool that holds one of three at a time serves all of them."""
+    """A pool that holds one of three documents at a time serves all of them."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     small = smalls(world, "ragged")

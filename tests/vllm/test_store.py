@@ -85,7 +85,7 @@ def test_every_changed_placeholder_is_refused(place):
 
 
 def test_placeholders_that_do_not_stand_whole_at_the_beginning_are_refused(place):
-    """vLLM would read them as a text, and answer without a document."""
+    """vLLM would read the placeholders as a text, and answer without a document."""
     _, documents, store, tokenizer = place
     red, blue = (prompt(document, QUESTION, tokenizer) for document in documents)
     tokens = documents[0].tokens
@@ -102,7 +102,7 @@ def test_placeholders_that_do_not_stand_whole_at_the_beginning_are_refused(place
 
 
 def test_a_file_that_was_replaced_by_one_of_the_same_time_is_found(place):
-    """As archives and reproducible builds give all their files one time."""
+    """Archives and reproducible builds give all their files the same time of modification."""
     folder, documents, store, tokenizer = place
     red, blue = (prompt(document, QUESTION, tokenizer) for document in documents)
     (folder / "blue.safetensors").rename(folder / "new")
@@ -150,7 +150,7 @@ def test_files_may_come_go_and_change(place):
     ],
 )
 def test_documents_of_another_model_are_refused(tiny_model, place, facts, what):
-    """A prompt that asks one is told why, whatever vocabulary its placeholders were drawn from."""
+    """The error of a prompt about one says why, whatever vocabulary its placeholders come from."""
     folder, documents, _, tokenizer = place
     expected = expected_for(tiny_model, **facts)
     with pytest.raises(CacheFileError, match=what):
@@ -216,8 +216,8 @@ def test_links_and_fifos_among_the_files_hide_no_document(place):
     ],
 )
 def test_tensor_parallel_ranks_take_their_heads(heads, ranks, held):
-    """As vLLM spreads them: in blocks, and with more ranks than heads each head to neighboring
-    ranks.
+    """Heads are spread as in vLLM: in blocks, and if there are more ranks than heads, each head to
+    neighboring ranks.
     """
     assert [list(range(heads))[find_heads(rank, ranks, heads)] for rank in range(ranks)] == held
 
