@@ -1,5 +1,5 @@
-"""Bodies that no program should compute with: half characters, depth, numbers, forms of many
-fields, Host headers.
+"""Requests that no program should compute with: half characters, deep nesting, huge numbers, forms
+with many fields, wrong Host headers.
 """
 
 import asyncio
@@ -150,7 +150,7 @@ def test_json_that_is_data_passes():
 
 
 def form(*parts: tuple[str, str | None, bytes], head: bytes = b"") -> bytes:
-    """The body of a form whose parts are (name, filename, content)."""
+    """Return the body of a form with these parts: (name, filename, content)."""
     made = b""
     for name, filename, content in parts:
         file = f'; filename="{filename}"' if filename is not None else ""
@@ -195,7 +195,7 @@ def test_a_form_is_one_file_and_small_fields(url, content, message):
 
 
 def test_a_refused_form_that_has_arrived_is_answered_at_once():
-    """What is read after the end of a body is the client's leaving, which may take forever."""
+    """After the end of a body, only the client's disconnect can be received, maybe never."""
     parts = [form(("nonsense" * 1000, None, b"a" * 2000), FILE)]
 
     async def receive() -> dict:
@@ -224,7 +224,7 @@ def test_an_encoded_form_is_bounded_too(url):
 
 
 def test_fields_of_a_form_take_no_memory(url):
-    """Sixty fields of a megabyte took sixty megabytes, and most of it did not come back."""
+    """Sixty fields of a megabyte once took sixty megabytes, and most of it was not freed."""
     content = form(*[(f"x{number}", None, b"a" * 60_000) for number in range(60)], FILE)
 
     def peak() -> int:

@@ -48,8 +48,8 @@ def origin(model, tiny_tokenizer, tmp_path) -> Iterator[str]:
 
 @pytest.fixture
 def page(browser, origin) -> Iterator:
-    """An open page that has said nothing in its console, but for refused requests, and asked nobody
-    else by the end.
+    """An open page. At its end, its console must be empty, except for refused requests, and all its
+    requests must have gone to our server.
     """
     context = browser.new_context(viewport={"width": 390, "height": 800}, color_scheme="dark")
     page, said, asked = context.new_page(), [], []
@@ -116,7 +116,7 @@ def test_a_text_that_is_kept_whole_is_called_so_and_a_deleted_one_is_not_added(p
 
 
 def test_conversations_go_on_and_start_over(page, origin):
-    """The second message goes with the first and its answer, as the API has it."""
+    """The second message is sent with the first one and its answer, as the API expects."""
     add(page, "doc.txt", TEXT)
     client, log = client_of(f"{origin}/v1"), page.get_by_role("log")
     messages = about(client.files.list().data[0])
@@ -176,7 +176,7 @@ def test_an_address_with_a_wrong_ratio_opens_the_document_with_the_usual_one(pag
 
 
 def test_a_cache_file_is_used_as_it_is(page, origin):
-    """Whatever variant was chosen for the document before."""
+    """The variant that was chosen for the previous document does not matter."""
     client = client_of(f"{origin}/v1")
     text = upload(client)
     with urlopen(f"{origin}/v1/files/{text.id}/cache") as answer:
@@ -216,8 +216,8 @@ def test_text_is_never_markup(page):
 
 
 def test_by_keyboard_on_a_narrow_screen(page):
-    """Paste, compress otherwise, and delete, with Tab, Enter and letters alone; nothing is wider
-    than the screen.
+    """Paste, compress with another variant and delete, using only Tab, Enter and letters; nothing
+    is wider than the screen.
     """
 
     def tab_to(name: str) -> None:

@@ -1,4 +1,4 @@
-"""The names of a server's caches: what is made differently since has another name."""
+"""The names of a server's caches: a cache that would be made differently now has a new name."""
 
 import shutil
 
@@ -29,7 +29,7 @@ def list_changed(before, after):
 
 @pytest.fixture
 def shipped(tmp_path, monkeypatch):
-    """The folder of a copy of what ships for the tiny model, which a test may change."""
+    """A copy of the folder that ships for the tiny model; tests may change it."""
     folder = tmp_path / "distributions" / "restorekv-tiny"
     shutil.copytree(names.DISTRIBUTIONS / "restorekv-tiny", folder)
     monkeypatch.setattr(names, "DISTRIBUTIONS", folder.parent)
@@ -38,7 +38,7 @@ def shipped(tmp_path, monkeypatch):
 
 @pytest.fixture
 def loaded(shipped):
-    """That copy's model and tokenizer."""
+    """The model and tokenizer of that copy."""
     return load_model("tiny")
 
 
@@ -107,6 +107,6 @@ def test_the_separator_is_part_of_the_name(loaded):
 
 
 def test_models_without_shipped_files_have_names_too(model, tiny_tokenizer):
-    """A name of a model that is a path, as transformers leaves it, leads to no adapter."""
+    """If transformers leaves a path as the model's name, no adapter is found for it."""
     model.config.name_or_path = "/tmp/some.folder/model"
     assert len(set(make_keys(model, tiny_tokenizer).values())) == len(MODEL_IDS)

@@ -1,7 +1,7 @@
 """The first requests of clients: each gets an answer.
 
-A client may offer tools, which are not called; one that asks for a call or sends an image gets a
-sentence.
+A client may offer tools, which are not called. A request that demands a call, or that has an image,
+is refused with a sentence.
 """
 
 import json
@@ -65,7 +65,7 @@ def send(url: str, path: str, body: dict) -> tuple[int, str]:
 
 
 def read_text(path: str, body: dict, answer: str) -> str:
-    """Return the text of an answer, whole or a stream."""
+    """Return the text of an answer, which may be a stream."""
     if body.get("stream"):
         lines = [line.removeprefix("data: ") for line in answer.split("\n\n") if line]
         assert lines.pop() == "[DONE]"

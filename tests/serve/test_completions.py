@@ -37,7 +37,7 @@ def client(url):
 
 
 def generated(model, tokenizer, ids, tokens=12) -> tuple[str, list[int]]:
-    """What transformers writes after the ids."""
+    """Return what transformers writes after the ids: text and ids."""
     ids = torch.tensor([ids])
     stops = model.generation_config.eos_token_id or tokenizer.eos_token_id
     out = model.generate(ids, max_new_tokens=tokens, do_sample=False, eos_token_id=stops)
@@ -137,7 +137,7 @@ def test_log_probabilities_are_the_models(client, model, tiny_tokenizer):
 
 @pytest.mark.parametrize("is_held_back", [False, True])
 def test_a_stream_counts_characters_from_the_start_of_the_answer(client, is_held_back):
-    """Not from the start of a piece, which lags behind where it could become a stop string."""
+    """Not from the start of a piece: pieces are held back while they could become a stop string."""
     options = {"logprobs": 0, "max_tokens": 48}
     if is_held_back:
         text = complete(client, TEXT, max_tokens=48).choices[0].text
@@ -157,7 +157,7 @@ def test_tokens_of_one_character_begin_where_it_does(tiny_tokenizer):
 
 
 def test_a_word_and_the_same_word_after_a_space_are_two_tokens():
-    """Llama 2's tokenizer decodes both alike where they stand alone."""
+    """Llama 2's tokenizer decodes both tokens to the same text if they stand alone."""
     tokenizer = build_chat_tokenizer("llama2")
     word, after_space = tokenizer.convert_tokens_to_ids(["the", "\u2581the"])
     answer = TextStream(tokenizer, skip_special_tokens=True, continues=True)

@@ -20,7 +20,7 @@ def engine(model, tiny_tokenizer, tmp_path):
 
 
 def test_restore_tokens_take_positions_from_the_answer(engine, model, tiny_tokenizer, monkeypatch):
-    """They lie between document and question, so an answer must end that many positions earlier."""
+    """They lie between document and question, so the answer must end n positions earlier."""
     small = compress_with(
         model, tiny_tokenizer, TEXT, evictor="knorm", ratio=0.5, adapter=make_adapter(model)
     )
@@ -44,7 +44,7 @@ def test_restore_tokens_take_positions_from_the_answer(engine, model, tiny_token
 def test_a_short_text_is_asked_together_with_a_restored_one(
     engine, model, tiny_tokenizer, monkeypatch
 ):
-    """It was too short for its ratio, so it was kept whole, without an adapter."""
+    """The text is too short for its ratio, so it is kept whole and nothing is restored."""
     options = {"evictor": "knorm", "ratio": 0.5, "adapter": make_adapter(model)}
     restored = compress_with(model, tiny_tokenizer, TEXT, **options)
     with pytest.warns(RestoreKVWarning, match="too short"):

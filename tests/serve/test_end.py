@@ -1,4 +1,4 @@
-"""The server's end while it works: streams, whole answers, waiting requests, bodies that still
+"""A server that ends while it works: streams, whole answers, waiting requests, bodies that still
 arrive, signals.
 """
 
@@ -31,15 +31,15 @@ LONG = {"max_tokens": 3000, "temperature": 2.0}
 
 
 def seen(url: str, name: str) -> float:
-    """One of the server's metrics."""
+    """Return one of the server's metrics."""
     lines = httpx.get(url.replace("/v1", "/metrics")).text.splitlines()
     return float(next(line.split()[1] for line in lines if line.startswith(f"restorekv_{name} ")))
 
 
 @pytest.fixture
 def slow_steps(model):
-    """Makes every pass that writes answers take a moment, so that no answer is whole before the
-    server ends.
+    """Slow down every pass that writes answers, so that no answer is complete before the server
+    ends.
     """
     hook = (
         get_backbone(model)
@@ -122,7 +122,7 @@ def test_streams_end_with_an_error_event_and_waiting_requests_with_503(
 def test_a_stream_that_fails_says_so_whatever_failed(
     model, tiny_tokenizer, tmp_path, monkeypatch, path, body
 ):
-    """Not only errors of our own: the status has been sent when the model fails."""
+    """An error of any kind is reported in the stream, because its status has been sent already."""
     monkeypatch.setattr(decoding, "get_stop_ids", lambda *_: set())
     step = Scheduler.step
 
@@ -189,7 +189,7 @@ def test_a_body_that_still_arrives_is_refused_and_an_upload_goes_on_later(
 
 
 def test_the_end_refuses_waits_and_then_breaks_off_in_this_order(monkeypatch):
-    """Counted on a list, not on a clock."""
+    """The order is checked with a list of events, not with a clock."""
     done = []
 
     async def end() -> None:

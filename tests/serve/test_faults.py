@@ -1,5 +1,5 @@
-"""What goes wrong around requests: users' own files, full disks, deletions, engines that are away,
-the server's end.
+"""What goes wrong around requests: users' own files, full disks, deletions, engines that are not
+there, the server's end.
 """
 
 import errno
@@ -51,8 +51,9 @@ def client(model, tiny_tokenizer, tmp_path):
 
 @pytest.fixture
 def slow(model):
-    """Events: the thread that compresses waits for `go` between two layers once `stop` is set, and
-    is `inside` then.
+    """Three events that hold up a compression: `stop`, `inside` and `go`.
+
+    Once `stop` is set, the compressing thread sets `inside` between two layers and waits for `go`.
     """
     stop, inside, go = threading.Event(), threading.Event(), threading.Event()
 
@@ -119,8 +120,8 @@ KINDS = {"txt": "text", "html": "html", "pdf": "pdf", "docx": "docx", "rkv": "rk
 
 @pytest.mark.parametrize("one, other", [(a, b) for a in KINDS for b in KINDS if a != b])
 def test_no_content_of_one_kind_has_the_name_of_another(tmp_path, one, other):
-    """Such as a text that begins with "html", and a page: the kind was hashed with no border before
-    the content.
+    """Such as a text that begins with "html", and a page: kind and content were once hashed without
+    a separator.
     """
     store = Store(tmp_path, MUCH)
     page = store.add_upload(f"page.{one}", "x", io.BytesIO(b"<p>a</p>")).sha256
@@ -145,9 +146,7 @@ def test_a_page_never_answers_from_a_text(client, tmp_path):
 
 
 def test_a_byte_order_mark_is_no_part_of_a_text(client):
-    """A file is read without it, so that a text in a request with the same bytes is the same text,
-    too.
-    """
+    """It is dropped from files and from texts in requests, so the same bytes are the same text."""
     made = upload(client, b"\xef\xbb\xbf" + TEXT.encode())
     part = {"type": "text", "text": f"\ufeff{TEXT}", "cache_control": {"type": "ephemeral"}}
     inline = [{"role": "user", "content": [part, {"type": "text", "text": QUESTION}]}]
@@ -163,7 +162,7 @@ def test_a_file_whose_whole_name_is_an_ending_is_of_one_kind(client):
 
 
 def test_an_answer_that_leaves_its_grammar_harms_no_other(client):
-    """llguidance gives this schema up while it is followed."""
+    """llguidance gives up on this schema in the middle of an answer."""
     made = upload(client)
     many = {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/x"}}] * 400}
     form = {"name": "x", "schema": {"$defs": {"x": many}, "$ref": "#/$defs/x"}}
@@ -188,7 +187,9 @@ def test_an_answer_that_leaves_its_grammar_harms_no_other(client):
 def test_a_document_over_which_the_model_computes_no_numbers_fails_its_own_questions(
     client, monkeypatch, options
 ):
-    """With 400 and a sentence; a question to another document in the same batch is answered."""
+    """They fail with 400 and a sentence; a question about another document in the same batch is
+    answered.
+    """
     compress = caches.compress
 
     def overflowing(model, tokenizer, text, **how):
@@ -260,7 +261,7 @@ def test_a_text_that_was_uploaded_twice_outlives_one_of_its_names(
 
 @pytest.mark.parametrize("processed", [True, False])
 def test_compressing_a_document_ends_when_it_is_deleted(client, slow, monkeypatch, processed):
-    """Also where the question waits for what the upload itself began."""
+    """Also if the question waits for a compression that the upload itself began."""
     stop, inside, go = slow
     made = None
     if processed:
@@ -304,7 +305,7 @@ def test_a_text_in_a_request_outlives_an_upload_of_the_same_text(client, slow):
 
 
 def test_a_damaged_cache_file_is_told_by_its_name(client, monkeypatch, tmp_path):
-    """Also to a question that comes before the upload has been processed."""
+    """The error names the file, also if the question comes before the upload is processed."""
     monkeypatch.setattr(service.Service, "start_processing", lambda self, upload: None)
     bad = upload(client, b"no cache", "bad.rkv", wait=False)
     with pytest.raises(openai.BadRequestError, match=r"bad\.rkv ") as caught:
@@ -329,7 +330,7 @@ def test_requests_that_wait_for_documents_are_counted(client, slow):
 
 
 def test_documents_that_take_too_long_are_told_as_the_reason(model, tiny_tokenizer, tmp_path, slow):
-    """Not the tokens of the answer, of which fewer would help nobody."""
+    """The error does not ask for a shorter answer, which would not help."""
     stop, _, go = slow
     with serving(model, tiny_tokenizer, tmp_path, limits=Limits(seconds=0.3)) as url:
         stop.set()  # the check at the start is over
@@ -444,7 +445,7 @@ def test_a_sound_cache_that_cannot_be_read_now_stays(model, tiny_tokenizer, tmp_
 def test_a_document_that_is_deleted_later_ends_the_work_on_no_other_one(
     model, tiny_tokenizer, tmp_path
 ):
-    """The next document may be in work when the deletion comes."""
+    """The engine may already be working on the next document when the deletion comes."""
     caches = DocumentHolder(model, tiny_tokenizer, Store(tmp_path, MUCH))
     variant = Variant.parse("tiny:snapkv-0.4", "tiny")
     caches.make_document(SHA, variant, lambda: TEXT)
@@ -482,7 +483,7 @@ def test_a_slow_shared_folder_holds_up_no_local_document(
 
 
 def test_questions_that_wait_hold_no_cache(model, tiny_tokenizer, tmp_path, monkeypatch):
-    """--memory bounds what is held, beside the batch that is answered now."""
+    """--memory bounds the caches that are held in addition to those of the current batch."""
     seen, load = [], CompressedContext.load
 
     def loaded(*told: object) -> CompressedContext:

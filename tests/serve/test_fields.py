@@ -124,7 +124,7 @@ def sent(url: str, path: str, request: dict) -> tuple[int, dict]:
 
 
 def request_of(kind: str, file: object, **more: object) -> tuple[str, dict]:
-    """A path and a body that is answered."""
+    """Return a path and a body of a request that is answered."""
     if kind == "chat":
         body = {"messages": about(file), "max_tokens": 4}
     else:
@@ -194,7 +194,7 @@ def test_the_documents_name_what_completions_ignore_and_refuse():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fields_without_effect_change_no_answer(kind, url, file):
-    """Not even with a value of the wrong kind; null is as good as none."""
+    """Not even with a value of the wrong type; null counts as absent."""
     plain = sent(url, *request_of(kind, file))
     assert plain[0] == 200
     values = dict.fromkeys(KINDS[kind][3]) | {name: {"a": ["b"]} for name in KINDS[kind][2]}
@@ -337,7 +337,7 @@ def test_a_refusal_names_the_document_that_is_at_fault(url, file, kind, field, p
 
 
 def test_a_refused_response_does_not_count_what_it_has_besides_its_input(url, client):
-    """Instructions and earlier turns are messages before those of the input."""
+    """Instructions and earlier turns come first, but do not shift the input's indices in errors."""
     made = client.files.create(file=("a.txt", TEXT.encode()), purpose="user_data")
     client.files.wait_for_processing(made.id)
     good = {"type": "input_file", "file_id": made.id}
@@ -392,7 +392,7 @@ def test_a_refused_question_names_its_field(url, path, field, value):
     ],
 )
 def test_what_must_be_a_boolean_is_nothing_else(url, path, more, param):
-    """The word "no" was taken for true in one place, and for false in others."""
+    """The word "no" once counted as true in one place, and as false in others."""
     text = {"chat/completions": {"messages": [HELLO]}, "responses": {"input": "Hello."}}
     request = {"model": "tiny", **text.get(path, {"prompt": "Hello."}), **more}
     status, error = sent(url, path, request)
@@ -455,7 +455,7 @@ CONTROL = "messages.0.content.0.cache_control"
     ],
 )
 def test_a_mistyped_cache_mark_is_refused(url, file, mark, param, known):
-    """It was ignored, so the text was not compressed, and nothing said so."""
+    """Such a mark was once ignored, so that the text silently was not compressed."""
     messages = user({"type": "text", "text": "A text.", **mark}, {"type": "text", "text": "Who?"})
     status, error = sent(url, *request_of("chat", file, messages=messages))
     assert (status, error["param"]) == (400, param)
@@ -533,7 +533,7 @@ NAMED = {"file": {"file_id": "file-a"}}
     ],
 )
 def test_a_part_is_a_text_or_a_file(url, file, part, field, fix):
-    """Else the answer would know nothing of one of them."""
+    """If a part could be both, the answer would ignore one of them."""
     status, error = sent(url, *request_of("chat", file, messages=user(part)))
     assert (status, error["param"]) == (400, f"messages.0.content.0.{field}"), error
     assert fix in error["message"]
@@ -671,7 +671,7 @@ def test_a_negative_seed_is_a_seed(url, file):
 
 
 def test_what_an_answer_holds_can_be_sent_back():
-    """As clients do with the messages of an answer, and Responses' items."""
+    """Clients send back the message of an answer, and the items of a response."""
     Message.model_validate(
         {
             "role": "assistant",
@@ -689,7 +689,7 @@ def test_what_an_answer_holds_can_be_sent_back():
 
 
 def test_a_bias_decides_answers(url, file, model, tiny_tokenizer):
-    """Greedily and sampled, as the library's own."""
+    """Greedy and sampled answers with a bias are those of the library."""
     token = tiny_tokenizer.encode("seven", add_special_tokens=False)[0]
     for options in ({"temperature": 0}, {"temperature": 1.3, "seed": 3}):
         answer = sent(url, *request_of("chat", file, **options, logit_bias={str(token): 100}))[1]

@@ -1,5 +1,5 @@
-"""Requests that are too large, too slow or made up: each gets its sentence, and the server
-goes on.
+"""Requests that are too large, too slow or malicious: each is refused with a sentence, and the
+server continues.
 """
 
 import base64
@@ -81,7 +81,7 @@ def head(path: str, kind: str, *more: str) -> bytes:
 
 
 def said(connection: socket.socket) -> bytes:
-    """What the server says until it closes the connection."""
+    """Return what the server sends until it closes the connection."""
     answer = b""
     while piece := connection.recv(65536):
         answer += piece
@@ -126,7 +126,7 @@ def test_a_body_that_is_too_large_gets_a_sentence(url, path, kind, start):
     ],
 )
 def test_the_class_of_an_error_decides_its_status(error, status, code):
-    """Not the words of its sentence, which others may begin with."""
+    """The text of an error does not decide: others may begin with the same words."""
     app = FastAPI()
     add_errors(app, SimpleNamespace())
 
@@ -139,7 +139,7 @@ def test_the_class_of_an_error_decides_its_status(error, status, code):
 
 
 def test_an_answer_that_takes_too_long_is_not_asked_for_again():
-    """By clients that repeat what failed on the server: it would take as long again."""
+    """Clients that retry server errors must not retry this one: it would take as long again."""
     app = FastAPI()
     add_errors(app, SimpleNamespace(limits=Limits(seconds=7)))
 
@@ -174,8 +174,8 @@ def test_a_compressed_body_gets_a_sentence(url, path):
 
 
 def test_slow_clients_are_let_go(url, client, monkeypatch):
-    """Silence, half a head, half a body and a trickle of one: the connection ends, and others are
-    answered.
+    """Connections with silence, half a head, half a body or a trickle of one are closed, and others
+    are answered.
     """
     monkeypatch.setattr(guard, "IDLE_TIMEOUT", 1.0)
     body = head("/v1/chat/completions", "application/json", "Content-Length: 50000")
@@ -402,7 +402,7 @@ def test_a_file_inside_a_request_is_a_document(client, file):
 
 
 def test_what_frameworks_send_is_taken(client, file):
-    """Names, an assistant who said nothing, and answers given back as they came."""
+    """Names, an empty message of the assistant, and answers sent back unchanged."""
     first = {"name": "ada", **about(file)[0]}
     turns = [
         first,
@@ -438,7 +438,7 @@ def test_files_that_unfold_without_end_are_refused(kind, monkeypatch):
 
 
 def make_blank_pdf(pages: int) -> bytes:
-    """A PDF without text, whose pages are one object."""
+    """Return a PDF without text; all its pages are the same object."""
     kids = "3 0 R " * pages
     return (
         "%PDF-1.4\n"
@@ -500,7 +500,7 @@ def test_the_scheme_of_a_key_may_have_any_case(header, is_let_in):
 
 
 def test_idle_connections_outlive_those_of_clients():
-    """Else both end one at the same moment, and the request that is on its way fails."""
+    """Otherwise both sides may close a connection at the same moment, and a request would fail."""
     assert httpx2.Limits().keepalive_expiry < HTTP["timeout_keep_alive"] < guard.IDLE_TIMEOUT
 
 

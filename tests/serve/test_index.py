@@ -1,4 +1,4 @@
-"""The index of the store, on disks that are full or can only be read, and of other versions."""
+"""The index of the store: on full disks, on read-only disks, and as other versions wrote it."""
 
 import errno
 import io
@@ -41,7 +41,7 @@ def small_disk(tmp_path):
 
 
 def fill(folder: Path) -> None:
-    """Takes every byte that is free."""
+    """Fill every free byte of the folder's disk."""
     with (folder / "filler").open("ab", buffering=0) as file:
         for size in (1 << 16, 1 << 12, 1):
             try:
@@ -54,7 +54,7 @@ def fill(folder: Path) -> None:
 
 @contextmanager
 def refusing(store: Store):
-    """An index that refuses to be written, as one on a disk that can only be read."""
+    """Make the index refuse writes inside the block, as one on a read-only disk does."""
     store.index.disk.execute("pragma query_only = 1")
     yield
     store.index.disk.execute("pragma query_only = 0")
@@ -181,7 +181,7 @@ def test_a_full_disk_stops_no_reading_and_no_deletion(model, tiny_tokenizer, sma
 
 
 def use_full_disk(client, folder: Path, made: list, before: str) -> None:
-    """Asks and deletes on a disk without a free byte."""
+    """Ask and delete on a disk without a free byte."""
     fill(folder)
     for each in made:
         assert ask(client, about(each)).choices

@@ -1,5 +1,5 @@
-"""The page: its files and headers, what survives, how far a compression is, and the evictor
-alone.
+"""What the server gives the page: files and headers, which tokens survive, the progress of a
+compression, and documents without restoring.
 """
 
 import json
@@ -46,7 +46,7 @@ def adapter_folder(model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(model, tiny_tokenizer, tmp_path_factory, adapter_folder):
-    """A server whose model has an adapter that ships."""
+    """The address of a server with a model that an adapter ships for."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adapters, "find_shipped_adapter", lambda *_: adapter_folder)
         with serving(model, tiny_tokenizer, tmp_path_factory.mktemp("store")) as url:
@@ -59,7 +59,7 @@ def file(url):
 
 
 def fetch(url: str, path: str, key: str | None = None, **query: object):
-    """Status, headers and body of a path; errors are answers too."""
+    """Return status, headers and body of a path; an error status raises nothing."""
     address = (
         url.removesuffix("/v1") + path + (f"?{urllib.parse.urlencode(query)}" if query else "")
     )
@@ -80,7 +80,7 @@ def kept(url: str, file: str, **query: object) -> dict:
 
 
 def shares(found: dict, tokenizer) -> list[tuple[int, float]]:
-    """How many tokens every piece has, and its share."""
+    """Return how many tokens every piece of the text has, and the share of them that survives."""
     return [
         (size, share)
         for (_, size), (_, share) in zip(
@@ -300,7 +300,7 @@ def test_with_keys_the_page_is_open_and_documents_are_not(model, tiny_tokenizer,
 
 
 def test_three_caches_of_a_document_are_read_once(url):
-    """The page compares them; the one that is open is there before."""
+    """The page compares three caches of a document; the first one is made before the others."""
     client = client_of(url)
     made = upload(client, f"A text of its own. {TEXT}", "once.txt")
     for name in (VARIANT, "tiny", f"{VARIANT}-base"):

@@ -1,4 +1,4 @@
-"""What the page's scripts do, in Node with a stub of a document; test_browser.py has the rest."""
+"""What the page's scripts do, in Node with a stub of the DOM; test_browser.py has the rest."""
 
 import json
 import shutil
@@ -93,7 +93,9 @@ const turns = () => state.turns.map(({ role, content }) => [role, content.at(-1)
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs a script next to the page's own, and returns what it gives to `say_result`."""
+    """A function that runs a script next to the page's own and returns the value that the script
+    passes to `sayResult`.
+    """
     shutil.copytree(FOLDER, tmp_path / "under" / "page")
     (tmp_path / "package.json").write_text('{"type": "module"}')
 

@@ -44,7 +44,7 @@ def template_ids(tokenizer, messages) -> torch.Tensor:
 
 
 def generated(model, tokenizer, messages, tokens=12) -> str:
-    """What transformers writes from the template of the conversation."""
+    """Return what transformers writes after the conversation, formatted by its template."""
     ids = template_ids(tokenizer, messages)[None]
     stops = model.generation_config.eos_token_id or tokenizer.eos_token_id
     out = model.generate(ids, max_new_tokens=tokens, do_sample=False, eos_token_id=stops)
@@ -87,7 +87,9 @@ def with_template(tokenizer, template):
 
 
 def encode_messages(tokenizer, messages):
-    """The ids that the server makes of messages: of the system, then of user and assistant."""
+    """Return the ids that the server makes of messages: a system message, then user and assistant
+    in turn.
+    """
     texts = [each["content"] for each in messages]
     system = texts.pop(0)
     turns = list(zip(texts[:-1:2], texts[1::2], strict=True))
@@ -96,7 +98,7 @@ def encode_messages(tokenizer, messages):
 
 @pytest.mark.parametrize("template", [TRIMMING, THOUGHTLESS, SPACING])
 def test_what_a_template_changes_is_changed(tiny_tokenizer, template):
-    """It trims messages and drops the thoughts of earlier turns, which are not read."""
+    """If a template trims messages or drops the thoughts of earlier turns, so does the server."""
     tokenizer = with_template(tiny_tokenizer, template)
     assert encode_messages(tokenizer, SPACED) == template_ids(tokenizer, SPACED).tolist()
 
@@ -204,7 +206,7 @@ def say(role, content):
 
 
 def test_an_answer_goes_on_where_the_assistant_stopped(client, model, tiny_tokenizer):
-    """As Open WebUI's "Continue Response" asks it to."""
+    """Open WebUI's "Continue Response" asks for this."""
     begun = "The green house"
     messages = [*HELLO, say("assistant", begun)]
     ids = encode_plain_chat(tiny_tokenizer, [], "hello", "", begun)
@@ -240,7 +242,7 @@ def test_the_model_reads_what_the_assistant_has_begun(tiny_tokenizer):
 
 
 def test_messages_in_any_order_are_answered(client, model, tiny_tokenizer):
-    """As Continue sends them, which keeps its own notices as system messages."""
+    """The editor plugin Continue sends them so: it keeps its own notices as system messages."""
     late = [say("user", "hello"), say("assistant", "Hi."), say("system", "Note."), *HELLO]
     same = [say("user", "hello"), say("assistant", "Hi."), say("user", "Note.\n\nhello")]
     wanted = generated(model, tiny_tokenizer, same)

@@ -1,4 +1,4 @@
-"""Replicas of Ray Serve behind the same HTTP surface: equal answers, whatever happens to a
+"""Replicas of Ray Serve as the engine of the server: answers stay equal, whatever happens to a
 replica.
 """
 
@@ -76,8 +76,8 @@ TOO_BUSY = "timed out during startup"
 
 
 class Handle:
-    """A deployment's handle whose methods do what a script says: lists of items, or errors, one for
-    each call.
+    """A deployment's handle with scripted methods: each call of a method yields the next of its
+    lists; an error in a list is raised.
     """
 
     def __init__(self, tokenizer, **scripts) -> None:
@@ -104,7 +104,7 @@ class Handle:
 
 
 class Stream:
-    """What a call of a method that yields returns."""
+    """The stream that a call of a handle's method returns."""
 
     def __init__(self, items) -> None:
         self.items = iter(items)
@@ -143,7 +143,7 @@ PLACE = "ab" * 32, Variant.parse(VARIANT, "tiny")
 
 
 def settled(tokenizer, waiting=4, leaves=False, count=1, **scripts):
-    """Asks one question; returns the reply or the error, the tokens that were passed on, and the
+    """Ask one question; return the reply or the error, the tokens that were passed on, and the
     handle's calls.
     """
     handle, passed = Handle(tokenizer, **scripts), []
@@ -187,7 +187,7 @@ def test_a_repeated_answer_is_passed_on_once(tiny_tokenizer):
 
 
 def test_a_document_that_is_gone_is_brought_again(tiny_tokenizer):
-    """Only then does its content travel."""
+    """The content of a document is sent only if the replica lacks the document."""
     placed = [
         [missing()],
         [(9, True), import_modules()[1].ReplicaReport("one", {"compressed": 1}, {})],
@@ -238,7 +238,9 @@ def test_a_deleted_document_is_looked_for_again(tiny_tokenizer, tmp_path):
 
 
 def test_documents_are_brought_to_where_the_question_is(tiny_tokenizer):
-    """Also the second of two, which would have a replica of its own; and not for ever."""
+    """That holds for the second of two as well, which alone would go to a different replica; and
+    it is not tried forever.
+    """
     placed = [[(9, True)], [(9, True)]]
     reply, _, calls = settled(
         tiny_tokenizer, count=2, ask=[[missing()], [REPLY]], get_document=placed
@@ -259,7 +261,7 @@ def test_an_error_of_a_replica_is_its_own_kind(tiny_tokenizer):
 
 
 def test_a_replica_with_another_model_under_the_same_name_answers_nothing():
-    """Of another revision, say, on another node: its answers would be another model's."""
+    """A node may have a different revision of the model; its answers would be another model's."""
     module = import_modules()[1]
     new, old = (CacheOrigin((weights,), {"snapkv": ("code", "")}) for weights in ("new", "old"))
     looked_for = []
@@ -290,7 +292,7 @@ def test_a_replica_with_another_model_under_the_same_name_answers_nothing():
 
 
 def test_a_full_disk_and_a_damaged_file_travel_as_what_they_are(tmp_path):
-    """A chain of causes is lost on the way, and a path of the replica's means nothing here."""
+    """Causes of an error are lost on the way, and a path on the replica means nothing here."""
     make_portable_error = import_modules()[1].make_portable_error
     full = CacheFileError("Cannot write /caches/a.rkv.")
     full.__cause__ = OSError(errno.ENOSPC, "No space left on device")
@@ -316,7 +318,9 @@ def test_who_has_gone_and_who_is_too_many(tiny_tokenizer):
 
 
 def test_the_order_of_replicas_is_the_documents():
-    """It is the same everywhere, spreads documents evenly, and changes little when one goes."""
+    """The order is the same everywhere, spreads documents evenly, and changes little when a replica
+    goes.
+    """
     router = import_modules()[1].DocumentRouter
     replicas = [
         types.SimpleNamespace(replica_id=types.SimpleNamespace(unique_id=name)) for name in "abcd"
@@ -429,13 +433,13 @@ def test_a_payload_is_a_text_or_the_bytes_of_a_cache(tmp_path):
 
 
 def own(tokenizer, text=TEXT, ratio="0.4"):
-    """The library's own document, of the model that the replicas load."""
+    """Return the document as the library compresses it, with the model that the replicas load."""
     return expected(build_model("qwen3"), tokenizer, text, ratio)
 
 
 @pytest.fixture(scope="module")
 def engine(tiny_tokenizer, tmp_path_factory):
-    """Two replicas in a cluster of their own."""
+    """An engine with two replicas in a separate cluster."""
     root = tmp_path_factory.mktemp("ray")
     save_world(root, tiny_tokenizer)
     settings = Settings(
@@ -463,7 +467,7 @@ def client(engine):
 
 
 def replicas():
-    """The actors of the replicas, by name."""
+    """Return the actors of the replicas, by name."""
     import ray
 
     names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
@@ -485,7 +489,7 @@ def counted(engine):
 
 
 def holder(engine, client, file):
-    """The replica that answers questions about a file."""
+    """Return the name of the replica that answers questions about a file."""
     before = counted(engine)
     ask(client, about(file))
     after = counted(engine)
@@ -604,7 +608,7 @@ def test_a_killed_replicas_documents_are_served_by_the_others(client, engine, fi
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_survives_the_replica_that_writes_it(client, engine, file, stream):
-    """It is repeated elsewhere; who listens gets every token once."""
+    """Another replica repeats the answer; the client gets every token once."""
     both_up()
     name = holder(engine, client, file)
     whole = [choice.message.content for choice in ask(client, about(file), **LONG).choices]
@@ -631,7 +635,7 @@ def test_an_answer_survives_the_replica_that_writes_it(client, engine, file, str
 
 @pytest.mark.slow
 def test_who_leaves_ends_the_writing(client, engine, file):
-    """The replica stops, too: it is free for others long before the answer would have ended."""
+    """The replica stops, too, and is free for others long before the answer would have ended."""
     name = holder(engine, client, file)
     tokens = counted(engine)[name]["tokens"]
     stream = ask(client, about(file), stream=True, **{**LONG, "n": 16})
@@ -661,7 +665,7 @@ def test_too_many_and_wrong_requests_are_refused(client, engine, file, monkeypat
 
 @pytest.mark.slow
 def test_caches_go_out_and_in(client, engine, file, tiny_tokenizer):
-    """The page's figures and cache files come from whichever replica has them."""
+    """The page's numbers and cache files come from whichever replica has them."""
     small, root = own(tiny_tokenizer), str(client.base_url)
     kept = urlopen(f"{root}files/{file.id}/kept?model={VARIANT}").read().decode()
     assert f'"after":{small.manifest.pairs_held}' in kept
@@ -675,7 +679,7 @@ def test_caches_go_out_and_in(client, engine, file, tiny_tokenizer):
 
 @pytest.mark.slow
 def test_the_command_drains_and_leaves_no_process(tmp_path):
-    """SIGTERM while an answer is written: it is whole, and everything that was started ends."""
+    """On SIGTERM, the answer that is being written is completed; then every process ends."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -724,7 +728,7 @@ def test_the_command_drains_and_leaves_no_process(tmp_path):
 
 
 def is_up(port):
-    """Whether the server answers; it listens long before."""
+    """Return whether the server answers; it accepts connections long before it does."""
     try:
         return urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status == 200
     except OSError:

@@ -1,4 +1,4 @@
-"""The page at `/docs`: all paths and objects of the description, and nothing from elsewhere."""
+"""The page at `/docs` shows all paths and objects of the API, and loads nothing from elsewhere."""
 
 import json
 import re

@@ -111,7 +111,7 @@ def test_usage_is_true(client, file, model, tiny_tokenizer):
 
 
 def test_the_chat_prefix_counts_once(client, model, tiny_tokenizer):
-    """One of three documents is known already; then all are."""
+    """First one of three documents is known already, then all are."""
     one, *new = [f"{name} {OTHER}" for name in ("one", "two", "three")]
     known, *fresh = [expected(model, tiny_tokenizer, text).context for text in (one, *new)]
     tokens = [known.prefix_length, *(each.text_tokens for each in (known, *fresh))]
@@ -563,7 +563,7 @@ def test_a_restart_loads_and_goes_on(model, tiny_tokenizer, tmp_path):
 def test_another_model_looks_again_at_what_failed_and_at_cache_files(
     model, tiny_tokenizer, tmp_path, monkeypatch
 ):
-    """A status is that of an upload with one model."""
+    """The status of an upload is valid only for the model that processed it."""
     other = build_model("qwen3", seed=1)
     caches = []
     for number, each in enumerate((model, other)):
@@ -795,7 +795,7 @@ def test_controls_and_tracked_changes_of_word_files_are_read(tmp_path):
 
 
 def test_other_texts_of_word_files_are_read(tmp_path):
-    """Text of a given direction, the base of furigana, equations, and text boxes once."""
+    """Text with a set direction, the base text of furigana, equations, and text boxes once."""
     docx = pytest.importorskip("docx")
     namespaces = {
         "w": "http://schemas.openxmlformats.org/wordprocessingml/2006/main",
@@ -831,7 +831,7 @@ def test_other_texts_of_word_files_are_read(tmp_path):
 
 
 def test_a_response_that_is_not_there_names_no_field(client):
-    """Its name is in the path: there is no field of a request at fault."""
+    """The response's name is in the path, so the error names no field of the request."""
     with pytest.raises(openai.NotFoundError) as refused:
         client.responses.retrieve("resp-nowhere")
     assert refused.value.param is None, refused.value.body
@@ -933,7 +933,7 @@ def test_a_file_without_an_ending_is_read_as_its_kind_says(client):
 
 
 def test_a_dot_in_a_name_is_no_ending(client):
-    """What the part's type says is believed, unless the ending says how the file is read."""
+    """The part's media type decides, unless the name has a known ending."""
     page = "<html><script>var x = 1</script><body><p>The blue house.</p></body></html>"
     encoded = base64.b64encode(page.encode()).decode()
     tokens = []
@@ -955,7 +955,7 @@ def ask_about_data(client, data, **part):
 
 
 def test_the_format_of_a_file_is_heeded(client):
-    """litellm says there what a data: URL says, or a name."""
+    """litellm puts into this field what otherwise a data: URL or a file name says."""
     encoded = base64.b64encode(PAGE).decode()
     plain = ask_about_data(client, encoded, filename="page.html").usage.prompt_tokens
     unknown = f"data:application/octet-stream;base64,{encoded}"
@@ -1005,7 +1005,7 @@ def test_the_format_of_an_upload_is_how_it_is_read(client, file):
 
 
 def test_a_file_of_which_nothing_says_its_kind_is_read_as_it_begins(client):
-    """LlamaIndex calls a file that it reads from a path so, and Python's None is its type."""
+    """LlamaIndex sends files that it reads from a path with this name and the media type "None"."""
     plain = ask_about_data(client, base64.b64encode(PAGE).decode(), filename="page.html")
     page = base64.b64encode(b"\xef\xbb\xbf\n<!DOCTYPE html>" + PAGE).decode()
     told = ask_about_data(client, f"data:None;base64,{page}", filename="input_document")
@@ -1082,7 +1082,7 @@ def test_an_expiry_that_would_be_ignored_is_refused(client, wrong):
 
 
 def test_a_temperature_of_nearly_nothing_is_greedy():
-    """Some clients ask so for the likeliest tokens."""
+    """Some clients use such a temperature to ask for the likeliest tokens."""
     messages = [{"role": "user", "content": QUESTION}]
     for temperature, taken in ((1e-8, 0.0), (0.009, 0.0), (0.01, 0.01)):
         request = ChatRequest(model="tiny", messages=messages, temperature=temperature)
@@ -1101,7 +1101,7 @@ def test_bytes_of_parts_of_characters_are_not_made_up(tiny_tokenizer):
 
 @pytest.mark.parametrize("name", ["llama2", "mistral3", "gemma2", "llama3"])
 def test_the_bytes_of_tokens_together_are_the_text(name):
-    """Also where the tokenizer drops the space before a token that it decodes alone."""
+    """Also if the tokenizer drops the space before a token that it decodes alone."""
     tokenizer = build_chat_tokenizer(name)
     ids = tokenizer("the code, the code", add_special_tokens=False).input_ids
     rows = [(each, -1.0, {each: -1.0}) for each in ids[1:]]
@@ -1137,7 +1137,7 @@ def test_a_cache_file_goes_out_and_in(client, file, model, tiny_tokenizer, tmp_p
 
 
 def test_a_cache_file_is_no_other_variant(client, file):
-    """It would answer as it was compressed, under the name of something else."""
+    """A cache file would answer as it was compressed, under the name of another variant."""
     cache = get_bytes(client, f"/files/{file.id}/cache")
     made = upload(client, cache, "own.rkv")
     for model in ("tiny:snapkv-0.9", f"{VARIANT}-base", VARIANT):
@@ -1269,7 +1269,7 @@ def test_an_empty_question_is_refused_before_its_document_is_compressed(client):
 
 
 def test_a_text_too_short_for_its_ratio_is_kept_whole(client, file):
-    """A tenth of eight tokens is no token, and there is nothing to save."""
+    """A tenth of eight tokens is less than a token, and there is nothing to save."""
     short = upload(client, "31 goats", "short.txt")
     reply = ask(client, about(short), "tiny:kvzip-0.1")
     whole = ask(client, about(short), "tiny")
@@ -1296,7 +1296,7 @@ def test_metrics_count_requests(client, file):
 
 
 def test_metrics_tell_of_the_process(client):
-    """As every exporter does; vLLM's own come the same way (tests/hostile/load.py reads one)."""
+    """Every exporter reports these; so does vLLM (tests/hostile/load.py reads one of them)."""
     with urlopen(str(client.base_url).removesuffix("v1/") + "metrics") as answer:
         lines = answer.read().decode().splitlines()
     held = next(line for line in lines if line.startswith("process_resident_memory_bytes "))
@@ -1313,7 +1313,7 @@ def test_pages_of_other_sites_cannot_ask(client, file):
 
 
 def test_a_client_who_leaves_takes_nobody_along(client, file):
-    """Requests that are cancelled while they wait end nothing but themselves."""
+    """A request that is cancelled while it waits ends only itself."""
 
     async def leave() -> None:
         asking = client_of(str(client.base_url), kind=openai.AsyncOpenAI)

@@ -1,4 +1,4 @@
-"""Two stores over one shared folder: what one writes the other finds, deletes and mends."""
+"""Two stores over one shared folder: what one writes, the other finds, deletes and repairs."""
 
 import io
 import logging
@@ -68,7 +68,7 @@ def test_what_one_writes_the_other_finds(two):
 
 
 def test_the_quota_is_the_local_folders(url, tmp_path):
-    """What had to go here is fetched again; what does not fit is never fetched."""
+    """A cache that was dropped locally is fetched again; one that is too large is never fetched."""
     store = Store(tmp_path / "small", 12, SharedFolder(url))
     for number in range(3):
         write(store, b"12345", f"{number}" * 32)
@@ -98,7 +98,7 @@ def test_a_cache_that_the_quota_dropped_before_its_push_costs_no_other_server_it
 
 
 def test_a_deleted_document_goes_everywhere(two):
-    """Also from a server that fetched it, unless that one's own upload needs it."""
+    """Also from a server that fetched it, unless that server has an upload that needs it."""
     one, other = two
     made = one.add_upload("a.txt", "user_data", io.BytesIO(b"text"))
     write(one, sha256=made.sha256)
@@ -127,7 +127,7 @@ def shared_caches(store):
 
 
 def test_a_deletion_is_heeded_before_anything_is_pushed(two, monkeypatch):
-    """Else a cache that waited for the folder comes back after its document was deleted."""
+    """Otherwise a cache that waited for the folder would return after its document was deleted."""
     one, other = two
     # The folder cannot be reached when the cache is written, so pushing it has to wait.
     with monkeypatch.context() as patch:
@@ -201,7 +201,9 @@ def test_a_deletion_that_races_a_push_removes_the_copy(two, monkeypatch):
 
 
 def test_an_upload_keeps_its_cache_through_a_race(two, monkeypatch):
-    """Deleted there, uploaded here: the cache is needed, and others may have it."""
+    """The other server deletes the document while this one uploads it: the cache stays, and is
+    shared.
+    """
     one, other = two
     put = one.shared.put_cache
 
@@ -241,7 +243,9 @@ def test_a_copy_that_was_fetched_while_it_was_deleted_goes(two, monkeypatch, whe
 
 
 def test_a_disk_that_can_only_be_read_ends_nothing(two, monkeypatch):
-    """Neither the thread that serves the shared folder nor the rest of a list of caches."""
+    """A read-only disk ends neither the thread of the shared folder nor the work on a list of
+    caches.
+    """
     store, _ = two
     keys = [f"{number}" * 32 for number in range(2)]
     for key in keys:
@@ -304,7 +308,7 @@ def test_the_command_refuses_it_before_a_model_is_loaded(tmp_path, capsys):
 
 
 def test_a_folder_that_fails_later_is_told_later(two, monkeypatch, caplog):
-    """Meanwhile the local folder does; the log says why, once in a while."""
+    """Meanwhile the local folder is used, and the log says why from time to time."""
     one, other = two
     files = type(one.shared.files)
     with monkeypatch.context() as broken, caplog.at_level(logging.WARNING, "restorekv.serve"):
@@ -327,7 +331,7 @@ def test_a_folder_that_fails_later_is_told_later(two, monkeypatch, caplog):
 
 
 def test_nothing_half_is_seen(tmp_path, monkeypatch):
-    """A write that breaks off leaves no cache; what a dead server left goes a day later."""
+    """A write that breaks off leaves no cache; what a killed server left is removed after a day."""
     shared = SharedFolder(f"file://{tmp_path}/shared")
     (tmp_path / "cache").write_bytes(b"whole")
 

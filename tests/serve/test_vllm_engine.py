@@ -277,8 +277,8 @@ def test_deleted_documents_leave_no_file(client, file, fake):
 
 
 def test_more_questions_than_wait_and_clients_who_leave(client, file, fake):
-    """Six questions are in flight; the seventh is told to come again, and those that are
-    left end.
+    """Six questions are in flight; the seventh is told to come again, and those with clients that
+    have left end.
     """
     fake.open, left, asked = False, fake.left, len(fake.asked)
 
@@ -305,7 +305,7 @@ def test_more_questions_than_wait_and_clients_who_leave(client, file, fake):
 
 
 def test_questions_that_are_written_do_not_wait(client, file, fake):
-    """They count neither in the figure of those that wait nor against the limit of six."""
+    """They count neither in the metric of waiting questions nor against the limit of six."""
     metrics = str(client.base_url).replace("/v1/", "/metrics")
 
     def count(name: str) -> float:
@@ -352,8 +352,8 @@ def test_what_vllm_refuses_is_a_sentence(client, file, fake, tmp_path):
 
 
 def test_answers_end_with_the_models_positions(tiny_tokenizer, tmp_path, fake):
-    """vLLM counts placeholders, which are fewer than the document's tokens; the engine of the
-    library itself answers alike.
+    """vLLM counts placeholders, which are fewer than the document's tokens. The library's own
+    engine ends answers at the same position.
     """
     positions = 512
     short = build_model("qwen3", max_position_embeddings=positions)
@@ -387,7 +387,7 @@ def count_question(small, question):
 def test_a_restart_loads_and_portable_caches_are_others(
     model, tiny_tokenizer, fake, address, tmp_path
 ):
-    """Ragged caches serve both engines; those with heads of one length have keys of their own."""
+    """Both engines share ragged caches; those with heads of one length have different keys."""
     is_portable = fake.form == "portable"
     options = engine(address, fake)
     with serving(model, tiny_tokenizer, tmp_path) as url:
@@ -480,7 +480,7 @@ def side(model, folder: Path, url: str, form: str):
 
 
 def test_events_end_at_line_feeds_alone():
-    """JSON may hold the separators of Unicode as they are, at which `aiter_lines` also splits."""
+    """JSON may hold Unicode's line separators unescaped, at which `aiter_lines` also splits."""
     event = 'data: {"text": "a\u2028b\u0085c"}'.encode()
     stream = event + b"\n\ndata: [DONE]"
 
@@ -499,7 +499,7 @@ def test_events_end_at_line_feeds_alone():
 
 @pytest.mark.parametrize("form", ["ragged", "portable"])
 def test_files_that_are_asked_stay(model, tiny_tokenizer, tmp_path, form):
-    """One file fits; those under a question are kept beside it, and go afterwards."""
+    """One file fits; files that questions need are kept in addition, and removed afterwards."""
     left = [tmp_path / f"{'0' * 32}{suffix}" for suffix in (".rkv", ".safetensors")]
     for path in (*left, tmp_path / "mine.rkv"):
         path.write_bytes(b"")
@@ -576,7 +576,7 @@ def test_caches_with_a_bias_are_refused_at_the_upload(model, tiny_tokenizer):
 def test_in_process_vllm_gets_a_folder_of_the_model_and_its_fingerprint(
     model, tiny_tokenizer, tmp_path
 ):
-    """All that comes before vLLM itself, which only tests/vllm has."""
+    """This checks what happens before vLLM itself starts, which only tests/vllm do."""
     engine = find_engine_class("vllm")(model, tiny_tokenizer, Store(tmp_path, 1 << 30), 1 << 20, 4)
     assert engine.client.fingerprint == fingerprint_model(model)
     assert engine.form.name == "ragged" and engine.files.folder == tmp_path / "ragged"
@@ -606,7 +606,7 @@ def test_a_killed_copy_of_one_dtype_is_no_part_of_another(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_vllm_leaves_memory_to_the_server(on_cpu, monkeypatch):
-    """Its own default is nine tenths of a CPU's."""
+    """By default, vLLM takes nine tenths of the memory on a CPU."""
     platform = SimpleNamespace(is_cpu=lambda: on_cpu)
     free = SimpleNamespace(available=10 * 2**30)
     modules = {

@@ -1,8 +1,9 @@
 """What clients receive, compared field by field with wire.json: answers recorded when every object
 was written by hand.
 
-An engine without a model says fixed ids, so that all but ids and times is the same every time. To
-record again after an intended change: `python -m tests.serve.test_wire`.
+An engine without a model writes fixed tokens, so that everything but the ids and times of objects
+is the same every time. To record again after an intended change:
+`python -m tests.serve.test_wire`.
 """
 
 import http.client
@@ -29,7 +30,7 @@ NAMES = re.compile(r"(chatcmpl|resp|file)-[0-9a-f]{24}")
 
 
 class Scripted:
-    """An engine that says WORDS about every document, or what a question asks to go wrong."""
+    """An engine that answers WORDS to every question, or fails as the question asks it to."""
 
     shutdown_grace = 0.0
 
@@ -189,7 +190,7 @@ REQUESTS = {
 
 
 def exchange(connection, method, path, body):
-    """Returns status, type and text of an answer."""
+    """Send a request; return status, media type and text of the answer."""
     headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
     if path == "/v1/files" and isinstance(body, dict):
         disposition = {name: f'name="{name}"' for name in body} | {
@@ -209,9 +210,7 @@ def exchange(connection, method, path, body):
 
 
 def masked(value, name=""):
-    """Returns a JSON value whose ids and times, which differ every time, are names of what they
-    are.
-    """
+    """Return a JSON value with names in place of ids and times, which differ every time."""
     if isinstance(value, dict):
         return {key: masked(each, key) for key, each in value.items()}
     if isinstance(value, list):
@@ -222,7 +221,7 @@ def masked(value, name=""):
 
 
 def parsed(kind, text):
-    """Returns an answer as JSON values; of a stream, one for each line."""
+    """Return an answer as JSON; a stream as a list of its lines."""
     if kind.startswith("application/json"):
         return masked(json.loads(text))
     lines = text.split("\n")
@@ -235,7 +234,7 @@ def parsed(kind, text):
 
 
 def settled(connection, method, path, body):
-    """Returns an answer; of an upload, once it has been processed."""
+    """Return an answer; for an upload, wait until it has been processed."""
     status, kind, text = exchange(connection, method, path, body)
     for _ in range(1000 if path == "/v1/files" and method == "POST" and status == 200 else 0):
         found = exchange(connection, "GET", f"/v1/files/{json.loads(text)['id']}", None)[2]
@@ -245,7 +244,7 @@ def settled(connection, method, path, body):
 
 
 def all_answers(folder):
-    """Returns the answer to each of REQUESTS."""
+    """Return the answer to each of REQUESTS."""
     engine, settings = Scripted(), Settings(folder, "tiny", "tiny:snapkv-0.4", keys=(KEY,))
     answers, made = {}, ""
     with listening(build_engine_app(engine, open_store(settings), settings)) as url:
@@ -260,7 +259,7 @@ def all_answers(folder):
 
 
 def typed(value):
-    """Returns a JSON value as a text in which 1 and 1.0 differ and the order of fields does not."""
+    """Return a JSON value as text: 1 and 1.0 differ, but the order of fields does not matter."""
     return json.dumps(value, sort_keys=True, ensure_ascii=False, indent=1)
 
 
