@@ -1,4 +1,4 @@
-"""Answers in channels, as of gpt-oss: only the final one is shown, whole or as a stream."""
+"""Answers in channels, as gpt-oss writes them: only the final channel is shown, also in streams."""
 
 import pytest
 

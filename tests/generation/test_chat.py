@@ -1,4 +1,6 @@
-"""Conversations: what the template makes of all turns, read once; undo, fork, fold, files."""
+"""Conversations: their ids are what the template makes of all turns, and each is read only once;
+undo, fork, fold, files.
+"""
 
 import asyncio
 import copy
@@ -25,7 +27,7 @@ def small(tiny_tokenizer):
 
 
 def speak_until(chat, question, stop):
-    """Return an answer of the words of SPOKEN, cut at a stop string."""
+    """Ask, and return an answer with the words of SPOKEN, cut at a stop string."""
     spoken = Dictate(chat.document.tokenizer, SPOKEN)
     return chat.ask(question, 64, stop=stop, details=True, processors=[spoken])
 
@@ -68,7 +70,7 @@ def test_the_whole_conversation_is_what_the_template_makes_of_it(tiny_tokenizer,
 
 
 def chat_read(chat):
-    """The tail's ids up to the latest answer."""
+    """Return how many ids of the tail come before the latest answer."""
     return len(chat.ids()) - len(chat.turns[-1].answer.ids) + 1
 
 
@@ -92,9 +94,7 @@ def test_no_token_is_read_twice(small):
 
 
 def test_an_eos_is_read_once(small):
-    """After an answer that ended by itself, the template's end of a turn is that token and does not
-    come twice.
-    """
+    """If an answer ended with an EOS token, the template's end of the turn is not read as well."""
     chat = small.chat()
     chat.ask(QUESTIONS[0], 6)
     first = chat.turns[0].answer.ids[0]
@@ -203,7 +203,7 @@ def test_folding_frees_the_tail(small, tiny_tokenizer, tmp_path):
 
 
 def test_a_text_appended_after_a_fold_is_separated_from_questions(small):
-    """A fold ends where the next words of the user begin; a text is none of them."""
+    """A fold ends where the user's next message begins, and an appended text is not a message."""
     separator = small.context.separator
     chat = small.chat()
     chat.ask(QUESTIONS[0], 8)
@@ -263,7 +263,7 @@ def test_a_text_after_a_fold_is_asked_as_the_template_writes_it(
 
 
 def test_a_text_that_ends_like_a_turn_is_no_fold(small, tiny_tokenizer):
-    """Questions follow it as the settings say: at once."""
+    """Questions follow such a text as its separator says, which is empty here."""
     bare = copy.deepcopy(tiny_tokenizer)
     bare.chat_template = None
     plain = compress_with(small.model, bare, TEXT, ratio=0.4, adapter=None, separator="")
@@ -405,7 +405,7 @@ CUTS = {"t": "", "he": "t", "ouse": "the h", "house": "the ", "who": "the house 
 @pytest.mark.parametrize("stop, text", CUTS.items())
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_a_turn_is_cut_where_its_text_is(tiny_tokenizer, tmp_path, family, stop, text):
-    """The next turn reads what was returned, also where that ends inside of a token."""
+    """The next turn reads the text that was returned, even if that ends inside a token."""
     small = make_small(tiny_tokenizer, family)
     chat = small.chat()
     turns = []
@@ -450,7 +450,7 @@ def test_a_turn_that_was_cut_can_be_folded(small):
 
 
 def test_without_a_chat_template(small, tiny_tokenizer):
-    """There is no chat prefix, so an appended part stands behind nothing that is always read."""
+    """There is no chat prefix, so nothing that is always kept precedes an appended part."""
     bare = copy.deepcopy(tiny_tokenizer)
     bare.chat_template = None
     plain = compress(small.model, bare, TEXT, ratio=0.4, adapter=None)

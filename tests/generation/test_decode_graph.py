@@ -1,5 +1,5 @@
-"""Steps of fixed work: answers as of growing tails, nothing a CUDA graph cannot hold, few graphs of
-the compiler.
+"""Decode steps of fixed work: the same answers as with growing tails, nothing that a CUDA graph
+cannot hold, and few graphs of the compiler.
 """
 
 from contextlib import nullcontext
@@ -35,8 +35,8 @@ def test_answers_are_those_of_growing_tails(case, limits):
 
 
 def test_rows_that_have_ended_go_on_unheard(case):
-    """Every row has a token that ends it somewhere; what comes later is not told, and others are
-    not disturbed.
+    """A row that has ended is still computed, but what it writes is not returned, and other rows do
+    not change.
     """
     model, tokenizer, context, cache = case
     prompts = [encode_question(tokenizer, context, question)[0] for question in QUESTIONS[:3]]
@@ -58,8 +58,8 @@ def test_documents_of_different_tails(tiny_model, tiny_tokenizer):
 
 
 class Told(TorchDispatchMode):
-    """Fails for what a graph being captured refuses: a number read by the host, a tensor from
-    another device.
+    """A mode that fails where the capture of a graph would: at a number that is read by the host,
+    or at a tensor from another device.
     """
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -73,7 +73,7 @@ class Told(TorchDispatchMode):
 
 
 def meta_steps(model):
-    """Steps on a device of shapes without numbers."""
+    """Return steps on the meta device, where tensors have shapes and no numbers."""
     layers, offsets = [], torch.tensor([0, 3, 8], dtype=torch.int32)
     for _ in range(2):
         context, restored = (
@@ -88,9 +88,7 @@ def meta_steps(model):
 
 
 def test_a_step_reads_nothing_on_the_host(monkeypatch):
-    """But for attention itself, whose launches test_tiles.py looks at: the second step, which a GPU
-    captures.
-    """
+    """Check the second step, which a GPU captures, without attention: see test_tiles.py for that."""
     model = build_model("qwen3", num_hidden_layers=2).to("meta")
     monkeypatch.setattr(dispatch, "choose_backend", lambda query, layer: shaped)
     # Transformers 5.2 asks both of this device,.
@@ -103,7 +101,7 @@ def test_a_step_reads_nothing_on_the_host(monkeypatch):
 
 
 def shaped(query, layer, mask, scale):
-    """What a backend gives, but for its numbers."""
+    """Return an output of attention with the right shape and no numbers."""
     assert mask.shape[-1] == layer.columns == 4 + 5
     return torch.empty_like(query)
 

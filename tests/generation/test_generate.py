@@ -1,4 +1,4 @@
-"""Answers: ask against transformers' generate, order and batching, stopping, streaming."""
+"""Answers of `ask` compared with transformers' `generate`: order, batches, stops, streams."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_ask_is_generate(tiny_model, tiny_tokenizer, restore):
 
 @pytest.mark.parametrize("function", ["eager", "sdpa"])
 def test_another_attention_function_may_be_set_meanwhile(function, tiny_tokenizer):
-    """As one does to look at attention weights."""
+    """Users do so to look at attention weights."""
     model = build_model("llama")
     small = compress(model, tiny_tokenizer, TEXT, ratio=0.5, adapter=None, evictor="knorm")
     expected = small.ask(QUESTIONS[0], max_new_tokens=8)
@@ -110,7 +110,7 @@ def test_refused_limits(case, limit):
 
 @pytest.mark.parametrize("others", [0, 1])
 def test_a_prompt_without_ids_is_refused(case, others):
-    """In a batch it was answered as if its padding were a question."""
+    """In a batch, its padding was once answered as if it were a question."""
     model, tokenizer, context, cache = case
     prompts = [torch.empty(0, dtype=torch.long)]
     prompts += [encode_question(tokenizer, context, QUESTIONS[0])] * others
@@ -123,7 +123,9 @@ def test_no_questions_no_answers(case):
 
 
 def test_generating_in_batches_and_with_beams(tiny_tokenizer):
-    """transformers' own batching over the shared context, left padding behind the restore cache."""
+    """Check transformers' own batches over a shared context, with left padding after the restore
+    cache.
+    """
     model = build_model("qwen3")
     context = make_context(tiny_tokenizer, TEXT)
     cache = make_cache(model, context)
@@ -154,7 +156,7 @@ def test_generating_in_batches_and_with_beams(tiny_tokenizer):
 
 
 def test_a_forward_pass_that_returns_the_logits_of_all_tokens(tiny_tokenizer, monkeypatch):
-    """Those of the first tokens would be taken for those of the last ones."""
+    """The logits of the first tokens must not be taken for those of the last ones."""
     small = compress(build_model("llama"), tiny_tokenizer, TEXT, ratio=0.5, adapter=None)
     wanted = small.ask(QUESTIONS, max_new_tokens=6)
     own = small.model.forward
@@ -188,7 +190,7 @@ def test_autocast_between_two_pieces_is_refused(tiny_tokenizer):
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "olmoe", "granitemoe", "gpt_oss"])
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_mixture_whose_config_asks_for_router_logits(tiny_tokenizer, kind, graph):
-    """As after a training with their loss, which expects transformers' own mask."""
+    """A config has this after a training with their loss, which needs transformers' own mask."""
     text = TEXT[:20]
     answers = []
     for asked in (False, True):

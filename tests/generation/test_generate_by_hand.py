@@ -1,5 +1,5 @@
-"""A fork of a compressed cache in loops that are not ours, transformers' `generate` among them:
-what would be read wrongly is refused with a sentence.
+"""A fork of a compressed cache in loops that are not ours, such as transformers' `generate`: inputs
+that would be read wrongly are refused with a sentence.
 """
 
 import copy
@@ -39,7 +39,7 @@ def generate(small, inputs, cache=None, **options):
 
 
 def read_question(small, cache=None, **options):
-    """Return the logits (B, Q, V) of a question that a forward pass reads over a fork."""
+    """Return the logits (B, Q, V) of a forward pass that reads a question over a fork."""
     cache = small.cache.fork() if cache is None else cache
     ids = small.inputs(QUESTION)["input_ids"][:, small.cache.get_seq_length() :]
     return small.model(ids, **pass_cache(small.model, cache), **options).logits
@@ -90,7 +90,7 @@ def test_a_loop_without_the_cache_is_refused(small):
 
 @pytest.mark.parametrize("other", ["Green?", QUESTION[:-1]])
 def test_padding_before_the_text_is_refused(small, other):
-    """The shorter question would be read after the end of the text, which the cache has already."""
+    """The end of the text, which the cache has, would be read again before the shorter question."""
     inputs = pad_before(small, [QUESTION, other])
     padding = int((inputs["attention_mask"] == 0).sum())
     assert padding > small.cache.restore_length or other == QUESTION[:-1]
@@ -99,7 +99,7 @@ def test_padding_before_the_text_is_refused(small, other):
 
 
 def test_a_question_without_the_ids_before_it_is_refused(small):
-    """transformers takes its end, as many ids as it has more than the cache."""
+    """transformers would read only the last ids: as many as the input has more than the cache."""
     ids = small.inputs(QUESTION)["input_ids"]
     start = small.cache.get_seq_length() // 3
     said = "do not follow what the cache has seen|out of bounds"
@@ -108,7 +108,7 @@ def test_a_question_without_the_ids_before_it_is_refused(small):
 
 
 def test_a_question_alone_is_refused(small):
-    """As a pipeline of transformers passes it, too."""
+    """A pipeline of transformers passes a question this way, too."""
     ids = small.inputs(QUESTION)["input_ids"][:, small.cache.get_seq_length() :]
     said = "There is nothing to read: the cache has seen|out of bounds"
     with pytest.raises(NOTHING_NEW, match=said):
@@ -119,7 +119,7 @@ def test_a_question_alone_is_refused(small):
 
 
 def test_the_mask_of_a_question_alone_is_refused(small):
-    """transformers would take the columns that are missing for padding."""
+    """transformers would treat the columns that the mask lacks as padding."""
     wanted = read_question(small)
     width = wanted.shape[1]
     with pytest.raises(RestoreKVError, match=f"mask has {width} columns, and the cache has"):
@@ -154,7 +154,7 @@ def test_a_fork_for_another_number_of_rows_is_refused(small):
 @pytest.mark.parametrize("function", ["eager", "sdpa"])
 @pytest.mark.parametrize("heads", [2, 4])
 def test_another_attention_function_is_refused(tiny_tokenizer, function, heads):
-    """It would take a layer of the cache for a tensor."""
+    """Such a function expects a tensor and would get a layer of the cache."""
     model = build_model("llama", num_key_value_heads=heads)
     made = compress(model, tiny_tokenizer, TEXT, ratio=0.4, evictor="snapkv", adapter=None)
     wanted = read_question(made)

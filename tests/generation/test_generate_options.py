@@ -1,5 +1,5 @@
-"""Options of transformers' `generate` that look at ids see text, question and answer, as over the
-full model: no placeholder of a restore token or of a skipped position counts.
+"""Options of transformers' `generate` that look at ids see text, question and answer, as with the
+full cache: placeholders of restore tokens and of skipped positions do not count.
 """
 
 import copy
@@ -32,8 +32,8 @@ QUESTION = QUESTIONS[0]
 
 @pytest.fixture(scope="module", params=["restore tokens", "an offset"])
 def small(request, tiny_tokenizer):
-    """A context with positions that have no token, and a tokenizer whose padding is what the model
-    answers with, as where padding is the EOS token.
+    """A context in which some positions have no token. The tokenizer's padding is a token that the
+    model answers with, as if padding were the EOS token.
     """
     model = build_model("qwen3")
     tokenizer = copy.deepcopy(tiny_tokenizer)
@@ -91,7 +91,9 @@ def test_no_n_gram_is_of_placeholders(small, size):
 
 
 def test_placeholders_make_no_n_gram_where_the_text_begins_with_an_ordinary_token():
-    """They repeat its first token, which a model without a template or a BOS may write twice."""
+    """Placeholders repeat the first token of the text, which a model without a template or a BOS
+    may write twice.
+    """
     placeholders, text = [7, 7, 7], [7, 8, 9, 7]
     ids = torch.tensor([placeholders + text])
     scores = torch.zeros(1, 12)
@@ -102,7 +104,7 @@ def test_placeholders_make_no_n_gram_where_the_text_begins_with_an_ordinary_toke
 
 
 def test_words_that_are_bad_or_biased_may_begin_in_the_text(small):
-    """A word that began before the placeholders would never be found."""
+    """A word may have its beginning in the text, before the placeholders, and is still found."""
     first = small.ask(QUESTION, TOKENS, details=True).ids[0]
     word = [int(small.context.ids[0, -1]), *list_question_ids(small), first]
     plain = generate(small)
@@ -135,7 +137,7 @@ def test_a_model_that_was_saved_without_a_cache_reads_it_all_the_same(small, mon
 
 @pytest.mark.parametrize("name", ["static", "dynamic"])
 def test_a_kind_of_cache_in_a_generation_config_changes_nothing(small, monkeypatch, name):
-    """transformers makes such a cache where it is given none, and refuses the name with one."""
+    """transformers makes such a cache if it is given none, and refuses the option with a cache."""
     plain = small.ask(QUESTION, TOKENS)
     assert generate(small, cache_implementation=name) == plain
     config = GenerationConfig(cache_implementation=name, max_new_tokens=TOKENS)
@@ -153,7 +155,7 @@ def test_a_model_that_was_saved_to_return_more_answers_all_the_same(tiny_tokeniz
 
 
 def test_stop_strings_of_a_generation_config_end_an_answer(small, monkeypatch):
-    """transformers finds them with the tokenizer, which is an argument of its own."""
+    """To find them, transformers needs the tokenizer, which is a separate argument."""
     plain = small.ask(QUESTION, TOKENS)
     stop = next(each for each in plain[1:] if each.isascii() and each.isprintable())
     wanted = generate(small, stop_strings=[stop])
@@ -221,7 +223,7 @@ def test_a_model_without_an_eos_writes_up_to_the_limit(tiny_tokenizer, beams):
 
 
 def test_lengths_count_what_the_cache_has_seen(small):
-    """They are those of `inputs`, whose first ids stand for positions without a token."""
+    """They count the ids of `inputs`, also the placeholders of positions without a token."""
     read = small.inputs(QUESTION)["input_ids"].shape[1]
     assert generate(small, min_length=read + 3) == generate(small, min_new_tokens=3)
     assert small.generate(QUESTION, max_length=read + 3) == small.ask(QUESTION, 3)

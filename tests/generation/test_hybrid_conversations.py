@@ -1,5 +1,5 @@
-"""Conversations and texts that grow or are read in parts, where some layers have a window: against
-dense passes of transformers' own model, with a mask for every layer and head.
+"""Conversations, growing texts and texts read in parts with models in which some layers have a
+window, compared with dense passes of transformers' own model with a mask for every layer and head.
 """
 
 import json
@@ -30,14 +30,14 @@ def model(request):
 
 
 def plain_argmax(model, ids, count):
-    """The likeliest tokens of a plain model for the last `count` tokens of ids."""
+    """Return the tokens that a plain model finds likeliest in place of the last `count` ids."""
     with torch.no_grad():
         logits = exactness.plain_copy(model)(input_ids=ids).logits[0]
     return logits[-count - 1 : -1].argmax(-1).tolist()
 
 
 def check_turns(model, document, chat):
-    """The latest answer is the plain model's, which reads text and conversation at once."""
+    """Check that a plain model that reads text and conversation at once gives the latest answer."""
     answer = list(chat.turns[-1].answer.ids)
     ids = torch.tensor([[*document.context.ids[0].tolist(), *chat.ids(), answer[-1]]])
     assert plain_argmax(model, ids, len(answer)) == answer
@@ -172,7 +172,7 @@ def test_a_file_holds_both_kinds_of_layers(model, tiny_tokenizer, tmp_path, opti
 
 
 def change(name, make):
-    """A change of one tensor of a file."""
+    """Return a function that changes one tensor of a file."""
 
     def apply(tensors, manifest):
         tensors[name] = make(tensors[name])
@@ -181,7 +181,7 @@ def change(name, make):
 
 
 def record(**fields):
-    """A change of the manifest of a file."""
+    """Return a function that changes fields of a file's manifest."""
 
     def apply(tensors, manifest):
         manifest.update(fields)

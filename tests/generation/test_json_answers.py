@@ -29,7 +29,7 @@ def tokenizer():
 
 
 def is_allowed(tokenizer, text: str, schema: dict) -> bool:
-    """Whether an answer may be this text, token by token."""
+    """Return whether an answer may be this text, token by token."""
     constraint = Constraint.make(tokenizer, schema, None, {tokenizer.eos_token_id})
     assert constraint is not None
     for token in tokenizer(text, add_special_tokens=False).input_ids:
@@ -101,7 +101,9 @@ def test_a_pydantic_class_is_its_schema():
 
 
 def test_what_may_come_next_is_what_llguidance_says(tokenizer, monkeypatch):
-    """Without llguidance.torch, whose torch.compile stops a server for seconds."""
+    """The masks are made without llguidance.torch, which would stop a server for seconds while
+    torch.compile runs.
+    """
     monkeypatch.setitem(sys.modules, "llguidance.torch", None)
     masks = pytest.importorskip("llguidance.numpy")
     constraint = Constraint.make(tokenizer, SCHEMA, None, {tokenizer.eos_token_id})
@@ -120,7 +122,7 @@ def test_what_may_come_next_is_what_llguidance_says(tokenizer, monkeypatch):
 
 
 def test_objects_have_no_other_properties():
-    """A small model invents them up to the limit."""
+    """A small model would invent properties until the limit."""
     inner = {"type": "object", "properties": {"properties": {"type": "string"}}}
     schema = {
         "type": "object",
@@ -156,7 +158,7 @@ def test_objects_have_no_other_properties():
     ["if", "not", "allOf", "anyOf", "oneOf", "$ref", "const", "enum", "default", "properties"],
 )
 def test_a_property_may_have_the_name_of_a_keyword(tokenizer, name):
-    """Its schema is one like others, and closed."""
+    """The schema of such a property is closed like any other."""
     inner = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     schema = {"type": "object", "properties": {name: inner}, "required": [name]}
     closed = {**inner, "additionalProperties": False}
@@ -178,7 +180,7 @@ def test_a_property_may_have_the_name_of_a_keyword(tokenizer, name):
 
 @pytest.mark.parametrize("joined", [{"$ref": "#/$defs/d"}, {"anyOf": [{"$ref": "#/$defs/d"}]}])
 def test_what_must_be_there_may_be_described_elsewhere(tokenizer, joined):
-    """A closed `d` would refuse the name that is required next to it."""
+    """If `d` were closed, it would refuse the name that is required outside of it."""
     inner = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     schema = {**joined, "required": ["b"], "$defs": {"d": inner}}
     assert is_allowed(tokenizer, '{"a": 1, "b": [2]}', schema)
@@ -206,7 +208,7 @@ def test_a_one_of_is_not_made_exclusive_by_closing_it(tokenizer):
 
 
 def test_alternatives_of_pydantic_are_closed(tokenizer):
-    """Those that differ in a constant."""
+    """Alternatives are closed if they differ in a constant."""
     pydantic = pytest.importorskip("pydantic")
 
     class Red(pydantic.BaseModel):
@@ -228,7 +230,7 @@ def test_alternatives_of_pydantic_are_closed(tokenizer):
 
 
 def test_an_answer_has_the_fields_of_its_class():
-    """Also where a random model would go on with others."""
+    """Also if a random model would add others."""
     tokenizer = build_tokenizer()
     small = compress(build_model("llama"), tokenizer, "Seven. " * 40, ratio=0.5, adapter=None)
     schema = {
@@ -242,7 +244,7 @@ def test_an_answer_has_the_fields_of_its_class():
 
 
 def test_tokens_that_are_added_later_are_known():
-    """llguidance's table of the vocabulary is made anew; the old one had no such token."""
+    """llguidance's table of the vocabulary is made again, because the old one lacks the tokens."""
     tokenizer = load_model("tiny")[1]
     stops = {tokenizer.eos_token_id}
     Constraint.make(tokenizer, None, "zyx", stops)

@@ -1,4 +1,4 @@
-"""Answers over full caches in padded batches are those that are written row by row."""
+"""Answers over full caches in padded batches are the same as those written one row at a time."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""Options that would give wrong answers without a word, or a traceback, end in a sentence; what a
-regular expression asks for comes as it is.
+"""Options that would silently give wrong answers, or end in a traceback, are refused with a
+sentence; answers that follow a regular expression are returned unchanged.
 """
 
 import copy
@@ -26,7 +26,7 @@ def small(tiny_tokenizer):
 
 
 def test_nothing_may_write_ahead(small):
-    """transformers reads the whole prompt again into the cache, which then answers wrongly."""
+    """transformers would read the whole prompt into the cache again, and answer wrongly."""
     with pytest.raises(RestoreKVError, match="cannot use prompt_lookup_num_tokens"):
         small.generate(QUESTION, prompt_lookup_num_tokens=3)
     config = GenerationConfig(prompt_lookup_num_tokens=3, max_new_tokens=4)
@@ -39,7 +39,9 @@ def test_nothing_may_write_ahead(small):
 
 @pytest.mark.parametrize("name", ["token_healing", "use_mtp"])
 def test_nothing_may_be_read_again(small, tiny_tokenizer, monkeypatch, name):
-    """The first tokenizes the prompt again, without its control tokens; the cache has their ids."""
+    """token_healing, for example, tokenizes the prompt again without its control tokens, which the
+    cache has.
+    """
     if not hasattr(GenerationConfig(), name):
         pytest.skip("an option of later versions")
     said = f"cannot use {name}, .* pass {name}=False"
@@ -53,7 +55,7 @@ def test_nothing_may_be_read_again(small, tiny_tokenizer, monkeypatch, name):
 
 @pytest.mark.parametrize("name", INPUT_OPTIONS)
 def test_generate_takes_no_inputs_besides_the_question(small, name):
-    """Another cache in place of the context's would be left out without a word."""
+    """Another cache in place of the context's would be silently ignored."""
     given = small.cache.fork() if name in ("past_key_values", "cache") else torch.ones(1, 3)
     with pytest.raises(RestoreKVError, match=f"generate makes {name} from the question itself"):
         small.generate(QUESTION, **{name: given})
@@ -79,7 +81,7 @@ def test_generate_says_which_type_an_option_has(small, options, said):
 @pytest.mark.parametrize("name", ["max_new_tokens", "max_length", "num_beams"])
 @pytest.mark.parametrize("value", ["5", 0, -1, 2.5, True])
 def test_generate_refuses_what_is_no_number_of_something(small, name, value):
-    """It was added or compared before transformers could refuse it."""
+    """Such values were once added or compared before transformers could refuse them."""
     with pytest.raises(RestoreKVError, match=f"{name} must be a number of at least 1, not "):
         small.generate(QUESTION, **{name: value})
 
@@ -105,7 +107,7 @@ def test_a_length_that_leaves_no_answer_says_what_it_counts(small, more):
 
 
 def test_an_option_of_none_is_left_to_the_models_own_config(small, monkeypatch):
-    """Our own n-grams were, and transformers' beams were not."""
+    """This was once so for our own n-grams, but not for transformers' beams."""
     own = small.model.generation_config
     monkeypatch.setattr(own, "no_repeat_ngram_size", 1)
     monkeypatch.setattr(own, "num_beams", 2)
@@ -123,7 +125,7 @@ def test_generate_takes_a_list_of_criteria(small):
 
 @pytest.mark.parametrize("end", ["", "\n", ".\n\n"])
 def test_the_plain_model_answers_the_same_ids_alike(small, tiny_tokenizer, end):
-    """As the page on concepts says, however the text ends."""
+    """The page on concepts says that it does, and it must hold however the text ends."""
     whole = compress(small.model, tiny_tokenizer, TEXT + end, ratio=1, adapter=None)
     inputs = whole.inputs(QUESTION)
     result = small.model.generate(**inputs, max_new_tokens=8, do_sample=False)
@@ -168,7 +170,7 @@ def test_a_stream_warns_of_cut_json_too(small):
 
 
 def test_more_tokens_than_logits_are_no_matter_to_a_form(small, tiny_tokenizer):
-    """As where a token for padding was added."""
+    """A model has more logits, for example, if a token for padding was added to it."""
     pytest.importorskip("llguidance")
     from restorekv.generation.constraint import Constraint
 
@@ -179,7 +181,7 @@ def test_more_tokens_than_logits_are_no_matter_to_a_form(small, tiny_tokenizer):
 
 @pytest.fixture
 def with_added_tokens(tiny_tokenizer):
-    """A context whose tokenizer has two tokens more than its model."""
+    """A context with a tokenizer that has two tokens more than the model."""
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.add_tokens(["zyx", "wvu"])
     model = build_model("llama", vocab_size=len(tokenizer) - 2)
@@ -188,7 +190,7 @@ def with_added_tokens(tiny_tokenizer):
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_a_form_that_asks_for_a_token_without_logits_says_so(with_added_tokens, temperature):
-    """Drawing from nothing ended in an error of torch."""
+    """Without the check, sampling from no tokens ends in an error of torch."""
     pytest.importorskip("llguidance")
     with pytest.raises(RestoreKVError, match="no logits for the added token that the regular"):
         with_added_tokens.ask(QUESTION, 4, regex="zyx", temperature=temperature)
@@ -208,7 +210,7 @@ def test_an_eos_that_no_token_has_ends_no_form(small, monkeypatch, eos):
 
 
 def test_a_form_without_any_eos_is_refused(small, tiny_tokenizer, monkeypatch):
-    """The first token of the vocabulary would end it, and stand in its text."""
+    """The first token of the vocabulary would end the answer, and be part of its text."""
     pytest.importorskip("llguidance")
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.eos_token = None
@@ -233,7 +235,7 @@ def test_options_of_another_type_are_refused(small, options, said):
 
 @pytest.mark.parametrize("name", ["forced_bos_token_id", "forced_eos_token_id", "max_time"])
 def test_a_zero_in_a_generation_config_is_a_value(small, name):
-    """It equals False, and was taken for an option that is off."""
+    """A zero equals False, and was once taken for an option that is off."""
     with pytest.raises(RestoreKVError, match=f"takes no {name} from a GenerationConfig"):
         small.ask(QUESTION, 2, config=GenerationConfig(**{name: 0}))
 
@@ -259,8 +261,8 @@ def test_a_generation_config_that_would_end_answers_elsewhere_is_refused(small, 
 
 
 def test_the_models_own_generation_config_may_be_passed(small, monkeypatch):
-    """Its ids end answers in any case, several of them too; its sampling is passed with it alone,
-    and its length is no limit of an answer.
+    """Its EOS ids, one or several, end answers in any case. Its sampling applies only if it is
+    passed, and its length does not limit answers.
     """
     plain = small.ask(QUESTION, 8, details=True)
     own = GenerationConfig(
@@ -280,7 +282,7 @@ def test_the_models_own_generation_config_may_be_passed(small, monkeypatch):
 def test_what_the_models_own_config_forbids_and_answers_do_not_is_told_once(
     tiny_tokenizer, through
 ):
-    """Such as tokens that a model must not write; they were ignored without a word."""
+    """Such as tokens that a model must not write, which were once silently ignored."""
     model = build_model("llama")
     made = compress(model, tiny_tokenizer, TEXT, ratio=0.5, adapter=None)
     asking = {

@@ -1,5 +1,5 @@
-"""Answers that repeat themselves end: the rule against one spelled out, texts and streams, turns of
-conversations, and what stays as it is.
+"""Answers that repeat themselves end: the rule compared with a plain version of it, in texts,
+streams and conversations, and answers that must not change.
 """
 
 import random
@@ -32,13 +32,13 @@ def small(tiny_tokenizer):
 
 
 def dictate(small, text=LOOP, **options):
-    """Return options with which an answer is `text`, and its length."""
+    """Return options that make the model answer with `text`, and end there."""
     processor = Dictate(small.tokenizer, text)
     return {"processors": [processor], "max_tokens": len(processor.ids), **options}
 
 
 class Letters:
-    """A tokenizer whose ids are letters; capitals are the same with a space before them."""
+    """A tokenizer with letters as ids; a capital is its small letter with a space before it."""
 
     def convert_ids_to_tokens(self, token):
         return f"\u0120{chr(token).lower()}" if chr(token).isupper() else chr(token)
@@ -56,7 +56,7 @@ WORDS = [r"[^\W_]+(?:[.,:'/-][^\W_]+)*", r"[^\W_]+(?:[.:'/-][^\W_]+)*", r"[^\W_]
 
 
 def find_border(text, start, size):
-    """Return how many of `size` letters after the start come before the first border of words."""
+    """Return how many of `size` letters from `start` on come before the first border of words."""
     for pattern in WORDS:
         words = list(re.finditer(pattern, put_spaces(text)))
         for letters in range(size):
@@ -67,7 +67,7 @@ def find_border(text, start, size):
 
 
 def find_cut(text, copies):
-    """Return what the rule leaves of a text and where it ended, or None; all blocks are tried."""
+    """Return what the rule keeps of a text and where it ended it, or None; try all blocks."""
     for end in range(1, len(text) + 1):
         word = text[:end].lower()
         for size in range(1, end // copies + 1):
@@ -85,7 +85,7 @@ def find_cut(text, copies):
 
 
 def follow(text, copies):
-    """Return the same by a watch, which a loop asks after every token."""
+    """Return the same as `find_cut`, from a `RepetitionWatch` that is asked after every token."""
     watch = RepetitionWatch(Letters(), copies)
     for end, letter in enumerate(text, 1):
         watch.push(ord(letter))
@@ -138,7 +138,7 @@ def test_a_repetition_ends_an_answer_and_leaves_the_first_copy(small):
 
 
 def test_no_number_is_cut_in_two(small):
-    """The sentence before the loop ends with the digits with which the loop's block ends."""
+    """The sentence before the loop and the block of the loop end with the same digit."""
     text = "It was made in 1759." + " The tower was made in 1879." * 9
     answer = small.ask(QUESTIONS[0], stop_repeats=3, **dictate(small, text))
     assert answer == "It was made in 1759. The tower was made in 1879."
@@ -154,8 +154,8 @@ def test_no_number_is_cut_in_two(small):
     ],
 )
 def test_characters_whose_bytes_are_alike_are_not_the_same(text, is_repeated):
-    """Vocabularies of bytes name the last bytes of two of them by a capital and its small
-    letter.
+    """In a vocabulary of bytes, the last bytes of two characters may be named by a capital and its
+    small letter.
     """
     tokenizer = build_chat_tokenizer("llama3")
     watch = RepetitionWatch(tokenizer, 3)
@@ -176,8 +176,8 @@ def test_characters_whose_bytes_are_alike_are_not_the_same(text, is_repeated):
     ],
 )
 def test_no_number_and_no_character_is_cut_in_two_without_spaces(kind, text, kept):
-    """Tokens at the end of a block are also before its first copy, such as the last byte of a
-    character and the last digit of a number.
+    """Tokens at the end of the block, such as the last byte of a character or the last digit of a
+    number, also precede its first copy.
     """
     tokenizer = build_chat_tokenizer(kind)
     watch = RepetitionWatch(tokenizer, 3)

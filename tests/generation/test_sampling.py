@@ -68,7 +68,7 @@ def test_scores_are_those_of_generate(small, options):
 
 
 def test_draws_follow_the_distribution():
-    """A chi-squared test of 10,000 first tokens, each with a seed of its own."""
+    """A chi-squared test of 10,000 first tokens, each with a different seed."""
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -2.0, -8.0])
     sampling = SamplingConfig(temperature=0.8, top_k=6)
     counts = torch.zeros(7)
@@ -92,7 +92,9 @@ def test_an_answer_depends_on_its_seed_alone(small):
 
 
 def test_rows_beyond_one_batch_have_their_own_caches_limits_and_seeds(small, monkeypatch):
-    """More rows than are written at once; each is as alone. The first have no restore tokens."""
+    """There are more rows than are written at once, and each is answered as if it were alone. The
+    first rows have no restore tokens.
+    """
     monkeypatch.setattr(small.model.generation_config, "eos_token_id", 319)
     other = compress(small.model, small.tokenizer, TEXT, ratio=0.6, adapter=None)
     asked = [(other, QUESTIONS * 3), (small, QUESTIONS * 3)]
@@ -144,7 +146,7 @@ def test_logprobs_are_the_models(small):
 
 
 def test_bias_and_penalties_come_before_the_rest_and_after_log_probabilities():
-    """OpenAI's formula, of the answer alone; the text has ids 1 and 2, too."""
+    """Penalties follow OpenAI's formula and count only the answer; the text has ids 1 and 2."""
     options = {"logit_bias": {3: 2.0, 5: -1.0}, "frequency_penalty": 0.7, "presence_penalty": 0.4}
     sampling = SamplingConfig(repetition_penalty=1.5, logprobs=6, **options)
     tokenizer = build_tokenizer()
@@ -286,7 +288,7 @@ def test_grammars_hold(small):
     ],
 )
 def test_a_regular_expression_that_is_none_says_why_in_one_sentence(small, regex, sentence):
-    """It showed the library's own error over several lines, with places in a grammar."""
+    """The error of llguidance has several lines, with positions in a grammar."""
     with pytest.raises(OptionError) as refused:
         small.ask(QUESTIONS[0], regex=regex)
     assert (str(refused.value), refused.value.option) == (sentence, "regex")
@@ -319,7 +321,7 @@ def test_a_regular_expression_that_is_none_says_why_in_one_sentence(small, regex
     ],
 )
 def test_a_json_schema_that_cannot_be_used_says_why_in_one_sentence(small, schema, sentence):
-    """It said the library's words alone, without what to do."""
+    """The error of llguidance alone does not say what to do."""
     with pytest.raises(OptionError) as refused:
         small.ask(QUESTIONS[0], json_schema=schema)
     assert (str(refused.value), refused.value.option) == (sentence, "json_schema")
@@ -332,7 +334,7 @@ def test_a_long_regular_expression_is_named_by_its_start(small):
 
 
 def test_no_regular_expression_takes_all_memory(small):
-    """Large counts, and what two libraries read differently, ended the process."""
+    """Large counts, and syntax that two libraries read differently, once ended the process."""
     assert begins_with_space("[ a]{1000000000}")
     assert not begins_with_space("a{1000000000}")
     assert begins_with_space("a{0,1000000000} b")
@@ -365,7 +367,7 @@ def test_the_models_own_generation_config_is_understood(small):
 
 @pytest.mark.parametrize("name, value", [("processors", []), ("criteria", []), ("logit_bias", {})])
 def test_an_empty_option_asks_for_nothing(small, name, value):
-    """A graph was refused, because the option was there."""
+    """A CUDA graph was once refused because such an option was passed."""
     assert SamplingConfig(**{name: value}) == SamplingConfig()
     expected = small.ask(QUESTIONS[0], 3)
     assert small.ask(QUESTIONS[0], 3, graph=True, **{name: value}) == expected

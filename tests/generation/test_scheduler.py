@@ -33,7 +33,7 @@ OPTIONS = (
 
 @pytest.fixture(scope="module", params=["qwen3", "llama", "gemma3"])
 def world(request, tiny_tokenizer):
-    """A model, its tokenizer, and documents of which the heads keep different numbers of pairs."""
+    """A model, its tokenizer, and documents with heads that keep different numbers of pairs."""
     model = build_model(request.param)
     texts = [" ".join(WORDS * (2 + 3 * number)) for number in range(4)]
     ratios = (0.3, 0.6, 1, 0.2)
@@ -47,7 +47,7 @@ def world(request, tiny_tokenizer):
 
 
 class Asked:
-    """A question with its options, and what came of it."""
+    """A question with its options, and the answers that the scheduler wrote."""
 
     def __init__(self, world, document, words, limit, options):
         self.model, self.tokenizer, documents = world
@@ -85,8 +85,8 @@ class Asked:
         return found if isinstance(found, list) else [found]
 
     def check(self):
-        """The answers are the library's own, in every token and, but for the last bits, every
-        log-probability.
+        """Check that the answers are those of `ask`: every token and, except for the last bits,
+        every log-probability.
         """
         for sample, answer in enumerate(self.expected()):
             assert self.tokens[sample] == list(answer.ids) == self.rows[sample].answer
@@ -101,7 +101,7 @@ def random_question(world, chance, longest):
 
 
 def run(engine, arriving, each_step=lambda step: None, longest=2000):
-    """Admit questions at their steps and step until all is done; returns every output."""
+    """Admit questions at their steps and step until all are answered; return every output."""
     outputs, step = [], 0
     while arriving or engine.busy:
         for asked in arriving.pop(step, ()):
@@ -157,7 +157,7 @@ def scheduler_of(world, **more):
 
 
 def endless(world, document, words=3, limit=40, **options):
-    """A question whose answer has `limit` tokens."""
+    """Return a question with an answer of exactly `limit` tokens: nothing else ends it."""
     world[0].generation_config.eos_token_id = 319
     return Asked(world, document, (WORDS * 60)[:words], limit, options)
 
@@ -285,7 +285,7 @@ def test_a_pass_that_fails_in_the_middle_is_taken_back(world):
 
 
 def test_logits_that_cannot_be_kept_cost_other_answers_nothing(world, monkeypatch):
-    """They are kept for further samples of a question; memory may run out just then."""
+    """Logits are kept for further samples of a question, and memory may run out just then."""
     engine = scheduler_of(world)
     stream = endless(world, 0, limit=30)
     several = endless(world, 1, limit=5, samples=2, temperature=1.0)
@@ -323,7 +323,7 @@ def test_who_leaves_frees_memory_at_the_next_step(world):
 
 
 def test_who_leaves_after_the_first_token_writes_no_second(world):
-    """Its row waits then to join the next pass."""
+    """After the first token, the row of an answer waits to join the next pass."""
     engine = scheduler_of(world)
     gone, stays = endless(world, 0), endless(world, 0, limit=5)
 

@@ -1,5 +1,5 @@
-"""CUDA graphs and offloading streams that are wrong on purpose, on a CPU that plays a GPU: answers
-stay right.
+"""CUDA graphs and offloading streams that are wrong on purpose, on a CPU that acts as a GPU:
+answers stay right.
 """
 
 import warnings
@@ -54,11 +54,11 @@ def case(tiny_tokenizer):
 
 
 def stale(self):
-    """Nothing is computed again."""
+    """Replay nothing."""
 
 
 def part_of(first, last):
-    """Some of the operations are missing in a replay."""
+    """Return a replay that runs only the operations from `first` to `last`."""
 
     def replay(self, whole=FakeGraph.replay):
         calls, self.calls = self.calls, self.calls[first:last]
@@ -69,7 +69,7 @@ def part_of(first, last):
 
 
 def of_the_capture(self, whole=FakeGraph.replay):
-    """Inputs are those of the capture, for ever."""
+    """Replay with the integer inputs of the first replay, whatever they are by now."""
     self.inputs = getattr(self, "inputs", None) or [
         [x.clone() if isinstance(x, torch.Tensor) and x.dtype == torch.long else x for x in args]
         for _, args, _, _ in self.calls
@@ -191,12 +191,12 @@ def test_steps_pass_their_self_test_in_every_shape(shape, dtype):
 
 
 def no_wait(self):
-    """Readers do not wait for the second stream."""
+    """Do not wait for the second stream."""
 
 
 def late_wait(fake):
-    """The first version of `append_pairs`: it joined a layer that was still on its way with its new
-    pairs.
+    """Return the first version of `append_pairs`, which joined new pairs to a layer that was still
+    being copied.
     """
     append = HostStore.append_pairs
 
@@ -216,7 +216,7 @@ def late_wait(fake):
 
 
 def another_layer(self, layer, copy=HostStore.copy_to_device):
-    """What arrives is the layer before."""
+    """Copy the layer before instead of layer 2."""
     return copy(
         self,
         self.layers[layer.index - 1]
@@ -226,7 +226,7 @@ def another_layer(self, layer, copy=HostStore.copy_to_device):
 
 
 def kept_too_long(self, layer, new):
-    """New pairs are not joined with the copy that is on the device."""
+    """Keep the copy that is on the device, without the new pairs."""
     return self.load(layer)
 
 
@@ -273,7 +273,7 @@ def test_an_offloading_stream_that_is_wrong_is_not_used(fake, case, fault):
 
 
 def test_a_prefill_in_chunks_waits_for_the_second_stream(fake, case):
-    """A layer that was being copied was joined with its new pairs before it had arrived."""
+    """New pairs were once joined to a layer that was still being copied."""
     model = case[0]
     ids = torch.randint(3, 320, (1, 60), generator=torch.Generator().manual_seed(1))
     plain = prefill(model, ids, 13)
@@ -363,7 +363,7 @@ def test_scoring_that_is_wrong_is_not_used(fake, case, fault, spec):
 
 
 def test_kernels_of_scoring_that_are_wrong_are_not_used(fake):
-    """With a stand-in for the kernels, which take seconds in their interpreter."""
+    """The kernels are replaced here, because their interpreter takes seconds."""
 
     class Kernels:
         factor = 1.0

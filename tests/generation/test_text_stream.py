@@ -1,4 +1,4 @@
-"""The text of ids that come one by one, beside decoding all of them again for every id."""
+"""The text of ids that come one by one, compared with decoding all of them again for every id."""
 
 import pytest
 from hypothesis import given, settings
@@ -19,8 +19,8 @@ STOPS = ((), ("the",), ("e ", "\n\n"), ("\ufffd",), ("日本", "is"), (" the", "
 
 
 def byte_fallback(**options: object) -> PreTrainedTokenizerFast:
-    """As Llama 2's: a space before the text is dropped, and bytes that are tokens make
-    characters.
+    """Return a tokenizer like Llama 2's: it drops a space before the text, and makes characters of
+    tokens for bytes.
     """
     words = [
         "<unk>",
@@ -64,7 +64,7 @@ class Slow:
 
 
 def word_pieces() -> PreTrainedTokenizerFast:
-    """As BERT's, of whose decoded text spaces before punctuation are dropped."""
+    """Return a tokenizer like BERT's, which drops spaces before punctuation when it decodes."""
     words = ["[UNK]", "[SEP]", "the", "code", "##s", "is", ".", "!", "n't", "'s"]
     tokenizer = Tokenizer(
         models.WordPiece({word: number for number, word in enumerate(words)}, unk_token="[UNK]")
@@ -105,7 +105,7 @@ def tokenizer(request: pytest.FixtureRequest) -> object:
 
 
 class Naive:
-    """What `GrowingText` says, from decoding the whole answer for every id."""
+    """A `GrowingText` that decodes the whole answer again for every id."""
 
     def __init__(self, tokenizer: object, stops: set[int], stop: tuple[str, ...]) -> None:
         self.tokenizer = tokenizer
@@ -160,8 +160,8 @@ def test_a_text_is_what_decoding_all_ids_gives(tokenizer):
 
 
 def test_pieces_together_are_the_answer(tokenizer):
-    """They come no later than from a text that is decoded from its start, but where it ends in a
-    stop string.
+    """Pieces come no later than from a text that is decoded from its start, unless the text ends in
+    a stop string.
     """
 
     @settings(max_examples=300, deadline=None)
@@ -204,7 +204,7 @@ def test_stop_strings_are_seen_with_the_token_that_ends_them(tokenizer):
 
 
 def test_an_answer_is_not_decoded_from_its_start(monkeypatch):
-    """Where stop strings are looked for, it is, but only while a character is not whole."""
+    """With stop strings it is, but only while a character is incomplete."""
     tokenizer = build_tokenizer()
     decoded = []
     decode_all = TextStream._decode_all
@@ -225,7 +225,7 @@ def test_an_answer_is_not_decoded_from_its_start(monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama2", "mistral3", "gemma3", "qwen3"])
 def test_an_answer_that_goes_on_with_a_text_keeps_its_first_space(name):
-    """Tokenizers as Llama 2's drop it at the start of what they decode."""
+    """Tokenizers such as Llama 2's drop this space at the start of what they decode."""
     tokenizer = build_chat_tokenizer(name)
     stops = {tokenizer.eos_token_id}
     first = len(tokenizer.encode("x", add_special_tokens=False))

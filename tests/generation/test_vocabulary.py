@@ -1,4 +1,4 @@
-"""Ids that the model has no embeddings for are refused wherever they come in."""
+"""Ids without an embedding in the model are refused, whichever way they come in."""
 
 import pytest
 
@@ -12,7 +12,7 @@ UNKNOWN = "zzz350"
 
 @pytest.fixture(scope="module")
 def small():
-    """A context whose tokenizer got more tokens than the model has embeddings."""
+    """A context with a tokenizer that was given more tokens than the model has embeddings."""
     tokenizer = build_tokenizer()
     context = compress(
         build_model("llama"), tokenizer, TEXT, evictor="snapkv", ratio=0.5, adapter=None
