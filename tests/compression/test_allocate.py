@@ -1,5 +1,5 @@
-"""Allocations against sorting: counts are exact for any scores, ties go to the lower index, what is
-pinned stays.
+"""Allocations compared with sorting: counts are exact for any scores, ties go to the lower index,
+and pinned pairs stay.
 """
 
 from fractions import Fraction
@@ -70,7 +70,7 @@ def test_every_allocation_keeps_exactly_the_budget(spec, data, shape):
 
 
 def best(group, count):
-    """Indices of the highest of a list of scores, the lower index first among equals."""
+    """Return the indices of the highest scores; among equal scores, lower indices are preferred."""
     return sorted(sorted(range(len(group)), key=lambda index: (-group[index], index))[:count])
 
 
@@ -185,8 +185,8 @@ def test_wrong_specs_are_refused(spec):
     "values", [[0.0, -0.0, 1.5], [-torch.inf, torch.inf, -3.0, 2e-42, -2e-42], None]
 )
 def test_many_scores_are_selected_by_their_digits(monkeypatch, values):
-    """The same value as PyTorch's own selection finds, at every rank, with ties, zeros of both
-    signs and infinities.
+    """The value is the one that PyTorch's own selection finds, at every rank, with ties, zeros of
+    both signs and infinities.
     """
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(403, generator=generator)

@@ -1,4 +1,4 @@
-"""Attention Matching against float64 NumPy on the same context, and against eviction on the tiny
+"""Attention Matching compared with float64 NumPy on the same context, and with eviction on the tiny
 model.
 """
 
@@ -48,8 +48,8 @@ E3 = np.exp(3.0)
 
 
 def reference(model, tokenizer, context):
-    """Queries (L, H, n, D), keys and values (L, H, T, D), float64, of one plain pass of context and
-    repetition.
+    """Return queries (L, H, n, D), keys and values (L, H, T, D), float64, from one plain pass over
+    context and repetition.
     """
     asked = encode_text(tokenizer, "\n\nRepeat the previous context verbatim.")
     ids = torch.cat(
@@ -74,7 +74,11 @@ def softmax(logits):
 
 
 def oracle(query, key, value, count):
-    """One head in float64: columns, the factors B, and the values fitted to a given bias."""
+    """Match one head in float64.
+
+    Returns:
+        The columns, the factors B, and a function that fits values to a given bias.
+    """
     logits = query @ key.T / key.shape[-1] ** 0.5
     weights = softmax(logits)
     columns = np.sort(np.argsort(-np.sqrt((weights**2).mean(0)), kind="stable")[:count])
@@ -195,8 +199,8 @@ def test_the_box_is_kept_and_every_step_helps(seed, count, steps):
 
 @pytest.mark.parametrize("rows", [40, 5])
 def test_least_squares_without_full_rank(rows):
-    """A key that no query looks at, or a query that looks at no kept key: the shortest solution, as
-    NumPy's.
+    """If no query looks at a key, or a query looks at no kept key, the solution is the shortest
+    one, as NumPy's is.
     """
     matrix, target = torch.rand(rows, 8), torch.randn(rows, 2)
     (matrix[:, 3] if rows > 8 else matrix[3]).zero_()
@@ -402,8 +406,8 @@ def test_values_beyond_the_dtype_are_told(tiny_tokenizer, monkeypatch):
 
 @cache
 def tiny():
-    """The tiny model on a document of about 600 tokens: AM-fast, and KVzip with the same number for
-    every head.
+    """Prepare a document of about 600 tokens with the tiny model: for AM-fast, and for KVzip with
+    the same number of pairs in every head.
     """
     model, tokenizer = load_model("tiny")
     text = draw_documents(tokenizer, 1, "am-dev", low=590, high=610)[0].text
@@ -413,7 +417,7 @@ def tiny():
 
 
 def attended(layer, targets, head, prefix):
-    """Outputs and log masses of the reference queries over one head of a cache, from column
+    """Return outputs and log masses of the reference queries over one head of a cache, from column
     `prefix` on.
     """
     rows = slice(layer.bounds[head] + prefix, layer.bounds[head + 1])
@@ -423,7 +427,7 @@ def attended(layer, targets, head, prefix):
 
 
 def every_head(made, prefix):
-    """`attended` for all layers and heads of a cache of the tiny document."""
+    """Return what `attended` returns, for all layers and heads of a cache of the tiny document."""
     whole, _ = tiny()
     return [
         attended(layer, targets, head, prefix)
@@ -438,7 +442,7 @@ def of_the_full_cache(prefix):
 
 
 def output_errors(made, prefix):
-    """Relative squared error of the outputs, for every layer and head."""
+    """Return the relative squared error of the outputs, for every layer and head."""
     pairs = zip(every_head(made, prefix), of_the_full_cache(prefix), strict=True)
     return np.array(
         [
@@ -449,7 +453,7 @@ def output_errors(made, prefix):
 
 
 def evict_alone(matched, ratio):
-    """The pairs that a matched context keeps, with neither bias nor fitted values."""
+    """Return a cache of the pairs that a matched context keeps, without bias and fitted values."""
     plain = ScoredContext(
         matched.model, matched.context, matched.full, matched.scores, config=matched.config
     )
@@ -457,15 +461,15 @@ def evict_alone(matched, ratio):
 
 
 def mass_errors(made, prefix):
-    """Root mean square error of the log mass, for every layer and head."""
+    """Return the root mean square error of the log mass, for every layer and head."""
     pairs = zip(every_head(made, prefix), of_the_full_cache(prefix), strict=True)
     return np.array([float((m - wanted).square().mean().sqrt()) for (_, m), (_, wanted) in pairs])
 
 
 @pytest.mark.parametrize("ratio", [0.05, 0.1, 0.2])
 def test_every_head_matches_better_than_as_many_evicted_pairs(ratio):
-    """Evicted: the same keys with their own values, and KVzip's choice; over the article, and with
-    the prefix too.
+    """The evicted pairs are the same keys with their own values, and KVzip's choice; errors are
+    measured over the article alone and with the prefix.
     """
     whole, kvzip = tiny()
     made = whole.evict(ratio)

@@ -1,7 +1,6 @@
-"""What a cache file may hold: numbers that models compute, short texts around a question, records
-that can be used.
+"""What a cache file may hold: finite numbers, short texts around a question, usable records.
 
-And what happens where a model computes no numbers all the same: a sentence, never a token.
+If a model computes NaN all the same, a question ends with a sentence and never gets a token.
 """
 
 import json
@@ -30,7 +29,7 @@ def opened():
 
 @pytest.fixture(scope="module")
 def good(opened, tmp_path_factory) -> dict[str, bytes]:
-    """Files of every kind of numbers, and one with an adapter."""
+    """Valid files by kind: with every dtype of pairs, with a bias, and with a restore cache."""
     kinds = {
         "plain": {"evictor": "snapkv", "adapter": None},
         "restored": {"evictor": "kvzip"},
@@ -206,7 +205,7 @@ def test_no_gate_is_opened_because_a_file_names_it(opened, good, tmp_path, gate,
 
 @pytest.fixture
 def broken(opened, good, tmp_path):
-    """A cache whose numbers became NaN after it was checked, as in a model that overflows."""
+    """A cache with numbers that became NaN after they were checked, as if the model overflowed."""
     context = loaded(opened, tmp_path, good["plain"])
     for layer in context.cache.layers:
         layer.context_values.fill_(float("nan"))
@@ -244,7 +243,7 @@ def test_a_step_of_fixed_work_marks_what_it_cannot_choose(opened):
 
 
 def test_one_row_without_numbers_fails_alone(tiny_tokenizer):
-    """So the server ends its question, and no other of the batch."""
+    """The server then ends the question of this row, and no other question of the batch."""
     rows = [
         TokenSampler(SamplingConfig(), tiny_tokenizer, torch.ones(1, 1, dtype=torch.long), 0)
         for _ in range(2)

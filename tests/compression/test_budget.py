@@ -1,6 +1,4 @@
-"""Exactness of the budget: integers against a definition written with fractions, and what is
-refused.
-"""
+"""The budget is exact: its integers compared with a definition in fractions, and refused values."""
 
 import re
 from fractions import Fraction

@@ -1,5 +1,5 @@
-"""Compression end to end on tiny models: exact budgets, one preparation for all, answers that
-survive a file.
+"""Compression end to end on tiny models: exact budgets, one preparation for all ratios, the same
+answers from a saved file.
 """
 
 import copy
@@ -206,7 +206,7 @@ def test_the_wrong_model_is_refused(case, tmp_path):
 
 
 def test_another_chat_template_is_refused_where_it_writes_something_else(case, tmp_path):
-    """Its own system message is not read where the text has another one."""
+    """A template's default system message does not matter to a text that has its own."""
     model, tokenizer, text = case
     own = copy.deepcopy(tokenizer)
     turn = tokenizer.chat_template
@@ -238,7 +238,7 @@ def test_another_chat_template_is_refused_where_it_writes_something_else(case, t
 
 
 def rename_tokens(tokenizer):
-    """A tokenizer of as many tokens with other names for the same ids."""
+    """Return a tokenizer of the same size in which other tokens have the ids."""
     record = json.loads(tokenizer.backend_tokenizer.to_str())
     vocabulary = record["model"]["vocab"]
     names = sorted(vocabulary, key=vocabulary.get)
@@ -251,7 +251,7 @@ def rename_tokens(tokenizer):
 
 
 def test_the_wrong_tokenizer_is_refused(case, tmp_path):
-    """Its template may be the same; its ids mean other texts."""
+    """Even with the same template, the ids of another tokenizer mean other texts."""
     model, tokenizer, text = case
     path = tmp_path / "doc.rkv"
     compress(model, tokenizer, text, ratio=0.5).save(path)
@@ -265,7 +265,7 @@ def test_the_wrong_tokenizer_is_refused(case, tmp_path):
 
 
 def test_a_token_that_was_added_to_the_tokenizer_alone_is_refused(case):
-    """Others of its texts can be read."""
+    """Texts without such a token can be read."""
     model, tokenizer, text = case
     more = copy.deepcopy(tokenizer)
     more.add_tokens([f"<added-{number}>" for number in range(model.config.vocab_size)])
@@ -491,7 +491,7 @@ def test_methods_tell_what_they_can():
 
 
 def test_every_preparation_evicts_alike(case):
-    """At once, in parts and by Attention Matching: one call, the same count."""
+    """The same call evicts from all, prepared at once, in parts or by Attention Matching."""
     model, tokenizer, text = case
     for spec, chunk in (("knorm", None), ("knorm", 50), ("am-fast", None)):
         prepared = make_compressor(spec, CompressionConfig(streaming_chunk=chunk)).prepare(

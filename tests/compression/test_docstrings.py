@@ -1,4 +1,4 @@
-"""The examples of docstrings run, with the tiny model and a register as `small`."""
+"""The examples in docstrings run, with the tiny model and a compressed register as `small`."""
 
 import doctest
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What PyTorch has been set to elsewhere in a program changes no cache."""
+"""Global settings of PyTorch, made elsewhere in a program, change no cache."""
 
 import pytest
 import torch
@@ -30,14 +30,14 @@ def test_the_default_dtype_changes_nothing(tiny_tokenizer, default_dtype, evicto
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_the_default_dtype_refuses_no_model(default_dtype, family):
-    """The check of a class is made once, whatever was set then."""
+    """A model's class is checked only once, so the check must not depend on the default dtype."""
     model = build_model(family)
     default_dtype(torch.bfloat16)
     assert probe_model(model)
 
 
 def test_autocast_is_refused(tiny_model, tiny_tokenizer):
-    """It would make pairs of two dtypes, which no file takes."""
+    """Under autocast, pairs would have two dtypes, which no file can hold."""
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),
         pytest.raises(ModelError, match="outside it"),

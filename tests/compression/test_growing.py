@@ -1,5 +1,5 @@
-"""Appending and composing: equal to the whole where everything stays, exact budgets and positions
-where not.
+"""Appending and composing: if everything is kept, equal to compressing the whole text at once; if
+not, exact budgets and positions.
 """
 
 from fractions import Fraction
@@ -34,7 +34,7 @@ def model():
 
 
 def halves(tokenizer):
-    """Token ids of a text in two parts."""
+    """Return the token ids of a text in two parts."""
     context = make_context(tokenizer, LONG)
     ids = context.ids[0, context.prefix_length :].tolist()
     return ids[:90], ids[90:]
@@ -65,7 +65,7 @@ def test_with_all_kept_an_append_is_the_whole(family, tiny_tokenizer):
 @pytest.mark.parametrize("spec", [*STREAMING_EVICTORS, "kvzip per-head", "kvzip counted"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_what_is_kept_whole_is_not_scored(family, spec, tiny_tokenizer, monkeypatch):
-    """The scores of KVzip take as long as reading the text twice; the same bits come without."""
+    """KVzip's scores take as long as reading the text twice, and do not change what is kept."""
     model, (first, second) = build_model(family), halves(tiny_tokenizer)
     evictor, _, variant = spec.partition(" ")
     options = {
@@ -104,7 +104,7 @@ def test_what_is_kept_whole_is_not_scored(family, spec, tiny_tokenizer, monkeypa
 
 
 def test_a_text_shorter_than_a_window_can_be_kept_whole(model, tiny_tokenizer):
-    """The window of SnapKV asks questions of what is ranked, and here nothing is."""
+    """SnapKV needs its window only to rank pairs, and nothing is ranked here."""
     options = {"adapter": None, "evictor": "snapkv:window=64"}
     first, second = halves(tiny_tokenizer)
     grown = compress_with(model, tiny_tokenizer, first, ratio=1, **options).append(second[:9])
@@ -115,8 +115,8 @@ def test_a_text_shorter_than_a_window_can_be_kept_whole(model, tiny_tokenizer):
 
 
 def test_new_pairs_come_from_a_model_that_reads_what_was_kept(model, tiny_tokenizer):
-    """A dense forward pass in which a mask for every layer and head hides what the first part did
-    not keep.
+    """They are those of a dense forward pass with a mask for every layer and head, which hides what
+    the first part did not keep.
     """
     model, (first, second) = build_model("qwen3").double(), halves(tiny_tokenizer)
     small = compress(
@@ -253,7 +253,7 @@ def test_what_cannot_grow_says_so(model, tiny_tokenizer):
     ],
 )
 def test_a_model_that_was_changed_since_reads_nothing_more(tiny_tokenizer, change, refusal):
-    """Half of the cache would be of other weights, and its file could not be asked."""
+    """Half of the cache would come from other weights, and its file would be refused."""
     model = build_model("llama")
     small = compress(model, tiny_tokenizer, TEXT, ratio=0.5, evictor="knorm", adapter=None)
     change(model)
@@ -313,7 +313,7 @@ def test_composed_caches_keep_every_restore_cache(model, tiny_tokenizer, tmp_pat
 
 
 def test_many_texts_of_any_ratio_are_composed_into_a_file_that_loads(tiny_tokenizer, tmp_path):
-    """The denominators of their ratios have no common factors, and would multiply."""
+    """The denominators of their ratios have no common factors: an exact sum multiplies them."""
     model = build_model("llama", max_position_embeddings=8192)
     first, _ = halves(tiny_tokenizer)
     options = {"evictor": "knorm", "adapter": None, "tokens_per_head": 20}
@@ -331,7 +331,7 @@ def test_many_texts_of_any_ratio_are_composed_into_a_file_that_loads(tiny_tokeni
 
 
 def read_dense(model, context, start):
-    """The full cache of a context whose text begins `start` positions later."""
+    """Return the full cache of a context, read from position `start` on."""
     positions = torch.arange(start, start + context.num_tokens)[None]
     with torch.no_grad():
         return model(context.ids, position_ids=positions, use_cache=True).past_key_values
@@ -339,8 +339,8 @@ def read_dense(model, context, start):
 
 @pytest.mark.parametrize("order", ["short first", "short last"])
 def test_a_text_that_was_kept_whole_is_composed_with_restored_ones(tiny_tokenizer, tmp_path, order):
-    """All its pairs stay, and those of the other text, and its restore pairs, are rotated to where
-    they stand.
+    """All pairs of the whole text are kept. The other text's pairs and restore pairs are rotated to
+    their new positions.
     """
     model = build_model("qwen3").double()
     first, second = halves(tiny_tokenizer)
@@ -432,7 +432,7 @@ def test_a_grown_text_is_composed_with_the_restore_pairs_of_all_its_parts(tiny_t
 
 
 def test_a_file_whose_heads_hold_other_restore_pairs_is_refused(model, tiny_tokenizer, tmp_path):
-    """Every head holds the manifest's number of them, not only all heads together."""
+    """Every single head must hold the manifest's number of restore pairs, not only all together."""
     parts = [
         compress(model, tiny_tokenizer, ids, ratio=0.3, adapter=make_adapter(model))
         for ids in halves(tiny_tokenizer)
@@ -493,7 +493,7 @@ def test_what_cannot_be_composed_says_so(model, tiny_tokenizer):
 
 
 def test_caches_of_several_ratios_are_composed_or_the_ratios_are_named(model, tiny_tokenizer):
-    """As "auto" makes them: restored at a low ratio, and not at a high one."""
+    """The "auto" adapter makes such caches: restored at a low ratio, and not at a high one."""
     first, second = halves(tiny_tokenizer)
     adapter = make_adapter(model)
     low = compress(model, tiny_tokenizer, first, ratio=0.25, adapter=adapter)

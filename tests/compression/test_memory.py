@@ -1,4 +1,4 @@
-"""What compression holds at once: never the full cache beside its ragged copy."""
+"""The memory of compression: the full cache and its ragged copy are never held at the same time."""
 
 from types import SimpleNamespace
 
@@ -45,7 +45,7 @@ def test_counting_what_is_held():
 
 @pytest.mark.parametrize("ratio", ["1", "0.5", "0.1"])
 def test_the_last_cache_frees_the_full_one_layer_by_layer(ratio):
-    """Full cache, scores, marks and one layer; without `last` the ragged cache comes on top."""
+    """Full cache, scores, marks and one layer are held; without `consume`, also the ragged cache."""
     model = build_model("qwen3", num_hidden_layers=12)
     prepared = Eviction.make("knorm").prepare(model, None, make_context())
     kept = prepared.evict(ratio)
@@ -72,7 +72,7 @@ def test_the_last_cache_frees_the_full_one_layer_by_layer(ratio):
 
 
 def scored(policy):
-    """Four million random pairs of one number: (1, 2, C, 1) a layer."""
+    """Return a scored context of four million pairs of one number: (1, 2, C, 1) per layer."""
     context, full = (
         Context(torch.zeros(1, 500_003, dtype=torch.long), 3, torch.zeros(1, 0)),
         DynamicCache(),
@@ -91,8 +91,8 @@ def scored(policy):
 
 @pytest.mark.parametrize(("policy", "plain", "last"), [("free", 6, 10), ("counted", 10, 6)])
 def test_bytes_of_a_score(monkeypatch, policy, plain, last):
-    """As benchmarks/performance.md says: number and marks, and a copy where the prefix has to be
-    added or left out.
+    """They are as benchmarks/performance.md says: the number and its marks, and a copy if the
+    prefix has to be added or left out.
     """
     # Scores are read in blocks so small that they count for nothing.
     monkeypatch.setattr(allocate, "SCORES_AT_ONCE", 1 << 16)

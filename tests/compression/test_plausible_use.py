@@ -1,5 +1,5 @@
-"""What users may well do with the library: dtypes, stretched RoPE, everything kept, loaded caches
-that grow, sets.
+"""What users may plausibly do with the library: use other dtypes and stretched RoPE, keep
+everything, append to loaded caches, pass sets.
 """
 
 import asyncio
@@ -274,7 +274,7 @@ def test_brackets_in_a_setting_are_printed(tmp_path):
 
 
 class Crowded(dict):
-    """What other threads have made room in as soon as something is put there."""
+    """A dict of adapters that, as if other threads pushed them out, is emptied after each write."""
 
     def __setitem__(self, key: object, value: object) -> None:
         super().__setitem__(key, value)
@@ -288,7 +288,7 @@ def test_an_adapter_that_other_threads_push_out_is_still_returned(tiny, monkeypa
 
 @pytest.fixture
 def shipped(monkeypatch, tmp_path):
-    """A folder that ships for the tiny model instead of its own."""
+    """A folder that replaces the one that ships for the tiny model."""
     monkeypatch.setattr(
         shipped_adapters, "shipped_path", lambda name, *parts: tmp_path.joinpath(*parts)
     )
@@ -317,7 +317,9 @@ def test_auto_takes_the_adapter_for_several_evictors_where_none_is_for_one(tiny,
 
 
 def test_auto_takes_the_adapter_that_was_measured_with_other_evictors(tiny, shipped):
-    """Without a warning; and not one of another allocation, whatever its record says."""
+    """It does so without a warning, and takes no adapter of another allocation, whatever the
+    adapter's record says.
+    """
     also_for = ["snapkv:window=8,kernel=5", "fastkvzip:gate=0123456789abcdef"]
     ship_adapter(tiny, shipped / "adapters" / "kvzip", "kvzip", also_for=also_for)
     for evictor in "kvzip", "snapkv:window=8,kernel=5", "fastkvzip":
@@ -338,7 +340,7 @@ def test_auto_takes_the_adapter_that_was_measured_with_other_evictors(tiny, ship
 
 
 def test_auto_recognizes_a_copy_of_a_model_by_its_weights(tiny, shipped, tmp_path):
-    """As one has it that saves a model, or that takes its files from elsewhere."""
+    """Users have such a copy if they save a model, or get its files from elsewhere."""
     model, tokenizer = tiny
     ship_adapter(tiny, shipped / "adapters" / "knorm", "knorm")
     model.save_pretrained(tmp_path / "copy")

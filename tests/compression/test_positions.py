@@ -1,6 +1,4 @@
-"""A context that the model has no positions for is refused, cut or stretched, and everybody hears
-of it.
-"""
+"""A context that the model has no positions for is refused, cut or stretched, never silently."""
 
 import copy
 import json
@@ -90,7 +88,7 @@ def test_a_long_model_keeps_a_fixed_number_of_positions_free(tiny_tokenizer):
 
 
 def test_what_grows_or_is_composed_beyond_the_positions_is_refused(model, tiny_tokenizer):
-    """As a text that is compressed at once; within them, nothing is said."""
+    """It is refused like a text that is compressed at once; within the positions, nothing warns."""
     half = TEXT[: len(TEXT) // 4]
     small = compress_with(model, tiny_tokenizer, half, **SMALL)
     tokens = small.manifest.tokens
@@ -112,7 +110,7 @@ def test_what_grows_or_is_composed_beyond_the_positions_is_refused(model, tiny_t
 
 
 def test_a_question_beyond_the_positions_is_refused(model, tiny_tokenizer):
-    """It would take the memory of all its tokens squared, for a bad answer."""
+    """It would take memory quadratic in its tokens, and give a bad answer."""
     small = compress_with(model, tiny_tokenizer, TEXT[: len(TEXT) // 4], **SMALL)
     fits = "Who lives in the red house?"
     long = "house " * 600
@@ -122,7 +120,7 @@ def test_a_question_beyond_the_positions_is_refused(model, tiny_tokenizer):
 
 
 def test_every_way_to_ask_counts_the_positions_of_the_text(model, tiny_tokenizer, tmp_path):
-    """Also where an engine sees fewer: a portable cache is m columns, as of a shorter text."""
+    """Also if an engine sees fewer: a portable cache has m columns, like that of a shorter text."""
     options = {**SMALL, "allocation": "per-head"}
     small = compress_with(model, tiny_tokenizer, TEXT[: len(TEXT) // 4], **options)
     plain = small.portable()
@@ -228,7 +226,9 @@ def test_yarn_from_the_command_line(model, tiny_tokenizer, tmp_path):
 
 
 def test_yarn_stretches_the_layers_that_see_the_whole_text(tiny_tokenizer, tmp_path):
-    """As transformers does with the settings of those layers, where each kind has its own RoPE."""
+    """Each kind of layers has its own RoPE, and only that of full attention is stretched, as in
+    transformers.
+    """
     plain = build_model("gemma3", max_position_embeddings=POSITIONS)
     plain.save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)

@@ -1,4 +1,6 @@
-"""A context that is kept whole gives the same caches as one that is read anew, and is read once."""
+"""A prepared context that is kept gives the same caches as one that is prepared again, and is read
+only once.
+"""
 
 import copy
 
@@ -16,7 +18,7 @@ PLENTY = 1 << 30
 
 @pytest.fixture
 def preparations(monkeypatch):
-    """The contexts that are prepared anew."""
+    """The list of the preparations made during a test."""
     made = []
     prepare = Eviction.prepare
 
@@ -83,7 +85,7 @@ def test_another_text_or_evictor_is_read(tiny_tokenizer, preparations):
 
 
 def test_a_template_that_ends_otherwise_is_read(tiny_tokenizer, preparations):
-    """KVzip reads what the template puts after a question, so scores depend on it."""
+    """KVzip reads what the template writes after a question, so its scores depend on that."""
     model = build_model("qwen3")
     tokenizer = copy.deepcopy(tiny_tokenizer)
     prepared_cache = PreparedContextCache(PLENTY)
@@ -126,7 +128,7 @@ def test_what_is_never_whole_in_memory_is_not_kept(config, tiny_tokenizer):
 
 
 def test_changed_weights_are_another_model(tiny_tokenizer):
-    """`model.half()`, merging an adapter and training change the model in its place."""
+    """`model.half()`, merging an adapter and training change a model in place."""
     model = build_model("llama")
     prepared = PreparedContextCache(1 << 30)
     options = {"evictor": "snapkv", "ratio": 0.5, "adapter": None}

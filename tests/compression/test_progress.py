@@ -1,4 +1,4 @@
-"""How far a compression is: phases in order, a share that grows, and only of one's own thread."""
+"""The progress of a compression: phases in order, a growing share, and only for the own thread."""
 
 import threading
 

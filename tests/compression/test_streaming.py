@@ -1,5 +1,5 @@
-"""Compression as the prefill goes: exact counts, a bound on what is held, and the model that it is
-said to be.
+"""Compression during the prefill: exact counts, a bound on what is held, and the same caches as
+from a dense model with masks.
 """
 
 import json
@@ -81,7 +81,7 @@ def stream(model, evictor, ratio, chunk, adapter=None, context=None, tokenizer=N
 
 
 def marks(cache, columns):
-    """(L, H, columns) bool: which pairs are there."""
+    """Return which pairs a cache holds, (L, H, columns) bool."""
     kept = torch.zeros(len(cache.layers), cache.layers[0].heads, columns, dtype=torch.bool)
     for index, layer in enumerate(cache.layers):
         for head in range(layer.heads):
@@ -226,8 +226,8 @@ def test_sinks_of_the_prefix_stay_out_of_every_part():
 
 @pytest.fixture
 def visible():
-    """An attention function of its own that hides, in every layer and head, what `hidden[layer]`
-    (H, Q, K) marks.
+    """Register an attention function that hides, in every layer and head, the columns that
+    `hidden[layer]` (H, Q, K) marks; return `hidden`, which tests fill.
     """
     hidden = {}
 
@@ -248,8 +248,8 @@ def visible():
 def test_later_parts_read_what_is_kept_at_their_own_positions(
     tiny_model, monkeypatch, visible, evictor, policy
 ):
-    """Keys and values are those of one pass over the text in which each row sees what was kept
-    before its part.
+    """Keys and values are those of a single pass over the text in which each row sees only what was
+    kept before its part.
     """
     model, context = tiny_model.double(), make_text()
     steps, settle = [], Stream._evict_part
@@ -320,7 +320,7 @@ def test_an_adapter_for_full_caches_is_warned_of_where_there_are_parts():
 
 
 def test_restore_tokens_without_an_adapter_are_refused():
-    """As ScoredContext refuses them; the stream failed in the middle."""
+    """ScoredContext refuses them, too; a stream once failed in the middle."""
     model = build_model("qwen3")
     context = make_text()
     prepared = StreamedContext(

@@ -1,4 +1,4 @@
-"""What is no compressed context, no question and no key is refused with a sentence."""
+"""Arguments that are not a compressed context, a question or a key are refused with a sentence."""
 
 import re
 import warnings
@@ -107,7 +107,7 @@ def test_an_open_file_is_told_to_be_read(small):
 
 
 class Wrapper(torch.nn.Module):
-    """A module around a model, which hands on its config alone."""
+    """A module around a model that passes on only the model's config."""
 
     def __init__(self, model):
         super().__init__()
@@ -136,7 +136,7 @@ def test_model_and_tokenizer_are_told_apart(small, tmp_path, name):
 
 
 def test_a_text_that_looks_like_a_file_is_pointed_out(small):
-    """The name of a file, as a text, would be compressed without a word."""
+    """Without the warning, the name of a file would silently be compressed as a text."""
 
     def told_for(text):
         with warnings.catch_warnings(record=True) as caught:

@@ -1,5 +1,5 @@
-"""The restore pass: gradients arrive, LoRA leaves no trace outside of it, adapters survive the disk
-or are refused.
+"""The restore pass: gradients arrive, and LoRA leaves no trace outside of it. Adapters are loaded
+as they were saved, or are refused.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def ids(count, seed=0):
 
 
 def trained(model, n=4, seed=0):
-    """An adapter whose LoRA does something."""
+    """Return an adapter with random LoRA weights, so that its LoRA has an effect."""
     adapter = RestoreAdapter.create(model, n, rank=2, alpha=4, seed=seed)
     with torch.no_grad():
         for parameter in adapter.lora:
@@ -87,13 +87,13 @@ def test_an_adapter_with_nothing_to_train_is_refused(tiny_model):
 
 @pytest.mark.parametrize("alpha", [-1.0, 1e7, math.inf, math.nan])
 def test_an_alpha_that_no_file_may_have_is_refused(tiny_model, alpha):
-    """Such an adapter could be trained, and not be loaded again."""
+    """An adapter with such an alpha could be trained, but not loaded again."""
     with pytest.raises(AdapterError, match=r"alpha must be from 0 to 1,000,000, not"):
         RestoreAdapter.create(tiny_model, 3, alpha=alpha)
 
 
 def test_a_target_that_no_restore_pass_runs_is_refused(tiny_model):
-    """The pass ends before the LM head, whose LoRA would never get a gradient."""
+    """The pass ends before the LM head, so a LoRA there would never get a gradient."""
     with pytest.raises(AdapterError, match="does not run 'lm_head'; name linear layers before"):
         RestoreAdapter.create(tiny_model, 3, targets=("q_proj", "lm_head"))
 
@@ -600,7 +600,7 @@ def test_a_model_with_foreign_adapters_is_refused():
 
 
 def hook_all(model):
-    """As accelerate does with a model that it spreads over devices."""
+    """Add hooks to all modules, as accelerate does when it spreads a model over devices."""
     for name, module in model.named_modules():
         if name:
             add_hook_to_module(module, ModelHook())
@@ -612,7 +612,7 @@ def unhook_all(model):
 
 
 def patch_layers(model):
-    """As Liger does with the instances of a model."""
+    """Replace methods of a model's instances, as Liger does."""
     for layer in model.model.layers:
         layer.mlp.forward = MethodType(type(layer.mlp).forward, layer.mlp)
 
@@ -637,7 +637,7 @@ def wrap_layers(model):
     ids=lambda change: change.__name__,
 )
 def test_lora_runs_in_modules_whose_functions_were_replaced(change):
-    """Such a function is bound to the model's own module, whose layers have no LoRA."""
+    """Such a function is bound to the model's own module, which has layers without LoRA."""
     plain, changed = build_model("llama"), build_model("llama")
     change(changed)
     expected, found = (restored(model, trained(model)) for model in (plain, changed))
@@ -648,7 +648,7 @@ def test_lora_runs_in_modules_whose_functions_were_replaced(change):
 
 @pytest.mark.parametrize("compile_all", [False, True])
 def test_an_adapter_fits_a_compiled_model_and_the_plain_one(tmp_path, compile_all):
-    """torch.compile puts a module around each, which has a part in all names below."""
+    """torch.compile wraps modules, which adds a part to the names of everything inside."""
     plain, compiled = build_model("llama"), build_model("llama")
     if compile_all:
         compiled = torch.compile(compiled, backend="eager")
@@ -691,7 +691,7 @@ def test_a_model_that_got_foreign_adapters_later_is_refused():
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_another_attention_set_since_changes_no_restore_pass(implementation):
-    """An evicted cache can be read by ours alone."""
+    """The pass uses our attention in any case, because no other can read an evicted cache."""
     model = build_model("llama")
     adapter = trained(model)
     caches = []

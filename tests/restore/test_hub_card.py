@@ -1,5 +1,5 @@
-"""Model cards are valid for the hub, true to the record, runnable, and never replace a person's own
-words.
+"""Model cards are valid for the hub and true to the record, their commands run, and they never
+replace what a person wrote.
 """
 
 import json
@@ -121,7 +121,7 @@ def code_blocks(text, language):
 
 
 def test_the_commands_of_a_card_run(world, tmp_path, monkeypatch):
-    """Python and shell give the same compressed context, under the conventions of the card."""
+    """Its Python and shell commands give the same compressed context, with the card's settings."""
     adapter = RestoreAdapter.create(load_model(world.model)[0], 4, rank=2)
     adapter.record_training(
         evictor="kvzip+", prefix_policy="counted", ratio_range=(0.3, 0.6), allocation="per-layer"
@@ -203,7 +203,7 @@ def test_the_card_says_what_happens_to_a_budget_without_room(world):
 
 
 def test_only_the_corpus_whose_sources_are_named_says_so():
-    """A corpus of the user's own has the same title."""
+    """A user's own corpus may have the same title, but does not name its sources."""
     where = "names the sources of the corpus of many genres"
     for origin, is_named in (("41 files, ea14c13fa8dcb481", True), ("own.jsonl, 1f", False)):
         source = f"Corpus of many genres ({origin}, seed 0)"

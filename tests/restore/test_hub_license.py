@@ -1,6 +1,6 @@
-"""What may be done with an adapter, and the authors' adapters, whose conventions lead to warnings.
+"""What the license of an adapter allows, and the authors' adapters, which lead to warnings.
 
-Loading reads no license. Training, saving and publishing do.
+Loading does not read a license. Training, saving and publishing do.
 """
 
 import shutil
@@ -208,7 +208,9 @@ def model():
 
 
 def published(model, folder, readme=None):
-    """The files that the authors publish: no restorekv.json."""
+    """Write an adapter's files as the authors publish them, without restorekv.json; return the
+    folder.
+    """
     RestoreAdapter.create(model, 4, rank=2).save_pretrained(folder)
     (folder / "restorekv.json").unlink()
     (folder / "README.md").unlink()
@@ -218,7 +220,7 @@ def published(model, folder, readme=None):
 
 
 def with_warnings(call):
-    """The result, and our warnings."""
+    """Return the result of a call, and our warnings during it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = call()
@@ -317,7 +319,7 @@ def test_loading_reads_weights_and_one_record(model, tmp_path, monkeypatch):
 
 
 def test_a_copy_keeps_its_license(model, tmp_path):
-    """Saved, trained on, published: a non-commercial adapter does not become another one."""
+    """A non-commercial adapter stays so when it is saved, trained further and published."""
     folder = published(model, tmp_path / "RestoreKV-Qwen3-8B", NC)
     adapter = RestoreAdapter.from_pretrained(model, folder)
     adapter.save_pretrained(tmp_path / "renamed")
@@ -339,7 +341,7 @@ def test_licenses_of_our_own_adapters(model, tmp_path):
     adapter = RestoreAdapter.create(model, 4, rank=2)
 
     def train(place, **record):
-        """An adapter that was trained, saved and loaded, and what training warned of."""
+        """Return an adapter that was trained, saved and loaded, and the warnings of training."""
         _, heard = with_warnings(
             lambda: adapter.record_training(evictor="kvzip", prefix_policy="free", **record)
         )

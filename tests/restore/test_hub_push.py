@@ -1,5 +1,5 @@
-"""`restorekv push`: the dry run is the push without the upload; a person's README.md; results of an
-evaluation.
+"""`restorekv push`: a dry run does all but the upload, a person's README.md stays, and results of
+an evaluation are published.
 """
 
 import json
@@ -43,7 +43,7 @@ def folder_of(place, readme=None, **record):
 
 
 def both(folder, repo, *more):
-    """Dry run and push; their messages but for what the hub itself says."""
+    """Return the results of a dry run and of a push with the same arguments."""
     return cli("push", folder, repo, "--dry-run", *more), cli("push", folder, repo, *more)
 
 
@@ -69,7 +69,7 @@ def test_a_dry_run_warns_as_push_does(world, hub):
 
 
 def test_no_folder_of_this_machine_goes_up(tmp_path, hub):
-    """Records of earlier versions held where a gate and the first adapter were."""
+    """Records of earlier versions hold the paths of a gate and of the adapter trained further."""
     secret = tmp_path / "customer"
     settings = {
         "init": f"{secret}/runs/first",
@@ -179,7 +179,7 @@ def test_without_a_record_nothing_goes_up(tmp_path):
 
 @pytest.fixture(scope="module")
 def measured(world, tmp_path_factory):
-    """An adapter that was trained a little, and what eval wrote of it and of another one."""
+    """A folder with an adapter, and with what `eval` wrote about it and about another one."""
     root = tmp_path_factory.mktemp("measured")
     adapter = RestoreAdapter.create(load_model(world.model)[0], 4, rank=2)
     with torch.no_grad():
@@ -300,7 +300,7 @@ def test_an_adapter_of_several_evictors_has_results_of_each(measured, own, recor
 
 
 def test_results_under_another_protocol_and_of_cut_texts(measured, own):
-    """A protocol gives a method settings of its own, which the adapter's record does not know."""
+    """A protocol adds settings to a method, which the adapter's record does not have."""
     payload = json.loads((measured / "eval.json").read_text())
     for row in payload["rows"]:
         row |= {"protocol": "kvzip", "max_context": 300}
@@ -316,7 +316,7 @@ def test_results_under_another_protocol_and_of_cut_texts(measured, own):
 
 
 def test_results_beside_caches_that_were_held_otherwise(measured, own):
-    """Every row has the base that was held as it was, and says how."""
+    """Every row is compared with a base that was held in the same way, and names that way."""
     payload = json.loads((measured / "eval.json").read_text())
     few = [
         {**row, "kv_dtype": "int8", "score": row["score"] / 2}

@@ -1,5 +1,5 @@
-"""What a model card says about license, controls, settings, data and base model is true of this
-very adapter.
+"""What a model card says about license, controls, settings, data and base model is true of its
+adapter.
 """
 
 import re
@@ -15,12 +15,12 @@ from tests.helpers.cards import adapter_of, card_of, rows
 
 
 def words(text):
-    """One line, as a reader sees it."""
+    """Return a text in one line, without the breaks that a reader does not see."""
     return " ".join(text.split())
 
 
 def licensed(*names, **record):
-    """What the card says of the license of an adapter with one source per name."""
+    """Return what a card says about the license of an adapter that has one source per name."""
     text = card_of(adapter_of(data=[{"source": "A", "license": name} for name in names], **record))
     return words(text.split("License of this adapter: ")[1].split("\n## ")[0])
 

@@ -1,4 +1,4 @@
-"""An adapter that knows the ratio: its restore pass is that of a plain adapter whose embeddings are
+"""An adapter that knows the ratio: its restore pass is that of a plain adapter with embeddings
 moved along the ratio vectors by ln(r / 0.1).
 """
 
@@ -25,7 +25,7 @@ KNOWING = replace(CONFIG, knows_ratio=True)
 
 
 def make_adapter(model, n=3, seed=0):
-    """An adapter whose LoRA and ratio vectors do something."""
+    """Return an adapter with random LoRA weights and ratio vectors, so that both have an effect."""
     adapter = RestoreAdapter.create(model, n, rank=2, alpha=4, seed=seed)
     adapter.add_ratio_vectors()
     generator = torch.Generator().manual_seed(seed)
@@ -37,7 +37,7 @@ def make_adapter(model, n=3, seed=0):
 
 
 def make_moved_adapter(adapter, ratio):
-    """The oracle: a plain adapter with the embeddings of one ratio."""
+    """Return what is expected: a plain adapter with the embeddings of one ratio."""
     embeddings = adapter.embeddings + math.log(float(Fraction(ratio)) / 0.1) * adapter.ratio_vectors
     moved = RestoreAdapter(adapter.model, adapter.lora_config, embeddings.detach(), adapter.card)
     lora = {name: value.detach() for name, value in adapter.lora_parameters.items()}

@@ -1,4 +1,4 @@
-"""Adapters that ship are named MODEL:NAME wherever an adapter is named."""
+"""Shipped adapters can be named MODEL:NAME wherever an adapter is named."""
 
 import pytest
 
