@@ -45,7 +45,7 @@ def test_counting_what_is_held():
 
 @pytest.mark.parametrize("ratio", ["1", "0.5", "0.1"])
 def test_the_last_cache_frees_the_full_one_layer_by_layer(ratio):
-    """Full cache, scores, marks and one layer are held; without `consume`, also the ragged cache."""
+    """Full cache, scores, marks and a layer are held; without `consume`, also the ragged cache."""
     model = build_model("qwen3", num_hidden_layers=12)
     prepared = Eviction.make("knorm").prepare(model, None, make_context())
     kept = prepared.evict(ratio)

@@ -377,7 +377,7 @@ class RemoteVllm:
 async def _iter_lines(response: httpx2.Response) -> AsyncIterator[bytes]:
     """Yield the lines of a stream of events.
 
-    Only a line feed ends a line. The client's own `aiter_lines` would also split at Unicode's
+    Only a line feed ends a line. The HTTP client's own lines would also end at Unicode's
     separators, which may occur in the JSON of an event.
     """
     begun = b""
