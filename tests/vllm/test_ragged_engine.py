@@ -183,7 +183,7 @@ def test_answers_are_the_same_head_by_head(world, monkeypatch):
 
 
 def test_logits_of_hundreds_are_attended(tmp_path, monkeypatch):
-    """The biases of Qwen 2's keys cause them; they ended the engine."""
+    """The biases on Qwen 2's keys cause such logits, which once ended the engine."""
     build_plainly = build_model
 
     def build_biased_model(*args, **options) -> PreTrainedModel:

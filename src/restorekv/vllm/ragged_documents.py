@@ -65,9 +65,9 @@ def make_mark() -> list[int]:
 
 
 def make_end(count: int) -> tuple[int, ...]:
-    """Return the MARK ids with which the placeholders of so many documents end.
+    """Return the MARK ids with which the placeholders of `count` documents end.
 
-    By them a prompt that has lost its beginning is recognized.
+    A prompt that was cut at its beginning is recognized by them.
     """
     return tuple(make_placeholders(KIND + f" {count}".encode(), MARK, LARGEST_ID))
 
@@ -116,7 +116,7 @@ def build_rope_model(config: PretrainedConfig) -> PreTrainedModel:
     # A mixture of experts gets a single expert; other configs have no such settings.
     for name in (*EXPERT_SIZES, *ONE_EXPERT):
         if isinstance(getattr(small, name, None), int):
-            # Kernels for experts ask for sizes of whole vectors.
+            # Kernels for experts need sizes that are whole vectors.
             setattr(small, name, head_dim if name in EXPERT_SIZES else 1)
     # The engine's own random state stays as if nothing had been drawn here.
     with torch.random.fork_rng(devices=[]):

@@ -34,7 +34,7 @@ class RaggedStore(DocumentStore):
 
     def __init__(self, folder: str | Path, model: EngineModel) -> None:
         super().__init__(folder, model, make_mark())
-        # Also of files that were not read yet, and of all combinations.
+        # The ends are the same for all files, so those of unread files and compositions count, too.
         self._ends = {make_end(1), *composition.COUNTS}
         self._longest = PLACEHOLDERS
         if model.vocabulary < LARGEST_ID:

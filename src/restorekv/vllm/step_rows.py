@@ -116,7 +116,7 @@ def measure_log_sum_exp(
     # If every value is zero, nothing can be measured. Only a pruned head is like that, and its
     # other part is zero, too.
     missing = norms > 0
-    # What was not measured yet lies between them.
+    # Bounds of the log-sum-exps that were not measured yet. Each sink narrows them.
     low = lse.clone()
     high = -low
     while True:
@@ -142,7 +142,7 @@ def measure_log_sum_exp(
 def choose_sink(low: float, high: float) -> float:
     """Return the logit of a sink that may measure a log-sum-exp between two bounds.
 
-    One of the bounds may be infinite. Then steps become larger, so that few are taken.
+    If one of the bounds is infinite, steps grow with the other bound, so that few suffice.
     """
     if math.isinf(high):
         return low + max(abs(low), 45.0)
