@@ -35,7 +35,7 @@ from restorekv.evaluation.charts import (
 )
 from restorekv.evaluation.grid import FULL
 from restorekv.evaluation.report import Block
-from restorekv.evaluation.stats import FEW
+from restorekv.evaluation.stats import MIN_FOR_INTERVAL
 from restorekv.evaluation.tables import (
     UNKNOWN,
     Table,
@@ -280,8 +280,8 @@ def make_claims_table(name: str, claims: Sequence[JudgedClaim]) -> Table:
     head = ["what the paper says", "margin in the paper", "margin here", "verdict"]
     note = (
         "How far the figures are on the claim's side, in points unless it says otherwise, with a "
-        "95 % interval, which fewer than "
-        f"{FEW} contexts do not have; a claim is within noise where the interval holds zero."
+        f"95 % interval, which fewer than {MIN_FOR_INTERVAL} contexts do not have; a claim is "
+        "within noise where the interval holds zero."
     )
     return Table(f"{name}-claims", "Claims", head, rows, note, data, left=(0, 3))
 

@@ -20,7 +20,7 @@ from paper.setting import Setting
 from restorekv.evaluation.fidelity import tally_divergence
 from restorekv.evaluation.grid import FULL
 from restorekv.evaluation.results import Result
-from restorekv.evaluation.stats import FEW, Estimate, bootstrap_ratio
+from restorekv.evaluation.stats import MIN_FOR_INTERVAL, Estimate, bootstrap_ratio
 from restorekv.evaluation.tables import Table, format_number, format_range
 
 NOTE = (
@@ -79,12 +79,12 @@ def load_fidelity(
 def _bootstrap(one: Fidelity, other: Fidelity | None = None) -> Estimate:
     """Return the KL of a row, or its paired difference from another row, with its 95 % interval.
 
-    There is no interval (None) over fewer than FEW documents.
+    There is no interval (None) over fewer than MIN_FOR_INTERVAL documents.
     """
     reference = (other.sums, other.tokens) if other else None
     value, low, high = bootstrap_ratio(one.sums, one.tokens, reference)
     # Documents without questions of these tasks are drawn too, but must not count here.
-    if np.count_nonzero(one.tokens) < FEW:
+    if np.count_nonzero(one.tokens) < MIN_FOR_INTERVAL:
         return value, None, None
     return value, low, high
 

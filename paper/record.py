@@ -15,7 +15,7 @@ from restorekv.evaluation.grid import FULL, Cell
 from restorekv.evaluation.report import Block, Section
 from restorekv.evaluation.results import Result
 from restorekv.evaluation.rows import SUMMARY_COLUMNS
-from restorekv.evaluation.stats import FEW, MIN_FULL_SCORE
+from restorekv.evaluation.stats import MIN_FOR_INTERVAL, MIN_FULL_SCORE
 from restorekv.evaluation.tables import Table, format_number, format_score, name_method
 
 RULE = (
@@ -71,7 +71,7 @@ def _make_full_cache_table(done: Mapping[Cell, Result]) -> Table:
                 }
             )
     head = ["benchmark", "settings", "task", "questions", "score of the full cache", "in means"]
-    note = f"Points, 0 to 100; 95 % intervals over at least {FEW} contexts."
+    note = f"Points, 0 to 100; 95 % intervals over at least {MIN_FOR_INTERVAL} contexts."
     return Table("full-cache", "The full cache by task", head, rows, note, data, left=(0, 1, 2, 5))
 
 

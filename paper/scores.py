@@ -3,7 +3,8 @@ answers.
 
 A score is the mean over seeds of the mean over tasks, in points. Intervals are 95 % bootstraps over
 contexts and, within each row, over its seeds. All rows are resampled with the same contexts, so
-that differences are paired. With fewer than FEW contexts there are no intervals and no verdicts.
+that differences are paired. With fewer than MIN_FOR_INTERVAL contexts there are no intervals and no
+verdicts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from paper.experiment import Claim, Comparison, Most, Place, Spot, Weights
 from restorekv.evaluation.stats import (
-    FEW,
+    MIN_FOR_INTERVAL,
     RESAMPLES,
     Estimate,
     ScoredAnswer,
@@ -186,13 +187,13 @@ class Scores:
 
 
 def has_few_contexts(scores: Scores, spots: Iterable[Spot]) -> bool:
-    """Return whether any of the scores is computed from fewer than FEW contexts."""
-    return any(scores.count_contexts(*spot) < FEW for spot in spots)
+    """Return whether any of the scores is computed from fewer than MIN_FOR_INTERVAL contexts."""
+    return any(scores.count_contexts(*spot) < MIN_FOR_INTERVAL for spot in spots)
 
 
 def compute_margin(scores: Scores, weights: Weights) -> Estimate:
-    """Return a weighted sum of scores with its interval; no interval (None) over fewer than FEW
-    contexts.
+    """Return a weighted sum of scores with its interval; no interval (None) over fewer than
+    MIN_FOR_INTERVAL contexts.
     """
     rows = list(dict.fromkeys(row for row, _ in weights))
     value = sum(weight * scores.points(*spot) for spot, weight in weights.items())

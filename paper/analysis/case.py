@@ -18,7 +18,7 @@ from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.compression.config import RatioOrBudget
 from restorekv.compression.full_cache import SINKS, ScoredContext
 from restorekv.evaluation.protocols import AskingProtocol
-from restorekv.evaluation.stats import FEW, draw_resamples
+from restorekv.evaluation.stats import MIN_FOR_INTERVAL, draw_resamples
 from restorekv.model import attention
 from restorekv.model.attention import autograd
 from restorekv.model.attention.reference import make_causal_mask
@@ -140,9 +140,9 @@ class DocumentFigures:
         """Return [low, high], a 95 % bootstrap over documents of a statistic of the mean.
 
         `statistic` maps the means of R resamples (R, ...) to (R,). Returns [None, None] if it is
-        not finite for one of them, or if there are fewer than FEW documents.
+        not finite for one of them, or if there are fewer than MIN_FOR_INTERVAL documents.
         """
-        if len(self.documents) < FEW:
+        if len(self.documents) < MIN_FOR_INTERVAL:
             return [None, None]
         values = self.stacked(*path)
         drawn = draw_resamples(len(self.documents), 0) * self.weights(by_question)

@@ -36,7 +36,7 @@ from restorekv.evaluation.charts import (
     with_style,
 )
 from restorekv.evaluation.report import Block
-from restorekv.evaluation.stats import FEW
+from restorekv.evaluation.stats import MIN_FOR_INTERVAL
 from restorekv.evaluation.tables import Table, format_number
 from restorekv.files import load_lines
 from restorekv.model.load import load_model
@@ -278,7 +278,7 @@ def _judge_claim(
     with np.errstate(invalid="ignore", divide="ignore"):
         value = float(of(both.mean("all", by_question=True)[None])[0])
         low, high = both.interval(of, "all", by_question=True)
-    if len(found.documents) < FEW and np.isfinite(value):
+    if len(found.documents) < MIN_FOR_INTERVAL and np.isfinite(value):
         return JudgedClaim(text, TOO_FEW, (paper,), value)
     if None in (low, high) or not np.isfinite([value, low, high]).all():
         return JudgedClaim(text, MISSING, (paper,))

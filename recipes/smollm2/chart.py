@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from recipes.pages import fill_page
 from recipes.run import make_parser, run_recipe
 from restorekv.evaluation.answers_kept import EVERY
-from restorekv.evaluation.stats import ENOUGH, bootstrap_ratio
+from restorekv.evaluation.stats import MIN_FOR_RANKING, bootstrap_ratio
 from restorekv.evaluation.tables import name_evictor
 from restorekv.files import read_json, replace_file
 
@@ -461,7 +461,7 @@ def format_cut(cut: float, genre: str) -> str:
 def describe_texts(title: str, full: Row) -> str:
     """Say how many texts a benchmark has, and how many of its tasks count in its score."""
     texts = f"{title}, {full['samples']} texts"
-    if full["samples"] < ENOUGH:
+    if full["samples"] < MIN_FOR_RANKING:
         texts = f"{texts} (a glimpse)"
     if not full["left_out"]:
         return texts

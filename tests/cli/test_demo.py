@@ -188,7 +188,7 @@ def test_the_demo_loads_its_model_once(monkeypatch):
         monkeypatch.setattr(
             module, "load_model", lambda *given: loads.append(given) or load_model(*given)
         )
-    worker.OPENED.clear()
+    worker.OPEN_MODELS.clear()
     demo = cli("demo", "--full", "--model", "tiny")
     assert demo.code == 0 and "full cache" in demo.out, demo
     assert len(loads) == 1

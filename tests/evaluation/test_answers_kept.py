@@ -18,7 +18,7 @@ from restorekv.evaluation.answers_kept import (
 from restorekv.evaluation.frame import load_grid
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.results import ANSWERS, SUMMARY, load_results
-from restorekv.evaluation.stats import FEW
+from restorekv.evaluation.stats import MIN_FOR_INTERVAL
 from tests.helpers.report_world import write_scores
 
 
@@ -85,7 +85,7 @@ def test_rows_come_method_by_method_from_the_mildest_ratio():
 
 
 def test_few_contexts_have_counts_alone(tmp_path):
-    few = FEW - 1
+    few = MIN_FOR_INTERVAL - 1
     write_scores(
         tmp_path, Cell.full_cache(model="tiny", benchmark="tiny:count=6"), [[1, 1, 1]] * few
     )

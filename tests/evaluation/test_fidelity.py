@@ -35,7 +35,7 @@ def world(tmp_path_factory, tiny_tokenizer):
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
     monkeypatch.setitem(tasks.BENCHMARKS, "plain", Plain)
-    worker.OPENED.clear()
+    worker.OPEN_MODELS.clear()
 
 
 def masked_logits(path, ids, answers, positions, cache):

@@ -13,7 +13,7 @@ import pytest
 
 from restorekv.evaluation import results
 from restorekv.evaluation.run import run_grid
-from restorekv.evaluation.worker import OPENED
+from restorekv.evaluation.worker import OPEN_MODELS
 from tests.helpers.grid_world import contents, resume, tiny_grid
 
 CONTEXTS, CELLS, PROGRAM, ROOT = 4, 5, "tests.helpers.grid_world", Path(__file__).parents[2]
@@ -30,7 +30,7 @@ KILLS = [
 def uninterrupted(tmp_path_factory):
     """The model stays open in this process, for its children."""
     folder = tmp_path_factory.mktemp("whole")
-    OPENED.clear()
+    OPEN_MODELS.clear()
     run_grid(tiny_grid(CONTEXTS), folder)
     return contents(folder)
 

@@ -46,7 +46,7 @@ def world(tmp_path_factory, tiny_tokenizer):
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
     monkeypatch.setitem(tasks.BENCHMARKS, "plain", Plain)
-    worker.OPENED.clear()
+    worker.OPEN_MODELS.clear()
 
 
 @pytest.fixture
@@ -351,7 +351,7 @@ def test_another_model_of_the_same_name_is_refused(world, tmp_path, tiny_tokeniz
     for seed in (0, 1):
         build_model("qwen3", seed=seed).save_pretrained(place)
         tiny_tokenizer.save_pretrained(place)
-        worker.OPENED.clear()
+        worker.OPEN_MODELS.clear()
         if seed == 0:
             run_grid(grid(str(place), "plain"), tmp_path / "run")
     before = contents(tmp_path / "run")
@@ -379,7 +379,7 @@ def test_a_model_folder_that_ends_splits_or_cuts_texts_otherwise_is_refused(
         else:
             tokenizer.model_max_length = 20
         tokenizer.save_pretrained(tmp_path / "model")
-    worker.OPENED.clear()
+    worker.OPEN_MODELS.clear()
     with pytest.raises(RestoreKVError, match=f"was made with {change} .* \\(now ") as raised:
         run_grid(cells, tmp_path / "run")
     assert one_sentence(raised)

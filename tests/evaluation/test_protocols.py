@@ -60,7 +60,7 @@ def ids(text):
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
     monkeypatch.setitem(tasks.BENCHMARKS, "plain", Plain)
-    worker.OPENED.clear()
+    worker.OPEN_MODELS.clear()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.grid_tables import count_gains
 from restorekv.evaluation.stats import (
-    FEW,
+    MIN_FOR_INTERVAL,
     ScoredAnswer,
     bootstrap_ratio,
     bootstrap_score,
@@ -149,7 +149,7 @@ def test_few_contexts_have_no_interval_to_show():
     """Over one context a bootstrap has no width, over two it excludes zero by chance as often as
     not.
     """
-    for contexts in (1, FEW - 1, FEW):
+    for contexts in (1, MIN_FOR_INTERVAL - 1, MIN_FOR_INTERVAL):
         mine, base = (
             [ScoredAnswer(f"{n}", "f", "q", "", score) for n in range(contexts)]
             for score in (0.6, 0.5)
@@ -158,9 +158,9 @@ def test_few_contexts_have_no_interval_to_show():
         assert found["contexts"] == contexts
         # What others make of the figures shows none either.
         for figure in ("low", "high", "gain_low", "gain_high"):
-            assert (found[figure] is None) == (contexts < FEW)
+            assert (found[figure] is None) == (contexts < MIN_FOR_INTERVAL)
         ratio = bootstrap_ratio(np.arange(contexts, dtype=float), np.ones(contexts))
-        assert (ratio[1:] == (None, None)) == (contexts < FEW)
+        assert (ratio[1:] == (None, None)) == (contexts < MIN_FOR_INTERVAL)
         assert count_gains([{**found, "kind": "all"}]).startswith(
-            f"1 of 1 paired cells improve, {int(contexts == FEW)} of them with"
+            f"1 of 1 paired cells improve, {int(contexts == MIN_FOR_INTERVAL)} of them with"
         )

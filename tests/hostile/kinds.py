@@ -114,7 +114,7 @@ def seal_adapter(folder: Path) -> None:
         card = json.loads(path.read_text())
         card["sha256"] = {
             name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
-            for name in adapter_file.SUMMED
+            for name in adapter_file.CHECKSUMMED
         }
         path.write_text(json.dumps(seal_record(card)))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):

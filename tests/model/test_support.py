@@ -177,7 +177,7 @@ def with_eager(monkeypatch, change):
     """A Llama whose eager attention is changed, as in a class of its own."""
     module = sys.modules["transformers.models.llama.modeling_llama"]
     monkeypatch.setattr(module, "eager_attention_forward", change(module.eager_attention_forward))
-    monkeypatch.setattr(support, "_known", {})
+    monkeypatch.setattr(support, "_support_by_key", {})
     return decoders.build("llama")
 
 
@@ -197,7 +197,7 @@ def test_sinks_that_only_the_class_knows_are_seen(monkeypatch):
 
 def test_a_class_that_breaks_over_a_ragged_layer_gets_a_sentence(monkeypatch):
     module = sys.modules["transformers.models.llama.modeling_llama"]
-    monkeypatch.setattr(support, "_known", {})
+    monkeypatch.setattr(support, "_support_by_key", {})
     own = module.LlamaAttention.forward
 
     def forward(self, hidden_states, **options):
@@ -214,7 +214,7 @@ def test_a_class_that_breaks_over_a_ragged_layer_gets_a_sentence(monkeypatch):
 @pytest.mark.parametrize("lack", [MemoryError, torch.OutOfMemoryError])
 def test_a_lack_of_memory_is_not_the_model_s_fault(monkeypatch, lack):
     module = sys.modules["transformers.models.llama.modeling_llama"]
-    monkeypatch.setattr(support, "_known", {})
+    monkeypatch.setattr(support, "_support_by_key", {})
 
     def forward(self, *args, **options):
         raise lack("no memory is left")
@@ -261,7 +261,7 @@ def break_hook(model):
 )
 def test_a_damaged_model_says_nothing_of_its_class(monkeypatch, damage, why):
     """A second one is loaded after the first was refused, perhaps in another dtype."""
-    monkeypatch.setattr(support, "_known", {})
+    monkeypatch.setattr(support, "_support_by_key", {})
     model = decoders.build("llama")
     damage(model)
     for _ in range(2):
@@ -359,7 +359,7 @@ def test_a_model_in_training_mode_is_refused_if_that_changes_its_passes(tiny_tok
 
 
 def test_a_model_is_asked_once(monkeypatch):
-    monkeypatch.setattr(support, "_known", {})
+    monkeypatch.setattr(support, "_support_by_key", {})
     probes = []
     own = support.probe_model
     monkeypatch.setattr(support, "probe_model", lambda model: probes.append(model) or own(model))
@@ -511,7 +511,7 @@ def test_a_context_as_long_as_the_window_is_exact():
 def test_attention_without_a_mask_is_refused(monkeypatch):
     """Nothing then says what a layer sees of a longer text."""
     module = sys.modules["transformers.models.llama.modeling_llama"]
-    monkeypatch.setattr(support, "_known", {})
+    monkeypatch.setattr(support, "_support_by_key", {})
     monkeypatch.setattr(module, "create_causal_mask", lambda *args, **options: None)
     with pytest.raises(ModelError, match="calls attention without a mask"):
         support.get_support(decoders.build("llama"))

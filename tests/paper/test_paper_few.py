@@ -21,7 +21,7 @@ from paper.scores import (
     compute_margin,
     judge_claim,
 )
-from restorekv.evaluation.stats import FEW, ScoredAnswer
+from restorekv.evaluation.stats import MIN_FOR_INTERVAL, ScoredAnswer
 
 HERE = Place("ruler", 0.1)
 TASKS = ("a", "b")
@@ -58,12 +58,16 @@ MARGIN = {("one", HERE): 1, ("other", HERE): -1}
 
 
 def test_a_margin_over_few_contexts_has_no_interval():
-    assert compute_margin(make_scores(FEW - 1), MARGIN) == (pytest.approx(50), None, None)
-    assert compute_margin(make_scores(FEW), MARGIN) == pytest.approx((50, 50, 50))
+    assert compute_margin(make_scores(MIN_FOR_INTERVAL - 1), MARGIN) == (
+        pytest.approx(50),
+        None,
+        None,
+    )
+    assert compute_margin(make_scores(MIN_FOR_INTERVAL), MARGIN) == pytest.approx((50, 50, 50))
 
 
 def test_the_contexts_of_a_mean_are_those_of_all_its_parts():
-    scores = make_scores(FEW, own=True)
+    scores = make_scores(MIN_FOR_INTERVAL, own=True)
     part = Place("ruler", 0.1, "a")
     assert compute_margin(scores, {("one", part): 1})[1:] == (None, None)
     mean = Place("ruler", 0.1, parts=TASKS)
@@ -74,15 +78,19 @@ def test_claims_are_not_judged_on_few_contexts():
     claim, most = Claim("c", MARGIN), Most("m", (MARGIN,), 1)
     experiment = make_comparison(claim, most)
     for each in (claim, most):
-        judged = judge_claim(each, experiment, make_scores(FEW - 1))
+        judged = judge_claim(each, experiment, make_scores(MIN_FOR_INTERVAL - 1))
         assert judged.verdict == TOO_FEW and judged.low is None and judged.high is None
-        assert judge_claim(each, experiment, make_scores(FEW)).verdict == HOLDS
-    found = [judge_claim(each, experiment, make_scores(FEW - 1)) for each in (claim, most)]
+        assert judge_claim(each, experiment, make_scores(MIN_FOR_INTERVAL)).verdict == HOLDS
+    found = [
+        judge_claim(each, experiment, make_scores(MIN_FOR_INTERVAL - 1)) for each in (claim, most)
+    ]
     table = comparison_tables.make_claims_table("n", found)
     assert [row[2] for row in table.rows] == ["+50.0", "1 of 1"]
     assert all("too few contexts" in row[3] for row in table.rows)
     assert "0 of 2 claims hold, 2 too few contexts" in comparison_tables.summarize_claims(found)
-    assert compare_orders(experiment, make_scores(FEW - 1), HERE)[TOO_FEW] == [["one", "other"]]
+    assert compare_orders(experiment, make_scores(MIN_FOR_INTERVAL - 1), HERE)[TOO_FEW] == [
+        ["one", "other"]
+    ]
     setting = SimpleNamespace(name="", model="tiny", about="")
     intro = write.write_introduction(setting, {}, found)
     assert "2 on too few contexts, 0 not measured" in intro[0]
@@ -107,7 +115,9 @@ def make_fidelity(contexts, kl):
 def test_fidelity_to_the_full_cache_has_none_either():
     few = make_fidelity(1, 0.2), make_fidelity(1, 0.5)
     assert fidelity._bootstrap(*few) == (pytest.approx(-0.3), None, None)
-    assert None not in fidelity._bootstrap(make_fidelity(FEW, 0.2), make_fidelity(FEW, 0.5))
+    assert None not in fidelity._bootstrap(
+        make_fidelity(MIN_FOR_INTERVAL, 0.2), make_fidelity(MIN_FOR_INTERVAL, 0.5)
+    )
     rows = {"one": Row("one", "kvzip", "own"), "other": Row("other", "kvzip")}
     experiment = SimpleNamespace(rows=rows, against={"one": "other"})
     known = dict(zip((("one", "ruler", 0.1), ("other", "ruler", 0.1)), few, strict=True))
@@ -128,17 +138,17 @@ def test_seconds_of_few_contexts_are_not_judged():
         }
         return write._judge_faster(experiment, took)
 
-    few = judge(FEW - 1)
+    few = judge(MIN_FOR_INTERVAL - 1)
     assert (few.verdict, few.value, few.low, few.high) == (TOO_FEW, 1.0, None, None)
-    assert judge(FEW).verdict == HOLDS
+    assert judge(MIN_FOR_INTERVAL).verdict == HOLDS
 
 
 def test_an_analysis_of_few_documents_has_no_interval():
     def make(count):
         return DocumentFigures([{"base": {"masses": [1.0]}}] * count, [1] * count)
 
-    assert make(FEW - 1).interval(lambda x: x[:, 0], "base", "masses") == [None, None]
-    assert make(FEW).interval(lambda x: x[:, 0], "base", "masses") == [1.0, 1.0]
+    assert make(MIN_FOR_INTERVAL - 1).interval(lambda x: x[:, 0], "base", "masses") == [None, None]
+    assert make(MIN_FOR_INTERVAL).interval(lambda x: x[:, 0], "base", "masses") == [1.0, 1.0]
     judged = mechanism._judge_claim("c", 1.0, make(1), ("base",), lambda x: x[:, 0, 0])
     assert isinstance(judged, JudgedClaim)
     assert (judged.verdict, judged.value, judged.low) == (TOO_FEW, 1.0, None)

@@ -269,7 +269,7 @@ def test_passes_pair_up_however_many_each_process_makes():
         get_backbone(model).register_forward_pre_hook(lambda *_: passes.append(1))
         with torch.no_grad():
             for own in ((1, 4), (3, 0), (2, 2)):
-                with group.join_uneven(model):
+                with group.allow_uneven_passes(model):
                     for length in range(own[group.rank]):
                         model(ids[:, : 5 + 3 * length])
             made = len(passes)

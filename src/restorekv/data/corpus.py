@@ -90,7 +90,7 @@ def read_corpus(
         except DropRow as reason:
             yield reason
     part, parts = config.shard
-    for number, turn in enumerate(_take_turns(genres, config)):
+    for number, turn in enumerate(_interleave_genres(genres, config)):
         if number % parts != part:
             continue  # before its text is tokenized
         if isinstance(turn, int):
@@ -102,7 +102,7 @@ def read_corpus(
             yield reason
 
 
-def _take_turns(genres: dict[str, list[dict]], config: BuildConfig) -> Iterator[dict | int]:
+def _interleave_genres(genres: dict[str, list[dict]], config: BuildConfig) -> Iterator[dict | int]:
     """Yield the rows of all parts in their order, and between them the numbers of made documents.
 
     The genres are shuffled, and every draw depends on the seed alone, so all parts of a build see

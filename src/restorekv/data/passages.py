@@ -166,7 +166,7 @@ def _draw_code(rng: random.Random) -> str:
     return "-".join(groups)
 
 
-def _draw_secret(rng: random.Random) -> str:
+def _draw_words(rng: random.Random) -> str:
     """Draw one word or two."""
     return " ".join(rng.sample(WORDS, rng.randint(1, 2)))
 
@@ -181,8 +181,8 @@ ATTRIBUTES: tuple[tuple[str, Draw], ...] = (
     ("telephone number", _draw_number),
     ("code", _draw_code),
     ("label", _draw_code),
-    ("password", _draw_secret),
-    ("secret word", _draw_secret),
+    ("password", _draw_words),
+    ("secret word", _draw_words),
     ("date", _draw_date),
     ("owner", lambda rng: rng.choice(NAMES)),
     ("price", _draw_number),

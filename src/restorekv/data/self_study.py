@@ -90,7 +90,7 @@ class SelfStudy:
             attempts.append([{"kind": kind, "fault": fault} for kind, fault in faults.items()])
             for kind, words in questions:
                 question = separator + words
-                if not self._fits(context, kind, question):
+                if not self._has_positions(context, kind, question):
                     attempts[-1].append({"kind": kind, "fault": "long question"})
                     continue
                 asked.append(StudyQuestion(context, cache, kind, question))
@@ -169,7 +169,7 @@ class SelfStudy:
                 faults[kind] = fault
         return questions, faults
 
-    def _fits(self, context: Context, kind: str, question: str) -> bool:
+    def _has_positions(self, context: Context, kind: str, question: str) -> bool:
         """Return whether the model has positions for the context, a question and its answer, and
         for the restore tokens that training puts between them.
 

@@ -51,16 +51,16 @@ LONGALPACA_LICENSE = "cc-by-nc-4.0"
 PG19_LICENSE = "apache-2.0"
 FLAN_LICENSE = "odc-by"
 FLAN_SUBSET = "flan_v2"
-END = re.compile(r"Now the [a-z ]{1,30} ends\.", re.IGNORECASE)
-DEED = "https://creativecommons.org/licenses/"
-ZERO = "https://creativecommons.org/publicdomain/zero/1.0/"
+END_MARKER = re.compile(r"Now the [a-z ]{1,30} ends\.", re.IGNORECASE)
+CC_URL = "https://creativecommons.org/licenses/"
+CC0_URL = "https://creativecommons.org/publicdomain/zero/1.0/"
 # A paper's own words for its license, and the hub's identifier.
 PAPER_LICENSES = {
-    f"Creative Commons - Attribution - {DEED}by/4.0/": "cc-by-4.0",
-    f"Creative Commons - Attribution - {DEED}by/3.0/": "cc-by-3.0",
-    f"Creative Commons - Attribution Share-Alike - {DEED}by-sa/4.0/": "cc-by-sa-4.0",
-    f"Creative Commons - Attribution Share-Alike - {DEED}by-sa/3.0/": "cc-by-sa-3.0",
-    f"Creative Commons Zero - Public Domain - {ZERO}": "cc0-1.0",
+    f"Creative Commons - Attribution - {CC_URL}by/4.0/": "cc-by-4.0",
+    f"Creative Commons - Attribution - {CC_URL}by/3.0/": "cc-by-3.0",
+    f"Creative Commons - Attribution Share-Alike - {CC_URL}by-sa/4.0/": "cc-by-sa-4.0",
+    f"Creative Commons - Attribution Share-Alike - {CC_URL}by-sa/3.0/": "cc-by-sa-3.0",
+    f"Creative Commons Zero - Public Domain - {CC0_URL}": "cc0-1.0",
     "Public Domain": "public-domain",
 }
 
@@ -77,7 +77,7 @@ def read_longalpaca(
 
 def cut_before_question(instruction: str) -> str:
     """Return the instruction without its question; "" if it holds no document."""
-    ends = list(END.finditer(instruction))
+    ends = list(END_MARKER.finditer(instruction))
     # The last marker: a document may quote one.
     if ends:
         return instruction[: ends[-1].start()].rstrip()

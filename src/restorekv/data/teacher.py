@@ -17,7 +17,7 @@ from restorekv.model.tokenize import tokenize_text
 from restorekv.seal import short_hash
 
 PROBE = "Kv 0123456789: naïve, “tabs”\t\n\n日本 😀 What? Yes! (a; b) 'c' - d/e."
-_SAME_MODEL = {
+_COMPARED_KEYS = {
     "fingerprint": "model",
     "template": "chat template",
     "tokenizer": "tokenizer",
@@ -55,7 +55,7 @@ def check_model(manifest: dict, model: PreTrainedModel, tokenizer: Tokenizer, fo
     """
     now = describe_model(model, tokenizer)
     before = manifest["model"]
-    for key, what in _SAME_MODEL.items():
+    for key, what in _COMPARED_KEYS.items():
         if is_compared(key, before) and now[key] != before.get(key):
             raise RestoreKVError(
                 f"The data in {folder} was made by the model {make_printable(before.get('name'))} "

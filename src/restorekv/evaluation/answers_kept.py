@@ -20,7 +20,7 @@ from restorekv.evaluation.conditions import FULL_CACHE
 from restorekv.evaluation.frame import ASKED, GridResults, Row
 from restorekv.evaluation.pools import SeedPool
 from restorekv.evaluation.reuse import digest_line
-from restorekv.evaluation.stats import FEW, bootstrap_ratio
+from restorekv.evaluation.stats import MIN_FOR_INTERVAL, bootstrap_ratio
 from restorekv.evaluation.tables import Table, format_percent, make_slug
 
 EVERY = "all texts"
@@ -28,8 +28,8 @@ LENGTHS = (0, 512, 1024, 2048, 4096, 8192)  # tokens of a context: ends of the r
 NOTE = (
     "Questions that the full cache answers right by the references, and how many of them the small "
     "cache still does, with the share and its 95 % bootstrap interval over contexts, which fewer "
-    f"than {FEW} contexts do not have. Restored caches have the very same questions as "
-    "the evictor alone."
+    f"than {MIN_FOR_INTERVAL} contexts do not have. Restored caches have the very same questions "
+    "as the evictor alone."
 )
 
 

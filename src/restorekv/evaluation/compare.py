@@ -27,7 +27,7 @@ from restorekv.evaluation.stats import (
 Lines = Sequence[dict]
 
 
-def _is_same(name: str, own: object, wanted: object) -> bool:
+def _field_equals(name: str, own: object, wanted: object) -> bool:
     """Return whether a cell's field has the wanted value; a ratio may also be given as a number."""
     if name == "ratio" and isinstance(wanted, int | float | Fraction):
         return isinstance(own, str) and parse_ratio(own) == parse_ratio(wanted)
@@ -51,7 +51,7 @@ def select_result(results: Sequence[Result], **fields: object) -> Result:
         unknown = sorted(fields.keys() - own.keys())
         if unknown:
             raise RestoreKVError(f"A cell has no field {unknown[0]!r}; it has {', '.join(own)}.")
-        if all(_is_same(name, own[name], value) for name, value in fields.items()):
+        if all(_field_equals(name, own[name], value) for name, value in fields.items()):
             found.append(result)
     asked = ", ".join(f"{name}={value!r}" for name, value in fields.items())
     if not found:

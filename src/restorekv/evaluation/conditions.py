@@ -81,7 +81,7 @@ class Method:
             self, adapter=None, restore_tokens=None, on_small_budget="", restore_from="full"
         )
 
-    def describe_controls(self) -> str:
+    def describe_settings(self) -> str:
         """Describe what sets the method apart from others with its evictor: its adapter, its
         number of restore tokens, and its other settings that are not at their defaults.
         """
@@ -123,7 +123,7 @@ def label_methods(methods: Sequence[Method]) -> dict[Method, str]:
         shown = method
         if len({each.adapter for each in kin}) <= 1:
             shown = replace(method, adapter="auto")
-        parts = [name, shown.describe_controls()]
+        parts = [name, shown.describe_settings()]
         if method.restored and len({each.on_small_budget for each in kin}) > 1:
             parts.append(f"{method.on_small_budget} where tight")
         labels[method] = ", ".join(filter(None, parts))

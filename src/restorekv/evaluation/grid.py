@@ -186,7 +186,9 @@ class Grid:
         return list(dict.fromkeys(self._expand()))
 
     def _expand(self) -> Iterator[Cell]:
-        ratios = sorted({_write_ratio(each) for each in self.ratios}, key=parse_ratio, reverse=True)
+        ratios = sorted(
+            {_shorten_ratio(each) for each in self.ratios}, key=parse_ratio, reverse=True
+        )
         # The full cache has no evictor, so its cell keeps only what can change it.
         of_full = {key: value for key, value in self.common.items() if key not in IGNORED_BY_FULL}
         for model, protocol, benchmark in product(
@@ -246,7 +248,7 @@ def find_unrestored(
     return list(dict.fromkeys(found))
 
 
-def _write_ratio(ratio: str) -> str:
+def _shorten_ratio(ratio: str) -> str:
     """Return the shortest text of exactly this ratio: "0.1" for "0.10"; "1/3" stays "1/3"."""
     exact = parse_ratio(ratio)
     decimal = f"{float(exact):.12g}"

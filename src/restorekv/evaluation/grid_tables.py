@@ -8,7 +8,7 @@ from restorekv.evaluation.conditions import FULL_CACHE
 from restorekv.evaluation.frame import ALL, TASK, GridResults, Row
 from restorekv.evaluation.grid import group_by
 from restorekv.evaluation.results import Result
-from restorekv.evaluation.stats import ENOUGH, FEW
+from restorekv.evaluation.stats import MIN_FOR_INTERVAL, MIN_FOR_RANKING
 from restorekv.evaluation.tables import (
     Table,
     format_gain,
@@ -23,7 +23,8 @@ SCORES = (
     "paired (▲ restored scores higher, ▼ lower, ≈ either is possible){back}. KL: mean "
     "KL(full || cache) in nats over the tokens of the full cache's own answers; same: answers with "
     "the very text of the full cache's. "
-    f"In parentheses: 95 % bootstrap intervals over contexts; fewer than {FEW} contexts have none."
+    "In parentheses: 95 % bootstrap intervals over contexts; "
+    f"fewer than {MIN_FOR_INTERVAL} contexts have none."
 )
 # Replaces {back} if a row shows that share.
 BACK = ", and the share of its loss that came back, where it is a point or more"
@@ -39,7 +40,7 @@ def _format_score(row: Row) -> str:
     return format_score(row["score"], row["low"], row["high"])
 
 
-def _says_what_came_back(row: Row) -> bool:
+def _shows_recovered(row: Row) -> bool:
     """Return whether to show the share of the loss that came back. Like the interval, it says
     nothing on a handful of texts.
     """
@@ -51,7 +52,7 @@ def _format_gain(row: Row) -> str:
         return ""
     recovered = row.get("recovered")
     back = ""
-    if _says_what_came_back(row):
+    if _shows_recovered(row):
         back = f"{format_percent(recovered, 0)} back"
     few = row["gain_low"] is None
     return format_gain(row["gain"], row["gain_low"], row["gain_high"], back, few)
@@ -107,10 +108,10 @@ def make_scores_table(rows: Sequence[Row], kind: str = ALL) -> Table:
     for key in dict.fromkeys(key for row in own for key in row if key.startswith("metric ")):
         title = key.removeprefix("metric ").replace("_", " ")
         columns[title] = lambda row, key=key: format_number(row.get(key))
-    back = BACK if any(map(_says_what_came_back, own)) else ""
+    back = BACK if any(map(_shows_recovered, own)) else ""
     notes = [SCORES.format(back=back)]
-    if max(row.get("contexts", 0) for row in own) < ENOUGH:
-        notes.append(f"Fewer than {ENOUGH} contexts are a glimpse, which ranks nothing.")
+    if max(row.get("contexts", 0) for row in own) < MIN_FOR_RANKING:
+        notes.append(f"Fewer than {MIN_FOR_RANKING} contexts are a glimpse, which ranks nothing.")
     if len({row.get("seeds") for row in own if row["done"]}) > 1:
         notes.append(
             "Rows of fewer seeds than others were asked fewer texts: do not compare their scores. "
@@ -193,7 +194,7 @@ def count_gains(rows: Sequence[Row]) -> str:
         f"zero; {below or 'none'} with one below zero."
     )
     if few := len(pairs) - len(sure):
-        text += f" {few} have fewer than {FEW} contexts, too few for an interval."
+        text += f" {few} have fewer than {MIN_FOR_INTERVAL} contexts, too few for an interval."
     return text
 
 

@@ -116,7 +116,8 @@ def _split_result(result: Result) -> Iterator[KvpressRun]:
             if not official:
                 rows = len(ruler.chosen_tasks) * ruler.per_task
             metrics = {
-                task: {"string_match": _mean_points(own)} for task, own in sorted(by_task.items())
+                task: {"string_match": _compute_mean_points(own)}
+                for task, own in sorted(by_task.items())
             }
             yield KvpressRun("ruler", name, len(answers) / rows, answers, metrics)
         case LongBench():
@@ -126,7 +127,7 @@ def _split_result(result: Result) -> Iterator[KvpressRun]:
                     task,
                     len(own) / OFFICIAL_LONGBENCH.get(task, 200),
                     own,
-                    _mean_points(own),
+                    _compute_mean_points(own),
                 )
         case other:
             scores = {
@@ -134,11 +135,15 @@ def _split_result(result: Result) -> Iterator[KvpressRun]:
                 for task, each in result.summary["tasks"].items()
             }
             yield KvpressRun(
-                other.name, _make_safe(other.spec.partition(":")[2]) or None, 1.0, answers, scores
+                other.name,
+                _make_safe_name(other.spec.partition(":")[2]) or None,
+                1.0,
+                answers,
+                scores,
             )
 
 
-def _mean_points(answers: Sequence[Mapping]) -> float:
+def _compute_mean_points(answers: Sequence[Mapping]) -> float:
     return round(sum(answer["score"] for answer in answers) / len(answers) * 100, 2)
 
 
@@ -220,7 +225,7 @@ def _name_press(cell: Cell, identity: Mapping) -> str:
     words = ["restorekv", cell.evictor]
     if cell.restored:
         words.append("restored")
-    return _make_safe("_".join([*words, *changed]))
+    return _make_safe_name("_".join([*words, *changed]))
 
 
 def _describe_cell(cell: Cell, identity: Mapping) -> str:
@@ -268,5 +273,5 @@ def _find_free_folder(path: Path, written: Sequence[Path]) -> Path:
     return free
 
 
-def _make_safe(text: str) -> str:
+def _make_safe_name(text: str) -> str:
     return re.sub(r"[^\w.+=-]+", "-", text)

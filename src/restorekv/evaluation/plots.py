@@ -21,7 +21,7 @@ from restorekv.evaluation.charts import (
 from restorekv.evaluation.conditions import FULL_CACHE
 from restorekv.evaluation.frame import ALL, GridResults, Row
 from restorekv.evaluation.grid import group_by
-from restorekv.evaluation.stats import FEW, ScoredAnswer
+from restorekv.evaluation.stats import MIN_FOR_INTERVAL, ScoredAnswer
 from restorekv.evaluation.tables import format_ratio, make_slug, name_evictor
 
 SCORES = (
@@ -54,7 +54,7 @@ def plot_scores(rows: Sequence[Row]) -> Chart | None:
             color = HUES[index % len(HUES)]
             mark = Mark(method, color, MARKERS[turn % len(MARKERS)], dashed=alone, hollow=alone)
             interval = None
-            if min(row["contexts"] for row in points) >= FEW:
+            if min(row["contexts"] for row in points) >= MIN_FOR_INTERVAL:
                 interval = [row["low"] for row in points], [row["high"] for row in points]
             # Bars of several methods stand next to each other, not on each other.
             ratios = [row["ratio"] * 1.02**turn for row in points]

@@ -230,7 +230,7 @@ def pool_seeds(results: Sequence[Result]) -> dict[PoolKey, SeedPool]:
             seeds.setdefault(key, {}).setdefault(result.identity["benchmark"]["spec"], result)
 
     pools: dict[PoolKey, SeedPool] = {}
-    for key in sorted(seeds, key=_rank):
+    for key in sorted(seeds, key=_make_sort_key):
         condition, method, ratio = key
         pool = SeedPool(tuple(result for _, result in sorted(seeds[key].items())))
         # In this order the full cache and each evictor alone come before what needs them.
@@ -252,12 +252,12 @@ def pool_seeds(results: Sequence[Result]) -> dict[PoolKey, SeedPool]:
     return pools
 
 
-def _rank(key: PoolKey) -> tuple:
+def _make_sort_key(key: PoolKey) -> tuple:
     """Order a condition's methods: the full cache, then each evictor alone, restored, variants."""
     condition, method, ratio = key
     # The paper's order; an evictor that it does not name comes after them.
     evictors = (FULL, *METHOD_NAMES)
     name = method.evictor.partition(":")[0]
     rank = evictors.index(name) if name in evictors else len(evictors)
-    variant = (method.describe_controls(), repr(method))
+    variant = (method.describe_settings(), repr(method))
     return (condition, rank, method.evictor, method.restored, *variant, -ratio)

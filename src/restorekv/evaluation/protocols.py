@@ -73,7 +73,7 @@ class AskingProtocol(ABC):
         return split_template(tokenizer)
 
     @abstractmethod
-    def _make_whole_context(self, model_name: str, tokenizer: Tokenizer, text: str) -> Context:
+    def _make_uncut_context(self, model_name: str, tokenizer: Tokenizer, text: str) -> Context:
         """Return the context with its prefix and suffix, however long."""
 
     @abstractmethod
@@ -91,7 +91,7 @@ class AskingProtocol(ABC):
         limit), and how many ids were cut from its end.
         """
         # Cut after the template is around the text: its prefix counts toward the limit.
-        whole = self._make_whole_context(model_name, tokenizer, text)
+        whole = self._make_uncut_context(model_name, tokenizer, text)
         limit = get_context_limit(tokenizer, max_ids)
         if limit >= whole.num_tokens:
             return whole, 0
@@ -126,7 +126,7 @@ class KvpressProtocol(AskingProtocol):
     first_may_stop: ClassVar[bool] = False
     stops: ClassVar[str] = "at an EOS id from the second id on, or at the limit"
 
-    def _make_whole_context(self, model_name: str, tokenizer: Tokenizer, text: str) -> Context:
+    def _make_uncut_context(self, model_name: str, tokenizer: Tokenizer, text: str) -> Context:
         return make_context(tokenizer, text)
 
     def make_prompt(self, tokenizer: Tokenizer, context: Context, question: Question) -> Tensor:
@@ -174,7 +174,7 @@ class KvzipProtocol(AskingProtocol):
             return before + TASK_LINE, after
         return super().get_surroundings(model_name, tokenizer)
 
-    def _make_whole_context(self, model_name: str, tokenizer: Tokenizer, text: str) -> Context:
+    def _make_uncut_context(self, model_name: str, tokenizer: Tokenizer, text: str) -> Context:
         before, after = self.get_surroundings(model_name, tokenizer)
         prefix = encode_text(tokenizer, before=before)
         article = encode_text(tokenizer, text)

@@ -52,16 +52,16 @@ def describe_question(question: Question) -> dict[str, Any]:
 def digest_sample(sample: Sample) -> str:
     """Return a hash of a context and of all that is asked about it."""
     questions = [describe_question(question) for question in sample.questions]
-    return _digest_asked(sample.id, digest_text(sample.context), questions)
+    return _digest_questions(sample.id, digest_text(sample.context), questions)
 
 
 def digest_line(line: Mapping[str, Any]) -> str:
     """Return `digest_sample` of the sample that a stored line answers."""
     questions = [{key: answer[key] for key in QUESTION_KEYS} for answer in line["answers"]]
-    return _digest_asked(line["sample"], line["context"], questions)
+    return _digest_questions(line["sample"], line["context"], questions)
 
 
-def _digest_asked(sample_id: str | int, context: str, questions: Sequence[dict]) -> str:
+def _digest_questions(sample_id: str | int, context: str, questions: Sequence[dict]) -> str:
     text = json.dumps([sample_id, context, questions], ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 

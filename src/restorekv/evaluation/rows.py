@@ -73,7 +73,7 @@ def _make_row(pool: SeedPool) -> dict:
         "method": identity["method"],
         "restored": cell.restored,
         "adapter": identity["adapter"] and identity["adapter"]["hash"],
-        "label": Method.of_cell(cell).describe_controls(),
+        "label": Method.of_cell(cell).describe_settings(),
         "ratio": cell.ratio_value,
         "kv_dtype": cell.kv_dtype,
         "streaming_chunk": cell.streaming_chunk,

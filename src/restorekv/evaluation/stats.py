@@ -17,12 +17,12 @@ from restorekv.errors import RestoreKVError
 
 MIN_FULL_SCORE = 10.0  # points: a task where the full cache scores less has nothing to lose
 MIN_LOSS = 1.0  # points: the share of a smaller loss that comes back says nothing
-FEW = 6  # contexts: a bootstrap over fewer is too narrow, over one it has no width
-ENOUGH = 65  # contexts that a comparison of scores needs; fewer cannot rank methods
+MIN_FOR_INTERVAL = 6  # contexts: a bootstrap over fewer is too narrow, over one it has no width
+MIN_FOR_RANKING = 65  # contexts that a comparison of scores needs; fewer cannot rank methods
 RESAMPLES = 2000
 BLOCK = 500  # resamples drawn at a time: their counts are (BLOCK, contexts)
 
-# A mean with its 95 % interval, which fewer than FEW contexts do not have.
+# A mean with its 95 % interval, which fewer than MIN_FOR_INTERVAL contexts do not have.
 Estimate = tuple[float, float | None, float | None]
 
 
@@ -100,8 +100,8 @@ def bootstrap_score(
 ) -> Estimate:
     """Return the mean over tasks, in points, or its paired difference from the mean of `reference`.
 
-    The bounds of the 95 % interval follow; they are None for fewer than FEW contexts. Raises
-    RestoreKVError if the two were asked different questions.
+    The bounds of the 95 % interval follow; they are None for fewer than MIN_FOR_INTERVAL contexts.
+    Raises RestoreKVError if the two were asked different questions.
     """
     sums, counts = tally_scores(answers, by_context)
     if reference is not None:
@@ -109,7 +109,7 @@ def bootstrap_score(
         # Both were asked the same, so the difference of sums is the sum of differences.
         sums = sums - tally_scores(reference, by_context)[0]
     mean = 100 * float(np.mean(sums.sum(0) / counts.sum(0)))
-    if len(counts) < FEW:
+    if len(counts) < MIN_FOR_INTERVAL:
         return mean, None, None
     low, high = np.percentile(_resample_scores(sums, counts), (2.5, 97.5))
     return mean, float(low), float(high)
@@ -138,12 +138,12 @@ def bootstrap_ratio(
     """Return the total of `sums` divided by the total of `weights`, both (contexts,), or its paired
     difference from the same ratio of `reference`.
 
-    The bounds of the 95 % interval follow; they are None for fewer than FEW contexts.
+    The bounds of the 95 % interval follow; they are None for fewer than MIN_FOR_INTERVAL contexts.
     """
     # Without a reference, nothing is subtracted.
     other_sums, other_weights = reference or (np.zeros_like(sums), weights)
     ratio = float(sums.sum() / weights.sum() - other_sums.sum() / other_weights.sum())
-    if len(sums) < FEW:
+    if len(sums) < MIN_FOR_INTERVAL:
         return ratio, None, None
     drawn = draw_resamples(len(sums), 0)
     # A resample without any weight has no ratio.

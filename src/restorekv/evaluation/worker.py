@@ -39,7 +39,7 @@ from restorekv.tasks import Sample
 
 Seconds = dict[str, float]
 # The model that was opened last, by name, dtype, device and protocol: one entry at most.
-OPENED: dict[tuple[str, str, str, str], tuple[PreTrainedModel, Tokenizer]] = {}
+OPEN_MODELS: dict[tuple[str, str, str, str], tuple[PreTrainedModel, Tokenizer]] = {}
 AnsweredCell = tuple[Cell, dict, Seconds]  # a cell, its line of one context, and the time it took
 
 
@@ -207,9 +207,9 @@ class Worker:
         seconds: Seconds = {}
         with time_phase(seconds, "prefill"):
             full_cache = prefill(self.model, context.ids)
-        return self._make_unscored(context, full_cache, seconds)
+        return self._make_zero_scored_context(context, full_cache, seconds)
 
-    def _make_unscored(
+    def _make_zero_scored_context(
         self, context: Context, full_cache: Cache, seconds: Seconds
     ) -> ScoredContext:
         """Return a prepared context with scores of 0, for a cache that keeps every pair."""
@@ -229,7 +229,7 @@ class Worker:
         # A streamed context never holds the full cache.
         if full_cache is None:
             full_cache = prefill(self.model, context.ids)
-        cache = self._make_unscored(context, full_cache, {}).evict(1)
+        cache = self._make_zero_scored_context(context, full_cache, {}).evict(1)
         prompts = [
             self.protocol.make_prompt(self.tokenizer, context, question)[0]
             for question in sample.questions
@@ -292,9 +292,9 @@ def open_model(
 ) -> tuple[PreTrainedModel, Tokenizer]:
     """Load a model with the protocol's changes of RoPE; only the latest one stays in memory."""
     key = name, dtype, device, protocol
-    if key not in OPENED:
-        OPENED.clear()  # first, so that two models are never held at once
-        OPENED[key] = load_model(
+    if key not in OPEN_MODELS:
+        OPEN_MODELS.clear()  # first, so that two models are never held at once
+        OPEN_MODELS[key] = load_model(
             name, dtype, device, protocols.make_protocol(protocol).get_rope_changes(name)
         )
-    return OPENED[key]
+    return OPEN_MODELS[key]

@@ -60,7 +60,7 @@ _UNPACKED = (
     {"quantization_config": transformers.GgufConfig(dequantize=True)} if _HAS_GGUF_CONFIG else {}
 )
 # The Gemmas of 27 billion parameters, by type and number of layers.
-_SCALED_BY_HEADS = (("gemma2", 46), ("gemma3_text", 62))
+_GEMMA_27B_MODELS = (("gemma2", 46), ("gemma3_text", 62))
 _REMEDY = "give the model's own folder or hub id"
 
 
@@ -122,7 +122,7 @@ def prepare_folder(file: Path, name: str) -> Path:
     with reraise_as(ModelError):
         # The whole file decides its place in the cache: two files of one name are two models.
         digest = digest_file(file)
-    return _prepare(digest, name, lambda folder: make_folder(file, name, folder))
+    return _find_or_make_folder(digest, name, lambda folder: make_folder(file, name, folder))
 
 
 def prepare_split_folder(split: SplitFile) -> Path:
@@ -141,10 +141,10 @@ def prepare_split_folder(split: SplitFile) -> Path:
             join_parts(split, joined)
             make_folder(joined, split.model, folder)
 
-    return _prepare(split.sha256, split.model, make)
+    return _find_or_make_folder(split.sha256, split.model, make)
 
 
-def _prepare(digest: str, name: str, make: Callable[[Path], None]) -> Path:
+def _find_or_make_folder(digest: str, name: str, make: Callable[[Path], None]) -> Path:
     """Return the transformers folder for the GGUF file with this SHA-256; `make` it if needed."""
     # VERSION is part of the name, so that what another version of this code made is made again.
     key = f"{digest[:16]}-{VERSION}"
@@ -174,7 +174,7 @@ def find_private_folder() -> Path:
     root = find_cache_folder()
     if root is None:
         return Path(make_temporary_folder("There is no home folder").name)
-    problem = _find_problem(root)
+    problem = _explain_unusable_folder(root)
     if problem is not None:
         return Path(make_temporary_folder(problem).name)
     return root
@@ -185,7 +185,7 @@ def read_quantization(folder: Path) -> str:
     return read_record(folder / MARKER, str(folder / MARKER))["weights"]
 
 
-def _find_problem(root: Path) -> str | None:
+def _explain_unusable_folder(root: Path) -> str | None:
     """Make a folder if there is none; return why models cannot be kept in it, or None."""
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -312,7 +312,7 @@ def make_folder(file: Path, name: str, folder: Path) -> None:
         # What is there is incomplete, so it may go. The rename then puts all files in place at
         # once.
         if os.path.lexists(folder) and not load_marker(folder):
-            _remove(folder)
+            _remove_incomplete_folder(folder)
         try:
             fresh.rename(folder)
         except OSError:  # on a disk without locks, another process was first
@@ -320,7 +320,7 @@ def make_folder(file: Path, name: str, folder: Path) -> None:
                 raise
 
 
-def _remove(path: Path) -> None:
+def _remove_incomplete_folder(path: Path) -> None:
     """Remove a file or folder that is not a prepared model; of a link, only the link itself."""
     if stat.S_ISDIR(path.lstat().st_mode):
         shutil.rmtree(path)
@@ -348,7 +348,7 @@ def load_header(file: Path) -> Header:
     sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
     header = Header(fields, sizes)
     if (fields.get("split.count") or 1) > 1:
-        raise _conversion_error(
+        raise _make_conversion_error(
             file,
             f"it is one of {fields['split.count']} parts",
             "join them with llama-gguf-split --merge",
@@ -360,7 +360,9 @@ def load_header(file: Path) -> Header:
     # frequencies would rotate its keys wrongly.
     scaling_tensors = header.tensors.keys() & {"rope_freqs.weight", "rope_factors_long.weight"}
     if scaling != "none" or scaling_tensors:
-        raise _conversion_error(file, "transformers does not read its RoPE scaling from GGUF files")
+        raise _make_conversion_error(
+            file, "transformers does not read its RoPE scaling from GGUF files"
+        )
     return header
 
 
@@ -384,16 +386,16 @@ def convert_file(file: Path, header: Header, folder: Path) -> None:
             )
             model, report = loaded
     except Exception as error:  # transformers raises many kinds
-        raise _conversion_error(file, summarize_error(error)) from error
+        raise _make_conversion_error(file, summarize_error(error)) from error
     # Weights that the file lacks would be drawn at random, and the model would answer nonsense.
     wrong = list(report["missing_keys"])
     for key, *_ in report["mismatched_keys"]:
         wrong.append(key)
     if wrong:
-        raise _conversion_error(
+        raise _make_conversion_error(
             file, f"it lacks {min(wrong)} or has it in a shape that its header does not give"
         )
-    _refuse_unread(file, header, model)
+    _refuse_unread_tensors(file, header, model)
     # Newer versions would not save a model marked as quantized.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -415,7 +417,7 @@ def convert_file(file: Path, header: Header, folder: Path) -> None:
     (folder / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
 
 
-def _refuse_unread(file: Path, header: Header, model: PreTrainedModel) -> None:
+def _refuse_unread_tensors(file: Path, header: Header, model: PreTrainedModel) -> None:
     """Refuse a file with tensors that are not in the model.
 
     transformers takes only those that the config asks for, and GGUF headers do not say whether
@@ -425,7 +427,7 @@ def _refuse_unread(file: Path, header: Header, model: PreTrainedModel) -> None:
     read = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}
     stored = sum(header.tensors.values())
     if sum(read.values()) != stored:
-        raise _conversion_error(
+        raise _make_conversion_error(
             file,
             f"transformers reads {sum(read.values()):,} of its {stored:,} weights and leaves out "
             "the others, such as biases",
@@ -441,7 +443,7 @@ def _correct_config(config: PretrainedConfig, header: Header) -> None:
         config.query_pre_attn_scalar = config.head_dim
         # GGUF has no field for it. llama.cpp recognizes the models with another value by their
         # number of layers.
-        if (config.model_type, config.num_hidden_layers) in _SCALED_BY_HEADS:
+        if (config.model_type, config.num_hidden_layers) in _GEMMA_27B_MODELS:
             config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
     base = header.of_model("rope.freq_base")
     if base and "rope_theta" in (config.rope_parameters or {}):  # Starcoder 2's and StableLM's
@@ -451,7 +453,7 @@ def _correct_config(config: PretrainedConfig, header: Header) -> None:
         config.rope_parameters["sliding_attention"]["rope_theta"] = window_base
 
 
-def _conversion_error(file: Path, reason: str, remedy: str = _REMEDY) -> ModelError:
+def _make_conversion_error(file: Path, reason: str, remedy: str = _REMEDY) -> ModelError:
     return ModelError(f"Cannot use the GGUF file {file}: {reason.rstrip('.')}; {remedy}.")
 
 

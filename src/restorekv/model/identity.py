@@ -68,7 +68,9 @@ SKETCH_VALUES = 1024  # values of all matrices together in a sketch
 # Where a model's weights came from, such as "GGUF Q4_1".
 WEIGHT_SOURCES: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
 # Fingerprint and description of models whose weights are no longer in one place.
-_REMEMBERED: WeakKeyDictionary[PreTrainedModel, tuple[str, dict[str, Any]]] = WeakKeyDictionary()
+_SHARDED_IDENTITIES: WeakKeyDictionary[PreTrainedModel, tuple[str, dict[str, Any]]] = (
+    WeakKeyDictionary()
+)
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class ModelIdentity:
 def identify_model(model: PreTrainedModel, tokenizer: Tokenizer | None = None) -> ModelIdentity:
     """Compute the identity of a model and, if given, of its tokenizer's chat template."""
     template = None if tokenizer is None else hash_template(tokenizer)
-    fingerprint, weights = _REMEMBERED.get(model) or _examine_weights(model)
+    fingerprint, weights = _SHARDED_IDENTITIES.get(model) or _examine_weights(model)
     return ModelIdentity(
         name=get_model_name(model),
         fingerprint=fingerprint,
@@ -115,7 +117,7 @@ def fingerprint_model(model: PreTrainedModel) -> str:
     bfloat16. PEFT's adapters in the model count while they are active: they change every pair.
     (Restore adapters do not count: they are not in the model itself, but in a twin of it.)
     """
-    return (_REMEMBERED.get(model) or _examine_weights(model))[0]
+    return (_SHARDED_IDENTITIES.get(model) or _examine_weights(model))[0]
 
 
 def describe_weights(model: PreTrainedModel) -> dict[str, Any]:
@@ -124,7 +126,7 @@ def describe_weights(model: PreTrainedModel) -> dict[str, Any]:
     The sketch holds the same number of evenly spaced values from every matrix, in bfloat16, in the
     order of the sorted names, without LoRA layers. base_weights.py compares sketches.
     """
-    return (_REMEMBERED.get(model) or _examine_weights(model))[1]
+    return (_SHARDED_IDENTITIES.get(model) or _examine_weights(model))[1]
 
 
 def _examine_weights(model: PreTrainedModel) -> tuple[str, dict[str, Any]]:
@@ -202,7 +204,7 @@ def remember_identity(model: PreTrainedModel) -> None:
 
     Neither can be computed afterwards.
     """
-    _REMEMBERED[model] = _examine_weights(model)
+    _SHARDED_IDENTITIES[model] = _examine_weights(model)
 
 
 def _list_base_parameters(

@@ -135,7 +135,7 @@ def load_model(
         raise
     # transformers raises many kinds: for missing, damaged, unreachable and unknown models.
     except Exception as error:
-        raise _loading_error(name, error) from error
+        raise _make_loading_error(name, error) from error
     # Frozen: training changes only adapters and gates.
     model.to(device).eval().requires_grad_(False)
     support.prepare_model(model)
@@ -192,7 +192,7 @@ def load_tokenizer(name: str | Path, offline: bool = False) -> Tokenizer:
     except RestoreKVError:
         raise
     except Exception as error:
-        raise _loading_error(name, error) from error
+        raise _make_loading_error(name, error) from error
 
 
 def find_source(name: str | Path, offline: bool = False) -> Source:
@@ -274,7 +274,7 @@ def _make_gguf_source(file: Path, name: str) -> Source:
     return Source(str(folder), name, gguf.read_quantization(folder))
 
 
-def _loading_error(name: str | Path, error: Exception) -> ModelError:
+def _make_loading_error(name: str | Path, error: Exception) -> ModelError:
     """Turn an error of transformers into one sentence."""
     hint = hint_near_name(str(name), NAMES)
     return ModelError(

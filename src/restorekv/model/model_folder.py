@@ -28,9 +28,10 @@ from restorekv.size_limits import JSON_BYTES, JSON_ELEMENTS, TEXT_BYTES
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
 _SAFE = ".safetensors"
 ADAPTER = "adapter_config.json"
-_TEMPLATES = "additional_chat_templates"  # the only folder in it from which transformers reads
-_READ_WHOLE = (".json", ".jinja", ".txt", ".model")
-_TOKENIZERS = ("tokenizer.json", "vocab.json")  # which may be larger than other JSON
+# The only folder in it from which transformers reads.
+_TEMPLATE_FOLDER = "additional_chat_templates"
+_SUFFIXES_READ_WHOLE = (".json", ".jinja", ".txt", ".model")
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.json")  # which may be larger than other JSON
 INDEX = "model.safetensors.index.json"  # which names the files of the weights
 TOKENIZER_CONFIG = "tokenizer_config.json"  # which may name files of the tokenizer
 # Arguments of every call that loads a model or a tokenizer. The model's own Python code is never
@@ -46,7 +47,7 @@ def check_folder(folder: Path, weights: bool = True) -> None:
     `weights` are to be loaded, one that has its weights only as pickles.
     """
     names = []
-    for directory in (folder, folder / _TEMPLATES):
+    for directory in (folder, folder / _TEMPLATE_FOLDER):
         if directory.is_dir():
             # transformers reads one level deep, and only from this one folder.
             for path in sorted(directory.iterdir()):
@@ -79,14 +80,14 @@ def _check_file(path: Path) -> list[str]:
         ) from error
     if stat.S_ISDIR(status.st_mode):
         return []
-    if not stat.S_ISREG(status.st_mode) or (status.st_size == 0 and _is_of_kernel(path)):
+    if not stat.S_ISREG(status.st_mode) or (status.st_size == 0 and _is_proc_file(path)):
         raise ModelError(
             f"{path.parent} has {path.name}, which is neither a file nor a folder, so it is no "
             "model's folder; give one that has a config.json."
         )
     # These are read whole into memory.
-    limit = TEXT_BYTES if path.name in _TOKENIZERS else JSON_BYTES
-    if path.suffix in _READ_WHOLE and status.st_size > limit:
+    limit = TEXT_BYTES if path.name in _TOKENIZER_FILES else JSON_BYTES
+    if path.suffix in _SUFFIXES_READ_WHOLE and status.st_size > limit:
         raise ModelError(
             f"{path} has {status.st_size:,} bytes, more than the {limit:,} of such a file; "
             "fetch it again."
@@ -94,7 +95,7 @@ def _check_file(path: Path) -> list[str]:
     return [path.name]
 
 
-def _is_of_kernel(path: Path) -> bool:
+def _is_proc_file(path: Path) -> bool:
     """Return whether a file of size 0 has content all the same, as files in /proc do.
 
     Some of these wait for more content, as a FIFO does.
@@ -114,7 +115,7 @@ def _check_index(path: Path, names: list[str] | None = None) -> None:
 
     `names` are the files of the folder, None if they are not known.
     """
-    weights = _load_entries(path).get("weight_map")
+    weights = _load_json_object(path).get("weight_map")
     if not isinstance(weights, dict):
         raise ModelError(f"{path} names no files of weights; fetch it again.")
     for name in weights.values():
@@ -130,7 +131,7 @@ def _check_index(path: Path, names: list[str] | None = None) -> None:
 def _check_tokenizer(folder: Path) -> None:
     """Refuse a tokenizer's config that names files of other folders, which would be read."""
     path = folder / TOKENIZER_CONFIG
-    entries = _load_entries(path)
+    entries = _load_json_object(path)
     named = entries.get("fast_tokenizer_files") or []
     if not isinstance(named, list):
         named = [named]
@@ -142,7 +143,7 @@ def _check_tokenizer(folder: Path) -> None:
         # Older tokenizers name paths on their author's machine. Nothing exists at such a path here,
         # so nothing would be read.
         is_inside = isinstance(value, str) and (
-            Path(value).name == value or not _leads_out(value, folder)
+            Path(value).name == value or not _is_outside_folder(value, folder)
         )
         if not is_inside:
             raise ModelError(
@@ -151,7 +152,7 @@ def _check_tokenizer(folder: Path) -> None:
             )
 
 
-def _leads_out(name: str, folder: Path) -> bool:
+def _is_outside_folder(name: str, folder: Path) -> bool:
     """Return whether transformers would find the file `name` outside of the model's folder."""
     try:
         # transformers tries the name from the working folder, and inside the model's folder.
@@ -163,7 +164,7 @@ def _leads_out(name: str, folder: Path) -> bool:
         return True
 
 
-def _load_entries(path: Path) -> dict[str, Any]:
+def _load_json_object(path: Path) -> dict[str, Any]:
     """Return the object that a JSON file holds.
 
     `read_json` would refuse 10^30, which transformers writes for "no limit".

@@ -96,7 +96,7 @@ def _measure_wrong_share(found: KeysValues, wanted: KeysValues, end: int) -> flo
     return sum(shares) / 2
 
 
-def _require_gpu(device: torch.device, dtype: torch.dtype) -> str:
+def _explain_gpu_only(device: torch.device, dtype: torch.dtype) -> str:
     """Return why offloading without a second stream is not for a device, or "" if it is."""
     if device.type == "cpu":
         return "it is for GPUs; a CPU offloads into temporary files"
@@ -121,7 +121,7 @@ def register_stores(make_store: MakeStore) -> None:
             "offload-plain",
             "Offloading without a second stream",
             "The whole cache stays on the device",
-            _require_gpu,
+            _explain_gpu_only,
             partial(_measure_store, make_store, False),
         )
     )

@@ -151,10 +151,12 @@ def read_only_view(full: Cache, columns: int | None = None) -> Cache:
     dropped = 0
     if columns is not None and isinstance(full, RaggedCache):
         dropped = full.full_attention[0].columns - columns
-    return Cache(layers=[_view_layer(layer, columns, dropped) for layer in list_dense_layers(full)])
+    return Cache(
+        layers=[_make_read_only_layer(layer, columns, dropped) for layer in list_dense_layers(full)]
+    )
 
 
-def _view_layer(
+def _make_read_only_layer(
     layer: DenseLayer, columns: int | None, dropped: int = 0
 ) -> ReadOnlyLayer | RaggedLayer | SlidingLayer:
     """Return the read-only view of one layer, with its first `columns` columns or all for None.
@@ -212,5 +214,7 @@ def query_only_view(full: Cache) -> Cache:
     seen = full.get_seq_length()
     layers: list[Any] = []
     for layer in list_dense_layers(full):
-        layers.append(_view_layer(layer, None) if layer.is_sliding else QueryOnlyLayer(seen))
+        layers.append(
+            _make_read_only_layer(layer, None) if layer.is_sliding else QueryOnlyLayer(seen)
+        )
     return Cache(layers=layers)

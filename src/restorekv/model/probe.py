@@ -420,7 +420,7 @@ class _Probe:
                     self.check_window(function, window)
         limit = min(limits)
         has_limit = limit < UNLIMITED
-        return _make_window(limit, in_every_layer=has_limit and max(seen_whole) == limit)
+        return _make_window_limit(limit, in_every_layer=has_limit and max(seen_whole) == limit)
 
     def check_window(self, function: Callable, window: int) -> None:
         """Refuse a mask function by which a token sees anything but itself and the window - 1
@@ -508,7 +508,7 @@ class _Probe:
                 )
             elif type(layer) is not DynamicLayer:
                 raise self.make_refusal(f"keeps {type(layer).__name__} besides keys and values")
-        return _make_window(min(limits))
+        return _make_window_limit(min(limits))
 
     def find_rotation_limit(self, cache: Any) -> Support:
         """Return up to which position RoPE rotates keys as it did before.
@@ -666,7 +666,7 @@ def _is_close(one: Tensor, other: Tensor, dtype: torch.dtype, strict: bool = Fal
     return bool(error <= tolerance * other.float().abs().max() + 1e-9)
 
 
-def _make_window(limit: int, in_every_layer: bool = False) -> Support:
+def _make_window_limit(limit: int, in_every_layer: bool = False) -> Support:
     """Return the limit that a window sets."""
     if in_every_layer:
         return Support(

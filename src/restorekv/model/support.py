@@ -43,10 +43,10 @@ __all__ = [
 ]
 
 _Key = tuple[type, str]
-_known: dict[_Key, Support | RestoreKVError] = {}
+_support_by_key: dict[_Key, Support | RestoreKVError] = {}
 _moves: dict[_Key, bool] = {}  # whether cached keys can be moved
-_probing = threading.Lock()
-_settled: WeakSet[PreTrainedModel] = WeakSet()  # models whose quantized layers are settled
+_probe_lock = threading.Lock()
+_prepared_models: WeakSet[PreTrainedModel] = WeakSet()  # models whose quantized layers are settled
 
 
 def prepare_model(model: PreTrainedModel) -> None:
@@ -77,19 +77,19 @@ def get_support(model: PreTrainedModel) -> Support:
             "return; set model.config.return_dict = True."
         )
     key = _get_key(model)
-    with _probing:
+    with _probe_lock:
         # For each model, not for its class as the rest is: the layers are the model's own.
-        if model not in _settled:
+        if model not in _prepared_models:
             settle_quantized_layers(model)
-            _settled.add(model)
-        if key not in _known:
+            _prepared_models.add(model)
+        if key not in _support_by_key:
             try:
-                _known[key] = probe_model(model)
+                _support_by_key[key] = probe_model(model)
             except InstanceError:
                 raise  # and not remembered: another model of the class may be right
             except RestoreKVError as error:
-                _known[key] = error
-        found = _known[key]
+                _support_by_key[key] = error
+        found = _support_by_key[key]
     if isinstance(found, RestoreKVError):
         # A new one each time, since a raised exception collects the tracebacks of its raises.
         raise type(found)(str(found))

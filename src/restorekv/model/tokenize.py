@@ -41,8 +41,8 @@ Remembered = TypeVar("Remembered")
 Memory = WeakKeyDictionary[Tokenizer, tuple[tuple, Remembered]]
 _SAFE_TOKENIZERS: "Memory[SafeTokenizer]" = WeakKeyDictionary()
 _CONTROL_TOKENS: Memory[dict[int, str]] = WeakKeyDictionary()
-_ADDING_SPACES: Memory[bool] = WeakKeyDictionary()
-_TEXT_STARTS: Memory[list[int]] = WeakKeyDictionary()
+_ADDS_SPACE: Memory[bool] = WeakKeyDictionary()
+_TEXT_START_IDS: Memory[list[int]] = WeakKeyDictionary()
 
 
 def check_model_and_tokenizer(model: object, tokenizer: object) -> None:
@@ -189,7 +189,7 @@ def _adds_space(tokenizer: Tokenizer) -> bool:
     def find() -> bool:
         return _encode_piece(encode, "\n", True) != encode("\n")
 
-    return _remember(_ADDING_SPACES, tokenizer, find)
+    return _remember(_ADDS_SPACE, tokenizer, find)
 
 
 def locate_tokens(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
@@ -325,7 +325,7 @@ def find_text_start(tokenizer: Tokenizer) -> list[int]:
         follows = decode_ids(tokenizer, [*ids, *ids]).removeprefix(text)
         return [] if follows == text else ids
 
-    return _remember(_TEXT_STARTS, tokenizer, find)
+    return _remember(_TEXT_START_IDS, tokenizer, find)
 
 
 @lru_cache(maxsize=8)

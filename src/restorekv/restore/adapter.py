@@ -261,7 +261,7 @@ class RestoreAdapter(nn.Module):
         # The results were measured with all of the tokens.
         card = replace(self.card, restore_tokens=count, results=None)
         # The same LoRA: the restore pass is causal, so the first tokens do not see the others.
-        return self._with_tokens(torch.arange(count), card)
+        return self._copy_with_tokens(torch.arange(count), card)
 
     def extend(self, count: int) -> RestoreAdapter:
         """Return an untrained start for `count` restore tokens, with this adapter's n as the first.
@@ -298,9 +298,9 @@ class RestoreAdapter(nn.Module):
             also_for=None,
             helps_from=None,
         )
-        return self._with_tokens(source, card)
+        return self._copy_with_tokens(source, card)
 
-    def _with_tokens(self, source: Tensor, card: AdapterCard) -> RestoreAdapter:
+    def _copy_with_tokens(self, source: Tensor, card: AdapterCard) -> RestoreAdapter:
         """Return an adapter with the same LoRA; its token i is a copy of token `source[i]`."""
         source = source.to(self.embeddings.device)
         embeddings = self.embeddings.detach()[source].clone()
@@ -460,12 +460,12 @@ class RestoreAdapter(nn.Module):
 
     def trainable_state(self) -> dict[str, Tensor]:
         """Return copies of everything that training changes, by name."""
-        return {name: value.detach().clone() for name, value in self._trainable().items()}
+        return {name: value.detach().clone() for name, value in self._get_trainable().items()}
 
     def load_trainable_state(self, state: dict[str, Tensor]) -> None:
         """Restore what `trainable_state` returned."""
         with torch.no_grad():
-            for name, parameter in self._trainable().items():
+            for name, parameter in self._get_trainable().items():
                 parameter.copy_(state[name])
 
     def identity(self) -> dict[str, object]:
@@ -556,7 +556,7 @@ class RestoreAdapter(nn.Module):
             for key, parameter in self.lora_parameters.items():
                 parameter.copy_(lora[key])
 
-    def _trainable(self) -> dict[str, nn.Parameter]:
+    def _get_trainable(self) -> dict[str, nn.Parameter]:
         """Return what training changes, by name."""
         trainable = {"embeddings": self.embeddings, **self.lora_parameters}
         if self.ratio_vectors is not None:

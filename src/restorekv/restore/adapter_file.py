@@ -39,7 +39,7 @@ EMBEDDINGS = "restore_embeddings.safetensors"
 CARD = "restorekv.json"
 README = "README.md"
 FILES = (CARD, CONFIG, WEIGHTS, EMBEDDINGS, README)
-SUMMED = (CONFIG, WEIGHTS, EMBEDDINGS)  # their checksums are in the card
+CHECKSUMMED = (CONFIG, WEIGHTS, EMBEDDINGS)  # their checksums are in the card
 PENDING = ".replacing"  # new files before they are moved into the adapter's folder
 READS = 10  # attempts to read an adapter that others are replacing
 PREFIX = "base_model.model."  # what PEFT puts before the names of the model's own modules
@@ -217,7 +217,7 @@ def _write_files(fresh: Path, stored: StoredAdapter, readme: str | None) -> None
     save_file(inputs, fresh / EMBEDDINGS)
 
     # The card names the bytes of the files next to it and is sealed itself.
-    sums = {file: _digest((fresh / file).read_bytes()) for file in SUMMED}
+    sums = {file: _digest((fresh / file).read_bytes()) for file in CHECKSUMMED}
     card = seal.seal_record({"version": VERSION, **asdict(stored.get_card()), "sha256": sums})
     (fresh / CARD).write_text(json.dumps(card, indent=2, sort_keys=True) + "\n")
     if readme is not None:
@@ -289,7 +289,7 @@ def _identify_files(folder: Path) -> list[tuple[str, int, int]]:
 
 def _read_files(folder: Path) -> StoredAdapter:
     """Read every file of an adapter once, and compare them with each other."""
-    for file in SUMMED:
+    for file in CHECKSUMMED:
         if not locate_file(folder, file).exists():
             run = folder / "adapter"
             if (run / CONFIG).exists():
@@ -300,7 +300,7 @@ def _read_files(folder: Path) -> StoredAdapter:
     # Every file is read once: what was checked is what is used.
     with reraise_as(AdapterError):
         raw = {}
-        for file in SUMMED:
+        for file in CHECKSUMMED:
             path = locate_file(folder, file)
             read = files.read_bytes if file == CONFIG else seal.read_tensor_bytes
             raw[file] = read(path, str(path))

@@ -31,7 +31,7 @@ LORA_A = ".lora_A.weight"
 LORA_B = ".lora_B.weight"
 # The settings of PEFT that a restore adapter may have. Others must be off: some import modules or
 # open other files.
-TYPES = {
+ALLOWED_SETTINGS = {
     "r": int,
     "lora_alpha": float,
     "lora_dropout": float,
@@ -56,14 +56,14 @@ def parse_lora_config(entries: dict[str, Any], lora: dict[str, Tensor]) -> LoraC
     """
     defaults = LoraConfig()
     for name, value in entries.items():
-        if name in TYPES or name in SELECTING or name in DESCRIBING:
+        if name in ALLOWED_SETTINGS or name in SELECTING or name in DESCRIBING:
             continue
         # Settings that PEFT writes and this project does not use are ignored if they are off.
         if value and value != getattr(defaults, name, None):
             raise ValueError(f"{name} is set, which restore adapters do not use")
-    known = {name: entries[name] for name in TYPES if name in entries}
+    known = {name: entries[name] for name in ALLOWED_SETTINGS if name in entries}
     for name, value in known.items():
-        if not matches_type(value, TYPES[name]):
+        if not matches_type(value, ALLOWED_SETTINGS[name]):
             raise ValueError(f"{name} has the wrong type")
     # PEFT takes some of the names for regular expressions, and one of a stranger's file could run
     # for years. If layers are chosen by more than a list of names, list those that have tensors.
@@ -145,7 +145,7 @@ def attach_lora(
         # flags and random state must not change.
         with (
             keep_gradient_flags(model),
-            _take_targets_as_named(adapted),
+            _hide_model_type(adapted),
             torch.random.fork_rng(devices=[]),
         ):
             inject_adapter_in_model(config, adapted, NAME)
@@ -190,7 +190,7 @@ def refuse_other_adapters(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def _take_targets_as_named(adapted: PreTrainedModel) -> Iterator[None]:
+def _hide_model_type(adapted: PreTrainedModel) -> Iterator[None]:
     """Let PEFT put LoRA on the linear layers that the targets name, and on nothing else, in the
     block.
 

@@ -35,7 +35,7 @@ README_LIMIT = 1 << 20  # bytes
 # its training ...
 CONVENTIONS = ("prefix_policy", "allocation", "restore_from")
 # ... and how a cell held its cache, if not in the usual way, which these values are.
-HELD = {"kv_dtype": "model", "streaming_chunk": 0, "max_context": 0}
+USUAL_SETTINGS = {"kv_dtype": "model", "streaming_chunk": 0, "max_context": 0}
 # Fields that every row of results has, because none of their values is the usual one.
 MEASURED_WITH = ("dtype", "on_small_budget")
 # What `record_results` writes into a card.
@@ -350,7 +350,7 @@ def read_results(path: Path, stored: StoredAdapter) -> list[dict]:
     """
     card = stored.get_card()
     weights = stored.weights_hash()
-    served = _list_served(card)
+    served = _list_supported_evictors(card)
     try:
         rows = read_json(path, f"The file of results {path}")["rows"]
         # Rows of this model, then of this adapter: each rule has its own message.
@@ -406,7 +406,7 @@ def _find_truncation(rows: list[dict], stored: StoredAdapter) -> int | None:
     return None
 
 
-def _list_served(card: AdapterCard) -> list[str]:
+def _list_supported_evictors(card: AdapterCard) -> list[str]:
     """Return the specs of the evictors that an adapter is for."""
     return [*split_specs(card.evictor or ""), *(card.also_for or ())]
 
@@ -417,7 +417,7 @@ def _name_evictor(row: dict, card: AdapterCard) -> str:
     That is the row's evictor, or else its method, which also has settings that a protocol chose,
     such as those of KVzip's authors.
     """
-    if row["evictor"] in _list_served(card):
+    if row["evictor"] in _list_supported_evictors(card):
         return row["evictor"]
     return row["method"]
 
@@ -434,7 +434,7 @@ def _compare_to_baselines(row: dict, rows: list[dict], card: AdapterCard) -> dic
         "on_small_budget",
         "prefix_policy",
         "allocation",
-        *HELD,
+        *USUAL_SETTINGS,
     )
     # Scores can be compared only if the same model was asked the same questions.
     asked_the_same = [
@@ -456,7 +456,7 @@ def _compare_to_baselines(row: dict, rows: list[dict], card: AdapterCard) -> dic
     for key in CONVENTIONS:
         if row[key] != getattr(card, key):
             result[key] = row[key]
-    for key, usual in HELD.items():
+    for key, usual in USUAL_SETTINGS.items():
         if row[key] != usual:
             result[key] = row[key]
     for key in MEASURED_WITH:
@@ -477,7 +477,7 @@ def _compare_to_baselines(row: dict, rows: list[dict], card: AdapterCard) -> dic
 def merge_results(card: AdapterCard, results: list[dict]) -> AdapterCard:
     """Return the card with these rows, which replace older ones that were measured the same way."""
 
-    conventions = (*CONVENTIONS, *HELD, *MEASURED_WITH)
+    conventions = (*CONVENTIONS, *USUAL_SETTINGS, *MEASURED_WITH)
 
     def kind_of(row: dict) -> list[Any]:
         return [row.get(key) for key in ("benchmark", "protocol", "ratio", "evictor", *conventions)]

@@ -162,9 +162,9 @@ def load_checkpoint(folder: Path, run: TrainingRun) -> int:
     if not _is_run_state(run, tensors, step):
         raise RestoreKVError(f"{what} is damaged, it does not hold the state of this run; {FIX}.")
     # Nothing was changed until here, so a refused checkpoint leaves the run as it was.
-    run.adapter.load_trainable_state(_select_prefix(tensors, "adapter."))
+    run.adapter.load_trainable_state(_strip_prefix(tensors, "adapter."))
     moments: dict[int, dict[str, torch.Tensor]] = {}
-    for name, value in _select_prefix(tensors, "optimizer.").items():
+    for name, value in _strip_prefix(tensors, "optimizer.").items():
         index, _, moment = name.partition(".")
         moments.setdefault(int(index), {})[moment] = value
     run.optimizer.load_state_dict({**run.optimizer.state_dict(), "state": moments})
@@ -223,7 +223,7 @@ def start_log(folder: Path, step: int) -> None:
         temporary.write_text(HEADER + "".join(kept))
 
 
-def _select_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+def _strip_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     """Return the tensors whose names begin with `prefix`, without it."""
     return {
         name.removeprefix(prefix): value

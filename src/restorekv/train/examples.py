@@ -288,7 +288,7 @@ def keep_short_examples(
     return short
 
 
-def _add_others(faults: list[str]) -> str:
+def _describe_faults(faults: list[str]) -> str:
     """Return what is wrong with the first of several contexts, and how many others have the same
     fault.
     """
@@ -352,10 +352,10 @@ def check_example_lengths(
     # All are counted before the first is reported, so that they can be fixed at once.
     if long:
         raise RestoreKVError(
-            f"{_add_others(long)}; shorten or leave out such texts (--longest-context)."
+            f"{_describe_faults(long)}; shorten or leave out such texts (--longest-context)."
         )
     if short:
-        raise RestoreKVError(f"{_add_others(short)}; leave out such texts.")
+        raise RestoreKVError(f"{_describe_faults(short)}; leave out such texts.")
     if few:
         warn(
             f"{few} of {len(examples)} contexts are too short for {config.restore_tokens} restore "

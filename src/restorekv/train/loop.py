@@ -242,7 +242,7 @@ def _resume_and_check(
     # The first sample of the first step is the one that the setup is checked on.
     samples = draw_step_samples(run.config, start, teacher_cache.examples, group.size)
     sample = select_own_samples(samples, run.config.draws, group.rank, group.size)[0]
-    with group.join_uneven(teacher_cache.model):
+    with group.allow_uneven_passes(teacher_cache.model):
         notice(str(check_setup(run.adapter, teacher_cache, sample, start)))
     return start
 
@@ -261,7 +261,7 @@ def _run_forward_backward(
     samples = select_own_samples(samples, config.draws, group.rank, group.size)
     total = 0.0
     for sample in samples:
-        with group.join_uneven(teacher_cache.model):
+        with group.allow_uneven_passes(teacher_cache.model):
             prepared, targets = teacher_cache.get_context(sample.index, sample.evictor)
         sample_loss = compute_sample_loss(run.adapter, prepared, targets, sample, config)
         # The mean over the samples of this process; `average_gradients` takes that over the

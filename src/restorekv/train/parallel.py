@@ -104,7 +104,7 @@ class ProcessGroup:
             dist.barrier()
 
     @contextmanager
-    def join_uneven(self, model: PreTrainedModel) -> Iterator[None]:
+    def allow_uneven_passes(self, model: PreTrainedModel) -> Iterator[None]:
         """Let processes run the backbone unequally often in the block; does nothing for whole
         backbones.
 

@@ -31,7 +31,7 @@ def check_folders(folder: Path, resume: bool = False, store: Path | None = None)
         return
     names: set[str] = set()
     if folder.exists():
-        names = {path.name for path in folder.iterdir() if not _is_unfinished(path.name)}
+        names = {path.name for path in folder.iterdir() if not _is_leftover(path.name)}
     # Checking the setup, before there is a log, may have filled a store inside the folder.
     if store is not None and folder.absolute() in store.absolute().parents:
         names.discard(store.absolute().relative_to(folder.absolute()).parts[0])
@@ -43,7 +43,7 @@ def check_folders(folder: Path, resume: bool = False, store: Path | None = None)
         )
 
 
-def _is_unfinished(name: str) -> bool:
+def _is_leftover(name: str) -> bool:
     """Return whether a file may be one that a killed run began to write, or the folder's lock."""
     begins = tuple(f".{written}." for written in (LOG_FILE, CHECKPOINT_FILE))
     return name == ".lock" or (name.startswith(begins) and name.endswith(".tmp"))

@@ -71,7 +71,7 @@ class Teacher:
             return [target for target, _ in self._assess_answers(cache, asked, answers)]
 
         # Drafts that turn out to be the teacher's own greedy answers.
-        drafts = self._close_drafts(example.drafts)
+        drafts = self._encode_drafts(example.drafts)
         drafted = sorted(drafts)
         assessed = self._assess_answers(
             cache, [asked[index] for index in drafted], [drafts[index] for index in drafted]
@@ -91,7 +91,7 @@ class Teacher:
                 targets[index] = target
         return [targets[index] for index in range(len(asked))]
 
-    def _close_drafts(self, drafts: Sequence[str | None]) -> dict[int, Tensor]:
+    def _encode_drafts(self, drafts: Sequence[str | None]) -> dict[int, Tensor]:
         """Return the ids of each draft and an EOS id, cut off at the limit, by the draft's index.
 
         A model without an EOS id ends no answer, so none of its drafts can be complete.

@@ -80,12 +80,12 @@ if triton_attend is not None:
 # Bytes of a layer that may be copied at once: joined for SDPA, or unpacked from 8 bits.
 MAX_COPY_BYTES = 16 << 20
 
-_callback: ContextVar[Callback | None] = ContextVar("callback", default=None)
+_observer: ContextVar[Callback | None] = ContextVar("callback", default=None)
 _backend: ContextVar[str | None] = ContextVar("backend", default=None)
 _inspectors: ContextVar[tuple[Callable, Callable] | None] = ContextVar("inspectors", default=None)
 # Names of the variables that open blocks have set, of all threads. `_get_variable` looks here
 # first, because torch.compile cannot read a ContextVar.
-_set_names: list[str] = []
+_open_variable_names: list[str] = []
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def observe_attention(callback: Callback) -> Iterator[None]:
             H, K, D), and a tensor (B, Q, H*G, D) that the callback returns replaces the result.
             For a ragged layer both are that layer, and its result is computed in any case.
     """
-    with _set_variable(_callback, callback):
+    with _set_variable(_observer, callback):
         yield
 
 
@@ -136,7 +136,7 @@ def suspend_overrides() -> Iterator[None]:
     outer blocks have set.
     """
     with (
-        _set_variable(_callback, None),
+        _set_variable(_observer, None),
         _set_variable(_backend, None),
         _set_variable(_inspectors, None),
     ):
@@ -150,22 +150,22 @@ def _set_variable(variable: ContextVar, value: object) -> Iterator[None]:
     torch.compile cannot read a ContextVar, so it is read only while some block is open.
     """
     token = variable.set(value)
-    _set_names.append(variable.name)
+    _open_variable_names.append(variable.name)
     try:
         yield
     finally:
-        _set_names.remove(variable.name)
+        _open_variable_names.remove(variable.name)
         variable.reset(token)
 
 
 def _get_variable(variable: ContextVar) -> Any:
     """Return the value that an open block has set, or None."""
-    return variable.get() if variable.name in _set_names else None
+    return variable.get() if variable.name in _open_variable_names else None
 
 
 def get_observer() -> Callback | None:
     """Return the callback of this thread's innermost `observe_attention` block."""
-    return _get_variable(_callback)
+    return _get_variable(_observer)
 
 
 def choose_backend(query: Tensor, layer: RaggedLayer) -> Backend:
@@ -316,7 +316,7 @@ def attend_layer(
         _check_mask(key, attention_mask)
     if isinstance(key, SlidingLayer):
         return _attend_sliding(query, key, attention_mask, scale, kwargs), None
-    callback = _get_variable(_callback)
+    callback = _get_variable(_observer)
     replacement = None
     if callback is not None:
         replacement = callback(module, query, key, value, attention_mask, scale, sinks)

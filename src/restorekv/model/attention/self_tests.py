@@ -127,7 +127,7 @@ COMPONENTS: dict[str, Component] = {}
 _outcomes: dict[tuple, SelfTest] = {}
 # One self-test at a time; the thread that tests a component may need another one first.
 _lock = threading.RLock()
-_running: list[str] = []  # components that the holder of the lock is testing
+_components_under_test: list[str] = []  # components that the holder of the lock is testing
 _warned: set[tuple[str, torch.device]] = set()
 
 
@@ -203,16 +203,16 @@ def run_self_test(name: str, target: Target, again: bool = False) -> SelfTest:
     with _lock:
         if not again and key in _outcomes:
             return _outcomes[key]
-        if name in _running:
+        if name in _components_under_test:
             return SelfTest(name, False, 0, problem="a self-test that needs itself", lasting=False)
-        _running.append(name)
+        _components_under_test.append(name)
         try:
             found = _load_or_run(COMPONENTS[name], target, again)
         finally:
-            _running.remove(name)
+            _components_under_test.remove(name)
         _outcomes[key] = found
     if not found.passed:
-        _check_alive(COMPONENTS[name], target.device)
+        _refuse_dead_device(COMPONENTS[name], target.device)
     return found
 
 
@@ -308,7 +308,7 @@ def _warn_of_failure(found: SelfTest, target: Target) -> None:
     )
 
 
-def _check_alive(component: Component, device: torch.device) -> None:
+def _refuse_dead_device(component: Component, device: torch.device) -> None:
     """Refuse to continue on a device that a failed self-test has left unusable, as in CUDA."""
     try:
         usable = torch.ones(2, device=device).sum().item() == 2
