@@ -63,7 +63,7 @@ def measure_compression(job: dict) -> dict:
     an adapter.
     """
     model, tokenizer = load_model(job["model"], job["dtype"], job["device"])
-    spec, gate = _find_scorer(model, job["evictor"], Path(job["folder"]))
+    spec, gate = find_scorer(model, job["evictor"], Path(job["folder"]))
     base = Eviction.make(spec, None, **job["conventions"])
     context = make_context_of(tokenizer, job["tokens"])
     _compress(base, model, tokenizer, make_context_of(tokenizer, WARM_UP), 1.0)
@@ -72,7 +72,7 @@ def measure_compression(job: dict) -> dict:
         adapter, source = None, None
         if job["restored"]:
             # Loaded here, so that its weights count as memory of the restore pass.
-            adapter, source = _find_adapter(model, job["evictor"])
+            adapter, source = find_adapter(model, job["evictor"])
         eviction = replace(base, adapter=adapter)
         _compress(eviction, model, tokenizer, context, job["ratio"])
     runs = []
@@ -131,7 +131,7 @@ def _map_blocks_from(size: int) -> None:
         ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, size)
 
 
-def _find_scorer(model: PreTrainedModel, evictor: str, folder: Path) -> tuple[str, str | None]:
+def find_scorer(model: PreTrainedModel, evictor: str, folder: Path) -> tuple[str, str | None]:
     """Return a spec and the source of its gate, None if the scorer brings its own or needs none.
 
     A learned scorer that names no gate gets a random one, saved in `folder`, unless one ships for
@@ -142,7 +142,7 @@ def _find_scorer(model: PreTrainedModel, evictor: str, folder: Path) -> tuple[st
     return f"{evictor}:gate={save_random_gate(model, evictor, folder)}", "random"
 
 
-def _find_adapter(model: PreTrainedModel, evictor: str) -> tuple[RestoreAdapter, str]:
+def find_adapter(model: PreTrainedModel, evictor: str) -> tuple[RestoreAdapter, str]:
     """Return the adapter that ships for this scorer, or a random one, and which of the two it is.
 
     A random one will do, because only shapes decide time and memory.

@@ -28,8 +28,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from benchmarks.compress_cost import (
     REFUSED,
-    _find_adapter,
-    _find_scorer,
+    find_adapter,
+    find_scorer,
     make_context_of,
     measure_apart,
 )
@@ -222,13 +222,13 @@ def _prepare_context(
     at random.
     """
     scorer = options.scorers[0]
-    adapter, _ = _find_adapter(model, scorer)
+    adapter, _ = find_adapter(model, scorer)
     if options.latency_context == "random":
         return make_random_context(
             model, tokenizer, options.tokens, adapter.restore_tokens, conventions
         )
     with tempfile.TemporaryDirectory(prefix="restorekv-efficiency-") as name:
-        spec, _ = _find_scorer(model, scorer, Path(name))
+        spec, _ = find_scorer(model, scorer, Path(name))
         eviction = Eviction(evictors.make_evictor(spec), adapter, conventions)
         context = make_context_of(tokenizer, options.tokens)
         prepared = eviction.prepare(model, tokenizer, context)

@@ -10,7 +10,7 @@ import torch
 import typer
 
 from benchmarks.book import Options, make_table, run_book
-from benchmarks.cli.session import run_benchmark, run_each
+from benchmarks.cli.session import print_all, run_benchmark
 from restorekv.cli import options as flags
 from restorekv.files import check_target
 
@@ -40,6 +40,6 @@ def run(
         place = folder or Path(name)
         run_benchmark(
             lambda tell: run_book(options, tell, torch.get_num_threads(), place),
-            lambda result: run_each([make_table(result)]),
+            lambda result: print_all([make_table(result)]),
             json,
         )

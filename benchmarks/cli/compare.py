@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cli.session import run_benchmark, run_each
+from benchmarks.cli.session import print_all, run_benchmark
 from benchmarks.compare import Options
 from benchmarks.compare import run_comparison as measure
 from benchmarks.compare_table import make_tables
@@ -54,7 +54,7 @@ def run(
         shape={"num_hidden_layers": layers},
     )
     run_benchmark(
-        lambda tell: measure(options, tell), lambda result: run_each(make_tables(result)), json
+        lambda tell: measure(options, tell), lambda result: print_all(make_tables(result)), json
     )
 
 

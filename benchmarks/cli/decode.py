@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.cli.compare import KvpressPython, kvpress
-from benchmarks.cli.session import run_benchmark, run_each
+from benchmarks.cli.session import print_all, run_benchmark
 from benchmarks.decode import Options
 from benchmarks.decode import run_decode as measure
 from benchmarks.decode_table import make_tables
@@ -63,5 +63,5 @@ def run(
         shape={"num_hidden_layers": layers},
     )
     run_benchmark(
-        lambda tell: measure(options, tell), lambda result: run_each(make_tables(result)), json
+        lambda tell: measure(options, tell), lambda result: print_all(make_tables(result)), json
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from benchmarks.cli.session import run_benchmark, run_each
+from benchmarks.cli.session import print_all, run_benchmark
 from benchmarks.growing import Options, make_tables
 from benchmarks.growing import run_growing as measure
 from restorekv.cli import options as flags
@@ -65,5 +65,5 @@ def run(
         turns,
     )
     run_benchmark(
-        lambda tell: measure(options, tell), lambda result: run_each(make_tables(result)), json
+        lambda tell: measure(options, tell), lambda result: print_all(make_tables(result)), json
     )

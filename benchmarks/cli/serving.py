@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cli.session import run_benchmark, run_each
+from benchmarks.cli.session import print_all, run_benchmark
 from benchmarks.serving import Options, make_tables
 from benchmarks.serving import run_serving as measure
 from restorekv.cli import options as flags
@@ -30,5 +30,5 @@ def run(
         check_target(json)
     options = Options(model, tokens, questions, clients, preset, ratio, answer)
     run_benchmark(
-        lambda tell: measure(options, tell), lambda result: run_each(make_tables(result)), json
+        lambda tell: measure(options, tell), lambda result: print_all(make_tables(result)), json
     )

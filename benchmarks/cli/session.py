@@ -52,7 +52,7 @@ def print_result(text: str) -> None:
     output.print(text, markup=False, soft_wrap=True)
 
 
-def run_each(items: Iterable[Table | str]) -> None:
+def print_all(items: Iterable[Table | str]) -> None:
     """Print tables and sentences, one below the other."""
     for item in items:
         output.print(item)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cli.session import run_benchmark, run_each
+from benchmarks.cli.session import print_all, run_benchmark
 from benchmarks.vllm_memory import RANDOM, Options, make_tables
 from benchmarks.vllm_memory import run_vllm as measure
 from restorekv.files import check_target
@@ -43,6 +43,6 @@ def run(
     options = Options(model, tokens, documents, fitting, tuple(ratio), tuple(together), answer)
     run_benchmark(
         lambda tell: measure(folder, options, tell),
-        lambda result: run_each(make_tables(result)),
+        lambda result: print_all(make_tables(result)),
         json,
     )

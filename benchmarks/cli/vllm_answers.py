@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cli.session import run_benchmark, run_each
+from benchmarks.cli.session import print_all, run_benchmark
 from benchmarks.vllm_answers import LONGEST, MODES, SHORTEST, make_tables, run_answers
 from restorekv.errors import RestoreKVError
 from restorekv.files import check_target
@@ -35,6 +35,6 @@ def run(
         raise RestoreKVError(f"There is no mode {unknown[0]!r}; choose from {', '.join(MODES)}.")
     run_benchmark(
         lambda tell: run_answers(folder, documents, longest, modes, model, tell),
-        lambda result: run_each(make_tables(result)),
+        lambda result: print_all(make_tables(result)),
         json,
     )

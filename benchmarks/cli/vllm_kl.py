@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cli.session import run_benchmark, run_each
+from benchmarks.cli.session import print_all, run_benchmark
 from benchmarks.vllm_kl import make_tables, run_kl
 from restorekv.files import check_target
 
@@ -26,6 +26,6 @@ def run(
         check_target(json)
     run_benchmark(
         lambda tell: run_kl(folder, model, dtype, documents, tokens, ratio, answer, tell),
-        lambda result: run_each(make_tables(result)),
+        lambda result: print_all(make_tables(result)),
         json,
     )

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cli.session import run_benchmark, run_each
+from benchmarks.cli.session import print_all, run_benchmark
 from benchmarks.vllm_scores import make_tables, run_scores
 from restorekv.compression.budget import parse_ratio
 from restorekv.files import check_target
@@ -35,6 +35,6 @@ def run(
         check_target(json)
     run_benchmark(
         lambda tell: run_scores(folder, model, benchmark, ratios, evictor, tell),
-        lambda result: run_each(make_tables(result)),
+        lambda result: print_all(make_tables(result)),
         json,
     )

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cli.session import run_benchmark, run_each
+from benchmarks.cli.session import print_all, run_benchmark
 from benchmarks.vllm_steps import StepOptions, make_tables, run_steps
 from restorekv.files import check_target
 
@@ -30,6 +30,6 @@ def run(
     options = StepOptions(model, tokens, documents, ratio, evictor, answer, rounds)
     run_benchmark(
         lambda tell: run_steps(folder, options, tell),
-        lambda result: run_each(make_tables(result)),
+        lambda result: print_all(make_tables(result)),
         json,
     )

@@ -616,8 +616,8 @@ def test_vllm_leaves_memory_to_the_server(on_cpu, monkeypatch):
     monkeypatch.setattr(vllm_client, "import_module", modules.__getitem__)
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     taken = {"kv_cache_memory_bytes": 5 * 2**30} if on_cpu else {}
-    assert vllm_client.leave_memory({"model": "a"}) == {"model": "a", **taken}
+    assert vllm_client.limit_cpu_memory({"model": "a"}) == {"model": "a", **taken}
     for told in ({"kv_cache_memory_bytes": 7}, {"gpu_memory_utilization": 0.2}):
-        assert vllm_client.leave_memory(told) == told
+        assert vllm_client.limit_cpu_memory(told) == told
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    assert vllm_client.leave_memory({"model": "a"}) == {"model": "a"}
+    assert vllm_client.limit_cpu_memory({"model": "a"}) == {"model": "a"}

@@ -28,7 +28,7 @@ from restorekv.vllm.ragged_documents import (
     identify,
     make_end,
 )
-from restorekv.vllm.ragged_store import RaggedStore, pages_of_largest_rank
+from restorekv.vllm.ragged_store import RaggedStore, count_pages_of_largest_rank
 from tests.helpers.document_pairs import describe_engine_model
 
 TEXTS = {
@@ -120,7 +120,7 @@ def test_several_documents_are_what_compose_makes(tiny_model, tiny_tokenizer, tm
         pairs = gather_pairs(cache, rope_model, slice(None), torch.float32)
         wanted = gather_pairs(whole.cache, rope_model, slice(None), torch.float32)
         assert pairs.lengths.equal(wanted.lengths) and pairs.lengths.equal(found.lengths)
-        assert pages_of_largest_rank(found.lengths, 1, 32) == count_pages(pairs.lengths, 32)
+        assert count_pages_of_largest_rank(found.lengths, 1, 32) == count_pages(pairs.lengths, 32)
         for own, other in zip(pairs.keys, wanted.keys, strict=True):
             assert torch.allclose(own, other, atol=1e-6)
         assert all(map(torch.equal, pairs.values, wanted.values))

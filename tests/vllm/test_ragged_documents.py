@@ -21,7 +21,7 @@ from restorekv.vllm.ragged_documents import (
     identify,
     load_file,
 )
-from restorekv.vllm.ragged_store import RaggedStore, pages_of_largest_rank
+from restorekv.vllm.ragged_store import RaggedStore, count_pages_of_largest_rank
 from tests.helpers.document_pairs import describe_engine_model
 from tests.helpers.models import build_model
 
@@ -221,7 +221,7 @@ def test_a_rank_gets_its_heads(tiny_model, tiny_tokenizer):
     first = int(whole.lengths[0, 0])
     assert second.keys[0].equal(whole.keys[0][first:])
     largest = max(int((-(-whole.lengths[:, [head]] // 16)).clamp(min=1).sum()) for head in range(2))
-    assert pages_of_largest_rank(whole.lengths, 2, 16) == largest
+    assert count_pages_of_largest_rank(whole.lengths, 2, 16) == largest
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -24,7 +24,7 @@ from restorekv.vllm import plugin
 ENDED = "vLLM ended the request with an error; its log says why"
 
 # A token's log-probability, and the likeliest ids with theirs.
-Likely = tuple[float, dict[int, float]]
+TokenLogprobs = tuple[float, dict[int, float]]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Piece:
 
     sample: int
     ids: Sequence[int]
-    likely: Sequence[Likely] = ()
+    likely: Sequence[TokenLogprobs] = ()
     ended: str | None = None
     cached: int | None = None
 
@@ -99,7 +99,7 @@ class InProcessVllm:
         config = import_module("vllm.config")
         connector = self.form.make_config(self.store, self.fingerprint, self.documents_memory)
         options = {**self.options, "kv_transfer_config": config.KVTransferConfig(**connector)}
-        options = leave_memory(options)
+        options = limit_cpu_memory(options)
         options["structured_outputs_config"] = config.StructuredOutputsConfig(
             **options["structured_outputs_config"]
         )
@@ -166,7 +166,7 @@ class InProcessVllm:
                         yield Piece(
                             sample=each.index,
                             ids=each.token_ids,
-                            likely=_likely_of_output(each),
+                            likely=_get_output_logprobs(each),
                             ended=each.finish_reason,
                             cached=output.num_cached_tokens,
                         )
@@ -187,7 +187,7 @@ class InProcessVllm:
         return f"{ENDED}."
 
 
-def leave_memory(options: Mapping[str, Any]) -> dict[str, Any]:
+def limit_cpu_memory(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of vLLM's engine that leave half of the free memory to this server.
 
     On a CPU, vLLM takes nine tenths of all memory by default, and does not start if other processes
@@ -223,7 +223,7 @@ def _set_environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _likely_of_output(output: Any) -> list[Likely]:
+def _get_output_logprobs(output: Any) -> list[TokenLogprobs]:
     """Return the log-probabilities of one of vLLM's outputs."""
     if not output.logprobs:
         return []
@@ -340,7 +340,7 @@ class RemoteVllm:
                 Piece(
                     sample=choice["index"],
                     ids=choice.get("token_ids") or (),
-                    likely=_likely_of_choice(choice.get("logprobs")),
+                    likely=_parse_choice_logprobs(choice.get("logprobs")),
                     ended=choice["finish_reason"],
                 )
             )
@@ -388,7 +388,7 @@ async def _iter_lines(response: httpx2.Response) -> AsyncIterator[bytes]:
     yield begun
 
 
-def _likely_of_choice(given: Mapping[str, Any] | None) -> list[Likely]:
+def _parse_choice_logprobs(given: Mapping[str, Any] | None) -> list[TokenLogprobs]:
     """Return the log-probabilities of a choice, whose tokens are named token_id:NUMBER."""
     if not given:
         return []

@@ -83,7 +83,7 @@ def _open(document: Document) -> Portable | CacheFile:
     )
 
 
-def _open_several(documents: Sequence[Document]) -> tuple[list[CacheFile], list[str]]:
+def _open_composition(documents: Sequence[Document]) -> tuple[list[CacheFile], list[str]]:
     """Open the documents of a request about several; refuse documents that cannot be composed.
 
     Returns:
@@ -127,10 +127,10 @@ def prompt(
         CacheFileError: A file is damaged, or was made with a different tokenizer or chat template.
         RestoreKVError: The question is empty, or the documents cannot be queried together.
     """
-    return _identify_and_ask(document, question, tokenizer, answer_prefix, turns)[1]
+    return _make_named_prompt(document, question, tokenizer, answer_prefix, turns)[1]
 
 
-def _identify_and_ask(
+def _make_named_prompt(
     document: Document | Sequence[Document],
     question: str,
     tokenizer: Tokenizer,
@@ -148,7 +148,7 @@ def _identify_and_ask(
         name = identity.name
         ids = identity.ids
     else:
-        files, names = _open_several(document)
+        files, names = _open_composition(document)
         name = composition.name_composition(names)
         ids = composition.make_ids(names)
     for file in files:
@@ -179,7 +179,7 @@ def chat(
         answer_prefix: How the answer begins.
         turns: Earlier questions with their answers.
     """
-    name, ids = _identify_and_ask(document, question, tokenizer, answer_prefix, turns)
+    name, ids = _make_named_prompt(document, question, tokenizer, answer_prefix, turns)
     messages = []
     for earlier_question, answer in turns:
         messages.append({"role": "user", "content": earlier_question})

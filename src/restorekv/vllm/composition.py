@@ -27,7 +27,7 @@ from restorekv.seal import short_hash
 from restorekv.storage.cache_file import CacheFile
 from restorekv.storage.manifest import Manifest
 from restorekv.storage.portable import FIRST_ID, MARK, make_placeholders
-from restorekv.vllm.ragged_documents import LARGEST_ID, PLACEHOLDERS, make_end
+from restorekv.vllm.ragged_documents import ID_LIMIT, PLACEHOLDERS, make_end
 
 KIND = b"restorekv-composition-3"  # the mark at the start of placeholders is derived from it
 MAX_DOCUMENTS = 10  # in one request
@@ -71,7 +71,7 @@ def describe_part(file: CacheFile) -> PartFacts:
 
 def make_mark() -> list[int]:
     """Return the MARK ids with which the placeholders of every composition begin."""
-    return make_placeholders(KIND, MARK, LARGEST_ID)
+    return make_placeholders(KIND, MARK, ID_LIMIT)
 
 
 def name_composition(names: Sequence[str]) -> str:
@@ -100,7 +100,7 @@ def make_ids(names: Sequence[str]) -> tuple[int, ...]:
         digits += shorten_name(name)
     # Compositions of few documents fill as many positions as those of many.
     room = PLACEHOLDERS - 2 * MARK - len(digits)
-    hashed = make_placeholders(KIND + " ".join(names).encode(), room, LARGEST_ID)
+    hashed = make_placeholders(KIND + " ".join(names).encode(), room, ID_LIMIT)
     return (*make_mark(), *hashed, *digits, *make_end(len(names)))
 
 
@@ -111,7 +111,7 @@ def shorten_name(name: str) -> ShortName:
     placeholders may use.
     """
     number = int(name, 16)
-    base = LARGEST_ID - FIRST_ID
+    base = ID_LIMIT - FIRST_ID
     digits = []
     for _ in range(DIGITS):
         digits.append(FIRST_ID + number % base)

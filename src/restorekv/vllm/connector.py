@@ -32,9 +32,9 @@ from restorekv.vllm.connector_base import (
     DocumentConnector,
     find_request_problem,
     get_options,
+    limit_answer_length,
     refuse_engine,
     require_store,
-    shorten_answer,
 )
 from restorekv.vllm.document_store import EngineModel, StoredDocument, find_heads
 from restorekv.vllm.portable_store import MEMORY, PortableStore
@@ -151,7 +151,7 @@ class RestoreKVConnector(DocumentConnector):
         self.matched[request.request_id] = (document, problem)
         if document is None:
             return request.num_tokens - num_computed_tokens, True
-        shorten_answer(request, self.store, document)
+        limit_answer_length(request, self.store, document)
         tokens = max(len(document.ids) - num_computed_tokens, 0)
         return tokens, bool(tokens and self._is_unread(document))
 

@@ -71,7 +71,7 @@ def find_request_problem(request: Request) -> str:
     return ""
 
 
-def shorten_answer(request: Request, store: DocumentStore, document: StoredDocument) -> None:
+def limit_answer_length(request: Request, store: DocumentStore, document: StoredDocument) -> None:
     """Limit a request's answer so that it ends within the model's positions.
 
     vLLM's own limit, max_model_len, is not enough: it counts placeholders instead of the text.

@@ -72,7 +72,7 @@ class RaggedCPUImpl(RaggedAttention, CPUAttentionBackendImpl):
         self, layer: Any, queries: Tensor, kv_cache: Tensor, sequences: Sequences
     ) -> tuple[Tensor, Tensor]:
         return measure_log_sum_exp(
-            lambda sink: self._call(
+            lambda sink: self._run_kernel(
                 queries,
                 _split_pages(kv_cache),
                 sequences,
@@ -88,7 +88,7 @@ class RaggedCPUImpl(RaggedAttention, CPUAttentionBackendImpl):
 
     def attend_pages(self, queries: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         return measure_log_sum_exp(
-            lambda sink: self._call(
+            lambda sink: self._run_kernel(
                 queries,
                 _split_pages(worker_state.get_pool().pages),
                 sequences,
@@ -112,7 +112,7 @@ class RaggedCPUImpl(RaggedAttention, CPUAttentionBackendImpl):
         pages = worker_state.get_pool().pages
         return attend_by_head(queries, document, number, pages, self.reader, self.scale)
 
-    def _call(
+    def _run_kernel(
         self,
         queries: Tensor,
         halves: tuple[Tensor, ...],

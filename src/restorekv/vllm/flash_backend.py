@@ -80,12 +80,12 @@ class RaggedFlashImpl(RaggedAttention, FlashAttentionImpl):
     def attend_tail(
         self, layer: Any, queries: Tensor, kv_cache: Tensor, sequences: Sequences
     ) -> tuple[Tensor, Tensor]:
-        return self._call(queries, kv_cache, sequences, causal=True)
+        return self._run_kernel(queries, kv_cache, sequences, causal=True)
 
     def attend_pages(self, queries: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        return self._call(queries, worker_state.get_pool().pages, sequences, causal=False)
+        return self._run_kernel(queries, worker_state.get_pool().pages, sequences, causal=False)
 
-    def _call(
+    def _run_kernel(
         self, queries: Tensor, pages: Tensor, sequences: Sequences, *, causal: bool
     ) -> tuple[Tensor, Tensor]:
         """Run FlashAttention over pages (P, H, page_size, 2 * D)."""

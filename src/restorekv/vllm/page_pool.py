@@ -111,7 +111,7 @@ class PagePool:
         try:
             table = self._write(document, taken)
         except BaseException:
-            self._give_back(taken)
+            self._free_pages(taken)
             raise
         self.tables[name] = table
         return table
@@ -120,9 +120,9 @@ class PagePool:
         """Free the pages of a document; one that is not here is not an error."""
         table = self.tables.pop(name, None)
         if table is not None:
-            self._give_back(table.pages.tolist())
+            self._free_pages(table.pages.tolist())
 
-    def _give_back(self, pages: Sequence[int]) -> None:
+    def _free_pages(self, pages: Sequence[int]) -> None:
         self.free.extend(pages)
         self.free.sort(reverse=True)
 
@@ -182,7 +182,7 @@ class Residency(Enum):
 
 
 @dataclass
-class _Entry:
+class _PooledDocument:
     """A document that is in the pool or on its way there."""
 
     pages: int
@@ -203,7 +203,8 @@ class PoolLedger:
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
-        self.entries: OrderedDict[str, _Entry] = OrderedDict()  # the least recently used first
+        # The least recently used one comes first.
+        self.entries: OrderedDict[str, _PooledDocument] = OrderedDict()
         self.drops: list[str] = []
         self.loads: list[str] = []
         # Documents that found no room, the longest waiting first, and admissions since then.
@@ -231,7 +232,7 @@ class PoolLedger:
                 self.waiting.setdefault(name, 0)
                 self.waiting_for[request_id] = name
                 return Residency.NO_ROOM
-            entry = self.entries[name] = _Entry(pages)
+            entry = self.entries[name] = _PooledDocument(pages)
             self.loads.append(name)
         elif request_id not in entry.pinned_by and self._must_yield(name):
             return Residency.NO_ROOM

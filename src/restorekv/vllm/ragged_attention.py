@@ -146,7 +146,7 @@ class RaggedAttention:
     ) -> Tensor:
         """Attend as vLLM's own backend does, and also to documents if requests ask them."""
         # vLLM passes no metadata while it measures memory.
-        plan = None if attn_metadata is None else self._plan_of(kv_cache, attn_metadata)
+        plan = None if attn_metadata is None else self._get_plan(kv_cache, attn_metadata)
         if plan is None or plan.plain:
             # The outputs of tokens that ask documents are overwritten below.
             super().forward(  # type: ignore[misc]
@@ -170,7 +170,7 @@ class RaggedAttention:
             output.view(-1, self.num_heads, self.head_size)[plan.tokens] = merged.to(output.dtype)
         return output
 
-    def _plan_of(self, kv_cache: Tensor, metadata: Any) -> StepPlan | None:
+    def _get_plan(self, kv_cache: Tensor, metadata: Any) -> StepPlan | None:
         """Return the step's plan, which its first layer makes; None if it asks no document."""
         plan = getattr(metadata, "restorekv_plan", _NOT_PLANNED)
         if plan is _NOT_PLANNED:

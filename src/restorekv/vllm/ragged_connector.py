@@ -34,9 +34,9 @@ from restorekv.vllm.connector_base import (
     DocumentConnector,
     find_request_problem,
     get_options,
+    limit_answer_length,
     refuse_engine,
     require_store,
-    shorten_answer,
 )
 from restorekv.vllm.document_store import EngineModel, StoredDocument, find_heads
 from restorekv.vllm.page_pool import DocumentPairs, PoolLedger, Residency
@@ -46,7 +46,7 @@ from restorekv.vllm.ragged_documents import (
     gather_pairs,
     load_file,
 )
-from restorekv.vllm.ragged_store import RaggedStore, describe_excess, pages_of_largest_rank
+from restorekv.vllm.ragged_store import RaggedStore, count_pages_of_largest_rank, describe_excess
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -294,7 +294,7 @@ class RaggedConnectorScheduler:
         if problem:
             self._give_up(request.request_id, problem)
             return
-        shorten_answer(request, self.store, document)
+        limit_answer_length(request, self.store, document)
         self.documents[request.request_id] = document
 
     def _pin_document(self, request_id: str, document: StoredDocument) -> Residency:
@@ -304,7 +304,7 @@ class RaggedConnectorScheduler:
         if pages is None:
             assert document.lengths is not None
             # Heads differ in length and ranks hold different heads, so the fullest rank decides.
-            pages = pages_of_largest_rank(document.lengths, self.ranks, self.page_size)
+            pages = count_pages_of_largest_rank(document.lengths, self.ranks, self.page_size)
             self.page_counts[document.name] = pages
         return self.ledger.pin_or_load(request_id, document.name, pages)
 

@@ -30,7 +30,7 @@ from restorekv.storage.portable import MARK, make_placeholders
 from restorekv.vllm.page_pool import DocumentPairs
 
 PLACEHOLDERS = 32  # ids of a document in a prompt: whole blocks of 16 or 32 tokens
-LARGEST_ID = 256  # placeholders are below it, so that every vocabulary has them
+ID_LIMIT = 256  # placeholders are below it, so that every vocabulary has them
 KIND = b"restorekv-ragged-4"  # the mark at the start of placeholders is derived from it
 # Names in configs for the size of an expert.
 EXPERT_SIZES = ("moe_intermediate_size", "shared_expert_intermediate_size")
@@ -61,7 +61,7 @@ class RaggedIdentity:
 
 def make_mark() -> list[int]:
     """Return the MARK ids with which the placeholders of every cache file begin."""
-    return make_placeholders(KIND, MARK, LARGEST_ID)
+    return make_placeholders(KIND, MARK, ID_LIMIT)
 
 
 def make_end(count: int) -> tuple[int, ...]:
@@ -69,7 +69,7 @@ def make_end(count: int) -> tuple[int, ...]:
 
     A prompt that was cut at its beginning is recognized by them.
     """
-    return tuple(make_placeholders(KIND + f" {count}".encode(), MARK, LARGEST_ID))
+    return tuple(make_placeholders(KIND + f" {count}".encode(), MARK, ID_LIMIT))
 
 
 def identify(file: CacheFile) -> RaggedIdentity:
@@ -81,7 +81,7 @@ def identify(file: CacheFile) -> RaggedIdentity:
     for name, tensor in sorted(file.tensors.items()):
         sha256.update(name.encode())
         sha256.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    contents = make_placeholders(sha256.digest(), PLACEHOLDERS - 2 * MARK, LARGEST_ID)
+    contents = make_placeholders(sha256.digest(), PLACEHOLDERS - 2 * MARK, ID_LIMIT)
     return RaggedIdentity(
         name=sha256.hexdigest()[:16],
         ids=(*make_mark(), *contents, *make_end(1)),
@@ -162,7 +162,7 @@ def gather_pairs(
                 "Caches of Attention Matching add a bias to logits, which vLLM's attention cannot; "
                 "compress with another evictor, such as kvzip."
             )
-        rows = [_rows_of_head(layer, head) for head in range(layer.heads)[heads]]
+        rows = [_get_head_pairs(layer, head) for head in range(layer.heads)[heads]]
         layer_keys = torch.cat([row_keys for row_keys, _ in rows])
         layer_values = torch.cat([row_values for _, row_values in rows])
         keys.append(shift_keys(rope_model, layer_keys, distance).to(dtype))
@@ -177,7 +177,7 @@ def gather_pairs(
     return DocumentPairs(keys, values, torch.stack(lengths))
 
 
-def _rows_of_head(layer: RaggedLayer, head: int) -> tuple[Tensor, Tensor]:
+def _get_head_pairs(layer: RaggedLayer, head: int) -> tuple[Tensor, Tensor]:
     """Return keys and values (N, D) of a head: its context, then its restore cache."""
     first, end = layer.bounds[head], layer.bounds[head + 1]
     # Slices of an 8-bit context are in the model's dtype.

@@ -15,7 +15,7 @@ from restorekv.vllm import composition, worker_state
 from restorekv.vllm.document_store import DocumentStore, EngineModel, StoredDocument, find_heads
 from restorekv.vllm.page_pool import count_pages_of_heads
 from restorekv.vllm.ragged_documents import (
-    LARGEST_ID,
+    ID_LIMIT,
     PLACEHOLDERS,
     identify,
     make_end,
@@ -37,9 +37,9 @@ class RaggedStore(DocumentStore):
         # The ends are the same for all files, so those of unread files and compositions count, too.
         self._ends = {make_end(1), *composition.COUNTS}
         self._longest = PLACEHOLDERS
-        if model.vocabulary < LARGEST_ID:
+        if model.vocabulary < ID_LIMIT:
             raise RestoreKVError(
-                f"Placeholders of documents need a vocabulary of {LARGEST_ID} token ids, and the "
+                f"Placeholders of documents need a vocabulary of {ID_LIMIT} token ids, and the "
                 f"engine's model has {model.vocabulary}."
             )
         self.parts: dict[str, composition.PartFacts] = {}  # by document
@@ -157,7 +157,7 @@ class RaggedStore(DocumentStore):
         )
 
 
-def pages_of_largest_rank(lengths: Tensor, ranks: int, page_size: int) -> int:
+def count_pages_of_largest_rank(lengths: Tensor, ranks: int, page_size: int) -> int:
     """Return the pages of the tensor parallel rank whose heads take most.
 
     Args:
@@ -182,7 +182,7 @@ def describe_excess(path: Path, pages: int, available: int) -> str:
 def refuse_too_large(document: StoredDocument, config: VllmConfig) -> None:
     """Raise RestoreKVError for a document that the pool of an engine cannot hold."""
     assert document.lengths is not None
-    pages = pages_of_largest_rank(
+    pages = count_pages_of_largest_rank(
         document.lengths,
         config.parallel_config.tensor_parallel_size,
         worker_state.get_page_size(config),

@@ -16,9 +16,9 @@ MEMORY = 1 << 30  # bytes of documents, unless the connector's options say other
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 _pools: dict[str, PagePool] = {}  # of the newest engine of this process, by its instance id
-_step: Mapping[int, str] = {}  # see `begin_step`
+_step_documents: Mapping[int, str] = {}  # see `begin_step`
 _batch: DocumentBatch | None = None  # of the last step that asked documents
-_numbers: dict[str, int] = {}  # of layers, by their names in vLLM
+_layer_numbers: dict[str, int] = {}  # of layers, by their names in vLLM
 
 
 def serves_documents(config: Any) -> bool:
@@ -80,8 +80,8 @@ def has_pool(engine: str) -> bool:
 
 def begin_step(documents: Mapping[int, str]) -> None:
     """Set which documents the step's requests ask: names by the first block of a request."""
-    global _step
-    _step = documents
+    global _step_documents
+    _step_documents = documents
 
 
 def end_step() -> None:
@@ -91,7 +91,7 @@ def end_step() -> None:
 
 def get_step() -> Mapping[int, str]:
     """Return the documents that `begin_step` was given."""
-    return _step
+    return _step_documents
 
 
 def get_last_batch() -> DocumentBatch | None:
@@ -107,10 +107,10 @@ def keep_batch(batch: DocumentBatch | None) -> None:
 
 def find_layer_number(name: str) -> int:
     """Return the number of a layer from its name in vLLM, such as model.layers.3.self_attn.attn."""
-    number = _numbers.get(name)
+    number = _layer_numbers.get(name)
     if number is None:
         match = LAYER.search(name)
         if match is None:
             raise ValueError(f"The attention layer {name} has no number.")
-        number = _numbers[name] = int(match[1])
+        number = _layer_numbers[name] = int(match[1])
     return number

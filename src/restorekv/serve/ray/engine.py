@@ -45,7 +45,7 @@ from restorekv.serve.run import Settings
 from restorekv.serve.variants import Variant
 
 TRIES = 3  # how often a request is sent to a replica that dies over it
-LOOK = 0.2  # seconds between two checks whether the client still waits for an answer
+CHECK_INTERVAL = 0.2  # seconds between two checks whether the client still waits for an answer
 REMEMBERED = 100_000  # documents whose lengths the sender remembers
 SHARED_MEMORY = 512 << 20  # bytes, for uploads on their way
 DRAIN = 2.0  # seconds for questions that are still being answered when the server ends
@@ -92,9 +92,11 @@ class RayEngine(Engine):
         if tokens is not None:
             return ServedDocument(sha256, variant, tokens, fresh=False, content=content)
         document = ServedDocument(sha256, variant, 0, fresh=False, content=content)
-        return await self._bring(document, document)
+        return await self._load_or_compress(document, document)
 
-    async def _bring(self, document: ServedDocument, neighbor: ServedDocument) -> ServedDocument:
+    async def _load_or_compress(
+        self, document: ServedDocument, neighbor: ServedDocument
+    ) -> ServedDocument:
         """Have the replica of `neighbor` load a document, or compress its content."""
         key = self.make_key(document.sha256, document.variant)
         route = self.make_key(neighbor.sha256, neighbor.variant)
@@ -129,7 +131,7 @@ class RayEngine(Engine):
         """
         found = (0, False)
         document_key = (document.sha256, document.variant)
-        async for item in self._call("get_document", route, document_key, content):
+        async for item in self._stream_from_replica("get_document", route, document_key, content):
             if isinstance(item, CacheState):
                 self.states[key] = item
             else:
@@ -161,19 +163,21 @@ class RayEngine(Engine):
 
         async def call_replica() -> dict:
             route = self.make_key(*document_key)
-            return await anext(self._call("find_survivors", route, document_key, layer, head))
+            return await anext(
+                self._stream_from_replica("find_survivors", route, document_key, layer, head)
+            )
 
         try:
             return await self._try_replicas(call_replica)
         except self.replica.MissingError:
-            await self._bring(document, document)
+            await self._load_or_compress(document, document)
             return await self._try_replicas(call_replica)
 
     # Questions.
 
     async def answer(self, question: ServedQuestion) -> None:
         """Answer a question, unless its client has disconnected."""
-        task = await run_while_wanted(question, self._ask_replicas(question), LOOK)
+        task = await run_while_wanted(question, self._ask_replicas(question), CHECK_INTERVAL)
         if task.cancelled():
             question.done.cancel()
         elif not question.done.cancelled():
@@ -188,7 +192,7 @@ class RayEngine(Engine):
                 return await self._try_replicas(lambda: self._ask_replica(question, sent))
             except self.replica.MissingError:
                 for index, document in enumerate(question.documents):
-                    brought = await self._bring(document, question.documents[0])
+                    brought = await self._load_or_compress(document, question.documents[0])
                     # A document that was compressed for this question counts as fresh, even if it
                     # was dropped meanwhile and is now loaded.
                     fresh = brought.fresh or document.fresh
@@ -211,7 +215,7 @@ class RayEngine(Engine):
         # Without a document, any replica is as good as another.
         route = self.make_key(*document_keys[0]) if document_keys else secrets.token_hex(16)
         packed = self.replica.pack_question(question)
-        async for item in self._call("ask", route, document_keys, packed):
+        async for item in self._stream_from_replica("ask", route, document_keys, packed):
             if isinstance(item, Reply):
                 reply = item
                 continue
@@ -230,7 +234,9 @@ class RayEngine(Engine):
 
     # Calls of replicas.
 
-    async def _call(self, method: str, route: str, *arguments: object) -> AsyncIterator[Any]:
+    async def _stream_from_replica(
+        self, method: str, route: str, *arguments: object
+    ) -> AsyncIterator[Any]:
         """Call a method at the replica to which the key `route` belongs, and yield its items.
 
         The replica's reports are noted, not yielded.

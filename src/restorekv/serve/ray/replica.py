@@ -42,7 +42,7 @@ from restorekv.serve.store import Store
 from restorekv.serve.variants import Variant
 
 UPLOAD = ".upload-"  # prefix of the temporary folders for uploads that are being received
-LOOK = 0.1  # seconds between two checks of how far a compression is
+CHECK_INTERVAL = 0.1  # seconds between two checks of how far a compression is
 # What identifies a document: the SHA-256 of its content, and how it is compressed.
 DocumentKey = tuple[str, Variant]
 
@@ -177,7 +177,7 @@ class Replica:
             task = asyncio.ensure_future(getting)
             state: CacheState | None = None
             while not task.done():
-                await asyncio.wait([task], timeout=LOOK)
+                await asyncio.wait([task], timeout=CHECK_INTERVAL)
                 now = self.engine.get_state(*document_key)
                 if not task.done() and now != state:
                     state = now
