@@ -326,13 +326,15 @@ def test_mistakes_on_the_command_line_are_one_sentence(files, tmp_path, monkeypa
     refused("is a file", "build", "--out", files["flan"])
     refused("holds other files", "build", "--out", tmp_path.parent)
     refused("give a folder of restorekv data build", "show", tmp_path)
-    refused(
-        "There is no file or folder ./no", "build", "--out", out, "--permissive", "--papers", "./no"
-    )
+    with monkeypatch.context() as patch:
+        # A path is checked before the model, which may have to be prepared first, is loaded.
+        patch.setattr("restorekv.cli.loading.open_model", None)
+        options = ("--permissive", "--papers", "./no")
+        refused("There is no file or folder ./no", "build", "--out", out, *options)
     assert not out.exists()
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("restorekv.data.build.build_mixture", interrupt)
-    refused("continue with --resume", "build", "--out", out, code=130)
+    refused("continue with --resume", "build", "--model", "tiny", "--out", out, code=130)

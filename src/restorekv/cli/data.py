@@ -59,13 +59,18 @@ def run(
     # From here on PyTorch is imported.
     from restorekv.cli.loading import open_model
     from restorekv.data.build import build_mixture
+    from restorekv.data.files import check_source
     from restorekv.data.sources import select_sources
 
     _refuse_other_sources(config)
     packages = ["pyarrow"]
-    # Only what comes from the hub is read through `datasets`.
-    if any(not Path(getattr(config, source.name)).exists() for source in select_sources(config)):
-        packages.append("datasets")
+    for source in select_sources(config):
+        where = getattr(config, source.name)
+        # Checked before the model is loaded, which can take minutes.
+        check_source(where)
+        # Only what comes from the hub is read through `datasets`.
+        if not Path(where).exists() and "datasets" not in packages:
+            packages.append("datasets")
     for package in packages:
         import_extra(package, "data", "Building data")
     loaded, tokenizer = open_model(model, dtype, device)

@@ -58,20 +58,31 @@ def list_source_files(path: Path) -> list[Path]:
     return files
 
 
+def check_source(where: str) -> None:
+    """Refuse a source that is neither a file or folder of known formats nor a name that a hub id
+    can be; whether the hub has it is not asked.
+    """
+    path = Path(where)
+    if path.exists():
+        list_source_files(path)
+        return
+    # A hub id is OWNER/NAME, without a leading dot and with one slash at most.
+    cannot_be_hub_id = path.is_absolute() or where.startswith(".") or where.count("/") > 1
+    if cannot_be_hub_id or format_suffix(path) in ENDINGS:
+        raise RestoreKVError(f"There is no file or folder {where}; check the path.")
+
+
 def identify_source(where: str) -> dict:
     """Return what identifies a source: names and hashes of local files, or a hub id and its
     current commit.
     """
+    check_source(where)
     path = Path(where)
     if path.exists():
         files = []
         for file in list_source_files(path):
             files.append({"name": file.name, "sha256": digest_file(file)})
         return {"files": files}
-    # A hub id is OWNER/NAME, without a leading dot and with one slash at most.
-    cannot_be_hub_id = path.is_absolute() or where.startswith(".") or where.count("/") > 1
-    if cannot_be_hub_id or format_suffix(path) in ENDINGS:
-        raise RestoreKVError(f"There is no file or folder {where}; check the path.")
     from huggingface_hub import HfApi
 
     name, _, revision = where.partition("@")
