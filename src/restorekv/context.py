@@ -193,7 +193,7 @@ class CompressedContext:
         sampling = SamplingConfig.make(**options)
         answers.refuse_other_eos(options.get("config"), self.model, self.tokenizer)
         single = isinstance(question, str)
-        asked = [(self.context, self.cache, each) for each in answers.list_questions(question)]
+        rows = [(self.context, self.cache, each) for each in answers.list_questions(question)]
         answers.warn_about_unused_options(self.model, sampling, details or stream)
         # Pieces of several answers would arrive mixed, and answers with details or from a graph
         # only exist as a whole.
@@ -204,12 +204,12 @@ class CompressedContext:
                     "by one."
                 )
             return answers.stream_answer(
-                self.model, self.tokenizer, asked[0], max_new_tokens, answer_prefix, sampling
+                self.model, self.tokenizer, rows[0], max_new_tokens, answer_prefix, sampling
             )
         written = answers.answer_questions(
             self.model,
             self.tokenizer,
-            asked,
+            rows,
             max_new_tokens,
             answer_prefix=answer_prefix,
             graph=graph,
@@ -345,8 +345,8 @@ class CompressedContext:
         )
         cache = growth.run()
         context = growth.grown_context
-        # After a fold, which appends a conversation, the user's next message follows directly.
-        # If a text is appended after that, questions follow a text again.
+        # `Chat.fold` appends the conversation so far, so the user's next message follows without a
+        # separator. If a text is appended after that, questions need the earlier separator again.
         before_fold = old.folded_separator
         if before_fold is None:
             before_fold = old.separator
@@ -377,37 +377,37 @@ class CompressedContext:
         """Return the eviction for an appended part: the one that made this cache, or one made from
         its manifest if the cache was loaded or a different evictor or adapter is wanted.
         """
-        made = self.compressor
-        if isinstance(made, Eviction) and evictor is None and adapter in ("auto", None):
+        original = self.compressor
+        if isinstance(original, Eviction) and evictor is None and adapter in ("auto", None):
             # Reuse the original evictor and adapter objects. The new part is prefilled in one go,
             # and may need scores even if the first part kept everything.
             return replace(
-                made,
-                config=replace(made.config, streaming_chunk=None),
+                original,
+                config=replace(original.config, streaming_chunk=None),
                 scoring=True,
-                adapter=made.adapter if adapter == "auto" else None,
+                adapter=original.adapter if adapter == "auto" else None,
             )
         manifest = self.manifest
-        name = drop_gate(manifest.evictor)
+        spec = drop_gate(manifest.evictor)
         if evictor:
-            name = resolve_preset(evictor)
-        eviction = make_compressor(name)
+            spec = resolve_preset(evictor)
+        eviction = make_compressor(spec)
         if not isinstance(eviction, Eviction):
             raise RestoreKVError(
-                f"{name} makes a cache that cannot grow; compress the whole text with an evictor."
+                f"{spec} makes a cache that cannot grow; compress the whole text with an evictor."
             )
-        recorded_config: dict[str, Any] = {name: getattr(manifest, name) for name in RECORDED}
+        recorded_config: dict[str, Any] = {field: getattr(manifest, field) for field in RECORDED}
         eviction = replace(eviction, config=CompressionConfig(**recorded_config))
         identity = eviction.identity(self.model)
         if identity != manifest.evictor:
             warn(f"The cache was made with {manifest.evictor}, and is extended with {identity}.")
-        recorded = manifest.adapter
-        if adapter is None or (adapter == "auto" and recorded is None):
+        recorded_adapter = manifest.adapter
+        if adapter is None or (adapter == "auto" and recorded_adapter is None):
             return eviction
-        # After a fold the separator is empty. For the adapter that is the same use, so the
-        # separator is not compared with that of its training.
+        # After `Chat.fold` the separator is empty. That says nothing against the adapter, so an
+        # empty separator is not compared with the one that it was trained with.
         loaded = load_adapter(self.model, adapter, eviction, None, manifest.separator or None)
-        if recorded is None:
+        if recorded_adapter is None:
             return replace(eviction, adapter=loaded)
         if loaded is None:
             raise RestoreKVError(
@@ -415,11 +415,11 @@ class CompressedContext:
                 "adapter=None."
             )
         # The cache may have been made with only the first of the adapter's restore tokens.
-        if recorded["restore_tokens"] < loaded.restore_tokens:
-            loaded = loaded.truncate(recorded["restore_tokens"])
-        if loaded.identity()["hash"] != recorded["hash"]:
+        if recorded_adapter["restore_tokens"] < loaded.restore_tokens:
+            loaded = loaded.truncate(recorded_adapter["restore_tokens"])
+        if loaded.identity()["hash"] != recorded_adapter["hash"]:
             warn(
-                f"The cache was made with the adapter {recorded['hash']}, and "
+                f"The cache was made with the adapter {recorded_adapter['hash']}, and "
                 f"is extended with {loaded.identity()['hash']}; pass the original adapter's folder "
                 "(adapter=FOLDER), or adapter=None to restore nothing."
             )

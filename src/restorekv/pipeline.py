@@ -96,8 +96,8 @@ def compress(
         context: A text, the `Path` of a text, HTML, PDF, DOCX or EPUB file, token ids, or chat
             messages: an optional system message, then one user message.
         ratio: The share of the KV pairs to hold, 0.1 unless a size is given. With ratio=1 every
-            pair is kept and adapter="auto" restores nothing; any other adapter still displaces as
-            many pairs per head as it has restore tokens.
+            pair is kept and adapter="auto" restores nothing; any other adapter still runs, and its
+            n restore pairs in every head replace as many others.
         tokens_per_head: Instead of a ratio: how many pairs to hold per head, on average.
         compression_ratio: Instead of a ratio: kvpress's name for 1 - ratio.
         evictor: The spec of an evictor or of another method, or a preset: "fast" (fastkvzip) or
@@ -110,10 +110,11 @@ def compress(
             one. The config's `restore_tokens` or `restore_from` overrides that. Any other adapter
             is used at every ratio, with a warning where it does not help.
         config: The settings that are rarely changed.
-        progress: Called with the phase ("prefill", "score" and so on) and the share of the whole
+        progress: Called with the phase ("prefill", "score" and so on) and the share of all work
             that is done, whenever a phase begins or the share has grown by a hundredth.
-        prepared_cache: Keeps the full cache of the last text, so that compressing the same text at
-            another ratio skips prefill and scores. None frees the full cache during eviction.
+        prepared_cache: Keeps the full KV cache and the scores of the last text, so that compressing
+            the same text at another ratio skips prefill and scoring. None frees the full cache
+            during eviction.
 
     Returns:
         The small cache, which answers questions and can be saved.
@@ -316,6 +317,9 @@ def make_manifest(
 ) -> Manifest:
     """Return the record of a compression: everything that a reader of the cache file needs to
     know.
+
+    `cut` is the number of tokens that were cut from the end of the text, `system` the system
+    message before it.
     """
     # `compress` identified the model with its tokenizer, so the template's hash is known.
     assert identity.template is not None
