@@ -55,8 +55,8 @@ class RestoreAdapter(nn.Module):
     reads embeddings + ln(r / 0.1) * ratio_vectors. At small ratios much was evicted, so the restore
     pairs must replace it. At large ratios almost everything is kept, so they should add little.
 
-    Everything is trainable, except embeddings created with `fixed`. An adapter works on the one
-    `model` that it was made for. Several adapters of one model do not disturb each other.
+    Everything is trainable, except embeddings created with `fixed`. An adapter works only with the
+    `model` object that it was made for. Several adapters of one model do not disturb each other.
     """
 
     embeddings: nn.Parameter
@@ -114,8 +114,8 @@ class RestoreAdapter(nn.Module):
             alpha: LoRA's alpha, its scale times the rank.
             targets: The names of the layers with LoRA; without any (a control), there is none.
             seed: The seed of the random tokens.
-            fixed: The id of a token whose embedding all n restore tokens use, untrained (a
-                control).
+            fixed: A token id. All n restore tokens use its embedding, which is not trained (a
+                control of the paper). None draws random tokens and trains their embeddings.
 
         Raises:
             AdapterError: Nothing would be left to train, or the model lacks such layers or such a
@@ -264,7 +264,8 @@ class RestoreAdapter(nn.Module):
         return self._copy_with_tokens(torch.arange(count), card)
 
     def extend(self, count: int) -> RestoreAdapter:
-        """Return an untrained start for `count` restore tokens, with this adapter's n as the first.
+        """Return an adapter of `count` restore tokens to train further: this adapter's n, then
+        copies of them.
 
         New token i starts as a copy of token i mod n. Its pairs differ all the same, because it is
         at a later position and sees those before it, so training can move the two apart. The first
@@ -384,8 +385,8 @@ class RestoreAdapter(nn.Module):
             evictor: The spec of the evictor, or several with commas between.
             prefix_policy: "free" or "counted".
             ratio_range: The smallest and the largest ratio.
-            allocation: Which pairs competed.
-            restore_from: What the restore pass read, "full" or "evicted".
+            allocation: The spec of the allocation: which pairs competed with which.
+            restore_from: Which cache the restore pass read, "full" or "evicted".
             settings: The settings of the training.
             data: One row for each source.
             license: The license by the hub's name; unless given, it is inherited from the data, the
@@ -438,24 +439,24 @@ class RestoreAdapter(nn.Module):
                 above it. None keeps what the card says.
             also_for: Specs of other evictors whose caches the adapter restores about as well as one
                 of their own; they use it without a warning. None keeps what the card says.
-            helps_from: By evictor of `also_for`, the lowest ratio at which restoring did no harm,
-                if it did harm below that; "auto" restores nothing below it. None keeps what the
+            helps_from: For evictors of `also_for` that restoring harmed at low ratios: the lowest
+                ratio at which it did no harm; "auto" restores nothing below it. None keeps what the
                 card says.
         """
         if helps_up_to is None:
             helps_up_to = self.card.helps_up_to
-        also = self.card.also_for
+        other_evictors = self.card.also_for
         if also_for is not None:
-            also = list(also_for)
-        lowest = self.card.helps_from
+            other_evictors = list(also_for)
+        lowest_ratios = self.card.helps_from
         if helps_from is not None:
-            lowest = dict(helps_from) or None
+            lowest_ratios = dict(helps_from) or None
         self.card = replace(
             self.card,
             results=to_plain_json(results),
             helps_up_to=helps_up_to,
-            also_for=also,
-            helps_from=lowest,
+            also_for=other_evictors,
+            helps_from=lowest_ratios,
         )
 
     def trainable_state(self) -> dict[str, Tensor]:
@@ -469,8 +470,8 @@ class RestoreAdapter(nn.Module):
                 parameter.copy_(state[name])
 
     def identity(self) -> dict[str, object]:
-        """Return plain JSON for records: a hash of all weights, n, and the evictor and conventions
-        that the adapter was trained with.
+        """Return plain JSON for records: a hash of all weights, n, and the evictor and the settings
+        of eviction that the adapter was trained with.
         """
         identity = {
             "hash": self.to_stored().weights_hash(),
