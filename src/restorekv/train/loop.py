@@ -1,7 +1,7 @@
 """The training loop (Eqs. 7-9 and "Training Setup Details"), top to bottom.
 
 One step: for each of a few contexts, prefill and score without gradients, run the restore pass with
-them, draw r ~ U(r_min, r_max), evict to the budget, and let the student answer from the rest.
+gradients, draw r ~ U(r_min, r_max), evict to the budget, and let the student read the small cache.
 Teacher and student see the same question and the teacher's own greedy answer; only embeddings and
 LoRA are trained. The teacher's question starts at position S + T, the student's at S + T + n.
 """
@@ -48,7 +48,7 @@ from restorekv.train.teacher import TeacherTarget
 from restorekv.train.teacher_cache import TeacherCache
 
 Progress = Callable[[int, int, float], None]
-# Added to a loss before its power is taken: samples whose loss is far below it stop mattering.
+# Added to a loss before its power is taken, so that samples with a far lower loss hardly matter.
 LOSS_OFFSET = 1e-3
 
 
@@ -72,16 +72,17 @@ def compute_sample_loss(
     chosen = [targets[question] for question in sample.questions]
     # Restore pass with gradients, then eviction to the drawn ratio: what the student reads.
     student = prepared.with_restore_cache(adapter).evict(sample.ratio, sample.restore_tokens)
-    weights = config.state_weights()
+    # The name and the weight of every further loss.
+    state_weights = config.state_weights()
     model = prepared.model
     rows = [target.ids for target in chosen]
     answer_lengths = [target.answer_length for target in chosen]
-    output = run_answers(model, student, rows, answer_lengths, tuple(weights))
+    output = run_answers(model, student, rows, answer_lengths, tuple(state_weights))
     losses = compute_hidden_divergence(
         model, torch.cat([target.hidden for target in chosen]), output.hidden, config.kl
     )
     # Further losses on the same pass: hidden states or attention outputs, layer by layer.
-    for name, weight in weights.items():
+    for name, weight in state_weights.items():
         states = torch.cat([target.states[name] for target in chosen], 1)
         losses = losses + weight * compute_state_distance(states, output.states[name])
     token_weights = weigh_answer_tokens(answer_lengths, config.answer_decay)
@@ -89,7 +90,7 @@ def compute_sample_loss(
     return reduce_losses(losses, len(chosen), config.reduction)
 
 
-# Whatever mode the program is in: without gradients, every step would leave the adapter as it was.
+# Gradients are on whatever the caller has set: without them, no step would change the adapter.
 @torch.inference_mode(False)
 @torch.enable_grad()
 def train_adapter(
@@ -118,10 +119,11 @@ def train_adapter(
         folder: The folder of the run.
         resume: Continue from the checkpoint, with the losses an uninterrupted run would have had.
         progress: Called after each step with the steps done, their number and the loss.
-        store: A folder for what runs share (`TeacherCache`).
+        store: A folder where runs share scores and the teacher's targets (`TeacherCache`).
         store_prefill: Keep the full caches in `store` too.
         group: The processes that share every step.
-        notice: Gets the figures before the first step.
+        notice: Called before the first step with sentences for the user: what the setup check
+            measured, and settings that are probably not meant.
 
     Raises:
         RestoreKVError: `folder` holds a different run, or a context does not fit.
@@ -213,9 +215,9 @@ def _take_steps(
                 if due and group.rank == 0:
                     checkpoint.save_checkpoint(folder, run, done)
     except BaseException as error:
-        # Interrupted, or broken off by an error: what was done since the last checkpoint is kept.
+        # Interrupted by the user or an error: save the steps since the last checkpoint.
         if done > start and group.rank == 0:
-            # A launcher repeats the signal, which would interrupt the saving.
+            # A launcher such as torchrun repeats the signal, which would interrupt the saving.
             signal_guard = checkpoint.hold_signals() if group.size > 1 else nullcontext()
             # If the disk is full, the first error is the one to report.
             ignored = () if isinstance(error, KeyboardInterrupt) else (OSError, RestoreKVError)
@@ -234,7 +236,7 @@ def _resume_and_check(
 ) -> int:
     """Load the checkpoint if the run continues, check the setup, and return the step to begin with.
 
-    Only files of the store are changed.
+    No files are changed, except those of the store.
     """
     start = checkpoint.load_checkpoint(folder, run) if resume else 0
     if resume and not start:
@@ -250,8 +252,8 @@ def _resume_and_check(
 def _run_forward_backward(
     run: TrainingRun, teacher_cache: TeacherCache, step: int, group: ProcessGroup
 ) -> float:
-    """Run a step's contexts forward and backward, and leave the clipped mean gradient over all
-    processes; return the mean loss.
+    """Run a step's samples forward and backward; return the mean loss over all processes, and leave
+    the clipped mean gradient in the parameters.
 
     Every process reads `config.contexts` contexts and evicts each of them `config.draws` times.
     """
@@ -284,20 +286,21 @@ def _run_forward_backward(
 
 
 def weigh_ratio(config: TrainConfig, ratio: float) -> float:
-    """Return the weight of a context's loss at `ratio`.
+    """Return the weight of a sample's loss at `ratio`.
 
-    The divergence falls steeply with the ratio, so without a weight the tight ratios alone decide
-    what is learned.
+    The divergence falls steeply as the ratio grows, so without a weight the lowest ratios alone
+    decide what is learned.
     """
     return (ratio / config.ratio_max) ** config.ratio_weight
 
 
 def weigh_loss(power: float, loss: float) -> float:
-    """Return the factor of a context's gradient, so that the step minimizes the loss to that power,
-    or its logarithm if `power` is 0.
+    """Return the factor of a sample's gradient, so that the step minimizes the loss to the power
+    `power`, or its logarithm if `power` is 0.
 
     The gradient of (L + c)^p / p is (L + c)^(p - 1) times that of L, and that of log(L + c) is the
-    same with p = 0. The c keeps contexts that are already right from deciding the step.
+    same with p = 0. Without c = LOSS_OFFSET, samples that are already right would get the largest
+    factors.
     """
     return float((loss + LOSS_OFFSET) ** (power - 1.0))
 
@@ -317,8 +320,8 @@ def make_initial_adapter(
 ) -> RestoreAdapter:
     """Return an untrained adapter, or the one that `config.init` names.
 
-    The latter must have the shape that the settings say, but may have fewer restore tokens: then
-    further ones are added.
+    A named adapter must have the rank, targets and so on of the settings. If it has fewer restore
+    tokens than they say, further ones are added.
 
     Args:
         model: The model that it is for.
@@ -327,7 +330,7 @@ def make_initial_adapter(
         notice: Gets a sentence if restore tokens are added.
 
     Raises:
-        AdapterError: The adapter that the settings name does not have the shape that they say.
+        AdapterError: The named adapter does not match the settings.
     """
     if config.init:
         adapter = RestoreAdapter.from_pretrained(model, config.init)
@@ -349,8 +352,10 @@ def make_initial_adapter(
 
 
 def _name_init_adapter(init: str) -> str:
-    """Return the name of the adapter that training begins with, for a record that may be published:
-    a local one is named by the hash of its weights, not by its folder.
+    """Return the name of the adapter that training begins with, as its record has it.
+
+    The record may be published, so a local adapter is named by the hash of its weights, not by its
+    folder.
     """
     if not os.path.isdir(init):
         return init
@@ -410,8 +415,10 @@ def _save_adapter(
     folder: Path,
     group: ProcessGroup,
 ) -> None:
-    """Save the adapter with a record of its training, which includes the data of the adapter that
-    training began with, called `init_name` there.
+    """Save the adapter with a record of its training.
+
+    If training began with another adapter, the record has that adapter's data too, and its name,
+    `init_name`.
     """
     config = teacher_cache.config
     data = count_sources(teacher_cache.examples)
