@@ -12,7 +12,8 @@ keeps its cache and tokens) when a request comes that has none. Half of the PREF
 to the oldest prompt and the rest to the shortest others, so that neither a long nor a short
 question waits for all others.
 
-Rows of one context share a block of tails as long as padding costs at most as much as they hold.
+Rows of one context are decoded as one group: a tensor of tails, padded to the longest. A row joins
+as long as the padding is at most as large as what the rows hold (`_can_join`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ PREFILL_CHUNK = 256  # tokens of prompts that are prefilled in one step
 # Tokens; a smaller share is given only if it finishes the prompt, or to the oldest.
 MIN_PREFILL_CHUNK = 32
 FREE_PADDING = 64  # columns of padding that are always allowed in a row
-TAIL_CAPACITY = 32  # columns for answers that a block of tails is made with
+TAIL_CAPACITY = 32  # columns for new tokens that the tails of a new group have
 
 
 class IsolatedSampler:
@@ -126,7 +127,7 @@ class Request:
 
 @dataclass(eq=False)
 class SampleRow(ActiveRow):
-    """A row of a request; `columns` are those of its own tail, without what pads it."""
+    """A row of a request; `columns` is the width of its tail without padding."""
 
     request: Request = field(kw_only=True)
     columns: int = 0
@@ -241,9 +242,11 @@ class Scheduler:
         """Give a request its own tail, into which its prompt is prefilled."""
         fork = request.cache.fork()
         # No ids yet: `schedule_prefill` decides in each step how much of the prompt is next.
-        nothing = torch.empty(1, 0, dtype=torch.long, device=self.model.device)
+        no_ids = torch.empty(1, 0, dtype=torch.long, device=self.model.device)
         row = self.make_row(request, 0)
-        request.group = Group(list(fork.layers), [row], nothing, nothing, None)
+        request.group = Group(
+            layers=list(fork.layers), rows=[row], ids=no_ids, positions=no_ids, visible=None
+        )
         self.active_requests.append(request)
 
     def make_row(self, request: Request, sample: int) -> SampleRow:
@@ -335,7 +338,10 @@ class Scheduler:
             layers = [share_tail(layer) for layer in source.layers]
             ids = torch.tensor([[token]], device=self.model.device)
             row.columns = layers[0].columns
-            self.joining.append(Selection(Group(layers, [row], ids, source.positions, None), [0]))
+            group = Group(
+                layers=layers, rows=[row], ids=ids, positions=source.positions, visible=None
+            )
+            self.joining.append(Selection(group, [0]))
         request.active_rows += 1
         # The last sample has begun; the prompt's logits and tail are not needed again.
         if request.samples_begun == len(request.samplers):
@@ -397,10 +403,10 @@ class Scheduler:
             oldest_share = self.prefill_chunk // 2
         sizes = {oldest: min(oldest.tokens_left, oldest_share)}
         free = self.prefill_chunk - sizes[oldest]
-        # Short rests first: they are finished in this pass and begin to decode in the next.
+        # Those with the fewest tokens left first: they begin to decode in the next pass.
         for request in sorted(others, key=lambda each: each.tokens_left):
             size = min(request.tokens_left, free)
-            # So small a chunk is not worth its share of the pass; it waits for the next one.
+            # A small chunk that does not finish the prompt is not worth its cost; it waits.
             if size < request.tokens_left and size < MIN_PREFILL_CHUNK:
                 break
             sizes[request] = size
@@ -492,7 +498,9 @@ class Scheduler:
             request.group = None
         else:  # further samples begin from here
             layers = [share_tail(layer) for layer in group.layers]
-            request.group = Group(layers, [], group.ids, group.positions, None)
+            request.group = Group(
+                layers=layers, rows=[], ids=group.ids, positions=group.positions, visible=None
+            )
         if not row.ended:
             self.joining.append(Selection(group, [0]))
 
@@ -536,8 +544,8 @@ def _crop_tails(groups: Sequence[Group], columns: Sequence[int]) -> None:
 
 
 def _can_join(bucket: Sequence[Selection], selection: Selection) -> bool:
-    """Return whether a row may join a bucket: it has the same context, and padding is no more than
-    what is held.
+    """Return whether rows may join a bucket: they have the same context, and the padding is no more
+    than what all rows hold, plus FREE_PADDING columns a row.
     """
     # The same tensor, not equal ones: rows of a group share one context in memory.
     if bucket[0].group.layers[0].context_keys is not selection.group.layers[0].context_keys:
@@ -568,4 +576,4 @@ def _join_rows(selections: Sequence[Selection]) -> Group[SampleRow]:
     if any(row.columns < width for row in rows):
         padding = torch.tensor([[width - row.columns] for row in rows], device=ids.device)
         visible = torch.arange(width + 1, device=ids.device) >= padding
-    return Group(layers, rows, ids, positions, visible)
+    return Group(layers=layers, rows=rows, ids=ids, positions=positions, visible=visible)
