@@ -1,7 +1,7 @@
 """Choose what computes a layer's attention, and register the result with transformers.
 
 `attend_layer` gets the post-RoPE query of a layer, and keys and values or a layer of a cache that
-holds both. What it gets decides who computes:
+holds both. The type of the keys decides what computes the attention:
 
 | key and value | computed by |
 |---|---|
@@ -58,9 +58,9 @@ Callback = Callable[
     [nn.Module, Tensor, AttentionInput, AttentionInput, Tensor | None, float, Tensor | None],
     Tensor | None,
 ]
-# Called with query, layer, mask, scale and, if the model has them, sinks. Add a new backend here;
-# to have it chosen automatically, add it to BACKENDS_BY_SPEED too, and for a GPU to the components
-# in backend_self_test.py.
+# Called with query, layer, mask, scale and, if the model has them, sinks. Add a new backend here,
+# so that `force_backend` knows it. To have it chosen on a GPU, add it to BACKENDS_BY_SPEED and to
+# the components in backend_self_test.py; to have it chosen on a CPU, name it in `choose_backend`.
 Backend = Callable[..., Tensor]
 BACKENDS: dict[str, Backend] = {
     "reference": reference.attend_ragged,
@@ -80,7 +80,7 @@ if triton_attend is not None:
 # Bytes of a layer that may be copied at once: joined for SDPA, or unpacked from 8 bits.
 MAX_COPY_BYTES = 16 << 20
 
-_observer: ContextVar[Callback | None] = ContextVar("callback", default=None)
+_observer: ContextVar[Callback | None] = ContextVar("observer", default=None)
 _backend: ContextVar[str | None] = ContextVar("backend", default=None)
 _inspectors: ContextVar[tuple[Callable, Callable] | None] = ContextVar("inspectors", default=None)
 # Names of the variables that open blocks have set, of all threads. `_get_variable` looks here
@@ -207,8 +207,8 @@ def _choose_tested(query: Tensor, layer: RaggedLayer) -> Backend:
 def quantize_context(cache: RaggedCache, kv_dtype: str, groups: int) -> None:
     """Quantize the context of a cache to "int8" or "fp8"; "model" leaves it in the model's dtype.
 
-    What layers with a window hold of it stays in the model's dtype. A device that fails the
-    self-test of packing gets rows that the CPU has packed.
+    Layers with a window keep the model's dtype. If the device fails the self-test of packing, the
+    CPU packs the rows.
     """
     first = cache.full_attention[0]
     head_dim = first.restore_keys.shape[-1]
@@ -233,7 +233,7 @@ def _unpack_for_call(query: Tensor, layer: RaggedLayer) -> RaggedLayer:
     """Return a layer for one call, unpacked if the backend cannot read its 8-bit context or is
     faster without it.
 
-    A device that fails the self-test of 8 bits gets numbers that the CPU has unpacked.
+    If the device fails the self-test of 8 bits, the CPU unpacks the numbers.
     """
     if not packed.is_packed(layer):
         return layer
