@@ -41,8 +41,13 @@ KIND = FileKind("restorekv-cache", "6", "a restorekv cache", FIX)
 
 def hash_cache(cache: RaggedCache, context: Context) -> str:
     """Hash the cache, its context and where questions begin: the first 16 hex digits of SHA-256."""
-    around = (context.suffix_text, context.separator, context.prefix_length, cache.get_seq_length())
-    sha256 = hashlib.sha256(repr(around).encode())
+    question_start = (
+        context.suffix_text,
+        context.separator,
+        context.prefix_length,
+        cache.get_seq_length(),
+    )
+    sha256 = hashlib.sha256(repr(question_start).encode())
     # Tensor by tensor in the order of their names, so that the hash does not depend on the order of
     # packing.
     for name, tensor in sorted(pack_cache(cache, context).items()):
@@ -64,7 +69,8 @@ class CacheFile:
         """Make a new cache from the tensors, on a device."""
         # Everything was checked on the CPU; only then does it move to a device.
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
-        return unpack_cache(tensors, self.context.num_tokens + self.manifest.offset, self.manifest)
+        seen = self.context.num_tokens + self.manifest.offset
+        return unpack_cache(tensors, seen, self.manifest)
 
 
 def write_cache_file(
@@ -82,8 +88,8 @@ def open_cache_file(path: str | Path) -> CacheFile:
     """Read what `write_cache_file` wrote, once, and refuse anything else."""
     with refuse_contradictions(path, FIX):
         manifest, extra_values, tensors = read_with_manifest(path, KIND, {"suffix_text": str})
-        # Shapes, dtypes and ranges, then what follows a question, then the counts: each check
-        # assumes the ones before it.
+        # First shapes, dtypes and ranges, then the template's suffix after a question, then the
+        # counts: each check relies on the ones before it.
         check_tensors(tensors, manifest)
         check_suffix(extra_values["suffix_text"], tensors["suffix_ids"])
         context = Context(
@@ -100,7 +106,10 @@ def open_cache_file(path: str | Path) -> CacheFile:
 
 @contextmanager
 def refuse_contradictions(path: str | Path, fix: str) -> Iterator[None]:
-    """Raise every error of a file as a CacheFileError; a contradiction's sentence ends in `fix`."""
+    """Raise every error of the block as a CacheFileError about the file at `path`.
+
+    The message about a file that contradicts itself ends with `fix`.
+    """
     try:
         yield
     except ContradictionError as error:
@@ -136,7 +145,7 @@ def read_with_manifest(
     # texts do not end with a folded conversation.
     entries.setdefault("windows", [])
     entries.setdefault("folded_separator", None)
-    # Exactly the fields of this version: nothing would check an additional one.
+    # Unknown fields are refused too: no check knows them.
     names = {each.name for each in fields(Manifest)}
     require(names == set(entries), "has a manifest with missing or unknown fields")
     manifest = Manifest(**entries)
@@ -180,7 +189,10 @@ def pack_cache(cache: RaggedCache, context: Context) -> dict[str, Tensor]:
 
 
 def unpack_cache(tensors: dict[str, Tensor], seen: int, manifest: Manifest) -> RaggedCache:
-    """Return the cache from which `pack_cache` made the tensors."""
+    """Return the cache that `pack_cache` made the tensors from.
+
+    `seen` is the number of positions that the context occupied, the offset included.
+    """
     # An ordinary model has no windows: every layer is of the other kind.
     windows = manifest.windows or [0] * len(tensors["offsets"])
     ragged = 0
