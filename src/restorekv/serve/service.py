@@ -1,6 +1,7 @@
-"""What requests do with documents: uploads are stored and compressed, texts in requests compressed.
+"""The documents of requests: stores and compresses uploads, and compresses texts that come with a
+request.
 
-Questions about them are in questions.py.
+questions.py answers the questions about them.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ from restorekv.serve.store import Store
 from restorekv.serve.variants import Variant
 
 LOG = logging.getLogger("restorekv.serve")
-RETRY_SECONDS = 5.0  # until an upload is tried again because the engine was away
-START_BYTES = 1024  # of an upload, to guess its kind from if its name and type do not say it
-# Reads files in requests, which may take long.
+RETRY_SECONDS = 5.0  # until an upload is tried again because the engine was not available
+START_BYTES = 1024  # read first, to guess the kind of an upload if its name and type do not say it
+# Extracts the text of files, which may take seconds.
 READ_EXECUTOR = ThreadPoolExecutor(2, "restorekv-read")
 
 
@@ -68,7 +69,7 @@ class Limits:
 
 
 class ApiError(HTTPException):
-    """An answer other than success, as OpenAI's API writes it.
+    """An error response, in the form of OpenAI's API.
 
     Args:
         status: The HTTP status.
@@ -119,7 +120,7 @@ class Service:
         self.warnings: dict[str, str] = {}
 
     def end(self) -> None:
-        """Refuse what has not begun."""
+        """Refuse everything new from now on, because the server ends."""
         self.ending = True
         self.engine.stop_asking()
 
@@ -171,16 +172,17 @@ class Service:
         files may belong to the earlier model, so both are processed again. Texts that were
         processed are compressed again only when they are queried.
         """
-        # Without a document, the key depends only on the rest of what decides a cache.
+        # A key depends on the document, the model and the settings. With "" for the document, it
+        # identifies model and settings.
         origin = self.engine.make_key("", self.default)
-        is_other = self.store.read_origin() != origin
+        has_changed = self.store.read_origin() != origin
         for upload in self.store.list_uploads():
-            if is_other and (upload.status == FAILED or find_kind(upload.name) == CACHE):
+            if has_changed and (upload.status == FAILED or find_kind(upload.name) == CACHE):
                 self.store.set_status(upload, UPLOADED)
                 upload = replace(upload, status=UPLOADED, problem="")
             if upload.status == UPLOADED:
                 self.start_processing(upload)
-        if is_other:
+        if has_changed:
             self.store.write_origin(origin)
 
     async def _process(self, upload: Upload) -> None:
@@ -192,7 +194,7 @@ class Service:
         except UnavailableError:
             if self.ending:  # the next start continues with it
                 return
-            # The engine is away for a while, such as a replica that restarts.
+            # The engine is not available for a while, for example because a replica restarts.
             await asyncio.sleep(RETRY_SECONDS)
             if not self.store.drop_caches_if_deleted(upload):
                 self.start_processing(upload)
@@ -211,10 +213,10 @@ class Service:
         return upload
 
     def choose_variant(self, upload: Upload, variant: Variant) -> Variant:
-        """Return the variant that an upload is held as, if a request asks for `variant`.
+        """Return the variant to answer from, if a request asks for `variant` of an upload.
 
-        A cache file answers as it was compressed, so only the model's name without a variant can
-        query it. It is held as the default, as every upload first is.
+        An uploaded cache file stays as it was compressed, so only the model's name without a
+        variant can query it. It is stored as the default variant, as every upload is at first.
 
         Raises:
             ApiError: A cache file is asked for by the name of a variant.
@@ -347,7 +349,7 @@ class Service:
 
 @contextmanager
 def _name_field(field: str) -> Iterator[None]:
-    """Make an error of the block name a field of the request, unless it names one already."""
+    """Add the request's field to an error of the block, unless the error names one already."""
     try:
         yield
     except ApiError as error:
@@ -356,7 +358,8 @@ def _name_field(field: str) -> Iterator[None]:
     except RestoreKVError as error:
         if error.option:
             raise
-        # Other requests may wait for the same document, and name it in a different field.
+        # A copy, since other requests may wait for the same document and get the same error, and
+        # name it in a different field.
         named = copy(error)
         named.option = field
         raise named from error
