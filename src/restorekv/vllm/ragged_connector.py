@@ -3,8 +3,8 @@
 The scheduler's side finds the document that a prompt's placeholders name, promises vLLM that the
 placeholders are computed, and decides which documents are in the workers' pools. A request
 whose document is not there yet waits, while others continue. The worker's side reads documents in a
-thread and reports to the attention backend, at every step, which requests ask which document.
-Nothing is written into vLLM's own pool.
+thread and, at every step, gives the attention backend the document of each request. Nothing is
+written into vLLM's own pool.
 """
 
 from __future__ import annotations
@@ -63,12 +63,13 @@ LOAD_WAIT_SECONDS = 0.002  # how long a step waits for documents that are being 
 
 @dataclass(frozen=True)
 class LoadOrder:
-    """A document to load. The number distinguishes it from earlier loads of the same document.
+    """A document to load.
 
     Args:
         name: The document.
         files: Name and path of every file, several for a composition.
-        number: Counts the loads of the scheduler.
+        number: The running number of the scheduler's loads, which distinguishes this load from
+            earlier ones of the same document.
     """
 
     name: str
@@ -78,10 +79,10 @@ class LoadOrder:
 
 @dataclass
 class RaggedConnectorMetadata(KVConnectorMetadata):
-    """What workers do before and in a step.
+    """The scheduler's orders: what workers do before and in a step.
 
     Args:
-        documents: The documents that scheduled requests ask, by the request's first block.
+        documents: The documents that scheduled requests are about, by the request's first block.
         drops: Documents that leave the pool.
         loads: Documents that enter it.
         refused: The requests that end with an error, each with the block of its last token. Such a
@@ -298,7 +299,7 @@ class RaggedConnectorScheduler:
         self.documents[request.request_id] = document
 
     def _pin_document(self, request_id: str, document: StoredDocument) -> Residency:
-        """Pin a request's document in the pool, or begin to load it; return whether it is there."""
+        """Pin a request's document in the pool, or order its load; return the ledger's answer."""
         self.files[document.name] = document.files
         pages = self.page_counts.get(document.name)
         if pages is None:
@@ -324,7 +325,7 @@ class RaggedConnectorScheduler:
             self.refused[request_id] = blocks[(request.num_tokens - 1) // self.block_size]
 
     def apply_report(self, report: RaggedWorkerMetadata) -> None:
-        """Learn which loads workers have finished, and which have failed."""
+        """Record which loads workers have finished, and end the requests whose loads failed."""
         for (name, number), count in report.loaded.items():
             if number != self.newest_load.get(name):
                 continue  # an earlier load, which failed on another worker and was dropped on all
