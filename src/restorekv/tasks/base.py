@@ -47,7 +47,7 @@ class Question:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # ("4711") is a text, not a tuple of one: it would be read as four references of one digit.
+        # ("4711") is a text, not a tuple of one text: its four digits would be four references.
         if isinstance(self.answers, str) or not all(isinstance(each, str) for each in self.answers):
             raise RestoreKVError(
                 f"The answers of the question {self.id!r} are {self.answers!r}; give a tuple of "
@@ -83,7 +83,7 @@ class Benchmark(ABC):
     correct_threshold: ClassVar[float] = 1.0  # the lowest score of an answer that counts as right
     # Whether a group of tasks has a mean only if each of them was asked.
     needs_whole_groups: ClassVar[bool] = False
-    known_tasks: ClassVar[Sequence[str]] = ()  # that the setting `tasks`, if there is one, may name
+    known_tasks: ClassVar[Sequence[str]] = ()  # tasks that the setting `tasks` may name, if any
 
     count: int = 0
     seed: int = 0
@@ -132,8 +132,9 @@ class Benchmark(ABC):
         """Return the benchmark's official metric, in [0, 1]."""
 
     def score_answer(self, question: Question, prediction: str) -> dict[str, Any]:
-        """Return `score` of an answer and, if there are any, its further `metrics`, all in [0, 1];
-        refuse anything else now, because it would otherwise fail only after all questions.
+        """Return `score` of an answer and, if there are any, its further `metrics`.
+
+        Refuse values outside [0, 1] now, because the run would otherwise fail only at its end.
         """
         scored: dict[str, Any] = {
             "score": _check_score(self.score(question, prediction), f"score() of {self.title}")
@@ -147,7 +148,8 @@ class Benchmark(ABC):
         return scored
 
     def is_right(self, answer: Mapping[str, Any]) -> bool:
-        """Return whether a stored answer counts as right, for the answers that a small cache keeps.
+        """Return whether a stored answer counts as right, to count how many right answers a small
+        cache keeps.
 
         Args:
             answer: A row of a result, with `score`, `prediction` and `references`.
@@ -258,8 +260,9 @@ def separate_question(question: str, protocol: str) -> str:
 
 
 def make_token_counter(tokenizer: Tokenizer) -> Callable[[str], int]:
-    """Return a function that counts the tokens of a text, without special tokens and without a
-    warning if long.
+    """Return a function that counts the tokens of a text, without special tokens.
+
+    The tokenizer's warning about long texts is left out.
     """
     return lambda text: len(tokenize_text(tokenizer, text))
 
@@ -286,6 +289,7 @@ def _draw_evenly(samples: Iterable[Sample], count: int, seed: int) -> list[Sampl
         by_task.setdefault(sample.questions[0].task, []).append(index)
     for task, indices in by_task.items():
         random.Random(f"{seed} {task}").shuffle(indices)
-    rounds = zip_longest(*by_task.values())  # one sample of each task, until a task has no more
-    in_turn = [index for indices in rounds for index in indices if index is not None]
-    return [samples[index] for index in sorted(in_turn[:count])]
+    # One sample of each task after the other; a task that has no more is skipped.
+    rounds = zip_longest(*by_task.values())
+    drawn = [index for indices in rounds for index in indices if index is not None]
+    return [samples[index] for index in sorted(drawn[:count])]
