@@ -1,4 +1,9 @@
-"""Runs a grid: answers the cells and contexts that a folder lacks, and none of them twice."""
+"""Runs a grid: answers the cells and contexts that a folder lacks, and none of them twice.
+
+A cell is one measurement: a model, a benchmark, an evictor, a ratio and so on (`Cell` in grid.py).
+A job is the cells with the same model, questions and evictor, which share prefill and scores. A
+sample is a context with its questions.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +37,7 @@ from restorekv.model.load import check_dtype
 from restorekv.model.rope import count_positions
 from restorekv.tasks.base import digest_samples
 
-Identities = dict[Cell, dict]  # what each cell is made with
+Identities = dict[Cell, dict]  # what decides the answers of each cell (`identify_cell`)
 Digests = dict[str, str]  # what each sample asks, by its id
 EarlierLines = dict[Cell, dict[str, EarlierLine]]  # by the id of their sample
 Missing = list[tuple[str, list[Cell]]]  # ids of samples in order, each with the cells that lack it
@@ -69,7 +74,7 @@ class WorkerPool(Protocol):
     """Runs jobs, in this process or in others."""
 
     def open_job(self, job: Job) -> tuple[Identities, Digests]:
-        """Return what every cell is made with, and the digests of the samples in order."""
+        """Return the identity of every cell, and the digests of the samples in order."""
         ...
 
     def answer_contexts(self, job: Job, missing: Missing) -> Iterator[list[AnsweredCell]]:
@@ -97,13 +102,13 @@ class LocalPool:
         return identities, {sample.id: digest_sample(sample) for sample in worker.samples}
 
     def answer_contexts(self, job: Job, missing: Missing) -> Iterator[list[AnsweredCell]]:
-        for sample, cells in missing:
-            yield list(self._get_worker(job).answer_sample(sample, cells))
+        for sample_id, cells in missing:
+            yield list(self._get_worker(job).answer_sample(sample_id, cells))
 
 
 def identify_cell(worker: Worker, cell: Cell) -> dict:
-    """Return what the cell is made with; cells with equal identities and fields have equal answers
-    on one machine.
+    """Return everything that decides a cell's answers in addition to its fields: cells that agree
+    in both have equal answers on one machine.
     """
     adapter = worker.adapters[cell]
     benchmark = worker.benchmark
@@ -155,18 +160,18 @@ def run_grid(
 
     Args:
         cells: What is asked.
-        folder: Where every answer is kept.
-        pool: Who answers; this process if None.
-        on_progress: Called as contexts are done.
-        set_aside: Move cells that were made with something else, such as an older version of an
-            evictor's file, to `set-aside` in the folder, and ask them again.
+        folder: The folder of the answers.
+        pool: What answers; this process if None.
+        on_progress: Called after every context.
+        set_aside: Move cells whose stored answers have another identity, for example because an
+            evictor's file has changed, to `set-aside` in the folder, and ask them again.
 
     Returns:
         Every cell's result, in the order of `cells`.
 
     Raises:
         RestoreKVError: A cell names something that does not exist (raised before any cell runs),
-            a cell of the folder was made with something else or asked other contexts, or another
+            a cell of the folder has another identity or answers about other contexts, or another
             process is filling the folder.
     """
     check_cells(cells)
@@ -177,7 +182,7 @@ def run_grid(
 
 
 def _run_jobs(
-    todo: Sequence[Job],
+    jobs: Sequence[Job],
     folder: Path,
     pool: WorkerPool,
     on_progress: OnProgress,
@@ -185,8 +190,8 @@ def _run_jobs(
 ) -> dict[Cell, Result]:
     """Run one job after the other and return every cell's result."""
     finished: dict[Cell, Result] = {}
-    for job_index, job in enumerate(todo):
-        on_progress(GridProgress(job.title, job_index, len(todo), 0, 0))
+    for job_index, job in enumerate(jobs):
+        on_progress(GridProgress(job.title, job_index, len(jobs), 0, 0))
         identities, digests = pool.open_job(job)
         if not digests:
             raise RestoreKVError(
@@ -198,22 +203,22 @@ def _run_jobs(
         }
         # What the folder lacks, context by context; what it has is never asked again.
         missing = _find_missing(results, list(digests))
-        others = []
+        stored_cells = []
         if missing:
-            others = load_readable_cells(folder)
+            stored_cells = load_readable_cells(folder)
         earlier: EarlierLines = {}
         for cell in {cell for _, cells in missing for cell in cells}:
             # If a finished cell has lost answers, its summary is no longer true.
             (results[cell].folder / SUMMARY).unlink(missing_ok=True)
-            # What other cells of the folder have answered.
-            earlier[cell] = find_earlier_lines(others, results[cell], digests)
+            # Answers of other cells in the folder that are valid for this one too.
+            earlier[cell] = find_earlier_lines(stored_cells, results[cell], digests)
         done = len(digests) - len(missing)
         for answered in _answer_missing(pool, job, missing, earlier):
             # Lines of a context are written together, when all its cells have answered.
             for cell, line, seconds in answered:
                 results[cell].append(line, seconds)
             done += 1
-            on_progress(GridProgress(job.title, job_index, len(todo), done, len(digests)))
+            on_progress(GridProgress(job.title, job_index, len(jobs), done, len(digests)))
         # Written last: a cell without a summary is not finished.
         for result in results.values():
             if not result.done:
@@ -233,13 +238,15 @@ def _answer_missing(
     contexts were answered earlier.
     """
     unanswered: Missing = []
-    for sample, cells in missing:
-        asked = [cell for cell in cells if sample not in earlier[cell]]
+    for sample_id, cells in missing:
+        asked = [cell for cell in cells if sample_id not in earlier[cell]]
         if asked:
-            unanswered.append((sample, asked))
+            unanswered.append((sample_id, asked))
     answers = iter(pool.answer_contexts(job, unanswered))
-    for sample, cells in missing:
-        answered = [(cell, *earlier[cell][sample]) for cell in cells if sample in earlier[cell]]
+    for sample_id, cells in missing:
+        answered = [
+            (cell, *earlier[cell][sample_id]) for cell in cells if sample_id in earlier[cell]
+        ]
         if len(answered) < len(cells):
             answered += next(answers)
         yield answered
@@ -260,20 +267,20 @@ def check_cells(cells: Sequence[Cell]) -> None:
             make_compressor(cell.evictor, config)
 
 
-def _find_missing(results: dict[Cell, Result], samples: Sequence[str]) -> Missing:
+def _find_missing(results: dict[Cell, Result], sample_ids: Sequence[str]) -> Missing:
     """Return the samples that are not answered yet, each with the cells that lack it. Raises
     RestoreKVError if a cell has answers to other samples than these.
     """
     answered = {cell: {line["sample"] for line in result.lines} for cell, result in results.items()}
     for cell, ids in answered.items():
-        if not ids <= set(samples):
+        if not ids <= set(sample_ids):
             raise RestoreKVError(
                 f"{results[cell].folder} has answers to other contexts; choose another folder."
             )
     missing = []
     # A context is missing for the cells that have no line of it yet.
-    for sample in samples:
-        cells = [cell for cell in results if sample not in answered[cell]]
+    for sample_id in sample_ids:
+        cells = [cell for cell in results if sample_id not in answered[cell]]
         if cells:
-            missing.append((sample, cells))
+            missing.append((sample_id, cells))
     return missing
