@@ -31,8 +31,8 @@ from restorekv.files import folder_lock, write_json
 from restorekv.seal import digest_file
 from restorekv.tiny.suite import draw_documents
 
-# Documents of the tiny suite that paper/results/table1.md is measured on; the demo asks the first
-# 52.
+# Documents of the tiny suite that paper/results/table1.md is measured on; the tiny model's demo
+# asks about the first 52 of them.
 SUITE_DOCUMENTS = 156
 # The texts that ship with other benchmarks. The Factbook's are not among them: countries share
 # lists of treaties, so data/factbook.py keeps its countries out by name.
@@ -74,27 +74,27 @@ def build_mixture(
     """
     # Everything that can be refused is refused before the teacher works for hours.
     build_folder.check_folder(out, resume)
-    before = build_folder.read_earlier_build(out)
+    earlier_build = build_folder.read_earlier_build(out)
     # The settings are compared first, since describing the sources may ask a hub.
-    build_folder.check_same_build(out, before, {"config": asdict(config)})
-    record = _describe_build(model, tokenizer, config, exclude, before)
-    # In a complete folder, only compare the records and delete what a killed build has left.
+    build_folder.check_same_build(out, earlier_build, {"config": asdict(config)})
+    record = _describe_build(model, tokenizer, config, exclude, earlier_build)
+    # If the mixture is complete, only compare the settings, and delete what a killed build left.
     if (out / build_folder.MANIFEST_FILE).is_file():
-        build_folder.check_same_build(out, before, record)
+        build_folder.check_same_build(out, earlier_build, record)
         build_folder.delete_build_files(out)
         return build_folder.read_manifest(out)
-    if resume and before is None:
+    if resume and earlier_build is None:
         warn(f"There is nothing in {out} to resume; this is a new build.")
-    # What evaluation asks about must not be trained on.
+    # Texts of evaluation must not be trained on.
     evaluations = index_excluded_texts(tokenizer, exclude, config.overlap)
     longest = compute_longest_context(model, tokenizer, config)
     _check_source_lengths(config, longest)
     builder = SourceBuilder(model, tokenizer, config, evaluations, longest, progress)
     accounts: dict[str, dict] = {}
     with folder_lock(out, build_folder.LOCK_FILE):
-        build_folder.check_not_overtaken(out, before)
+        build_folder.check_not_overtaken(out, earlier_build)
         # From now on the folder says what is being built, so that a killed build can be resumed.
-        build_folder.begin_build(out, before, record)
+        build_folder.begin_build(out, earlier_build, record)
         try:
             # One source after the other; each resumes from its own file of attempts.
             for source in select_sources(config):
@@ -146,28 +146,28 @@ def index_excluded_texts(
 
 
 def _build_source(builder: SourceBuilder, source: Source, out: Path, record: dict) -> dict:
-    """Turn the rows of one source into its file; return its account for the manifest."""
-    where = getattr(builder.config, source.name)
+    """Turn the rows of one source into its file; return its entry of the manifest."""
+    given = getattr(builder.config, source.name)  # the path or dataset that the user named
     origin = record["sources"][source.name]
-    items = source.read(iterate_rows(where, origin), builder.config, builder.tokenizer)
+    items = source.read(iterate_rows(given, origin), builder.config, builder.tokenizer)
     attempts = AttemptFile(out / build_folder.PARTS_FOLDER / f"{source.name}.jsonl")
     result = builder.gather_examples(source, items, attempts)
     reasons = f"(dropped: {result.describe_drops()})"
     if not result.examples:
         raise RestoreKVError(
-            f"{source.title} gave no example from {where} {reasons}; {_explain_rows(source)}."
+            f"{source.title} gave no example from {given} {reasons}; {_advise_on_rows(source)}."
         )
     count = result.count_units(source)
     wanted = source.wanted(builder.config)
     if count < wanted:
-        warn(f"{source.title} gave {count} of {wanted} {source.unit}, all of {where} {reasons}.")
+        warn(f"{source.title} gave {count} of {wanted} {source.unit}, all of {given} {reasons}.")
     path = out / f"{source.name}.parquet"
     write_examples(path, result.examples)
     file = {"name": path.name, "bytes": path.stat().st_size, "sha256": digest_file(path)}
-    return {**result.to_account(source), "from": {"given": where, **origin}, "file": file}
+    return {**result.to_account(source), "from": {"given": given, **origin}, "file": file}
 
 
-def _explain_rows(source: Source) -> str:
+def _advise_on_rows(source: Source) -> str:
     """Return advice for a source without a single usable row."""
     if source.name == "corpus":
         return (
@@ -204,10 +204,10 @@ def _describe_build(
     tokenizer: Tokenizer,
     config: BuildConfig,
     exclude: Sequence[str],
-    before: dict | None,
+    earlier_build: dict | None,
 ) -> dict[str, Any]:
     """Return everything that decides the result, as build.json holds it."""
-    begun_sources = (before or {}).get("sources", {})
+    begun_sources = (earlier_build or {}).get("sources", {})
     origins = {}
     for source in select_sources(config):
         begun = begun_sources.get(source.name, {})
