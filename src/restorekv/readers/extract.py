@@ -1,7 +1,7 @@
 """The text of a file, by the ending of its name.
 
-UTF-8 and Markdown are taken unchanged; HTML, PDF, DOCX and EPUB are read by program.py, which
-also says what in them it could not read.
+Plain text (UTF-8) and Markdown are taken unchanged; HTML, PDF, DOCX and EPUB are read by
+program.py, which also reports what it could not read.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ PROGRAM = Path(__file__).with_name("program.py")
 FILE_TYPES = {".pdf": "pdf", ".docx": "docx", ".epub": "epub", ".html": "html", ".htm": "html"}
 # Endings of documents: what `compress FOLDER` compresses.
 DOCUMENT_ENDINGS = {*FILE_TYPES, ".txt", ".text", ".md", ".markdown", ".rst", ".csv", ".tsv"}
-# Seconds of processor time that reading may take, and six times as many by the clock.
+# Seconds of processor time that reading may take; by the clock it may take six times as long.
 CPU_SECONDS = {"pdf": 30, "docx": 20, "epub": 30, "html": 10}
 PACKAGES = {"pypdf": "pypdf", "docx": "python-docx"}
 MEMORY_BYTES = 2 << 30  # that reading a file may take
 READ_SLOTS = threading.BoundedSemaphore(2)  # processes that read at the same time
 LONGEST_NAME = 120  # characters
-NAMED_RANGES = 8  # of pages in a sentence
+NAMED_RANGES = 8  # how many ranges of pages a sentence lists
 # Descriptions of pages that could not be read, by the names of pdf_text.py's notices.
 UNREAD_PAGES = {
     "damaged": "damaged",
@@ -156,8 +156,8 @@ def read_document(name: str, content: bytes) -> Extraction:
 
 
 def decode_plain_text(content: bytes, name: str) -> str:
-    """Return the text of what should be plain text; refuse other files by their first bytes, since
-    they may decode as a text that makes no sense.
+    """Decode plain text. Refuse other kinds of files by their first bytes, because some would
+    decode to nonsense instead of failing.
     """
     for start, what in SIGNATURES.items():
         if content.startswith(start):
@@ -230,7 +230,8 @@ def _run_program(kind: str, name: str, content: bytes) -> tuple[str, dict[str, A
     if done.returncode == EXIT_MISSING_LIBRARY:
         package = PACKAGES.get(why, why)
         raise RestoreKVError(describe_missing_extra(f"Reading {name}", package, "serve"))
-    if done.returncode < 0 or why == "MemoryError":  # a signal is the bound on time
+    # A signal ends the program when its processor time is used up.
+    if done.returncode < 0 or why == "MemoryError":
         raise too_much
     if why in REFUSALS:
         raise RestoreKVError(f"{name} {REFUSALS[why]}.")
