@@ -1,12 +1,13 @@
 """Print a digest of what restorekv computes on the tiny model, to compare two states of the source
 bit by bit.
 
-    python tests/same_bits.py > before.txt        # and again after a change that should change no
-    number diff before.txt after.txt
+    python tests/same_bits.py > before.txt
+    python tests/same_bits.py > after.txt         # after a change that should change no number
+    diff before.txt after.txt
 
-It goes through the command line alone, so it runs on both sides of a redesign: compression by every
-evictor with and without restore tokens, other conventions, questions, 20 training steps, a gate,
-and a small evaluation grid.
+It uses only the command line, so it runs before and after a redesign: compression by every evictor
+with and without restore tokens, other settings, questions, 20 training steps, a gate, and a small
+evaluation grid.
 """
 
 import contextlib
