@@ -3,8 +3,8 @@
 After eviction the heads of a layer keep different numbers of pairs, while everything that follows
 (restore cache, question, answer) has one length in every head. So a layer holds flat context keys
 and values (N, D), which are written once and shared by all forks, and an ordinary tail (B, H, n +
-q, D) that starts with the restore cache. The paper's Concat(retained, restore) is (context,
-tail[:n]). Positions count tokens seen, not kept.
+q, D): the n columns of the restore cache, then those of q tokens of question and answer. The
+paper's Concat(retained, restore) is (context, tail[:n]). Positions count tokens seen, not kept.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class RaggedLayer(TailLayer):
         self.bounds = tuple(offsets.tolist())
         # What a backend derives from the bounds; shared by forks, never saved.
         self.plans: dict[str, object] = {}
-        # Whether it is the first such layer of a cache: only there are the positions of a pass
-        # checked (model/attention/dispatch.py).
+        # Whether this is the first ragged layer of its cache. The positions of a pass are the same
+        # in all layers, so model/attention/dispatch.py checks them only in this one.
         self.leads = False
 
     @classmethod
@@ -98,7 +98,7 @@ class RaggedLayer(TailLayer):
 
     @property
     def longest_head(self) -> int:
-        """Context pairs of the head that keeps most."""
+        """The number of context pairs in the head that keeps most."""
         return max(end - start for start, end in pairwise(self.bounds))
 
     @property
@@ -248,8 +248,8 @@ class RaggedCache(Cache):
                 included. None takes the columns of `full` after the first S + T, where a restore
                 pass left them.
             offset: How many positions questions are moved by (a control of the paper).
-            consume: Whether to empty each layer of `full` before the next is gathered, so that the
-                full and the ragged cache never exist side by side.
+            consume: Whether to empty each layer of `full` before the next is gathered, so that
+                memory never holds both caches completely.
         """
         dense_layers = list_dense_layers(full)
         columns = keep_mask.shape[-1]
@@ -292,9 +292,7 @@ class RaggedCache(Cache):
         return cls(layers)
 
     def quantize(self, kv_dtype: str) -> None:
-        """Convert the context to "int8" or "fp8", layer by layer; see quantized.py. "model" leaves
-        it as it is.
-        """
+        """Convert the context to "int8" or "fp8", layer by layer; "model" does nothing."""
         if kv_dtype == "model":
             return
         for layer in self.full_attention:
@@ -390,8 +388,8 @@ class RaggedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every tensor, positions, offsets and plans included, so that ratios of bytes are
-        those of memory; the tail counts with its current size.
+        """Bytes of every tensor, positions, offsets and plans included, as memory really holds
+        them; the tail counts with its current size.
         """
         total = 0
         for layer in self.layers:

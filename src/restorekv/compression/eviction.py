@@ -1,5 +1,5 @@
-"""Eviction by an evictor's scores, with an adapter that restores what it loses, and the methods
-that a spec can name.
+"""`Eviction`, the compressor that keeps the pairs an evictor scores highest, with an adapter that
+restores what is lost; and `make_compressor`, which makes the compressor that a spec names.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ COMPRESSORS: dict[str, type[Compressor]] = {"am-fast": AttentionMatching}
 class Eviction(Compressor):
     """An evictor, and an adapter that restores what it loses.
 
-    scoring=False gives every pair the score 0. `specialize` sets it when the budget keeps all
-    pairs.
+    scoring=False skips the evictor and gives every pair the score 0. `specialize` sets it when the
+    budget keeps all pairs.
     """
 
     evictor: evictors.Evictor
@@ -148,8 +148,10 @@ class Eviction(Compressor):
         context: str | Context,
         begin_phase: BeginPhase = ignore_phase,
     ) -> PreparedContext:
-        """Prefill, score and, with an adapter, run the restore pass, unless it depends on the ratio
-        or reads evicted caches. With streaming_chunk, all of this is left to `evict`.
+        """Prefill, score and, with an adapter, run the restore pass.
+
+        A restore pass that depends on the ratio or reads evicted caches is left to `evict`, and
+        with streaming_chunk everything is.
         """
         if isinstance(context, str):
             context = make_context(tokenizer, context)
