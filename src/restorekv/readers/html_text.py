@@ -259,7 +259,7 @@ class Scope:
 
 
 @dataclass
-class Cell:
+class HtmlCell:
     """A finished cell of a table."""
 
     lines: list[str]
@@ -269,15 +269,15 @@ class Cell:
 
 
 @dataclass
-class Row:
+class HtmlRow:
     """A row of a table."""
 
     hidden: bool
-    cells: list[Cell] = field(default_factory=list)
+    cells: list[HtmlCell] = field(default_factory=list)
     ends_group: bool = False
 
 
-class Table:
+class HtmlTable:
     """A table that is being read.
 
     Args:
@@ -288,7 +288,7 @@ class Table:
     def __init__(self, base: Element, depth: int) -> None:
         self.base = base
         self.depth = depth
-        self.rows: list[Row] = []
+        self.rows: list[HtmlRow] = []
         self.has_open_row = False
         self.hidden_group = False
 
@@ -305,7 +305,7 @@ class Table:
         return lines
 
 
-def _render_row(row: Row, reaching: dict[int, tuple[int, str]]) -> list[str]:
+def _render_row(row: HtmlRow, reaching: dict[int, tuple[int, str]]) -> list[str]:
     """Return the lines of a row; note in `reaching` what reaches into the next ones."""
     values: list[str] = []
     is_own: list[bool] = []
@@ -362,7 +362,7 @@ class PageReader(HTMLParser):
         # Documented as an attribute to set, though typeshed has it as final.
         self.CDATA_CONTENT_ELEMENTS = raw  # pyright: ignore[reportGeneralTypeIssues]
         self.scopes = [Scope(Element(""))]
-        self.tables: list[Table] = []
+        self.tables: list[HtmlTable] = []
         self.raw_tag = ""
         self.has_hidden = False
         # The open elements of an equation, and the element that it is.
@@ -398,7 +398,7 @@ class PageReader(HTMLParser):
             # In SVG, a text with its own place is apart from the text before it.
             self._add(" ", scope.get_top())
         if tag == "table":
-            self.tables.append(Table(element, len(self.scopes)))
+            self.tables.append(HtmlTable(element, len(self.scopes)))
         elif tag == "template":
             self.scopes.append(Scope(element))
         elif tag == "math":
@@ -595,7 +595,7 @@ class PageReader(HTMLParser):
             if scope.base.hidden:
                 return
             has_blocks = any(kind != FLOW for _, kind in scope.parts)
-            cell = Cell(render_lines(scope.parts), scope.colspan, scope.rowspan, has_blocks)
+            cell = HtmlCell(render_lines(scope.parts), scope.colspan, scope.rowspan, has_blocks)
             self.tables[-1].rows[-1].cells.append(cell)
         else:
             line_break = ("\n", self.scopes[-1].get_top().kind)
@@ -653,11 +653,11 @@ class PageReader(HTMLParser):
             self.scopes.append(Scope(element))
         elif tag == "tr":
             is_hidden = element.hidden or element.invisible or table.hidden_group
-            table.rows.append(Row(is_hidden))
+            table.rows.append(HtmlRow(is_hidden))
             table.has_open_row = True
         else:
             if not table.has_open_row:
-                table.rows.append(Row(table.base.hidden or table.hidden_group))
+                table.rows.append(HtmlRow(table.base.hidden or table.hidden_group))
                 table.has_open_row = True
             if table.rows[-1].hidden:
                 element.hidden = True
@@ -682,7 +682,7 @@ class PageReader(HTMLParser):
             self._end_group(table)
         return True
 
-    def _end_group(self, table: Table) -> None:
+    def _end_group(self, table: HtmlTable) -> None:
         """End a group of rows, beyond which no cell reaches."""
         table.has_open_row = False
         table.hidden_group = False

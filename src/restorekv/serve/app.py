@@ -244,7 +244,7 @@ def describe_validation_error(
         return len(problem["loc"]), not problem["type"].endswith("_type")
 
     problem = max(problems, key=rank_problem)
-    name = _name_field(problem["loc"])
+    name = _format_field_name(problem["loc"])
     where = rename_field(name, names)
     context = problem.get("ctx") or {}
     if "param" in context:  # an error of fields.py, which names the field inside its object
@@ -265,7 +265,7 @@ def describe_validation_error(
     return make_problem_response(400, f"{message}.", param=where[:120] or None)
 
 
-def _name_field(location: Sequence[int | str]) -> str:
+def _format_field_name(location: Sequence[int | str]) -> str:
     """Return the name of a field, such as messages.0.role, from pydantic's location of it."""
     # The type that a field was read as, "str" or "list[str]", is not a part of its name. Names of
     # upload form fields may have brackets, too.

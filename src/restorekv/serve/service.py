@@ -272,7 +272,7 @@ class Service:
         try:
             documents: dict[str, ServedDocument] = {}
             for each in requested:
-                with _name_field(each.field):
+                with _add_field_to_errors(each.field):
                     document = await self._get_document(each.part, variant)
                 documents.setdefault(document.sha256, document)
             return list(documents.values())
@@ -348,7 +348,7 @@ class Service:
 
 
 @contextmanager
-def _name_field(field: str) -> Iterator[None]:
+def _add_field_to_errors(field: str) -> Iterator[None]:
     """Add the request's field to an error of the block, unless the error names one already."""
     try:
         yield

@@ -83,7 +83,10 @@ class WorldFacts:
 
 
 def token_f1(prediction: str, reference: str) -> float:
-    """Return the token F1 of two texts, lower-cased, without punctuation (the SQuAD measure)."""
+    """Return the token F1 of two texts, lower-cased and without punctuation.
+
+    Unlike SQuAD's (`tasks.metrics`), it counts articles.
+    """
     ours, theirs = (Counter(re.findall(r"\w+", text.lower())) for text in (prediction, reference))
     common = sum((ours & theirs).values())
     if common:
