@@ -68,7 +68,7 @@ class RaggedLayer(TailLayer):
         self.plans: dict[str, object] = {}
         # Whether this is the first ragged layer of its cache. The positions of a pass are the same
         # in all layers, so model/attention/dispatch.py checks them only in this one.
-        self.leads = False
+        self.checks_positions = False
 
     @classmethod
     def from_full_layer(cls, dense: DenseLayer) -> RaggedLayer:
@@ -215,7 +215,7 @@ class RaggedCache(Cache):
     def __init__(self, layers: Iterable[RaggedLayer | SlidingLayer]) -> None:
         super().__init__(layers=list[Any](layers))
         for layer in self.full_attention[:1]:
-            layer.leads = True
+            layer.checks_positions = True
 
     @property
     def full_attention(self) -> list[RaggedLayer]:
@@ -291,15 +291,24 @@ class RaggedCache(Cache):
                 layers.append(RaggedLayer.from_full_layer(layer))
         return cls(layers)
 
-    def quantize(self, kv_dtype: str) -> None:
-        """Convert the context to "int8" or "fp8", layer by layer; "model" does nothing."""
+    def quantize(self, kv_dtype: str, on_cpu: bool = False) -> None:
+        """Convert the context to "int8" or "fp8", layer by layer; "model" does nothing.
+
+        With `on_cpu` the CPU computes, and the result goes back to the cache's device.
+        """
         if kv_dtype == "model":
             return
         for layer in self.full_attention:
+            device = layer.device
             # `[:]` reads rows of any `kv_dtype` in the model's dtype.
-            layer.context_keys, layer.context_values = quantized.quantize(
-                layer.context_keys[:], layer.context_values[:], layer.bounds, kv_dtype
-            )
+            keys = layer.context_keys[:]
+            values = layer.context_values[:]
+            if on_cpu:
+                keys = keys.cpu()
+                values = values.cpu()
+            packed_keys, packed_values = quantized.quantize(keys, values, layer.bounds, kv_dtype)
+            layer.context_keys = packed_keys.to(device)
+            layer.context_values = packed_values.to(device)
 
     def fork(self, batch: int = 1) -> RaggedCache:
         """Return a cache that shares the context and the restore cache and has its own tail."""

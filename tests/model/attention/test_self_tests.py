@@ -8,11 +8,13 @@ import subprocess
 import sys
 import threading
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from restorekv.cache import quantized
+from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.evictors import pass_self_test
 from restorekv.model import attention
@@ -390,21 +392,16 @@ def test_eight_bits_that_are_packed_wrongly_are_packed_on_the_cpu(fake):
             for each in pack(keys, values, bounds, kv_dtype)
         )
 
-    cache = type(
-        "Cache",
-        (),
-        {
-            "full_attention": [given.layer],
-            "quantize": lambda self, kv_dtype: pytest.fail("not tested"),
-        },
-    )()
+    cache = RaggedCache([given.layer])
     right = pack(given.layer.context_keys, given.layer.context_values, given.layer.bounds, "int8")
     with fake.context() as here:
         here.setattr(quantized, "quantize", wrong)
         assert not self_tests.run_cases(self_tests.COMPONENTS["int8"], target()).passed
         with pytest.warns(RestoreKVWarning, match="packed and unpacked on the CPU"):
             self_tests.passed_self_test("int8", *self_tests.get_self_test_key(given.query))
-    attention.quantize_context(cache, "int8", given.query.shape[2])
+    with patch.object(cache, "quantize", wraps=cache.quantize) as used:
+        attention.quantize_context(cache, "int8", given.query.shape[2])
+    used.assert_called_once_with("int8", on_cpu=True)
     assert given.layer.context_keys.codes.equal(right[0].codes)
 
 

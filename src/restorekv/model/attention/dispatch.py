@@ -212,21 +212,14 @@ def quantize_context(cache: RaggedCache, kv_dtype: str, groups: int) -> None:
     """
     first = cache.full_attention[0]
     head_dim = first.restore_keys.shape[-1]
-    if (
+    can_pack = (
         kv_dtype == "model"
         or not self_tests.needs_self_test(first.device)
         or self_tests.passed_self_test(
             kv_dtype, first.device, first.heads, groups, head_dim, first.dtype
         )
-    ):
-        cache.quantize(kv_dtype)
-        return
-    for layer in cache.full_attention:
-        keys, values = quantized.quantize(
-            layer.context_keys[:].cpu(), layer.context_values[:].cpu(), layer.bounds, kv_dtype
-        )
-        layer.context_keys = keys.to(first.device)
-        layer.context_values = values.to(first.device)
+    )
+    cache.quantize(kv_dtype, on_cpu=not can_pack)
 
 
 def _unpack_for_call(query: Tensor, layer: RaggedLayer) -> RaggedLayer:
@@ -327,7 +320,7 @@ def attend_layer(
         window = kwargs.get("sliding_window") or chunk
         if window is not None:
             _refuse_beyond_window(key, attention_mask, window)
-        if key.leads and query.shape[-2] > 1:
+        if key.checks_positions and query.shape[-2] > 1:
             _check_positions(key, attention_mask, kwargs.get("position_ids"))
         return _attend_ragged(query, key, attention_mask, scale, kwargs), None
     if replacement is not None:
