@@ -170,6 +170,20 @@ def test_a_card_on_the_hub_that_allows_more_is_refused(tmp_path, hub):
     assert result.code == 1 and "mit allows more" in result.err and len(hub.commits[REPO]) == 1
 
 
+@pytest.mark.parametrize("license", ["gpl-3.0", "cc-by-nc-4.0"])
+def test_the_license_of_a_card_on_the_hub_is_recorded(tmp_path, hub, license):
+    own = OWN.format(license)
+    hub.private[REPO], hub.commits[REPO] = False, [{"README.md": own.encode()}]
+    data = [{"source": "A", "license": "mit"}]
+    folder = folder_of(tmp_path / "adapter", evictor="kvzip", data=data)
+    refused = cli("push", folder, REPO, "--license", "mit")
+    assert refused.code == 1 and f"names {license}, not mit" in refused.err
+    assert len(hub.commits[REPO]) == 1
+    assert cli("push", folder, REPO).code == 0
+    assert hub.files(REPO)["README.md"].decode() == own
+    assert json.loads(hub.files(REPO)["restorekv.json"])["license"] == license
+
+
 def test_without_a_record_nothing_goes_up(tmp_path):
     folder = folder_of(tmp_path / "adapter")
     (folder / "restorekv.json").unlink()

@@ -285,9 +285,9 @@ def push_adapter(
         old_card = _download_card(api, repo, Path(folder))
         # The card on the hub is the user's, so it decides about the license too.
         if readme is None and not model_card.is_generated_card(old_card):
-            decide_license(
-                stored.get_card(), None, old_card.read_text(encoding="utf-8", errors="replace")
-            )
+            old_text = old_card.read_text(encoding="utf-8", errors="replace")
+            card = decide_license(stored.get_card(), license, old_text)
+            adapter_file.write_adapter(Path(folder), replace(stored, card=card))
             warn(f"Someone wrote or changed the README.md of {repo}, so it stays as it is.")
             uploads.remove(README)
         commit = api.upload_folder(
