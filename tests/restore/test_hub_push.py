@@ -99,6 +99,18 @@ def test_no_folder_of_this_machine_goes_up(tmp_path, hub):
     assert record["results"][0]["benchmark"] == "ruler:source=me/texts"
 
 
+def test_the_config_names_the_model_of_the_last_training(tmp_path, hub):
+    """An adapter of a local copy is trained further on the hub's model."""
+    first = adapter_of(name=str(tmp_path / "customer" / "model"), evictor="kvzip")
+    first.save_pretrained(tmp_path / "first")
+    model = adapter_of().model
+    adapter = RestoreAdapter.from_pretrained(model, tmp_path / "first")
+    adapter.record_training(evictor="kvzip")
+    adapter.push_to_hub(REPO)
+    config = json.loads(hub.files(REPO)["adapter_config.json"])
+    assert config["base_model_name_or_path"] == "Qwen/Qwen3-tiny"
+
+
 OWN = "---\nlicense: {}\n---\n# My adapter\n"
 
 

@@ -16,6 +16,7 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalToke
 
 from restorekv.errors import AdapterError, reraise_as, summarize_error, warn
 from restorekv.files import read_bytes, read_json
+from restorekv.model.names import to_hub_id
 from restorekv.restore import adapter_file, model_card
 from restorekv.restore.adapter_file import README, AdapterCard, StoredAdapter
 from restorekv.restore.licenses import (
@@ -195,12 +196,14 @@ def drop_local_paths(stored: StoredAdapter) -> StoredAdapter:
     """
     card = stored.get_card()
     config = stored.config
+    name = to_hub_id(card.model)
     if not model_card.is_on_hub(card):
         name = _name_last_part(card.model)
         card = replace(card, model=name)
-        if config.base_model_name_or_path:
-            config = copy.copy(config)
-            config.base_model_name_or_path = name
+    # The config may still name the folder of the adapter that training began with.
+    if config.base_model_name_or_path:
+        config = copy.copy(config)
+        config.base_model_name_or_path = name
     settings = card.settings
     if settings:
         settings = dict(settings)
