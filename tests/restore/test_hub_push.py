@@ -99,6 +99,20 @@ def test_no_folder_of_this_machine_goes_up(tmp_path, hub):
     assert record["results"][0]["benchmark"] == "ruler:source=me/texts"
 
 
+def test_no_folder_of_this_machine_goes_up_in_a_record_made_from_python(tmp_path, hub):
+    gate = tmp_path / "customer" / "gate.safetensors"
+    measured = f"fastkvzip:gate={gate}"
+    adapter = adapter_of(evictor=f"kvzip,kvzap:gate={gate},window=8")
+    row = {"benchmark": "suite", "ratio": 0.1, "evictor": measured}
+    adapter.record_results([row], also_for=[measured], helps_from={measured: 0.1})
+    adapter.push_to_hub(REPO)
+    assert not any(b"customer" in content for content in hub.files(REPO).values())
+    record = json.loads(hub.files(REPO)["restorekv.json"])
+    assert record["evictor"] == "kvzip,kvzap:gate=gate.safetensors,window=8"
+    assert record["also_for"] == [record["results"][0]["evictor"]] == list(record["helps_from"])
+    assert record["also_for"] == ["fastkvzip:gate=gate.safetensors"]
+
+
 def test_the_config_names_the_model_of_the_last_training(tmp_path, hub):
     """An adapter of a local copy is trained further on the hub's model."""
     first = adapter_of(name=str(tmp_path / "customer" / "model"), evictor="kvzip")

@@ -214,8 +214,25 @@ def drop_local_paths(stored: StoredAdapter) -> StoredAdapter:
             settings["evictor"] = _shorten_paths(settings["evictor"])
     results = card.results
     if results:
-        results = [row | {"benchmark": _shorten_paths(row.get("benchmark"))} for row in results]
-    return replace(stored, config=config, card=replace(card, settings=settings, results=results))
+        results = [
+            row | {key: _shorten_paths(row[key]) for key in ("benchmark", "evictor") if key in row}
+            for row in results
+        ]
+    also_for = card.also_for
+    if also_for:
+        also_for = [_shorten_paths(spec) for spec in also_for]
+    helps_from = card.helps_from
+    if helps_from:
+        helps_from = {_shorten_paths(spec): ratio for spec, ratio in helps_from.items()}
+    card = replace(
+        card,
+        evictor=_shorten_paths(card.evictor),
+        settings=settings,
+        results=results,
+        also_for=also_for,
+        helps_from=helps_from,
+    )
+    return replace(stored, config=config, card=card)
 
 
 def _name_last_part(path: str) -> str:
