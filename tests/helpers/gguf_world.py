@@ -76,11 +76,12 @@ def write(
     without: str = "",
     architecture: str | None = None,
     extra: dict[str, object] | None = None,
+    order: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE,
 ) -> Path:
     """Write a model to a GGUF file and return its path.
 
-    Matrices are quantized to `kind`, the parameter `without` is left out, and `extra` fields are
-    added or replaced.
+    Matrices are quantized to `kind`, the parameter `without` is left out, `extra` fields are added
+    or replaced, and `order` is the order of the bytes of a number.
     """
     config = model.config
     architecture = architecture or config.model_type.removesuffix("_text")
@@ -88,7 +89,7 @@ def write(
     if architecture == "gemma3":
         rope = rope["full_attention"]  # that of windows is not in the file
         extra = {"gemma3.attention.sliding_window": config.sliding_window, **(extra or {})}
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, endianess=order)
     fields = {
         "general.name": "Run 7 Ep2",
         "general.file_type": int(gguf.LlamaFileType.MOSTLY_Q4_1),

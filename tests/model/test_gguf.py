@@ -366,6 +366,10 @@ def test_without_the_package_gguf(file, monkeypatch, capsys):
             {"extra": {"llama.rope.scale_linear": 4.0}},
             "transformers does not read its RoPE scaling",
         ),
+        (
+            {"order": gguf_world.gguf.GGUFEndian.BIG},
+            "its bytes are in the order of another kind of machine; fetch the file for yours",
+        ),
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )

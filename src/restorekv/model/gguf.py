@@ -353,6 +353,14 @@ def load_header(file: Path) -> Header:
             f"it is one of {fields['split.count']} parts",
             "join them with llama-gguf-split --merge",
         )
+    # transformers would read the numbers of quantized blocks in this machine's order, or refuse the
+    # file's version.
+    if reader.byte_order == "S":
+        raise _make_conversion_error(
+            file,
+            "its bytes are in the order of another kind of machine",
+            "fetch the file for yours",
+        )
     # llama.cpp takes a factor without a type, or under its older name, for a linear scaling.
     factor = header.of_model("rope.scaling.factor") or header.of_model("rope.scale_linear") or 1.0
     scaling = header.of_model("rope.scaling.type") or ("none" if factor == 1.0 else "linear")
