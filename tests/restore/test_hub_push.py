@@ -406,7 +406,9 @@ def test_results_of_another_adapter_are_refused(measured, own, world):
     for nonsense in ("{", "[]", '{"rows": []}', '{"rows": 3}', '{"rows": [{}]}'):
         shifted.write_text(nonsense)
         assert "is not what `restorekv eval --json` writes" in refusal(own, shifted)
-    assert "is not what" in refusal(own, own / "none.json")
+    missing = own / "none.json"
+    assert f"The file of results {missing} does not exist" in refusal(own, missing)
+    assert f"The file of results {own} is a folder" in refusal(own, own)
 
 
 def test_results_of_the_first_restore_tokens_alone_are_refused(measured, own):

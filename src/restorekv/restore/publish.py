@@ -15,7 +15,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalTokenNotFoundError
 
 from restorekv.errors import AdapterError, reraise_as, summarize_error, warn
-from restorekv.files import read_bytes, read_json
+from restorekv.files import parse_json, read_bytes
 from restorekv.model.names import to_hub_id
 from restorekv.restore import adapter_file, model_card
 from restorekv.restore.adapter_file import README, AdapterCard, StoredAdapter
@@ -371,8 +371,11 @@ def read_results(path: Path, stored: StoredAdapter) -> list[dict]:
     card = stored.get_card()
     weights = stored.weights_hash()
     served = _list_supported_evictors(card)
+    what = f"The file of results {path}"
+    with reraise_as(AdapterError):
+        raw = read_bytes(path, what)
     try:
-        rows = read_json(path, f"The file of results {path}")["rows"]
+        rows = parse_json(raw, what)["rows"]
         # Rows of this model, then of this adapter: each rule has its own message.
         of_this_model = [row for row in rows if row["fingerprint"] == card.fingerprint]
         of_this_adapter = [row for row in of_this_model if row["adapter"] == weights]
