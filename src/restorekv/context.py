@@ -23,7 +23,7 @@ from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.adapters import load_adapter
 from restorekv.compression.compressor import Compressor
 from restorekv.compression.config import RECORDED, CompressionConfig
-from restorekv.compression.eviction import Eviction, make_compressor
+from restorekv.compression.eviction import COMPRESSORS, Eviction, make_compressor
 from restorekv.compression.growing import Growth
 from restorekv.compression.presets import resolve_preset
 from restorekv.errors import CacheFileError, RestoreKVError, warn
@@ -389,7 +389,9 @@ class CompressedContext:
             )
         manifest = self.manifest
         spec = drop_gate(manifest.evictor)
-        if evictor:
+        # The cache of a method that is not an evictor cannot grow with one either.
+        has_evictor = spec.partition(":")[0] not in COMPRESSORS
+        if evictor and has_evictor:
             spec = resolve_preset(evictor)
         eviction = make_compressor(spec)
         if not isinstance(eviction, Eviction):

@@ -219,6 +219,12 @@ def test_what_cannot_grow_says_so(model, tiny_tokenizer):
             "cannot grow",
         ),
         (
+            lambda: compress(model, tiny_tokenizer, first, evictor="am-fast").append(
+                second, evictor="kvzip"
+            ),
+            "am-fast makes a cache that cannot grow",
+        ),
+        (
             lambda: compress(
                 model, tiny_tokenizer, first, evictor="streaming", adapter=None
             ).append(second),
