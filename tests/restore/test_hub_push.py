@@ -210,6 +210,19 @@ def test_the_license_of_a_card_on_the_hub_is_recorded(tmp_path, hub, license):
     assert json.loads(hub.files(REPO)["restorekv.json"])["license"] == license
 
 
+def test_a_second_push_does_not_change_the_license_without_being_told(tmp_path, hub):
+    data = [{"source": "A", "license": "mit"}]
+    folder = folder_of(tmp_path / "adapter", evictor="kvzip", data=data)
+    assert cli("push", folder, REPO, "--license", "cc-by-nc-4.0").code == 0
+    refused = cli("push", folder, REPO)
+    assert refused.code == 1
+    assert "published as cc-by-nc-4.0" in refused.err
+    assert "in the shell --license" in refused.err
+    for license in ("cc-by-nc-4.0", "mit"):
+        assert cli("push", folder, REPO, "--license", license).code == 0
+        assert json.loads(hub.files(REPO)["restorekv.json"])["license"] == license
+
+
 def test_without_a_record_nothing_goes_up(tmp_path):
     folder = folder_of(tmp_path / "adapter")
     (folder / "restorekv.json").unlink()

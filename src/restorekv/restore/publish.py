@@ -289,7 +289,8 @@ def push_adapter(
 
     Raises:
         AdapterError: The hub refuses or cannot be reached, or the repository is public and
-            `private` is asked for; or as for `prepare_upload`.
+            `private` is asked for, or its card names another license and none is given; or as for
+            `prepare_upload`.
     """
     stored, text = prepare_upload(repo, stored, license, readme)
     with tempfile.TemporaryDirectory() as folder, _explain_hub_errors(repo):
@@ -310,6 +311,8 @@ def push_adapter(
             adapter_file.write_adapter(Path(folder), replace(stored, card=card))
             warn(f"Someone wrote or changed the README.md of {repo}, so it stays as it is.")
             uploads.remove(README)
+        elif readme is None and license is None and old_card.exists():
+            _refuse_other_license(repo, old_card, stored.get_card())
         commit = api.upload_folder(
             repo_id=repo,
             folder_path=folder,
@@ -317,6 +320,18 @@ def push_adapter(
             allow_patterns=uploads,
         )
     return str(commit.commit_url)
+
+
+def _refuse_other_license(repo: str, old_card: Path, card: AdapterCard) -> None:
+    """Refuse to change the license of what the hub has already: it may have been given with
+    `license` when it was published, and then the record does not know it.
+    """
+    published = model_card.parse_license(old_card.read_text(encoding="utf-8", errors="replace"))
+    if published and card.license and published != card.license:
+        raise AdapterError(
+            f"{repo} was published as {published}, and this adapter's record says {card.license}; "
+            "name the one to publish now (license=..., in the shell --license)."
+        )
 
 
 def _download_card(api: HfApi, repo: str, folder: Path) -> Path:
