@@ -22,7 +22,7 @@ from restorekv.generation.sampling import (
     TokenSampler,
     find_first_stop,
 )
-from restorekv.readers.extract import read_document
+from restorekv.readers.extract import extract_text
 from tests.helpers.compressing import QUESTIONS, TEXT, make_adapter
 from tests.helpers.models import build_model, build_tokenizer
 
@@ -449,7 +449,7 @@ def test_the_path_of_a_page_is_read_as_its_text(small, tmp_path):
     page = tmp_path / "page.html"
     page.write_text(f"<html><script>hidden</script><p>{TEXT.strip()}</p></html>")
     made = compress(small.model, small.tokenizer, page, ratio=0.5, adapter=None)
-    text = read_document("page.html", page.read_bytes()).text
+    text = extract_text("page.html", page.read_bytes())
     plain = compress(small.model, small.tokenizer, text, ratio=0.5, adapter=None)
     assert made.context.ids.tolist() == plain.context.ids.tolist()
 

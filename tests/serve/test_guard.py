@@ -25,7 +25,7 @@ from starlette.datastructures import URL  # noqa: E402
 
 from restorekv.errors import RestoreKVError  # noqa: E402
 from restorekv.readers import extract  # noqa: E402
-from restorekv.readers.extract import read_document  # noqa: E402
+from restorekv.readers.extract import extract_text  # noqa: E402
 from restorekv.readers.pdf_text import MAX_PAGES  # noqa: E402
 from restorekv.serve import document_checks, guard  # noqa: E402
 from restorekv.serve.app import add_errors  # noqa: E402
@@ -434,7 +434,7 @@ def test_files_that_unfold_without_end_are_refused(kind, monkeypatch):
     monkeypatch.setattr(extract, "CPU_SECONDS", dict.fromkeys(extract.CPU_SECONDS, 2))
     case = next(each for each in uploads.strange() if each.kind == kind)
     with pytest.raises(ValueError, match=r"too much memory|can be read"):
-        read_document(case.name.decode(), case.content)
+        extract_text(case.name.decode(), case.content)
 
 
 def make_blank_pdf(pages: int) -> bytes:
@@ -451,9 +451,9 @@ def make_blank_pdf(pages: int) -> bytes:
 
 def test_a_pdf_of_too_many_pages_is_refused_and_not_cut():
     with pytest.raises(RestoreKVError, match=r"^a\.pdf has no text"):
-        read_document("a.pdf", make_blank_pdf(2))
+        extract_text("a.pdf", make_blank_pdf(2))
     with pytest.raises(RestoreKVError, match=r"^a\.pdf has more than 20,000 pages; split it"):
-        read_document("a.pdf", make_blank_pdf(MAX_PAGES + 1))
+        extract_text("a.pdf", make_blank_pdf(MAX_PAGES + 1))
 
 
 def test_a_file_deleted_while_it_is_compressed_leaves_no_cache(client, store):

@@ -109,9 +109,14 @@ def load_document(path: Path) -> str:
     """
     name_in_messages = f"The file {path}"
     content = read_bytes(path, name_in_messages, TEXT_BYTES)
-    if path.suffix.lower() not in FILE_TYPES:
-        return decode_plain_text(content, name_in_messages)
-    extraction = read_document(str(path), content)
+    if path.suffix.lower() in FILE_TYPES:
+        return extract_text(str(path), content)
+    return decode_plain_text(content, name_in_messages)
+
+
+def extract_text(name: str, content: bytes) -> str:
+    """Return the text of a file; refuse one that has none, and warn of what could not be read."""
+    extraction = read_document(name, content)
     if extraction.warning:
         warn(extraction.warning)
     return extraction.text
