@@ -217,7 +217,7 @@ def test_a_second_push_does_not_change_the_license_without_being_told(tmp_path, 
     refused = cli("push", folder, REPO)
     assert refused.code == 1
     assert "published as cc-by-nc-4.0" in refused.err
-    assert "in the shell --license" in refused.err
+    assert "give the license under which" in refused.err
     for license in ("cc-by-nc-4.0", "mit"):
         assert cli("push", folder, REPO, "--license", license).code == 0
         assert json.loads(hub.files(REPO)["restorekv.json"])["license"] == license

@@ -330,7 +330,7 @@ def _refuse_other_license(repo: str, old_card: Path, card: AdapterCard) -> None:
     if published and card.license and published != card.license:
         raise AdapterError(
             f"{repo} was published as {published}, and this adapter's record says {card.license}; "
-            "name the one to publish now (license=..., in the shell --license)."
+            "give the license under which to publish it."
         )
 
 
