@@ -113,7 +113,9 @@ def list_files(
 
 
 def check_target(path: Path) -> None:
-    """Refuse a path that cannot be written, before hours of work go into the contents."""
+    """Refuse a path that cannot be written, before hours of work go into the contents; remove what
+    killed processes left under temporary names of it.
+    """
     if "\0" in str(path):
         raise RestoreKVError("The name of a file has no NUL character; give a different name.")
     if path.is_dir():
@@ -172,10 +174,13 @@ def replace_file(path: Path, follow: bool = True) -> Iterator[Path]:
             False for a name that the package itself chose: the folder may come from a stranger, so
             the new file replaces the link.
     """
-    check_target(path)
+    check_target(path)  # which also removes what killed processes left next to it
     if follow:
+        is_link = path.is_symlink()
         path = Path(os.path.realpath(path))  # resolve() raises for a circle of links
-    temporary = make_temporary_name(path)
+        if is_link:
+            remove_stale_files(path)
+    temporary = make_unique_name(path)
     with explain_write_errors(path):
         # Exclusively, so that no existing file is written to, least of all through a link.
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_FOLLOW, 0o666))
