@@ -63,14 +63,14 @@ def run(
     from restorekv.data.sources import select_sources
 
     _refuse_other_sources(config)
+    places = [getattr(config, source.name) for source in select_sources(config)]
+    # Checked before the model is loaded, which can take minutes.
+    for place in places:
+        check_source(place)
     packages = ["pyarrow"]
-    for source in select_sources(config):
-        where = getattr(config, source.name)
-        # Checked before the model is loaded, which can take minutes.
-        check_source(where)
-        # Only what comes from the hub is read through `datasets`.
-        if not Path(where).exists() and "datasets" not in packages:
-            packages.append("datasets")
+    # Only what comes from the hub is read through `datasets`.
+    if not all(Path(place).exists() for place in places):
+        packages.append("datasets")
     for package in packages:
         import_extra(package, "data", "Building data")
     loaded, tokenizer = open_model(model, dtype, device)

@@ -65,7 +65,13 @@ def check_source(where: str) -> None:
     path = Path(where)
     if path.exists():
         list_source_files(path)
-        return
+    else:
+        _refuse_missing_path(where)
+
+
+def _refuse_missing_path(where: str) -> None:
+    """Refuse the path of a missing source, unless it can be a hub id."""
+    path = Path(where)
     # A hub id is OWNER/NAME, without a leading dot and with one slash at most.
     cannot_be_hub_id = path.is_absolute() or where.startswith(".") or where.count("/") > 1
     if cannot_be_hub_id or format_suffix(path) in ENDINGS:
@@ -76,13 +82,13 @@ def identify_source(where: str) -> dict:
     """Return what identifies a source: names and hashes of local files, or a hub id and its
     current commit.
     """
-    check_source(where)
     path = Path(where)
     if path.exists():
         files = []
         for file in list_source_files(path):
             files.append({"name": file.name, "sha256": digest_file(file)})
         return {"files": files}
+    _refuse_missing_path(where)
     from huggingface_hub import HfApi
 
     name, _, revision = where.partition("@")
