@@ -115,39 +115,46 @@ def check_base(
     Raises:
         RestoreKVError: An `error`, if the card is of a different model or RoPE.
     """
-    if card.fingerprint == identity.fingerprint:
-        _check_rope(what, card, identity, error)
-        return
-    # Not these very weights: perhaps a rounded copy, which an adapter also fits.
-    own = identity.weights
-    # Not "<": the similarity to a damaged sketch may be NaN, which is below no number.
-    if card.weights is None or not measure_similarity(card.weights, own) >= LEAST_SIMILARITY:
-        # float16 rounds differently from bfloat16, so it changes the fingerprint of a checkpoint.
-        if identity.dtype == "float16" and not card.weights:
-            raise error(
-                f"The {what} cannot be told to fit this model in float16; if it is "
-                f"{make_printable(card.model)}, load it in float32 or bfloat16."
-            )
-        raise error(
-            f"The {what} was made for a different model ({make_printable(card.model)}); {fix}."
-        )
-    _check_rope(what, card, identity, error)
-    # A model that was made in memory has no name.
-    name = make_printable(card.model) or "this model"
-    message = f"The {what} was made for other weights of {name}"
-    made = card.weights.get("source")
-    if made:
-        message += f", {make_printable(made)}"
-    if own["source"]:
-        message += f", than these, {own['source']}"
-    warn(f"{message}; expect slightly worse answers.")
-
-
-def _check_rope(
-    what: str, card: BaseCard, identity: ModelIdentity, error: type[RestoreKVError]
-) -> None:
+    has_same_weights = card.fingerprint == identity.fingerprint
+    if not has_same_weights:
+        _refuse_different_model(what, card, identity, error, fix)
     if card.rope != identity.rope:
         raise error(
             f"The {what} was made with RoPE {make_printable(card.rope)}, "
             f"the model has {identity.rope}; load the model with the same RoPE configuration."
         )
+    if not has_same_weights:
+        _warn_about_other_weights(what, card, identity)
+
+
+def _refuse_different_model(
+    what: str, card: BaseCard, identity: ModelIdentity, error: type[RestoreKVError], fix: str
+) -> None:
+    """Refuse weights that are not even a rounded copy of the card's, which an adapter also fits."""
+    similarity = 0.0
+    if card.weights is not None:
+        similarity = measure_similarity(card.weights, identity.weights)
+    # Not "<": the similarity to a damaged sketch may be NaN, which is below no number.
+    if similarity >= LEAST_SIMILARITY:
+        return
+    # float16 rounds differently from bfloat16, so it changes the fingerprint of a checkpoint.
+    if identity.dtype == "float16" and not card.weights:
+        raise error(
+            f"The {what} cannot be told to fit this model in float16; if it is "
+            f"{make_printable(card.model)}, load it in float32 or bfloat16."
+        )
+    raise error(f"The {what} was made for a different model ({make_printable(card.model)}); {fix}.")
+
+
+def _warn_about_other_weights(what: str, card: BaseCard, identity: ModelIdentity) -> None:
+    """Warn that the card is of another copy of the model, and name both copies if possible."""
+    # A model that was made in memory has no name.
+    name = make_printable(card.model) or "this model"
+    message = f"The {what} was made for other weights of {name}"
+    made = (card.weights or {}).get("source")
+    if made:
+        message += f", {make_printable(made)}"
+    own = identity.weights["source"]
+    if own:
+        message += f", than these, {own}"
+    warn(f"{message}; expect slightly worse answers.")
