@@ -304,15 +304,16 @@ def push_adapter(
             )
         uploads: list[str] = list(adapter_file.FILES)
         old_card = _download_card(api, repo, Path(folder))
-        # The card on the hub is the user's, so it decides about the license too.
-        if readme is None and not model_card.is_generated_card(old_card):
+        if readme is None and old_card.exists():
             old_text = old_card.read_text(encoding="utf-8", errors="replace")
-            card = decide_license(stored.get_card(), license, old_text)
-            adapter_file.write_adapter(Path(folder), replace(stored, card=card))
-            warn(f"Someone wrote or changed the README.md of {repo}, so it stays as it is.")
-            uploads.remove(README)
-        elif readme is None and license is None and old_card.exists():
-            _refuse_other_license(repo, old_card, stored.get_card())
+            if not model_card.is_generated_card(old_card):
+                # The card on the hub is the user's, so it decides about the license too.
+                card = decide_license(stored.get_card(), license, old_text)
+                adapter_file.write_adapter(Path(folder), replace(stored, card=card))
+                warn(f"Someone wrote or changed the README.md of {repo}, so it stays as it is.")
+                uploads.remove(README)
+            elif license is None:
+                _refuse_other_license(repo, old_text, stored.get_card())
         commit = api.upload_folder(
             repo_id=repo,
             folder_path=folder,
@@ -322,11 +323,11 @@ def push_adapter(
     return str(commit.commit_url)
 
 
-def _refuse_other_license(repo: str, old_card: Path, card: AdapterCard) -> None:
+def _refuse_other_license(repo: str, old_text: str, card: AdapterCard) -> None:
     """Refuse to change the license of what the hub has already: it may have been given with
     `license` when it was published, and then the record does not know it.
     """
-    published = model_card.parse_license(old_card.read_text(encoding="utf-8", errors="replace"))
+    published = model_card.parse_license(old_text)
     if published and card.license and published != card.license:
         raise AdapterError(
             f"{repo} was published as {published}, and this adapter's record says {card.license}; "
