@@ -179,6 +179,39 @@ def test_an_extended_adapter_begins_as_it_was(tiny_model, tiny_tokenizer):
         adapter.extend(n - 1)
 
 
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_a_higher_rank_changes_no_restored_pair(tiny_model, tiny_tokenizer, use_rslora):
+    plain = make_adapter(tiny_model)
+    config = replace(plain.lora_config, use_rslora=use_rslora)
+    adapter = RestoreAdapter(
+        tiny_model, config, plain.embeddings.detach(), plain.card, plain.ratio_vectors.detach()
+    )
+    adapter.load_lora("the test's", {k: v.detach() for k, v in plain.lora_parameters.items()})
+    wider = adapter.extend(adapter.restore_tokens, 2 * adapter.lora_config.r + 1)
+    scales = set()
+    for each in (adapter, wider):
+        config = each.lora_config
+        scale = config.lora_alpha / (config.r**0.5 if use_rslora else config.r)
+        scales.add(round(scale, 6))
+        for name, a in each.lora_parameters.items():
+            if name.endswith("lora_A.weight"):
+                b = each.lora_parameters[name.replace("lora_A", "lora_B")]
+                assert a.shape[0] == b.shape[1] == config.r
+    assert len(scales) == 1
+    prepared = Eviction.make("kvzip").prepare(tiny_model, tiny_tokenizer, TEXT * 3)
+    with torch.no_grad():
+        before = prepared.with_restore_cache(adapter).evict("0.3")
+        after = prepared.with_restore_cache(wider).evict("0.3")
+    for old, new in zip(before.layers, after.layers, strict=True):
+        assert torch.allclose(old.restore_keys, new.restore_keys, atol=1e-5)
+        assert torch.allclose(old.restore_values, new.restore_values, atol=1e-5)
+    with pytest.raises(AdapterError, match="cannot be extended to 1; pass"):
+        adapter.extend(adapter.restore_tokens, 1)
+    adapter.lora_config.rank_pattern = {"q_proj": 3}
+    with pytest.raises(AdapterError, match="ranks or scales of their own"):
+        adapter.extend(adapter.restore_tokens, 99)
+
+
 def test_an_extended_adapter_has_no_record_of_what_was_measured_without_it(tiny_model, tmp_path):
     adapter = make_adapter(tiny_model)
     data = [{"source": "mine", "license": "cc-by-sa-4.0", "contexts": 1, "examples": 1}]

@@ -114,14 +114,14 @@ def test_a_run_goes_on_with_the_kind_of_embeddings_that_the_adapter_has(
 
 def test_all_that_differs_from_the_first_adapter_is_said_at_once(tiny_tokenizer, tmp_path):
     model = build_model("llama")
-    first = replace(CONFIG, restore_tokens=3, rank=2, knows_ratio=True, targets=("q_proj",))
+    first = replace(CONFIG, restore_tokens=3, rank=5, knows_ratio=True, targets=("q_proj",))
     make_initial_adapter(model, tiny_tokenizer, first).save_pretrained(tmp_path)
     other = replace(
-        first, restore_tokens=2, rank=5, knows_ratio=False, targets=("v_proj",), init=str(tmp_path)
+        first, restore_tokens=2, rank=2, knows_ratio=False, targets=("v_proj",), init=str(tmp_path)
     )
     with pytest.raises(AdapterError) as raised:
         make_initial_adapter(model, tiny_tokenizer, other)
-    flags = "--restore-tokens 3 --rank 2 --targets q_proj --knows-ratio"
+    flags = "--restore-tokens 3 --rank 5 --targets q_proj --knows-ratio"
     assert str(raised.value).endswith(f"continue training it with {flags}.")
     make_initial_adapter(model, tiny_tokenizer, replace(first, init=str(tmp_path)))
 
@@ -141,6 +141,33 @@ def test_a_run_may_add_restore_tokens_to_the_adapter_that_it_begins_with(tiny_to
     assert not trained.embeddings[:n].equal(trained.embeddings[n:]), "the copies have moved apart"
     resumed = train_adapter(model, tiny_tokenizer, EXAMPLES, longer, out, resume=True)
     assert resumed.embeddings.equal(trained.embeddings)
+
+
+def test_a_run_may_raise_the_rank_of_the_adapter_that_it_begins_with(tiny_tokenizer, tmp_path):
+    model, config = build_model("llama"), replace(CONFIG, init=str(tmp_path), steps=2)
+    first = train_adapter(
+        model, tiny_tokenizer, EXAMPLES, replace(config, init=""), tmp_path / "first"
+    )
+    first.save_pretrained(tmp_path)
+    rank, alpha = config.rank, config.alpha
+    wider = replace(config, rank=2 * rank, alpha=2 * alpha)
+    notices = []
+    begun = make_initial_adapter(model, tiny_tokenizer, wider, notices.append)
+    assert f"has rank {rank} and gets rank {2 * rank}" in notices[0]
+    assert f"--rank {rank} --alpha {alpha:g} continues" in notices[0]
+    out = tmp_path / "wider"
+    trained = train_adapter(model, tiny_tokenizer, EXAMPLES, wider, out)
+    assert trained.lora_config.r == 2 * rank
+    for name, weight in trained.lora_parameters.items():
+        if "layers.0." in name and name.endswith("lora_B.weight"):
+            assert weight[:, rank:].abs().max() > 0, "the new columns learn"
+    # The seed decides the new rows, so that a resumed run has those of the first one.
+    resumed = train_adapter(model, tiny_tokenizer, EXAMPLES, wider, out, resume=True)
+    assert resumed.to_stored().weights_hash() == trained.to_stored().weights_hash()
+    again = make_initial_adapter(model, tiny_tokenizer, wider)
+    assert again.to_stored().weights_hash() == begun.to_stored().weights_hash()
+    with pytest.raises(AdapterError, match=f"continue training it with --alpha {2 * alpha:g}"):
+        make_initial_adapter(model, tiny_tokenizer, replace(wider, alpha=alpha))
 
 
 def test_every_adapter_weight_that_can_learn_does(tiny_tokenizer, tmp_path):

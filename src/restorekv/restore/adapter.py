@@ -41,7 +41,13 @@ from restorekv.restore.choices import LARGEST_ALPHA, LINEAR_LAYERS
 from restorekv.restore.hub import fetch_adapter, recognize_copy
 from restorekv.restore.licenses import inherit_license, normalize_license
 from restorekv.restore.lora import NAME as LORA_NAME
-from restorekv.restore.lora import attach_lora, check_lora_fit, refuse_other_adapters
+from restorekv.restore.lora import (
+    attach_lora,
+    check_lora_fit,
+    extend_rank,
+    pad_rank,
+    refuse_other_adapters,
+)
 from restorekv.restore.use_warnings import warn_of_other_use
 
 # The ratio at which ratio vectors add nothing to the embeddings.
@@ -263,20 +269,28 @@ class RestoreAdapter(nn.Module):
         # The same LoRA: the restore pass is causal, so the first tokens do not see the others.
         return self._copy_with_tokens(torch.arange(count), card)
 
-    def extend(self, count: int) -> RestoreAdapter:
-        """Return an adapter of `count` restore tokens to train further: this adapter's n, then
-        copies of them.
+    def extend(self, count: int, rank: int | None = None, seed: int = 0) -> RestoreAdapter:
+        """Return an adapter to train further, with more restore tokens or a LoRA of higher rank.
 
-        New token i starts as a copy of token i mod n. Its pairs differ all the same, because it is
-        at a later position and sees those before it, so training can move the two apart. The first
-        n do not see the others (the pass is causal): truncated to n, it is this adapter again until
-        it is trained.
+        The first n of its `count` tokens are this adapter's. New token i starts as a copy of token
+        i mod n. Its pairs differ all the same, because it is at a later position and sees those
+        before it, so training can move the two apart. The first n do not see the others (the pass
+        is causal): truncated to n, it is this adapter again until it is trained.
 
-        Settings and measurements with n tokens say nothing about the result, so its record has
+        A higher rank changes no output before training: the new rows of A are random, the new
+        columns of B zero, and alpha grows with the rank, so that the scale stays.
+
+        Settings and measurements of this adapter say nothing about the result, so its record has
         none. Data and license stay, since they are those of the adapter that it began with.
 
+        Args:
+            count: The number of restore tokens, at least this adapter's n.
+            rank: The rank of LoRA, at least this adapter's, which is the default.
+            seed: The seed of the new rows.
+
         Raises:
-            AdapterError: `count` is lower than the adapter's n.
+            AdapterError: `count` or `rank` is lower than the adapter's, or a higher rank is asked
+                for and its layers have ranks or scales of their own.
         """
         n = self.restore_tokens
         if type(count) is not int or count < n:
@@ -284,9 +298,11 @@ class RestoreAdapter(nn.Module):
                 f"An adapter of {n} restore tokens cannot be extended to {count!r}; pass {n} or "
                 "more."
             )
-        if count == n:
+        config = self.lora_config
+        if rank is not None and rank != config.r:
+            config = extend_rank(config, rank)
+        if count == n and config is self.lora_config:
             return self
-        source = torch.arange(count) % n
         # A copy of a published adapter gets its license by its source, which is removed below.
         self._look_up_license()
         card = replace(
@@ -299,17 +315,32 @@ class RestoreAdapter(nn.Module):
             also_for=None,
             helps_from=None,
         )
-        return self._copy_with_tokens(source, card)
+        return self._copy_with_tokens(torch.arange(count) % n, card, config, seed)
 
-    def _copy_with_tokens(self, source: Tensor, card: AdapterCard) -> RestoreAdapter:
-        """Return an adapter with the same LoRA; its token i is a copy of token `source[i]`."""
+    def _copy_with_tokens(
+        self, source: Tensor, card: AdapterCard, config: LoraConfig | None = None, seed: int = 0
+    ) -> RestoreAdapter:
+        """Return an adapter with the same LoRA; its token i is a copy of token `source[i]`.
+
+        Args:
+            source: The copied token of each of its tokens, by index.
+            card: Its record.
+            config: The config of its LoRA, of this adapter's rank or a higher one; this adapter's
+                by default.
+            seed: The seed of the rows that a higher rank adds.
+        """
         source = source.to(self.embeddings.device)
         embeddings = self.embeddings.detach()[source].clone()
         vectors = None
         if self.ratio_vectors is not None:
             vectors = self.ratio_vectors.detach()[source].clone()
-        other = type(self)(self.model, self.lora_config, embeddings, card, vectors)
-        lora = {name: value.detach() for name, value in self.lora_parameters.items()}
+        # The caller's random state does not change.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            other = type(self)(self.model, config or self.lora_config, embeddings, card, vectors)
+        lora = {}
+        for name, value in self.lora_parameters.items():
+            lora[name] = pad_rank(name, value.detach(), other.lora_parameters[name].detach())
         other.load_lora(card.model, lora)
         other._folder = self._folder
         return other

@@ -7,8 +7,10 @@ meanwhile.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any, Literal
@@ -109,6 +111,45 @@ def _check_ranks(config: LoraConfig, lora: dict[str, Tensor]) -> None:
         found.add(a.shape[0])
     if min(ranks) < 1 or (layers and max(ranks) > max(found)):
         raise ValueError("no tensor has its rank")
+
+
+def extend_rank(config: LoraConfig, rank: int) -> LoraConfig:
+    """Return the config of the same LoRA with a higher rank: alpha grows with it, so that the scale
+    stays.
+
+    Raises:
+        AdapterError: `rank` is lower than the config's, or layers have ranks or scales of their
+            own.
+    """
+    if type(rank) is not int or rank < config.r:
+        raise AdapterError(
+            f"A LoRA of rank {config.r} cannot be extended to {rank!r}; pass {config.r} or more."
+        )
+    if config.rank_pattern or config.alpha_pattern:
+        raise AdapterError(
+            "The layers of this adapter have ranks or scales of their own, so its rank stays "
+            f"{config.r}; continue with that, or train a new adapter."
+        )
+    growth = rank / config.r
+    if config.use_rslora:  # its scale is alpha / sqrt(rank)
+        growth = math.sqrt(growth)
+    alpha: Any = config.lora_alpha * growth  # PEFT declares an integer and scales by any number
+    return replace(config, r=rank, lora_alpha=alpha)
+
+
+def pad_rank(name: str, value: Tensor, fresh: Tensor) -> Tensor:
+    """Return a LoRA tensor with the rank of a fresh one, and the same product of A and B.
+
+    Args:
+        name: Its name, which tells A from B.
+        value: A (r, in) or B (out, r).
+        fresh: The tensor of that name of a new LoRA of the same or a higher rank. A's further rows
+            are taken from it; B's further columns are zero.
+    """
+    padded = fresh.clone() if name.endswith(LORA_A) else torch.zeros_like(fresh)
+    rows, columns = value.shape
+    padded[:rows, :columns] = value
+    return padded
 
 
 def check_lora_fit(name: object, model: PreTrainedModel, lora: dict[str, Tensor]) -> None:

@@ -320,35 +320,53 @@ def make_initial_adapter(
 ) -> RestoreAdapter:
     """Return an untrained adapter, or the one that `config.init` names.
 
-    A named adapter must have the rank, targets and so on of the settings. If it has fewer restore
-    tokens than they say, further ones are added.
+    A named adapter must have the targets, kind of embeddings and so on of the settings. If it has
+    fewer restore tokens or a lower rank than they say, it is extended.
 
     Args:
         model: The model that it is for.
         tokenizer: The model's own.
         config: The settings of the run.
-        notice: Gets a sentence if restore tokens are added.
+        notice: Gets a sentence if the named adapter is extended.
 
     Raises:
         AdapterError: The named adapter does not match the settings.
     """
     if config.init:
         adapter = RestoreAdapter.from_pretrained(model, config.init)
-        first = adapter.restore_tokens
-        if first < config.restore_tokens:
-            # The number may be the default, larger than intended, so tell the user.
-            adapter = adapter.extend(config.restore_tokens)
-            notice(
-                f"The adapter {config.init} has {first} restore tokens and gets "
-                f"{config.restore_tokens - first} more, which begin as copies of them; "
-                f"--restore-tokens {first} continues its training with only those that it has."
-            )
+        adapter = _extend_to_settings(adapter, config, notice)
         _check_same_shape(adapter, config)
     else:
         adapter = _make_untrained_adapter(model, tokenizer, config)
     if config.knows_ratio:
         adapter.add_ratio_vectors()
     return adapter
+
+
+def _extend_to_settings(
+    adapter: RestoreAdapter, config: TrainConfig, notice: Callable[[str], None]
+) -> RestoreAdapter:
+    """Return an adapter with the restore tokens and the rank of the settings, where they are more
+    than it has.
+
+    These numbers may be the defaults, larger than intended, so the user is told.
+    """
+    restore_tokens = max(adapter.restore_tokens, config.restore_tokens)
+    rank = max(adapter.lora_config.r, config.rank)
+    if restore_tokens > adapter.restore_tokens:
+        notice(
+            f"The adapter {config.init} has {adapter.restore_tokens} restore tokens and gets "
+            f"{restore_tokens - adapter.restore_tokens} more, which begin as copies of them; "
+            f"--restore-tokens {adapter.restore_tokens} continues its training with only those "
+            "that it has."
+        )
+    if rank > adapter.lora_config.r:
+        notice(
+            f"The LoRA of the adapter {config.init} has rank {adapter.lora_config.r} and gets rank "
+            f"{rank}, which changes nothing before the first step; --rank {adapter.lora_config.r} "
+            f"--alpha {adapter.lora_config.lora_alpha:g} continues its training as it is."
+        )
+    return adapter.extend(restore_tokens, rank, config.seed)
 
 
 def _name_init_adapter(init: str) -> str:
