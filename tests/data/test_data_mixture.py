@@ -285,6 +285,9 @@ def test_the_command_builds_and_shows_with_the_tiny_model(tmp_path):
     told = json.loads(figures_file.read_text())
     assert [row["source"] for row in told["rows"]] == ["longalpaca", "pg19", "flan", "total"]
     assert told["manifest"]["model"]["name"] == "tiny"
+    sources = told["manifest"]["sources"].values()
+    assert not any(source["dropped"] or source["dropped_attempts"] for source in sources)
+    assert "Left out" not in shown.out, "nothing was"
     assert (
         told["rows"][-1]["samples"]
         == sum(len(context.questions) for context in read_mixture(out)[0])

@@ -123,5 +123,7 @@ def _print_tables(folder: Path) -> tuple[list[dict], dict]:
     contexts, manifest = read_mixture(folder)
     rows = compute_figures(contexts, manifest)
     output.print(make_data_table(rows, manifest))
-    output.print(make_drops_table(manifest))
+    drops = make_drops_table(manifest)
+    if drops.row_count:
+        output.print(drops)
     return rows, manifest
