@@ -49,6 +49,7 @@ from restorekv.tiny.world import WorldDocument
 from restorekv.train.config import TrainConfig
 from restorekv.train.examples import make_tiny_examples
 from restorekv.train.loop import train_adapter
+from restorekv.train.run_folder import read_losses
 
 # All but kvpress's, which needs another package.
 METHODS = tuple(name for name in {**EVICTORS, **COMPRESSORS} if name != FromKVPress.name)
@@ -253,15 +254,10 @@ def compare_training(options: Options, tell: Tell) -> list[dict]:
             max_new_tokens=16,
             lr=1e-3,
         )
-        losses: list[float] = []
-
-        def note_loss(step: int, steps: int, loss: float, losses: list = losses) -> None:
-            losses.append(round(loss, 5))
-
         with tempfile.TemporaryDirectory() as folder:
-            train_adapter(
-                model, tokenizer, examples, config, Path(folder) / "run", progress=note_loss
-            )
+            run = Path(folder) / "run"
+            train_adapter(model, tokenizer, examples, config, run)
+            losses = [round(loss, 5) for loss in read_losses(run)]
         rows.append({"device": device, "dtype": dtype, "losses": losses})
     return rows
 

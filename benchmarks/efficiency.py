@@ -14,7 +14,7 @@ The figures are written to OUT/efficiency/<label>.json.
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -41,6 +41,7 @@ from restorekv.compression.budget import parse_ratio
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import ScoredContext
+from restorekv.compression.progress import OnStep
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.results import describe_changes, identify_setup
 from restorekv.files import read_json, write_json
@@ -54,7 +55,6 @@ SCORERS = ("kvzip", "snapkv", "h2o", "fastkvzip")
 RATIOS = ("1", "0.4", "0.2", "0.1", "0.05")
 CONTEXTS = ("prefill", "random")
 WARM_UP = 3  # decode steps
-Progress = Callable[[int, int], None]
 DEFINITIONS = {
     "seconds": "medians over the repetitions in one process, after a warm-up",
     "peak": (
@@ -109,7 +109,7 @@ def measure_efficiency(
     options: CostOptions,
     conventions: CompressionConfig = CompressionConfig(on_small_budget="error"),
     label: str | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: OnStep = lambda done, total, what: None,
 ) -> Path:
     """Measure, unless the file exists already, and return the path of the file.
 
@@ -138,13 +138,13 @@ def measure_efficiency(
     runs = list(product(options.scorers, (False, True)))
     rows = []
     for done, (scorer, restored) in enumerate(runs):
-        progress(done, len(runs) + 1)
+        progress(done, len(runs) + 1, "measurements")
         figures = measure_compression_apart(model, options, conventions, scorer, restored)
         rows.append({"evictor": scorer, "restored": restored, **figures})
-    progress(len(runs), len(runs) + 1)
+    progress(len(runs), len(runs) + 1, "measurements")
     prepared = _prepare_context(model, tokenizer, options, conventions)
     steps = measure_latencies(prepared, options.ratios, options.steps)
-    progress(len(runs) + 1, len(runs) + 1)
+    progress(len(runs) + 1, len(runs) + 1, "measurements")
 
     # Rows come in pairs: base, then restored.
     overhead = {}

@@ -14,6 +14,7 @@ from paper.plan import Experiment, list_cells, list_needs
 from paper.setting import Setting
 from paper.study import Study
 from restorekv import tasks
+from restorekv.compression.progress import OnProgress
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.grid import Cell, Job, group_jobs
 from restorekv.evaluation.results import CELLS, SUMMARY, Result
@@ -26,7 +27,6 @@ MATCHING = 15
 CELL_SECONDS = 0.08
 UNKNOWN = 100  # contexts assumed for a benchmark that does not say how many it has
 NAMED = 3
-Tell = Callable[[str, float], None]  # what is being done, and the share of all work that is done
 
 
 class Clock:
@@ -38,11 +38,11 @@ class Clock:
     def __init__(
         self,
         parts: Sequence[tuple[str, float]],
-        tell: Tell,
+        on_progress: OnProgress,
         now: Callable[[], float] = time.monotonic,
     ):
         self.parts = list(parts)
-        self.tell = tell
+        self.on_progress = on_progress
         self.now = now
         self.begun = now()
         self.whole = sum(cost for _, cost in parts) or 1.0
@@ -54,7 +54,7 @@ class Clock:
         if done > 0:
             per_unit = (self.now() - self.begun) / done
             told += f", about {format_seconds((self.whole - done) * per_unit)} to go"
-        self.tell(told, done / self.whole)
+        self.on_progress(told, done / self.whole)
 
 
 def format_seconds(seconds: float) -> str:
@@ -93,7 +93,7 @@ def carry_out(
     experiments: Sequence[Experiment],
     setting: Setting,
     out: Path,
-    tell: Tell,
+    on_progress: OnProgress,
     pool: WorkerPool | None = None,
 ) -> Outcome:
     """Measure the cells of all experiments, each once, then the studies; what `out` holds is not
@@ -108,7 +108,7 @@ def carry_out(
     parts += [
         (f"{study.number}: {study.title}", study.minutes * 60 / CELL_SECONDS) for study in studies
     ]
-    clock = Clock(parts, tell)
+    clock = Clock(parts, on_progress)
     done = Outcome()
     pool = pool or LocalPool(setting.setup.device)
     for turn, job in enumerate(work):
@@ -124,7 +124,7 @@ def carry_out(
             study.measure(
                 setting,
                 out,
-                lambda part, whole, turn=turn: clock.report_at(turn, part / max(whole, 1)),
+                lambda part, whole, _, turn=turn: clock.report_at(turn, part / max(whole, 1)),
             )
     return done
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from paper.scores import JudgedClaim
 from paper.setting import Setting
+from restorekv.compression.progress import OnStep
 from restorekv.evaluation.report import Block
-
-Tell = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Study:
     title: str
     backbone: str
     show: Callable[[Setting, Path], tuple[Sequence[Block], Sequence[JudgedClaim]]]
-    measure: Callable[[Setting, Path, Tell], None] | None = None
+    measure: Callable[[Setting, Path, OnStep], None] | None = None
     note: str = ""
     minutes: float = 0.0
 

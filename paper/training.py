@@ -149,11 +149,11 @@ def train_ablation(training: Training, told: Told) -> RestoreAdapter:
     first = []
     model, tokenizer = load_model(setup.model, setup.dtype, setup.device)
 
-    def progress(step: int, steps: int, loss: float) -> None:
+    def progress(step: int, steps: int, loss: str) -> None:
         first.append(step)
         if step % 25 == 0 or step == steps:
             left = (time.perf_counter() - begun) / len(first) * (steps - step) / 60
-            told(f"step {step} of {steps}, loss {loss:.4f}, {left:.0f} min to go")
+            told(f"step {step} of {steps}, {loss}, {left:.0f} min to go")
 
     examples, (store, prefills) = setup.examples(model, tokenizer), setup.store
     return train_adapter(

@@ -5,7 +5,7 @@ OUT/analysis/<what>-<label>.jsonl   the settings, then a line for every document
                         .json    figures of all documents, written last
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +20,7 @@ from paper.analysis.case import Case, DocumentFigures
 from restorekv.compression.budget import parse_ratio
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import ScoredContext
+from restorekv.compression.progress import OnStep
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.protocols import AskingProtocol
 from restorekv.evaluation.results import describe_changes, identify_setup
@@ -36,7 +37,6 @@ ANALYSES: dict[str, ModuleType] = {
     "survivors": survivors,
     "restore_attention": restore_attention,
 }
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def analyze(
     out: Path,
     what: Sequence[str] = tuple(ANALYSES),
     label: str | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: OnStep = lambda done, total, what: None,
 ) -> list[Path]:
     """Run the analyses that `what` names, and return the files written.
 
@@ -134,7 +134,7 @@ def analyze(
     journals = [Journal.open(each, label, out / FOLDER, settings) for each in what]
     done = {journal.what: set(journal.lines()) for journal in journals}
     for index, (sample, context) in enumerate(zip(samples, contexts, strict=True)):
-        progress(index, len(samples))
+        progress(index, len(samples), "documents")
         missing = [journal for journal in journals if sample.id not in done[journal.what]]
         if not missing:
             continue
@@ -147,7 +147,7 @@ def analyze(
                 by_ratio[key] = ANALYSES[each].measure(case)
         for journal in missing:
             journal.add(sample, figures[journal.what])
-    progress(len(samples), len(samples))
+    progress(len(samples), len(samples), "documents")
     return [journal.finish(samples, list(keys)) for journal in journals]
 
 

@@ -11,8 +11,9 @@ from benchmarks import efficiency_page as charts
 from benchmarks.workload import make_label
 from paper.scores import FAILS, HOLDS, MISSING, JudgedClaim
 from paper.setting import Setting
-from paper.study import Study, Tell, load_figures
+from paper.study import Study, load_figures
 from restorekv.compression.config import CompressionConfig
+from restorekv.compression.progress import OnStep
 from restorekv.evaluation import protocols
 from restorekv.evaluation.report import Block
 from restorekv.evaluation.tables import Table, format_number, name_method
@@ -39,14 +40,16 @@ def make_experiment(setting: Setting) -> Study:
     )
 
 
-def _measure(setting: Setting, out: Path, tell: Tell) -> None:
+def _measure(setting: Setting, out: Path, progress: OnStep) -> None:
     """Measure at the context length of the setting."""
     setup = setting.setup
     policy = protocols.make_protocol("kvpress").prefix_policy
     model, tokenizer = load_model(setup.model, setup.dtype, setup.device)
     options = cost.CostOptions(tokens=setting.efficiency_tokens)
     conventions = CompressionConfig(**{"prefix_policy": policy, **setting.conventions})
-    cost.measure_efficiency(model, tokenizer, out, options, conventions, _label_run(setting), tell)
+    cost.measure_efficiency(
+        model, tokenizer, out, options, conventions, _label_run(setting), progress
+    )
 
 
 def _label_run(setting: Setting) -> str:

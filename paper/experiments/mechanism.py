@@ -17,11 +17,12 @@ from paper.analysis.page import shade_gain
 from paper.analysis.run import FOLDER, analyze
 from paper.scores import MISSING, TOO_FEW, JudgedClaim, decide_verdict
 from paper.setting import Setting
-from paper.study import Study, Tell, load_figures
+from paper.study import Study, load_figures
 from restorekv import evictors, tasks
 from restorekv.compression.adapters import load_adapter
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import Eviction
+from restorekv.compression.progress import OnStep
 from restorekv.evaluation import protocols
 from restorekv.evaluation.charts import (
     BLUE,
@@ -81,7 +82,7 @@ def make_experiment(setting: Setting) -> Study:
     )
 
 
-def _measure(setting: Setting, out: Path, tell: Tell) -> None:
+def _measure(setting: Setting, out: Path, progress: OnStep) -> None:
     """Run both analyses on the same documents."""
     setup = setting.setup
     bench = setting.benches["ruler"]
@@ -95,7 +96,7 @@ def _measure(setting: Setting, out: Path, tell: Tell) -> None:
     restoring = replace(eviction, adapter=adapter)
     few = _choose_documents(setting)
     analyze(
-        model, tokenizer, restoring, protocol, few, [RATIO], out, WHAT, label_run(setting), tell
+        model, tokenizer, restoring, protocol, few, [RATIO], out, WHAT, label_run(setting), progress
     )
 
 

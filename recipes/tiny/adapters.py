@@ -31,9 +31,9 @@ def main() -> None:
     config = TrainConfig(**{**vars(SHIPPED), "evictor": options.evictor})
     examples = make_tiny_examples(tokenizer, CONTEXTS, config.seed, SHORTEST, LONGEST)
 
-    def show(step: int, steps: int, loss: float) -> None:
+    def show(step: int, steps: int, loss: str) -> None:
         if step % 10 == 0:
-            print(f"{options.evictor}: step {step} of {steps}, loss {loss:.4f}", flush=True)
+            print(f"{options.evictor}: step {step} of {steps}, {loss}", flush=True)
 
     train_adapter(
         model,

@@ -69,7 +69,7 @@ def test_an_interrupted_run_goes_on(world, tmp_path, monkeypatch):
         prepared.append(args[2].text_tokens)
         return prepare(self, *args)
 
-    def stop(done, total):
+    def stop(done, *_):
         if done == 2:
             raise KeyboardInterrupt
 

@@ -145,7 +145,7 @@ def run(
     if spreading:
         shard_model(model, torch.device("cpu"))
 
-    def progress(step: int, steps: int, loss: float) -> None:
+    def progress(step: int, *_: object) -> None:
         if step == stop:
             raise RestoreKVError("stopped")
 

@@ -54,12 +54,12 @@ notes = Terminal(stderr=True)
 
 
 @contextmanager
-def show_progress_bar(title: str) -> Iterator[Callable[..., None]]:
+def show_progress_bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
     """Show a progress bar for equal parts of work; the block gets the callback (done, total,
-    what=title).
+    what).
     """
     with show_progress_share(title) as show:
-        yield lambda done, total, what=title: show(f"{done}/{total} {what}", done / max(total, 1))
+        yield lambda done, total, what: show(f"{done}/{total} {what}", done / max(total, 1))
 
 
 class ShareMeter:

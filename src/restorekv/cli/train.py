@@ -146,7 +146,7 @@ def run(
                 config,
                 out,
                 resume,
-                lambda step, steps, loss: show(step, steps, f"loss {loss:.4f}"),
+                show,
                 store=store,
                 store_prefill=store_prefill,
                 group=group,

@@ -14,8 +14,10 @@ from restorekv.compression.compressor import BeginPhase
 from restorekv.model.observer import HOOKS_LOCK
 from restorekv.model.shape import get_backbone
 
-# Called with the phase of a compression and the share of the whole that is done, from 0 to 1.
+# Called with what is being done, such as a phase, and the share of the whole that is done (0 to 1).
 OnProgress = Callable[[str, float], None]
+# Called with the steps done, their number and what they are: for work in equal steps.
+OnStep = Callable[[int, int, str], None]
 SMALLEST_STEP = 0.01  # between two calls in one phase
 # The share is 1 only at the end of the compression: evictors may read more than was expected.
 MOST_BEFORE_THE_END = 0.99

@@ -14,10 +14,11 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.compression.progress import OnStep
 from restorekv.data import build_folder
 from restorekv.data.config import BuildConfig
 from restorekv.data.files import identify_source, iterate_rows, list_source_files
-from restorekv.data.gather import AttemptFile, Progress, SourceBuilder, compute_longest_context
+from restorekv.data.gather import AttemptFile, SourceBuilder, compute_longest_context
 from restorekv.data.mixture import write_examples
 from restorekv.data.overlap import (
     EvaluationIndex,
@@ -53,7 +54,7 @@ def build_mixture(
     out: Path,
     exclude: Sequence[str] = (),
     resume: bool = False,
-    progress: Progress = lambda *_: None,
+    progress: OnStep = lambda *_: None,
 ) -> dict:
     """Build a mixture, or finish an unfinished one.
 

@@ -7,7 +7,7 @@ build loses at most the context it was working on and asks nothing twice.
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.compression.progress import OnStep
 from restorekv.data.config import BuildConfig
 from restorekv.data.documents import DropRow, SourceDocument
 from restorekv.data.overlap import EvaluationIndex, split_words
@@ -32,7 +33,6 @@ ATTEMPT_LINE = {"context": list[str], "attempts": list[dict[str, Any]]}
 PADDED_BATCH = 24
 # Positions reserved for the wording around the longest question.
 WORDING_MARGIN = 64
-Progress = Callable[[int, int, str], None]
 
 
 class AttemptFile:
@@ -170,7 +170,7 @@ class SourceBuilder:
     config: BuildConfig
     evaluations: EvaluationIndex
     longest: int
-    progress: Progress
+    progress: OnStep
 
     def gather_examples(
         self, source: Source, items: Iterator[SourceDocument | DropRow], stored: AttemptFile

@@ -67,9 +67,6 @@ class GridProgress:
         return (self.job_index + self.done / max(self.total, 1)) / self.jobs
 
 
-OnProgress = Callable[[GridProgress], None]
-
-
 class WorkerPool(Protocol):
     """Runs jobs, in this process or in others."""
 
@@ -153,7 +150,7 @@ def run_grid(
     cells: Sequence[Cell],
     folder: Path,
     pool: WorkerPool | None = None,
-    on_progress: OnProgress = lambda progress: None,
+    on_progress: Callable[[GridProgress], None] = lambda progress: None,
     set_aside: bool = False,
 ) -> list[Result]:
     """Answer what a folder lacks; what it already holds is neither asked nor changed.
@@ -185,7 +182,7 @@ def _run_jobs(
     jobs: Sequence[Job],
     folder: Path,
     pool: WorkerPool,
-    on_progress: OnProgress,
+    on_progress: Callable[[GridProgress], None],
     set_aside: bool,
 ) -> dict[Cell, Result]:
     """Run one job after the other and return every cell's result."""

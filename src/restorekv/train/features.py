@@ -8,7 +8,7 @@ context has its own file, so an interruption loses at most one.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import evictors, seal, spec
+from restorekv.compression.progress import OnStep
 from restorekv.errors import RestoreKVError
 from restorekv.model import support
 from restorekv.model.observer import LayerView, observe_layers
@@ -31,7 +32,6 @@ from restorekv.train.teacher_cache import TensorStore, describe_teacher, hash_id
 # The dtype of the attention inputs, which are nearly all of a file: half of float32, and precise
 # enough to learn from.
 HIDDEN_DTYPE = torch.bfloat16
-Progress = Callable[[int, int, str], None]  # done, total, what
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def collect_features(
     seed: int,
     folder: Path,
     resume: bool = False,
-    progress: Progress = lambda done, total, what: None,
+    progress: OnStep = lambda done, total, what: None,
 ) -> Features:
     """Return the features of random tokens of every text.
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.compression.progress import OnStep
 from restorekv.data.overlap import find_near_copies
 from restorekv.errors import RestoreKVError, warn
 from restorekv.evictors import gate_file
@@ -30,7 +31,7 @@ from restorekv.evictors.gated import Predict
 from restorekv.evictors.kvzap import KVzap
 from restorekv.model.gate_kinds import TARGETS
 from restorekv.model.shape import CacheShape
-from restorekv.train.features import Features, Progress, collect_features
+from restorekv.train.features import Features, collect_features
 from restorekv.train.gate_config import GateConfig
 
 Stacked = Mapping[str, Tensor]  # parameters (L, ...)
@@ -47,7 +48,7 @@ def train_gate(
     out: Path,
     features: Path,
     resume: bool = False,
-    progress: Progress = lambda done, total, what: None,
+    progress: OnStep = lambda done, total, what: None,
 ) -> Gate:
     """Collect features, train a gate, measure it on held-out contexts and write it.
 
@@ -169,7 +170,7 @@ def _scale_rate(step: int, steps: int) -> float:
 
 
 def fit_fastkvzip(
-    data: Features, shape: CacheShape, config: GateConfig, device: torch.device, progress: Progress
+    data: Features, shape: CacheShape, config: GateConfig, device: torch.device, progress: OnStep
 ) -> Stacked:
     """Take `steps` steps on random tokens, the same ones for all layers."""
     gate = _make_trainable(_init_fastkvzip(shape, config), device)
@@ -191,7 +192,7 @@ def fit_fastkvzip(
 
 
 def fit_linear(
-    data: Features, shape: CacheShape, config: GateConfig, device: torch.device, progress: Progress
+    data: Features, shape: CacheShape, config: GateConfig, device: torch.device, progress: OnStep
 ) -> Stacked:
     """Minimize the squared error plus alpha * |W|^2, the intercept unpenalized: normal equations
     in float64.
@@ -216,7 +217,7 @@ def fit_linear(
 
 
 def fit_mlp(
-    data: Features, shape: CacheShape, config: GateConfig, device: torch.device, progress: Progress
+    data: Features, shape: CacheShape, config: GateConfig, device: torch.device, progress: OnStep
 ) -> Stacked:
     """Go through all tokens `epochs` times, each time in a new order; the learning rate falls as a
     cosine, epoch by epoch.

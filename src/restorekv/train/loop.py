@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.compression.full_cache import ScoredContext
+from restorekv.compression.progress import OnStep
 from restorekv.errors import AdapterError, RestoreKVError, import_extra
 from restorekv.files import folder_lock, open_without_links
 from restorekv.model.prompt import encode_text, get_default_separator
@@ -47,7 +48,6 @@ from restorekv.train.run_folder import check_folders
 from restorekv.train.teacher import TeacherTarget
 from restorekv.train.teacher_cache import TeacherCache
 
-Progress = Callable[[int, int, float], None]
 # Added to a loss before its power is taken, so that samples with a far lower loss hardly matter.
 LOSS_OFFSET = 1e-3
 
@@ -100,7 +100,7 @@ def train_adapter(
     config: TrainConfig,
     folder: Path,
     resume: bool = False,
-    progress: Progress = lambda step, steps, loss: None,
+    progress: OnStep = lambda step, steps, what: None,
     *,
     store: Path | None = None,
     store_prefill: bool = False,
@@ -118,7 +118,7 @@ def train_adapter(
         config: The settings of the run.
         folder: The folder of the run.
         resume: Continue from the checkpoint, with the losses an uninterrupted run would have had.
-        progress: Called after each step with the steps done, their number and the loss.
+        progress: Called after each step with the steps done, their number and the loss in words.
         store: A folder where runs share scores and the teacher's targets (`TeacherCache`).
         store_prefill: Keep the full caches in `store` too.
         group: The processes that share every step.
@@ -186,7 +186,7 @@ def _take_steps(
     teacher_cache: TeacherCache,
     folder: Path,
     start: int,
-    progress: Progress,
+    progress: OnStep,
     group: ProcessGroup,
 ) -> None:
     """Take the steps from `start` on, with a checkpoint every `checkpoint_every` steps and on an
@@ -210,7 +210,7 @@ def _take_steps(
                     log(
                         step, loss, compute_learning_rate(config, step), time.perf_counter() - begun
                     )
-                progress(done, config.steps, loss)
+                progress(done, config.steps, f"loss {loss:.4f}")
                 due = done % config.checkpoint_every == 0 or done == config.steps
                 if due and group.rank == 0:
                     checkpoint.save_checkpoint(folder, run, done)
