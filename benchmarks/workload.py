@@ -4,13 +4,11 @@ the description of the machine.
 Nothing is downloaded: time and memory depend on shapes, not on the values of the weights.
 """
 
-import contextlib
 import gzip
 import platform
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from benchmarks.measure import name_processor
 from restorekv.errors import RestoreKVError
 from restorekv.model.tokenize import decode_ids
+from restorekv.spec import list_versions
 
 PACKAGES = ("restorekv", "torch", "transformers", "peft", "triton")
 SHAPE = {  # of Qwen3-0.6B
@@ -77,14 +76,10 @@ def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 def describe_machine(threads: int) -> dict:
     """Return {date, versions, processor, threads, system}, and on a GPU its name as `device`."""
-    versions = {}
-    for name in PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):  # some are extras
-            versions[name] = version(name)
     gpu = {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "versions": versions,
+        "versions": list_versions(PACKAGES),
         "processor": name_processor(),
         "threads": threads,
         "system": platform.platform(),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -260,6 +261,11 @@ def test_a_digest_is_of_all_that_the_files_of_a_class_hold(tmp_path, monkeypatch
 def test_our_own_classes_have_their_digest_in_records_alone():
     assert spec.digest_source(KVzip) == ""
     assert spec.digest_code(KVzip) and spec.digest_code(KVzip) != spec.digest_code(SnapKV)
+
+
+def test_versions_name_only_what_is_installed():
+    versions = spec.list_versions(["torch", "no-such-package"])
+    assert versions == {"torch": version("torch")}
 
 
 def test_specs_in_a_row_keep_their_settings():

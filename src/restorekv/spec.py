@@ -10,9 +10,10 @@ import inspect
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from typing import Any, TypeVar, get_type_hints
 
 from restorekv.errors import RestoreKVError, join_words, summarize_error, warn
@@ -338,3 +339,12 @@ def _read_source(cls: type) -> str:
         except (OSError, TypeError):  # no file, as in a shell
             continue
     return ""
+
+
+def list_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those of the packages that are installed."""
+    versions = {}
+    for name in packages:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions

@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from restorekv.data import build_folder
 from restorekv.data.build import index_excluded_texts
 from restorekv.data.documents import DropRow, SourceDocument
 from restorekv.data.files import identify_source, iterate_rows
@@ -335,17 +334,6 @@ def test_without_the_extra_the_mend_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(RestoreKVError, match=r"restorekv\[data\]"):
         next(iterate_rows("some/set", {"hub": "some/set", "revision": "a"}))
-
-
-def test_versions_name_only_what_is_installed(monkeypatch):
-    def find_version(name):
-        if name == "datasets":
-            raise build_folder.PackageNotFoundError(name)
-        return "1.0"
-
-    monkeypatch.setattr(build_folder, "version", find_version)
-    versions = build_folder.list_versions()
-    assert "datasets" not in versions and versions["pyarrow"] == "1.0"
 
 
 def test_filters_of_questions_answers_and_contexts(tiny_tokenizer):

@@ -4,7 +4,7 @@ import getpass
 import os
 import platform
 import re
-from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from importlib.metadata import PackageNotFoundError, metadata, requires
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from restorekv.context import format_bytes
 from restorekv.files import find_cache_folder
 from restorekv.model.attention import self_tests
 from restorekv.model.names import NAMES, to_canonical_name
+from restorekv.spec import list_versions
 
 PACKAGES = (
     "restorekv",
@@ -34,15 +35,10 @@ SHORTEST_SECRET = 6
 COMMON = {"root", "user", "admin", "ubuntu", "runner", "localhost"}
 
 
-def list_versions() -> dict[str, str]:
+def describe_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that decide results."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    found = dict.fromkeys(PACKAGES, "not installed") | list_versions(PACKAGES)
+    return {"python": platform.python_version(), **found}
 
 
 def describe_machine() -> dict[str, str]:
@@ -141,10 +137,8 @@ def check_extras() -> dict[str, str]:
     parsed = [Requirement(line) for line in needed]
     found = {}
     for name in names:
-        own = [each for each in parsed if _belongs_to_extra(each, name)]
-        missing = sorted(
-            {each.name for each in own if each.name != "restorekv" and not _is_installed(each.name)}
-        )
+        packages = {each.name for each in parsed if _belongs_to_extra(each, name)}
+        missing = sorted(packages - {"restorekv", *list_versions(packages)})
         line = f"pip install 'restorekv[{name}]'"
         found[name] = "installed"
         if missing:
@@ -158,14 +152,6 @@ def _belongs_to_extra(requirement: Requirement, extra: str) -> bool:
     if marker is None:
         return False
     return marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        version(name)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 def hide_private_name(name: str) -> str:

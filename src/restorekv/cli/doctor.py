@@ -82,7 +82,7 @@ def run(
     devices = [parse_device(device)] if device else diagnosis.list_distinct_devices()
     with notes.status("looking at this machine"):
         report = {
-            "versions": diagnosis.list_versions(),
+            "versions": diagnosis.describe_versions(),
             "machine": diagnosis.describe_machine(),
             "devices": diagnosis.describe_devices(),
             "places": diagnosis.describe_places(),

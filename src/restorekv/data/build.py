@@ -5,6 +5,7 @@ A build that was killed is resumed: its folder records what is being built and e
 """
 
 import json
+import platform
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv import __version__
 from restorekv.compression.progress import OnStep
 from restorekv.data import build_folder
 from restorekv.data.config import BuildConfig
@@ -30,11 +32,14 @@ from restorekv.data.teacher import describe_model
 from restorekv.errors import RestoreKVError, warn
 from restorekv.files import folder_lock, write_json
 from restorekv.seal import digest_file
+from restorekv.spec import list_versions
 from restorekv.tiny.suite import draw_documents
 
 # Documents of the tiny suite that paper/results/table1.md is measured on; the tiny model's demo
 # asks about the first 52 of them.
 SUITE_DOCUMENTS = 156
+# What writes the data; only reading from the hub needs `datasets`.
+LIBRARIES = ("torch", "transformers", "datasets", "pyarrow")
 # The texts that ship with other benchmarks. The Factbook's are not among them: countries share
 # lists of treaties, so data/factbook.py keeps its countries out by name.
 TEXTS = Path(__file__).parents[1] / "tasks" / "texts"
@@ -121,7 +126,11 @@ def build_mixture(
             "files": record["exclude"],
         },
         "settings": asdict(config),
-        "versions": build_folder.list_versions(),
+        "versions": {
+            "restorekv": __version__,
+            "python": platform.python_version(),
+            **list_versions(LIBRARIES),
+        },
     }
     # The manifest comes last: a folder that has one is complete.
     write_json(out / build_folder.MANIFEST_FILE, manifest, follow=False)

@@ -6,14 +6,10 @@ manifest comes last and replaces them, so a folder with a manifest is complete.
 """
 
 import hashlib
-import platform
 import shutil
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from restorekv import __version__
 from restorekv.errors import RestoreKVError
 from restorekv.files import check_not_link, find_wrong_entry, read_json, write_json
 
@@ -23,7 +19,6 @@ MANIFEST_FILE = "manifest.json"
 BUILD_FILE = "build.json"
 PARTS_FOLDER = "parts"
 LOCK_FILE = ".build.json.lock"
-LIBRARIES = ("torch", "transformers", "datasets", "pyarrow")
 # The entries that the JSON files must have, with their types.
 Counts = dict[str, int]
 FILE_HASH = {"name": str, "sha256": str}
@@ -57,17 +52,6 @@ BUILD_RECORD = {
     "exclude": [FILE_HASH],
     "model": dict[str, Any],
 }
-
-
-def list_versions() -> dict[str, str]:
-    """Return the versions of what wrote the data; `datasets` may be missing, since only reading
-    from the hub needs it.
-    """
-    versions = {"restorekv": __version__, "python": platform.python_version()}
-    for name in LIBRARIES:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions
 
 
 def read_manifest(folder: Path) -> dict:

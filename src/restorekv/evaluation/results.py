@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from restorekv.files import (
 )
 from restorekv.model.identity import ModelIdentity
 from restorekv.model.shape import get_dtype_name
+from restorekv.spec import list_versions
 
 CELLS = "cells"
 SET_ASIDE = "set-aside"
@@ -340,5 +340,5 @@ def identify_setup(
         "decoding": "greedy",
         "device": model.device.type,
         "threads": torch.get_num_threads(),
-        "versions": {name: version(name) for name in PACKAGES},
+        "versions": list_versions(PACKAGES),
     }

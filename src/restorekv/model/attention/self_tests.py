@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +32,7 @@ from torch import Tensor
 from restorekv import __version__
 from restorekv.errors import RestoreKVError, summarize_error, warn
 from restorekv.model.attention import self_test_files
+from restorekv.spec import list_versions
 
 REPORT = "run `restorekv doctor -o report.json` and attach the file to an issue of restorekv"
 PACKAGE = Path(__file__).parents[2]
@@ -401,7 +401,7 @@ def identify_device(device: torch.device) -> dict[str, object]:
     return {
         **known,
         "torch": torch.__version__,
-        "triton": _get_package_version("triton"),
+        "triton": list_versions(["triton"]).get("triton", ""),
         "restorekv": __version__,
         "code": _digest_code(),
     }
@@ -430,14 +430,6 @@ def _read_driver_version() -> str:
         return found[1]
     get_version = getattr(torch._C, "_cuda_getDriverVersion", None)
     return str(get_version()) if get_version else ""
-
-
-def _get_package_version(name: str) -> str:
-    """Return the version of a package, or "" if it is not installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
 
 
 @cache
