@@ -176,7 +176,7 @@ def train_all(trainings: Sequence[Training], workers: int, threads: int) -> None
     if not trainings:
         return
     trainings[0].setup.folder.mkdir(parents=True, exist_ok=True)
-    check_folder(trainings[0].setup)
+    check_settings(trainings[0].setup)
     if workers == 1:
         return train_in_turn(trainings, threads)
     context = multiprocessing.get_context("spawn")
@@ -203,7 +203,7 @@ def _hand_over(trainings: Sequence[Training], threads: int) -> None:
         sys.exit(str(error) or "interrupted")
 
 
-def check_folder(setup: Setup) -> None:
+def check_settings(setup: Setup) -> None:
     """Refuse a folder whose adapters were trained with other settings, model or data."""
     path = setup.folder / "settings.json"
     now = json.dumps(setup.made_with(setup.settings), sort_keys=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from restorekv.tiny.suite import make_token_counter
+from restorekv.tiny.suite import make_sentence_counter
 from restorekv.tiny.world import WorldDocument, draw_document
 
 # The parts of the loss.
@@ -60,7 +60,7 @@ class Sampler:
         self.prefix = self.encode("<|im_start|>user\n")
         self.suffix = self.encode("<|im_end|>\n<|im_start|>assistant\n")
         self.stop = self.encode("<|im_end|>")
-        self.measure = make_token_counter(tokenizer)
+        self.measure = make_sentence_counter(tokenizer)
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)

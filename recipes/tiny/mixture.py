@@ -132,7 +132,7 @@ def draw_long_alpaca(
     instruction, and planted copies of test documents.
     """
     rng = random.Random("mixture papers")
-    length = suite.make_token_counter(tokenizer)
+    length = suite.make_sentence_counter(tokenizer)
     made = [
         draw_document(f"mixture papers {n}", rng.randint(450, 1900), length)
         for n in range(2 * count + 4)
@@ -161,7 +161,7 @@ def draw_pg19(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument])
     The second book begins with a test document, and the third is shorter than a chunk.
     """
     rng = random.Random("mixture books")
-    length = suite.make_token_counter(tokenizer)
+    length = suite.make_sentence_counter(tokenizer)
     rows = []
     for number in range(count + 2):
         lengths = [rng.randint(900, 1300) for _ in range(rng.randint(3, 5))]
@@ -191,7 +191,7 @@ def draw_tulu(tokenizer: Tokenizer, count: int, test: list[world.WorldDocument])
     One in ten is from a subset other than FLAN, and one is a test document.
     """
     rng = random.Random("mixture flan")
-    length = suite.make_token_counter(tokenizer)
+    length = suite.make_sentence_counter(tokenizer)
     rows = []
     for number in range(2 * count + 6):
         one = (
@@ -218,7 +218,7 @@ def draw_open_papers(
     missing; the first is a test document.
     """
     rng = random.Random("mixture open papers")
-    length = suite.make_token_counter(tokenizer)
+    length = suite.make_sentence_counter(tokenizer)
     claimed = [*PAPER_LICENSES, *OTHERS]
     texts = [
         draw_document(f"mixture open papers {n}", rng.randint(450, 1900), length).text

@@ -200,11 +200,11 @@ def test_a_held_training_is_left_to_its_holder(tmp_path):
 def test_a_folder_of_other_settings_is_refused(tmp_path):
     wanted = small(tmp_path).list_wanted(Row("", "kvzip", {}))[0]
     wanted.setup.folder.mkdir(parents=True)
-    training.check_folder(wanted.setup)
-    training.check_folder(
+    training.check_settings(wanted.setup)
+    training.check_settings(
         replace(wanted.setup, settings=replace(SMALL, keep=1, checkpoint_every=9))
     )
     with pytest.raises(RestoreKVError, match="other settings"):
-        training.check_folder(replace(wanted.setup, settings=replace(SMALL, lr=1.0)))
+        training.check_settings(replace(wanted.setup, settings=replace(SMALL, lr=1.0)))
     with pytest.raises(RestoreKVError, match="other settings"):
-        training.check_folder(replace(wanted.setup, contexts=9))
+        training.check_settings(replace(wanted.setup, contexts=9))

@@ -11,7 +11,7 @@ from restorekv.cli import options
 from restorekv.cli.errors import explain_interrupt
 from restorekv.cli.inputs import check_json_output, check_outputs_apart
 from restorekv.cli.terminal import output, print_written, show_progress_bar, write_figures
-from restorekv.data.build_folder import check_folder, read_manifest
+from restorekv.data.build_folder import check_build_folder, read_manifest
 from restorekv.data.config import BuildConfig
 from restorekv.errors import RestoreKVError, import_extra
 
@@ -51,7 +51,7 @@ def run(
             )
         settings["mixture"] = "permissive"
     config = BuildConfig(**settings)
-    check_folder(out, resume)
+    check_build_folder(out, resume)
     for name in exclude:
         if not Path(name).exists():
             raise RestoreKVError(f"There is no evaluation file or folder {name}; check the path.")

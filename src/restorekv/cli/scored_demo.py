@@ -145,7 +145,7 @@ def choose_document(model: str, tokenizer: Tokenizer) -> tasks.Sample:
     """Return the document that is shown, with its questions."""
     if choose_plan(model) is WORLD:
         drawn = suite.draw_held_out(
-            "demo 0", "mixed", 1000, 1100, suite.make_token_counter(tokenizer)
+            "demo 0", "mixed", 1000, 1100, suite.make_sentence_counter(tokenizer)
         )
         # One question of each family, so that they differ.
         by_family = {question.family: question for question in drawn.questions}

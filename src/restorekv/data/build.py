@@ -79,7 +79,7 @@ def build_mixture(
         RestoreKVError: `out` holds something else, or a source gives no example.
     """
     # Everything that can be refused is refused before the teacher works for hours.
-    build_folder.check_folder(out, resume)
+    build_folder.check_build_folder(out, resume)
     earlier_build = build_folder.read_earlier_build(out)
     # The settings are compared first, since describing the sources may ask a hub.
     build_folder.check_same_build(out, earlier_build, {"config": asdict(config)})

@@ -103,7 +103,7 @@ def _find_manifest_fault(manifest: dict) -> str | None:
     return None
 
 
-def check_folder(out: Path, resume: bool) -> None:
+def check_build_folder(out: Path, resume: bool) -> None:
     """Refuse a folder that holds something else or, unless `resume`, a data set; called before a
     model is loaded.
     """

@@ -80,7 +80,7 @@ class ModelSource:
             weights: Whether the weights are needed, and not only the tokenizer.
         """
         if Path(self.path).is_dir():
-            model_folder.check_folder(Path(self.path), weights)
+            model_folder.check_model_folder(Path(self.path), weights)
         elif weights:
             model_folder.check_hub(self.path, is_local)
 

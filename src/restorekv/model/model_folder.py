@@ -40,7 +40,7 @@ NO_CODE = {"trust_remote_code": False}
 NO_PICKLES = {"use_safetensors": True}
 
 
-def check_folder(folder: Path, weights: bool = True) -> None:
+def check_model_folder(folder: Path, weights: bool = True) -> None:
     """Refuse a folder that transformers must not read.
 
     That is one with special files, with an adapter, with a file that names files elsewhere and, if

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError
 from restorekv.storage.cache_file import open_cache_file
-from restorekv.storage.portable import make_mark
+from restorekv.storage.portable import make_portable_mark
 from restorekv.vllm import plugin, ragged_config, ragged_documents, transfer_config
 from restorekv.vllm.document_store import EngineModel
 from restorekv.vllm.portable_store import PortableStore
@@ -118,7 +118,7 @@ class RaggedForm(DocumentForm):
         return DocumentFile(list(identity.ids), context.manifest.bytes_held)
 
     def make_mark(self, vocabulary: int) -> list[int]:
-        return ragged_documents.make_mark()
+        return ragged_documents.make_ragged_mark()
 
     def make_config(
         self, folder: Path, fingerprint: str | None = None, memory: int | None = None
@@ -154,7 +154,7 @@ class PortableForm(DocumentForm):
         return DocumentFile(portable.ids.tolist(), portable.keys.nbytes + portable.values.nbytes)
 
     def make_mark(self, vocabulary: int) -> list[int]:
-        return make_mark(vocabulary)
+        return make_portable_mark(vocabulary)
 
     def make_config(
         self, folder: Path, fingerprint: str | None = None, memory: int | None = None

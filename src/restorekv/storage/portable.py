@@ -98,7 +98,7 @@ class Portable:
         the size of the vocabulary alone.
         """
         contents = make_placeholders(self.digest, max(self.tokens - MARK, 0), self.vocabulary)
-        return torch.tensor((make_mark(self.vocabulary) + contents)[: self.tokens])
+        return torch.tensor((make_portable_mark(self.vocabulary) + contents)[: self.tokens])
 
     def make_cache(self) -> DynamicCache:
         """Return a plain cache; `model.generate(**portable.inputs(...),
@@ -201,7 +201,7 @@ def make_portable(
     return Portable(shifted, values, around, manifest, vocabulary)
 
 
-def make_mark(vocabulary: int) -> list[int]:
+def make_portable_mark(vocabulary: int) -> list[int]:
     """Return the MARK ids with which the placeholders of every document begin."""
     return make_placeholders(KIND.format.encode(), MARK, vocabulary)
 

@@ -38,7 +38,7 @@ def draw_documents(
         low: The fewest ids of a document.
         high: The most ids of a document.
     """
-    length = make_token_counter(tokenizer)
+    length = make_sentence_counter(tokenizer)
     kinds: list[str] = []
     # A fixed proportion of kinds in a fixed order: the first n documents are a mixture too.
     for kind, share in zip(KINDS, SHARES, strict=True):
@@ -50,7 +50,7 @@ def draw_documents(
     ]
 
 
-def make_token_counter(tokenizer: Tokenizer) -> Callable[[str], int]:
+def make_sentence_counter(tokenizer: Tokenizer) -> Callable[[str], int]:
     """Return a function that counts a sentence's ids in running text.
 
     It has a cache, because filler repeats itself.

@@ -69,7 +69,7 @@ def describe_part(file: CacheFile) -> PartFacts:
     )
 
 
-def make_mark() -> list[int]:
+def make_composition_mark() -> list[int]:
     """Return the MARK ids with which the placeholders of every composition begin."""
     return make_placeholders(KIND, MARK, ID_LIMIT)
 
@@ -101,7 +101,7 @@ def make_ids(names: Sequence[str]) -> tuple[int, ...]:
     # Compositions of few documents fill as many positions as those of many.
     room = PLACEHOLDERS - 2 * MARK - len(digits)
     hashed = make_placeholders(KIND + " ".join(names).encode(), room, ID_LIMIT)
-    return (*make_mark(), *hashed, *digits, *make_end(len(names)))
+    return (*make_composition_mark(), *hashed, *digits, *make_end(len(names)))
 
 
 def shorten_name(name: str) -> ShortName:
@@ -125,7 +125,7 @@ def read_short_names(ids: Sequence[int]) -> list[ShortName] | None:
     Raises:
         RestoreKVError: The placeholders are damaged.
     """
-    if list(ids[:MARK]) != make_mark():
+    if list(ids[:MARK]) != make_composition_mark():
         return None
     # From here on the prompt claims to be a composition; anything wrong with it is an error.
     own = tuple(ids[:PLACEHOLDERS])
@@ -205,7 +205,7 @@ def count_pairs(lengths: Sequence[Tensor], parts: Sequence[PartFacts]) -> Tensor
     return total
 
 
-def count_positions(parts: Sequence[PartFacts]) -> int:
+def count_taken_positions(parts: Sequence[PartFacts]) -> int:
     """Return how many positions a composition takes.
 
     They are those of the chat prefix, of all texts, and of the restore tokens of the last document,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from restorekv.errors import CacheFileError, RestoreKVError
-from restorekv.storage.portable import Portable, load_portable, make_mark
+from restorekv.storage.portable import Portable, load_portable, make_portable_mark
 from restorekv.vllm.document_store import DocumentStore, EngineModel, StoredDocument
 
 MEMORY = 1 << 30  # bytes of keys and values that a process keeps unless its options say otherwise
@@ -26,7 +26,7 @@ class PortableStore(DocumentStore):
     contents = "files of restorekv export"
 
     def __init__(self, folder: str | Path, model: EngineModel, limit: int = MEMORY) -> None:
-        super().__init__(folder, model, make_mark(model.vocabulary))
+        super().__init__(folder, model, make_portable_mark(model.vocabulary))
         self.limit = limit
         self.loaded: OrderedDict[str, tuple[Tensor, Tensor]] = OrderedDict()
         self.loading = threading.Lock()
@@ -37,7 +37,7 @@ class PortableStore(DocumentStore):
         except RestoreKVError as error:
             return StoredDocument(path, problem=str(error))
         # A prompt about a file for a different vocabulary is then recognized, and gets that error.
-        mark = make_mark(portable.vocabulary)
+        mark = make_portable_mark(portable.vocabulary)
         if mark not in self.marks:
             self.marks.append(mark)
         problem = ""

@@ -59,7 +59,7 @@ class RaggedIdentity:
     lengths: Tensor
 
 
-def make_mark() -> list[int]:
+def make_ragged_mark() -> list[int]:
     """Return the MARK ids with which the placeholders of every cache file begin."""
     return make_placeholders(KIND, MARK, ID_LIMIT)
 
@@ -84,7 +84,7 @@ def identify(file: CacheFile) -> RaggedIdentity:
     contents = make_placeholders(sha256.digest(), PLACEHOLDERS - 2 * MARK, ID_LIMIT)
     return RaggedIdentity(
         name=sha256.hexdigest()[:16],
-        ids=(*make_mark(), *contents, *make_end(1)),
+        ids=(*make_ragged_mark(), *contents, *make_end(1)),
         lengths=file.tensors["offsets"].diff() + file.manifest.restore_tokens,
     )
 

@@ -19,7 +19,7 @@ from restorekv.vllm.ragged_documents import (
     PLACEHOLDERS,
     identify,
     make_end,
-    make_mark,
+    make_ragged_mark,
 )
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class RaggedStore(DocumentStore):
     contents = ".rkv files"
 
     def __init__(self, folder: str | Path, model: EngineModel) -> None:
-        super().__init__(folder, model, make_mark())
+        super().__init__(folder, model, make_ragged_mark())
         # The ends are the same for all files, so those of unread files and compositions count, too.
         self._ends = {make_end(1), *composition.COUNTS}
         self._longest = PLACEHOLDERS
@@ -68,7 +68,7 @@ class RaggedStore(DocumentStore):
 
     @property
     def signs(self) -> list[list[int]]:
-        return [*self.marks, composition.make_mark()]
+        return [*self.marks, composition.make_composition_mark()]
 
     def _find_names(
         self, ids: Sequence[int], short_names: Sequence[composition.ShortName]
@@ -115,7 +115,7 @@ class RaggedStore(DocumentStore):
             path=self.folder / " + ".join(document.path.name for document in documents),
             name=name,
             ids=composition.make_ids(names),
-            positions=composition.count_positions(parts),
+            positions=composition.count_taken_positions(parts),
             lengths=composition.count_pairs(lengths, parts),
             parts=tuple(documents),
         )
