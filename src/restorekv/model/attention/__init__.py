@@ -16,9 +16,9 @@ from restorekv.model.attention.dispatch import (
     install_attention,
     observe_attention,
     plan_kernels,
-    quantize_context,
     suspend_overrides,
 )
+from restorekv.model.attention.packed import quantize_context
 
 __all__ = [
     "BACKENDS",

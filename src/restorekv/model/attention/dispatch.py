@@ -30,7 +30,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from restorekv.cache import quantized
 from restorekv.cache.flat import FlatLayer
 from restorekv.cache.multi_context import MultiContextLayer
-from restorekv.cache.ragged import RaggedCache, RaggedLayer
+from restorekv.cache.ragged import RaggedLayer
 from restorekv.cache.sliding import SlidingLayer
 from restorekv.errors import ModelError, RestoreKVError
 from restorekv.model.attention import (
@@ -202,24 +202,6 @@ def _choose_tested(query: Tensor, layer: RaggedLayer) -> Backend:
         f"{self_tests.describe_device(query.device)} computes attention wrongly even with "
         f"PyTorch's own operations; use another device, and {self_tests.REPORT}."
     )
-
-
-def quantize_context(cache: RaggedCache, kv_dtype: str, groups: int) -> None:
-    """Quantize the context of a cache to "int8" or "fp8"; "model" leaves it in the model's dtype.
-
-    Layers with a window keep the model's dtype. If the device fails the self-test of packing, the
-    CPU packs the rows.
-    """
-    first = cache.full_attention[0]
-    head_dim = first.restore_keys.shape[-1]
-    can_pack = (
-        kv_dtype == "model"
-        or not self_tests.needs_self_test(first.device)
-        or self_tests.passed_self_test(
-            kv_dtype, first.device, first.heads, groups, head_dim, first.dtype
-        )
-    )
-    cache.quantize(kv_dtype, on_cpu=not can_pack)
 
 
 def _unpack_for_call(query: Tensor, layer: RaggedLayer) -> RaggedLayer:

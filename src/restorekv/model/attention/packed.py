@@ -1,4 +1,4 @@
-"""Ragged attention over an 8-bit context, whose rows are unpacked one tile at a time.
+"""Packing a context into 8 bits, and ragged attention over it, which unpacks one tile at a time.
 
 For every head, the softmax average and log-sum-exp over the tail are merged with those of tile
 after tile, as in `blocked.py`. On a GPU a layer that fits into a small workspace is unpacked whole
@@ -12,12 +12,31 @@ import torch
 from torch import Tensor
 
 from restorekv.cache.quantized import QuantizedRows
-from restorekv.cache.ragged import RaggedLayer
+from restorekv.cache.ragged import RaggedCache, RaggedLayer
+from restorekv.model.attention import self_tests
 from restorekv.model.attention.blocked import Part, merge_parts
 from restorekv.model.attention.reference import make_causal_mask
 from restorekv.model.attention.sinks import add_sinks
 
 BLOCK = 1 << 20  # numbers in a tile's keys, or in its logits
+
+
+def quantize_context(cache: RaggedCache, kv_dtype: str, groups: int) -> None:
+    """Quantize the context of a cache to "int8" or "fp8"; "model" leaves it in the model's dtype.
+
+    Layers with a window keep the model's dtype. If the device fails the self-test of packing, the
+    CPU packs the rows.
+    """
+    first = cache.full_attention[0]
+    head_dim = first.restore_keys.shape[-1]
+    can_pack = (
+        kv_dtype == "model"
+        or not self_tests.needs_self_test(first.device)
+        or self_tests.passed_self_test(
+            kv_dtype, first.device, first.heads, groups, head_dim, first.dtype
+        )
+    )
+    cache.quantize(kv_dtype, on_cpu=not can_pack)
 
 
 def is_packed(layer: RaggedLayer) -> bool:
