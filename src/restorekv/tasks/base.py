@@ -89,17 +89,16 @@ class Benchmark(ABC):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self._parse_tasks()  # refuses unknown tasks
+        _ = self.chosen_tasks  # refuses unknown tasks
 
     @property
     def chosen_tasks(self) -> tuple[str, ...]:
         """The tasks that the setting `tasks` names, joined by "+", in the benchmark's order; all if
         it is empty.
-        """
-        return self._parse_tasks()
 
-    def _parse_tasks(self) -> tuple[str, ...]:
-        """Return `chosen_tasks`; refuse an unknown task, and one that is named twice."""
+        Raises:
+            RestoreKVError: A task is unknown, or named twice.
+        """
         # Benchmarks without the setting ask all of their tasks.
         setting = getattr(self, "tasks", "")
         given = setting.split("+") if setting else self.known_tasks
