@@ -86,8 +86,13 @@ def find_resource_shortage(error: BaseException | None) -> ResourceShortage | No
     return None
 
 
-def explain_resource_shortage(error: BaseException) -> tuple[int, str] | None:
-    """Return an HTTP status and a sentence if the machine lacked something, else None."""
+def explain_resource_shortage(
+    error: BaseException, subject: str = "The server", again: str = "try again"
+) -> tuple[int, str] | None:
+    """Return an HTTP status and a sentence if the machine lacked something, else None.
+
+    `subject` begins the sentence, and `again` says what to do when there is room.
+    """
     shortage = find_resource_shortage(error)
     if shortage is None:
         return None
@@ -98,16 +103,16 @@ def explain_resource_shortage(error: BaseException) -> tuple[int, str] | None:
     if number in READ_ONLY or code == sqlite3.SQLITE_READONLY:
         return (
             507,
-            f"The server cannot write to its disk ({why}); its operator has to make the store "
+            f"{subject} cannot write to its disk ({why}); its operator has to make the store "
             "writable.",
         )
     is_temporary = code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM)
     if number in DISK_FULL or (isinstance(shortage, sqlite3.OperationalError) and not is_temporary):
         return (
             507,
-            f"The server has no room for this on its disk ({why}); delete files, then try again.",
+            f"{subject} has no room for this on its disk ({why}); delete files, then {again}.",
         )
-    return 503, f"The server cannot do this now ({why}); ask again in a moment."
+    return 503, f"{subject} cannot do this now ({why}); ask again in a moment."
 
 
 @dataclass(frozen=True)

@@ -149,12 +149,10 @@ class Service:
             )
         except (OSError, sqlite3.Error, RestoreKVError) as error:
             # A full disk is not the client's fault, and passes.
-            shortage = explain_resource_shortage(error)
+            shortage = explain_resource_shortage(error, "The server cannot store the file: it")
             if shortage is None:
                 raise
-            status, message = shortage
-            message = message.replace("The server", "The server cannot store the file: it", 1)
-            raise ApiError(status, message) from None
+            raise ApiError(*shortage) from None
         self.start_processing(upload)
         return upload
 
@@ -367,7 +365,8 @@ def _add_field_to_errors(field: str) -> Iterator[None]:
 
 def explain_failure(error: Exception) -> str:
     """Return a sentence for the error of an upload."""
-    return explain_error(error).replace("try again", "upload it again")
+    shortage = explain_resource_shortage(error, again="upload it again")
+    return shortage[1] if shortage else explain_error(error)
 
 
 def explain_error(error: Exception) -> str:
