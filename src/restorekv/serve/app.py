@@ -331,13 +331,13 @@ def add_routes(
 
     @app.get("/v1/models", response_model_exclude_unset=True)
     async def models() -> schemas.Models:
-        names = (service.base, service.default.name)
+        names = (service.model_name, service.default_variant.name)
         known = [replies.describe_model(name, start) for name in names]
         return schemas.Models(object="list", data=known)
 
     @app.get("/v1/models/{name:path}", response_model_exclude_unset=True)
     async def one_model(name: str) -> Model:
-        return replies.describe_model(Variant.parse(name, service.base).name, start)
+        return replies.describe_model(Variant.parse(name, service.model_name).name, start)
 
     @app.post("/v1/chat/completions", responses=schemas.describe_stream(schemas.Completion))
     async def complete(request: Request, asked: ChatRequest) -> Response:
@@ -386,9 +386,9 @@ def add_files(app: FastAPI, service: Service) -> None:
     @app.get("/v1/files/{name}/cache", response_class=Response, responses=binary)
     async def cache(name: str, model: str | None = None) -> Response:
         upload = service.find_upload(name)
-        variant = service.default
+        variant = service.default_variant
         if model is not None:
-            variant = service.choose_variant(upload, Variant.parse(model, service.base))
+            variant = service.choose_variant(upload, Variant.parse(model, service.model_name))
         key = service.engine.make_key(upload.sha256, variant)
         # The quota may have dropped the file of a cache that is still in memory.
         await asyncio.to_thread(service.engine.write_held_cache, upload.sha256, variant)

@@ -89,10 +89,11 @@ async def complete_text(
     """Continue the prompts of a request, whole or as a stream."""
     service = questions.service
     service.check_open()
-    variant = Variant.parse(request.model, service.base)
+    variant = Variant.parse(request.model, service.model_name)
     if variant.method:
         raise OptionError(
-            f"A completion has no document to compress; use {service.base} as the model.", "model"
+            f"A completion has no document to compress; use {service.model_name} as the model.",
+            "model",
         )
     limit = min(request.max_tokens or DEFAULT_TOKENS, service.limits.tokens)
     pending: list[PendingAnswer] = []

@@ -47,9 +47,9 @@ def add_page(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/variants", response_model=schemas.Variants)
     async def variants() -> dict:
-        default = service.default
+        default = service.default_variant
         return {
-            "base": service.base,
+            "base": service.model_name,
             "default": {"method": default.method, "ratio": float(default.ratio)},
             "methods": METHODS,
             "max_tokens": service.limits.tokens,
@@ -58,7 +58,7 @@ def add_page(app: FastAPI, service: Service) -> None:
     @app.get("/v1/files/{name}/progress", response_model=schemas.CompressionProgress)
     async def progress(name: str, model: str) -> dict:
         upload = service.find_upload(name)
-        variant = service.choose_variant(upload, Variant.parse(model, service.base))
+        variant = service.choose_variant(upload, Variant.parse(model, service.model_name))
         state = service.engine.get_state(upload.sha256, variant)
         if state == WAITING and upload.status == FAILED:
             return {"phase": FAILED, "share": 0.0}
@@ -68,7 +68,7 @@ def add_page(app: FastAPI, service: Service) -> None:
     async def kept(
         name: str, model: str, layer: int | None = None, head: int | None = None
     ) -> dict:
-        document = await service.get_uploaded(name, Variant.parse(model, service.base))
+        document = await service.get_uploaded(name, Variant.parse(model, service.model_name))
         return await service.engine.find_survivors(document, layer, head)
 
 

@@ -88,7 +88,9 @@ class Questions:
             BusyError: Too many questions wait.
         """
         service = self.service
-        chat = parse_chat(request, service.base, service.limits.tokens, service.defaults, names)
+        chat = parse_chat(
+            request, service.model_name, service.limits.tokens, service.defaults, names
+        )
         service.check_open()
 
         # The server may end while documents are compressed; the client is then told so.

@@ -92,8 +92,8 @@ class Service:
     Args:
         engine: Compresses documents and answers questions.
         store: Keeps uploads and caches.
-        base: The name of the model.
-        default: The variant that uploads are compressed as.
+        model_name: The name of the model.
+        default_variant: The variant that uploads are compressed as.
         limits: What requests may cost.
         defaults: Settings of answers, for requests that do not give them.
     """
@@ -102,15 +102,15 @@ class Service:
         self,
         engine: Engine,
         store: Store,
-        base: str,
-        default: Variant,
+        model_name: str,
+        default_variant: Variant,
         limits: Limits,
         defaults: AnswerDefaults,
     ) -> None:
         self.engine = engine
         self.store = store
-        self.base = base
-        self.default = default
+        self.model_name = model_name
+        self.default_variant = default_variant
         self.limits = limits
         self.defaults = defaults
         self.tasks: set[asyncio.Task] = set()  # uploads that are being processed
@@ -172,7 +172,7 @@ class Service:
         """
         # A key depends on the document, the model and the settings. With "" for the document, it
         # identifies model and settings.
-        origin = self.engine.make_key("", self.default)
+        origin = self.engine.make_key("", self.default_variant)
         has_changed = self.store.read_origin() != origin
         for upload in self.store.list_uploads():
             if has_changed and (upload.status == FAILED or find_kind(upload.name) == CACHE):
@@ -187,7 +187,7 @@ class Service:
         """Compress an upload as the default variant, and note the parts that could not be read."""
         warning = ""
         try:
-            await self._compress_upload(upload, self.default)
+            await self._compress_upload(upload, self.default_variant)
             warning = await self._find_warning(upload)
         except UnavailableError:
             if self.ending:  # the next start continues with it
@@ -225,9 +225,9 @@ class Service:
             raise ApiError(
                 400,
                 f"The file {upload.id} is already compressed and cannot be served as "
-                f"{variant.name}; use the model {self.base}, or upload its text.",
+                f"{variant.name}; use the model {self.model_name}, or upload its text.",
             )
-        return self.default
+        return self.default_variant
 
     def _read_content(self, upload: Upload) -> str | Path:
         """Return the text of an upload, or the path of an uploaded cache file."""
