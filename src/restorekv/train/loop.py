@@ -159,7 +159,12 @@ def train_adapter(
     group.check_same(config.to_json() + json.dumps(run.origin))
     check_example_lengths(model, tokenizer, examples, config)
     teacher_cache = TeacherCache(model, tokenizer, examples, config, store, store_prefill)
-    start = _resume_and_check(folder, run, teacher_cache, resume, group, notice)
+    start = 0
+    if resume:
+        start = checkpoint.load_checkpoint(folder, run)
+        if not start:
+            notice(f"There is no checkpoint in {folder}; starting from the beginning.")
+    _check_first_sample(run, teacher_cache, start, group, notice)
     group.check_same(adapter.to_stored().weights_hash())
     # Only now is the folder made: everything that may be refused has been checked.
     if config.steps < config.warmup:
@@ -226,27 +231,18 @@ def _take_steps(
         raise
 
 
-def _resume_and_check(
-    folder: Path,
+def _check_first_sample(
     run: TrainingRun,
     teacher_cache: TeacherCache,
-    resume: bool,
+    start: int,
     group: ProcessGroup,
     notice: Callable[[str], None],
-) -> int:
-    """Load the checkpoint if the run continues, check the setup, and return the step to begin with.
-
-    No files are changed, except those of the store.
-    """
-    start = checkpoint.load_checkpoint(folder, run) if resume else 0
-    if resume and not start:
-        notice(f"There is no checkpoint in {folder}; starting from the beginning.")
-    # The first sample of the first step is the one that the setup is checked on.
+) -> None:
+    """Check the setup on the first sample of step `start`; no files but the store's are changed."""
     samples = draw_step_samples(run.config, start, teacher_cache.examples, group.size)
     sample = select_own_samples(samples, run.config.draws, group.rank, group.size)[0]
     with group.allow_uneven_passes(teacher_cache.model):
         notice(str(check_setup(run.adapter, teacher_cache, sample, start)))
-    return start
 
 
 def _run_forward_backward(
