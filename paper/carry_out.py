@@ -45,7 +45,7 @@ class Clock:
         self.on_progress = on_progress
         self.now = now
         self.begun = now()
-        self.whole = sum(cost for _, cost in parts) or 1.0
+        self.total_cost = sum(cost for _, cost in parts) or 1.0
 
     def report_at(self, turn: int, share: float) -> None:
         """Report that part number `turn` is done to a `share` (0 to 1)."""
@@ -53,8 +53,8 @@ class Clock:
         told = self.parts[turn][0]
         if done > 0:
             per_unit = (self.now() - self.begun) / done
-            told += f", about {format_seconds((self.whole - done) * per_unit)} to go"
-        self.on_progress(told, done / self.whole)
+            told += f", about {format_seconds((self.total_cost - done) * per_unit)} to go"
+        self.on_progress(told, done / self.total_cost)
 
 
 def format_seconds(seconds: float) -> str:
@@ -124,7 +124,7 @@ def carry_out(
             study.measure(
                 setting,
                 out,
-                lambda part, whole, _, turn=turn: clock.report_at(turn, part / max(whole, 1)),
+                lambda step, steps, _, turn=turn: clock.report_at(turn, step / max(steps, 1)),
             )
     return done
 

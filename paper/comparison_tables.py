@@ -93,18 +93,17 @@ def _describe_left_out(setting: Setting, scores: Scores, benchmark: str) -> str:
     that there is nothing to lose.
     """
     below = scores.left_out.get(benchmark, ())
-    whole = [
-        part for part in setting.benches[benchmark].parts if scores.lost(Place(benchmark, 1, part))
-    ]
-    kept = [task for part in whole for task in scores.tasks[benchmark, part] or below]
+    parts = setting.benches[benchmark].parts
+    skipped = [part for part in parts if scores.leaves_out(Place(benchmark, 1, part))]
+    kept = [task for part in skipped for task in scores.tasks[benchmark, part] or below]
     single = [task for task in below if task not in kept]
     words = (
         [f"Left out of means, because the full cache scores below 10: {', '.join(single)}."]
         if single
         else []
     )
-    if whole:
-        of = f" of {', '.join(whole)}, which averages leave out" if any(whole) else ""
+    if skipped:
+        of = f" of {', '.join(skipped)}, which averages leave out" if any(skipped) else ""
         words.append(
             f"The full cache scores below 10 on every task{of}: nothing to lose, and the mean is "
             "over all."
@@ -409,8 +408,8 @@ def _draw_curves(
 ) -> None:
     """Draw the scores of one benchmark against ratio."""
     places = [place for place in experiment.places if place.benchmark == benchmark]
-    known = {name: [place for place in places if scores.has((name, place))] for name in marks}
-    for name, own in known.items():
+    measured = {name: [place for place in places if scores.has((name, place))] for name in marks}
+    for name, own in measured.items():
         if own:
             found = [compute_margin(scores, {(name, place): 1}) for place in own]
             # Scores over too few contexts have no interval; NaN is not drawn.

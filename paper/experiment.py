@@ -140,11 +140,13 @@ def claim_above(better: str, worse: str, place: Place, text: str) -> Claim:
     return Claim(f"{text} at r = {place.ratio:g}", {(better, place): 1, (worse, place): -1})
 
 
-def claim_kept_share(part: str, share: float, of: str, base: str, place: Place, text: str) -> Claim:
-    """Return the claim that the row `part` has more than `share` of the gain of `of` over
-    `base`.
+def claim_kept_share(
+    weaker: str, share: float, stronger: str, base: str, place: Place, text: str
+) -> Claim:
+    """Return the claim that the row `weaker` has more than `share` of the gain of `stronger`
+    over `base`.
     """
-    weights = {(part, place): 1, (of, place): -share, (base, place): share - 1}
+    weights = {(weaker, place): 1, (stronger, place): -share, (base, place): share - 1}
     return Claim(f"{text} at r = {place.ratio:g}", weights)
 
 

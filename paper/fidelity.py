@@ -15,7 +15,7 @@ import numpy as np
 
 from paper.comparison_tables import ABSENT
 from paper.experiment import Comparison
-from paper.plan import Asked
+from paper.plan import RunKey
 from paper.setting import Setting
 from restorekv.evaluation.fidelity import tally_divergence
 from restorekv.evaluation.grid import FULL
@@ -31,7 +31,7 @@ NOTE = (
     "percent. All tasks count."
 )
 # Results by seed, as `plan.find_measured` returns them.
-Found = Mapping[Asked, Mapping[int | None, Sequence[Result]]]
+Found = Mapping[RunKey, Mapping[int | None, Sequence[Result]]]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _bootstrap(one: Fidelity, other: Fidelity | None = None) -> Estimate:
 
 def collect_fidelity(
     experiment: Comparison, setting: Setting, found: Found
-) -> dict[Asked, Fidelity]:
+) -> dict[RunKey, Fidelity]:
     """Return the fidelity of every row except the full cache's, if it was recorded."""
     told = {
         spot: load_fidelity(by_seed, setting.benches[spot[1]].all_tasks)
@@ -102,12 +102,12 @@ def collect_fidelity(
 
 
 def make_tables(
-    experiment: Comparison, setting: Setting, known: Mapping[Asked, Fidelity], key: str
+    experiment: Comparison, setting: Setting, fidelities: Mapping[RunKey, Fidelity], key: str
 ) -> Iterator[Table]:
     """Yield a benchmark's table with a row for each method and columns for each ratio; none if it
     has no figures.
     """
-    if not any(spot[1] == key for spot in known):
+    if not any(spot[1] == key for spot in fidelities):
         return
     ratios = list(
         dict.fromkeys(place.ratio for place in experiment.places if place.benchmark == key)
@@ -122,7 +122,7 @@ def make_tables(
             made = [
                 cell
                 for ratio in ratios
-                for cell in _format_cells(experiment, known, (name, key, ratio))
+                for cell in _format_cells(experiment, fidelities, (name, key, ratio))
             ]
             if name in experiment.against and row.adapter is not None:
                 strong.append(len(lines))
@@ -130,16 +130,16 @@ def make_tables(
     others = {experiment.rows[row].label for row in experiment.against.values()}
     note = NOTE.format(against=others.pop() if len(others) == 1 else "its base")
     title = f"{experiment.title}: {setting.benches[key].shown}, fidelity to the full cache"
-    data = list(list_figures(experiment, known, key))
+    data = list(list_figures(experiment, fidelities, key))
     yield Table(f"{experiment.name}-{key}-fidelity", title, head, lines, note, data, strong=strong)
 
 
 def _format_cells(
-    experiment: Comparison, known: Mapping[Asked, Fidelity], spot: Asked
+    experiment: Comparison, fidelities: Mapping[RunKey, Fidelity], spot: RunKey
 ) -> list[str]:
     """Return a row's KL and share of equal answers at one ratio, as two texts."""
-    mine = known.get(spot)
-    base = known.get((experiment.against.get(spot[0], ""), *spot[1:]))
+    mine = fidelities.get(spot)
+    base = fidelities.get((experiment.against.get(spot[0], ""), *spot[1:]))
     if mine is None:
         return [ABSENT, ABSENT]
     value, low, high = _bootstrap(mine, base)
@@ -154,14 +154,14 @@ def _format_cells(
     return [text, format_number(mine.same, 0)]
 
 
-def count_lowered(experiment: Comparison, known: Mapping[Asked, Fidelity]) -> Iterator[str]:
+def count_lowered(experiment: Comparison, fidelities: Mapping[RunKey, Fidelity]) -> Iterator[str]:
     """Say in how many pairs of a restored row and its base restoring lowers the KL."""
     rows = experiment.rows
     pairs = [
-        (known[spot], known[other, *spot[1:]])
-        for spot in known
+        (fidelities[spot], fidelities[other, *spot[1:]])
+        for spot in fidelities
         if (other := experiment.against.get(spot[0], ""))
-        and (other, *spot[1:]) in known
+        and (other, *spot[1:]) in fidelities
         and rows[spot[0]].adapter is not None
         and rows[other].adapter is None
     ]
@@ -183,10 +183,10 @@ def count_lowered(experiment: Comparison, known: Mapping[Asked, Fidelity]) -> It
 
 
 def list_figures(
-    experiment: Comparison, known: Mapping[Asked, Fidelity], benchmark: str = ""
+    experiment: Comparison, fidelities: Mapping[RunKey, Fidelity], benchmark: str = ""
 ) -> Iterator[dict[str, object]]:
     """Yield the figures of one benchmark, or of all, for JSON and CSV files."""
-    for spot, mine in known.items():
+    for spot, mine in fidelities.items():
         row, key, ratio = spot
         if benchmark not in ("", key):
             continue
@@ -194,8 +194,8 @@ def list_figures(
         line |= zip(("kl", "kl_low", "kl_high"), _bootstrap(mine), strict=True)
         line |= {"same": mine.same, "answer_tokens": float(mine.tokens.sum())}
         base = experiment.against.get(row, "")
-        if (base, key, ratio) in known:
-            apart = _bootstrap(mine, known[base, key, ratio])
+        if (base, key, ratio) in fidelities:
+            apart = _bootstrap(mine, fidelities[base, key, ratio])
             line |= {
                 "against": base,
                 **dict(zip(("kl_change", "change_low", "change_high"), apart, strict=True)),

@@ -18,7 +18,7 @@ from restorekv.evaluation.stats import ScoredAnswer, find_tasks_without_loss
 from restorekv.files import load_lines
 
 Experiment = Comparison | Study
-Asked = tuple[str, str, float]  # a row, a benchmark of the paper, a ratio
+RunKey = tuple[str, str, float]  # a row, a benchmark of the paper, a ratio
 
 
 @dataclass(frozen=True)
@@ -149,12 +149,15 @@ def collect_scores(
         for spot, by_seed in find_measured(experiment, setting, results).items()
     }
     sets = list(dict.fromkeys(setting.benches[key].specs for key in used))
-    whole = {key: _load_full_answers(key, setting, results) for key in used}
-    out = {key: _find_tasks_without_loss(setting.benches[key], told) for key, told in whole.items()}
+    full_answers = {key: _load_full_answers(key, setting, results) for key in used}
+    out = {
+        key: _find_tasks_without_loss(setting.benches[key], answers)
+        for key, answers in full_answers.items()
+    }
     made = Scores(
         runs,
         {
-            (key, part): _list_counted_tasks(of, whole[key], out[key])
+            (key, part): _list_counted_tasks(of, full_answers[key], out[key])
             for key in used
             for part, of in setting.benches[key].parts.items()
         },
@@ -168,12 +171,12 @@ def collect_scores(
 
 def find_measured(
     experiment: Comparison, setting: Setting, results: Mapping[Cell, Result]
-) -> dict[Asked, dict[int | None, list[Result]]]:
+) -> dict[RunKey, dict[int | None, list[Result]]]:
     """Return the finished results of every row, benchmark and ratio, by seed in ascending order.
 
     A seed has a result for each of the benchmark's specs; seeds that lack one are left out.
     """
-    wanted: dict[Asked, dict[int | None, list[Cell]]] = {}
+    wanted: dict[RunKey, dict[int | None, list[Cell]]] = {}
     for need in list_needs(experiment, setting):
         held = wanted.setdefault((need.row, need.place.benchmark, need.place.ratio), {}).setdefault(
             need.seed, []

@@ -60,14 +60,14 @@ class Scores:
     full: str = "full"
     drawn: dict = field(default_factory=dict, compare=False, repr=False)
 
-    def known(self, row: str, place: Place) -> list[Place]:
+    def list_measured(self, row: str, place: Place) -> list[Place]:
         """Return the places that `place` averages and that have answers and a counterpart here.
 
         Parts on which there is nothing to lose are left out, unless that leaves none.
         """
         if not self.runs.get((row, place.benchmark, place.ratio)):
             return []
-        if place.relative and not self.known(
+        if place.relative and not self.list_measured(
             self.full, Place(place.benchmark, place.ratio, parts=place.parts)
         ):
             return []
@@ -76,16 +76,16 @@ class Scores:
             for each in place.each
             if (each.benchmark, each.part) in self.tasks and all(self.answers(row, each).values())
         ]
-        return [each for each in found if not self.lost(each)] or found
+        return [each for each in found if not self.leaves_out(each)] or found
 
-    def lost(self, place: Place) -> bool:
+    def leaves_out(self, place: Place) -> bool:
         """Return whether all tasks of a part are left out of means."""
         out = self.left_out.get(place.benchmark, ())
         tasks = self.tasks[place.benchmark, place.part]
         return bool(out) and set(tasks or out) <= set(out)
 
     def has(self, spot: Spot) -> bool:
-        return bool(self.known(*spot))
+        return bool(self.list_measured(*spot))
 
     def answers(self, row: str, place: Place) -> Runs:
         """Return a row's answers to the tasks of one part, by seed."""
@@ -99,7 +99,7 @@ class Scores:
         """Return each seed's score, in points."""
         by_context = place.benchmark in self.by_context
         made = []
-        for each in self.known(row, place):
+        for each in self.list_measured(row, place):
             made.append(
                 {
                     seed: compute_mean_score(run, by_context)
@@ -108,7 +108,7 @@ class Scores:
             )
         means = {seed: float(np.mean([scores[seed] for scores in made])) for seed in made[0]}
         return (
-            {seed: 100 * mean / self.whole(place) for seed, mean in means.items()}
+            {seed: 100 * mean / self.full_points(place) for seed, mean in means.items()}
             if place.relative
             else means
         )
@@ -117,7 +117,7 @@ class Scores:
         """Return the mean score over the seeds, in points."""
         return float(np.mean(list(self.seeds(row, place).values())))
 
-    def whole(self, place: Place) -> float:
+    def full_points(self, place: Place) -> float:
         """Return the full cache's score at a place."""
         return self.points(self.full, Place(place.benchmark, place.ratio, parts=place.parts))
 
@@ -135,15 +135,16 @@ class Scores:
         key = (row, place, stream)
         if key not in self.drawn:
             made = np.mean(
-                [self.part(row, each, stream) for each in self.known(row, place)], axis=0
+                [self.draw_part(row, each, stream) for each in self.list_measured(row, place)],
+                axis=0,
             )
             if place.relative:
-                whole = Place(place.benchmark, place.ratio, parts=place.parts)
-                made = 100 * made / self.draws(self.full, whole, 0)
+                absolute = Place(place.benchmark, place.ratio, parts=place.parts)
+                made = 100 * made / self.draws(self.full, absolute, 0)
             self.drawn[key] = made
         return self.drawn[key]
 
-    def part(self, row: str, place: Place, stream: int) -> np.ndarray:
+    def draw_part(self, row: str, place: Place, stream: int) -> np.ndarray:
         """Return the scores (RESAMPLES,) of one part over resampled contexts and seeds.
 
         All contexts of the set are resampled, even those without questions of this part, so that
@@ -172,7 +173,7 @@ class Scores:
         its parts.
         """
         contexts = set()
-        for each in self.known(row, place):
+        for each in self.list_measured(row, place):
             for run in self.answers(row, each).values():
                 contexts |= {answer.context for answer in run}
         return len(contexts)
@@ -334,13 +335,13 @@ def compare_orders(experiment: Comparison, scores: Scores, place: Place) -> dict
     The groups are "as in the paper", within noise and "the other way"; pairs over too few contexts
     have a separate group. A pair is [better, worse] by the paper's figures.
     """
-    known = [
+    measured = [
         row
         for row in experiment.rows
         if place in experiment.rows[row].paper and scores.has((row, place))
     ]
     counted = {"as in the paper": [], NOISE: [], "the other way": []}
-    for one, other in combinations(known, 2):
+    for one, other in combinations(measured, 2):
         gap = experiment.rows[one].paper[place] - experiment.rows[other].paper[place]
         if gap == 0:
             continue

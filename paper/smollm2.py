@@ -151,6 +151,6 @@ def _make_settings(adapters: str | None) -> TrainConfig:
     card = adapter_file.read_adapter(folder).card if folder else None
     if card is None:
         return TrainConfig()
-    known = {each.name for each in fields(TrainConfig)} - {"evictor", "seed", "init"}
-    told = {key: value for key, value in (card.settings or {}).items() if key in known}
-    return TrainConfig.from_json(json.dumps({**told, "restore_tokens": card.restore_tokens}))
+    setting_names = {each.name for each in fields(TrainConfig)} - {"evictor", "seed", "init"}
+    settings = {key: value for key, value in (card.settings or {}).items() if key in setting_names}
+    return TrainConfig.from_json(json.dumps({**settings, "restore_tokens": card.restore_tokens}))

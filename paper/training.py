@@ -27,7 +27,6 @@ from restorekv.train.config import TrainConfig
 from restorekv.train.examples import TrainingContext, make_tiny_examples, read_examples
 from restorekv.train.loop import train_adapter
 
-Told = Callable[[str], None]
 CARD = "restorekv.json"
 
 
@@ -141,7 +140,7 @@ def _word_value(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else re.sub(r"[/:]", "-", str(value))
 
 
-def train_ablation(training: Training, told: Told) -> RestoreAdapter:
+def train_ablation(training: Training, show: Callable[[str], None]) -> RestoreAdapter:
     """Train, from the last checkpoint if there is one; afterwards the folder holds the adapter."""
     setup = training.setup
     config = training.config
@@ -153,7 +152,7 @@ def train_ablation(training: Training, told: Told) -> RestoreAdapter:
         first.append(step)
         if step % 25 == 0 or step == steps:
             left = (time.perf_counter() - begun) / len(first) * (steps - step) / 60
-            told(f"step {step} of {steps}, {loss}, {left:.0f} min to go")
+            show(f"step {step} of {steps}, {loss}, {left:.0f} min to go")
 
     examples, (store, prefills) = setup.examples(model, tokenizer), setup.store
     return train_adapter(

@@ -95,10 +95,12 @@ def _show_attention(
         for cache, found in masses.items():
             plot_line(axes, marks[cache], layers, found["context"])
         if "restored" in masses:
-            whole = masses["restored"]["context"] + masses["restored"]["restore"]
-            plot_line(axes, WHOLE, layers, whole)
-            lost = masses["base"]["context"]
-            shade_gain(axes, layers, lost, whole, "what restoring brings back", charts.BLUE)
+            restored_mass = masses["restored"]["context"] + masses["restored"]["restore"]
+            plot_line(axes, WHOLE, layers, restored_mass)
+            base_mass = masses["base"]["context"]
+            shade_gain(
+                axes, layers, base_mass, restored_mass, "what restoring brings back", charts.BLUE
+            )
         axes.set(xlabel="layer", ylabel="attention (%)", ylim=(0, None))
         set_ticks(axes, range(0, len(layers), -(-len(layers) // 9)))
 
@@ -253,11 +255,11 @@ def _show_survivors(
         for cache, found in caches.items()
         for kind, share in found["classes"].items()
     ]
-    lost = ", ".join(
+    dropped = ", ".join(
         f"{CACHES[cache].label} {format_percent(found['forgotten'])}"
         for cache, found in caches.items()
     )
-    note = f"Tokens of the context that no head holds: {lost}."
+    note = f"Tokens of the context that no head holds: {dropped}."
     if "overlap" in figures:
         overlap = _format_range(_flatten_numbers(figures["overlap"]), "jaccard", 3)
         note += f" Pairs kept by both over pairs kept by either: {overlap}."

@@ -219,22 +219,22 @@ def list_claims(attention: DocumentFigures, predictions: DocumentFigures) -> lis
         full, base, restored = (x[:, index, :, 0] for index in range(3))
         return compute_profile_divergence(base, full) - compute_profile_divergence(restored, full)
 
-    lost = apart(mass)
-    back = apart(lambda x: x[..., 0])
+    mass_difference = apart(mass)
+    kl_difference = apart(lambda x: x[..., 0])
     return [
         _judge_claim(
             "eviction takes attention from the context (percent points)",
             2.17,
             attention,
             ("full", "base"),
-            lost,
+            mass_difference,
         ),
         _judge_claim(
             "restoring gives some back (percent points)",
             0.74,
             attention,
             ("restored", "base"),
-            lost,
+            mass_difference,
         ),
         _judge_claim(
             "the layer profile comes closer to the full cache's (nats)",
@@ -248,7 +248,7 @@ def list_claims(attention: DocumentFigures, predictions: DocumentFigures) -> lis
             3.5,
             predictions,
             ("base", "restored"),
-            back,
+            kl_difference,
             "first",
         ),
     ]
