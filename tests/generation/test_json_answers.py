@@ -254,6 +254,50 @@ def test_tokens_that_are_added_later_are_known():
     assert logits[0, len(tokenizer) - 1] == 0
 
 
+def accepts(tokenizer, text: str, schema: dict) -> bool:
+    """Return whether this text may be a whole answer."""
+    constraint = Constraint.make(tokenizer, schema, None, {tokenizer.eos_token_id})
+    assert constraint is not None
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    taken = constraint.matcher.try_consume_tokens(ids)
+    return taken == len(ids) and constraint.matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    "bounds, keyword",
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, "exclusiveMinimum"),
+        ({"exclusiveMinimum": 7.0, "exclusiveMaximum": 7.25}, "exclusiveMinimum"),
+        ({"exclusiveMaximum": 0, "minimum": -0.5}, "exclusiveMaximum"),
+        ({"exclusiveMaximum": -3, "exclusiveMinimum": -3.5}, "exclusiveMaximum"),
+    ],
+)
+def test_an_excluded_number_that_llguidance_would_accept_is_refused(tokenizer, bounds, keyword):
+    schema = {"type": "object", "properties": {"a": {"type": "number", **bounds}}}
+    sentence = f"the keyword {keyword} cannot be enforced if .*; use {keyword[9:].lower()}"
+    with pytest.raises(RestoreKVError, match=sentence):
+        is_allowed(tokenizer, "{", schema)
+
+
+@pytest.mark.parametrize(
+    "bounds, holds",
+    [
+        ({"exclusiveMinimum": 0}, lambda x: x > 0),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 1}, lambda x: 0 < x < 1),
+        ({"exclusiveMinimum": 0, "maximum": 1}, lambda x: 0 < x <= 1),
+        ({"exclusiveMinimum": 0.5, "maximum": 0.75}, lambda x: 0.5 < x <= 0.75),
+        ({"exclusiveMaximum": 0, "minimum": -1}, lambda x: -1 <= x < 0),
+        ({"exclusiveMinimum": -1, "maximum": -0.5}, lambda x: -1 < x <= -0.5),
+        ({"minimum": 0, "exclusiveMaximum": 0.5}, lambda x: 0 <= x < 0.5),
+        ({"exclusiveMinimum": -0.5, "exclusiveMaximum": 0.5}, lambda x: -0.5 < x < 0.5),
+    ],
+)
+def test_numbers_are_within_their_bounds(tokenizer, bounds, holds):
+    for text in ("-1", "-0.75", "-0.5", "-0.25", "0", "0.25", "0.5", "0.75", "1", "2.5"):
+        is_accepted = accepts(tokenizer, text, {"type": "number", **bounds})
+        assert is_accepted == holds(float(text)), text
+
+
 @pytest.mark.parametrize("as_text", [False, True])
 def test_a_schema_that_is_nested_too_deeply_is_refused(tokenizer, as_text):
     schema = {"type": "string"}

@@ -5,6 +5,7 @@ next.
 from __future__ import annotations
 
 import json
+import math
 import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
@@ -96,6 +97,8 @@ class Constraint:
             if regex is not None:
                 raise _make_regex_error(regex, wrong)
             raise _make_schema_error(wrong)
+        if schema is not None:
+            _refuse_leaking_bounds(schema if isinstance(schema, dict) else json.loads(schema))
         return cls(kind(vocabulary, grammar), vocabulary.vocab_size)
 
     @property
@@ -190,6 +193,30 @@ def _is_accepted(schema: str) -> bool:
         return not matcher.validate_grammar(matcher.grammar_from_json_schema(schema))
     except (ValueError, TypeError):
         return False
+
+
+def _refuse_leaking_bounds(schema: Any) -> None:
+    """Refuse a schema with an exclusive bound that llguidance would let through.
+
+    That is a whole number whose other bound is less than 1 away: it would accept 0 as a number
+    above 0 and at most 0.5.
+    """
+    if isinstance(schema, dict):
+        # Below 0 it compares numbers without their signs, so that the bounds change places.
+        for sign, near, far in ((1, "Minimum", "Maximum"), (-1, "Maximum", "Minimum")):
+            bounds = []
+            for name in (f"exclusive{near}", f"exclusive{far}", far.lower()):
+                value: Any = schema.get(name)
+                bounds.append(sign * value if type(value) in (int, float) else math.nan)
+            start, *ends = bounds
+            if start >= 0 and start % 1 == 0 and any(start < end < start + 1 for end in ends):
+                raise OptionError(
+                    f"The JSON schema cannot be used: the keyword exclusive{near} cannot be "
+                    f"enforced if the other bound is less than 1 away; use {near.lower()}.",
+                    "json_schema",
+                )
+    for inner in _list_inner_schemas(schema):
+        _refuse_leaking_bounds(inner)
 
 
 def _combines_schemas(schema: Any) -> bool:
