@@ -304,6 +304,16 @@ def test_saving_over_an_older_adapter(tiny_model, tmp_path):
     assert RestoreAdapter.from_pretrained(tiny_model, tmp_path).identity() == newer.identity()
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such permissions")
+def test_who_may_read_the_folder_may_read_the_weights(tiny_model, tmp_path):
+    """A service of another user reads adapters; safetensors' own files are for their owner only."""
+    trained(tiny_model).save_pretrained(tmp_path / "adapter")
+    plain = tmp_path / "plain"
+    plain.touch()
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "adapter").iterdir()}
+    assert modes == dict.fromkeys(modes, plain.stat().st_mode)
+
+
 def test_peft_reads_what_we_write(tmp_path):
     model = build_model("llama")
     adapter = trained(model)

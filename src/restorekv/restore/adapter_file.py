@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from restorekv import files, seal
@@ -210,11 +210,12 @@ def _write_files(fresh: Path, stored: StoredAdapter, readme: str | None) -> None
     (fresh / CONFIG).write_text(config_text, encoding="utf-8")
 
     lora = {PREFIX + key: value.contiguous() for key, value in stored.lora.items()}
-    save_file(lora, fresh / WEIGHTS, metadata={"format": "pt"})
+    # `save_file` would make files that their owner alone may read.
+    (fresh / WEIGHTS).write_bytes(save(lora, metadata={"format": "pt"}))
     inputs = {"restore_embeddings": stored.embeddings.contiguous()}
     if stored.ratio_vectors is not None:
         inputs["ratio_vectors"] = stored.ratio_vectors.contiguous()
-    save_file(inputs, fresh / EMBEDDINGS)
+    (fresh / EMBEDDINGS).write_bytes(save(inputs))
 
     # The card names the bytes of the files next to it and is sealed itself.
     sums = {file: _digest((fresh / file).read_bytes()) for file in CHECKSUMMED}
