@@ -29,8 +29,9 @@ SCORES = (
 # Replaces {back} if a row shows that share.
 BACK = ", and the share of its loss that came back, where it is a point or more"
 HELD = (
-    "Means over contexts, and what that is of the full cache's: of the pairs that compete for the "
-    "budget, of all pairs with the prefix, of the bytes. Bytes count whatever a cache holds."
+    "Means over contexts. In parentheses: of the pairs that compete for the budget and of all "
+    "pairs with the prefix, the mean of each context's share; of bytes, the mean's share of the "
+    "full cache's. Bytes count whatever a cache holds."
 )
 
 
