@@ -26,7 +26,7 @@ from restorekv.serve import run
         ),
         (("--ratio", 7), "The ratio must be above 0"),
         (("--api-key-file", "none"), "none"),
-        (("--host", "no.such.host.invalid"), "Cannot listen at"),
+        (("--host", "no.such.host.invalid"), "; choose a different --host."),
         (("--engine", "tgi"), "one of embedded, vllm"),
         (("--vllm-options", "{}x"), "must be a JSON object"),
         (("--vllm-url", "http://127.0.0.1:1/v1"), "--engine vllm"),

@@ -341,7 +341,8 @@ def open_listeners(host: str, port: int, stack: ExitStack) -> list[socket.socket
         if not listeners:
             raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
     except OSError as error:
-        which = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
+        is_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        which = "--host" if is_host else "--port"
         raise RestoreKVError(
             f"Cannot listen at {host}:{port} ({error.strerror}); choose a different {which}."
         ) from None
