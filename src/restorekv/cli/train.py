@@ -205,7 +205,7 @@ def summarize_losses(losses: Sequence[float]) -> str:
     end = fmean(losses[-tenth:])
     return (
         f"loss {begin:.4f} over the first {tenth} of {len(losses)} steps, {end:.4f} over the last "
-        f"{tenth}, of other texts and ratios; all of them are in {LOG_FILE}"
+        f"{tenth}; each step has its own texts and ratios, and all losses are in {LOG_FILE}"
     )
 
 

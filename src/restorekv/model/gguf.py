@@ -287,7 +287,7 @@ def make_folder(file: Path, name: str, folder: Path) -> None:
     size = file.stat().st_size / 1e6
     print(
         f"preparing {name} from its GGUF file ({size:,.0f} MB), once: "
-        "half a minute for a small model, some two where its vocabulary is large",
+        "half a minute for a small model, about two minutes if its vocabulary is large",
         file=sys.stderr,
         flush=True,
     )
