@@ -165,6 +165,10 @@ def test_an_adapter_without_a_sketch_needs_its_own_weights(model, tmp_path):
         assert RestoreAdapter.from_pretrained(model, path).card.weights is None
     with pytest.raises(AdapterError, match="a different model"):
         RestoreAdapter.from_pretrained(changed(model, rounded(8)), path)
+    # The fingerprint covers RoPE, so it differs here too, and "load that one" would be wrong.
+    stretched = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 3.0}
+    with pytest.raises(AdapterError, match=r"made with RoPE .*'yarn'.* the same RoPE config"):
+        RestoreAdapter.from_pretrained(build_model("qwen3", rope_parameters=stretched), path)
     card["weights"] = "q4"
     (path / "restorekv.json").write_text(json.dumps(seal_record(card)))
     with pytest.raises(AdapterError, match="damaged"):

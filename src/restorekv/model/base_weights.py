@@ -116,9 +116,13 @@ def check_base(
         RestoreKVError: An `error`, if the card is of a different model or RoPE.
     """
     has_same_weights = card.fingerprint == identity.fingerprint
-    if not has_same_weights:
+    has_same_rope = card.rope == identity.rope
+    # Another RoPE changes the fingerprint as well. Without a sketch, only the name says that the
+    # model is the card's.
+    is_stretched = not (has_same_rope or card.weights) and card.model == identity.name
+    if not (has_same_weights or is_stretched):
         _refuse_different_model(what, card, identity, error, fix)
-    if card.rope != identity.rope:
+    if not has_same_rope:
         raise error(
             f"The {what} was made with RoPE {make_printable(card.rope)}, "
             f"the model has {identity.rope}; load the model with the same RoPE configuration."

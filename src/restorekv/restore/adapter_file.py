@@ -210,7 +210,7 @@ def _write_files(fresh: Path, stored: StoredAdapter, readme: str | None) -> None
     (fresh / CONFIG).write_text(config_text, encoding="utf-8")
 
     lora = {PREFIX + key: value.contiguous() for key, value in stored.lora.items()}
-    # `save_file` would make files that their owner alone may read.
+    # Written here, because safetensors itself makes files that their owner alone may read.
     (fresh / WEIGHTS).write_bytes(save(lora, metadata={"format": "pt"}))
     inputs = {"restore_embeddings": stored.embeddings.contiguous()}
     if stored.ratio_vectors is not None:
