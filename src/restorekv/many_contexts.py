@@ -10,6 +10,7 @@ from fractions import Fraction
 from itertools import chain
 from typing import Any, Literal, Unpack, overload
 
+from restorekv.compression.budget import parse_ratio
 from restorekv.compression.growing import compose_caches
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError, UnlikeContextsError
@@ -27,8 +28,6 @@ from restorekv.model.tokenize import hash_token_names
 from restorekv.storage.manifest import Manifest
 
 Questions = list[str] | tuple[str, ...]
-# The ratio of many composed texts, an exact fraction, could have more digits than readers accept.
-LARGEST_DENOMINATOR = 10**18
 # What composed contexts must have in common besides the model.
 ALIKE = (
     "evictor",
@@ -194,7 +193,7 @@ def compose(contexts: Sequence[CompressedContext], *more: object) -> CompressedC
     manifest = manifests[0].for_derived_cache(
         context,
         cache,
-        ratio=str((held / context.text_tokens).limit_denominator(LARGEST_DENOMINATOR)),
+        ratio=str(parse_ratio(held / context.text_tokens)),
         seconds={"compose": round(time.perf_counter() - start, 4)},
         cut=sum(each.cut for each in manifests),
         tokens_hash=hash_token_names(first.tokenizer, context.ids),

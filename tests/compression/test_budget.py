@@ -59,6 +59,17 @@ def test_bad_ratios(ratio):
         Budget.of_ratio(ratio, 100, 2, 2)
 
 
+@pytest.mark.parametrize(
+    "ratio",
+    [Fraction(0.3) * Fraction(0.7), Fraction(10**99 - 1, 10**100), "0." + "3" * 40],
+)
+def test_a_ratio_of_many_digits_can_be_read_again(ratio):
+    """Cache files hold the ratio as text; the rounding is far below one pair."""
+    exact = parse_ratio(ratio)
+    assert parse_ratio(str(exact)) == exact
+    assert abs(exact - Fraction(ratio)) < Fraction(1, 10**18)
+
+
 @pytest.mark.parametrize("count", [0, -1, 1.5, True])
 def test_bad_token_counts(count):
     with pytest.raises(BudgetError, match="whole number"):

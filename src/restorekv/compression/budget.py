@@ -19,6 +19,8 @@ PrefixPolicy = Literal["free", "counted"]
 OnSmallBudget = Literal["whole", "error", "fewer", "clip"]
 ON_SMALL_BUDGET: tuple[str, ...] = ("whole", "error", "fewer", "clip")
 PREFIX_POLICIES: tuple[str, ...] = ("free", "counted")
+RATIO_LETTERS = 60  # a ratio in a text or a file is shorter
+LARGEST_DENOMINATOR = 10**18  # of a ratio that would be longer
 
 
 @dataclass(frozen=True)
@@ -148,11 +150,14 @@ class Budget:
 
 
 def parse_ratio(ratio: float | str | Fraction) -> Fraction:
-    """Return a ratio as the exact decimal that was written, not the nearest double: 0.1 -> 1/10."""
-    text = str(ratio)[:60]
+    """Return a ratio as the exact decimal that was written, not the nearest double: 0.1 -> 1/10.
+
+    A fraction of so many digits that a cache file could not hold it is rounded.
+    """
+    text = str(ratio)[:RATIO_LETTERS]
     try:
         # Fraction takes seconds to expand numbers such as 1e999999, and reads 1_0 as 10.
-        endless = len(text) == 60 or re.search(r"_|e[-+]?\d{3}", text, re.IGNORECASE)
+        endless = len(text) == RATIO_LETTERS or re.search(r"_|e[-+]?\d{3}", text, re.IGNORECASE)
         if isinstance(ratio, Fraction):
             exact = ratio
         elif endless:
@@ -161,6 +166,8 @@ def parse_ratio(ratio: float | str | Fraction) -> Fraction:
             exact = Fraction(text)
     except (ValueError, ZeroDivisionError):
         exact = Fraction(0)
+    if len(str(exact)) >= RATIO_LETTERS:
+        exact = exact.limit_denominator(LARGEST_DENOMINATOR)
     if not 0 < exact <= 1:
         hint = ""
         number = text
