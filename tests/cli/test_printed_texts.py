@@ -86,3 +86,16 @@ def test_names_are_printed_as_they_are(world, tmp_path):
     told = cli("verify", path)
     assert told.code == 0 and "a:bug:[b]␛[2J.rkv" in told.out
     assert "a:bug:[b]␛[2J.rkv" in cli("ask", f"{path}x", QUESTION).err
+
+
+def test_brackets_in_names_of_documents_are_not_markup(world, tmp_path):
+    folder = tmp_path / "texts"
+    (folder / "b[").mkdir(parents=True)
+    names = ("a.txt", "b[/red].txt", "c[red].txt")
+    for name in names:
+        (folder / name).write_text("The code of the tower is 31. " * 9)
+    settings = ("--evictor", "knorm", "--model", world.model)
+    made = cli("compress", folder, *settings, "-o", tmp_path / "caches")
+    assert made.code == 0, made.err
+    # Each line of progress names the document that comes next.
+    assert all(f", {name}" in made.err for name in names[1:])

@@ -170,7 +170,6 @@ def _warn_of_unquoted_question(words: list[str]) -> None:
     notes.print(
         f"warning: each of these {len(words)} words is asked as a separate question; put one "
         f'question into quotation marks: "{" ".join(words)}"',
-        markup=False,
         highlight=False,
         soft_wrap=True,
     )

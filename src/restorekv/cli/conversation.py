@@ -205,7 +205,6 @@ def _fold_in_time(chat: Chat, question: str, max_new_tokens: int, adapter: str |
         notes.print(
             f"The conversation grows beyond the full cache, as it cannot be folded: {error}",
             soft_wrap=True,
-            markup=False,
         )
         return False
     after = HeldPairs.count(chat)
@@ -278,10 +277,10 @@ def _run_command(chat: Chat, line: str, adapter: str | None, files: SaveRecord) 
         case "/save":
             path, replace = _parse_target(rest)
             _save(chat, path, replace, adapter, files)
-            notes.print(f"Wrote {path}.", markup=False, soft_wrap=True)
+            notes.print(f"Wrote {path}.", soft_wrap=True)
         case "/help":
             for each, what in HELP.items():
-                notes.print(f"{each:12} {what}", highlight=False, soft_wrap=True, markup=False)
+                notes.print(f"{each:12} {what}", highlight=False, soft_wrap=True)
         case _:
             known = [each.partition(" ")[0] for each in HELP]
             raise RestoreKVError(

@@ -159,7 +159,6 @@ def run(
             hint = f"; if it is a copy of a model that has one, {spec}@auto takes that"
         notes.print(
             f"No adapter for {spec} ships for {name}, so it is scored without restoring{hint}.",
-            markup=False,
             highlight=False,
             soft_wrap=True,
         )

@@ -48,7 +48,6 @@ def _list_documents(folder: Path) -> list[Path]:
         notes.print(
             f"Left out, because of the ending: {_name_some(others)}. "
             f"Endings that are read: {', '.join(sorted(DOCUMENT_ENDINGS))}.",
-            markup=False,
             highlight=False,
             soft_wrap=True,
         )
@@ -56,7 +55,6 @@ def _list_documents(folder: Path) -> list[Path]:
         notes.print(
             "Left out, because the link leads nowhere: "
             f"{_name_some([path.relative_to(folder) for path in broken])}.",
-            markup=False,
             highlight=False,
             soft_wrap=True,
         )
@@ -156,17 +154,15 @@ def compress_folder(
     output.print(
         f"Cache files in {out}: {counts['wrote']} written, {counts['kept']} already there; "
         f"{format_bytes(held)} of {format_bytes(full)} in {seconds:.1f} s",
-        markup=False,
         highlight=False,
         soft_wrap=True,
     )
     for sentence in _explain_caches(names, results, recipe):
-        output.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        output.print(sentence, highlight=False, soft_wrap=True)
     if orphans:
         output.print(
             f"Cache files in {out} without a document in {folder}: {_name_some(orphans)}; delete "
             "those that you no longer need.",
-            markup=False,
             highlight=False,
             soft_wrap=True,
         )
@@ -228,13 +224,9 @@ def _compress_all(
         for name, result in zip(names, call_each("compress_document", work), strict=True):
             results.append(result)
             if result.outcome == "failed":
-                notes.print(
-                    f"{name}: {result.reason}", markup=False, highlight=False, soft_wrap=True
-                )
+                notes.print(f"{name}: {result.reason}", highlight=False, soft_wrap=True)
             if result.warning:
-                notes.print(
-                    f"warning: {result.warning}", markup=False, highlight=False, soft_wrap=True
-                )
+                notes.print(f"warning: {result.warning}", highlight=False, soft_wrap=True)
             done = len(results)
             next_name = names[min(done, len(names) - 1)]
             share = sum(sizes[:done]) / sum(sizes)

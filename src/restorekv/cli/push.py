@@ -86,4 +86,4 @@ def run(
         address = publish.push_adapter(
             repo, stored, private=private, license=license, readme=readme, commit_message=message
         )
-    output.print(f"Published {address}", markup=False)
+    output.print(f"Published {address}")

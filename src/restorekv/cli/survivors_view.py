@@ -54,7 +54,7 @@ def show_survivors(
     else:
         output.print(show_text(survivors, tokenizer, tokens))
     if plot:
-        output.print(f"Drew {plot}", soft_wrap=True, markup=False)
+        output.print(f"Drew {plot}", soft_wrap=True)
 
 
 def _find_tokenizer(survivors: Survivors, model: str | None) -> Tokenizer | None:

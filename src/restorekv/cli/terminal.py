@@ -28,12 +28,12 @@ from restorekv.files import format_json, write_json
 
 
 class Terminal(Console):
-    """A console that prints texts of others unchanged: `:name:` does not become an emoji, and
-    control characters are shown as signs instead of acting on the terminal.
+    """A console that prints texts of others unchanged: brackets are not markup, `:name:` does not
+    become an emoji, and control characters are shown as signs instead of acting on the terminal.
     """
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(emoji=False, **settings)
+        super().__init__(markup=False, emoji=False, **settings)
 
     def status(self, status: RenderableType, **settings: Any) -> Status:
         """Show a line while the block works; brackets in it, as in file names, are not markup."""
@@ -142,7 +142,7 @@ def write_figures(path: Path, content: object) -> None:
 
 def print_written(path: Path) -> None:
     """Print the path of a new file on one line, however long it is."""
-    output.print(f"Wrote {path}", soft_wrap=True, markup=False)
+    output.print(f"Wrote {path}", soft_wrap=True)
 
 
 def print_figures(title: str, rows: dict[str, str]) -> None:
