@@ -29,6 +29,7 @@ from tests.helpers.exactness import TOKENIZER, measure_error, random_ids, read_q
 from tests.helpers.gates import save_gate
 from tests.helpers.hybrids import (
     HYBRIDS,
+    MIXED,
     WINDOW,
     attention_weights,
     build_hybrid,
@@ -413,6 +414,21 @@ def test_a_model_with_a_window_in_every_layer_is_used_within_it():
     assert CacheShape.from_model(model).layers == decoders.LAYERS
     with pytest.raises(ModelError, match="every layer sees at most 16 positions"):
         prepare(model)
+
+
+@pytest.mark.parametrize("window", [2, 5, 11])
+def test_windows_may_be_shorter_than_the_texts_of_the_probe(window):
+    model = decoders.build(
+        "qwen3", layer_types=MIXED, sliding_window=window, use_sliding_window=True
+    )
+    context = make_context()
+    asked = random_ids(QUESTION, 1)
+    cache = prepare(model, "snapkv:window=24", context).evict(0.3)
+    whole = torch.cat([context.ids, asked], -1)
+    rows = [(TEXT, whole.shape[-1], cache.mark_held(TEXT))]
+    expected = dense_logits(model, whole, rows)[:, TEXT:]
+    with torch.no_grad():
+        assert measure_error(read_question(model, cache, asked), expected) < CLOSE
 
 
 def test_a_window_that_a_mask_does_not_show_is_refused():

@@ -349,6 +349,9 @@ class _Probe:
         for index, layer in enumerate(cache.layers):
             first.update(layer.keys[:, :, :CACHED], layer.values[:, :, :CACHED], index)
         ragged = RaggedCache.from_kept_pairs(first, keep, offset=START)
+        # Columns of a window were read from START on; a short window hides what is further away.
+        for layer in ragged.sliding:
+            layer.first += START
         if torch.finfo(self.dtype).bits > 16:
             answered = self.run_ragged(ragged)
             same = self.is_close(answered, compute_logits(self.model, hidden[:, CACHED:]))
