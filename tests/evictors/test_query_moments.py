@@ -121,6 +121,13 @@ def test_a_family_whose_queries_cannot_be_made_is_refused():
         observe_moments(model, ids)
 
 
+def test_a_family_that_rotates_complex_numbers_is_refused():
+    model = decoders.build("llama4_text")
+    support.prepare_model(model)
+    with pytest.raises(ModelError, match="expected-attention"):
+        observe_moments(model, torch.arange(3, 3 + TOKENS)[None])
+
+
 # Older versions compute the frequencies from the longest text that the model has read so far.
 needs_steady_frequencies = pytest.mark.skipif(decoders.IS_OLD, reason="such models are refused")
 

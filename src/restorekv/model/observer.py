@@ -78,7 +78,9 @@ def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
         # kwargs while PyTorch is still registering them.
         if kwargs is not None and get_observer() is before_attention:
             inputs[:] = [kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]]
-            rotations[:] = [kwargs.get("position_embeddings")]
+            rotation = kwargs.get("position_embeddings")
+            # Llama 4 has complex numbers in one tensor.
+            rotations[:] = [rotation if isinstance(rotation, tuple) else None]
 
     def before_attention(
         module: Any,
