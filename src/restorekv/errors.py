@@ -14,6 +14,15 @@ from types import ModuleType
 # How a text that is too long is made to fit, in Python; cli/errors.py has the flags.
 CUT_END = "CompressionConfig(on_long_text='cut')"
 STRETCH_ROPE = "load_model(..., rope={})"  # with the factor
+# Parts of the messages with which PyTorch, the system and libraries report a lack of memory.
+OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "annot allocate memory",
+    "not enough memory",
+    "failed to map segment",
+    "can't start new thread",
+)
 
 
 class RestoreKVError(ValueError):
@@ -175,6 +184,12 @@ def join_words(words: Sequence[str], conjunction: str) -> str:
     """Return words as a sentence lists them: "a, b or c", with the conjunction before the last."""
     *others, last = words
     return f"{', '.join(others)} {conjunction} {last}" if others else last
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error reports a lack of memory."""
+    text = str(error)
+    return isinstance(error, MemoryError) or any(words in text for words in OUT_OF_MEMORY)
 
 
 def summarize_error(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 
 from restorekv.errors import ModelError
-from restorekv.model import attention
+from restorekv.model import attention, load
 from restorekv.model.identity import fingerprint_model
 from restorekv.model.load import load_model
 from restorekv.model.rope import get_rope_settings
@@ -67,6 +67,27 @@ def test_unknown_models_are_refused(tmp_path, monkeypatch):
         with pytest.raises(ModelError, match="Cannot load the model") as caught:
             load_model(name)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        OSError(12, "Cannot allocate memory"),
+        MemoryError(),
+    ],
+)
+def test_a_model_without_memory_is_not_called_missing(tmp_path, monkeypatch, error):
+    """The advice was to name a folder or hub id, with the cause in parentheses."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(load.AutoTokenizer, "from_pretrained", fail)
+    with pytest.raises(
+        ModelError, match=r"^There is not enough memory to load the model '.*smaller"
+    ):
+        load_model(str(tmp_path))
 
 
 def test_fingerprint_sees_weights_and_adapters_that_are_active(tiny_model):

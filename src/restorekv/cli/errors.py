@@ -16,7 +16,13 @@ from typing import Any, cast
 
 import typer
 
-from restorekv.errors import CUT_END, STRETCH_ROPE, RestoreKVError, RestoreKVWarning
+from restorekv.errors import (
+    CUT_END,
+    STRETCH_ROPE,
+    RestoreKVError,
+    RestoreKVWarning,
+    is_out_of_memory,
+)
 from restorekv.spec import find_meant_arguments
 
 # The root of the usage errors of click or, since typer carries its own copy, of typer.
@@ -35,16 +41,7 @@ FIXES = {
     errno.EISDIR: "give the name of a file",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
-# Parts of the messages with which PyTorch, the system and libraries report a lack of memory, and
-# numbers that are too large.
-OUT_OF_MEMORY = (
-    "out of memory",
-    "can't allocate memory",
-    "annot allocate memory",
-    "not enough memory",
-    "failed to map segment",
-    "can't start new thread",
-)
+# Parts of messages about numbers that are too large.
 TOO_LARGE = ("Overflow when unpacking", "overflowed", "too large to convert")
 # Signs of tables and charts, and the ASCII that replaces them if an output cannot encode them.
 SIGNS = (
@@ -136,7 +133,7 @@ def report_error(error: BaseException) -> int:
         _flush_output()
         return 1
     text = str(error)
-    if isinstance(error, MemoryError) or any(words in text for words in OUT_OF_MEMORY):
+    if is_out_of_memory(error):
         return print_error(
             "There is not enough memory; use a shorter text, a smaller model or another device.",
             1,

@@ -195,7 +195,8 @@ def count_gains(rows: Sequence[Row]) -> str:
         f"zero; {below or 'none'} with one below zero."
     )
     if few := len(pairs) - len(sure):
-        text += f" {few} have fewer than {MIN_FOR_INTERVAL} contexts, too few for an interval."
+        have = "has" if few == 1 else "have"
+        text += f" {few} {have} fewer than {MIN_FOR_INTERVAL} contexts, too few for an interval."
     return text
 
 

@@ -24,7 +24,13 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.errors import ModelError, RestoreKVError, check_choice, summarize_error
+from restorekv.errors import (
+    ModelError,
+    RestoreKVError,
+    check_choice,
+    is_out_of_memory,
+    summarize_error,
+)
 from restorekv.model import attention, gguf, model_folder, support
 from restorekv.model.identity import WEIGHT_SOURCES
 from restorekv.model.model_folder import NO_CODE, NO_PICKLES
@@ -278,6 +284,11 @@ def _make_gguf_source(file: Path, name: str) -> ModelSource:
 
 def _make_loading_error(name: str | Path, error: Exception) -> ModelError:
     """Turn an error of transformers into one sentence."""
+    if is_out_of_memory(error):
+        return ModelError(
+            f"There is not enough memory to load the model {str(name)!r}; load it in bfloat16, "
+            f"end other programs, or name a smaller model ({summarize_error(error)})."
+        )
     hint = hint_near_name(str(name), NAMES)
     return ModelError(
         f"Cannot load the model {str(name)!r}{hint}; {REMEDY} ({summarize_error(error)})."
