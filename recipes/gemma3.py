@@ -23,7 +23,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,15 +148,9 @@ def widen_adapter(adapter: RestoreAdapter, tokens: int) -> RestoreAdapter:
     noise = torch.randn(tokens, trained.shape[1], generator=torch.Generator().manual_seed(5))
     noise *= 0.3 * trained.std()
     noise[:n] = 0
-    embeddings = trained.repeat(tokens // n, 1) + noise
-    vectors = None
-    if adapter.ratio_vectors is not None:
-        vectors = adapter.ratio_vectors.detach().cpu().repeat(tokens // n, 1)
-    # The results on the card were measured with fewer tokens.
-    card = replace(adapter.card, restore_tokens=tokens, results=None)
-    wide = RestoreAdapter(adapter.model, adapter.lora_config, embeddings, card, vectors)
-    lora = {name: value.detach() for name, value in adapter.lora_parameters.items()}
-    wide.load_lora(card.model, lora)
+    wide = adapter.extend(tokens)
+    with torch.no_grad():
+        wide.embeddings.add_(noise.to(wide.embeddings.device))
     return wide
 
 
