@@ -197,7 +197,7 @@ class Service:
             if not self.store.drop_caches_if_deleted(upload):
                 self.start_processing(upload)
         except Exception as error:  # after any error, the file has not been processed
-            self.store.set_status(upload, FAILED, explain_failure(error))
+            self.store.set_status(upload, FAILED, explain_error(error, "upload it again"))
         else:
             self.store.set_status(upload, PROCESSED, warning)
 
@@ -363,15 +363,12 @@ def _add_field_to_errors(field: str) -> Iterator[None]:
         raise named from error
 
 
-def explain_failure(error: Exception) -> str:
-    """Return a sentence for the error of an upload."""
-    shortage = explain_resource_shortage(error, again="upload it again")
-    return shortage[1] if shortage else explain_error(error)
+def explain_error(error: Exception, again: str = "try again") -> str:
+    """Return a sentence for an error; only ours are meant for users, others are logged.
 
-
-def explain_error(error: Exception) -> str:
-    """Return a sentence for an error; only ours are meant for users, others are logged."""
-    shortage = explain_resource_shortage(error)
+    If the disk is full, the sentence ends with what to do when there is room, `again`.
+    """
+    shortage = explain_resource_shortage(error, again=again)
     if shortage:
         return shortage[1]
     if isinstance(error, RestoreKVError):
