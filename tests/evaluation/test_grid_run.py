@@ -147,6 +147,29 @@ def test_answers_are_those_of_compress(world, tmp_path):
             )
 
 
+def test_small_caches_are_asked_at_once(world, tmp_path, monkeypatch):
+    """As many as hold together no more than the full cache; what is kept does not change."""
+    batches = []
+
+    def generate(model, tokenizer, caches, *rest, **options):
+        batches.append(list(dict.fromkeys(caches)))
+        return generate_ids(model, tokenizer, caches, *rest, **options)
+
+    monkeypatch.setattr(worker, "generate_ids", generate)
+    benchmark = "plain:contexts=1,words=200"
+    cells = grid(model_of(world), benchmark, ratios=RATIOS, adapters=(None, str(world / "adapter")))
+    together = run_grid(cells, tmp_path / "together")
+    sizes = [[cache.nbytes for cache in batch] for batch in batches]
+    full = sizes[0][0]
+    assert [len(batch) for batch in sizes[:1]] == [1] and max(map(len, sizes)) > 1
+    assert all(sum(batch) <= full for batch in sizes if len(batch) > 1)
+    assert sum(map(len, sizes)) == len(cells)
+    # Each cell alone has the same lines.
+    for result in together:
+        (alone,) = run_grid([result.cell], tmp_path / result.cell.name)
+        assert alone.lines == result.lines
+
+
 @pytest.mark.filterwarnings("ignore:The adapter learned to read full caches")
 def test_kv_dtype_and_streaming_chunk_are_fields_of_a_cell(world, counted, tmp_path, monkeypatch):
     """One preparation serves every `kv_dtype`; a streamed cell reads the context for itself, as

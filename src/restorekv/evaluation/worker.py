@@ -1,6 +1,7 @@
 """A job opened in a process: its model, contexts and adapters, and the answers of its cells."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -41,6 +42,21 @@ Seconds = dict[str, float]
 # The model that was opened last, by name, dtype, device and protocol: one entry at most.
 OPEN_MODELS: dict[tuple[str, str, str, str], tuple[PreTrainedModel, Tokenizer]] = {}
 AnsweredCell = tuple[Cell, dict, Seconds]  # a cell, its line of one context, and the time it took
+# Answers that are written at once. A step of a small model takes hardly longer for so many rows
+# than for one.
+MOST_ROWS = 64
+
+
+@dataclass(frozen=True)
+class CellCache:
+    """A cell's cache of one context, the prepared context that it was made from, and the seconds
+    that both took.
+    """
+
+    cell: Cell
+    view: PreparedContext
+    cache: RaggedCache
+    seconds: Seconds
 
 
 class Worker:
@@ -115,8 +131,8 @@ class Worker:
         return adapter
 
     def answer_sample(self, sample_id: str, cells: Sequence[Cell]) -> Iterator[AnsweredCell]:
-        """Ask a sample's questions of every cell, one after the other; expensive steps are done
-        once, and only if needed.
+        """Ask a sample's questions of every cell; expensive steps are done once, and only if
+        needed.
         """
         sample = self._samples_by_id[sample_id]
         first = self.job.representative
@@ -125,41 +141,82 @@ class Worker:
         )
         full_answers: FullAnswers | None = None
         full_seconds: Seconds = {}
-        for cell, view, cache, seconds in self._make_caches(context, cells):
+        caches = self._make_caches(context, cells)
+        for group in self._group_caches(context, caches):
             # The full cache answers once, even if no cell asks it: divergences are measured on its
             # answers.
             if full_answers is None:
+                view = group[0].view
                 full_answers = self._answer_from_full_cache(context, view, sample, full_seconds)
-            if cell.evictor == FULL:
-                # The full cache's divergence from itself is 0.
-                ids = full_answers.answers
-                answers = self._score_answers(sample, full_answers, ids, [0.0] * len(ids))
-                seconds["ask"] = full_seconds["ask"]
-            else:
-                with time_phase(seconds, "ask"):
-                    ids = self._ask(cache, full_answers.prompts, sample)
-                with time_phase(seconds, "fidelity"):
-                    divergences = full_answers.measure_divergences(self.model, cache)
-                    answers = self._score_answers(sample, full_answers, ids, divergences)
-            line = {
-                "sample": sample.id,
-                "context": digest_text(sample.context),
-                "cut": cut,
-                "tokens": context.text_tokens,
-                "prefix": context.prefix_length,
-                "restore_tokens": cache.restore_length,
-                "pairs": view.config.count_pairs(cache, context),
-                "pairs_with_prefix": cache.pairs_held,
-                "bytes": cache.nbytes,
-            }
-            yield cell, {**line, "answers": answers}, seconds
+            written = self._ask_group(group, full_answers.prompts, sample)
+            for made in group:
+                seconds = made.seconds
+                if made.cell.evictor == FULL:
+                    # The full cache's divergence from itself is 0.
+                    ids = full_answers.answers
+                    answers = self._score_answers(sample, full_answers, ids, [0.0] * len(ids))
+                    seconds["ask"] = full_seconds["ask"]
+                else:
+                    ids = written[made.cell]
+                    with time_phase(seconds, "fidelity"):
+                        divergences = full_answers.measure_divergences(self.model, made.cache)
+                        answers = self._score_answers(sample, full_answers, ids, divergences)
+                line = {
+                    "sample": sample.id,
+                    "context": digest_text(sample.context),
+                    "cut": cut,
+                    "tokens": context.text_tokens,
+                    "prefix": context.prefix_length,
+                    "restore_tokens": made.cache.restore_length,
+                    "pairs": made.view.config.count_pairs(made.cache, context),
+                    "pairs_with_prefix": made.cache.pairs_held,
+                    "bytes": made.cache.nbytes,
+                }
+                yield made.cell, {**line, "answers": answers}, seconds
+
+    def _group_caches(
+        self, context: Context, caches: Iterable[CellCache]
+    ) -> Iterator[list[CellCache]]:
+        """Yield the caches in groups that are asked at once.
+
+        A group's caches hold together at most as many bytes as the full cache, so that asking them
+        at once takes little memory; a larger cache is a group of its own.
+        """
+        shape = self.identity.shape
+        columns = context.prefix_length + context.text_tokens
+        numbers = 2 * shape.layers * shape.heads * shape.head_dim * columns
+        room = numbers * self.model.dtype.itemsize
+        group: list[CellCache] = []
+        held = 0
+        for made in caches:
+            size = made.cache.nbytes
+            if group and held + size > room:
+                yield group
+                group = []
+                held = 0
+            group.append(made)
+            held += size
+        if group:
+            yield group
+
+    def _ask_group(
+        self, group: Sequence[CellCache], prompts: Sequence[Tensor], sample: Sample
+    ) -> dict[Cell, list[Tensor]]:
+        """Return the ids of the answer to every question by cell, written for all cells at once;
+        the full cache is not asked again.
+
+        The time is charged to the first of the cells.
+        """
+        asked = [made for made in group if made.cell.evictor != FULL]
+        if not asked:
+            return {}
+        with time_phase(asked[0].seconds, "ask"):
+            written = self._ask([made.cache for made in asked], prompts, sample)
+        return {made.cell: ids for made, ids in zip(asked, written, strict=True)}
 
     @torch.no_grad()
-    def _make_caches(
-        self, context: Context, cells: Sequence[Cell]
-    ) -> Iterator[tuple[Cell, PreparedContext, RaggedCache, Seconds]]:
-        """Yield every cell with the prepared context that its cache is made from, the cache, and
-        the seconds of both.
+    def _make_caches(self, context: Context, cells: Sequence[Cell]) -> Iterator[CellCache]:
+        """Yield the cache of every cell.
 
         One restore pass serves all cells with the same adapter and config, and one eviction those
         of them with the same ratio; each `kv_dtype` but the model's is a copy of that cache. The
@@ -185,7 +242,7 @@ class Worker:
                             cache = plain.fork()
                             groups = self.identity.shape.groups
                             attention.quantize_context(cache, cell.kv_dtype, groups)
-                    yield cell, view, cache, seconds
+                    yield CellCache(cell, view, cache, seconds)
                     # The time of shared steps has been charged to this cell.
                     seconds = {}
 
@@ -235,21 +292,27 @@ class Worker:
             for question in sample.questions
         ]
         with time_phase(seconds, "ask"):
-            ids = self._ask(cache, prompts, sample)
+            ids = self._ask([cache], prompts, sample)[0]
         with time_phase(seconds, "fidelity"):
             return FullAnswers.from_answers(self.model, cache, prompts, ids)
 
-    def _ask(self, cache: RaggedCache, prompts: Sequence[Tensor], sample: Sample) -> list[Tensor]:
-        """Return the ids of every question's answer, written in batches."""
+    def _ask(
+        self, caches: Sequence[RaggedCache], prompts: Sequence[Tensor], sample: Sample
+    ) -> list[list[Tensor]]:
+        """Return for each cache the ids of the answer to every question, written in batches."""
         limits = [question.max_new_tokens for question in sample.questions]
-        return generate_ids(
+        written = generate_ids(
             self.model,
             self.tokenizer,
-            cache,
-            prompts,
-            limits,
+            [cache for cache in caches for _ in prompts],
+            [*prompts] * len(caches),
+            limits * len(caches),
             first_may_stop=self.protocol.first_may_stop,
+            batch=MOST_ROWS,
         )
+        # The answers of a cache follow each other.
+        count = len(prompts)
+        return [written[place * count : (place + 1) * count] for place in range(len(caches))]
 
     def _score_answers(
         self,
