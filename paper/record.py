@@ -15,7 +15,7 @@ from restorekv.evaluation.grid import FULL, Cell
 from restorekv.evaluation.report import Block, Section
 from restorekv.evaluation.results import Result
 from restorekv.evaluation.rows import SUMMARY_COLUMNS
-from restorekv.evaluation.stats import MIN_FOR_INTERVAL, MIN_FULL_SCORE
+from restorekv.evaluation.stats import MIN_FOR_INTERVAL, MIN_FOR_RANKING, MIN_FULL_SCORE
 from restorekv.evaluation.tables import Table, format_number, format_score, name_method
 
 RULE = (
@@ -96,6 +96,39 @@ def _make_held_table(done: Mapping[Cell, Result]) -> Table:
 def _describe_benchmark(cell: Cell) -> tuple[str, str]:
     """Return a benchmark's title, and the spec that makes it."""
     return tasks.make_benchmark(cell.benchmark).title, cell.benchmark
+
+
+def describe_texts(results: Mapping[Cell, Result]) -> Iterator[str]:
+    """Yield how many texts each benchmark has, and whether scores of so few rank nothing."""
+    counts: dict[str, dict[int, None]] = {}
+    for cell, result in results.items():
+        if result.done:
+            counts.setdefault(cell.benchmark, {})[result.summary["samples"]] = None
+    if not counts:
+        return
+    told = [
+        f"{' or '.join(f'{count:,}' for count in sorted(numbers))} of `{benchmark}`"
+        for benchmark, numbers in counts.items()
+    ]
+    fewest = min(min(numbers) for numbers in counts.values())
+    glimpse = ""
+    if fewest < MIN_FOR_RANKING:
+        glimpse = f" Fewer than {MIN_FOR_RANKING} texts are a glimpse, which ranks nothing."
+    yield f"Texts: {', '.join(told)}.{glimpse}"
+
+
+def describe_adapters(results: Mapping[Cell, Result]) -> Iterator[str]:
+    """Yield which adapters restored, by the hash of their weights, and the caches of which
+    evictors.
+    """
+    evictors: dict[str, dict[str, None]] = {}
+    for cell, result in results.items():
+        adapter = result.identity.get("adapter") if result.done else None
+        if adapter:
+            evictors.setdefault(adapter["hash"], {})[cell.evictor] = None
+    if evictors:
+        told = [f"{weights} ({', '.join(names)})" for weights, names in evictors.items()]
+        yield f"Adapters that restored, by the hash of their weights: {'; '.join(told)}."
 
 
 def describe_run(command: str) -> dict[str, Any]:

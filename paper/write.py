@@ -62,7 +62,12 @@ def write_page_of_paper(
     claims = [claim for _, part in framed_experiments for claim in part]
     sections += [last] if (last := record.make_section(results)) else []
     with_what = record.describe_run(command)
-    intro = [*write_introduction(setting, results, claims), *record.format_run(with_what)]
+    intro = [
+        *write_introduction(setting, results, claims),
+        *record.describe_texts(results),
+        *record.describe_adapters(results),
+        *record.format_run(with_what),
+    ]
     title = f"The paper's tables and figures on {_name_model(setting)}"
     index = write_page(out / "report", title, sections, intro, SUBTITLE)
     with replace_file(index.parent / "paper.md") as path:

@@ -23,6 +23,7 @@ from restorekv.evaluation.run import check_cells
 from restorekv.model import gguf, names
 from restorekv.model.names import SMOLLM2_ID
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.restore.adapter_file import read_adapter
 from restorekv.restore.shipped import find_shipped_adapter
 from restorekv.train.config import TrainConfig
 from tests.helpers.cli_world import cli
@@ -327,6 +328,10 @@ def test_an_adapter_is_measured_beside_its_base(tmp_path, small):
     )
     page = (tmp_path / "out" / "report" / "paper.md").read_text()
     assert "of 4 pairs; 4 of them have too few contexts for an interval." in page
+    # The page itself says what it rests on and what restored.
+    assert f"Texts: 1 of `{SMALL}`. Fewer than 65 texts are a glimpse" in page
+    weights = read_adapter(tmp_path / "mine" / "kvzip").weights_hash()
+    assert f"by the hash of their weights: {weights} (kvzip)." in page
 
 
 def test_beside_another_folder_figures_go_to_results(tmp_path, small):
