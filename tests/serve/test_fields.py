@@ -567,6 +567,13 @@ def test_what_must_be_a_number_is_no_boolean(url, path, field):
     assert error["message"] == f"{field} must be a number, not true or false."
 
 
+def test_a_bias_is_no_boolean(url):
+    request = {"model": "tiny", "messages": [HELLO], "logit_bias": {"5": True}}
+    status, error = sent(url, "chat/completions", request)
+    assert (status, error["param"]) == (400, "logit_bias.5"), error
+    assert error["message"] == "logit_bias.5 must be a number, not true or false."
+
+
 @pytest.mark.parametrize("prompt", ([True], [[5, True]]))
 def test_ids_of_a_prompt_are_no_booleans(url, prompt):
     status, error = sent(url, "completions", {"model": "tiny", "prompt": prompt})

@@ -12,7 +12,14 @@ from mimetypes import MimeTypes
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, Field, StrictBool, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    StrictBool,
+    field_validator,
+    model_validator,
+)
 
 from restorekv.errors import OptionError, RestoreKVError, name_option
 from restorekv.generation.sampling import MIN_TEMPERATURE, SamplingConfig
@@ -391,6 +398,16 @@ class SamplingRequest(BaseModel):
     # Ours: an answer ends once it ends with the same block of tokens this many times; 0 (never) or
     # 2 to 1000.
     stop_repeats: int | None = Field(None, ge=0, le=1000)
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def refuse_booleans(cls, given: Any) -> Any:
+        """Refuse true and false, which pydantic would read as the numbers 1 and 0."""
+        for token, value in given.items() if isinstance(given, dict) else ():
+            if isinstance(value, bool):
+                why = "must be a number, not true or false"
+                raise fields.make_field_error("invalid_value", str(token), why)
+        return given
 
     @property
     def includes_usage(self) -> bool:
