@@ -47,4 +47,6 @@ if __name__ == "__main__":
         answers = ask(url, Path(sys.argv[1]), sys.argv[2:])
     except openai.APIConnectionError:
         raise SystemExit(f"No server answers at {url}; start restorekv serve first.") from None
+    except openai.APIStatusError as error:
+        raise SystemExit(f"The server at {url} refuses: {error.message}") from None
     print("\n".join(answers))

@@ -6,6 +6,8 @@ import http.client
 import importlib.util
 import json
 import re
+import runpy
+import sys
 import threading
 import time
 from pathlib import Path
@@ -1348,6 +1350,25 @@ def test_the_examples_ask(client, model, tiny_tokenizer, tmp_path, name, needs, 
     (tmp_path / "doc.txt").write_text(TEXT)
     found = example.ask(str(client.base_url), tmp_path / "doc.txt", [QUESTION, "Who?"], **options)
     assert found == expected(model, tiny_tokenizer).ask([QUESTION, "Who?"], 64)
+
+
+@pytest.mark.parametrize(
+    "name, needs",
+    [
+        ("ask_server", "openai"),
+        ("ask_langchain", "langchain_openai"),
+        ("ask_llamaindex", "llama_index.llms.openai_like"),
+    ],
+)
+def test_an_example_passes_on_what_the_server_says(client, tmp_path, monkeypatch, name, needs):
+    """Here about an address without /v1."""
+    pytest.importorskip(needs)
+    (tmp_path / "doc.txt").write_text(TEXT)
+    monkeypatch.setenv("OPENAI_BASE_URL", str(client.base_url).partition("/v1")[0])
+    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
+    monkeypatch.setattr(sys, "argv", [str(path), str(tmp_path / "doc.txt"), QUESTION])
+    with pytest.raises(SystemExit, match="whose base URL is this server's address and /v1"):
+        runpy.run_path(str(path), run_name="__main__")
 
 
 def test_answers_go_on_inside_a_phase_of_a_compression(model, tiny_tokenizer, tmp_path):
