@@ -164,6 +164,12 @@ def test_small_caches_are_asked_at_once(world, tmp_path, monkeypatch):
     assert [len(batch) for batch in sizes[:1]] == [1] and max(map(len, sizes)) > 1
     assert all(sum(batch) <= full for batch in sizes if len(batch) > 1)
     assert sum(map(len, sizes)) == len(cells)
+    # Where there is little room, they are asked one after the other.
+    batches.clear()
+    monkeypatch.setattr(worker, "MOST_BYTES", 0)
+    apart = run_grid(cells, tmp_path / "apart")
+    assert [len(batch) for batch in batches] == [1] * len(cells)
+    assert [result.lines for result in apart] == [result.lines for result in together]
     # Each cell alone has the same lines.
     for result in together:
         (alone,) = run_grid([result.cell], tmp_path / result.cell.name)

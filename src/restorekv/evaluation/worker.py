@@ -45,6 +45,7 @@ AnsweredCell = tuple[Cell, dict, Seconds]  # a cell, its line of one context, an
 # Answers that are written at once. A step of a small model takes hardly longer for so many rows
 # than for one.
 MOST_ROWS = 64
+MOST_BYTES = 1 << 30  # of the caches that are asked at once, so that a GPU has room for them
 
 
 @dataclass(frozen=True)
@@ -179,13 +180,14 @@ class Worker:
     ) -> Iterator[list[CellCache]]:
         """Yield the caches in groups that are asked at once.
 
-        A group's caches hold together at most as many bytes as the full cache, so that asking them
-        at once takes little memory; a larger cache is a group of its own.
+        A group's caches hold together at most as many bytes as the full cache, and at most
+        MOST_BYTES, so that asking them at once takes little memory; a larger cache is a group of
+        its own.
         """
         shape = self.identity.shape
         columns = context.prefix_length + context.text_tokens
         numbers = 2 * shape.layers * shape.heads * shape.head_dim * columns
-        room = numbers * self.model.dtype.itemsize
+        room = min(numbers * self.model.dtype.itemsize, MOST_BYTES)
         group: list[CellCache] = []
         held = 0
         for made in caches:
