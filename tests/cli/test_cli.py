@@ -280,7 +280,8 @@ def test_questions_from_stdin(world, tmp_path):
         cli("ask", world.cache, "-", *told, stdin=QUESTION.encode()).out
         == cli("ask", world.cache, QUESTION, *told).out
     )
-    assert "The input is empty" in cli("ask", world.cache, "-", *told).err
+    empty = cli("ask", world.cache, "-", *told).err
+    assert "The input is empty; give at least one question, each on its own line." in empty
     assert "A cache is read from a file, not from stdin" in cli("ask", "-", QUESTION, *told).err
     assert "not UTF-8" in cli("ask", world.cache, "-", *told, stdin=b"caf\xe9?").err
 

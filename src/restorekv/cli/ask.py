@@ -184,5 +184,6 @@ def _read_questions(words: list[str]) -> list[str]:
         if word != "-":
             questions.append(word)
             continue
-        questions.extend(line.strip() for line in read_text("-").split("\n") if line.strip())
+        lines = read_text("-", wanted="at least one question, each on its own line").split("\n")
+        questions.extend(line.strip() for line in lines if line.strip())
     return questions

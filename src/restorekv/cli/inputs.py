@@ -29,9 +29,11 @@ def check_readable(path: Path) -> None:
         pass
 
 
-def read_text(name: str) -> str:
+def read_text(name: str, wanted: str = "a text with at least one word") -> str:
     """Return the text of a UTF-8, HTML, PDF, DOCX or EPUB file, read by its ending, or of stdin if
     the name is "-". Refuse a cache file, and a text without a word.
+
+    `wanted` is what a user is asked for if there is no word.
     """
     if name == "-":
         # A program that was started without any streams has none.
@@ -47,7 +49,7 @@ def read_text(name: str) -> str:
         source = f"The file {name}"
         text = load_document(Path(name))
     if not text.strip():
-        raise RestoreKVError(f"{source} is empty; give a text with at least one word.")
+        raise RestoreKVError(f"{source} is empty; give {wanted}.")
     return text
 
 
