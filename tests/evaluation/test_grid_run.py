@@ -19,7 +19,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.evaluation import results, worker
 from restorekv.evaluation.frame import load_grid
 from restorekv.evaluation.grid import FULL, Cell, Grid, group_jobs
-from restorekv.evaluation.results import describe_changes
+from restorekv.evaluation.results import SECONDS, describe_changes
 from restorekv.evaluation.rows import make_rows
 from restorekv.evaluation.run import run_grid
 from restorekv.evictors.kvzip import KVzip
@@ -147,6 +147,35 @@ def test_answers_are_those_of_compress(world, tmp_path):
             )
 
 
+def test_the_full_cache_answers_once_for_all_evictors(world, tmp_path, monkeypatch):
+    """But again about other contexts, and as another protocol asks."""
+    calls = []
+
+    def generate(*args, **options):
+        calls.append(args)
+        return generate_ids(*args, **options)
+
+    monkeypatch.setattr(worker, "generate_ids", generate)
+    cells = grid(model_of(world), "plain:contexts=2", ("kvzip", "knorm"), ("0.3",))
+    first, *others = run_grid(cells, tmp_path / "both")
+    assert len(calls) == 2 + 2 * 2
+    seconds = [json.loads(line) for line in (first.folder / SECONDS).read_text().splitlines()]
+    assert all(line["ask"] > 0 for line in seconds)
+
+    calls.clear()
+    own = run_grid(cells[2:], tmp_path / "own")
+    assert len(calls) == 2 and own[0].lines == others[1].lines
+
+    calls.clear()
+    more = [replace(cell, benchmark="plain:contexts=3") for cell in cells]
+    run_grid(more, tmp_path / "more")
+    assert len(calls) == 1 + 2 * 3
+
+    calls.clear()
+    run_grid([replace(cell, protocol="kvzip") for cell in cells], tmp_path / "protocol")
+    assert len(calls) == 2 + 2 * 2
+
+
 def test_small_caches_are_asked_at_once(world, tmp_path, monkeypatch):
     """As many as hold together no more than the full cache; what is kept does not change."""
     batches = []
@@ -168,7 +197,8 @@ def test_small_caches_are_asked_at_once(world, tmp_path, monkeypatch):
     batches.clear()
     monkeypatch.setattr(worker, "MOST_BYTES", 0)
     apart = run_grid(cells, tmp_path / "apart")
-    assert [len(batch) for batch in batches] == [1] * len(cells)
+    # The full cache's answers are remembered.
+    assert [len(batch) for batch in batches] == [1] * (len(cells) - 1)
     assert [result.lines for result in apart] == [result.lines for result in together]
     # Each cell alone has the same lines.
     for result in together:

@@ -1,8 +1,10 @@
 """A job opened in a process: its model, contexts and adapters, and the answers of its cells."""
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -41,6 +43,10 @@ from restorekv.tasks import Sample
 Seconds = dict[str, float]
 # The model that was opened last, by name, dtype, device and protocol: one entry at most.
 OPEN_MODELS: dict[tuple[str, str, str, str], tuple[PreTrainedModel, Tokenizer]] = {}
+# The ids of the full cache's answers and the seconds that they took, per model and by what is asked
+# of which context. The cells of all evictors are compared with them, so they are written once.
+RememberedAnswers = dict[str, tuple[list[Tensor], float]]
+FULL_ANSWERS: WeakKeyDictionary[PreTrainedModel, RememberedAnswers] = WeakKeyDictionary()
 AnsweredCell = tuple[Cell, dict, Seconds]  # a cell, its line of one context, and the time it took
 # Answers that are written at once. A step of a small model takes hardly longer for so many rows
 # than for one.
@@ -293,10 +299,22 @@ class Worker:
             self.protocol.make_prompt(self.tokenizer, context, question)[0]
             for question in sample.questions
         ]
-        with time_phase(seconds, "ask"):
-            ids = self._ask([cache], prompts, sample)[0]
+        remembered = FULL_ANSWERS.setdefault(self.model, {})
+        key = self._hash_asked(context, prompts, sample)
+        if key not in remembered:
+            with time_phase(seconds, "ask"):
+                ids = self._ask([cache], prompts, sample)[0]
+            remembered[key] = ids, seconds["ask"]
+        ids, seconds["ask"] = remembered[key]
         with time_phase(seconds, "fidelity"):
             return FullAnswers.from_answers(self.model, cache, prompts, ids)
+
+    def _hash_asked(self, context: Context, prompts: Sequence[Tensor], sample: Sample) -> str:
+        """Return a hash of all that a model's answers from the full cache depend on."""
+        parts: list[object] = [self.protocol.first_may_stop, context.ids.tolist()]
+        for prompt, question in zip(prompts, sample.questions, strict=True):
+            parts += [prompt.tolist(), question.max_new_tokens]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def _ask(
         self, caches: Sequence[RaggedCache], prompts: Sequence[Tensor], sample: Sample
