@@ -17,7 +17,7 @@ from restorekv import tasks
 from restorekv.compression.progress import OnProgress
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.grid import Cell, Job, group_jobs
-from restorekv.evaluation.results import CELLS, SUMMARY, Result
+from restorekv.evaluation.results import CELLS, SUMMARY, Result, load_results
 from restorekv.evaluation.run import GridProgress, LocalPool, WorkerPool, check_cells, run_grid
 
 # Costs of a preparation and of a cell of Attention Matching, as multiples of another cell's cost,
@@ -27,6 +27,7 @@ MATCHING = 15
 CELL_SECONDS = 0.08
 UNKNOWN = 100  # contexts assumed for a benchmark that does not say how many it has
 NAMED = 3
+NOT_YET = "not measured yet"
 
 
 class Clock:
@@ -127,6 +128,20 @@ def carry_out(
                 lambda step, steps, _, turn=turn: clock.report_at(turn, step / max(steps, 1)),
             )
     return done
+
+
+def load_done(experiments: Sequence[Experiment], setting: Setting, out: Path) -> Outcome:
+    """Return what `out` holds, and measure nothing; what is missing counts as failed."""
+    wanted = list_cells(experiments, setting)
+    stored = {result.cell: result for result in load_results(out)} if wanted else {}
+    found = Outcome()
+    for cell in wanted:
+        result = stored.get(cell)
+        if result is not None and result.done:
+            found.results[cell] = result
+        else:
+            found.failed[cell.benchmark, cell.evictor] = NOT_YET
+    return found
 
 
 def _make_listener(clock: Clock, turn: int) -> Callable[[GridProgress], None]:

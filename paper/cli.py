@@ -10,7 +10,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn
 
 from paper import plan, setting, smollm2
-from paper.carry_out import carry_out
+from paper.carry_out import carry_out, load_done
 from paper.experiments import EXPERIMENTS, FURTHER, choose_experiments
 from paper.training import train_all
 from paper.write import write_page_of_paper
@@ -70,6 +70,9 @@ def run(
     listed: Annotated[
         bool, typer.Option("--list", help="What would be measured, and nothing else.")
     ] = False,
+    so_far: Annotated[
+        bool, typer.Option("--so-far", help="Write the page of what is done; measure nothing.")
+    ] = False,
     count: Annotated[
         int, typer.Option(min=0, help="Contexts of each benchmark; 0: its own number.")
     ] = 0,
@@ -93,22 +96,27 @@ def run(
     if listed:
         _print_list(experiments, asked)
         return
+    if so_far and retrain:
+        raise RestoreKVError("--so-far measures nothing, so nothing is trained; leave out one.")
     if retrain and not asked.tiny and data is None:
         raise RestoreKVError("--retrain on another model needs --data, what is trained on.")
     if markdown:
         check_target(markdown)
     silence_transformers()
-    out.mkdir(parents=True, exist_ok=True)
-    if retrain:
-        train_all(plan.list_trainings(experiments, asked), workers, 1)
-    with (
-        warnings.catch_warnings(),
-        open_pool(ray, workers, device) as pool,
-        _make_progress_bar() as progress,
-    ):
-        # Adapters used with other evictors raise warnings, but some tables measure just that.
-        warnings.simplefilter("ignore", RestoreKVWarning)
-        done = carry_out(experiments, asked, out, _make_callback(progress), pool)
+    if so_far:
+        done = load_done(experiments, asked, out)
+    else:
+        out.mkdir(parents=True, exist_ok=True)
+        if retrain:
+            train_all(plan.list_trainings(experiments, asked), workers, 1)
+        with (
+            warnings.catch_warnings(),
+            open_pool(ray, workers, device) as pool,
+            _make_progress_bar() as progress,
+        ):
+            # Adapters used with other evictors raise warnings, but some tables measure just that.
+            warnings.simplefilter("ignore", RestoreKVWarning)
+            done = carry_out(experiments, asked, out, _make_callback(progress), pool)
     page = write_page_of_paper(experiments, asked, done, out, _format_command(context))
     if markdown:
         _copy_report(page.parent, markdown)

@@ -4,6 +4,7 @@ stored.
 
 import json
 import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -332,6 +333,27 @@ def test_an_adapter_is_measured_beside_its_base(tmp_path, small):
     assert f"Texts: 1 of `{SMALL}`. Fewer than 65 texts are a glimpse" in page
     weights = read_adapter(tmp_path / "mine" / "kvzip").weights_hash()
     assert f"by the hash of their weights: {weights} (kvzip)." in page
+
+
+def test_a_page_of_what_is_done_so_far(tmp_path, small):
+    """It measures nothing and says what is missing; the run goes on as before."""
+    command = ("paper", tmp_path / "out", "--model", "smollm2", "--count", 1, "--only", "scbench")
+    early = cli(*command, "--so-far")
+    assert early.code == 1 and "holds no results of restorekv" in early.err
+    assert cli(*command).code == 0
+    page = tmp_path / "out" / "report" / "paper.md"
+    assert "not measured yet" not in page.read_text()
+    (lost,) = (tmp_path / "out" / CELLS).glob("*_kvzip_alone_0.05*")
+    shutil.rmtree(lost)
+
+    result = cli(*command, "--so-far")
+    assert result.code == 0 and "not measured yet" in result.err, result.err
+    assert "not measured yet" in page.read_text() and not lost.exists()
+    both = cli(*command, "--so-far", "--retrain")
+    assert both.code == 1 and "--so-far measures nothing" in both.err
+
+    assert cli(*command).code == 0 and lost.exists()
+    assert "not measured yet" not in page.read_text()
 
 
 def test_beside_another_folder_figures_go_to_results(tmp_path, small):
