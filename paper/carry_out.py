@@ -27,7 +27,6 @@ MATCHING = 15
 CELL_SECONDS = 0.08
 UNKNOWN = 100  # contexts assumed for a benchmark that does not say how many it has
 NAMED = 3
-NOT_YET = "not measured yet"
 
 
 class Clock:
@@ -140,7 +139,7 @@ def load_done(experiments: Sequence[Experiment], setting: Setting, out: Path) ->
         if result is not None and result.done:
             found.results[cell] = result
         else:
-            found.failed[cell.benchmark, cell.evictor] = NOT_YET
+            found.failed[cell.benchmark, cell.evictor] = f"{cell.evictor} is not measured yet"
     return found
 
 

@@ -347,8 +347,8 @@ def test_a_page_of_what_is_done_so_far(tmp_path, small):
     shutil.rmtree(lost)
 
     result = cli(*command, "--so-far")
-    assert result.code == 0 and "not measured yet" in result.err, result.err
-    assert "not measured yet" in page.read_text() and not lost.exists()
+    assert result.code == 0 and "kvzip is not measured yet" in result.err, result.err
+    assert "kvzip is not measured yet" in page.read_text() and not lost.exists()
     both = cli(*command, "--so-far", "--retrain")
     assert both.code == 1 and "--so-far measures nothing" in both.err
 
