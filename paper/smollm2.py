@@ -18,8 +18,8 @@ from restorekv.restore.shipped import find_shipped_adapter
 from restorekv.tasks.ruler.benchmark import GROUPS
 from restorekv.train.config import TrainConfig
 
-# The numbers of contexts are chosen so that all experiments together take about six hours on two
-# idle cores, four of them for Table 1 (docs/evaluation.md).
+# The numbers of contexts are chosen so that Table 1, the largest experiment, takes about two hours
+# on two cores (paper/log.md).
 RULER = "ruler:length=1024,per_task=4"
 LONG_RULER = "ruler:length=2048,per_task=2"
 FAIRYTALES = "fairytaleqa:count=30"
