@@ -188,7 +188,7 @@ def test_small_caches_are_asked_at_once(world, tmp_path, monkeypatch):
     benchmark = "plain:contexts=1,words=200"
     cells = grid(model_of(world), benchmark, ratios=RATIOS, adapters=(None, str(world / "adapter")))
     together = run_grid(cells, tmp_path / "together")
-    sizes = [[cache.nbytes for cache in batch] for batch in batches]
+    sizes = [[cache.pairs_held for cache in batch] for batch in batches]
     full = sizes[0][0]
     assert [len(batch) for batch in sizes[:1]] == [1] and max(map(len, sizes)) > 1
     assert all(sum(batch) <= full for batch in sizes if len(batch) > 1)

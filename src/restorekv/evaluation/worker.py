@@ -186,24 +186,25 @@ class Worker:
     ) -> Iterator[list[CellCache]]:
         """Yield the caches in groups that are asked at once.
 
-        A group's caches hold together at most as many bytes as the full cache, and at most
+        A group's caches hold together at most as many pairs as the full cache, and at most
         MOST_BYTES, so that asking them at once takes little memory; a larger cache is a group of
         its own.
         """
         shape = self.identity.shape
         columns = context.prefix_length + context.text_tokens
-        numbers = 2 * shape.layers * shape.heads * shape.head_dim * columns
-        room = min(numbers * self.model.dtype.itemsize, MOST_BYTES)
+        most_pairs = shape.layers * shape.heads * columns
         group: list[CellCache] = []
-        held = 0
+        pairs = 0
+        size = 0
         for made in caches:
-            size = made.cache.nbytes
-            if group and held + size > room:
+            pairs += made.cache.pairs_held
+            size += made.cache.nbytes
+            if group and (pairs > most_pairs or size > MOST_BYTES):
                 yield group
                 group = []
-                held = 0
+                pairs = made.cache.pairs_held
+                size = made.cache.nbytes
             group.append(made)
-            held += size
         if group:
             yield group
 
