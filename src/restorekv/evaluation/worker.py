@@ -43,9 +43,9 @@ from restorekv.tasks import Sample
 Seconds = dict[str, float]
 # The model that was opened last, by name, dtype, device and protocol: one entry at most.
 OPEN_MODELS: dict[tuple[str, str, str, str], tuple[PreTrainedModel, Tokenizer]] = {}
-# The ids of the full cache's answers and the seconds that they took, per model and by what is asked
-# of which context. The cells of all evictors are compared with them, so they are written once.
+# The ids of the full cache's answers and the seconds that they took, by `_hash_asked`.
 RememberedAnswers = dict[str, tuple[list[Tensor], float]]
+# The cells of all evictors are compared with these answers, so each model writes them once.
 FULL_ANSWERS: WeakKeyDictionary[PreTrainedModel, RememberedAnswers] = WeakKeyDictionary()
 AnsweredCell = tuple[Cell, dict, Seconds]  # a cell, its line of one context, and the time it took
 # Answers that are written at once. A step of a small model takes hardly longer for so many rows

@@ -167,11 +167,8 @@ def take_known(
     taken = {}
     for name, value in given.items():
         if name in honored:
-            # Pydantic would silently read true, such as a flag of a different API, as 1.
-            is_number = getattr(honored[name], "annotation", None) in NUMBERS
-            if is_number and isinstance(value, bool):
-                why = "must be a number, not true or false"
-                raise make_field_error("invalid_value", prefix + name, why)
+            if getattr(honored[name], "annotation", None) in NUMBERS:
+                refuse_boolean(prefix + name, value)
             taken[name] = value
         elif name in refused:
             refusal = refused[name]
@@ -188,6 +185,15 @@ def take_known(
                 "unknown_parameter", prefix + name, f"is not a field of this request; {fix}"
             )
     return taken
+
+
+def refuse_boolean(name: str, value: Any) -> None:
+    """Refuse true and false where a number belongs.
+
+    Pydantic would silently read true, such as a flag of a different API, as 1.
+    """
+    if isinstance(value, bool):
+        raise make_field_error("invalid_value", name, "must be a number, not true or false")
 
 
 def take_request(

@@ -402,11 +402,10 @@ class SamplingRequest(BaseModel):
     @field_validator("logit_bias", mode="before")
     @classmethod
     def refuse_booleans(cls, given: Any) -> Any:
-        """Refuse true and false, which pydantic would read as the numbers 1 and 0."""
-        for token, value in given.items() if isinstance(given, dict) else ():
-            if isinstance(value, bool):
-                why = "must be a number, not true or false"
-                raise fields.make_field_error("invalid_value", str(token), why)
+        """Refuse true and false as the bias of a token."""
+        if isinstance(given, dict):
+            for token, value in given.items():
+                fields.refuse_boolean(str(token), value)
         return given
 
     @property
