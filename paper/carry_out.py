@@ -16,6 +16,7 @@ from paper.study import Study
 from restorekv import tasks
 from restorekv.compression.progress import OnProgress
 from restorekv.errors import RestoreKVError
+from restorekv.evaluation.frame import refuse_name_clashes
 from restorekv.evaluation.grid import Cell, Job, group_jobs
 from restorekv.evaluation.results import CELLS, SUMMARY, Result, load_results
 from restorekv.evaluation.run import GridProgress, LocalPool, WorkerPool, check_cells, run_grid
@@ -130,7 +131,10 @@ def carry_out(
 
 
 def load_done(experiments: Sequence[Experiment], setting: Setting, out: Path) -> Outcome:
-    """Return what `out` holds, and measure nothing; what is missing counts as failed."""
+    """Return what `out` holds, and measure nothing; what is missing counts as failed.
+
+    Raises RestoreKVError if `out` has no cells, or cells that must not be in one table.
+    """
     wanted = list_cells(experiments, setting)
     stored = {result.cell: result for result in load_results(out)} if wanted else {}
     found = Outcome()
@@ -140,6 +144,7 @@ def load_done(experiments: Sequence[Experiment], setting: Setting, out: Path) ->
             found.results[cell] = result
         else:
             found.failed[cell.benchmark, cell.evictor] = f"{cell.evictor} is not measured yet"
+    refuse_name_clashes(list(found.results.values()))
     return found
 
 

@@ -19,7 +19,7 @@ from restorekv import tasks
 from restorekv.compression.adapters import load_adapter
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.results import CELLS, load_results
+from restorekv.evaluation.results import CELL, CELLS, load_results
 from restorekv.evaluation.run import check_cells
 from restorekv.model import gguf, names
 from restorekv.model.names import SMOLLM2_ID
@@ -354,6 +354,13 @@ def test_a_page_of_what_is_done_so_far(tmp_path, small):
 
     assert cli(*command).code == 0 and lost.exists()
     assert "not measured yet" not in page.read_text()
+
+    # A run that goes on compares each cell with the model at hand; here no model is loaded.
+    record = json.loads((lost / CELL).read_text())
+    record["facts"]["fingerprint"] = "0123456789abcdef"
+    (lost / CELL).write_text(json.dumps(record))
+    mixed = cli(*command, "--so-far")
+    assert mixed.code == 1 and "made with different models" in mixed.err.replace("\n", " ")
 
 
 def test_beside_another_folder_figures_go_to_results(tmp_path, small):

@@ -91,7 +91,7 @@ class GridResults:
     """
 
     def __init__(self, results: Sequence[Result]) -> None:
-        _refuse_name_clashes(results)
+        refuse_name_clashes(results)
         self.results = results
         self.entries: list[GridEntry] = []
         pools = pool_seeds(results)
@@ -119,7 +119,7 @@ class GridResults:
         return [row for entry in self.entries for row in entry.list_rows()]
 
 
-def _refuse_name_clashes(results: Sequence[Result]) -> None:
+def refuse_name_clashes(results: Sequence[Result]) -> None:
     """Refuse cells whose model, benchmark or adapter has one name but is not the same."""
     # Things with the same name must be the same, or a mean would mix two experiments.
     first: dict[tuple[str, ...], tuple[str, Result]] = {}
