@@ -190,9 +190,12 @@ def compose(contexts: Sequence[CompressedContext], *more: object) -> CompressedC
         parts += each.parts or [each.tokens]
         held += Fraction(each.ratio) * each.tokens
         restored += each.earlier + each.restore_tokens
+    # A text that fits into one part was read whole, beside longer ones of the same config.
+    chunks = [each.streaming_chunk for each in manifests if each.streaming_chunk is not None]
     manifest = manifests[0].for_derived_cache(
         context,
         cache,
+        streaming_chunk=max(chunks, default=None),
         ratio=str(parse_ratio(held / context.text_tokens)),
         seconds={"compose": round(time.perf_counter() - start, 4)},
         cut=sum(each.cut for each in manifests),

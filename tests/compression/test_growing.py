@@ -336,6 +336,19 @@ def test_many_texts_of_any_ratio_are_composed_into_a_file_that_loads(tiny_tokeni
     assert again.append(first).manifest.parts == [*whole.manifest.parts, len(first)]
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_composed_cache_records_that_one_of_its_texts_was_streamed(model, tiny_tokenizer, order):
+    """A text of a single part is read whole, whatever the config says."""
+    first, _ = halves(tiny_tokenizer)
+    options = {"evictor": "knorm", "adapter": None, "streaming_chunk": len(first) // 2}
+    parts = [
+        compress_with(model, tiny_tokenizer, ids, ratio=0.5, **options)
+        for ids in (first, first[: len(first) // 4])
+    ]
+    assert [each.manifest.streaming_chunk for each in parts] == [len(first) // 2, None]
+    assert compose(parts[::order]).manifest.streaming_chunk == len(first) // 2
+
+
 def read_dense(model, context, start):
     """Return the full cache of a context, read from position `start` on."""
     positions = torch.arange(start, start + context.num_tokens)[None]

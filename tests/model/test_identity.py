@@ -156,6 +156,22 @@ def test_a_rope_that_a_cast_rounded_is_noticed(tiny_tokenizer, tmp_path):
         CompressedContext.load(tmp_path / "doc.rkv", loaded, tiny_tokenizer)
 
 
+def test_a_rope_that_was_rounded_and_cast_back_is_noticed(tiny_tokenizer, tmp_path):
+    """Nothing is of 16 bits any more, and the frequencies still are what 16 bits left of them."""
+    # Weights that 16 bits hold, so that they survive the way there and back.
+    build_model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    plain, back = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+        for _ in range(2)
+    )
+    back = back.to(torch.bfloat16).float()
+    assert all(map(torch.equal, plain.parameters(), back.parameters()))
+    compress(plain, tiny_tokenizer, TEXT, ratio=1).save(tmp_path / "doc.rkv")
+    CompressedContext.load(tmp_path / "doc.rkv", plain, tiny_tokenizer)
+    with pytest.raises(CacheFileError, match=r"RoPE .*rounded_to.* rounds its RoPE"):
+        CompressedContext.load(tmp_path / "doc.rkv", back, tiny_tokenizer)
+
+
 @pytest.mark.skipif("kolibri1" not in CONFIG_MAPPING, reason="transformers 5.2 has no Kolibri")
 def test_a_config_without_a_size_of_its_feed_forward_layers_has_an_identity():
     """A model of experts alone may name theirs instead."""

@@ -46,9 +46,25 @@ def describe_rotation(model: PreTrainedModel) -> dict[str, Any]:
     settings = get_rope_settings(model.config)
     for name, buffer in model.named_buffers():
         # `model.to(dtype)` casts them, and loading a model in that dtype does not.
-        if "inv_freq" in name and buffer.dtype.itemsize < torch.float32.itemsize:
-            settings[ROUNDED] = get_dtype_name(buffer.dtype)
+        rounding = _find_rounding(buffer) if "inv_freq" in name else None
+        if rounding is not None:
+            settings[ROUNDED] = get_dtype_name(rounding)
     return settings
+
+
+def _find_rounding(frequencies: Tensor) -> torch.dtype | None:
+    """Return the dtype of 16 bits that frequencies (D / 2,) were rounded to, None if they were not.
+
+    The values tell it too, since a cast back to float32 does not bring the lost bits back.
+    """
+    if frequencies.dtype.itemsize < torch.float32.itemsize:
+        return frequencies.dtype
+    if frequencies.is_meta:
+        return None
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(frequencies, frequencies.to(dtype).to(frequencies.dtype)):
+            return dtype
+    return None
 
 
 def count_positions(config: PretrainedConfig) -> int:
