@@ -313,6 +313,25 @@ def test_a_damaged_cache_file_is_told_by_its_name(client, monkeypatch, tmp_path)
     assert str(tmp_path) not in str(caught.value)
 
 
+@pytest.mark.parametrize("change", [lambda content: content[:-9], lambda content: content.upper()])
+def test_a_damaged_upload_is_refused_and_gives_no_cache(client, tmp_path, change):
+    """Its caches are named by what was uploaded, so they would answer for sound uploads as well."""
+    damaged = upload(client)
+    path = tmp_path / "files" / damaged.id
+    path.write_bytes(change(path.read_bytes()))
+    problem = rf"doc\.txt is damaged on the server's disk; delete {damaged.id}, and upload it again"
+    with pytest.raises(openai.BadRequestError, match=problem) as caught:
+        ask(client, about(damaged), "tiny:snapkv-0.6")
+    assert caught.value.param == "messages.0.content.0.file"
+    with pytest.raises(openai.BadRequestError, match=problem):
+        client.files.content(damaged.id)
+    sound = upload(client)
+    answer = ask(client, about(sound), "tiny:snapkv-0.6")
+    assert answer.usage.prompt_tokens_details.cache_write_tokens
+    # The cache that was made of the sound file answers for both.
+    assert ask(client, about(damaged), "tiny:snapkv-0.6").choices[0].message.content
+
+
 def test_requests_that_wait_for_documents_are_counted(client, slow):
     stop, _, go = slow
     stop.set()

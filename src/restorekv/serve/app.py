@@ -380,8 +380,13 @@ def add_files(app: FastAPI, service: Service) -> None:
     @app.get("/v1/files/{name}/content", response_class=Response, responses=binary)
     async def content(name: str) -> Response:
         upload = service.find_upload(name)
-        path = service.store.upload_path(upload.id)
-        return await send_bytes(path, upload.name, f"{name} was deleted.")
+        try:
+            payload = await asyncio.to_thread(service.store.read_upload, upload.id)
+        except RestoreKVError:
+            # If it was deleted meanwhile, that explains the error best.
+            service.find_upload(name)
+            raise
+        return make_download(payload, upload.name)
 
     @app.get("/v1/files/{name}/cache", response_class=Response, responses=binary)
     async def cache(name: str, model: str | None = None) -> Response:
@@ -432,5 +437,10 @@ async def send_bytes(path: Path | None, name: str, otherwise: str) -> Response:
         content = await asyncio.to_thread(path.read_bytes)
     except FileNotFoundError:
         raise ApiError(404, otherwise) from None
+    return make_download(content, name)
+
+
+def make_download(content: bytes, name: str) -> Response:
+    """Return bytes as a download with a name."""
     headers = {"content-disposition": f"attachment; filename*=UTF-8''{quote(name, safe='')}"}
     return Response(content, media_type=BYTES, headers=headers)
