@@ -179,6 +179,8 @@ FILE = ("file", "a.txt", b"The red house.")
             "the field purpose comes 2 times",
         ),
         (form(("file", None, b"a.txt")), "the field file has a text and not a file"),
+        (form(("purpose", None, b"a")), "no whole file is in it"),
+        (form(FILE).removesuffix(f"--{EDGE}--\r\n".encode()), "no whole file is in it"),
         (form(("nonsense", None, b"a"), FILE), "there is no field 'nonsense'"),
         (form(("a" * 3000, None, b"a"), FILE), "there is no field 'aaa"),
         (form(FILE, head=b"X: " + b"a" * 100_000 + b"\r\n"), "The form cannot be used"),
@@ -213,6 +215,13 @@ def test_a_form_as_openai_sends_it_is_taken(client):
         file=FILE[1:], purpose="user_data", expires_after={"anchor": "created_at", "seconds": 3600}
     )
     assert made.expires_at == made.created_at + 3600
+
+
+def test_a_body_that_is_no_form_is_told_what_an_upload_is(url):
+    content = b'{"file": "a.txt", "purpose": "user_data"}'
+    status, answer = send(url, "POST", "/v1/files", content, content_type="application/json")
+    assert status == 400 and answer["error"]["param"] == "file"
+    assert "its Content-Type is not multipart/form-data" in answer["error"]["message"]
 
 
 def test_an_encoded_form_is_bounded_too(url):

@@ -115,7 +115,7 @@ def _make_query_error(name: str, known: Sequence[str]) -> ApiError:
 
 
 def _check_form(form: FormData) -> None:
-    """Refuse unknown fields, those that come twice, and a text instead of the file."""
+    """Refuse unknown fields, those that come twice, a missing file, and a text instead of it."""
     counts = Counter(name for name, _ in form.multi_items())
     for name, count in counts.items():
         if name not in FORM:
@@ -125,6 +125,10 @@ def _check_form(form: FormData) -> None:
             )
         if count > 1:
             raise _make_form_error(f"the field {name} comes {count} times", name)
+    # A body of another content type, such as JSON, is a form without fields.
+    if "file" not in counts:
+        why = "no whole file is in it, or its Content-Type is not multipart/form-data"
+        raise _make_form_error(why, "file")
     if isinstance(form.get("file"), str):
         why = "the field file has a text and not a file, which curl sends as file=@PATH"
         raise _make_form_error(why, "file")
