@@ -32,6 +32,7 @@ from restorekv.serve.replies import describe_logprobs  # noqa: E402
 from restorekv.serve.requests import AnswerDefaults, ChatRequest  # noqa: E402
 from restorekv.serve.run import Settings, build_app  # noqa: E402
 from restorekv.serve.service import Limits, Service  # noqa: E402
+from restorekv.serve.store import Store  # noqa: E402
 from tests.helpers.chat_templates import build_chat_tokenizer  # noqa: E402
 from tests.helpers.compressing import compress_with, make_adapter  # noqa: E402
 from tests.helpers.models import build_model  # noqa: E402
@@ -1184,6 +1185,20 @@ def test_lists_of_files_are_those_that_were_asked_for(client, file):
         client.files.list(after="file-none")
     with pytest.raises(openai.BadRequestError, match="limit"):
         client.files.list(limit=0)
+
+
+def test_a_list_after_a_file_that_expires_meanwhile_says_that_it_is_gone(client, file, monkeypatch):
+    """Listing deletes what has expired, also if it was still there a moment ago."""
+    mine = upload(client, f"{TEXT} of a moment", "moment.txt").id
+    list_uploads = Store.list_uploads
+
+    def expire_and_list(store):
+        store.delete_upload(mine)
+        return list_uploads(store)
+
+    monkeypatch.setattr(Store, "list_uploads", expire_and_list)
+    with pytest.raises(openai.NotFoundError, match=f"There is no file '{mine}'"):
+        client.files.list(after=mine)
 
 
 def test_parameters_that_would_be_ignored_are_refused(client, file):

@@ -37,7 +37,7 @@ from restorekv.serve.reference import PATH as REFERENCE_PATH
 from restorekv.serve.reference import add_reference
 from restorekv.serve.requests import ChatRequest
 from restorekv.serve.responses import CHAT_NAMES, add_responses
-from restorekv.serve.service import ApiError, Service
+from restorekv.serve.service import ApiError, Service, make_missing_error
 from restorekv.serve.variants import UnknownModelError, Variant
 
 LOG = logging.getLogger("restorekv.serve")
@@ -416,13 +416,13 @@ def select_uploads(
     service: Service, after: str | None, order: str, purpose: str | None
 ) -> list[Upload]:
     """Return the uploads that a list asks for; raise ApiError if there is no upload `after`."""
-    if after is not None:
-        service.find_upload(after)
     uploads = service.store.list_uploads()
     if order == "asc":
         uploads.reverse()
     if after is not None:
         ids = [upload.id for upload in uploads]
+        if after not in ids:
+            raise make_missing_error(after)
         uploads = uploads[ids.index(after) + 1 :]
     return [upload for upload in uploads if purpose in (None, upload.purpose)]
 

@@ -205,9 +205,7 @@ class Service:
         """Return an upload by its id; raise ApiError if there is none."""
         upload = self.store.get_upload(upload_id)
         if upload is None:
-            raise ApiError(
-                404, f"There is no file {upload_id[:60]!r} here; upload it first.", "file_not_found"
-            )
+            raise make_missing_error(upload_id)
         return upload
 
     def choose_variant(self, upload: Upload, variant: Variant) -> Variant:
@@ -361,6 +359,13 @@ def _add_field_to_errors(field: str) -> Iterator[None]:
         named = copy(error)
         named.option = field
         raise named from error
+
+
+def make_missing_error(upload_id: str) -> ApiError:
+    """Return the error for an id that no upload has."""
+    return ApiError(
+        404, f"There is no file {upload_id[:60]!r} here; upload it first.", "file_not_found"
+    )
 
 
 def explain_error(error: Exception, again: str = "try again") -> str:
