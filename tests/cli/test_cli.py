@@ -118,6 +118,8 @@ def test_compress_then_ask_as_the_library_does(world, tmp_path):
     one = cli("ask", out, QUESTION, "--model", world.model, "--max-new-tokens", 6)
     assert one.code == 0 and one.out == expected[0] + "\n"
     assert "(the answer was cut after 6 tokens; --max-new-tokens sets the limit)" in one.err
+    short = cli("ask", out, QUESTION, "--model", world.model, "--max-new-tokens", 1)
+    assert "(the answer was cut after 1 token; --max-new-tokens sets the limit)" in short.err
     prefixed = cli(
         *("ask", out, QUESTION, "--model", world.model, "--max-new-tokens", 6),
         *("--answer-prefix", "the code"),

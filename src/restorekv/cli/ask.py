@@ -20,7 +20,7 @@ from restorekv.cli.inputs import (
     check_readable,
     read_text,
 )
-from restorekv.cli.terminal import STDOUT, notes, output, write_figures
+from restorekv.cli.terminal import STDOUT, explain_cut, notes, output, write_figures
 from restorekv.errors import RestoreKVError
 
 MIN_WORDS = 3  # fewer unquoted words are not taken for one question
@@ -123,7 +123,7 @@ def run(
 def _say_how_answers_ended(finishes: list[str], max_new_tokens: int) -> None:
     """Report on stderr how many answers were ended by a limit."""
     ways = {
-        "length": f"cut after {max_new_tokens} tokens; --max-new-tokens sets the limit",
+        "length": explain_cut(max_new_tokens),
         "repetition": "ended at a repetition; with --stop-repeats 0, repetitions end no answer",
     }
     for finish, what in ways.items():

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from restorekv.cli.errors import RECEIVED, make_visible, report_error
 from restorekv.cli.inputs import is_same_file
-from restorekv.cli.terminal import notes, output
+from restorekv.cli.terminal import explain_cut, notes, output
 from restorekv.context import CompressedContext, describe_bytes, format_bytes
 from restorekv.errors import RestoreKVError
 from restorekv.files import check_replaceable, check_target
@@ -229,8 +229,9 @@ def _print_answer(chat: Chat, question: str, max_new_tokens: int, sampling: Samp
     if turn.answer.finish == "repetition":
         notes.print("(ended, because it repeated itself)", style="dim", highlight=False)
     elif turn.answer.finish == "length":
-        limit = f"(cut after {max_new_tokens} tokens; --max-new-tokens sets the limit)"
-        notes.print(limit, style="dim", highlight=False, soft_wrap=True)
+        notes.print(
+            f"({explain_cut(max_new_tokens)})", style="dim", highlight=False, soft_wrap=True
+        )
     seconds = time.perf_counter() - start
     notes.print(
         f"read {len(turn.prompt_ids)} tokens, wrote {len(turn.answer.ids)}; "

@@ -132,6 +132,12 @@ def show_progress_share(title: str, lines: bool = True) -> Iterator[Callable[[st
         yield update
 
 
+def explain_cut(max_new_tokens: int) -> str:
+    """Say what ended an answer that its limit cut."""
+    noun = "token" if max_new_tokens == 1 else "tokens"
+    return f"cut after {max_new_tokens} {noun}; --max-new-tokens sets the limit"
+
+
 def write_figures(path: Path, content: object) -> None:
     """Write figures for programs as JSON: into a file, or on stdout if the path is "-"."""
     if path == STDOUT:

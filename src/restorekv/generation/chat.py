@@ -654,8 +654,8 @@ def refuse_cache_file(path: Path) -> None:
     """Refuse a cache file that was given as a conversation; the two are often kept together."""
     if path.suffix == ".rkv":
         raise CacheFileError(
-            f"{path} is the cache of a document, not a conversation; give the file that chat.save "
-            "wrote."
+            f"{path} is the cache of a document, not a conversation; give a file that /save or "
+            "chat.save wrote."
         )
 
 

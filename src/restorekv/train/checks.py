@@ -36,7 +36,8 @@ class SetupLosses:
         when = "Before training"
         if self.steps_done:
             # The context is not the one that was checked at the start.
-            when = f"After {self.steps_done} steps"
+            noun = "step" if self.steps_done == 1 else "steps"
+            when = f"After {self.steps_done} {noun}"
         return (
             f"{when}, loss at r = {self.ratio:g} on one context: {self.full:.4f} full "
             f"cache, {self.base:.4f} evicted, {self.restored:.4f} with the adapter as it is."
