@@ -15,8 +15,10 @@ from restorekv import Chat, CompressedContext, compose, compress
 from restorekv.errors import CacheFileError, RestoreKVError, RestoreKVWarning
 from restorekv.generation.chat import encode_conversation
 from restorekv.generation.decoding import get_stop_ids
+from tests.helpers.chat_templates import build_chat_tokenizer
 from tests.helpers.compressing import QUESTIONS, TEXT, compress_with, make_small
 from tests.helpers.dictating import Dictate
+from tests.helpers.models import build_model
 
 SPOKEN = "the house is blue; who lives in the house?"
 
@@ -72,6 +74,23 @@ def test_the_whole_conversation_is_what_the_template_makes_of_it(tiny_tokenizer,
 def chat_read(chat):
     """Return how many ids of the tail come before the latest answer."""
     return len(chat.ids()) - len(chat.turns[-1].answer.ids) + 1
+
+
+def test_a_stop_string_with_a_space_cuts_where_the_answer_begins():
+    """The conversation keeps the ids of the answer's text, also with a tokenizer that drops the
+    first space of what it decodes.
+    """
+    tokenizer = build_chat_tokenizer("llama2")
+    model = build_model("llama", vocab_size=len(tokenizer))
+    chat = compress_with(model, tokenizer, TEXT, ratio=0.4).chat()
+    spoken = Dictate(tokenizer, "the code")
+    answer = chat.ask(QUESTIONS[0], 8, stop=" code", details=True, processors=[spoken])
+    assert (answer.text, answer.finish) == ("the", "stop")
+    assert tokenizer.decode(chat.turns[-1].answer_ids) == "the"
+    spoken = Dictate(tokenizer, "the code")
+    answer = chat.ask(QUESTIONS[1], 8, stop=" the", details=True, processors=[spoken])
+    assert (answer.text, answer.finish) == ("", "stop")
+    assert chat.turns[-1].answer_ids == ()
 
 
 def test_no_token_is_read_twice(small):

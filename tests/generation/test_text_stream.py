@@ -11,7 +11,7 @@ from restorekv.generation.decoding import decode_answer
 from restorekv.generation.sampling import SamplingConfig, TokenSampler, find_first_stop
 from restorekv.model import gguf
 from restorekv.model.load import load_tokenizer
-from restorekv.model.tokenize import TextStream, _can_stream
+from restorekv.model.tokenize import TextStream, _can_stream, decode_continuation
 from tests.helpers.chat_templates import build_chat_tokenizer
 from tests.helpers.models import build_tokenizer
 
@@ -56,6 +56,11 @@ class Slow:
 
     def __len__(self) -> int:
         return 256
+
+    chat_template = None
+
+    def encode(self, text: str, **_: bool) -> list[int]:
+        return list(text.encode())
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         return bytes(each for each in ids if each or not skip_special_tokens).decode(
@@ -120,7 +125,7 @@ class Naive:
         if text.endswith("\ufffd"):
             return ""
         # Before the space at the start goes, which may belong to a stop string.
-        whole = decode_answer(self.tokenizer, self.ids, self.stops)
+        whole = self.whole()
         held = count_uncertain(whole[: find_first_stop(self.stop, whole)], self.stop)
         return self.upto(text, max(len(text) - held, 0))
 
@@ -128,8 +133,12 @@ class Naive:
         text = self.text()
         return self.upto(text, len(text))
 
+    def whole(self) -> str:
+        spaced = any(each.startswith(" ") for each in self.stop)
+        return decode_answer(self.tokenizer, self.ids, self.stops, continues=spaced)
+
     def text(self) -> str:
-        whole = decode_answer(self.tokenizer, self.ids, self.stops)
+        whole = self.whole()
         return whole[: find_first_stop(self.stop, whole)].lstrip()
 
     def upto(self, text: str, end: int) -> str:
@@ -186,9 +195,31 @@ def test_a_stop_string_may_begin_with_the_space_before_the_answer():
     tokenizer = byte_fallback()
     ids = tokenizer.convert_tokens_to_ids(["▁", "<0x61>", "<0x62>"])
     growing = GrowingText(tokenizer, set(), (" ab",))
-    # The tokenizer drops the first space of all, so the answer has two of them.
-    said = "".join(growing.push(token) for token in [ids[0], *ids]) + growing.rest()
-    assert tokenizer.decode([ids[0], *ids]) == " ab" and said == ""
+    said = "".join(growing.push(token) for token in ids) + growing.rest()
+    assert tokenizer.decode(ids) == "ab" and said == ""
+
+
+@pytest.mark.parametrize("name", ["llama2", "mistral3", "gemma3", "qwen3"])
+@pytest.mark.parametrize("stop", [" the", " ", " the\n", " code"])
+def test_stop_strings_with_a_space_are_found_where_an_answer_begins(name, stop):
+    """Whether the tokenizer drops the first space of what it decodes or keeps it."""
+    tokenizer = build_chat_tokenizer(name)
+    first = len(tokenizer.encode("x", add_special_tokens=False))
+    ids = tokenizer.encode("x the code", add_special_tokens=False)[first:]
+    row = TokenSampler(SamplingConfig(stop=[stop]), tokenizer, None, 0)
+    growing = GrowingText(tokenizer, set(), [stop])
+    said = ""
+    for count, token in enumerate(ids, 1):
+        row.answer.append(token)
+        said += growing.push(token)
+        written = tokenizer.decode(tokenizer.encode("x", add_special_tokens=False) + ids[:count])
+        assert row.ends() == (stop in written)
+        if row.ends():
+            break
+    said += growing.rest()
+    answer = make_answer(tokenizer, row.answer, set(), 1, row)
+    assert said == answer.text == " the code".partition(stop)[0].lstrip()
+    assert answer.finish == ("stop" if stop in " the code" else "length")
 
 
 def test_stop_strings_are_seen_with_the_token_that_ends_them(tokenizer):
@@ -196,9 +227,13 @@ def test_stop_strings_are_seen_with_the_token_that_ends_them(tokenizer):
     @given(ids=tokenizer.ids, stop=st.sampled_from([*STOPS[1:], ("\x20",)]))
     def check(ids: list[int], stop: tuple[str, ...]) -> None:
         row = TokenSampler(SamplingConfig(stop=stop), tokenizer, None, 0)
+        spaced = any(each.startswith(" ") for each in stop)
         for token in ids:
             row.answer.append(token)
-            assert row.ends() == (find_first_stop(stop, tokenizer.decode(row.answer)) is not None)
+            written = tokenizer.decode(row.answer)
+            if spaced:
+                written = decode_continuation(tokenizer, row.answer, skip_special_tokens=False)
+            assert row.ends() == (find_first_stop(stop, written) is not None)
 
     check()
 

@@ -21,6 +21,7 @@ from restorekv.generation.sampling import (
     UNUSED_MODEL_FIELDS,
     SamplingConfig,
     TokenSampler,
+    any_begins_with_space,
     asks_for_something,
     find_first_stop,
     make_samplers,
@@ -177,17 +178,20 @@ def make_answer(
         keep_leading_space: Leave a space at the start, as in a text's continuation.
     """
     repeated = sampler.count_repeated() if sampler else 0
+    stop: Sequence[str] = ()
     if sampler is not None:
         keep_leading_space = keep_leading_space or sampler.sampling.keeps_leading_space
+        stop = sampler.sampling.stop
     kept = ids[: len(ids) - repeated]
-    text = decoding.decode_answer(tokenizer, kept, stop_ids, continues=keep_leading_space)
+    continues = keep_leading_space or any_begins_with_space(stop)
+    text = decoding.decode_answer(tokenizer, kept, stop_ids, continues=continues)
     cut = None
     logprobs = None
     top = None
     ended = ids[-1] in stop_ids
     if sampler is not None:
         # Found again in the final text: a stop string may end in the middle of a token.
-        cut = find_first_stop(sampler.sampling.stop, text)
+        cut = find_first_stop(stop, text)
         ended = ended or cut is not None or sampler.ends()
         if sampler.sampling.logprobs is not None:
             logprobs = tuple(sampler.logprobs)
@@ -409,7 +413,8 @@ class GrowingText:
         self.eos_ids = eos_ids
         self.stop_strings = stop_strings
         self.keep_leading_space = keep_leading_space
-        self.stream = TextStream(tokenizer, skip_special_tokens=True, continues=keep_leading_space)
+        continues = keep_leading_space or any_begins_with_space(stop_strings)
+        self.stream = TextStream(tokenizer, skip_special_tokens=True, continues=continues)
         self.channels = ChannelReader(tokenizer)
         # An id of `eos_ids` that came last. It is part of the text only if another id follows.
         self.end: int | None = None

@@ -41,6 +41,7 @@ from restorekv.generation.sampling import (
     SamplingConfig,
     SamplingOptions,
     TokenSampler,
+    any_begins_with_space,
     find_first_stop,
     take_limit,
 )
@@ -60,7 +61,7 @@ from restorekv.model.prompt import (
 from restorekv.model.rope import count_positions
 from restorekv.model.shape import get_vocabulary_size
 from restorekv.model.support import refuse_beyond_exact
-from restorekv.model.tokenize import decode_ids
+from restorekv.model.tokenize import decode_continuation, decode_ids
 from restorekv.size_limits import POSITIONS, SYSTEM_LETTERS
 
 FORMAT = "restorekv-chat"
@@ -369,13 +370,16 @@ class Chat:
         if answer.finish == "repetition" and sampler is not None:
             end -= sampler.count_repeated()
         tokenizer = self.document.tokenizer
-        text = decode_ids(tokenizer, find_shown_ids(tokenizer, written[:end]))
+        decode = decode_ids
+        if any_begins_with_space(sampling.stop):
+            decode = partial(decode_continuation, skip_special_tokens=False)
+        text = decode(tokenizer, find_shown_ids(tokenizer, written[:end]))
         cut = find_first_stop(sampling.stop, text)
         if cut is not None:
             # Keep only tokens that lie completely in the text before the cut, and no part of a
             # character.
             shown = find_shown_ids(tokenizer, written[:end])
-            while end and not text[:cut].startswith(decode_ids(tokenizer, shown)):
+            while end and not text[:cut].startswith(decode(tokenizer, shown)):
                 end -= 1
                 shown = find_shown_ids(tokenizer, written[:end])
         if end == len(written):

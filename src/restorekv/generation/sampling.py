@@ -440,7 +440,11 @@ class TokenSampler:
 
     def __post_init__(self) -> None:
         self.random = torch.Generator().manual_seed(self.seed)
-        self.stream = TextStream(self.tokenizer, skip_special_tokens=False)
+        self.stream = TextStream(
+            self.tokenizer,
+            skip_special_tokens=False,
+            continues=any_begins_with_space(self.sampling.stop),
+        )
         self.channels = ChannelReader(self.tokenizer)
         self.ids_shown = 0  # ids of the answer that the stream or the channels have seen
         self.watch = RepetitionWatch(self.tokenizer, self.sampling.copies)
@@ -590,3 +594,10 @@ def make_samplers(
 def find_first_stop(stop: Sequence[str], text: str) -> int | None:
     """Return where the first of the strings starts in a text, or None if there is none."""
     return min((start for each in stop if (start := text.find(each)) >= 0), default=None)
+
+
+def any_begins_with_space(stop: Sequence[str]) -> bool:
+    """Return whether a stop string begins with a space. It is sought in the text with its first
+    space, which tokenizers such as Llama 2's drop if they decode an answer by itself.
+    """
+    return any(each.startswith(" ") for each in stop)

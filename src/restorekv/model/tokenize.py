@@ -301,7 +301,7 @@ def decode_continuation(
 ) -> str:
     """Return the text of ids that follow others, with its first space."""
     before = find_text_start(tokenizer)
-    start = len(decode_ids(tokenizer, before))
+    start = len(decode_ids(tokenizer, before, skip_special_tokens))
     return decode_ids(tokenizer, [*before, *ids], skip_special_tokens)[start:]
 
 
@@ -321,9 +321,9 @@ def find_text_start(tokenizer: Tokenizer) -> list[int]:
 
     def find() -> list[int]:
         ids: list[int] = tokenizer.encode("x", add_special_tokens=False)
-        text = decode_ids(tokenizer, ids)
-        follows = decode_ids(tokenizer, [*ids, *ids]).removeprefix(text)
-        return [] if follows == text else ids
+        spaced: list[int] = tokenizer.encode("x x", add_special_tokens=False)
+        follows = decode_ids(tokenizer, spaced).removeprefix(decode_ids(tokenizer, ids))
+        return [] if decode_ids(tokenizer, spaced[len(ids) :]) == follows else ids
 
     return _remember(_TEXT_START_IDS, tokenizer, find)
 
