@@ -356,6 +356,24 @@ def test_a_model_may_have_more_ids_than_its_tokenizer(tiny_tokenizer):
     assert re.fullmatch("[a-c]{4}", made.ask(QUESTIONS[0], 30, regex="[a-c]{4}", temperature=1.0))
 
 
+def test_an_eos_that_is_text_does_not_end_an_answer_inside_its_grammar(tiny_tokenizer):
+    """A model may end its answers with a line break, which JSON may have between its parts."""
+    pytest.importorskip("llguidance")
+    model = build_model("llama")
+    line_break, digit = tiny_tokenizer.encode("\n7", add_special_tokens=False)
+    model.generation_config.eos_token_id = [tiny_tokenizer.eos_token_id, line_break, digit]
+    made = compress(model, tiny_tokenizer, TEXT, ratio=0.5, adapter=None)
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    likely = {line_break: 50.0, digit: 50.0}
+    answer = made.ask(QUESTIONS[0], 40, json_schema=schema, logit_bias=likely, details=True)
+    assert set(json.loads(answer.text)) == {"a"} and answer.finish == "stop"
+    assert re.fullmatch("code [0-9]{4}", made.ask(QUESTIONS[0], 40, regex="code [0-9]{4}"))
+    answer = made.ask(QUESTIONS[0], 40, regex="[0-9]{2,}", logit_bias=likely, details=True)
+    assert re.fullmatch("[0-9]{2}", answer.text) and answer.finish == "stop"
+    with pytest.raises(RestoreKVError, match="ends every answer; give another one"):
+        made.ask(QUESTIONS[0], 40, regex="code 7")
+
+
 def test_the_models_own_generation_config_is_understood(small):
     small.model.generation_config.output_attentions = False
     assert small.ask(QUESTIONS[0], 6, config=small.model.generation_config) == small.ask(

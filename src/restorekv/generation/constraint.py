@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
@@ -47,10 +48,11 @@ VOCABULARIES: WeakKeyDictionary[Tokenizer, dict[tuple[int, tuple[int, ...]], Any
 class Constraint:
     """The grammar of one answer, which says token by token what may come next."""
 
-    def __init__(self, matcher: LLMatcher, size: int) -> None:
-        # `size` counts the tokenizer's ids; a model may have more.
+    def __init__(self, matcher: LLMatcher, size: int, ends: Sequence[int] = ()) -> None:
+        # `size` counts the tokenizer's ids; a model may have more. `ends` are the EOS ids.
         self.matcher = matcher
         self.size = size
+        self.ends = list(ends)
 
     @classmethod
     def make(
@@ -99,7 +101,7 @@ class Constraint:
             raise _make_schema_error(wrong)
         if schema is not None:
             _refuse_leaking_bounds(schema if isinstance(schema, dict) else json.loads(schema))
-        return cls(kind(vocabulary, grammar), vocabulary.vocab_size)
+        return cls(kind(vocabulary, grammar), vocabulary.vocab_size, ends)
 
     @property
     def complete(self) -> bool:
@@ -122,6 +124,16 @@ class Constraint:
             raise RestoreKVError(
                 "No text matches the regular expression or JSON schema; give another one."
             )
+        # An EOS id may be ordinary text, such as a line break, which the grammar has in an answer.
+        early = [each for each in self.ends if each < size and not refused[each]]
+        if early and not self.matcher.is_accepting():
+            allowed[:, early] = -torch.inf
+            if int((~refused).sum()) == len(early):
+                raise RestoreKVError(
+                    f"The regular expression or JSON schema asks for the token {early[0]} before "
+                    "its end, and this token ends every answer; give another one, or set "
+                    "model.generation_config.eos_token_id."
+                )
         if bool(refused.all()):
             raise RestoreKVError(
                 "The model has no logits for the added token that the regular expression or JSON "
