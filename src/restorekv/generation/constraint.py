@@ -125,10 +125,10 @@ class Constraint:
                 "No text matches the regular expression or JSON schema; give another one."
             )
         # An EOS id may be ordinary text, such as a line break, which the grammar has in an answer.
-        early = [each for each in self.ends if each < size and not refused[each]]
+        early = [each for each in self.ends if each < size and marks[each]]
         if early and not self.matcher.is_accepting():
             allowed[:, early] = -torch.inf
-            if int((~refused).sum()) == len(early):
+            if int(permitted[:size].count_nonzero()) == len(early):
                 raise RestoreKVError(
                     f"The regular expression or JSON schema asks for the token {early[0]} before "
                     "its end, and this token ends every answer; give another one, or set "
