@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from accelerate import cpu_offload, disk_offload
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LoHaConfig, LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
 
 from restorekv import CompressionConfig, compress, load_model
@@ -356,6 +356,38 @@ def test_a_model_in_training_mode_is_refused_if_that_changes_its_passes(tiny_tok
     ]
     keys = [each.cache.full_attention[1].restore_keys for each in small]
     assert keys[0].equal(keys[1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("starcoder2", {"embedding_dropout": 0.5}),
+        ("seed_oss", {"residual_dropout": 0.5}),
+        ("mixtral", {"router_jitter_noise": 0.5}),
+        ("phimoe", {"input_jitter_noise": 0.5, "router_jitter_noise": 0.0}),
+    ],
+)
+def test_dropout_and_noise_that_are_no_modules_are_refused_in_training_mode(
+    kind, settings, tiny_tokenizer
+):
+    """They once changed answers at random, or had the class refused in evaluation mode too."""
+    model = decoders.build(
+        kind, sliding_window=None, max_position_embeddings=4096, **settings
+    ).train()
+    options = {"ratio": 0.5, "evictor": "knorm", "adapter": None}
+    for _ in range(2):  # refused first, then after it was known
+        with pytest.raises(ModelError, match=r"training mode.*call model\.eval\(\) first"):
+            compress(model, tiny_tokenizer, "The house is red. " * 9, **options)
+        model.eval()
+        compress(model, tiny_tokenizer, "The house is red. " * 9, **options)
+        model.train()
+
+
+def test_dropout_of_whole_ranks_of_an_adapter_is_refused_in_training_mode(tiny_tokenizer):
+    config = LoHaConfig(r=2, rank_dropout=0.5, target_modules=["q_proj"], init_weights=False)
+    model = get_peft_model(build_model("llama"), config).train()
+    with pytest.raises(ModelError, match=r"training mode.*call model\.eval\(\) first"):
+        compress(model, tiny_tokenizer, "The house is red. " * 9, ratio=0.5)
 
 
 def test_a_model_is_asked_once(monkeypatch):

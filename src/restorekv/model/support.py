@@ -110,8 +110,8 @@ def _refuse_training_mode(model: PreTrainedModel) -> None:
     # The mode of every module counts, not only the model's: a part may have been switched alone.
     if any(module.training and _drops_values(module) for module in model.modules()):
         raise ModelError(
-            "The model is in training mode, in which dropout changes every pass at random; call "
-            "model.eval() first."
+            "The model is in training mode, in which dropout or noise changes every pass at "
+            "random; call model.eval() first."
         )
     if any(module.training and _drops_cache(module) for module in model.modules()):
         raise ModelError(
@@ -138,9 +138,18 @@ def _refuse_prompt_adapters(model: PreTrainedModel) -> None:
 
 
 def _drops_values(module: nn.Module) -> bool:
-    """Return whether a module drops values at random in training mode."""
-    share = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0)
-    return isinstance(share, int | float) and share > 0
+    """Return whether a module drops or changes values at random in training mode."""
+    if isinstance(module, nn.Dropout):
+        return module.p > 0
+    # Modules that call PyTorch's dropout as a function hold its share, and routers the size of
+    # their noise. PEFT holds the shares of all adapters of a layer in one mapping.
+    for name, value in vars(module).items():
+        if "drop" not in name and "jitter" not in name:
+            continue
+        for share in value.values() if isinstance(value, dict) else [value]:
+            if isinstance(share, int | float) and not isinstance(share, bool) and share > 0:
+                return True
+    return False
 
 
 def _drops_cache(module: nn.Module) -> bool:
