@@ -12,7 +12,7 @@ import torch
 import transformers
 from accelerate import cpu_offload, disk_offload
 from peft import LoHaConfig, LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
+from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM, MistralConfig
 
 from restorekv import CompressionConfig, compress, load_model
 from restorekv.cli import execute
@@ -24,6 +24,7 @@ from restorekv.model.cache_argument import find_cache
 from restorekv.model.position_limits import count_usable_positions
 from restorekv.model.prompt import Context
 from restorekv.model.rope import shift_keys
+from restorekv.model.shape import compute_logits, get_backbone
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.loop import train_adapter
 from tests import families
@@ -574,3 +575,39 @@ def test_chunks_of_llama_4_bound_generate():
             past_key_values=small.cache.fork(),
             max_new_tokens=2,
         )
+
+
+@pytest.mark.skipif("hyperclovax" not in CONFIG_MAPPING, reason="a newer class")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hyperclova_x_multiplies_its_logits(dtype):
+    """Its config calls the factor what Granite's calls the divisor."""
+    model = decoders.build("hyperclovax", logits_scaling=0.125).to(dtype)
+    support.get_support(model)
+    ids = exactness.random_ids(5)
+    with torch.no_grad():
+        hidden = get_backbone(model)(input_ids=ids).last_hidden_state
+        assert compute_logits(model, hidden).equal(model(input_ids=ids).logits)
+
+
+class _LoudLlama(LlamaForCausalLM):
+    """A class that scales its logits by a number that no config names."""
+
+    def forward(self, *args, **options):
+        output = super().forward(*args, **options)
+        output.logits = 3 * output.logits
+        return output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_class_that_scales_its_logits_unasked_is_refused_in_every_dtype(dtype):
+    config = LlamaConfig(
+        hidden_size=32,
+        # A refusal holds for every model of a class and config, so each dtype has its own.
+        intermediate_size=16 * dtype.itemsize,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=320,
+    )
+    model = _LoudLlama(config).eval().to(dtype)
+    with pytest.raises(ModelError, match="logits"):
+        support.get_support(model)

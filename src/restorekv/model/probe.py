@@ -358,7 +358,7 @@ class _Probe:
         else:
             # The error of rounding to 16 bits grows from layer to layer, and changes the logits of
             # deep models.
-            same = self.is_attention_close(ragged)
+            same = self.is_attention_close(ragged, hidden)
         if not same:
             raise self.make_refusal("computes other logits over a compressed cache than without")
 
@@ -374,19 +374,22 @@ class _Probe:
         self.check_finite(answered)
         return answered
 
-    def is_attention_close(self, ragged: RaggedCache) -> bool:
+    def is_attention_close(self, ragged: RaggedCache, hidden: Tensor) -> bool:
         """Return whether every layer's attention is the same over a ragged cache as at once.
 
-        Each layer gets the input that it has in a pass over all tokens.
+        Each layer gets the input that it has in a pass over all tokens. Refuses a model whose
+        logits are not those that `compute_logits` gets from its last hidden states (1, 7, d).
         """
         cache = make_full_cache(self.model, margin=len(IDS))
         with _trace_attention(self.model) as at_once:
-            self.backbone(
+            output = self.model(
                 input_ids=self.ids,
                 position_ids=self.positions,
                 use_cache=True,
-                **pass_cache(self.backbone, cache),
+                **pass_cache(self.model, cache),
             )
+        if not self.is_close(compute_logits(self.model, hidden), output.logits, strict=True):
+            raise self.make_refusal("scales or caps its logits in a way of its own")
         inputs = [given[:, CACHED:] for given, _ in at_once]
         with _trace_attention(self.model, inputs) as over_ragged:
             self.run_ragged(ragged)

@@ -156,11 +156,14 @@ def refuse_offloaded(model: PreTrainedModel) -> None:
 def compute_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Return the logits (..., V) of last hidden states (..., d).
 
-    They are scaled and capped as Granite, Cohere and Gemma do.
+    They are scaled and capped as Granite, HyperCLOVA X, Cohere and Gemma do.
     """
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1
     divisor = getattr(config, "logits_scaling", None) or 1
+    # HyperCLOVA X multiplies by the number that Granite divides by.
+    if config.model_type == "hyperclovax":
+        divisor = 1 / divisor
     cap = getattr(config, "final_logit_softcapping", None)
     head: Any = model.get_output_embeddings()
     scores = head(hidden) * scale / divisor
