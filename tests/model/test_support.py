@@ -611,3 +611,16 @@ def test_a_class_that_scales_its_logits_unasked_is_refused_in_every_dtype(dtype)
     model = _LoudLlama(config).eval().to(dtype)
     with pytest.raises(ModelError, match="logits"):
         support.get_support(model)
+
+
+def test_llama_4_is_used_up_to_the_positions_from_which_on_it_scales_queries():
+    """It scales by what its cache has seen, which is not the position of a row of `ask`."""
+    settings = {"attention_chunk_size": 1000, "max_position_embeddings": 4096}
+    scaled = decoders.build("llama4_text", floor_scale=50, attn_scale=0.8, **settings)
+    assert support.get_support(scaled).positions == 49
+    assert "scale their queries" in support.get_support(scaled).beyond
+    plain = decoders.build("llama4_text", attn_temperature_tuning=False, **settings)
+    assert support.get_support(plain).positions == 1000
+    # The real ones scale from where their chunk ends.
+    later = decoders.build("llama4_text", floor_scale=8192, **settings)
+    assert support.get_support(later).positions == 1000

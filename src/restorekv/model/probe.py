@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import ModelError, RestoreKVError, summarize_error
@@ -44,7 +44,7 @@ from restorekv.model.attention.sinks import compute_weights
 from restorekv.model.cache_argument import pass_cache
 from restorekv.model.linear_layers import list_quantized_layers
 from restorekv.model.observer import HOOKS_LOCK
-from restorekv.model.prefill import make_full_cache
+from restorekv.model.prefill import QueryOnlyLayer, make_full_cache
 from restorekv.model.shape import (
     CacheShape,
     compute_logits,
@@ -232,6 +232,7 @@ class _Probe:
             self.find_window_limit(record),
             self.find_cache_limit(),
             self.find_rotation_limit(cache),
+            self.find_scale_limit(),
         ]
         narrowest = min(limits, key=lambda limit: limit.positions)
         has_sinks = any(call.options.get("s_aux") is not None for call in record.calls)
@@ -552,6 +553,42 @@ class _Probe:
             f"beyond {limit:,} positions RoPE changes the keys of all earlier tokens",
             changes_keys=True,
         )
+
+    def find_scale_limit(self) -> Support:
+        """Return up to which position queries do not depend on how many tokens the cache has seen.
+
+        Llama 4 scales the queries of some layers by that number instead of their position, and the
+        rows of a batch have one cache.
+        """
+        own = self.compute_queries(0)
+        if self.are_queries_equal(own, self.compute_queries(FAR)):
+            return Support()
+        for length in sorted(_collect_integers(self.model.config.to_dict())):
+            # The number may be the last position that is not scaled, or the first that is.
+            if 1 < length < FAR and not self.are_queries_equal(own, self.compute_queries(length)):
+                limit = length - 1
+                return Support(limit, f"beyond {limit:,} positions layers scale their queries")
+        raise self.make_refusal("scales its queries by what its cache has seen")
+
+    def are_queries_equal(self, own: list[Tensor], others: list[Tensor]) -> bool:
+        """Return whether the queries of every layer are equal."""
+        return all(
+            self.is_close(two, one, strict=True) for one, two in zip(own, others, strict=True)
+        )
+
+    def compute_queries(self, seen: int) -> list[Tensor]:
+        """Return every layer's query (1, H * G, 1, D) of one token, at the same position always, if
+        its cache has seen so many tokens.
+        """
+        cache = Cache(layers=[QueryOnlyLayer(seen) for _ in self.windows])
+        with _record_pass(self.model) as record:
+            self.backbone(
+                input_ids=self.ids[:, :1],
+                position_ids=self.positions[:, :1],
+                use_cache=True,
+                **pass_cache(self.backbone, cache),
+            )
+        return [call.query.float() for call in record.calls]
 
     def are_keys_unchanged_at_length(self, own: list[Tensor], length: int) -> bool:
         """Return whether a text of that length leaves the keys of its first tokens unchanged."""
