@@ -624,3 +624,17 @@ def test_llama_4_is_used_up_to_the_positions_from_which_on_it_scales_queries():
     # The real ones scale from where their chunk ends.
     later = decoders.build("llama4_text", floor_scale=8192, **settings)
     assert support.get_support(later).positions == 1000
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "why"),
+    [
+        ("gemma3n_text", {"num_kv_shared_layers": 1}, "1 layer that uses the keys and values of"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "lets tokens see later ones"),
+    ],
+)
+def test_a_config_that_rules_a_model_out_is_named(kind, settings, why):
+    """The probe's passes fail with errors of PyTorch, or with sentences about something else."""
+    model = decoders.build(kind, **settings)
+    with pytest.raises(ModelError, match=rf"{why}.* \({next(iter(settings))}\); use a decoder"):
+        support.get_support(model)

@@ -148,6 +148,7 @@ def probe_model(model: PreTrainedModel) -> Support:
     shape = CacheShape.from_model(model)
     backbone = get_backbone(model)
     _check_layers(model, backbone)
+    _check_config(model)
     if model.get_output_embeddings() is None:
         raise ModelError(
             f"{type(model).__name__} has no output layer for tokens (LM head); pass the whole "
@@ -184,6 +185,22 @@ def _check_layers(model: PreTrainedModel, backbone: nn.Module) -> None:
     if any("alibi" in name for name in vars(sys.modules[type(model).__module__])):
         raise _make_refusal(model, "is a class for ALiBi, not for RoPE alone")
     raise _make_refusal(model, "has no decoder layers with a module 'self_attn' each")
+
+
+def _check_config(model: PreTrainedModel) -> None:
+    """Refuse a model whose config says that layers have no pairs of their own, or see what follows.
+
+    The probe's passes would fail as well, with an error that does not say why.
+    """
+    config = model.config.get_text_config()
+    # In models for images, the value "vision" is about their tokens alone.
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise _make_refusal(model, "lets tokens see later ones (use_bidirectional_attention)")
+    sharing = getattr(config, "num_kv_shared_layers", None) or 0
+    if sharing:
+        layers = "layer that uses" if sharing == 1 else "layers that use"
+        why = f"has {sharing} {layers} the keys and values of others (num_kv_shared_layers)"
+        raise _make_refusal(model, why)
 
 
 def _is_position_table(path: str, module: nn.Module) -> bool:
