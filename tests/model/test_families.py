@@ -117,7 +117,17 @@ def test_nothing_is_lost_at_ratio_1(family):
 @pytest.mark.parametrize("spec", EVICTORS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_question_sees_what_is_kept(family, spec):
-    model = build_family(family)
+    check_what_a_question_sees(build_family(family), spec)
+
+
+@pytest.mark.parametrize("spec", [*EVICTORS, "kvzip+:chunk=40", "contrastkv:chunk=40", "tova"])
+def test_passes_of_evictors_read_a_class_that_asks_what_layers_hold(spec):
+    """Mllama's own code asks each layer of a cache how many numbers it has."""
+    longer = {"max_position_embeddings": 1024, "num_hidden_layers": 3}
+    check_what_a_question_sees(decoders.build("mllama", **longer), spec)
+
+
+def check_what_a_question_sees(model, spec):
     context = make_context()
     asked = random_ids(QUESTION, 1)
     cache = prepare(model, spec, context).evict(0.4)
@@ -154,6 +164,15 @@ def test_a_class_may_ask_what_a_layer_holds():
     model = decoders.build("mllama", num_hidden_layers=3)
     outcome, why, problems = judge_model(model, 0)
     assert (outcome, problems) == (USED, []), why
+
+
+def test_a_layer_that_does_not_say_how_wide_it_is_has_no_matrix():
+    """Moshi's own class of linear layers, whose matrices KVzip+ reads."""
+    model = decoders.build("moshi")
+    context = Context(random_ids(12, 0), PREFIX, random_ids(2, 9))
+    prepare(model, "kvzip", context)
+    with pytest.raises(ModelError, match=r"MoshiLinear .*in_features.* such as kvzip\.$"):
+        prepare(model, "kvzip+", context)
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from restorekv.errors import ModelError
+
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -90,12 +92,18 @@ def compute_matrix(layer: nn.Module, dtype: torch.dtype) -> Tensor:
     """Return the matrix (out, in) that a linear layer multiplies with.
 
     For a plain layer it is the weight itself. For others it is computed in `dtype`, with the LoRA
-    that is active in the layer.
+    that is active in the layer. Raises ModelError for a layer that does not say how wide it is.
     """
     if has_plain_weight(layer):
         return layer.weight  # type: ignore[return-value]
-    size = int(layer.in_features)  # type: ignore[arg-type]
-    columns = torch.arange(size, device=_get_device(layer))
+    size = getattr(layer, "in_features", None)
+    if size is None:
+        raise ModelError(
+            f"The matrix of a {type(layer).__name__} cannot be computed, since the layer does not "
+            "say how many numbers it reads (in_features); use an evictor that needs no matrices, "
+            "such as kvzip."
+        )
+    columns = torch.arange(int(size), device=_get_device(layer))
     return _compute_columns(layer, columns, dtype).T
 
 

@@ -21,6 +21,8 @@ CHUNK = 4096
 # The most entries of a chunk's mask, so that the mask takes no more memory for a million tokens
 # than for 16,384.
 MASK = 1 << 26
+# The own pairs of a layer before a pass: Mllama asks every layer how many numbers it holds.
+NOTHING = torch.empty(0)
 
 
 AnyCache = TypeVar("AnyCache", bound=Cache)
@@ -103,6 +105,8 @@ class ReadOnlyLayer(DynamicLayer):
         self.columns = columns
         self.is_sliding = dense.is_sliding
         self.is_initialized = True
+        self.keys = NOTHING
+        self.values = NOTHING
 
     @property
     def first(self) -> int:
@@ -193,6 +197,8 @@ class QueryOnlyLayer(CompressedLayer):
         super().__init__()
         self.seen = seen
         self.is_initialized = True
+        self.keys = NOTHING
+        self.values = NOTHING
 
     @property
     def columns(self) -> int:
