@@ -166,15 +166,6 @@ def test_a_class_may_ask_what_a_layer_holds():
     assert (outcome, problems) == (USED, []), why
 
 
-def test_a_layer_that_does_not_say_how_wide_it_is_has_no_matrix():
-    """Moshi's own class of linear layers, whose matrices KVzip+ reads."""
-    model = decoders.build("moshi")
-    context = Context(random_ids(12, 0), PREFIX, random_ids(2, 9))
-    prepare(model, "kvzip", context)
-    with pytest.raises(ModelError, match=r"MoshiLinear .*in_features.* such as kvzip\.$"):
-        prepare(model, "kvzip+", context)
-
-
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_is_not_built_is_one_sentence(family):
     kind, settings, sentence = REFUSED[family]

@@ -302,3 +302,10 @@ def test_a_matrix_has_the_lora_that_is_active():
     added = adapted.get_delta_weight("default")
     matrix = compute_matrix(adapted, torch.float32)
     torch.testing.assert_close(matrix, plain.weight + added)
+
+
+def test_a_layer_that_does_not_say_how_wide_it_is_has_no_matrix():
+    """As Moshi's own class of linear layers, of which KVzip+ asks the matrix."""
+    layer = nn.Sequential(nn.Linear(6, 5))
+    with pytest.raises(ModelError, match=r"Sequential .*in_features.* such as kvzip\.$"):
+        compute_matrix(layer, torch.float32)
