@@ -18,6 +18,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.evaluation import results
 from restorekv.evaluation.grid import Grid
 from restorekv.restore import adapter_file
+from restorekv.serve.index import Upload
 from restorekv.serve.store import Store
 from restorekv.train import checkpoint
 from tests.hostile.kinds import a_run, make_checkpoint
@@ -97,7 +98,7 @@ def test_a_link_among_the_uploads_is_removed_and_never_served(tmp_path, victim):
     )
     (folder / "files" / OWN).symlink_to(victim)  # one that comes later is not followed either
     with pytest.raises(RestoreKVError, match="cannot be read"):
-        store.read_upload(OWN)
+        store.read_upload(Upload(*row(OWN, expires=None)))
     store.close()
 
 

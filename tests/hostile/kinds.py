@@ -399,7 +399,7 @@ def read_served(folder: Path) -> str:
     store = Store(folder, 1)
     try:
         uploads = store.list_uploads()
-        contents = [store.read_upload(each.id) for each in uploads]
+        contents = [store.read_upload(each) for each in uploads]
         store._enforce_quota("")
         deleted = bool(uploads) and store.delete_upload(uploads[-1].id)
         return repr(([(each.name, each.status, each.bytes) for each in uploads], contents, deleted))

@@ -92,7 +92,7 @@ def test_uploads_without_their_index_are_not_deleted(tmp_path):
         Store(tmp_path, MUCH)
     (tmp_path / "away").rename(tmp_path / "index.sqlite")
     store = Store(tmp_path, MUCH)
-    assert store.read_upload(made.id) == b"text"
+    assert store.read_upload(made) == b"text"
     store.close()
 
 

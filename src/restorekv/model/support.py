@@ -146,10 +146,14 @@ def _drops_values(module: nn.Module) -> bool:
     for name, value in vars(module).items():
         if "drop" not in name and "jitter" not in name:
             continue
-        for share in value.values() if isinstance(value, dict) else [value]:
-            if isinstance(share, int | float) and not isinstance(share, bool) and share > 0:
-                return True
+        shares = value.values() if isinstance(value, dict) else [value]
+        if any(_is_positive_number(share) for share in shares):
+            return True
     return False
+
+
+def _is_positive_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _drops_cache(module: nn.Module) -> bool:

@@ -381,7 +381,7 @@ def add_files(app: FastAPI, service: Service) -> None:
     async def content(name: str) -> Response:
         upload = service.find_upload(name)
         try:
-            payload = await asyncio.to_thread(service.store.read_upload, upload.id)
+            payload = await asyncio.to_thread(service.store.read_upload, upload)
         except RestoreKVError:
             # If it was deleted meanwhile, that explains the error best.
             service.find_upload(name)

@@ -231,7 +231,7 @@ class Service:
         """Return the text of an upload, or the path of an uploaded cache file."""
         if find_kind(upload.name) == CACHE:
             return self.store.upload_path(upload.id)
-        extraction = read_document(upload.name, self.store.read_upload(upload.id))
+        extraction = read_document(upload.name, self.store.read_upload(upload))
         if upload.status == UPLOADED:
             self.warnings[upload.id] = extraction.warning
         return extraction.text

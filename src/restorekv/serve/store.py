@@ -224,33 +224,30 @@ class Store:
             )
         return Upload(*rows[0]) if rows else None
 
-    def read_upload(self, upload_id: str) -> bytes:
+    def read_upload(self, upload: Upload) -> bytes:
         """Return the content of an upload.
 
         Raises:
             RestoreKVError: It was deleted meanwhile, or the file is not what was uploaded.
         """
-        path = self.upload_path(upload_id)
+        path = self.upload_path(upload.id)
         try:
-            content = read_bytes(path, f"The upload {upload_id}", limit=sys.maxsize, follow=False)
+            content = read_bytes(path, f"The upload {upload.id}", limit=sys.maxsize, follow=False)
         except RestoreKVError:
             if path.exists():
                 raise
             raise RestoreKVError(
-                f"{upload_id} was deleted while it was read; upload it again."
+                f"{upload.id} was deleted while it was read; upload it again."
             ) from None
-        with self.lock:
-            rows = self.index.select("select name, sha256 from files where id = ?", (upload_id,))
-        for name, sha256 in rows:
-            digest = start_document_hash(find_kind(name))
-            digest.update(content)
-            # Its caches are named by this hash: a cache of other bytes would answer for every
-            # upload of the right ones.
-            if digest.hexdigest() != sha256:
-                raise RestoreKVError(
-                    f"{name} is damaged on the server's disk; delete {upload_id}, and upload it "
-                    "again."
-                )
+        digest = start_document_hash(find_kind(upload.name))
+        digest.update(content)
+        # Its caches are named by this hash: a cache of other bytes would answer for every upload
+        # of the right ones.
+        if digest.hexdigest() != upload.sha256:
+            raise RestoreKVError(
+                f"{upload.name} is damaged on the server's disk; delete {upload.id}, and upload "
+                "it again."
+            )
         return content
 
     def set_status(self, upload: Upload, status: Status, problem: str = "") -> None:
