@@ -12,8 +12,10 @@ from benchmarks import compress_cost
 from benchmarks import efficiency as cost
 from benchmarks.efficiency_page import write_efficiency_page
 from restorekv.compression.config import CompressionConfig
+from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.model.load import load_model
+from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers import report_world
 from tests.helpers.cli_world import cli
 
@@ -34,6 +36,16 @@ def in_process(model, options, conventions, scorer, restored):
     }
     with torch.no_grad():
         return compress_cost.measure(job)
+
+
+def test_seconds_of_the_restore_pass_are_its_own_whenever_it_runs(tiny_model, tiny_tokenizer):
+    """With an adapter that knows the ratio it runs after the scores are known."""
+    adapter = RestoreAdapter.create(tiny_model, 2, rank=2, alpha=4)
+    adapter.add_ratio_vectors()
+    eviction = Eviction.make("knorm", adapter)
+    context = compress_cost.make_context_of(tiny_tokenizer, 64)
+    seconds = compress_cost._compress(eviction, tiny_model, tiny_tokenizer, context, "0.2")
+    assert seconds["restore"] > 0 and seconds["evict"] > 0
 
 
 def test_efficiency_compares_base_and_restored(saved_model, tmp_path, monkeypatch):
