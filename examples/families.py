@@ -45,6 +45,15 @@ MIXED = {
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
+# Embeddings of ids that are added in every layer, and last layers that share the pairs of others.
+SHARING = {
+    "sliding_window": WINDOW,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 4096,
+}
 GRANITE = {
     "attention_multiplier": 0.25,
     "embedding_multiplier": 2.0,
@@ -67,6 +76,19 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             "query_pre_attn_scalar": 20,
         },
     ),
+    "Gemma 3n": ("gemma3n_text", {**SHARING, "laurel_rank": 4, "altup_num_inputs": 2}),
+    # The layers that see the whole text have larger heads than the others.
+    "Gemma 4": (
+        "gemma4_text",
+        {
+            **MIXED,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
+    "Gemma 4 with shared pairs": ("gemma4_text", {**SHARING, "global_head_dim": 16}),
     "gpt-oss": ("gpt_oss", {**MIXED, **EXPERTS}),
     "Flint": ("flint", {**EXPERTS, "sliding_window": WINDOW}),
     "Cohere 2": ("cohere2", {"sliding_window": WINDOW}),

@@ -54,7 +54,12 @@ def judge(kind: str, seed: int = 0, **overrides: object) -> tuple[Family, list[s
         return Family(kind, name, UNBUILT, type(error).__name__), []
     outcome, why, problems = judge_model(model, seed)
     if not overrides:
-        for variant in [*decoders.windowed_variants(kind), *decoders.hybrid_variants(kind)]:
+        variants = [
+            *decoders.windowed_variants(kind),
+            *decoders.hybrid_variants(kind),
+            *decoders.sharing_variants(kind),
+        ]
+        for variant in variants:
             mixed, others = judge(kind, seed, **variant)
             problems += others
             if outcome == WINDOWED and mixed.outcome == USED:

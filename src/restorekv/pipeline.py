@@ -361,4 +361,5 @@ def make_manifest(
         parts=[],
         earlier=0,
         windows=identity.windows,
+        sliding_shape=identity.sliding_shape,
     )

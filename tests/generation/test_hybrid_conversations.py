@@ -17,14 +17,17 @@ from restorekv.seal import read_sealed, write_sealed
 from restorekv.storage.cache_file import KIND
 from tests.helpers import exactness
 from tests.helpers.compressing import QUESTIONS, TEXT, compress_with, make_adapter
-from tests.helpers.hybrids import WINDOW, build_hybrid, dense_logits
+from tests.helpers.hybrids import HYBRIDS, WINDOW, build_hybrid, dense_logits
 from tests.helpers.models import build_model
 
 LONG = TEXT * 3
 CLOSE = 2e-5
 
 
-@pytest.fixture(scope="module", params=["gemma3_text", "qwen2", "gpt_oss"])
+GEMMAS = [kind for kind in HYBRIDS if kind.startswith("gemma")]  # 3, and what it became
+
+
+@pytest.fixture(scope="module", params=[*GEMMAS, "qwen2", "gpt_oss"])
 def model(request):
     return build_hybrid(request.param)
 
@@ -156,7 +159,9 @@ def test_a_file_holds_both_kinds_of_layers(model, tiny_tokenizer, tmp_path, opti
     assert again.manifest == small.manifest and again.digest == small.digest
     assert again.ask(QUESTIONS, 2 * WINDOW) == small.ask(QUESTIONS, 2 * WINDOW)
     m = small.manifest
-    assert m.windows == [WINDOW * (kind[0] == "s") for kind in model.config.layer_types]
+    # Layers that share the pairs of others hold none.
+    own = model.config.layer_types[: len(small.cache.layers)]
+    assert m.windows == [WINDOW * (kind[0] == "s") for kind in own]
     of_layers = small.cache.sliding
     tensors = [tensor for layer in of_layers for tensor in layer.list_tensors()]
     assert m.sliding_bytes == sum(tensor.nbytes for tensor in tensors)
@@ -189,6 +194,7 @@ def record(**fields):
     return apply
 
 
+SLIDING = {"heads": 2, "head_dim": 8}  # those of every layer of this model
 DAMAGE = {
     "fewer columns": change("sliding.0.keys", lambda x: x[:, 1:].clone()),
     "more columns": change("sliding.0.values", lambda x: torch.cat([x, x[:, :1]], 1)),
@@ -205,6 +211,13 @@ DAMAGE = {
     "windows in other layers": record(windows=[0, WINDOW, 0, WINDOW]),
     "too many layers": record(windows=[WINDOW, 0] * 2 + [WINDOW]),
     "no windows at all": record(windows=[]),
+    "other heads": record(sliding_shape=SLIDING | {"heads": 1}),
+    "narrower heads": record(sliding_shape=SLIDING | {"head_dim": 4}),
+    "heads without a size": record(sliding_shape={"heads": 2}),
+    "no heads": record(sliding_shape=SLIDING | {"heads": 0}),
+    "huge heads": record(sliding_shape=SLIDING | {"head_dim": 2**40}),
+    "other names": record(sliding_shape=SLIDING | {"layers": 2}),
+    "the same heads again": record(sliding_shape=SLIDING),
     "words": record(windows=["16", 0, "16", 0]),
     "endless layers": record(windows=[WINDOW] * 100_000 + [0, 0]),
 }

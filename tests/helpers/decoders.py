@@ -14,6 +14,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 # The oldest versions of transformers refuse, or compute otherwise, what some tests are about.
 IS_OLD = Version(transformers.__version__) < Version("5.3")
+# Versions whose configs can name a layer's own sizes know Gemma 4.
+HAS_LAYER_CONFIGS = hasattr(PretrainedConfig, "per_layer_config")
 VOCABULARY = 320
 LAYERS = 4
 WINDOW = 48  # of every kind of window or chunk that a config mentions
@@ -164,6 +166,7 @@ SPECIAL: dict[str, dict[str, object]] = {
     # Every sixth layer or so sees the whole text, and tiny models have four.
     **{key: {"layer_types": MIXED} for key in ("gemma3", "gemma3_text", "kolibri1")},
     "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": MIXED},
+    **{key: {"global_head_dim": 16} for key in ("gemma4", "gemma4_text", "gemma4_unified_text")},
     "gemma4_unified_assistant": {"num_kv_shared_layers": 0},
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 16]},
     "zaya": {"num_experts_per_tok": 1},
@@ -227,6 +230,16 @@ def hybrid_variants(kind: str) -> list[dict[str, object]]:
     if set(getattr(text, "layer_types", None) or ()) != {"sliding_attention"}:
         return []
     return [{"layer_types": MIXED}]
+
+
+def sharing_variants(kind: str) -> list[dict[str, object]]:
+    """Return settings with which the last layers share the pairs of earlier ones, for a type that
+    has such layers.
+    """
+    if not hasattr(tiny_config(kind).get_text_config(), "num_kv_shared_layers"):
+        return []
+    kinds = [*MIXED, *MIXED[:2]]
+    return [{"num_hidden_layers": len(kinds), "layer_types": kinds, "num_kv_shared_layers": 2}]
 
 
 def tiny_text_config(

@@ -19,7 +19,12 @@ from restorekv.errors import RestoreKVError
 from restorekv.generation import decoding
 from restorekv.model.cache_argument import pass_cache
 from restorekv.model.prompt import Context
-from restorekv.model.shape import get_backbone, list_full_layers, list_windows
+from restorekv.model.shape import (
+    get_backbone,
+    list_full_layers,
+    list_pair_layers,
+    list_windows,
+)
 from tests.helpers.models import build_tokenizer
 
 PREFIX = 3  # tokens of a chat prefix
@@ -134,10 +139,14 @@ def oracle(plain: PreTrainedModel, ids: Tensor, keep: Tensor) -> Tensor:
     windows = list_windows(plain.config)
     rows = {index: row for row, index in enumerate(list_full_layers(plain.config))}
 
+    sources = list_pair_layers(plain.config)
+
     def mask_of(layer: int, heads: int) -> Tensor:
-        window = windows[layer]
+        # The last layers of some models attend to the pairs of an earlier one.
+        source = sources[layer]
+        window = windows[source]
         if window is None:
-            return hidden(causal, keep[rows[layer]], text, heads)
+            return hidden(causal, keep[rows[source]], text, heads)
         recent = causal & ~causal.tril(-window)
         return hidden(recent, torch.ones(1, text, dtype=torch.bool), text, heads)
 

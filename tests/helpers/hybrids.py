@@ -36,13 +36,31 @@ HYBRIDS: dict[str, dict[str, object]] = {
     # With larger weights float32 itself is off by more than 2e-5.
     "gpt_oss": {"layer_types": MIXED, "initializer_range": 0.2},
 }
+# Gemma 4's larger models have other heads in the layers with a window, and values made from the
+# projection of keys; its smaller ones and Gemma 3n add embeddings of ids to every layer, and their
+# last layers share the pairs of earlier ones.
+SHARING = {"num_hidden_layers": 6, "layer_types": [*MIXED, *MIXED[:2]], "num_kv_shared_layers": 2}
+SHARING_KINDS = ("gemma4_sharing", "gemma3n_sharing")
+if decoders.HAS_LAYER_CONFIGS:
+    HYBRIDS |= {
+        "gemma4_text": {
+            "layer_types": MIXED,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "initializer_range": 0.2,
+        },
+        "gemma4_sharing": {"model_type": "gemma4_text", "global_head_dim": 16, **SHARING},
+        "gemma3n_sharing": {"model_type": "gemma3n_text", **SHARING},
+    }
 Visible = Callable[[int, int], Tensor]
 
 
 def build_hybrid(kind: str, seed: int = 0, double: bool = False) -> PreTrainedModel:
     """Return a random model with some windows of 16 tokens."""
     settings = {"max_position_embeddings": 4096, "sliding_window": WINDOW, **HYBRIDS[kind]}
-    model = decoders.build(kind, seed, **settings)
+    model = decoders.build(settings.pop("model_type", kind), seed, **settings)
     model.set_experts_implementation("eager")  # the others have no float64
     return model.double() if double else model
 
@@ -56,14 +74,28 @@ def list_targets(model: PreTrainedModel) -> tuple[str, ...]:
 def full_rows(model: PreTrainedModel) -> dict[int, int]:
     """Return each full-attention layer's row in the scores, by the layer's number.
 
-    If all layers have the same window, all of them count as full-attention layers.
+    If all layers have the same window, all of them count as full-attention layers. Layers that
+    share the pairs of an earlier one have none.
     """
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if not kinds or set(kinds) == {"sliding_attention"}:
         return {index: index for index in range(config.num_hidden_layers)}
-    full = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
+    own = len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)
+    full = [index for index, kind in enumerate(kinds[:own]) if kind == "full_attention"]
     return {index: row for row, index in enumerate(full)}
+
+
+def reading_rows(model: PreTrainedModel) -> dict[int, int]:
+    """Return the row of `full_rows` whose pairs each full-attention layer attends to: of a layer
+    that shares pairs, the last row.
+    """
+    rows = full_rows(model)
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    for index, kind in enumerate(kinds):
+        if kind == "full_attention" and index not in rows:
+            rows[index] = max(full_rows(model).values())
+    return rows
 
 
 def show(visible: Tensor, heads: int) -> Tensor:
@@ -88,7 +120,7 @@ def make_masks(
         first: The number of the first query, if the tokens before it are cached.
     """
     causal = torch.ones(total, total, dtype=torch.bool).tril()
-    of_layer = full_rows(model)
+    of_layer = reading_rows(model)
     window = getattr(model.config.get_text_config(), "sliding_window", None)
 
     def mask_of(layer: int, heads: int) -> Tensor:
@@ -115,10 +147,15 @@ def dense_logits(
 
 
 @torch.no_grad()
-def attention_weights(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Return transformers' own attention weights (L, H, G, K, K) of the full-attention layers."""
+def attention_weights(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
+    """Return transformers' own attention weights (H, G, K, K) of each of the L rows of pairs; where
+    several layers share a row's pairs, G counts the query heads of all of them.
+    """
     plain = exactness.plain_copy(model).double()
     plain.set_attn_implementation("eager")
     found = plain(input_ids=ids, output_attentions=True).attentions
-    heads = plain.config.num_key_value_heads
-    return torch.stack([found[index][0].unflatten(0, (heads, -1)) for index in full_rows(plain)])
+    of_row: list[list[Tensor]] = [[] for _ in full_rows(plain)]
+    for index, row in reading_rows(plain).items():
+        module = plain.get_decoder().layers[index].self_attn
+        of_row[row].append(found[index][0].unflatten(0, (-1, module.num_key_value_groups)))
+    return [torch.cat(weights, 1) for weights in of_row]

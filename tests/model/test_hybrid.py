@@ -41,6 +41,7 @@ from tests.helpers.hybrids import (
 
 S, TEXT, QUESTION = 3, 90, 40  # the question alone is longer than the window
 CLOSE = 2e-5  # relative to the largest logit, in float32
+GEMMAS = [kind for kind in HYBRIDS if kind.startswith("gemma")]  # 3, and what it became
 SPECS = ["kvzip:chunk=32", "snapkv:window=24", "random"]  # a window of SnapKV longer than 16
 
 
@@ -174,7 +175,10 @@ def test_the_end_of_a_text_is_read_again_only_where_its_windows_are_held(kind):
             model(input_ids=text[:, -again:], past_key_values=view)
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss"])
+WEIGHED = ["gpt_oss", *GEMMAS]
+
+
+@pytest.mark.parametrize("kind", WEIGHED)
 def test_scores_are_those_of_the_layers_that_see_everything(kind):
     """Against the weights of transformers' own eager attention, in float64; those of a model with
     sinks do not sum to 1.
@@ -183,13 +187,17 @@ def test_scores_are_those_of_the_layers_that_see_everything(kind):
     context = make_context()
     weights = attention_weights(model, context.ids)
     h2o = prepare(model, "h2o", context).scores
-    torch.testing.assert_close(h2o.double(), weights.amax((2, 3))[..., S:], rtol=1e-4, atol=1e-6)
     snapkv = prepare(model, "snapkv:window=24,kernel=1", context).scores
-    expected = weights[..., -24:, S:-24].mean((2, 3))
-    torch.testing.assert_close(snapkv.double()[..., :-24], expected, rtol=1e-4, atol=1e-6)
+    highest = prepare(model, "snapkv:window=24,kernel=1,groups=max", context).scores
     tova = prepare(model, "tova", context).scores
-    expected = weights[..., -1, S:-1].mean((1, 2))[:, None].expand_as(tova[..., :-1])
-    torch.testing.assert_close(tova.double()[..., :-1], expected, rtol=1e-4, atol=1e-6)
+    close = {"rtol": 1e-4, "atol": 1e-6}
+    for row, own in enumerate(weights):  # (H, G, K, K)
+        torch.testing.assert_close(h2o[row].double(), own.amax((1, 2))[..., S:], **close)
+        window = own[..., -24:, S:-24].mean(2)
+        torch.testing.assert_close(snapkv[row, :, :-24].double(), window.mean(1), **close)
+        torch.testing.assert_close(highest[row, :, :-24].double(), window.amax(1), **close)
+        last = own[..., -1, S:-1].mean((0, 1)).expand_as(tova[row, :, :-1])
+        torch.testing.assert_close(tova[row, :, :-1].double(), last, **close)
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "cohere2"])
@@ -248,14 +256,15 @@ EVERY = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("kind", WEIGHED)
 @pytest.mark.parametrize("spec", EVERY)
 def test_every_evictor_evicts_the_layers_that_see_everything(kind, spec):
     model = build_hybrid(kind)
     context = make_context()
     asked = random_ids(QUESTION, 1)
     prepared = prepare(model, spec, context)
-    assert prepared.scores.shape == (len(full_rows(model)), decoders.KV_HEADS, TEXT - S)
+    shape = CacheShape.from_model(model)
+    assert prepared.scores.shape == (len(full_rows(model)), shape.heads, TEXT - S)
     offloaded = prepare(model, spec, context, offload=True)
     assert offloaded.scores.equal(prepared.scores)
     cache = offloaded.evict(0.3)
@@ -266,9 +275,10 @@ def test_every_evictor_evicts_the_layers_that_see_everything(kind, spec):
         assert measure_error(read_question(model, cache, asked), expected) < CLOSE
 
 
+@pytest.mark.parametrize("name", ["qwen3", *GEMMAS[1:]])
 @pytest.mark.parametrize("kind", ["fastkvzip", "kvzap-linear"])
-def test_gates_are_trained_for_the_layers_that_see_everything(kind, tmp_path):
-    model = build_hybrid("qwen3")
+def test_gates_are_trained_for_the_layers_that_see_everything(kind, name, tmp_path):
+    model = build_hybrid(name)
     texts = ["The code of the red house is seven, and nobody lives there. " * 3, "Who? " * 30]
     steps = {"steps": 3} if kind == "fastkvzip" else {}
     config = GateConfig(kind=kind, tokens=30, **steps)
@@ -276,13 +286,14 @@ def test_gates_are_trained_for_the_layers_that_see_everything(kind, tmp_path):
     gate = train_gate(model, TOKENIZER, texts, config, path, tmp_path / "features")
     assert len(gate.layers) == 2
     scores = prepare(model, f"{kind.partition('-')[0]}:gate={path}").scores
-    assert scores.shape == (2, decoders.KV_HEADS, TEXT - S)
+    assert scores.shape == (2, CacheShape.from_model(model).heads, TEXT - S)
 
 
+@pytest.mark.parametrize("kind", GEMMAS)
 @pytest.mark.parametrize("chunk", [60, 80])
-def test_windows_stay_whole_between_parts_of_a_stream(chunk, tmp_path, monkeypatch):
+def test_windows_stay_whole_between_parts_of_a_stream(chunk, kind, tmp_path, monkeypatch):
     """Fast KVzip reads a share of a part twice, so less of a part that is shorter than `chunk`."""
-    model = build_hybrid("gemma3_text")
+    model = build_hybrid(kind)
     gate = save_gate(tmp_path / "gate", "fastkvzip", model)
     held = []
     evict_part = Stream._evict_part
@@ -297,12 +308,12 @@ def test_windows_stay_whole_between_parts_of_a_stream(chunk, tmp_path, monkeypat
     assert len(held) > 2 and held == [{WINDOW - 1}] * len(held)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss", *GEMMAS[1:]])
 def test_attention_matching_fits_the_layers_that_see_everything(kind):
     """A head that keeps all its pairs is left alone, so nothing is lost at ratio 1."""
     model = build_hybrid(kind)
     cache = prepare(model, "am-fast:queries=400").evict(0.4)
-    assert len(cache.full_attention) == 2 and len(cache.sliding) == 2
+    assert len(cache.full_attention) == len(cache.sliding) == 2
     whole = prepare(model, "am-fast:queries=400").evict(1)
     plain = prepare(model, "random").evict(1)
     asked = random_ids(QUESTION, 1)
@@ -311,7 +322,7 @@ def test_attention_matching_fits_the_layers_that_see_everything(kind):
         assert not read_question(model, cache, asked).equal(read_question(model, plain, asked))
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("kind", WEIGHED)
 def test_every_pass_of_kvzip_begins_with_the_windows_of_the_texts_end(kind):
     """Of a dense pass over text and repetition, KVzip's softmax is the part over sinks, chunk and
     repetition: the windows of the second chunk must not have moved with the first. The sinks that a
@@ -322,14 +333,30 @@ def test_every_pass_of_kvzip_begins_with_the_windows_of_the_texts_end(kind):
     scores = prepare(model, "kvzip:chunk=48", context).scores
     for each in make_repetitions(TOKENIZER, context, 48):
         weights = attention_weights(model, torch.cat([context.ids, each.ids], -1))
-        rows = weights[..., TEXT:, :]
         sinks = min(4, each.start)
-        inside = [*range(sinks), *range(each.start, each.end), *range(TEXT, rows.shape[-1])]
-        learned = 1 - rows.sum(-1, keepdim=True)
-        shared = rows[..., inside].sum(-1, keepdim=True) + learned
-        part = rows[..., each.start : each.end] / shared
-        found = scores[..., each.start - S : each.end - S]
-        torch.testing.assert_close(found.double(), part.amax((2, 3)), rtol=1e-4, atol=1e-6)
+        for row, own in enumerate(weights):
+            asking = own[..., TEXT:, :]
+            inside = [*range(sinks), *range(each.start, each.end), *range(TEXT, own.shape[-1])]
+            learned = 1 - asking.sum(-1, keepdim=True)
+            shared = asking[..., inside].sum(-1, keepdim=True) + learned
+            part = asking[..., each.start : each.end] / shared
+            found = scores[row, :, each.start - S : each.end - S]
+            torch.testing.assert_close(found.double(), part.amax((1, 2)), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.skipif(not decoders.HAS_LAYER_CONFIGS, reason="the class is not known")
+def test_layers_that_leave_no_pairs_read_only_what_is_used(monkeypatch):
+    """They are more than half of the smallest Gemma 4."""
+    model = build_hybrid("gemma4_sharing")
+    read = []
+    for layer in model.model.layers[4:]:
+        layer.register_forward_pre_hook(lambda module, args: read.append(args[0].shape[1]))
+    prepared = prepare(model, "streaming")
+    prepared.with_restore_cache(make_adapter(model))
+    assert read == [1] * 4  # two layers in the prefill, and two in the restore pass
+    read.clear()
+    prepare(model, "h2o")
+    assert read == [TEXT] * 2
 
 
 def make_adapter(model, n=6):
@@ -372,8 +399,13 @@ def test_the_restore_pass_and_its_gradients_are_those_of_a_dense_model(kind, off
         twin = adapter.adapted_model.get_decoder()
         masks = make_masks(model, TEXT + 6, [], first=TEXT)
         with exactness.masked(adapter.adapted_model, masks):
+            arguments = {"inputs_embeds": adapter.embeddings.double()[None]}
+            if getattr(model.config, "hidden_size_per_layer_input", 0):
+                # Tokens without an id have the padding's embeddings in every layer.
+                padding = torch.full((1, 6), model.config.pad_token_id)
+                arguments["per_layer_inputs"] = twin.get_per_layer_inputs(padding)
             twin(
-                inputs_embeds=adapter.embeddings.double()[None],
+                **arguments,
                 position_ids=torch.arange(TEXT, TEXT + 6)[None],
                 past_key_values=dense,
                 use_cache=True,
@@ -397,8 +429,9 @@ def test_the_restore_pass_and_its_gradients_are_those_of_a_dense_model(kind, off
         assert float((gradients[name] - weight.grad).abs().max()) <= 1e-4 * float(size) + 1e-9, name
 
 
-def test_8_bits_hold_what_is_evicted_and_not_the_windows():
-    model = build_hybrid("gemma3_text")
+@pytest.mark.parametrize("kind", GEMMAS)
+def test_8_bits_hold_what_is_evicted_and_not_the_windows(kind):
+    model = build_hybrid(kind)
     asked = random_ids(QUESTION, 1)
     cache = prepare(model).evict(0.5)
     with torch.no_grad():
@@ -439,8 +472,9 @@ def test_a_window_that_a_mask_does_not_show_is_refused():
         get_support(model)
 
 
-def test_threads_share_one_cache():
-    model = build_hybrid("gemma3_text")
+@pytest.mark.parametrize("kind", GEMMAS)
+def test_threads_share_one_cache(kind):
+    model = build_hybrid(kind)
     cache = prepare(model).evict(0.4)
     asked = [random_ids(length, length) for length in (3, 9, 20, 33)]
     alone = [

@@ -135,6 +135,15 @@ def test_settings_that_change_every_pass_are_noticed(kind, one, other):
     assert len(made) == 2
 
 
+@pytest.mark.skipif(not decoders.HAS_LAYER_CONFIGS, reason="the class is not known")
+def test_scales_that_a_checkpoint_has_beside_its_weights_are_noticed():
+    """Gemma 4's layers multiply their output by a number that is no parameter."""
+    model = decoders.build("gemma4_text")
+    before = fingerprint_model(model)
+    model.model.layers[1].layer_scalar.fill_(2.0)
+    assert fingerprint_model(model) != before
+
+
 def test_a_rope_that_a_cast_rounded_is_noticed(tiny_tokenizer, tmp_path):
     """The weights are the same bits, and the keys of a text are rotated otherwise."""
     build_model("llama").save_pretrained(tmp_path / "model")

@@ -5,6 +5,8 @@ whole class reads it.
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3Processor,
@@ -45,6 +47,15 @@ IMAGE_IDS = {
 }
 
 
+TOWER = {  # Gemma's, of one layer
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 14,
+}
+
+
 def make_gemma():
     config = Gemma3Config(
         text_config={
@@ -53,20 +64,39 @@ def make_gemma():
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "query_pre_attn_scalar": 20,
         },
-        vision_config={
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 28,
-            "patch_size": 14,
-        },
+        vision_config={**TOWER, "image_size": 28},
         mm_tokens_per_image=4,
         image_token_index=319,
         boi_token_index=318,
         eoi_token_index=317,
     )
     return Gemma3ForConditionalGeneration(config)
+
+
+def make_gemma4():
+    config = AutoConfig.for_model(
+        "gemma4",
+        text_config={
+            **LANGUAGE,
+            "sliding_window": example.WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "global_head_dim": 16,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 320,
+            "use_bidirectional_attention": "vision",
+        },
+        vision_config={
+            **TOWER,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "position_embedding_size": 64,
+        },
+        image_token_id=319,
+        boi_token_id=318,
+        eoi_token_id=317,
+        video_token_id=316,
+    )
+    return AutoModelForImageTextToText.from_config(config)
 
 
 def make_qwen2():
@@ -98,6 +128,8 @@ MODELS = {
     "Qwen2.5-VL": make_qwen2_5,
     "Qwen3-VL": make_qwen3,
 }
+if decoders.HAS_LAYER_CONFIGS:
+    MODELS["Gemma 4"] = make_gemma4
 
 
 @pytest.fixture(params=MODELS)

@@ -6,6 +6,7 @@ import re
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from restorekv.model.cache_argument import find_cache
 from restorekv.model.position_limits import count_usable_positions
 from restorekv.model.prompt import Context
 from restorekv.model.rope import shift_keys
-from restorekv.model.shape import compute_logits, get_backbone
+from restorekv.model.shape import CacheShape, compute_logits, get_backbone
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.loop import train_adapter
 from tests import families
@@ -626,10 +627,27 @@ def test_llama_4_is_used_up_to_the_positions_from_which_on_it_scales_queries():
     assert support.get_support(later).positions == 1000
 
 
+@pytest.mark.skipif(not decoders.HAS_LAYER_CONFIGS, reason="layers have no configs of their own")
+def test_layers_of_one_kind_have_heads_of_one_kind():
+    """No class of transformers allows others, so the config alone is asked."""
+
+    def find_shape(sizes):
+        settings = {"layer_types": decoders.MIXED, "use_sliding_window": True}
+        config = decoders.tiny_config("qwen3", per_layer_config=sizes, **settings)
+        return CacheShape.from_model(SimpleNamespace(config=config))
+
+    fewer = {"num_key_value_heads": 1}
+    assert find_shape({1: fewer, 3: fewer}).heads == 1  # of the layers that see the whole text
+    assert find_shape({0: fewer, 2: fewer}).heads == 2
+    with pytest.raises(ModelError, match=r"numbers or sizes .*that see the whole text"):
+        find_shape({1: fewer})
+    with pytest.raises(ModelError, match=r"numbers or sizes .*that have a window"):
+        find_shape({2: fewer})
+
+
 @pytest.mark.parametrize(
     ("kind", "settings", "why"),
     [
-        ("gemma3n_text", {"num_kv_shared_layers": 1}, "1 layer that uses the keys and values of"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "lets tokens see later ones"),
     ],
 )

@@ -36,6 +36,8 @@ from restorekv.train.parallel import (
     shard_model,
     wants_shards,
 )
+from tests.helpers import decoders
+from tests.helpers.hybrids import build_hybrid, list_targets
 from tests.helpers.models import build_model
 
 TEXT = (
@@ -290,6 +292,25 @@ def test_a_spread_backbone_needs_a_restore_token_at_every_ratio(tiny_tokenizer, 
     assert all(
         "line 5" in str(error) and "r = 0.05" in str(error) for error in together(job, seconds=60)
     )
+
+
+@pytest.mark.skipif(not decoders.HAS_LAYER_CONFIGS, reason="the class is not known")
+def test_spread_layers_that_share_pairs_train_like_whole_ones(tiny_tokenizer, tmp_path):
+    """Of such a model, a restore pass ends before the last layers, which leave no pairs."""
+    targets = list_targets(build_hybrid("gemma4_sharing"))
+    config = replace(CONFIG, targets=targets)
+
+    def job(group):
+        model = build_hybrid("gemma4_sharing")
+        shard_model(model, torch.device("cpu"))
+        train_adapter(model, tiny_tokenizer, EXAMPLES, config, tmp_path / "run", group=group)
+
+    twice = replace(config, contexts=2)
+    model = build_hybrid("gemma4_sharing")
+    train_adapter(model, tiny_tokenizer, EXAMPLES, twice, tmp_path / "alone")
+    assert together(job) == [None, None]
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5, abs=1e-6)
+    assert difference(tmp_path / "run", tmp_path / "alone") < 1e-4
 
 
 @pytest.mark.slow

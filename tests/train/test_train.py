@@ -20,7 +20,7 @@ from restorekv.model import attention
 from restorekv.model.attention import cascade
 from restorekv.model.prompt import get_default_separator, make_context
 from restorekv.model.rope import count_positions
-from restorekv.model.shape import compute_logits
+from restorekv.model.shape import compute_logits, list_windows
 from restorekv.restore.use_warnings import warn_of_other_use
 from restorekv.train import checkpoint
 from restorekv.train import teacher as teacher_module
@@ -45,6 +45,7 @@ from restorekv.train.loss import compute_answer_logits, compute_divergence
 from restorekv.train.teacher_cache import KIND, TeacherCache
 from tests.helpers.cli_world import cli
 from tests.helpers.gates import save_gate
+from tests.helpers.hybrids import HYBRIDS, build_hybrid, list_targets
 from tests.helpers.models import ONE_FAMILY, SHAPE, build_model
 from tests.helpers.training import CONFIG, EXAMPLES, TEXT, losses
 
@@ -187,6 +188,31 @@ def test_every_adapter_weight_that_can_learn_does(tiny_tokenizer, tmp_path):
     assert still and all(
         last in name and not ("k_proj" in name or "v_proj" in name) for name in still
     )
+
+
+@pytest.mark.parametrize("kind", [kind for kind in HYBRIDS if kind.startswith("gemma")])
+def test_models_with_layers_of_several_kinds_are_trained(tiny_tokenizer, tmp_path, kind):
+    """Layers that share the pairs of earlier ones leave nothing, so nothing is learned in them."""
+    model = build_hybrid(kind)
+    config = replace(
+        CONFIG, steps=12, targets=list_targets(model), hidden_weight=0.1, attention_weight=0.1
+    )
+    curves = []
+    for run in ("filling", "filled"):
+        folder = tmp_path / run
+        store = tmp_path / "store"
+        adapter = train_adapter(
+            model, tiny_tokenizer, EXAMPLES, config, folder, store=store, store_prefill=True
+        )
+        curves.append(losses(folder))
+    assert curves[0] == curves[1] and sum(curves[0][-3:]) < sum(curves[0][:3])
+    own = len(list_windows(model.config))
+    learned = {
+        int(re.search(r"layers\.(\d+)\.", name)[1])
+        for name, weight in adapter.trainable_state().items()
+        if "lora_B" in name and weight.any()
+    }
+    assert learned == set(range(own))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

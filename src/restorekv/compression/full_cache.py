@@ -74,10 +74,14 @@ def prefill_and_score(
     """
     # Some evictors see the layers while the prefill runs, others read the cache afterwards.
     observer = evictor.make_observer(model, context)
-    observing = observe_layers(model, observer.on_layer) if observer else nullcontext()
+    observing = nullcontext()
+    sees_sharing = getattr(observer, "sees_sharing", False)
+    if observer:
+        observing = observe_layers(model, observer.on_layer, sees_sharing)
     begin_phase("prefill")
     with time_phase(seconds, "prefill"), observing:
-        full = prefill(model, _select_unread_ids(context, cache), into=cache)
+        ids = _select_unread_ids(context, cache)
+        full = prefill(model, ids, into=cache, whole=sees_sharing)
     begin_phase("score")
     before = _note_versions(full)
     with time_phase(seconds, "score"):

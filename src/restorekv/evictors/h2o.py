@@ -34,7 +34,13 @@ from restorekv.model.shape import CacheShape
 
 
 class ColumnMaxima:
-    """`best` (L, H, G, S + T) float32: the highest weight that each column has had so far."""
+    """`best` (L, H, G, S + T) float32: the highest weight that each column has had so far.
+
+    Where later layers attend to the same pairs (Gemma 3n, Gemma 4), their query heads count as if
+    they were further queries of the layer's own heads.
+    """
+
+    sees_sharing = True
 
     def __init__(self, model: Model, context: Context, diagonal: bool) -> None:
         shape = CacheShape.from_model(model)

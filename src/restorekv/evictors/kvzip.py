@@ -7,10 +7,12 @@ attention sinks, the chunk's pairs in the cache and the pass's own pairs (causal
 
     A_ji = softmax_i(q_j k_i / sqrt(D))          score_i = max over j and the G query heads of A_ji.
 
-Each pass has its own softmax. The learned sinks of a model such as gpt-oss, to which a head may pay
-attention instead of to any pair, are in it as they are in the model's own. One product of queries
-and keys gives both the pass's attention and the maxima, block by block (attention/blocked.py; on a
-GPU triton_maxima.py): neither A nor a copy of the full cache ever exists.
+Where later layers attend to the same pairs (Gemma 3n, Gemma 4), the maximum is over their query
+heads too. Each pass has its own softmax. The learned sinks of a model such as gpt-oss, to which a
+head may pay attention instead of to any pair, are in it as they are in the model's own. One product
+of queries and keys gives both the pass's attention and the maxima, block by block
+(attention/blocked.py; on a GPU triton_maxima.py): neither A nor a copy of the full cache ever
+exists.
 """
 
 from collections.abc import Iterable, Iterator
@@ -115,10 +117,11 @@ class KVzip(Evictor):
                 view: LayerView, each: Repetition = each, columns: Tensor = columns
             ) -> Tensor:
                 maxima, output = self.score_chunk(view, layers[view.layer], each.start, each.end)
-                columns[view.layer] = maxima
+                # Layers that share pairs come one after the other with the same number.
+                columns[view.layer] = torch.maximum(columns[view.layer], maxima)
                 return output
 
-            with observe_layers(model, on_layer):
+            with observe_layers(model, on_layer, sharing=True):
                 backbone(
                     # The observer computes attention itself; the model's layers see only their own
                     # pairs.

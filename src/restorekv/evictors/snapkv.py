@@ -6,13 +6,14 @@ With the last w positions of the context as observation window,
     score_i = mean over the window's queries j of softmax_i(scale q_j k_i),
               max-pooled over 7 neighboring columns,
 
-and the window itself is always kept. The scale is the model's own: 1 / sqrt(D) in most, another
-number in Granite, where kvpress still divides by sqrt(D). Where the appendix says nothing there are
-settings: `groups` reduces the query heads of a KV head before pooling ("mean", as in the code that
-RestoreKV's authors published, or "max"); the first `sinks` columns of the context are kept too (0;
-4 in that code). The softmax is causal over every key, prefix and window included, and the model's
-learned sinks, if it has any; the pool is over the context's columns. kvpress's version is
-"snapkv:window=64,kernel=5,pool=avg".
+and the window itself is always kept. Where later layers attend to the same pairs (Gemma 3n, Gemma
+4), their query heads count like those of the layer itself. The scale is the model's own: 1 /
+sqrt(D) in most, another number in Granite, where kvpress still divides by sqrt(D). Where the
+appendix says nothing there are settings: `groups` reduces the query heads of a KV head before
+pooling ("mean", as in the code that RestoreKV's authors published, or "max"); the first `sinks`
+columns of the context are kept too (0; 4 in that code). The softmax is causal over every key,
+prefix and window included, and the model's learned sinks, if it has any; the pool is over the
+context's columns. kvpress's version is "snapkv:window=64,kernel=5,pool=avg".
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer, p
 from restorekv.model.cache_argument import pass_cache
 from restorekv.model.observer import LayerView, observe_layers
 from restorekv.model.prefill import read_only_view
-from restorekv.model.shape import CacheShape, get_backbone
+from restorekv.model.shape import CacheShape, count_readers, get_backbone
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,19 @@ class SnapKV(Evictor):
             shape.layers, shape.heads, context.text_tokens, dtype=torch.float32, device=model.device
         )
 
+        before = scores[..., :before_window]  # a view
+        readers = count_readers(model.config)
+
         def on_layer(view: LayerView) -> None:
-            scores[view.layer, :, :before_window] = self._attend_window(
-                view, context.prefix_length, start
-            )
+            weights = self._attend_window(view, context.prefix_length, start)
+            # Layers that share pairs come one after the other with the same number.
+            if self.groups == "max":
+                before[view.layer] = torch.maximum(before[view.layer], weights)
+            else:
+                before[view.layer] += weights / readers[view.layer]
 
         if before_window:
-            with observe_layers(model, on_layer):
+            with observe_layers(model, on_layer, sharing=True):
                 # The window's rows attend to everything before them; no other row is computed
                 # again.
                 backbone = get_backbone(model)
@@ -107,13 +114,14 @@ class SnapKV(Evictor):
                     **pass_cache(backbone, read_only_view(full, start)),
                     use_cache=True,
                 )
+            before.copy_(self._pool(before))
         sinks = range(min(self.sinks, before_window))
         # Pinned columns are raised in order, so that the latest column of the window ranks highest.
         return pin_columns(scores, [*sinks, *range(before_window, context.text_tokens)])
 
     def _attend_window(self, view: LayerView, start: int, end: int) -> Tensor:
-        """Return (H, end - start): the queries' attention to the columns [start, end), averaged,
-        reduced over G, pooled.
+        """Return (H, end - start): the queries' attention to the columns [start, end), averaged and
+        reduced over G.
         """
         heads, groups, rows, _ = view.query.shape
         total = torch.zeros(
@@ -123,8 +131,11 @@ class SnapKV(Evictor):
         blocks = iterate_attention_blocks(view.query, view.key, view.scale, sinks=view.sinks)
         for _, _, weights in blocks:
             total += weights[..., start:end].sum(2)
-        mean = reduce_groups(total / rows, self.groups)
+        return reduce_groups(total / rows, self.groups)
+
+    def _pool(self, weights: Tensor) -> Tensor:
+        """Return every layer's weights (L, H, columns), pooled over neighboring columns."""
+        # Half a kernel of padding on each side keeps the number of columns.
         if self.pool == "max":
-            # Half a kernel of padding on each side keeps the number of columns.
-            return F.max_pool1d(mean, self.kernel, stride=1, padding=self.kernel // 2)
-        return F.avg_pool1d(mean, self.kernel, stride=1, padding=self.kernel // 2)
+            return F.max_pool1d(weights, self.kernel, stride=1, padding=self.kernel // 2)
+        return F.avg_pool1d(weights, self.kernel, stride=1, padding=self.kernel // 2)

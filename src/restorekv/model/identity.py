@@ -36,6 +36,7 @@ from restorekv.model.prompt import hash_template
 from restorekv.model.rope import get_rope_settings
 from restorekv.model.shape import (
     CacheShape,
+    describe_sliding_heads,
     describe_windows,
     get_dtype_name,
     refuse_offloaded,
@@ -80,8 +81,9 @@ class ModelIdentity:
     name: what `load_model` would load again; fingerprint: 16 hex digits of config and weights;
     weights: where these came from, and a sketch of them (`describe_weights`); dtype: such as
     "bfloat16"; rope: what determines the rotation of keys; shape: that of the cache; windows: those
-    of the layers, [] unless the model is hybrid; template: 16 hex digits of the tokenizer's chat
-    template, None if no tokenizer was given.
+    of the layers, [] unless the model is hybrid; sliding_shape: heads and head dim of the layers
+    with a window, {} if they are those of the others; template: 16 hex digits of the tokenizer's
+    chat template, None if no tokenizer was given.
     """
 
     name: str
@@ -91,6 +93,7 @@ class ModelIdentity:
     rope: dict[str, Any]
     shape: CacheShape
     windows: list[int]
+    sliding_shape: dict[str, int]
     template: str | None = None
 
 
@@ -106,6 +109,7 @@ def identify_model(model: PreTrainedModel, tokenizer: Tokenizer | None = None) -
         rope=get_rope_settings(model.config),
         shape=CacheShape.from_model(model),
         windows=describe_windows(model.config),
+        sliding_shape=describe_sliding_heads(model.config),
         template=template,
     )
 
@@ -185,6 +189,9 @@ def _describe_computation(model: PreTrainedModel, shape: CacheShape) -> str:
     windows = describe_windows(model.config)
     if windows:
         facts.append(str(windows))
+    sliding_shape = describe_sliding_heads(model.config)
+    if sliding_shape:
+        facts.append(str(sliding_shape))
     # The defaults of the architecture: `to_diff_dict` compares with those of all configs, and would
     # list what every Llama has.
     has_defaults = not getattr(config, "has_no_defaults_at_init", False)
@@ -211,17 +218,23 @@ def _list_base_parameters(
     model: PreTrainedModel, quantized: Mapping[str, nn.Module]
 ) -> list[tuple[str, Tensor]]:
     """Return the weights sorted by name, as if the model had no layers of PEFT, and the buffers
-    with the codes and scales of quantized layers.
+    that a checkpoint has too, such as Gemma 4's scales of layers and the codes and scales of
+    quantized layers.
     """
     added = {id(weight) for _, _, _, weight in _iterate_adapter_weights(model)}
     named = []
     for name, weight in model.named_parameters():
         if id(weight) not in added and weight.numel():
             named.append((drop_wrappers(name), weight))
-    for path, layer in quantized.items():
-        for name, buffer in layer.named_buffers(recurse=False):
-            if buffer.numel():
-                named.append((f"{path}.{name}", buffer))
+    for path, module in model.named_modules():
+        # PEFT keeps numbers of its adapters in buffers of its own modules.
+        if type(module).__module__.partition(".")[0] == "peft":
+            continue
+        own_path = drop_wrappers(path)
+        left_out = () if own_path in quantized else module._non_persistent_buffers_set
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.numel() and name not in left_out:
+                named.append((f"{own_path}.{name}".lstrip("."), buffer))
     return sorted(named, key=lambda item: item[0])
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.model.attention import get_observer, observe_attention
 from restorekv.model.attention.sinks import group_sinks
-from restorekv.model.shape import get_backbone, list_full_layers
+from restorekv.model.shape import get_backbone, list_full_layers, list_pair_layers
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,9 @@ class LayerView:
     hidden (Q, d) is the input of the attention module, after the input norm; query (H, G, Q, D) is
     after QK-norm and RoPE; key and value (H, K, D) are those of the tail if the layer is `ragged`;
     mask (1, 1, Q, K) or None = causal; sinks (H, G) are logits in every softmax, or None.
+
+    A layer that shares the pairs of an earlier one (shape.py) has the `layer` of that one, and the
+    same key and value.
     """
 
     layer: int
@@ -48,7 +51,10 @@ HOOKS_LOCK = threading.Lock()  # PyTorch numbers hooks without locking
 
 
 class Observer(Protocol):
-    """An object that looks at every layer of a prefill."""
+    """An object that looks at every layer of a prefill.
+
+    One that has `sees_sharing = True` is also shown the layers that share pairs of earlier ones.
+    """
 
     def on_layer(self, view: LayerView) -> Tensor | None:
         """Look at a layer of a chunk; return None, or the attention output (Q, H * G, D) that
@@ -58,20 +64,28 @@ class Observer(Protocol):
 
 
 @contextmanager
-def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
+def observe_layers(
+    model: PreTrainedModel, on_layer: OnLayer, sharing: bool = False
+) -> Iterator[None]:
     """Call on_layer(LayerView) for every attention layer of every pass in the block, in order.
 
     Layers with a sliding window are left out: nothing of them is evicted.
 
     A tensor (Q, H * G, D) that `on_layer` returns replaces the output of attention, except in a
     ragged layer.
+
+    Args:
+        model: The model whose passes are observed.
+        on_layer: What is called.
+        sharing: Whether layers that share the pairs of an earlier layer (Gemma 3n, Gemma 4) are
+            shown too, as further calls with that layer's number. Their queries are not those of
+            the earlier layer.
     """
     # Hooks of attention modules put the layer's input here for the attention function, which
     # follows.
     inputs: list[Tensor] = []
     rotations: list[tuple[Tensor, Tensor] | None] = []
-    # The row in the scores of every layer that sees the whole text.
-    rows = {index: row for row, index in enumerate(list_full_layers(model.config))}
+    rows = _list_rows(model, sharing)
 
     def before_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
         # Hooks see the passes of other threads too, whose observers may be active, and come without
@@ -130,3 +144,13 @@ def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
         with HOOKS_LOCK:
             for handle in handles:
                 handle.remove()
+
+
+def _list_rows(model: PreTrainedModel, sharing: bool) -> dict[int, int]:
+    """Return the row in the scores of every layer that is observed."""
+    rows = {index: row for row, index in enumerate(list_full_layers(model.config))}
+    if sharing:
+        for index, source in enumerate(list_pair_layers(model.config)):
+            if source in rows:
+                rows[index] = rows[source]
+    return rows

@@ -3,10 +3,11 @@
 Only the decoder runs, never the LM head, and no gradient is recorded.
 """
 
+import inspect
 from typing import Any, TypeVar, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -15,7 +16,12 @@ from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.cache.sliding import RecentLayer, SlidingLayer
 from restorekv.cache.tail import CompressedLayer, count_queries
 from restorekv.model.cache_argument import pass_cache
-from restorekv.model.shape import get_backbone, is_hybrid, list_windows
+from restorekv.model.shape import (
+    count_sharing_layers,
+    get_backbone,
+    is_hybrid,
+    list_windows,
+)
 
 CHUNK = 4096
 # The most entries of a chunk's mask, so that the mask takes no more memory for a million tokens
@@ -29,18 +35,29 @@ AnyCache = TypeVar("AnyCache", bound=Cache)
 
 
 @overload
-def prefill(model: PreTrainedModel, ids: Tensor, chunk: int | None = None) -> DynamicCache: ...
+def prefill(
+    model: PreTrainedModel, ids: Tensor, chunk: int | None = None, *, whole: bool = False
+) -> DynamicCache: ...
 
 
 @overload
 def prefill(
-    model: PreTrainedModel, ids: Tensor, chunk: int | None = None, *, into: AnyCache
+    model: PreTrainedModel,
+    ids: Tensor,
+    chunk: int | None = None,
+    *,
+    into: AnyCache,
+    whole: bool = False,
 ) -> AnyCache: ...
 
 
 @torch.no_grad()
 def prefill(
-    model: PreTrainedModel, ids: Tensor, chunk: int | None = None, into: Cache | None = None
+    model: PreTrainedModel,
+    ids: Tensor,
+    chunk: int | None = None,
+    into: Cache | None = None,
+    whole: bool = False,
 ) -> Cache:
     """Return a cache with keys and values (1, H, S + T, D) of every layer.
 
@@ -52,15 +69,32 @@ def prefill(
         chunk: Tokens of a chunk, which bounds the memory of activations; the default bounds the
             memory of the mask, too.
         into: A cache to append to; a new one by default.
+        whole: Whether layers that leave no pairs are computed for every token too, for an observer.
     """
     # A hybrid model has windows in some layers, which keep fewer columns.
     full = make_full_cache(model) if into is None else into
     # The mask of a chunk has chunk * columns entries, which bounds the chunk of a long text.
     chunk = chunk or max(min(CHUNK, MASK // ids.shape[-1]), 1)
     backbone = get_backbone(model)
+    options = {} if whole else skip_sharing_layers(backbone)
     for piece in ids.to(model.device).split(chunk, dim=-1):
-        backbone(input_ids=piece, **pass_cache(backbone, full), use_cache=True)
+        backbone(input_ids=piece, **pass_cache(backbone, full), use_cache=True, **options)
     return full
+
+
+def skip_sharing_layers(backbone: nn.Module) -> dict[str, int]:
+    """Return the keyword argument of a pass of which only the cached pairs are used: the layers
+    that share the pairs of earlier ones then compute the last token alone.
+
+    They are more than half of the smallest Gemma 4. Nothing for models without such layers, and for
+    classes that cannot leave out tokens in them (Gemma 3n).
+    """
+    called: Any = backbone
+    if not count_sharing_layers(called.config):
+        return {}
+    if "logits_to_keep" not in inspect.signature(called.forward).parameters:
+        return {}
+    return {"logits_to_keep": 1}
 
 
 def make_full_cache(model: PreTrainedModel, margin: int = 0) -> DynamicCache:

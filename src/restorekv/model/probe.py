@@ -47,9 +47,12 @@ from restorekv.model.observer import HOOKS_LOCK
 from restorekv.model.prefill import QueryOnlyLayer, make_full_cache
 from restorekv.model.shape import (
     CacheShape,
+    LayerHeads,
     compute_logits,
     get_backbone,
     get_dtype_name,
+    list_heads,
+    list_pair_layers,
     list_windows,
 )
 
@@ -188,7 +191,7 @@ def _check_layers(model: PreTrainedModel, backbone: nn.Module) -> None:
 
 
 def _check_config(model: PreTrainedModel) -> None:
-    """Refuse a model whose config says that layers have no pairs of their own, or see what follows.
+    """Refuse a model whose config says that tokens see later ones.
 
     The probe's passes would fail as well, with an error that does not say why.
     """
@@ -196,11 +199,6 @@ def _check_config(model: PreTrainedModel) -> None:
     # In models for images, the value "vision" is about their tokens alone.
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise _make_refusal(model, "lets tokens see later ones (use_bidirectional_attention)")
-    sharing = getattr(config, "num_kv_shared_layers", None) or 0
-    if sharing:
-        layers = "layer that uses" if sharing == 1 else "layers that use"
-        why = f"has {sharing} {layers} the keys and values of others (num_kv_shared_layers)"
-        raise _make_refusal(model, why)
 
 
 def _is_position_table(path: str, module: nn.Module) -> bool:
@@ -219,7 +217,10 @@ class _Probe:
         self.model: Any = model
         self.backbone = backbone
         self.shape = shape
-        self.windows = list_windows(self.model.config)  # of every layer, None for the whole text
+        # Of every layer with pairs of its own, None for the whole text.
+        self.windows = list_windows(self.model.config)
+        # Of every layer, the one whose pairs it attends to.
+        self.pair_layers = list_pair_layers(self.model.config)
         # The dtype whose rounding may explain a difference: the model's, or one of 16 bits, since
         # quantized layers do not compute more exactly whatever dtype is around them.
         self.dtype = self.model.dtype
@@ -274,11 +275,10 @@ class _Probe:
 
     def check_calls(self, record: PassRecord, cache: Any) -> None:
         """Refuse attention that is not each layer's softmax over plain keys and values."""
-        shape = self.shape
-        layers = len(self.windows)
+        layers = len(self.pair_layers)
         called = [getattr(call.module, "layer_idx", None) for call in record.calls]
-        if called != list(range(layers)) or len(cache.layers) != layers:
-            if called and len(cache.layers) == layers:
+        if called != list(range(layers)) or len(cache.layers) != len(self.windows):
+            if called and len(cache.layers) == len(self.windows):
                 if len(called) == layers:
                     raise self.make_refusal(
                         "does not call the attention of its layers in their order"
@@ -287,28 +287,37 @@ class _Probe:
                     f"calls its attention {len(called)} times for {layers} layers"
                 )
             raise self.make_refusal("does not compute attention through AttentionInterface")
-        plain = (1, shape.heads, len(IDS), shape.head_dim)
-        query_heads = shape.heads * shape.groups
-        for call, layer in zip(record.calls, cache.layers, strict=True):
-            shapes = [tuple(call.key.shape), tuple(call.value.shape)]
-            if shapes == [plain, plain] and call.query.shape[1] != query_heads:
-                raise self.make_refusal(
-                    f"has {call.query.shape[1]} query heads where {query_heads} are expected"
-                )
-            if shapes != [plain, plain]:
-                (_, heads, _, size), (_, others, _, width) = shapes
-                raise self.make_refusal(
-                    f"has {heads} key heads of {size} and {others} value heads of {width} numbers, "
-                    f"where {shape.heads} of {shape.head_dim} are expected, as latent attention or "
-                    "unequal layers do"
-                )
+        all_heads = list_heads(self.model.config)
+        for call, source in zip(record.calls, self.pair_layers, strict=True):
+            self.check_heads(call, all_heads[source])
+            # A layer without pairs of its own attends to those that an earlier layer has cached.
+            layer = cache.layers[source]
             if not torch.equal(layer.keys, call.key) or not torch.equal(layer.values, call.value):
                 raise self.make_refusal("attends to other keys or values than its cache holds")
             self.check_eager(call)
-        for call, window in zip(record.calls, self.windows, strict=True):
+            window = self.windows[source]
             named = call.options.get("sliding_window")
             if named is not None and window is not None and int(named) != window:
                 raise self.make_refusal("has layers with a different window than its config names")
+
+    def check_heads(self, call: AttentionCall, expected: LayerHeads) -> None:
+        """Refuse a layer whose keys, values or queries do not have the sizes that the config names,
+        as latent attention and layers of several kinds do not.
+        """
+        plain = (1, expected.heads, len(IDS), expected.head_dim)
+        shapes = [tuple(call.key.shape), tuple(call.value.shape)]
+        if shapes != [plain, plain]:
+            (_, heads, _, size), (_, others, _, width) = shapes
+            raise self.make_refusal(
+                f"has {heads} key heads of {size} and {others} value heads of {width} numbers, "
+                f"where {expected.heads} of {expected.head_dim} are expected, as latent attention "
+                "or unequal layers do"
+            )
+        query_heads = expected.heads * expected.groups
+        if call.query.shape[1] != query_heads:
+            raise self.make_refusal(
+                f"has {call.query.shape[1]} query heads where {query_heads} are expected"
+            )
 
     def check_eager(self, call: AttentionCall) -> None:
         """Refuse a layer whose class's eager attention is not the causal softmax of random queries
@@ -424,8 +433,9 @@ class _Probe:
         """
         limits = [UNLIMITED]
         functions: dict[int | None, set[Callable]] = {}  # by the window of the layers
-        for call, window in zip(record.calls, self.windows, strict=True):
-            own = [function for mask, function in record.masks if mask is call.mask]
+        for call, source in zip(record.calls, self.pair_layers, strict=True):
+            window = self.windows[source]
+            own = [function for mask, function in record.masks if _is_same_mask(mask, call.mask)]
             if call.mask is not None and not own:  # it may hide pairs of a longer text
                 raise self.make_refusal("makes a mask of its own")
             functions.setdefault(window, set()).update(own)
@@ -521,6 +531,9 @@ class _Probe:
         """
         limits = [UNLIMITED]
         layers: list[Any] = DynamicCache(config=self.model.config).layers
+        # Layers that share the pairs of others may have a place in it, which stays empty.
+        if len(layers) == len(self.pair_layers):
+            layers = layers[: len(self.windows)]
         windows = self.windows if len(layers) == len(self.windows) else [None] * len(layers)
         for layer, window in zip(layers, windows, strict=True):
             if getattr(layer, "is_sliding", False):
@@ -726,6 +739,13 @@ def _is_close(one: Tensor, other: Tensor, dtype: torch.dtype, strict: bool = Fal
     return bool(error <= tolerance * other.float().abs().max() + 1e-9)
 
 
+def _is_same_mask(one: Tensor | None, other: Tensor | None) -> bool:
+    """Return whether two masks are one, or views of the whole of one, which Gemma 4 makes."""
+    if one is None or other is None:
+        return one is other
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape
+
+
 def _make_window_limit(limit: int, in_every_layer: bool = False) -> Support:
     """Return the limit that a window sets."""
     if in_every_layer:
@@ -790,7 +810,7 @@ def _run_one_token(
             **pass_cache(backbone, DynamicCache()),
             **options,
         )
-    layers = len(list_windows(model.config))
+    layers = len(list_pair_layers(model.config))
     if len(record.calls) != layers:  # else nothing would be compared
         raise ModelError(
             f"{type(model).__name__} called its attention {len(record.calls)} times for "

@@ -1,5 +1,6 @@
 """The shape of a model's cache, and other facts about a model that many modules need."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,47 +35,164 @@ class CacheShape:
         """Return the shape that the model's config gives; raise ModelError if it gives none."""
         config = model.config.get_text_config()
         # Linear attention and state-space layers hold no pairs to score or evict.
-        others = set(getattr(config, "layer_types", None) or ()) - _WHOLE_TEXT_LAYERS
-        if others:
+        unknown = set(getattr(config, "layer_types", None) or ()) - _WHOLE_TEXT_LAYERS
+        if unknown:
             raise ModelError(
-                f"{config.model_type} has {min(others)} layers; "
+                f"{config.model_type} has {min(unknown)} layers; "
                 "use a model in which every layer attends to the whole context."
             )
         try:
-            queries = int(config.num_attention_heads)
-            # Without grouped queries every query head has its own KV head.
-            heads = int(getattr(config, "num_key_value_heads", None) or queries)
-            head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // queries)
-            return cls(
-                layers=list_windows(config).count(None),
-                heads=heads,
-                groups=queries // heads,
-                head_dim=head_dim,
-                hidden=config.hidden_size,
-            )
-        # No heads, or layers of different shapes: configs raise errors of their own classes.
+            heads = list_heads(config)
+            windows = list_windows(config)
+        # No heads, or none that the config names: configs raise errors of their own classes.
         except Exception as error:
             raise ModelError(
                 f"{config.model_type} does not say the size of every layer's heads "
-                f"({summarize_error(error)}); "
-                "use a decoder with one kind of attention in all layers."
+                f"({summarize_error(error)}); use another decoder."
             ) from error
+        full = _select_heads(heads, windows, has_window=False)
+        sliding = _select_heads(heads, windows, has_window=True)
+        if not full:
+            raise ModelError(
+                f"{config.model_type} has no layers with keys and values of their own; use the "
+                "model that it assists."
+            )
+        for kind, of_kind in (("see the whole text", full), ("have a window", sliding)):
+            if len(set(of_kind)) > 1:
+                raise ModelError(
+                    f"{config.model_type} has heads of different numbers or sizes in the layers "
+                    f"that {kind}; use a decoder in which these layers are alike."
+                )
+        return cls(
+            layers=len(full),
+            heads=full[0].heads,
+            groups=full[0].groups,
+            head_dim=full[0].head_dim,
+            hidden=config.hidden_size,
+        )
+
+
+@dataclass(frozen=True)
+class LayerHeads:
+    """The heads of one layer: H KV heads, G query heads per KV head, D head dim."""
+
+    heads: int
+    groups: int
+    head_dim: int
+
+
+def list_heads(config: Any) -> tuple[LayerHeads, ...]:
+    """Return the heads of every layer that has pairs of its own.
+
+    Layers with a window may have other heads than those that see the whole text, as in Gemma 4.
+    """
+    config = config.get_text_config()
+    found = []
+    for own in _list_layer_configs(config):
+        queries = int(own.num_attention_heads)
+        # Without grouped queries every query head has its own KV head.
+        heads = int(getattr(own, "num_key_value_heads", None) or queries)
+        head_dim = int(getattr(own, "head_dim", None) or own.hidden_size // queries)
+        found.append(LayerHeads(heads, queries // heads, head_dim))
+    return tuple(found)
+
+
+def _select_heads(
+    heads: Sequence[LayerHeads], windows: Sequence[int | None], has_window: bool
+) -> list[LayerHeads]:
+    """Return the heads of the layers that have a window, or of those that have none."""
+    return [
+        each
+        for each, window in zip(heads, windows, strict=True)
+        if (window is not None) == has_window
+    ]
+
+
+def describe_sliding_heads(config: Any) -> dict[str, int]:
+    """Return the KV heads and head dim of the layers with a window as files record them; nothing if
+    they are those of the other layers.
+    """
+    heads = list_heads(config)
+    windows = list_windows(config)
+    full = _select_heads(heads, windows, has_window=False)
+    sliding = _select_heads(heads, windows, has_window=True)
+    if not full or not sliding:
+        return {}
+    found = {"heads": sliding[0].heads, "head_dim": sliding[0].head_dim}
+    if found == {"heads": full[0].heads, "head_dim": full[0].head_dim}:
+        return {}
+    return found
+
+
+def _list_layer_configs(config: Any) -> list[Any]:
+    """Return the config of every layer that has pairs of its own.
+
+    Most models have one config for all layers. The configs of some, such as Gemma 4's, refuse to
+    name a number that is not the same in all layers.
+    """
+    count = config.num_hidden_layers - count_sharing_layers(config)
+    if getattr(config, "is_heterogeneous", False):
+        return [config.per_layer_config[index] for index in range(count)]
+    return [config] * count
+
+
+def count_sharing_layers(config: Any) -> int:
+    """Return how many of the last layers have no pairs of their own, and attend to those of the
+    last layer of their kind that has some (Gemma 3n, Gemma 4).
+    """
+    return getattr(config.get_text_config(), "num_kv_shared_layers", None) or 0
 
 
 def list_windows(config: Any) -> tuple[int | None, ...]:
-    """Return the window W of every layer, None for a layer that sees the whole text.
+    """Return the window W of every layer that has pairs of its own, None for a layer that sees the
+    whole text.
 
     A token in a layer with a window sees itself and the W - 1 tokens before it. A hybrid model has
     both kinds of layers. A model with a window in every layer counts as one without windows here:
     nothing of it could be evicted, and it is used up to the length of its window (probe.py).
     """
     config = config.get_text_config()
-    kinds = list(getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None)
-    has_both = set(kinds) == {FULL_ATTENTION, "sliding_attention"}
-    if not has_both or type(window) is not int or window < 2:
-        return (None,) * config.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    own = _list_layer_configs(config)
+    kinds = list(getattr(config, "layer_types", None) or ())[: len(own)]
+    if set(kinds) != {FULL_ATTENTION, "sliding_attention"}:
+        return (None,) * len(own)
+    windows: list[int | None] = []
+    for kind, layer_config in zip(kinds, own, strict=True):
+        window = None
+        if kind == "sliding_attention":
+            window = getattr(layer_config, "sliding_window", None)
+            if type(window) is not int or window < 2:
+                return (None,) * len(own)
+        windows.append(window)
+    return tuple(windows)
+
+
+def list_pair_layers(config: Any) -> tuple[int, ...]:
+    """Return for every layer of the model the layer whose pairs it attends to: itself, or, for the
+    last layers of some models, the last one of its kind that has pairs of its own.
+    """
+    config = config.get_text_config()
+    total = config.num_hidden_layers
+    own = total - count_sharing_layers(config)
+    found = list(range(own))
+    kinds = list(getattr(config, "layer_types", None) or [FULL_ATTENTION] * total)
+    for kind in kinds[own:]:
+        sources = [index for index in range(own) if kinds[index] == kind]
+        if not sources:
+            raise ModelError(
+                f"{config.model_type} has no layer of the kind {kind!r} with pairs of its own; use "
+                "another decoder."
+            )
+        found.append(sources[-1])
+    return tuple(found)
+
+
+def count_readers(config: Any) -> list[int]:
+    """Return for every layer of the L that see the whole text how many layers attend to its pairs:
+    1, or more where later layers share them.
+    """
+    sources = list_pair_layers(config)
+    return [sources.count(index) for index in list_full_layers(config)]
 
 
 def describe_windows(config: Any) -> list[int]:
@@ -86,7 +204,9 @@ def describe_windows(config: Any) -> list[int]:
 
 
 def list_full_layers(config: Any) -> list[int]:
-    """Return the numbers of the layers that see the whole text, in ascending order."""
+    """Return the numbers of the layers that have pairs of their own and see the whole text, in
+    ascending order.
+    """
     return [index for index, window in enumerate(list_windows(config)) if window is None]
 
 

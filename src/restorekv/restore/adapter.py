@@ -30,9 +30,11 @@ from restorekv.errors import AdapterError, warn
 from restorekv.model import base_weights
 from restorekv.model.attention import install_attention
 from restorekv.model.cache_argument import pass_cache
+from restorekv.model.embeddings_argument import pass_embeddings
 from restorekv.model.identity import ModelIdentity, identify_model
 from restorekv.model.names import NAMES as MODEL_NAMES
 from restorekv.model.names import get_model_name, to_hub_id
+from restorekv.model.prefill import skip_sharing_layers
 from restorekv.model.shape import get_backbone, get_dtype_name
 from restorekv.model.support import refuse_beyond_exact
 from restorekv.restore import adapter_file, publish
@@ -167,10 +169,10 @@ class RestoreAdapter(nn.Module):
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
             if fixed is None:
-                tokens = torch.randint(len(weight), (n,))
+                embeddings = _draw_embeddings(layer, n)
             else:
-                tokens = torch.full((n,), fixed)
-            adapter = cls(model, config, layer(tokens.to(weight.device)), card)
+                embeddings = layer(torch.full((n,), fixed, device=weight.device))
+            adapter = cls(model, config, embeddings, card)
         adapter._refuse_unused_targets()
         return adapter
 
@@ -389,9 +391,10 @@ class RestoreAdapter(nn.Module):
         # The model with LoRA runs; its pairs are appended by the cache's own `update`.
         backbone = get_backbone(self.adapted_model)
         backbone(
-            inputs_embeds=embeddings[None],
             position_ids=positions[None],
+            **pass_embeddings(backbone, embeddings[None]),
             **pass_cache(backbone, cache),
+            **skip_sharing_layers(backbone),
             use_cache=True,
         )
 
@@ -613,6 +616,24 @@ class RestoreAdapter(nn.Module):
         if self._folder is not None:
             self.card = publish.add_license(self.card, self._folder)
             self._folder = None
+
+
+def _draw_embeddings(layer: nn.Module, n: int) -> Tensor:
+    """Return the embeddings (n, d) of n tokens drawn from the vocabulary.
+
+    A token whose embedding is all zeros, as that of padding may be, is replaced by the next one
+    that has another: Gemma 3n divides by the length of an embedding, which has no gradient at 0.
+    """
+    table: Any = layer.weight
+    tokens = torch.randint(len(table), (n,)).to(table.device)
+    embeddings = layer(tokens)
+    for _ in range(len(table)):
+        is_zero = ~embeddings.any(-1)
+        if not is_zero.any():
+            break
+        tokens = torch.where(is_zero, (tokens + 1) % len(table), tokens)
+        embeddings = layer(tokens)
+    return embeddings
 
 
 def make_card(n: int, identity: ModelIdentity) -> AdapterCard:

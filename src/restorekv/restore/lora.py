@@ -187,6 +187,7 @@ def attach_lora(
         with (
             keep_gradient_flags(model),
             _hide_model_type(adapted),
+            _hide_other_parts(adapted),
             torch.random.fork_rng(devices=[]),
         ):
             inject_adapter_in_model(config, adapted, NAME)
@@ -202,7 +203,6 @@ def attach_lora(
         for path, module in adapted.named_modules()
         if isinstance(module, LoraLayer) and NAME in module.lora_A
     }
-    _drop_other_parts(adapted, layers)
     _check_targets(model, config, layers)
     _check_replaced_functions(model, adapted)
     # The twin's modules have their own training mode, which does not follow the model's.
@@ -249,15 +249,27 @@ def _hide_model_type(adapted: PreTrainedModel) -> Iterator[None]:
         adapted.config = own_config
 
 
-def _drop_other_parts(adapted: PreTrainedModel, layers: dict[str, Any]) -> None:
-    """Take LoRA out of the parts of a twin that read no text, such as a vision tower with layers of
-    the same names.
+@contextmanager
+def _hide_other_parts(adapted: PreTrainedModel) -> Iterator[None]:
+    """Hide the parts of a twin that read no text from PEFT in the block, such as a vision tower.
+
+    They may have layers of the same names, some of classes that PEFT does not take (Gemma 4).
     """
     reading = set(get_backbone(adapted).modules()) | {adapted.get_output_embeddings()}
-    for path, layer in list(layers.items()):
-        if layer not in reading:
-            adapted.set_submodule(path, layer.get_base_layer())
-            del layers[path]
+    hidden = []
+    for module in adapted.modules():
+        if module in reading:
+            continue
+        for name, child in module.named_children():
+            if reading.isdisjoint(child.modules()):
+                hidden.append((module, name, child))
+    for module, name, _ in hidden:
+        module._modules[name] = None
+    try:
+        yield
+    finally:
+        for module, name, child in hidden:
+            module._modules[name] = child
 
 
 def _check_targets(model: PreTrainedModel, config: LoraConfig, layers: dict[str, Any]) -> None:

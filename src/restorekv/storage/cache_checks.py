@@ -175,13 +175,20 @@ def check_windows(manifest: Manifest) -> None:
     """Check the windows of a hybrid model's layers; an ordinary model has none."""
     windows = manifest.windows
     if not windows:
+        require(not manifest.sliding_shape, "records a sliding_shape and no windows")
         return
     full = windows.count(0)
     # A hybrid model has at least one layer with a window and at least one without.
     fits = len(windows) <= LAYERS and full == manifest.shape["layers"] and full < len(windows)
     fits = fits and all(window == 0 or 2 <= window <= POSITIONS for window in windows)
     require(fits, "records windows that no model's layers have")
-    cells = manifest.shape["heads"] * sum(manifest.count_sliding_columns())
+    own = manifest.sliding_shape
+    if own:
+        fits = set(own) == {"heads", "head_dim"} and all(
+            0 < size <= SHAPE_LIMITS[name] for name, size in own.items()
+        )
+        require(fits, "records a sliding_shape that no model's layers have")
+    cells = manifest.sliding_heads * sum(manifest.count_sliding_columns())
     require(cells <= CELLS, "records windows that no model's layers have")
 
 
@@ -233,7 +240,8 @@ def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> Non
             f"{path} was made with a different model{name}, or the same with other weights; load "
             "that one."
         )
-    if manifest.shape != vars(identity.shape) or manifest.windows != identity.windows:
+    recorded = manifest.shape, manifest.windows, manifest.sliding_shape
+    if recorded != (vars(identity.shape), identity.windows, identity.sliding_shape):
         raise CacheFileError(
             f"{path} records a shape that is not the model's; compress the context again."
         )
@@ -315,7 +323,8 @@ def check_tensors(tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
             ("restore_keys", manifest.restore_tokens),
             ("restore_values", manifest.restore_tokens),
         ):
-            check_tensor(tensors, f"sliding.{index}.{name}", dtype, (heads, length, dim))
+            size = manifest.sliding_heads, length, manifest.sliding_head_dim
+            check_tensor(tensors, f"sliding.{index}.{name}", dtype, size)
             expected.add(f"sliding.{index}.{name}")
     require(set(tensors) == expected, "has tensors that do not belong to a cache of its shape")
 

@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from restorekv.cache.ragged import RaggedCache
+from restorekv.cache.ragged import ContextLayer, RaggedCache
 from restorekv.model.prompt import Context
 
 
@@ -31,9 +31,9 @@ def count_pairs_and_bytes(
     first = cache.full_attention[0]
     prefix_pairs = cache.count_prefix_pairs(prefix)
     # In a layer with a window, even a full cache holds no more than that.
-    held = len(cache.full_attention) * columns
-    held += sum(min(layer.window - 1, columns) for layer in cache.sliding)
-    numbers = held * first.heads * 2 * first.restore_keys.shape[-1]
+    numbers = len(cache.full_attention) * columns * _count_column_numbers(first)
+    for layer in cache.sliding:
+        numbers += min(layer.window - 1, columns) * _count_column_numbers(layer)
     return {
         "pairs": cache.pairs_held - (prefix_pairs if prefix_policy == "free" else 0),
         "pairs_of_prefix": prefix_pairs,
@@ -41,6 +41,11 @@ def count_pairs_and_bytes(
         "bytes_full": numbers * first.dtype.itemsize,
         "bytes_held": cache.nbytes,
     }
+
+
+def _count_column_numbers(layer: ContextLayer) -> int:
+    """Return how many numbers one column of a layer has: keys and values of every head."""
+    return 2 * layer.heads * layer.restore_keys.shape[-1]
 
 
 # To add a field: set it in `pipeline.make_manifest`, and where caches are derived from others
@@ -87,6 +92,9 @@ class Manifest:
     # For a hybrid model: the window of every layer, or 0 if it sees the whole text; `layers` of the
     # shape counts only these. Files of other models do not have this field.
     windows: list[int] = field(default_factory=list)
+    # For a hybrid model whose layers with a window have other heads than those of `shape`: their
+    # heads and head_dim. Other files do not have this field.
+    sliding_shape: dict[str, int] = field(default_factory=dict)
     # For a text that ends with a folded conversation, which the next question follows directly: the
     # separator that questions have again once a text is appended. Other files do not have this
     # field.
@@ -97,6 +105,8 @@ class Manifest:
         entries = asdict(self)
         if not self.windows:
             del entries["windows"]
+        if not self.sliding_shape:
+            del entries["sliding_shape"]
         if self.folded_separator is None:
             del entries["folded_separator"]
         return entries
@@ -115,15 +125,25 @@ class Manifest:
         return [min(window - 1, columns) for window in self.windows if window]
 
     @property
+    def sliding_heads(self) -> int:
+        """The KV heads of a layer with a window."""
+        return (self.sliding_shape or self.shape)["heads"]
+
+    @property
+    def sliding_head_dim(self) -> int:
+        """The head dim of a layer with a window."""
+        return (self.sliding_shape or self.shape)["head_dim"]
+
+    @property
     def sliding_pairs(self) -> int:
         """Pairs of the layers with a window, restore cache included, which no budget counts."""
         held = self.count_sliding_columns()
-        return self.shape["heads"] * (sum(held) + len(held) * self.restore_tokens)
+        return self.sliding_heads * (sum(held) + len(held) * self.restore_tokens)
 
     @property
     def sliding_bytes(self) -> int:
         """Bytes of these pairs, which are always in the model's dtype."""
-        width = self.shape["head_dim"] * getattr(torch, self.dtype).itemsize
+        width = self.sliding_head_dim * getattr(torch, self.dtype).itemsize
         return 2 * self.sliding_pairs * width
 
     def for_derived_cache(self, context: Context, cache: RaggedCache, **changed: Any) -> Manifest:

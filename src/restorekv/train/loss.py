@@ -178,6 +178,10 @@ def record_states(
         def record_output(module: torch.nn.Module, inputs: tuple, output: Tensor | tuple) -> None:
             # An attention module returns its output with its weights, a layer may return a tuple.
             state = output if isinstance(output, Tensor) else output[0]
+            # Gemma 3n's layers return several versions of a state (versions, B, Q, d), of which
+            # their attention reads one.
+            if state.ndim == 4:
+                state = state[model.config.get_text_config().altup_active_idx]
             states[name].append(state[chosen])
 
         return record_output

@@ -22,7 +22,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.model.cache_argument import find_cache
 from restorekv.model.identity import remember_identity
 from restorekv.model.load import parse_device
-from restorekv.model.shape import get_backbone
+from restorekv.model.shape import get_backbone, list_windows
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 LAUNCH = "`accelerate launch -m restorekv train`"
@@ -242,7 +242,8 @@ def shard_model(model: PreTrainedModel, device: torch.device) -> None:
     in_layers = set(layers.parameters())
     fully_shard(backbone, mesh=mesh, ignored_params=set(backbone.parameters()) - in_layers)
     # The hook names the layer itself, because the restore pass runs it for the layer's twin.
-    last = layers[-1]
+    # Layers after it share the pairs of others: a restore pass leaves nothing in them.
+    last = layers[len(list_windows(model.config)) - 1]
     last.register_forward_hook(lambda _, *rest: _gather_for_pairs(last, *rest), with_kwargs=True)
     nn.Module.to(model, device)
 
@@ -253,7 +254,7 @@ def is_sharded(backbone: nn.Module) -> bool:
 
 
 def _gather_for_pairs(layer: Any, args: tuple, kwargs: dict, output: object) -> None:
-    """Gather the last layer for the backward pass of the restore pass.
+    """Gather the last layer with pairs of its own for the backward pass of the restore pass.
 
     FSDP does so when the gradient of a layer's output arrives. Nothing uses the last layer's output
     of a restore pass: gradients reach the layer only through its keys and values.

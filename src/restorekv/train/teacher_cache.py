@@ -33,7 +33,7 @@ from restorekv.model import support
 from restorekv.model.identity import identify_model
 from restorekv.model.prefill import make_full_cache, prefill
 from restorekv.model.prompt import Context, encode_question, make_context
-from restorekv.model.shape import CacheShape, list_windows
+from restorekv.model.shape import CacheShape, list_heads, list_windows
 from restorekv.seal import FileKind
 from restorekv.train.config import TrainConfig
 from restorekv.train.examples import TrainingContext
@@ -229,14 +229,15 @@ class TeacherCache:
 
     def _list_prefill_sizes(self, positions: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return dtype and shape of every tensor of a full cache of S + T positions, by name."""
-        shape = CacheShape.from_model(self.model)
+        heads = list_heads(self.model.config)
         sizes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for layer, window in enumerate(list_windows(self.model.config)):
             # A layer with a window holds its last W - 1 columns, the others all.
             columns = positions
             if window is not None:
                 columns = min(columns, window - 1)
-            layer_size = (self.model.dtype, (1, shape.heads, columns, shape.head_dim))
+            own = heads[layer]
+            layer_size = (self.model.dtype, (1, own.heads, columns, own.head_dim))
             sizes[f"keys.{layer}"] = layer_size
             sizes[f"values.{layer}"] = layer_size
         return sizes
@@ -371,7 +372,7 @@ def _are_targets(
         sizes[f"{number}.answer"] = (torch.int64, ())
         sizes[f"{number}.hidden"] = (model.dtype, (tokens, shape.hidden))
         for name in record:
-            layers = len(list_windows(model.config))
+            layers = model.config.get_text_config().num_hidden_layers
             state_size = (model.dtype, (layers, tokens, shape.hidden))
             sizes[f"{number}.state.{name}"] = state_size
     return seal.has_sizes(tensors, sizes)
