@@ -12,7 +12,7 @@ from restorekv.errors import ModelError, summarize_error
 
 # The kind of layers, in configs of transformers, that see a whole text.
 FULL_ATTENTION = "full_attention"
-# The other kinds see all of a text that fits into their window; probe.py finds out its length.
+# The other kinds see all of a text that fits into their window, whose length probe_limits.py finds.
 _WHOLE_TEXT_LAYERS = {FULL_ATTENTION, "sliding_attention", "chunked_attention"}
 
 
@@ -149,7 +149,7 @@ def list_windows(config: Any) -> tuple[int | None, ...]:
 
     A token in a layer with a window sees itself and the W - 1 tokens before it. A hybrid model has
     both kinds of layers. A model with a window in every layer counts as one without windows here:
-    nothing of it could be evicted, and it is used up to the length of its window (probe.py).
+    nothing of it could be evicted, and it is used up to the length of its window (probe_limits.py).
     """
     config = config.get_text_config()
     own = _list_layer_configs(config)

@@ -21,14 +21,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from restorekv.errors import ModelError, RestoreKVError
 from restorekv.model import attention
 from restorekv.model.linear_layers import settle_quantized_layers
-from restorekv.model.probe import (
-    REMEDY,
-    UNLIMITED,
-    InstanceError,
-    Support,
-    keys_follow_rope,
-    probe_model,
-)
+from restorekv.model.probe import probe_model
+from restorekv.model.probe_limits import UNLIMITED, Support, keys_follow_rope
+from restorekv.model.probe_passes import REMEDY, InstanceError
 from restorekv.model.shape import refuse_default_device, refuse_offloaded
 
 __all__ = [
