@@ -279,6 +279,14 @@ def test_foreign_files_are_refused(tmp_path, spec, content, said):
         tasks.make_benchmark(f"{spec}:path={path}s").choose_samples(word_tokenizer(), "kvpress")
 
 
+@pytest.mark.parametrize("spec", ["lines", "fairytaleqa", "hotpotqa"])
+def test_a_file_without_texts_is_named_as_such(tmp_path, spec):
+    path = tmp_path / "val.jsonl"
+    path.write_text("\n")
+    with pytest.raises(RestoreKVError, match=r"val\.jsonl holds no texts; name a file"):
+        tasks.make_benchmark(f"{spec}:path={path}").choose_samples(word_tokenizer(), "kvpress")
+
+
 def test_training_documents_are_asked_only_by_name(tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_bytes(gzip.decompress((TEXTS / "fairytaleqa/val.jsonl.gz").read_bytes()))

@@ -472,7 +472,7 @@ def test_stand_ins_are_described_task_by_task():
     novel = make_benchmark("ruler").to_json()
     assert (
         novel["subsets"]
-        == "qa_1 and qa_2 on subsets (XQuAD's English part; HotpotQA's 100 dev examples)"
+        == "qa_1 and qa_2 on subsets (XQuAD's English part; 75 of HotpotQA's 100 dev examples)"
     )
     assert set(novel["stand_ins"]) == set(told["stand_ins"]) and set(novel["files"]) == {
         "essays",

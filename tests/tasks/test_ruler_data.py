@@ -361,7 +361,7 @@ def test_results_name_the_subsets_that_were_used_and_no_others(tmp_path):
     both = make_benchmark("ruler:tasks=qa_1+qa_2").to_json()
     assert both["subsets"].startswith("qa_1 and qa_2 on subsets (XQuAD")
     given = make_benchmark(f"ruler:tasks=qa_1+qa_2,squad={squad}").to_json()
-    assert given["subsets"] == "qa_2 on a subset (HotpotQA's 100 dev examples)"
+    assert given["subsets"] == "qa_2 on a subset (75 of HotpotQA's 100 dev examples)"
     assert given["license"].endswith("that of the files given")
     assert not both["license"].endswith("that of the files given")
     alone = make_benchmark(f"ruler:tasks=qa_1,squad={squad}").to_json()

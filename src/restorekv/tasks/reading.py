@@ -95,6 +95,11 @@ class Reading(Benchmark):
             with self.check_form(location):
                 samples += self.parse_row(row, size)
         if not samples:
+            # All rows of the file, which may be those of another split
+            if not any(load_rows(self.locate_file())):
+                raise RestoreKVError(
+                    f"{self.locate_file()} holds no texts; name a file that has some."
+                )
             raise RestoreKVError(
                 f"{self.locate_file()} has no question for {self.spec}; choose other settings."
             )

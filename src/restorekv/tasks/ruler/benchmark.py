@@ -64,7 +64,7 @@ FILE_SETTING = {**dict.fromkeys(ESSAY_TASKS, "essays"), "qa_1": "squad", "qa_2":
 REPLACEMENTS: dict[str, dict[str, str]] = json.loads(
     Path(__file__).with_name("stand_ins.json").read_text("utf-8")
 )
-SUBSETS = {"qa_1": "XQuAD's English part", "qa_2": "HotpotQA's 100 dev examples"}
+SUBSETS = {"qa_1": "XQuAD's English part", "qa_2": "75 of HotpotQA's 100 dev examples"}
 SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"'”’)]))\s+(?=[\"'“‘(]?[A-Z0-9])")
 MIN_DOCUMENT_TOKENS = 25  # of a generated document, by any tokenizer
 
