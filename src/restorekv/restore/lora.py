@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from restorekv.errors import AdapterError, summarize_error
 from restorekv.files import matches_type
 from restorekv.model.linear_layers import drop_wrappers
-from restorekv.model.shape import get_backbone
+from restorekv.model.shape import get_backbone, list_windows
 from restorekv.restore.choices import LARGEST_ALPHA
 
 NAME = "restorekv"  # of the adapter in PEFT's layers
@@ -186,8 +186,8 @@ def attach_lora(
         # flags and random state must not change.
         with (
             keep_gradient_flags(model),
-            _hide_model_type(adapted),
             _hide_other_parts(adapted),
+            _hide_model_type(adapted),
             torch.random.fork_rng(devices=[]),
         ):
             inject_adapter_in_model(config, adapted, NAME)
@@ -251,17 +251,20 @@ def _hide_model_type(adapted: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _hide_other_parts(adapted: PreTrainedModel) -> Iterator[None]:
-    """Hide the parts of a twin that read no text from PEFT in the block, such as a vision tower.
+    """Hide the parts of a twin that change nothing of a restore pass from PEFT in the block.
 
-    They may have layers of the same names, some of classes that PEFT does not take (Gemma 4).
+    Such are parts that read no text, as a vision tower, and layers that leave no pairs because they
+    share those of earlier ones. They may have layers of the same names, some of classes that PEFT
+    does not take (Gemma 4).
     """
-    reading = set(get_backbone(adapted).modules()) | {adapted.get_output_embeddings()}
+    backbone: Any = get_backbone(adapted)
+    used = set(backbone.modules()) | {adapted.get_output_embeddings()}
+    for layer in backbone.layers[len(list_windows(adapted.config)) :]:
+        used -= set(layer.modules())
     hidden = []
     for module in adapted.modules():
-        if module in reading:
-            continue
         for name, child in module.named_children():
-            if reading.isdisjoint(child.modules()):
+            if used.isdisjoint(child.modules()):
                 hidden.append((module, name, child))
     for module, name, _ in hidden:
         module._modules[name] = None
