@@ -248,7 +248,8 @@ def test_requests_that_cannot_be_served_end_alone(world, tmp_path):
     unknown[10] = unknown[10] ^ 1
     with engine(world) as llm:
         outputs = ask(llm, [unknown, world.prompts[0], unknown])
-        assert [each.finish_reason for each in outputs] == ["error", "length", "error"]
+        failed = [each.finish_reason == "error" for each in outputs]
+        assert failed == [True, False, True]
         assert without_halves([outputs[1].text]) == without_halves(world.expected[:1])
         # A file that goes while vLLM still has the document's blocks.
         path = world.store / "green.rkv"
