@@ -346,7 +346,7 @@ def test_every_pass_of_kvzip_begins_with_the_windows_of_the_texts_end(kind):
 
 @pytest.mark.skipif(not decoders.HAS_LAYER_CONFIGS, reason="the class is not known")
 def test_layers_that_leave_no_pairs_read_only_what_is_used(monkeypatch):
-    """They are more than half of the smallest Gemma 4."""
+    """They are 18 of the 42 layers of Gemma 4 E4B."""
     model = build_hybrid("gemma4_sharing")
     read = []
     for layer in model.model.layers[4:]:

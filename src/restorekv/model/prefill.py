@@ -86,7 +86,7 @@ def skip_sharing_layers(backbone: nn.Module) -> dict[str, int]:
     """Return the keyword argument of a pass of which only the cached pairs are used: the layers
     that share the pairs of earlier ones then compute the last token alone.
 
-    They are more than half of the smallest Gemma 4. Nothing for models without such layers, and for
+    They are 18 of the 42 layers of Gemma 4 E4B. Nothing for models without such layers, and for
     classes that cannot leave out tokens in them (Gemma 3n).
     """
     called: Any = backbone
