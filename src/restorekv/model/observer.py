@@ -148,9 +148,8 @@ def observe_layers(
 
 def _list_rows(model: PreTrainedModel, sharing: bool) -> dict[int, int]:
     """Return the row in the scores of every layer that is observed."""
-    rows = {index: row for row, index in enumerate(list_full_layers(model.config))}
-    if sharing:
-        for index, source in enumerate(list_pair_layers(model.config)):
-            if source in rows:
-                rows[index] = rows[source]
-    return rows
+    own = {index: row for row, index in enumerate(list_full_layers(model.config))}
+    if not sharing:
+        return own
+    sources = enumerate(list_pair_layers(model.config))
+    return {index: own[source] for index, source in sources if source in own}

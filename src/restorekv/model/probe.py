@@ -30,7 +30,6 @@ from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import ModelError, RestoreKVError, summarize_error
 from restorekv.model import attention
 from restorekv.model.attention.sinks import compute_weights
-from restorekv.model.cache_argument import pass_cache
 from restorekv.model.prefill import make_full_cache
 from restorekv.model.probe_limits import Support, find_limit
 from restorekv.model.probe_passes import (
@@ -122,12 +121,7 @@ def _run_passes(probed: ProbedModel) -> Support:
     # The margin keeps every token in the cache until all are compared, however small a window.
     cache = make_full_cache(probed.model, margin=len(IDS))
     with record_pass(probed.model) as record:
-        output = probed.backbone(
-            input_ids=probed.ids,
-            position_ids=probed.positions,
-            use_cache=True,
-            **pass_cache(probed.backbone, cache),
-        )
+        output = probed.read_tokens(probed.backbone, cache)
     probed.check_finite(output.last_hidden_state)
     _check_calls(probed, record, cache)
     _check_positions(probed, cache)
@@ -262,12 +256,7 @@ def _check_ragged(probed: ProbedModel, cache: Any, hidden: Tensor) -> None:
 def _run_ragged(probed: ProbedModel, ragged: RaggedCache) -> Tensor:
     """Return the logits of the tokens after those of a ragged cache."""
     with attention.force_backend("reference"):
-        answered = probed.model(
-            input_ids=probed.ids[:, CACHED:],
-            position_ids=probed.positions[:, CACHED:],
-            use_cache=True,
-            **pass_cache(probed.model, ragged),
-        ).logits
+        answered = probed.read_tokens(probed.model, ragged, slice(CACHED, None)).logits
     probed.check_finite(answered)
     return answered
 
@@ -280,12 +269,7 @@ def _is_attention_close(probed: ProbedModel, ragged: RaggedCache, hidden: Tensor
     """
     cache = make_full_cache(probed.model, margin=len(IDS))
     with trace_attention(probed.model) as at_once:
-        output = probed.model(
-            input_ids=probed.ids,
-            position_ids=probed.positions,
-            use_cache=True,
-            **pass_cache(probed.model, cache),
-        )
+        output = probed.read_tokens(probed.model, cache)
     if not probed.is_close(compute_logits(probed.model, hidden), output.logits, strict=True):
         raise probed.make_refusal("scales or caps its logits in a way of its own")
     inputs = [given[:, CACHED:] for given, _ in at_once]

@@ -275,12 +275,7 @@ def _compute_queries(probed: ProbedModel, seen: int) -> list[Tensor]:
     """
     cache = Cache(layers=[QueryOnlyLayer(seen) for _ in probed.windows])
     with record_pass(probed.model) as record:
-        probed.backbone(
-            input_ids=probed.ids[:, :1],
-            position_ids=probed.positions[:, :1],
-            use_cache=True,
-            **pass_cache(probed.backbone, cache),
-        )
+        probed.read_tokens(probed.backbone, cache, slice(1))
     return [call.query.float() for call in record.calls]
 
 
@@ -303,12 +298,7 @@ def _compute_keys(probed: ProbedModel, last: int) -> list[Tensor]:
     positions = probed.positions[:, :CACHED].clone()
     positions[:, -1] = last
     cache: Any = make_full_cache(probed.model, margin=CACHED)
-    probed.backbone(
-        input_ids=probed.ids[:, :CACHED],
-        position_ids=positions,
-        use_cache=True,
-        **pass_cache(probed.backbone, cache),
-    )
+    probed.read_tokens(probed.backbone, cache, slice(CACHED), positions)
     return [layer.keys[0].float() for layer in cache.layers]
 
 

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from restorekv.errors import ModelError
 from restorekv.model import attention
+from restorekv.model.cache_argument import pass_cache
 from restorekv.model.linear_layers import list_quantized_layers
 from restorekv.model.observer import HOOKS_LOCK
 from restorekv.model.shape import (
@@ -117,6 +119,30 @@ class ProbedModel:
         # (1, 7); a tiny vocabulary has fewer ids.
         self.ids = torch.tensor([IDS], device=model.device) % vocabulary_size
         self.positions = torch.arange(START, START + len(IDS), device=model.device)[None]
+
+    def read_tokens(
+        self,
+        part: Any,
+        cache: Cache,
+        tokens: slice = slice(None),
+        positions: Tensor | None = None,
+    ) -> Any:
+        """Return what a pass over some of the tokens gives.
+
+        Args:
+            part: The model, or its backbone.
+            cache: Where the pairs go.
+            tokens: Which of the tokens are read; all by default.
+            positions: (1, number of tokens read), if they are not the tokens' own.
+        """
+        if positions is None:
+            positions = self.positions[:, tokens]
+        return part(
+            input_ids=self.ids[:, tokens],
+            position_ids=positions,
+            use_cache=True,
+            **pass_cache(part, cache),
+        )
 
     def make_refusal(self, why: str) -> ModelError:
         """Return the error of a model that `why` describes."""
