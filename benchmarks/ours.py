@@ -93,7 +93,8 @@ def write_tokens(
     earlier.
     """
     padded = decoding.pad_prompts(model, caches, prompts)
-    return decoding.decode_batch(model, fork_caches(caches), padded, [count] * len(prompts), set())
+    forks = fork_caches(caches, [len(prompt) for prompt in prompts])
+    return decoding.decode_batch(model, forks, padded, [count] * len(prompts), set())
 
 
 def time_answers(model: PreTrainedModel, cache: RaggedCache, job: dict) -> dict[str, float]:

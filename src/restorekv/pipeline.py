@@ -46,7 +46,7 @@ from restorekv.readers.extract import DOCUMENT_ENDINGS, load_document
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.restore.use_warnings import warn_of_unhelpful_ratio
 from restorekv.spec import drop_gate
-from restorekv.storage.manifest import Manifest, count_pairs_and_bytes
+from restorekv.storage.manifest import Manifest, count_pairs_and_bytes, describe_states
 
 # What to write instead of arguments that other libraries have, or that belong elsewhere.
 ARGUMENT_HINTS = {
@@ -362,4 +362,5 @@ def make_manifest(
         earlier=0,
         windows=identity.windows,
         sliding_shape=identity.sliding_shape,
+        **describe_states(cache),
     )

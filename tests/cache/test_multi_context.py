@@ -104,8 +104,9 @@ def test_a_pass_sees_every_row_that_still_runs_and_no_other(made, tiny_tokenizer
 
 def test_one_cache_is_forked_and_several_are_joined(made):
     caches = [each.cache for each in made]
-    assert fork_caches([caches[0]] * 3).layers[0].keys.shape[0] == 3
-    joint = fork_caches([caches[0], caches[0], caches[1]])
+    # Without states, rows of any lengths share a fork.
+    assert fork_caches([caches[0]] * 3, [4, 5, 6]).layers[0].keys.shape[0] == 3
+    joint = fork_caches([caches[0], caches[0], caches[1]], [4, 4, 4])
     layer = joint.layers[0]
     assert isinstance(layer, MultiContextLayer) and layer.rows == [2, 1] and layer.columns == 3
     assert all(
@@ -116,7 +117,7 @@ def test_one_cache_is_forked_and_several_are_joined(made):
 
 
 def test_masks_belong_to_tails_by_their_last_columns(made):
-    layer = fork_caches([each.cache for each in made]).layers[0]
+    layer = fork_caches([each.cache for each in made], [2] * len(made)).layers[0]
     mask = torch.arange(3 * 2 * 3).view(3, 1, 2, 3) % 2 == 0
     query = torch.arange(3.0).view(3, 1, 1, 1).expand(3, 4, 2, 16)
     parts = list(layer.split_query(query, mask))

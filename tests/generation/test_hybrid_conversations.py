@@ -17,7 +17,7 @@ from restorekv.seal import read_sealed, write_sealed
 from restorekv.storage.cache_file import KIND
 from tests.helpers import exactness
 from tests.helpers.compressing import QUESTIONS, TEXT, compress_with, make_adapter
-from tests.helpers.hybrids import HYBRIDS, WINDOW, build_hybrid, dense_logits
+from tests.helpers.hybrids import HYBRIDS, WINDOW, WITH_STATES, build_hybrid, dense_logits
 from tests.helpers.models import build_model
 
 LONG = TEXT * 3
@@ -27,7 +27,7 @@ CLOSE = 2e-5
 GEMMAS = [kind for kind in HYBRIDS if kind.startswith("gemma")]  # 3, and what it became
 
 
-@pytest.fixture(scope="module", params=[*GEMMAS, "qwen2", "gpt_oss"])
+@pytest.fixture(scope="module", params=[*GEMMAS, "qwen2", "gpt_oss", *WITH_STATES])
 def model(request):
     return build_hybrid(request.param)
 
@@ -161,14 +161,23 @@ def test_a_file_holds_both_kinds_of_layers(model, tiny_tokenizer, tmp_path, opti
     m = small.manifest
     # Layers that share the pairs of others hold none.
     own = model.config.layer_types[: len(small.cache.layers)]
-    assert m.windows == [WINDOW * (kind[0] == "s") for kind in own]
-    of_layers = small.cache.sliding
-    tensors = [tensor for layer in of_layers for tensor in layer.list_tensors()]
-    assert m.sliding_bytes == sum(tensor.nbytes for tensor in tensors)
-    held = sum(layer.heads * (layer.context_columns + layer.restore_length) for layer in of_layers)
-    assert m.sliding_pairs == held and m.bytes_held == small.cache.nbytes
+    assert m.bytes_held == small.cache.nbytes
+    if small.cache.with_states:
+        others = [index for index, kind in enumerate(own) if kind != "full_attention"]
+        assert m.states == others and not m.windows
+        tensors = [tensor for layer in small.cache.with_states for tensor in layer.list_tensors()]
+        assert m.state_bytes == sum(tensor.nbytes for tensor in tensors)
+        shown = "keep a state instead of pairs"
+    else:
+        assert m.windows == [WINDOW * (kind[0] == "s") for kind in own]
+        layers = small.cache.sliding
+        tensors = [tensor for layer in layers for tensor in layer.list_tensors()]
+        assert m.sliding_bytes == sum(tensor.nbytes for tensor in tensors)
+        held = sum(layer.heads * (layer.context_columns + layer.restore_length) for layer in layers)
+        assert m.sliding_pairs == held
+        shown = f"see the last {WINDOW} tokens alone"
     assert execute(["inspect", str(path)]) == 0
-    assert f"see the last {WINDOW} tokens alone" in " ".join(capsys.readouterr().out.split())
+    assert shown in " ".join(capsys.readouterr().out.split())
     if m.offset:
         return  # such a cache cannot grow
     grown = again.append(exactness.random_ids(50, 3)[0].tolist(), adapter=None, restore="none")

@@ -172,11 +172,11 @@ def masked(plain: PreTrainedModel, mask_of: Callable[[int, int], Tensor]) -> Ite
         assert "attention_mask" in kwargs
         return args, kwargs | {"attention_mask": mask_of(module.layer_idx, heads)}
 
-    layers = get_backbone(plain).layers
-    handles = [
-        layer.self_attn.register_forward_pre_hook(replace_mask, with_kwargs=True)
-        for layer in layers
-    ]
+    handles = []
+    for layer in get_backbone(plain).layers:
+        if hasattr(layer, "self_attn"):
+            hook = layer.self_attn.register_forward_pre_hook(replace_mask, with_kwargs=True)
+            handles.append(hook)
     try:
         yield
     finally:

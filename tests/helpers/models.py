@@ -101,8 +101,7 @@ def greedy(model, caches, prompts, limits, stops, graph=False) -> list[list[int]
     """
     answers = [[] for _ in prompts]
     padded = decoding.pad_prompts(model, caches, prompts)
-    for row, token in decoding.decode_batch(
-        model, fork_caches(caches), padded, limits, stops, graph=graph
-    ):
+    forks = fork_caches(caches, [len(prompt) for prompt in prompts])
+    for row, token in decoding.decode_batch(model, forks, padded, limits, stops, graph=graph):
         answers[row].append(token)
     return answers

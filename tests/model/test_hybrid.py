@@ -2,6 +2,7 @@
 small cache, against transformers' own model with a mask for every layer and head.
 """
 
+import copy
 import threading
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import DynamicCache
 
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.cache.sliding import RecentLayer, SlidingLayer
+from restorekv.cache.states import StateLayer, mark_position
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor
 from restorekv.compression.streaming import Stream
@@ -31,10 +33,12 @@ from tests.helpers.hybrids import (
     HYBRIDS,
     MIXED,
     WINDOW,
+    WITH_STATES,
     attention_weights,
     build_hybrid,
     dense_logits,
     full_rows,
+    keep_old_states,
     list_targets,
     make_masks,
 )
@@ -64,7 +68,11 @@ def test_layers_of_both_kinds_are_told_apart_and_tested(kind):
     kinds = [type(layer) for layer in cache.layers]
     assert [index for index, each in enumerate(kinds) if each is RaggedLayer] == full
     assert cache.lengths.shape[0] == len(full)
-    assert {layer.context_columns for layer in cache.sliding} == {WINDOW - 1}
+    if kind in WITH_STATES:
+        others = set(range(model.config.num_hidden_layers)) - set(full)
+        assert {index for index, each in enumerate(kinds) if each is StateLayer} == others
+    else:
+        assert {layer.context_columns for layer in cache.sliding} == {WINDOW - 1}
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
@@ -166,16 +174,17 @@ def test_the_end_of_a_text_is_read_again_only_where_its_windows_are_held(kind):
     again = 5
     with torch.no_grad():
         expected = model(input_ids=text).logits[:, -again:]
-        full = prefill(model, text, into=make_full_cache(model, margin=again))
-        view = read_only_view(full, TEXT - again)
+        full = make_full_cache(model, margin=again)
+        mark_position(full.layers, TEXT - again)
+        view = read_only_view(prefill(model, text, into=full), TEXT - again)
         found = model(input_ids=text[:, -again:], past_key_values=view).logits
         assert measure_error(found, expected) < CLOSE
-        view = read_only_view(prefill(model, text), TEXT - again)
         with pytest.raises(ValueError, match="are not held"):
+            view = read_only_view(prefill(model, text), TEXT - again)
             model(input_ids=text[:, -again:], past_key_values=view)
 
 
-WEIGHED = ["gpt_oss", *GEMMAS]
+WEIGHED = ["gpt_oss", *GEMMAS, *WITH_STATES]
 
 
 @pytest.mark.parametrize("kind", WEIGHED)
@@ -372,7 +381,8 @@ def make_adapter(model, n=6):
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_the_restore_pass_and_its_gradients_are_those_of_a_dense_model(kind, offload):
     """The restore tokens read all there is, and questions read what is kept and the restore
-    tokens; in layers with a window both see what is near.
+    tokens; in layers with a window both see what is near, and in layers with states questions
+    follow the text.
     """
     model = build_hybrid(kind, double=True)
     adapter = make_adapter(model)
@@ -394,8 +404,10 @@ def test_the_restore_pass_and_its_gradients_are_those_of_a_dense_model(kind, off
 
     plain = exactness.plain_copy(model)
     plain.set_attn_implementation("eager")
-    dense = DynamicCache()
+    dense = DynamicCache(config=plain.config) if kind in WITH_STATES else DynamicCache()
     plain(input_ids=context.ids, past_key_values=dense, use_cache=True)
+    keep_old_states(dense)
+    after_text = [copy.deepcopy(layer) for layer in dense.layers]
     with torch.enable_grad():
         twin = adapter.adapted_model.get_decoder()
         masks = make_masks(model, TEXT + 6, [], first=TEXT)
@@ -411,6 +423,9 @@ def test_the_restore_pass_and_its_gradients_are_those_of_a_dense_model(kind, off
                 past_key_values=dense,
                 use_cache=True,
             )
+        for index, layer in enumerate(after_text):
+            if not hasattr(layer, "keys"):
+                dense.layers[index] = layer
         masks = make_masks(model, total, [(TEXT + 6, total, keep)], first=TEXT + 6)
         with exactness.masked(plain, masks):
             expected = plain(

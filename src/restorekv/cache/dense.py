@@ -8,13 +8,15 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
+from restorekv.cache.states import StateLayer
+
 
 class DenseLayer(Protocol):
     """A layer of a filled cache of transformers or of a view of one.
 
     keys and values (B, H, columns, D) hold every position; those of a layer with a sliding window
-    (`is_sliding`) hold the last ones. If `is_initialized` is False, there are none yet, or they
-    were released.
+    (`is_sliding`) hold the last ones. A `StateLayer` has none, as if it had no heads. If
+    `is_initialized` is False, there are none yet, or they were released.
     """
 
     keys: Tensor
@@ -28,17 +30,21 @@ class DenseLayer(Protocol):
 def list_dense_layers(full: Cache) -> list[DenseLayer]:
     """Return the layers of a full cache.
 
-    Only their annotation changes: in transformers a layer may hold no keys or values, or linear
-    attention. The probe refuses models with such layers before any of their caches is read.
+    Only their annotation changes: in transformers a layer may hold other things than keys and
+    values. The probe refuses models with such layers before any of their caches is read.
     """
     return cast(list[DenseLayer], full.layers)
 
 
 def list_full_attention(full: Cache) -> list[DenseLayer]:
     """Return the L layers of a full cache that see the whole text; only these are scored."""
-    # A hybrid model's layers with a window are neither scored nor evicted, so they have no row in
-    # the scores (L, H, T).
-    return [layer for layer in list_dense_layers(full) if not layer.is_sliding]
+    # A hybrid model's layers with a window, and those with a state, are neither scored nor
+    # evicted, so they have no row in the scores (L, H, T).
+    found = []
+    for layer in list_dense_layers(full):
+        if not layer.is_sliding and not isinstance(layer, StateLayer):
+            found.append(layer)
+    return found
 
 
 def make_plain_cache(pairs: Iterable[tuple[Tensor, Tensor]]) -> DynamicCache:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from restorekv.cache.multi_context import ManyContextsLayer
-from restorekv.cache.ragged import ContextLayer
+from restorekv.cache.multi_context import ManyContextsLayer, MultiContextLayer
+from restorekv.cache.ragged import AnyTailLayer, ContextLayer
+from restorekv.cache.states import StateLayer, join_states
 from restorekv.cache.tail import SPARE
 
 
@@ -40,7 +42,7 @@ class Block:
 class FlatLayer(ManyContextsLayer):
     """One layer of a pass: the layers of several documents, and each document's block of tokens."""
 
-    def __init__(self, contexts: Sequence[ContextLayer], blocks: Sequence[Block]) -> None:
+    def __init__(self, contexts: Sequence[AnyTailLayer], blocks: Sequence[Block]) -> None:
         super().__init__(contexts)
         self.blocks = list(blocks)
 
@@ -59,7 +61,7 @@ class FlatLayer(ManyContextsLayer):
             context.update(own_keys, own_values)
         return self, self
 
-    def split_query(self, query: Tensor) -> Iterator[tuple[ContextLayer, Tensor, Tensor | None]]:
+    def split_query(self, query: Tensor) -> Iterator[tuple[AnyTailLayer, Tensor, Tensor | None]]:
         """Yield documents with their rows (B, H*G, Q, D) of query (1, H*G, T, D), and masks."""
         queries = self._split_rows(query)
         for context, rows, block in zip(self.contexts, queries, self.blocks, strict=True):
@@ -75,8 +77,32 @@ class FlatLayer(ManyContextsLayer):
         return views
 
 
+class StackedLayer(MultiContextLayer):
+    """One layer of a pass in which every document reads as many tokens in each of its rows.
+
+    The rows lie in a batch, (B, Q), and not end to end: a layer with states computes a row from its
+    first token to its last.
+    """
+
+    def __init__(self, contexts: Sequence[AnyTailLayer], blocks: Sequence[Block]) -> None:
+        super().__init__(contexts)
+        self.blocks = list(blocks)
+
+    def split_query(
+        self, query: Tensor, mask: Tensor | None
+    ) -> Iterator[tuple[AnyTailLayer, Tensor, Tensor | None]]:
+        """Yield each document with its rows of query (B, H*G, Q, D), and its block's own mask."""
+        queries = query.split(self.rows)
+        for context, own_query, block in zip(self.contexts, queries, self.blocks, strict=True):
+            yield context, own_query, block.mask
+
+
 def share_tail(layer: ContextLayer) -> ContextLayer:
-    """Return a layer with the same context that shares the tail until either of them grows."""
+    """Return a layer with the same context that shares the tail until either of them grows. States
+    are copied.
+    """
+    if isinstance(layer, StateLayer):
+        return layer.copy()
     # A shallow copy shares the context. Assigning the pair drops the copy's claim on the buffers,
     # so that its next append makes new buffers instead of writing into the other's.
     other = copy.copy(layer)
@@ -95,6 +121,8 @@ def gather_rows(
         widths: How many of its last columns each source keeps; its rows need no others.
         room: Columns that the tail is expected to grow by, reserved at once.
     """
+    if isinstance(sources[0][0], StateLayer):
+        return _gather_states(sources)
     # All rows get the width of the longest; a shorter row starts with columns of zeros, which its
     # mask hides.
     width = max(widths)
@@ -118,3 +146,13 @@ def gather_rows(
     gathered.buffers = buffers[0], buffers[1]
     gathered.set_end(width)
     return gathered
+
+
+def _gather_states(sources: Sequence[tuple[Any, Sequence[int]]]) -> StateLayer:
+    """Return a layer with the states of chosen rows of layers."""
+    chosen = []
+    for layer, rows in sources:
+        own = layer.copy()
+        own.batch_select_indices(torch.tensor(list(rows)))
+        chosen.append(own)
+    return join_states(chosen)

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from restorekv.cache.ragged import ContextLayer, RaggedCache
+from restorekv.cache.ragged import AnyTailLayer, RaggedCache
+from restorekv.cache.states import StateLayer
 from restorekv.cache.tail import CompressedLayer
 
 
@@ -26,7 +28,7 @@ class ManyContextsLayer(CompressedLayer):
 
     seen = 0  # masks and positions are the caller's
 
-    def __init__(self, contexts: Sequence[ContextLayer]) -> None:
+    def __init__(self, contexts: Sequence[AnyTailLayer]) -> None:
         super().__init__()
         self.contexts = list(contexts)
         self.dtype = contexts[0].dtype
@@ -61,7 +63,7 @@ class MultiContextLayer(ManyContextsLayer):
 
     def split_query(
         self, query: Tensor, mask: Tensor | None
-    ) -> Iterator[tuple[ContextLayer, Tensor, Tensor | None]]:
+    ) -> Iterator[tuple[AnyTailLayer, Tensor, Tensor | None]]:
         """Yield each document with its rows of query (B, H*G, Q, D) and of the mask (B or 1, 1, Q,
         columns) or None.
         """
@@ -108,18 +110,41 @@ class MultiContextLayer(ManyContextsLayer):
         self.contexts = remaining
 
 
-def fork_caches(caches: Sequence[RaggedCache]) -> Cache:
+class SeparateStates:
+    """The states of several forks in one layer of a batch; each fork's rows are read by a pass of
+    their own (`forward_groups` in generation/decoding.py).
+    """
+
+    def __init__(self, contexts: Sequence[StateLayer]) -> None:
+        self.contexts = list(contexts)
+
+
+def fork_caches(caches: Sequence[RaggedCache], lengths: Sequence[int]) -> Cache:
     """Return a cache for a batch in which row i asks caches[i]; a plain fork if all are the same
     cache.
+
+    Args:
+        caches: The cache of each row.
+        lengths: How many tokens each row will read. Where layers have states, rows share a fork
+            only if they read as many, since padding would change their states.
     """
     # Neighboring rows that ask the same cache share one fork of it.
-    forks = [
-        cache.fork(len(list(rows))) for cache, rows in groupby(caches, key=lambda cache: cache)
-    ]
+    forks = []
+    for (cache, _), rows in groupby(zip(caches, lengths, strict=True), key=_name_fork):
+        forks.append(cache.fork(len(list(rows))))
     if len(forks) == 1:
         return forks[0]
-    layers = []
+    layers: list[Any] = []
     # The layers of all forks at one depth become one layer of the batch.
     for at_depth in zip(*(fork.layers for fork in forks), strict=True):
-        layers.append(MultiContextLayer(at_depth))
+        if isinstance(at_depth[0], StateLayer):
+            layers.append(SeparateStates(at_depth))
+        else:
+            layers.append(MultiContextLayer(at_depth))
     return Cache(layers=layers)
+
+
+def _name_fork(row: tuple[RaggedCache, int]) -> tuple[RaggedCache, int]:
+    """Return what rows of one fork have in common: the cache, and with states the length."""
+    cache, length = row
+    return cache, length if cache.with_states else 0

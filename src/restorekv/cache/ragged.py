@@ -27,6 +27,7 @@ from restorekv.cache.dense import (
 )
 from restorekv.cache.quantized import QuantizedRows
 from restorekv.cache.sliding import RecentLayer, SlidingLayer
+from restorekv.cache.states import StateLayer, list_state_layers
 from restorekv.cache.tail import KeysValues, TailLayer
 from restorekv.errors import RestoreKVError
 
@@ -69,6 +70,8 @@ class RaggedLayer(TailLayer):
         # Whether this is the first ragged layer of its cache. The positions of a pass are the same
         # in all layers, so model/attention/dispatch.py checks them only in this one.
         self.checks_positions = False
+        # Whether layers of its cache keep states, which padding in a pass would change.
+        self.refuses_padding = False
 
     @classmethod
     def from_full_layer(cls, dense: DenseLayer) -> RaggedLayer:
@@ -198,24 +201,31 @@ class ContextPairs:
         )
 
 
-# One layer of a cache with one context.
-ContextLayer = RaggedLayer | SlidingLayer
+# One layer of a cache with one context. All but a StateLayer have a tail.
+AnyTailLayer = RaggedLayer | SlidingLayer
+ContextLayer = AnyTailLayer | StateLayer
+
+
+def list_tails(layers: Iterable[Any]) -> list[AnyTailLayer]:
+    """Return those of one context's layers that have a tail."""
+    return [layer for layer in layers if isinstance(layer, RaggedLayer | SlidingLayer)]
 
 
 class RaggedCache(Cache):
     """A compressed cache of all layers; it is a transformers Cache, so that
     `model.generate(..., past_key_values=cache.fork())` works.
 
-    Layers with a sliding window (SlidingLayer) keep all pairs of their window, and no budget counts
-    them. L is the number of the other layers.
+    Layers with a sliding window (SlidingLayer) keep all pairs of their window, layers without pairs
+    (StateLayer) their states, and no budget counts either. L is the number of the other layers.
     """
 
-    layers: list[RaggedLayer | SlidingLayer]  # pyright: ignore[reportIncompatibleVariableOverride]
+    layers: list[ContextLayer]  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, layers: Iterable[RaggedLayer | SlidingLayer]) -> None:
+    def __init__(self, layers: Iterable[ContextLayer]) -> None:
         super().__init__(layers=list[Any](layers))
         for layer in self.full_attention[:1]:
             layer.checks_positions = True
+            layer.refuses_padding = bool(self.with_states)
 
     @property
     def full_attention(self) -> list[RaggedLayer]:
@@ -226,6 +236,16 @@ class RaggedCache(Cache):
     def sliding(self) -> list[SlidingLayer]:
         """The layers that have a window."""
         return [layer for layer in self.layers if isinstance(layer, SlidingLayer)]
+
+    @property
+    def with_states(self) -> list[StateLayer]:
+        """The layers that keep a state instead of pairs."""
+        return list_state_layers(self.layers)
+
+    @property
+    def with_tails(self) -> list[AnyTailLayer]:
+        """The layers that have a tail: all that have pairs."""
+        return list_tails(self.layers)
 
     @classmethod
     def from_kept_pairs(
@@ -245,8 +265,8 @@ class RaggedCache(Cache):
             full: The full cache, with S + T columns or more.
             keep_mask: (L, H, S + T) bool, which pairs stay.
             restore_cache: Keys and values (1, H, n, D) of every layer, those with a window
-                included. None takes the columns of `full` after the first S + T, where a restore
-                pass left them.
+                included; of layers with states they are ignored. None takes the columns of `full`
+                after the first S + T, where a restore pass left them.
             offset: How many positions questions are moved by (a control of the paper).
             consume: Whether to empty each layer of `full` before the next is gathered, so that
                 memory never holds both caches completely.
@@ -261,11 +281,13 @@ class RaggedCache(Cache):
                 f"The mask has {len(keep_mask)} layers, but {len(full_layers)} layers of the cache "
                 "see the whole text."
             )
-        # Layers with a window have no row in the mask.
+        # Layers with a window, and those with states, have no row in the mask.
         masks = iter(keep_mask)
-        layers = []
+        layers: list[ContextLayer] = []
         for dense, restore_pairs in zip(dense_layers, restore_cache, strict=True):
-            if isinstance(dense, RecentLayer):
+            if isinstance(dense, StateLayer):
+                layers.append(dense.copy())
+            elif isinstance(dense, RecentLayer):
                 layers.append(
                     SlidingLayer.from_recent(dense, columns, columns + offset, restore_pairs)
                 )
@@ -278,13 +300,16 @@ class RaggedCache(Cache):
 
     @classmethod
     def from_full_cache(cls, full: Cache) -> RaggedCache:
-        """Return a cache with every pair of `full`, as views except in layers with a window.
+        """Return a cache with every pair of `full`, as views except in layers with a window, and
+        with copies of its states.
 
         Later passes append to the tails, so `full` does not change.
         """
-        layers: list[RaggedLayer | SlidingLayer] = []
+        layers: list[ContextLayer] = []
         for layer in list_dense_layers(full):
-            if isinstance(layer, RecentLayer):
+            if isinstance(layer, StateLayer):
+                layers.append(layer.copy())
+            elif isinstance(layer, RecentLayer):
                 seen = layer.get_seq_length()
                 layers.append(SlidingLayer.from_recent(layer, seen, seen))
             else:
@@ -311,7 +336,9 @@ class RaggedCache(Cache):
             layer.context_values = packed_values.to(device)
 
     def fork(self, batch: int = 1) -> RaggedCache:
-        """Return a cache that shares the context and the restore cache and has its own tail."""
+        """Return a cache that shares the context and the restore cache and has its own tail, and
+        its own copy of the states.
+        """
         return RaggedCache([layer.fork(batch) for layer in self.layers])
 
     def lock(self) -> None:
@@ -323,18 +350,23 @@ class RaggedCache(Cache):
 
     def commit_tail(self) -> None:
         """Turn the current tail of every layer into its restore cache."""
-        for layer in self.layers:
+        for layer in self.with_tails:
             layer.commit_tail()
 
     @property
     def seen(self) -> int:
         """How many positions the context occupied: S + T, plus the offset if there is one."""
-        return self.layers[0].seen
+        return self.full_attention[0].seen
 
     @property
     def restore_length(self) -> int:
         """The length n of the restore cache in every head."""
-        return self.layers[0].restore_length
+        return self.full_attention[0].restore_length
+
+    @property
+    def columns(self) -> int:
+        """The columns of the tail: the restore cache and what was read after it."""
+        return self.full_attention[0].columns
 
     @property
     def lengths(self) -> Tensor:
@@ -358,12 +390,13 @@ class RaggedCache(Cache):
 
         transformers takes a plain cache's length for the number of tokens seen, which is too low
         here: pass position_ids that start at `get_seq_length()` of this cache, as
-        `CompressedContext.inputs(plain=True)` does. Refuses layers with a window, heads of
-        different lengths and a bias.
+        `CompressedContext.inputs(plain=True)` does. Refuses layers with a window or with states,
+        heads of different lengths and a bias.
         """
-        if self.sliding:
+        if self.sliding or self.with_states:
+            what = "a sliding window" if self.sliding else "states instead of pairs"
             raise RestoreKVError(
-                "A plain cache has no layers with a sliding window; pass `cache.fork()` instead."
+                f"A plain cache has no layers with {what}; pass `cache.fork()` instead."
             )
         layers = self.full_attention
         # transformers has one length per layer and no bias, so only a rectangle can be handed over.
@@ -443,7 +476,11 @@ def _slice_restore_pairs(dense: DenseLayer, columns: int) -> KeysValues:
 
 
 def _release_pairs(dense: Any) -> None:
-    """Free keys and values of a dense layer, which is then as it was before its first update."""
+    """Free keys and values of a dense layer, which is then as it was before its first update.
+    States are small and stay.
+    """
+    if isinstance(dense, StateLayer):
+        return
     dense.keys = None
     dense.values = None
     dense.is_initialized = False

@@ -96,6 +96,12 @@ def _list_facts(survivors: Survivors) -> dict[str, str]:
             f"{max(m.windows):,} tokens alone: {m.sliding_pairs:,} pairs outside the budget, "
             f"{format_bytes(m.sliding_bytes)} of the bytes"
         )
+    if m.states:
+        total = len(m.states) + m.shape["layers"]
+        facts["states"] = (
+            f"{len(m.states)} of {total} layers keep a state instead of pairs: "
+            f"{format_bytes(m.state_bytes)} of the bytes, outside the budget"
+        )
     return facts
 
 

@@ -27,6 +27,7 @@ from transformers.cache_utils import Cache
 
 from restorekv.cache.dense import list_dense_layers, list_full_attention
 from restorekv.cache.ragged import RaggedCache
+from restorekv.cache.states import mark_position
 from restorekv.cache.tail import KeysValues
 from restorekv.compression.budget import Budget
 from restorekv.compression.compressor import (
@@ -81,6 +82,9 @@ def prefill_and_score(
     begin_phase("prefill")
     with time_phase(seconds, "prefill"), observing:
         ids = _select_unread_ids(context, cache)
+        # Where an evictor begins to read the end of the text again.
+        end = cache.get_seq_length() + ids.shape[-1]
+        mark_position(cache.layers, end - evictor.count_pinned_tail(context))
         full = prefill(model, ids, into=cache, whole=sees_sharing)
     begin_phase("score")
     before = _note_versions(full)
@@ -247,7 +251,7 @@ class ScoredContext(PreparedContext):
 
         The fewer restore tokens the budget has, the more pairs the evictor may keep.
         """
-        if not list_dense_layers(self.full)[0].is_initialized:
+        if not list_full_attention(self.full)[0].is_initialized:
             raise RestoreKVError(
                 "The full cache was used up by evict(..., consume=True); prepare the context again."
             )

@@ -29,8 +29,9 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.dense import list_dense_layers
-from restorekv.cache.ragged import ContextPairs, RaggedCache, RaggedLayer
+from restorekv.cache.ragged import ContextLayer, ContextPairs, RaggedCache, RaggedLayer
 from restorekv.cache.sliding import SlidingLayer
+from restorekv.cache.states import StateLayer
 from restorekv.cache.tail import KeysValues
 from restorekv.compression.budget import Budget
 from restorekv.compression.compressor import time_phase
@@ -207,16 +208,20 @@ class Growth:
         """Return a cache whose context is all that is kept, restore pairs included, and whose tail
         is the prefix.
 
-        Layers with a window hold the end of the text alone, and the new part follows it there.
+        Layers with a window hold the end of the text alone, and layers with states what they were
+        after it; the new part follows it there.
         """
         prefix = self.context.prefix_length
-        layers: list[RaggedLayer | SlidingLayer] = []
+        layers: list[ContextLayer] = []
         with time_phase(self.seconds, "prefill"):
             # The tail gets all pairs of the prefix again, since some may have been evicted.
             dense = []
             if prefix:
                 dense = list_dense_layers(prefill(self.model, self.context.ids[:, :prefix]))
             for index, layer in enumerate(self.cache.layers):
+                if isinstance(layer, StateLayer):
+                    layers.append(layer.copy())
+                    continue
                 keys, values = _make_empty_pairs(layer)
                 if isinstance(layer, SlidingLayer):
                     layers.append(layer.with_restore_cache((keys, values)))
@@ -238,11 +243,14 @@ class Growth:
         """Return the grown cache: the pairs kept before, the new part's pairs that `keep` (L, H, t)
         marks, and the restore cache.
         """
-        layers: list[RaggedLayer | SlidingLayer] = []
+        layers: list[ContextLayer] = []
         prefix = self.context.prefix_length
         seen = self.grown_context.num_tokens
         masks = iter(keep)
         for index, (old, new) in enumerate(zip(self.cache.layers, read.layers, strict=True)):
+            if isinstance(new, StateLayer):
+                layers.append(new.copy())
+                continue
             if isinstance(new, SlidingLayer):
                 # The budget does not count windows: the layer slides to the end of the text.
                 recent = new.move_to(seen)
@@ -301,6 +309,12 @@ def compose_caches(
             raise RestoreKVError(
                 "Caches of a model with sliding-window layers cannot be composed: those layers "
                 "hold the end of each text alone; compress the texts as one, or append them."
+            )
+        if cache.with_states:
+            raise RestoreKVError(
+                "Caches of a model with linear attention or convolutions cannot be composed: the "
+                "states of such layers have read one text alone; compress the texts as one, or "
+                "append them."
             )
         has_bias = any(layer.bias is not None for layer in cache.full_attention)
         if has_bias or cache.seen != context.num_tokens:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.dense import list_dense_layers
+from restorekv.cache.states import list_state_layers
 from restorekv.compression.compressor import BeginPhase, Compressor, PreparedContext
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import Eviction
@@ -75,7 +76,10 @@ class PreparedContextCache:
         if kept is None:
             return 0
         layers = list_dense_layers(kept[1].full)
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+        for layer in list_state_layers(layers):
+            held += sum(tensor.nbytes for tensor in layer.list_tensors())
+        return held
 
     def clear(self) -> None:
         """Free the kept context."""
@@ -149,7 +153,8 @@ class PreparedContextCache:
         self, shape: CacheShape, bytes_each: int, context: Context, config: CompressionConfig
     ) -> bool:
         """Return whether a context's full cache is held in memory and is small enough to keep."""
-        # Keys and values of every pair. Layers with a window hold little, and are left out.
+        # Keys and values of every pair. Layers with a window or a state hold little, and are left
+        # out.
         numbers = 2 * context.num_tokens * shape.layers * shape.heads * shape.head_dim
         fits = numbers * bytes_each <= self.max_bytes
         return fits and config.streaming_chunk is None and not config.offload

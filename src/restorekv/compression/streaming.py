@@ -31,8 +31,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.dense import DenseLayer, list_dense_layers
-from restorekv.cache.ragged import ContextPairs, RaggedCache, RaggedLayer
+from restorekv.cache.ragged import ContextLayer, ContextPairs, RaggedCache, RaggedLayer
 from restorekv.cache.sliding import RecentLayer, SlidingLayer
+from restorekv.cache.states import StateLayer, mark_position
 from restorekv.cache.tail import KeysValues
 from restorekv.compression.budget import Budget
 from restorekv.compression.compressor import (
@@ -203,6 +204,8 @@ class Stream:
         else:
             evictor = evictor.for_later_part(part_context)
             into = cache
+        # The next part begins there, so the states are needed as they are there.
+        mark_position(into.layers, part.scored_end)
         read, scores = prefill_and_score(
             self.model, self.source.tokenizer, evictor, part_context, into, self.seconds
         )
@@ -223,7 +226,8 @@ class Stream:
         """Drop the pairs that do not stay, layer by layer. After the last part, move the prefix
         from the tail into the context.
 
-        A layer with a window keeps the last columns of what has been read and scored.
+        A layer with a window keeps the last columns of what has been read and scored, and a layer
+        with states those after it.
         """
         prefix = self.context.prefix_length
         # All that has a score competes: what earlier parts kept, and this part.
@@ -239,6 +243,9 @@ class Stream:
         # One mask for each layer that sees the whole text, in their order.
         masks = iter(keep)
         for index, layer in enumerate(cache.layers):
+            if isinstance(layer, StateLayer):
+                cache.layers[index] = layer.at(part.scored_end)
+                continue
             if isinstance(layer, SlidingLayer):
                 # After the last part the tail starts `offset` positions later.
                 if last:
@@ -300,10 +307,12 @@ def run_restore_pass(
     return restored
 
 
-def _to_compressed_layer(dense: DenseLayer) -> RaggedLayer | SlidingLayer:
-    """Return a RaggedLayer with an empty context and the dense layer's pairs as its tail, or a
-    SlidingLayer with the columns that a RecentLayer holds.
+def _to_compressed_layer(dense: DenseLayer) -> ContextLayer:
+    """Return a RaggedLayer with an empty context and the dense layer's pairs as its tail, a
+    SlidingLayer with the columns that a RecentLayer holds, or a layer with states itself.
     """
+    if isinstance(dense, StateLayer):
+        return dense
     if isinstance(dense, RecentLayer):
         seen = dense.get_seq_length()
         keys, values = dense.take_columns(dense.first, seen)

@@ -27,7 +27,7 @@ from restorekv.generation.sampling import refuse_not_finite
 from restorekv.model.position_limits import count_usable_positions
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, encode_question, get_default_separator
-from restorekv.model.shape import list_windows
+from restorekv.model.shape import is_hybrid
 
 ALONE = "Reply with the question alone, in one sentence."
 QUESTION_PROMPTS = {
@@ -109,10 +109,9 @@ class SelfStudy:
     @property
     def pads(self) -> bool:
         """Whether answers about many contexts are written in one padded batch, which is faster on a
-        GPU; a model with sliding windows cannot do so.
+        GPU; a model with sliding windows or with states cannot do so.
         """
-        sees_all = not any(list_windows(self.model.config))
-        return self.model.device.type != "cpu" and sees_all
+        return self.model.device.type != "cpu" and not is_hybrid(self.model)
 
     def _make_full_cache(self, context: Context) -> RaggedCache | None:
         """Return a cache with every pair of the context, which a batch of questions shares."""

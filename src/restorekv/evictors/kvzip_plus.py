@@ -5,6 +5,8 @@ With x_j the input of the attention module (after the input norm), v_i the value
 columns of the output projection that belong to query head (h, g),
 
     score_i = max over j, g of  A_ji * ||W_hg v_i|| / ||x_j||.
+
+Where attention has a gate (Qwen3-Next, Qwen 3.5), the norm is that before the gate.
 """
 
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ from restorekv.errors import ModelError
 from restorekv.evictors.kvzip import KVzip, find_column_maxima
 from restorekv.model.linear_layers import compute_matrix
 from restorekv.model.observer import LayerView
+
+OUTPUT_NAMES = ("o_proj", "out_proj")  # the second is LFM2's
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,8 @@ class KVzipPlus(KVzip):
         sinks = min(self.sinks, start)
         best, output = find_column_maxima(view, cached, start, end, sinks, row_weight)
         values = cached.values[0, :, start:end]
-        output_layer = getattr(view.module, "o_proj", None)
+        found = [getattr(view.module, name, None) for name in OUTPUT_NAMES]
+        output_layer = next((layer for layer in found if layer is not None), None)
         if output_layer is None:
             raise ModelError(
                 f"{type(view.module).__name__} has no o_proj; use an evictor other than kvzip+."

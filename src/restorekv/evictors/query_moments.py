@@ -13,7 +13,7 @@ from restorekv.evictors.base import Model
 from restorekv.model.attention.sinks import compute_weights
 from restorekv.model.observer import LayerView
 from restorekv.model.rope import compute_rotation
-from restorekv.model.shape import CacheShape, get_backbone
+from restorekv.model.shape import CacheShape, list_attention_modules
 
 # Rotated queries that are compared, and how far they may be from the model's own, as a share of
 # their norm: bfloat16 rounds to 1 in 256, and a wrong order of the numbers is off by about 1.
@@ -34,8 +34,7 @@ class QueryMoments:
     """
 
     def __init__(self, model: Model, skip: int) -> None:
-        layers: Any = get_backbone(model).layers
-        if not all(hasattr(layer.self_attn, "q_proj") for layer in layers):
+        if not all(hasattr(module, "q_proj") for module in list_attention_modules(model)):
             raise ModelError(
                 f"{type(model).__name__} has no q_proj; "
                 "use an evictor other than expected-attention."
@@ -191,7 +190,11 @@ def _project_queries(module: Any, hidden: Tensor) -> Tensor:
     the attention module has one: of each head, or, as in OLMo 2, of all heads at once.
     """
     query = module.q_proj(hidden)
-    norm = getattr(module, "q_norm", None)
+    norm = getattr(module, "q_norm", None) or getattr(module, "q_layernorm", None)
+    heads = module.config.get_text_config().num_attention_heads
+    if query.shape[-1] == 2 * heads * module.head_dim:
+        # Qwen3-Next projects a gate too, head by head after the query.
+        query = query.unflatten(-1, (heads, 2, module.head_dim))[..., 0, :].flatten(-2)
     weight = getattr(norm, "weight", None)
     # OLMo 2 norms the output of the projection before it is split into heads.
     normalizes_all = weight is not None and weight.shape == query.shape[-1:] != (module.head_dim,)

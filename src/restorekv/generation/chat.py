@@ -292,11 +292,14 @@ class Chat:
         """
         with self._hold_turn():
             columns = self.columns
+            states = [layer.copy() for layer in self.cache.with_states]
             try:
                 yield from self._generate_turn(question, limit, sampling, stop_ids, constraint)
             # Includes Ctrl-C, and GeneratorExit if the caller drops the iterator.
             except BaseException:
-                self._cut_to(columns)
+                self._crop_tails(columns)
+                for layer, before in zip(self.cache.with_states, states, strict=True):
+                    layer.copy_from(before)
                 raise
 
     def _generate_turn(
@@ -399,7 +402,8 @@ class Chat:
         # All ids of the answer have columns, except the last one that was written.
         first = self.columns - len(turn.prompt_ids) - len(written) + 1
         if kept_text == answer.text:
-            self._cut_to(first + len(turn.prompt_ids) + max(end - 1, 0))
+            read = [*turn.prompt_ids, *written[: max(end - 1, 0)]]
+            self._cut_to(first + len(read), [*self.ids(), *read])
             return replace(turn, answer=answer, answer_ids=tuple(kept))
         return self._read_cut_answer(replace(turn, answer=answer), written, first)
 
@@ -416,7 +420,7 @@ class Chat:
         ids = self.question_ids(turn.question, turn.answer.text)
         known = [*turn.prompt_ids, *written[:-1]]
         common = _count_common(known, ids[:-1])
-        self._cut_to(first + common)
+        self._cut_to(first + common, [*self.ids(), *known[:common]])
         if common < len(ids) - 1:
             prefill(self.document.model, torch.tensor([ids[common:-1]]), into=self.cache)
         # A token at the border of question and answer may differ from the one that was read.
@@ -455,23 +459,20 @@ class Chat:
         """Return the ids that the tail holds: all that was read and written, except the last id of
         every answer.
         """
-        ids: list[int] = []
-        # The last id of an answer is written but not read, so it has no column yet.
-        for turn in self.turns[self.folded :]:
-            ids += turn.prompt_ids
-            ids += turn.answer_ids[:-1]
-        return ids
+        return _list_ids(self.turns[self.folded :])
 
     @property
     def columns(self) -> int:
         """Columns of the tail, the restore cache included."""
-        return self.cache.layers[0].columns
+        return self.cache.columns
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the conversation's own keys and values, without the document's."""
+        """Bytes of the conversation's own keys, values and states, without the document's."""
         total = 0
-        for layer in self.cache.layers:
+        for state_layer in self.cache.with_states:
+            total += sum(tensor.nbytes for tensor in state_layer.list_tensors())
+        for layer in self.cache.with_tails:
             keys, values = layer.keys_and_values
             # The tail begins with the restore cache, which is the document's.
             total += keys[:, :, layer.restore_length :].nbytes
@@ -487,11 +488,29 @@ class Chat:
             messages.append({"role": "assistant", "content": turn.answer.text})
         return messages
 
-    def _cut_to(self, columns: int) -> None:
+    def _cut_to(self, columns: int, ids: Sequence[int]) -> None:
+        """Cut every layer's tail to its first `columns`.
+
+        States cannot be cut. Where layers have any, the tail is read again.
+
+        Args:
+            columns: Columns of the tail, the restore cache included.
+            ids: The ids whose columns stay: all of the tail after the restore cache.
+        """
+        if not self.cache.with_states:
+            self._crop_tails(columns)
+        elif columns < self.columns:
+            cache = self.document.cache.fork()
+            assert columns == cache.columns + len(ids), "an id for every column that stays"
+            if ids:
+                prefill(self.document.model, torch.tensor([list(ids)]), into=cache)
+            self.cache = cache
+
+    def _crop_tails(self, columns: int) -> None:
         """Cut every layer's tail to its first `columns`. If a pass was interrupted, some layers
         have grown further than others.
         """
-        for layer in self.cache.layers:
+        for layer in self.cache.with_tails:
             layer.crop(layer.seen + columns)
 
     def undo(self, turns: int = 1) -> None:
@@ -513,7 +532,8 @@ class Chat:
             for turn in self.turns[-turns:]:
                 # A column for each id of its question, and of its answer but the last one.
                 dropped_columns += len(turn.prompt_ids) + len(turn.answer_ids[:-1])
-            self._cut_to(self.columns - dropped_columns)
+            columns = self.columns - dropped_columns
+            self._cut_to(columns, _list_ids(self.turns[self.folded : -turns]))
             del self.turns[-turns:]
 
     def fork(self) -> Self:
@@ -521,7 +541,7 @@ class Chat:
         with self._hold_turn():
             other = type(self)(self.document, self.system, list(self.turns), self.folded)
             other.cache = self.cache.fork()
-            for new, old in zip(other.cache.layers, self.cache.layers, strict=True):
+            for new, old in zip(other.cache.with_tails, self.cache.with_tails, strict=True):
                 # The new conversation must not write into the columns of this one.
                 new.keys, new.values = (x.clone() for x in old.keys_and_values)
         return other
@@ -611,6 +631,16 @@ class Chat:
             # A file has ids but no pairs; prefilling the ids again makes the same pairs.
             prefill(document.model, torch.tensor([chat.ids()]), into=chat.cache)
         return chat
+
+
+def _list_ids(turns: Sequence[Turn]) -> list[int]:
+    """Return the ids of turns that have columns in the cache."""
+    ids: list[int] = []
+    # The last id of an answer is written but not read, so it has no column yet.
+    for turn in turns:
+        ids += turn.prompt_ids
+        ids += turn.answer_ids[:-1]
+    return ids
 
 
 def encode_conversation(

@@ -2,8 +2,10 @@
 or over several.
 
 Questions of different lengths are padded on the left, after the restore cache; the mask hides the
-padding and the positions skip it, so a batch answers as each question would alone. Decoding stops
-at any EOS id, also when it comes first. A row leaves the batch when its answer has ended.
+padding and the positions skip it, so a batch answers as each question would alone. Where layers
+keep states, which padding would change, questions of different lengths are read by passes of their
+own and then decoded together. Decoding stops at any EOS id, also when it comes first. A row leaves
+the batch when its answer has ended.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.cache_utils import Cache
 
-from restorekv.cache.flat import Block, FlatLayer
-from restorekv.cache.multi_context import MultiContextLayer, fork_caches
-from restorekv.cache.ragged import ContextLayer, RaggedCache
+from restorekv.cache.flat import Block, FlatLayer, StackedLayer
+from restorekv.cache.multi_context import MultiContextLayer, SeparateStates, fork_caches
+from restorekv.cache.ragged import ContextLayer, RaggedCache, list_tails
+from restorekv.cache.states import StateLayer, hand_back, join_states, list_state_layers
 from restorekv.errors import RestoreKVError
 from restorekv.generation import fixed_steps, step_self_test
 from restorekv.generation.fixed_steps import (
@@ -164,7 +167,7 @@ def generate_tokens(
         part = slice(start, start + batch)
         written = decode_batch(
             model,
-            fork_caches(caches[part]),
+            fork_caches(caches[part], [len(prompt) for prompt in prompts[part]]),
             pad_prompts(model, caches[part], prompts[part]),
             limits[part],
             stop_ids,
@@ -257,7 +260,9 @@ def decode_batch(
     # Unlike the pass over the prompts, all later ones have the same shape, so that a CUDA graph can
     # replay them.
     steps = None
-    if graph and can_graph(model, prompts.ids.device):
+    # Steps of fixed shapes go through the whole batch, whose states may be in several forks.
+    has_states = any(list_state_layers(group.layers) for group in groups)
+    if graph and not has_states and can_graph(model, prompts.ids.device):
         ids = torch.cat([group.ids for group in groups])
         positions = prompts.positions[:, -1:] + 1
         steps = FixedSteps(model, cache, ids, positions, prompts.visible, max(limits))
@@ -401,29 +406,34 @@ def make_groups(
     """
     has_padding = not bool(prompts.visible.all())
     prompt_width = prompts.ids.shape[1]
-    contexts_by_layer = [
-        layer.contexts if isinstance(layer, MultiContextLayer) else [layer]
-        for layer in cache.layers
-    ]
+    contexts_by_layer: list[list[Any]] = []
+    for layer in cache.layers:
+        is_joined = isinstance(layer, MultiContextLayer | SeparateStates)
+        contexts_by_layer.append(layer.contexts if is_joined else [layer])
     groups = []
     first = 0
     # The layers of one context, with a tail for each of its rows.
     for layers in zip(*contexts_by_layer, strict=True):
-        indices = range(first, first + len(layers[0].keys))
+        tail = list_tails(layers)[0]
+        indices = range(first, first + len(tail.keys))
         rows = []
         for index in indices:
             sampler = samplers[index] if samplers else None
             rows.append(ActiveRow(index, limits[index], sampler))
         own = slice(first, indices.stop)
+        width = prompt_width
         tail_mask = None
-        if has_padding:
+        if list_state_layers(layers):
+            # Rows of one fork read equally many tokens, without any padding (`fork_caches`).
+            width = int(prompts.visible[first, -prompt_width:].sum())
+        elif has_padding:
             # The mask is as wide as the longest restore cache of the batch; this group's may be
             # shorter.
-            columns = layers[0].columns + prompt_width
+            columns = tail.columns + prompt_width
             tail_mask = prompts.visible[own, prompts.visible.shape[1] - columns :]
-        groups.append(
-            Group(list(layers), rows, prompts.ids[own], prompts.positions[own], tail_mask)
-        )
+        ids = prompts.ids[own, prompt_width - width :]
+        positions = prompts.positions[own, prompt_width - width :]
+        groups.append(Group(list(layers), rows, ids, positions, tail_mask))
         first = indices.stop
     return groups
 
@@ -477,6 +487,8 @@ def forward_groups(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
     # Between two pieces of a stream, the program may set another attention function or autocast.
     install_attention(model)
     refuse_autocast(model.device.type)
+    if list_state_layers(groups[0].layers):
+        return _forward_stacked(model, groups)
     blocks = [group.block() for group in groups]
     layers = []
     # At each depth, the layers of all groups become one layer of the pass.
@@ -512,6 +524,49 @@ def forward_groups(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
     return logits[: len(last)]
 
 
+def _forward_stacked(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
+    """Run passes over the next ids of every group, as `forward_groups` does, for models with
+    states.
+
+    The groups that read equally many tokens share a pass, in which rows are not laid end to end: a
+    layer with states computes each from its first token to its last. If a pass fails, no states
+    have changed.
+    """
+    by_length: dict[int, list[Group]] = {}
+    for group in groups:
+        by_length.setdefault(group.ids.shape[1], []).append(group)
+    logits: dict[int, Tensor] = {}  # (rows, V) by the group's id()
+    advanced: list[tuple[StateLayer, list[StateLayer], list[int]]] = []
+    for together in by_length.values():
+        blocks = [group.block() for group in together]
+        rows = [block.rows for block in blocks]
+        layers: list[Any] = []
+        for at_depth in zip(*(group.layers for group in together), strict=True):
+            if isinstance(at_depth[0], StateLayer):
+                joined = join_states(at_depth)
+                advanced.append((joined, list(at_depth), rows))
+                layers.append(joined)
+            else:
+                layers.append(StackedLayer(at_depth, blocks))
+        ids = torch.cat([group.ids for group in together])
+        output = model(
+            input_ids=ids,
+            attention_mask=ids.new_ones(1, 1, 1, 1, dtype=torch.bool),  # the blocks have the masks
+            position_ids=torch.cat([group.positions for group in together]),
+            **pass_cache(model, Cache(layers=layers)),
+            **leave_out_router_logits(model),
+            use_cache=True,
+            logits_to_keep=fixed_steps.locate_last_logits(ids),
+        )
+        for group, own in zip(together, output.logits[:, -1].split(rows), strict=True):
+            logits[id(group)] = own
+    for joined, own_layers, rows in advanced:
+        hand_back(joined, own_layers, rows)
+    wanted = [logits[id(group)] for group in groups if not group.unfinished]
+    # Without a row that writes, nobody looks at the logits.
+    return torch.cat(wanted or [next(iter(logits.values()))[:1]])
+
+
 def pad_prompts(
     model: PreTrainedModel, caches: Sequence[RaggedCache], prompts: Sequence[Tensor]
 ) -> PaddedPrompts:
@@ -533,7 +588,7 @@ def pad_prompts(
     # Padding has the position of the first token; nothing sees it.
     positions = first_positions + (columns - padding).clamp(min=0)
     # The tail holds the restore cache before the question, which every row sees.
-    restore_columns = max(cache.layers[0].columns for cache in caches)
+    restore_columns = max(cache.columns for cache in caches)
     restore_mask = padding.new_ones(len(prompts), restore_columns, dtype=torch.bool)
     visible = torch.cat([restore_mask, columns >= padding], -1)
     device = model.device

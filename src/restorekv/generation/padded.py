@@ -49,7 +49,7 @@ def generate_padded(
     """Return the ids of the greedy answer to each prompt, with the EOS that ended it, if any.
 
     Args:
-        model: A model without sliding-window layers.
+        model: A model without sliding-window layers, and without layers that keep states.
         tokenizer: Its tokenizer.
         contexts: The context of each prompt. If prompts share one object, it is prefilled once.
         prompts: The ids (q,) or (1, q) of each question.

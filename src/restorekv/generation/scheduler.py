@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from restorekv.cache.flat import gather_rows, share_tail
-from restorekv.cache.ragged import RaggedCache
+from restorekv.cache.ragged import RaggedCache, list_tails
 from restorekv.generation.decoding import BATCH, ActiveRow, Group, write_tokens
 from restorekv.generation.sampling import TokenSampler
 
@@ -337,7 +337,7 @@ class Scheduler:
             # Samples share the pairs of their prompt, until each writes its own.
             layers = [share_tail(layer) for layer in source.layers]
             ids = torch.tensor([[token]], device=self.model.device)
-            row.columns = layers[0].columns
+            row.columns = list_tails(layers)[0].columns
             group = Group(
                 layers=layers, rows=[row], ids=ids, positions=source.positions, visible=None
             )
@@ -433,7 +433,7 @@ class Scheduler:
         groups = [*self.running, *(request.get_group() for request in prefilling)]
         if not groups:
             return
-        columns = [group.layers[0].columns for group in groups]
+        columns = [list_tails(group.layers)[0].columns for group in groups]
         request_of_group = {id(request.group): request for request in prefilling}
 
         def keep_logits(group: Group[SampleRow], logits: Tensor) -> None:
@@ -493,7 +493,7 @@ class Scheduler:
         row = group.rows[0]
         request.samples_begun = 1
         request.active_rows = 1
-        row.columns = group.layers[0].columns
+        row.columns = list_tails(group.layers)[0].columns
         if len(request.samplers) == 1:
             request.group = None
         else:  # further samples begin from here
@@ -536,10 +536,11 @@ class Scheduler:
 def _crop_tails(groups: Sequence[Group], columns: Sequence[int]) -> None:
     """Cut the tails of groups to the columns that they had before a pass failed.
 
-    Layers that ran before the failure have grown, others have not.
+    Layers that ran before the failure have grown, others have not. States advance only when all
+    passes of a step have run.
     """
     for group, before in zip(groups, columns, strict=True):
-        for layer in group.layers:
+        for layer in list_tails(group.layers):
             layer.crop(layer.seen + before)
 
 
@@ -548,7 +549,8 @@ def _can_join(bucket: Sequence[Selection], selection: Selection) -> bool:
     than what all rows hold, plus FREE_PADDING columns a row.
     """
     # The same tensor, not equal ones: rows of a group share one context in memory.
-    if bucket[0].group.layers[0].context_keys is not selection.group.layers[0].context_keys:
+    own = list_tails(selection.group.layers)[0].context_keys
+    if list_tails(bucket[0].group.layers)[0].context_keys is not own:
         return False
     columns = [row.columns for each in (*bucket, selection) for row in each.rows]
     # Every row is padded to the widest, (rows x widest) columns in all.

@@ -172,8 +172,8 @@ def _measure_rows(
     ids = padded.ids
     positions = padded.positions
     visible = padded.visible
-    plain = fork_caches(caches)
-    fixed = fork_caches(caches)
+    plain = fork_caches(caches, PROMPTS)
+    fixed = fork_caches(caches, PROMPTS)
     mask = visible[:, None, None] & make_causal_mask(ids.shape[1], visible.shape[1], ids.device)
     # Both caches read the questions in the usual way; only the steps after them differ.
     for cache in (plain, fixed):

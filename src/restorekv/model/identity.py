@@ -38,6 +38,7 @@ from restorekv.model.shape import (
     CacheShape,
     describe_sliding_heads,
     describe_windows,
+    find_state_layers,
     get_dtype_name,
     refuse_offloaded,
 )
@@ -192,6 +193,16 @@ def _describe_computation(model: PreTrainedModel, shape: CacheShape) -> str:
     sliding_shape = describe_sliding_heads(model.config)
     if sliding_shape:
         facts.append(str(sliding_shape))
+    states = find_state_layers(model.config)
+    if states:
+        # The sizes of linear attention and of convolutions, which have no names in common.
+        entries = config.to_dict()
+        sizes = {
+            name: value
+            for name, value in entries.items()
+            if name.startswith(("linear_", "conv_")) and isinstance(value, int | float)
+        }
+        facts.append(f"{states} {json.dumps(sizes, sort_keys=True)}")
     # The defaults of the architecture: `to_diff_dict` compares with those of all configs, and would
     # list what every Llama has.
     has_defaults = not getattr(config, "has_no_defaults_at_init", False)

@@ -25,27 +25,25 @@ import os
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from restorekv.cache.sliding import RecentLayer
 from restorekv.cache.tail import KeysValues
 from restorekv.errors import RestoreKVError
 from restorekv.model import offload_self_test
 from restorekv.model.attention import self_tests
-from restorekv.model.prefill import make_full_cache
-from restorekv.model.shape import CacheShape, list_windows
+from restorekv.model.prefill import make_full_cache, make_hybrid_layers
+from restorekv.model.shape import CacheShape, list_full_layers
 
 
 def make_offloaded_cache(model: PreTrainedModel, columns: int, margin: int = 0) -> Cache:
     """Return an empty cache with room for `columns` columns, S + T.
 
     If no store passes its self-test on the device, nothing is offloaded. Layers with a sliding
-    window never are: they hold only their last W - 1 + `margin` columns.
+    window never are: they hold only their last W - 1 + `margin` columns. Nor are states.
     """
     shape = CacheShape.from_model(model)
     device = model.device
@@ -60,10 +58,9 @@ def make_offloaded_cache(model: PreTrainedModel, columns: int, margin: int = 0) 
     size = shape.heads, columns, shape.head_dim
     store = make_store(shape.layers, size, model.dtype, device, streams)
     # Offloaded layers are those that see the whole text, in their order.
-    stored = iter(store.layers)
-    layers: list[Any] = []
-    for window in list_windows(model.config):
-        layers.append(next(stored) if window is None else RecentLayer(window, margin))
+    layers = make_hybrid_layers(model, margin)
+    for index, stored in zip(list_full_layers(model.config), store.layers, strict=True):
+        layers[index] = stored
     return Cache(layers=layers)
 
 

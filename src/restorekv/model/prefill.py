@@ -4,6 +4,7 @@ Only the decoder runs, never the LM head, and no gradient is recorded.
 """
 
 import inspect
+from itertools import pairwise
 from typing import Any, TypeVar, overload
 
 import torch
@@ -11,13 +12,15 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from restorekv.cache.dense import DenseLayer, list_dense_layers
+from restorekv.cache.dense import DenseLayer, list_dense_layers, list_full_attention
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.cache.sliding import RecentLayer, SlidingLayer
+from restorekv.cache.states import StateLayer, list_state_layers
 from restorekv.cache.tail import CompressedLayer, count_queries
 from restorekv.model.cache_argument import pass_cache
 from restorekv.model.shape import (
     count_sharing_layers,
+    find_state_layers,
     get_backbone,
     is_hybrid,
     list_windows,
@@ -61,7 +64,8 @@ def prefill(
 ) -> Cache:
     """Return a cache with keys and values (1, H, S + T, D) of every layer.
 
-    A layer with a sliding window W holds only its last W - 1 columns.
+    A layer with a sliding window W holds only its last W - 1 columns. Layers with states keep those
+    after the last token, and copies where they are marked (cache/states.py).
 
     Args:
         model: The model; only its decoder runs, chunk by chunk.
@@ -77,9 +81,29 @@ def prefill(
     chunk = chunk or max(min(CHUNK, MASK // ids.shape[-1]), 1)
     backbone = get_backbone(model)
     options = {} if whole else skip_sharing_layers(backbone)
-    for piece in ids.to(model.device).split(chunk, dim=-1):
+    states = list_state_layers(full.layers)
+    position = full.get_seq_length() if states else 0
+    for piece in ids.to(model.device).split(
+        _list_sizes(ids.shape[-1], chunk, position, states), -1
+    ):
         backbone(input_ids=piece, **pass_cache(backbone, full), use_cache=True, **options)
+        position += piece.shape[-1]
+        for layer in states:
+            layer.read_marks(position)
     return full
+
+
+def _list_sizes(tokens: int, chunk: int, first: int, states: list[StateLayer]) -> list[int]:
+    """Return the sizes of the pieces in which tokens are read: `chunk` each, and the rest. A piece
+    also ends where a state is to be copied.
+
+    `first` is the position of the first token.
+    """
+    ends = set(range(chunk, tokens, chunk)) | {tokens}
+    for layer in states:
+        ends |= {mark - first for mark in layer.marks if 0 < mark - first < tokens}
+    in_order = [0, *sorted(ends)]
+    return [end - start for start, end in pairwise(in_order)]
 
 
 def skip_sharing_layers(backbone: nn.Module) -> dict[str, int]:
@@ -105,9 +129,28 @@ def make_full_cache(model: PreTrainedModel, margin: int = 0) -> DynamicCache:
     """
     full = DynamicCache()
     if is_hybrid(model):
-        for window in list_windows(model.config):
-            full.layers.append(DynamicLayer() if window is None else RecentLayer(window, margin))
+        full.layers += make_hybrid_layers(model, margin)
     return full
+
+
+def make_hybrid_layers(model: PreTrainedModel, margin: int = 0) -> list[Any]:
+    """Return the empty layers of a full cache, one for each layer of a model that has pairs of its
+    own or a state.
+
+    `margin` is how many more columns than W - 1 a layer with a window holds.
+    """
+    config = model.config.get_text_config()
+    states = find_state_layers(config)
+    count = getattr(config, "number_of_conv_states", 1)
+    layers: list[Any] = []
+    for index, window in enumerate(list_windows(config)):
+        if index in states:
+            layers.append(StateLayer(count))
+        elif window is None:
+            layers.append(DynamicLayer())
+        else:
+            layers.append(RecentLayer(window, margin))
+    return layers
 
 
 @torch.no_grad()
@@ -119,10 +162,16 @@ def make_empty_cache(model: PreTrainedModel) -> RaggedCache:
     full = prefill(model, torch.zeros(1, 1, dtype=torch.long))
     layers = list_dense_layers(full)
     nothing = [(layer.keys[:, :, :0], layer.values[:, :, :0]) for layer in layers]
-    full_attention = [layer for layer in layers if not layer.is_sliding]
+    full_attention = list_full_attention(full)
     heads = full_attention[0].keys.shape[1]
     keep = torch.zeros(len(full_attention), heads, 0, dtype=torch.bool)
-    return RaggedCache.from_kept_pairs(full, keep, nothing)
+    empty = RaggedCache.from_kept_pairs(full, keep, nothing)
+    for index, layer in enumerate(empty.layers):
+        if isinstance(layer, StateLayer):
+            # The token that was read is not part of the context; before any token, states are zero.
+            nothing_read = {name: state * 0 for name, state in layer.named_tensors.items()}
+            empty.layers[index] = StateLayer.from_tensors(nothing_read)
+    return empty
 
 
 class ReadOnlyLayer(DynamicLayer):
@@ -184,14 +233,21 @@ class ReadOnlyLayer(DynamicLayer):
 def read_only_view(full: Cache, columns: int | None = None) -> Cache:
     """Return a cache for passes that read `full`, or its first `columns`, and never change it.
 
-    For a ragged cache, `columns` counts columns of its tail; its whole context is always read.
+    For a ragged cache, `columns` counts columns of its tail; its whole context is always read. The
+    states of layers that keep them are those after these columns, which have to be marked.
     """
     dropped = 0
+    position = columns
     if columns is not None and isinstance(full, RaggedCache):
-        dropped = full.full_attention[0].columns - columns
-    return Cache(
-        layers=[_make_read_only_layer(layer, columns, dropped) for layer in list_dense_layers(full)]
-    )
+        dropped = full.columns - columns
+        position = full.get_seq_length() - dropped
+    layers: list[Any] = []
+    for layer in list_dense_layers(full):
+        if isinstance(layer, StateLayer):
+            layers.append(layer.at(position))
+        else:
+            layers.append(_make_read_only_layer(layer, columns, dropped))
+    return Cache(layers=layers)
 
 
 def _make_read_only_layer(
@@ -248,13 +304,16 @@ class QueryOnlyLayer(CompressedLayer):
 def query_only_view(full: Cache) -> Cache:
     """Return a cache for passes whose observer reads `full` itself; nothing of it is copied.
 
-    Layers with a window are not observed: the pass reads them as in a read-only view, so that every
-    such pass begins with what they hold at the end of the text.
+    Layers with a window or with states are not observed: the pass reads them as in a read-only
+    view, so that every such pass begins with what they hold at the end of the text.
     """
     seen = full.get_seq_length()
     layers: list[Any] = []
     for layer in list_dense_layers(full):
-        layers.append(
-            _make_read_only_layer(layer, None) if layer.is_sliding else QueryOnlyLayer(seen)
-        )
+        if isinstance(layer, StateLayer):
+            layers.append(layer.copy())
+        elif layer.is_sliding:
+            layers.append(_make_read_only_layer(layer, None))
+        else:
+            layers.append(QueryOnlyLayer(seen))
     return Cache(layers=layers)

@@ -11,13 +11,15 @@ passes:
    with the layer's sinks if it has any; and values of the first layer must not depend on positions;
 2. the last three of them over a ragged cache of the first four, which has to give the same logits
    or, if layers compute in 16 bits or are quantized, the same attention in every layer from the
-   same input, because rounding changes the logits of a deep model too much;
+   same input, because rounding changes the logits of a deep model too much; where layers keep
+   states, also one token after the other;
 3. four of them, the last one far away, which must not change the keys of the others. If it does,
    this is repeated at the lengths that the config names (probe_limits.py).
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 from dataclasses import replace
 from typing import Any
@@ -26,11 +28,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from restorekv.cache.dense import list_full_attention
 from restorekv.cache.ragged import RaggedCache
+from restorekv.cache.states import StateLayer, list_state_layers
 from restorekv.errors import ModelError, RestoreKVError, summarize_error
 from restorekv.model import attention
 from restorekv.model.attention.sinks import compute_weights
-from restorekv.model.prefill import make_full_cache
+from restorekv.model.prefill import make_full_cache, read_only_view
 from restorekv.model.probe_limits import Support, find_limit
 from restorekv.model.probe_passes import (
     CACHED,
@@ -40,15 +44,18 @@ from restorekv.model.probe_passes import (
     InstanceError,
     PassRecord,
     ProbedModel,
+    list_modules_with_states,
     make_refusal,
     record_pass,
-    trace_attention,
+    trace_modules,
 )
 from restorekv.model.shape import (
     CacheShape,
     LayerHeads,
     compute_logits,
+    find_state_layers,
     get_backbone,
+    list_attention_modules,
     list_heads,
 )
 
@@ -86,8 +93,11 @@ def probe_model(model: PreTrainedModel) -> Support:
 def _check_layers(model: PreTrainedModel, backbone: nn.Module) -> None:
     """Refuse a model that is not a decoder, or whose layers are not where observers look."""
     layers = getattr(backbone, "layers", None)
-    if isinstance(layers, nn.ModuleList) and all(hasattr(layer, "self_attn") for layer in layers):
-        return
+    states = find_state_layers(model.config)
+    if isinstance(layers, nn.ModuleList):
+        attending = [layer for index, layer in enumerate(layers) if index not in states]
+        if all(hasattr(layer, "self_attn") for layer in attending):
+            return
     for path, module in model.named_modules():
         if _is_position_table(path, module):
             raise make_refusal(model, f"has no RoPE: it adds positions to embeddings ({path})")
@@ -133,9 +143,9 @@ def _run_passes(probed: ProbedModel) -> Support:
 
 def _check_calls(probed: ProbedModel, record: PassRecord, cache: Any) -> None:
     """Refuse attention that is not each layer's softmax over plain keys and values."""
-    layers = len(probed.pair_layers)
+    layers = len(probed.attending)
     called = [getattr(call.module, "layer_idx", None) for call in record.calls]
-    if called != list(range(layers)) or len(cache.layers) != len(probed.windows):
+    if called != list(probed.attending) or len(cache.layers) != len(probed.windows):
         if called and len(cache.layers) == len(probed.windows):
             if len(called) == layers:
                 raise probed.make_refusal(
@@ -146,7 +156,7 @@ def _check_calls(probed: ProbedModel, record: PassRecord, cache: Any) -> None:
             )
         raise probed.make_refusal("does not compute attention through AttentionInterface")
     all_heads = list_heads(probed.model.config)
-    for call, source in zip(record.calls, probed.pair_layers, strict=True):
+    for call, source in zip(record.calls, probed.attended, strict=True):
         _check_heads(probed, call, all_heads[source])
         # A layer without pairs of its own attends to those that an earlier layer has cached.
         layer = cache.layers[source]
@@ -220,7 +230,18 @@ def _check_positions(probed: ProbedModel, cache: Any) -> None:
     """Refuse a model that adds positions to embeddings: a token must have the same value in the
     first layer wherever it is.
     """
-    first, _, third, *_ = cache.layers[0].values[0].float().unbind(1)
+    if find_state_layers(probed.model.config):
+        # What a layer with states has read before is in every later value, so a token is read
+        # alone.
+        values = []
+        for position in (START, 2 * START):
+            alone: Any = make_full_cache(probed.model)
+            positions = torch.full_like(probed.positions[:, :1], position)
+            probed.read_tokens(probed.backbone, alone, slice(1), positions)
+            values.append(list_full_attention(alone)[0].values[0].float())
+        first, third = values
+    else:
+        first, _, third, *_ = cache.layers[0].values[0].float().unbind(1)
     if not probed.is_close(first, third, strict=True):
         raise probed.make_refusal("has no RoPE: it adds positions to embeddings or values")
 
@@ -236,8 +257,12 @@ def _check_ragged(probed: ProbedModel, cache: Any, hidden: Tensor) -> None:
     shape = probed.shape
     keep = torch.ones(shape.layers, shape.heads, CACHED, dtype=torch.bool)
     first = make_full_cache(probed.model, margin=len(IDS))
-    for index, layer in enumerate(cache.layers):
-        first.update(layer.keys[:, :, :CACHED], layer.values[:, :, :CACHED], index)
+    if find_state_layers(probed.model.config):
+        probed.read_tokens(probed.backbone, first, slice(CACHED))
+        _check_states(probed, first)
+    else:
+        for index, layer in enumerate(cache.layers):
+            first.update(layer.keys[:, :, :CACHED], layer.values[:, :, :CACHED], index)
     ragged = RaggedCache.from_kept_pairs(first, keep, offset=START)
     # Columns of a window were read from START on; a short window hides what is further away.
     for layer in ragged.sliding:
@@ -251,6 +276,44 @@ def _check_ragged(probed: ProbedModel, cache: Any, hidden: Tensor) -> None:
         same = _is_attention_close(probed, ragged, hidden)
     if not same:
         raise probed.make_refusal("computes other logits over a compressed cache than without")
+
+
+def _check_states(probed: ProbedModel, cache: Any) -> None:
+    """Refuse a model whose layers keep states of different shapes, or compute other things when
+    they continue from a state than at once.
+
+    Every layer gets the input that it has in a pass over all tokens, since rounding to 16 bits
+    changes the inputs of deep layers.
+
+    Args:
+        probed: The model.
+        cache: The pairs and states of the first tokens, which do not change.
+    """
+    shapes = []
+    for layer in list_state_layers(cache.layers):
+        tensors = layer.named_tensors
+        shapes.append({name: (state.shape, state.dtype) for name, state in tensors.items()})
+    if not shapes[0] or any(shape != shapes[0] for shape in shapes):
+        raise probed.make_refusal("has layers whose states are of different shapes")
+    modules = list_modules_with_states(probed.model)
+    with trace_modules(modules) as at_once:
+        probed.read_tokens(probed.backbone, make_full_cache(probed.model))
+    # The other tokens in one piece, and one by one, which transformers computes differently.
+    for size in (len(IDS) - CACHED, 1):
+        continued: Any = read_only_view(cache)
+        for index, layer in enumerate(cache.layers):
+            if not isinstance(layer, StateLayer):
+                continued.layers[index] = copy.copy(layer)  # an append changes the copy alone
+        for start in range(CACHED, len(IDS), size):
+            tokens = slice(start, start + size)
+            inputs = [given[:, tokens] for given, _ in at_once]
+            with trace_modules(modules, inputs) as found:
+                probed.read_tokens(probed.backbone, continued, tokens)
+            for (_, expected), (_, own) in zip(at_once, found, strict=True):
+                if not probed.is_close(own, expected[:, tokens], strict=True):
+                    raise probed.make_refusal(
+                        "computes other states in parts than at once, as older kernels do"
+                    )
 
 
 def _run_ragged(probed: ProbedModel, ragged: RaggedCache) -> Tensor:
@@ -268,12 +331,13 @@ def _is_attention_close(probed: ProbedModel, ragged: RaggedCache, hidden: Tensor
     logits are not those that `compute_logits` gets from its last hidden states (1, 7, d).
     """
     cache = make_full_cache(probed.model, margin=len(IDS))
-    with trace_attention(probed.model) as at_once:
+    attending = list_attention_modules(probed.model)
+    with trace_modules(attending) as at_once:
         output = probed.read_tokens(probed.model, cache)
     if not probed.is_close(compute_logits(probed.model, hidden), output.logits, strict=True):
         raise probed.make_refusal("scales or caps its logits in a way of its own")
     inputs = [given[:, CACHED:] for given, _ in at_once]
-    with trace_attention(probed.model, inputs) as over_ragged:
+    with trace_modules(attending, inputs) as over_ragged:
         _run_ragged(probed, ragged)
     return all(
         probed.is_close(found, expected[:, CACHED:], strict=True)

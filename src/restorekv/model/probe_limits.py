@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
+from restorekv.cache.states import StateLayer
 from restorekv.errors import ModelError
 from restorekv.model.cache_argument import pass_cache
-from restorekv.model.prefill import QueryOnlyLayer, make_full_cache
+from restorekv.model.prefill import QueryOnlyLayer, make_full_cache, make_hybrid_layers
 from restorekv.model.probe_passes import (
     CACHED,
     IDS,
@@ -35,7 +36,7 @@ from restorekv.model.probe_passes import (
     is_close,
     record_pass,
 )
-from restorekv.model.shape import get_backbone, list_pair_layers
+from restorekv.model.shape import find_state_layers, get_backbone, list_pair_layers
 
 UNLIMITED = sys.maxsize
 FAR = 1 << 20  # a position beyond every length that configs mention
@@ -88,7 +89,7 @@ def _find_window_limit(probed: ProbedModel, record: PassRecord) -> Support:
     """
     limits = [UNLIMITED]
     functions: dict[int | None, set[Callable]] = {}  # by the window of the layers
-    for call, source in zip(record.calls, probed.pair_layers, strict=True):
+    for call, source in zip(record.calls, probed.attended, strict=True):
         window = probed.windows[source]
         own = [function for mask, function in record.masks if _is_same_mask(mask, call.mask)]
         if call.mask is not None and not own:  # it may hide pairs of a longer text
@@ -195,8 +196,15 @@ def _find_cache_limit(probed: ProbedModel) -> Support:
     # Layers that share the pairs of others may have a place in it, which stays empty.
     if len(layers) == len(probed.pair_layers):
         layers = layers[: len(probed.windows)]
+    states = find_state_layers(probed.model.config)
+    for index in states:
+        # `StateLayer` stands for this class alone.
+        if type(layers[index]).__name__ != "LinearAttentionLayer":
+            raise probed.make_refusal(f"keeps {type(layers[index]).__name__} of its own")
     windows = probed.windows if len(layers) == len(probed.windows) else [None] * len(layers)
-    for layer, window in zip(layers, windows, strict=True):
+    for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
+        if index in states:
+            continue
         if getattr(layer, "is_sliding", False):
             if int(layer.sliding_window) != window:
                 limits.append(int(layer.sliding_window))
@@ -213,7 +221,7 @@ def _find_rotation_limit(probed: ProbedModel, cache: Any) -> Support:
     The kinds "dynamic" and "longrope" change the frequencies for longer texts, and with them
     all keys.
     """
-    own = [layer.keys[0, :, :CACHED].float() for layer in cache.layers]
+    own = [layer.keys[0, :, :CACHED].float() for layer in _list_with_pairs(cache)]
     try:
         keys = _compute_keys(probed, FAR)
     except Exception:  # a table of positions that ends
@@ -273,7 +281,11 @@ def _compute_queries(probed: ProbedModel, seen: int) -> list[Tensor]:
     """Return every layer's query (1, H * G, 1, D) of one token, at the same position always, if
     its cache has seen so many tokens.
     """
-    cache = Cache(layers=[QueryOnlyLayer(seen) for _ in probed.windows])
+    layers = make_hybrid_layers(probed.model)
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, StateLayer):
+            layers[index] = QueryOnlyLayer(seen)
+    cache = Cache(layers=layers)
     with record_pass(probed.model) as record:
         probed.read_tokens(probed.backbone, cache, slice(1))
     return [call.query.float() for call in record.calls]
@@ -299,7 +311,12 @@ def _compute_keys(probed: ProbedModel, last: int) -> list[Tensor]:
     positions[:, -1] = last
     cache: Any = make_full_cache(probed.model, margin=CACHED)
     probed.read_tokens(probed.backbone, cache, slice(CACHED), positions)
-    return [layer.keys[0].float() for layer in cache.layers]
+    return [layer.keys[0].float() for layer in _list_with_pairs(cache)]
+
+
+def _list_with_pairs(cache: Any) -> list[Any]:
+    """Return the layers of a cache that have pairs."""
+    return [layer for layer in cache.layers if not isinstance(layer, StateLayer)]
 
 
 def _is_same_mask(one: Tensor | None, other: Tensor | None) -> bool:
@@ -370,10 +387,10 @@ def _run_one_token(
             input_ids=torch.tensor([IDS[:1]], device=model.device),
             position_ids=positions,
             use_cache=True,
-            **pass_cache(backbone, DynamicCache()),
+            **pass_cache(backbone, make_full_cache(model)),
             **options,
         )
-    layers = len(list_pair_layers(model.config))
+    layers = len(list_pair_layers(model.config)) - len(find_state_layers(model.config))
     if len(record.calls) != layers:  # else nothing would be compared
         raise ModelError(
             f"{type(model).__name__} called its attention {len(record.calls)} times for "

@@ -24,6 +24,7 @@ from restorekv.model.linear_layers import list_quantized_layers
 from restorekv.model.observer import HOOKS_LOCK
 from restorekv.model.shape import (
     CacheShape,
+    find_state_layers,
     get_backbone,
     get_dtype_name,
     list_pair_layers,
@@ -110,6 +111,10 @@ class ProbedModel:
         self.windows = list_windows(self.model.config)
         # Of every layer, the one whose pairs it attends to.
         self.pair_layers = list_pair_layers(self.model.config)
+        # The layers that attend, and the layer whose pairs each of them attends to.
+        states = find_state_layers(self.model.config)
+        self.attending = [index for index in range(len(self.pair_layers)) if index not in states]
+        self.attended = [self.pair_layers[index] for index in self.attending]
         # The dtype whose rounding may explain a difference: the model's, or one of 16 bits, since
         # quantized layers do not compute more exactly whatever dtype is around them.
         self.dtype = self.model.dtype
@@ -182,12 +187,18 @@ def record_pass(model: PreTrainedModel) -> Iterator[PassRecord]:
         yield record
 
 
+def list_modules_with_states(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers that keep a state instead of pairs."""
+    layers: Any = get_backbone(model).layers
+    return [layers[index] for index in find_state_layers(model.config)]
+
+
 @contextmanager
-def trace_attention(
-    model: PreTrainedModel, replacements: Sequence[Tensor] | None = None
+def trace_modules(
+    modules: Sequence[nn.Module], replacements: Sequence[Tensor] | None = None
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Record input and output (1, Q, d) of every layer's attention in this thread's pass in the
-    block; `replacements` are the inputs that the layers get instead of their own.
+    """Record input and output (1, Q, d) of modules in this thread's pass in the block;
+    `replacements` are the inputs that the modules get instead of their own.
     """
     trace: list[tuple[Tensor, Tensor]] = []
     inputs: list[Tensor] = []
@@ -213,13 +224,11 @@ def trace_attention(
             attended = output[0] if isinstance(output, tuple) else output
             trace.append((inputs[len(trace)], attended))
 
-    layers: Any = get_backbone(model).layers
     handles = []
     with HOOKS_LOCK:
-        for layer in layers:
-            attending = layer.self_attn
-            handles.append(attending.register_forward_pre_hook(before_layer, with_kwargs=True))
-            handles.append(attending.register_forward_hook(after_layer))
+        for each in modules:
+            handles.append(each.register_forward_pre_hook(before_layer, with_kwargs=True))
+            handles.append(each.register_forward_hook(after_layer))
     try:
         yield trace
     finally:

@@ -176,7 +176,9 @@ def compute_rotation(
     If layers with a window rotate differently, the result holds for the layers that see the whole
     text.
     """
-    rotary: Any = get_backbone(model).rotary_emb
+    backbone: Any = get_backbone(model)
+    # LFM2 with experts has another name for it.
+    rotary: Any = getattr(backbone, "rotary_emb", None) or backbone.pos_emb
     if isinstance(getattr(rotary, "rope_type", None), dict):
         return rotary(like, positions, FULL_ATTENTION)
     return rotary(like, positions)

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from restorekv.cache.states import HAS_STATES
 from restorekv.errors import ModelError, summarize_error
 
 # The kind of layers, in configs of transformers, that see a whole text.
 FULL_ATTENTION = "full_attention"
 # The other kinds see all of a text that fits into their window, whose length probe_limits.py finds.
 _WHOLE_TEXT_LAYERS = {FULL_ATTENTION, "sliding_attention", "chunked_attention"}
+# These keep a state of fixed size instead of pairs (cache/states.py).
+_STATE_LAYERS = {"linear_attention", "conv"} if HAS_STATES else set()
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class CacheShape:
     """L layers, H KV heads, G query heads per KV head, D head dim, d hidden.
 
     Of a hybrid model, L counts the layers that see the whole text: they alone are scored, evicted
-    and counted (see `list_windows`).
+    and counted (see `list_windows` and `find_state_layers`).
     """
 
     layers: int
@@ -34,8 +37,12 @@ class CacheShape:
     def from_model(cls, model: PreTrainedModel) -> "CacheShape":
         """Return the shape that the model's config gives; raise ModelError if it gives none."""
         config = model.config.get_text_config()
-        # Linear attention and state-space layers hold no pairs to score or evict.
-        unknown = set(getattr(config, "layer_types", None) or ()) - _WHOLE_TEXT_LAYERS
+        kinds = set(getattr(config, "layer_types", None) or ())
+        known = _WHOLE_TEXT_LAYERS
+        # Layers with states beside layers with windows are in no model that was tried.
+        if kinds & _STATE_LAYERS and not kinds - _STATE_LAYERS - {FULL_ATTENTION}:
+            known = {FULL_ATTENTION} | _STATE_LAYERS
+        unknown = kinds - known
         if unknown:
             raise ModelError(
                 f"{config.model_type} has {min(unknown)} layers; "
@@ -50,8 +57,13 @@ class CacheShape:
                 f"{config.model_type} does not say the size of every layer's heads "
                 f"({summarize_error(error)}); use another decoder."
             ) from error
-        full = _select_heads(heads, windows, has_window=False)
+        full = [heads[index] for index in list_full_layers(config)]
         sliding = _select_heads(heads, windows, has_window=True)
+        if not full and find_state_layers(config):
+            raise ModelError(
+                f"{config.model_type} has no layers with keys and values, of which something could "
+                "be evicted; its states have a fixed size already, so use it as it is."
+            )
         if not full:
             raise ModelError(
                 f"{config.model_type} has no layers with keys and values of their own; use the "
@@ -203,16 +215,32 @@ def describe_windows(config: Any) -> list[int]:
     return windows if any(windows) else []
 
 
+def find_state_layers(config: Any) -> tuple[int, ...]:
+    """Return the numbers of the layers that keep a state instead of pairs, in ascending order
+    (cache/states.py); most models have none.
+    """
+    kinds = list(getattr(config.get_text_config(), "layer_types", None) or ())
+    return tuple(index for index, kind in enumerate(kinds) if kind in _STATE_LAYERS)
+
+
 def list_full_layers(config: Any) -> list[int]:
     """Return the numbers of the layers that have pairs of their own and see the whole text, in
     ascending order.
     """
-    return [index for index, window in enumerate(list_windows(config)) if window is None]
+    states = find_state_layers(config)
+    found = []
+    for index, window in enumerate(list_windows(config)):
+        if window is None and index not in states:
+            found.append(index)
+    return found
 
 
 def is_hybrid(model: PreTrainedModel) -> bool:
-    """Return whether some layers of a model have a window and others see the whole text."""
-    return any(window is not None for window in list_windows(model.config))
+    """Return whether some layers of a model see the whole text, and others have a window or keep a
+    state.
+    """
+    has_windows = any(window is not None for window in list_windows(model.config))
+    return has_windows or bool(find_state_layers(model.config))
 
 
 def get_backbone(model: PreTrainedModel) -> nn.Module:
@@ -222,6 +250,13 @@ def get_backbone(model: PreTrainedModel) -> nn.Module:
     if hasattr(found, "layers"):
         return found
     return getattr(found, "model", found)
+
+
+def list_attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the attention of every layer that attends: of all but those that keep a state."""
+    layers: Any = get_backbone(model).layers
+    states = find_state_layers(model.config)
+    return [layer.self_attn for index, layer in enumerate(layers) if index not in states]
 
 
 def get_dtype_name(dtype: torch.dtype) -> str:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from restorekv.cache.states import StateLayer
 from restorekv.cache.tail import CompressedLayer
 from restorekv.errors import AdapterError, warn
 from restorekv.model import base_weights
@@ -370,6 +371,8 @@ class RestoreAdapter(nn.Module):
         Args:
             cache: An evicted cache, or a view of the full cache of S + T columns. The pairs of the
                 restore tokens are appended to it; the full cache that a view shows is not changed.
+                Nor are the states of layers that keep them: the tokens read them, and questions
+                continue from where the text ended.
             count: How many of the n restore tokens run, the first ones; all by default.
             ratio: The ratio of the cache that the pairs are for. An adapter that knows the ratio
                 needs it.
@@ -390,10 +393,13 @@ class RestoreAdapter(nn.Module):
         positions = torch.arange(first, first + len(embeddings), device=embeddings.device)
         # The model with LoRA runs; its pairs are appended by the cache's own `update`.
         backbone = get_backbone(self.adapted_model)
+        layers: list[Any] = []
+        for layer in cache.layers:
+            layers.append(layer.copy() if isinstance(layer, StateLayer) else layer)
         backbone(
             position_ids=positions[None],
             **pass_embeddings(backbone, embeddings[None]),
-            **pass_cache(backbone, cache),
+            **pass_cache(backbone, Cache(layers=layers)),
             **skip_sharing_layers(backbone),
             use_cache=True,
         )

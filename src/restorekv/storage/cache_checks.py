@@ -21,13 +21,15 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.cache import quantized
 from restorekv.cache.quantized import KV_DTYPES, QUANTIZED_DTYPES, compute_scale_shapes
 from restorekv.cache.ragged import RaggedCache
+from restorekv.cache.states import KINDS
 from restorekv.compression.budget import ON_SMALL_BUDGET, PREFIX_POLICIES, parse_ratio
 from restorekv.errors import CacheFileError, RestoreKVError, make_printable, warn
 from restorekv.files import matches_type
 from restorekv.model.identity import identify_model
+from restorekv.model.prefill import make_empty_cache
 from restorekv.model.prompt import Context, encode_text, hash_template, split_template
 from restorekv.model.rope import ROUNDED, describe_rotation
-from restorekv.model.shape import CacheShape, get_dtype_name
+from restorekv.model.shape import CacheShape, find_state_layers, get_dtype_name
 from restorekv.model.tokenize import hash_token_names
 from restorekv.restore.choices import RESTORE_FROM
 from restorekv.seal import largest_number
@@ -42,7 +44,7 @@ from restorekv.size_limits import (
     SYSTEM_LETTERS,
     WIDTH,
 )
-from restorekv.storage.manifest import Manifest, count_pairs_and_bytes
+from restorekv.storage.manifest import Manifest, count_pairs_and_bytes, describe_states
 
 SHAPE_NAMES = {field.name for field in fields(CacheShape)}
 COUNT_FIELDS = (
@@ -65,6 +67,7 @@ FIELD_CHOICES = {
 }
 PAIR_PARTS = ("keys", "values")
 LARGEST_COUNT = 2**62  # of pairs or bytes
+STATE_DIMENSIONS = 4
 # Texts of several lines, and how many characters they may have.
 TEXT_LIMITS = {
     "separator": AROUND_LETTERS,
@@ -164,6 +167,7 @@ def check_manifest(manifest: Manifest) -> None:
             f"records {name} that cannot be printed",
         )
     check_windows(manifest)
+    check_states(manifest)
     check_adapter(manifest.adapter)
     try:
         parse_ratio(manifest.ratio)
@@ -190,6 +194,33 @@ def check_windows(manifest: Manifest) -> None:
         require(fits, "records a sliding_shape that no model's layers have")
     cells = manifest.sliding_heads * sum(manifest.count_sliding_columns())
     require(cells <= CELLS, "records windows that no model's layers have")
+
+
+def check_states(manifest: Manifest) -> None:
+    """Check the record of the layers that keep states; an ordinary model has none."""
+    states = manifest.states
+    shapes = manifest.state_shapes
+    dtypes = manifest.state_dtypes
+    if not states:
+        require(not shapes and not dtypes, "records states and no layers with them")
+        return
+    fits = not manifest.windows and set(shapes) == set(dtypes) and bool(shapes)
+    # In ascending order, and with the other layers no more than a model has.
+    total = manifest.shape["layers"] + len(states)
+    fits = fits and total <= LAYERS and states == sorted(set(states))
+    fits = fits and states[0] >= 0 and states[-1] < total
+    # Each kind has the states 0, 1, ...
+    for kind in KINDS:
+        numbers = [name for name in shapes if name.startswith(f"{kind}.")]
+        fits = fits and set(numbers) == {f"{kind}.{index}" for index in range(len(numbers))}
+    fits = fits and all(name.partition(".")[0] in KINDS for name in shapes)
+    cells = 0
+    for name, shape in shapes.items():
+        fits = fits and 1 <= len(shape) <= STATE_DIMENSIONS and min(shape) > 0
+        fits = fits and max(shape) <= WIDTH and dtypes.get(name) in FIELD_CHOICES["dtype"]
+        if fits:
+            cells += len(states) * math.prod(shape)
+    require(fits and cells <= CELLS, "records states that no model's layers keep")
 
 
 def check_adapter(adapter: dict[str, Any] | None) -> None:
@@ -241,10 +272,21 @@ def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> Non
             "that one."
         )
     recorded = manifest.shape, manifest.windows, manifest.sliding_shape
-    if recorded != (vars(identity.shape), identity.windows, identity.sliding_shape):
+    own = vars(identity.shape), identity.windows, identity.sliding_shape
+    if recorded != own or not _has_same_states(manifest, model):
         raise CacheFileError(
             f"{path} records a shape that is not the model's; compress the context again."
         )
+
+
+def _has_same_states(manifest: Manifest, model: PreTrainedModel) -> bool:
+    """Return whether a model's layers keep states as the manifest records them."""
+    numbers = list(find_state_layers(model.config))
+    if not numbers or manifest.states != numbers:
+        return manifest.states == numbers
+    # Only a pass shows the shapes of the states.
+    own = describe_states(make_empty_cache(model))
+    return all(getattr(manifest, name) == value for name, value in own.items())
 
 
 def check_tokenizer(
@@ -326,6 +368,11 @@ def check_tensors(tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
             size = manifest.sliding_heads, length, manifest.sliding_head_dim
             check_tensor(tensors, f"sliding.{index}.{name}", dtype, size)
             expected.add(f"sliding.{index}.{name}")
+    for index in range(len(manifest.states)):
+        for name, shape in manifest.state_shapes.items():
+            state_dtype = getattr(torch, manifest.state_dtypes[name])
+            check_tensor(tensors, f"states.{index}.{name}", state_dtype, tuple(shape))
+            expected.add(f"states.{index}.{name}")
     require(set(tensors) == expected, "has tensors that do not belong to a cache of its shape")
 
 

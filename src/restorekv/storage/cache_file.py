@@ -19,8 +19,9 @@ from torch import Tensor
 from restorekv import seal
 from restorekv.cache import quantized
 from restorekv.cache.quantized import QuantizedRows
-from restorekv.cache.ragged import RaggedCache, RaggedLayer
+from restorekv.cache.ragged import ContextLayer, RaggedCache, RaggedLayer
 from restorekv.cache.sliding import SlidingLayer
+from restorekv.cache.states import StateLayer
 from restorekv.errors import CacheFileError, RestoreKVError, reraise_as
 from restorekv.files import parse_path, parse_record
 from restorekv.model.prompt import Context
@@ -171,6 +172,10 @@ def pack_cache(cache: RaggedCache, context: Context) -> dict[str, Tensor]:
         tensors[f"sliding.{index}.values"] = layer.context_values[0]
         tensors[f"sliding.{index}.restore_keys"] = layer.restore_keys[0]
         tensors[f"sliding.{index}.restore_values"] = layer.restore_values[0]
+    # Of one row, without its batch dimension.
+    for index, layer in enumerate(cache.with_states):
+        for name, state in layer.named_tensors.items():
+            tensors[f"states.{index}.{name}"] = state[0]
     for index, layer in enumerate(layers):
         for name, rows in (("keys", layer.context_keys), ("values", layer.context_values)):
             parts = quantized.list_tensors(rows)
@@ -190,13 +195,17 @@ def unpack_cache(tensors: dict[str, Tensor], seen: int, manifest: Manifest) -> R
 
     `seen` is the number of positions that the context occupied, the offset included.
     """
-    # An ordinary model has no windows: every layer is of the other kind.
-    windows = manifest.windows or [0] * len(tensors["offsets"])
+    # An ordinary model has neither windows nor states: every layer is of the other kind.
+    windows = manifest.windows or [0] * (len(tensors["offsets"]) + len(manifest.states))
     ragged = 0
     sliding = 0
-    layers: list[RaggedLayer | SlidingLayer] = []
-    for window in windows:
-        if window:
+    with_states = 0
+    layers: list[ContextLayer] = []
+    for index, window in enumerate(windows):
+        if index in manifest.states:
+            layers.append(unpack_state_layer(tensors, with_states, manifest))
+            with_states += 1
+        elif window:
             layers.append(unpack_sliding_layer(tensors, sliding, window, seen, manifest))
             sliding += 1
         else:
@@ -237,6 +246,12 @@ def unpack_sliding_layer(
         restore_keys=tensors[f"sliding.{index}.restore_keys"][None],
         restore_values=tensors[f"sliding.{index}.restore_values"][None],
     )
+
+
+def unpack_state_layer(tensors: dict[str, Tensor], index: int, manifest: Manifest) -> StateLayer:
+    """Return the layer with this index among the layers that keep states."""
+    states = {name: tensors[f"states.{index}.{name}"][None] for name in manifest.state_shapes}
+    return StateLayer.from_tensors(states)
 
 
 def unpack_context(

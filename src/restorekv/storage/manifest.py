@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypedDict
 
 import torch
 
-from restorekv.cache.ragged import ContextLayer, RaggedCache
+from restorekv.cache.ragged import AnyTailLayer, RaggedCache
+from restorekv.cache.states import StateLayer
 from restorekv.model.prompt import Context
+from restorekv.model.shape import get_dtype_name
 
 
 class CacheCounts(TypedDict):
@@ -34,16 +37,34 @@ def count_pairs_and_bytes(
     numbers = len(cache.full_attention) * columns * _count_column_numbers(first)
     for layer in cache.sliding:
         numbers += min(layer.window - 1, columns) * _count_column_numbers(layer)
+    of_states = 0
+    for state_layer in cache.with_states:
+        of_states += sum(tensor.nbytes for tensor in state_layer.list_tensors())
     return {
         "pairs": cache.pairs_held - (prefix_pairs if prefix_policy == "free" else 0),
         "pairs_of_prefix": prefix_pairs,
         "pairs_held": cache.pairs_held,
-        "bytes_full": numbers * first.dtype.itemsize,
+        "bytes_full": numbers * first.dtype.itemsize + of_states,
         "bytes_held": cache.nbytes,
     }
 
 
-def _count_column_numbers(layer: ContextLayer) -> int:
+def describe_states(cache: RaggedCache) -> dict[str, Any]:
+    """Return the manifest fields about the layers that keep states, which are empty for a cache
+    without such layers. The layers of one model have states of the same shapes.
+    """
+    if not cache.with_states:
+        return {"states": [], "state_shapes": {}, "state_dtypes": {}}
+    tensors = cache.with_states[0].named_tensors
+    numbers = [index for index, layer in enumerate(cache.layers) if isinstance(layer, StateLayer)]
+    return {
+        "states": numbers,
+        "state_shapes": {name: list(state.shape[1:]) for name, state in tensors.items()},
+        "state_dtypes": {name: get_dtype_name(state.dtype) for name, state in tensors.items()},
+    }
+
+
+def _count_column_numbers(layer: AnyTailLayer) -> int:
     """Return how many numbers one column of a layer has: keys and values of every head."""
     return 2 * layer.heads * layer.restore_keys.shape[-1]
 
@@ -95,6 +116,12 @@ class Manifest:
     # For a hybrid model whose layers with a window have other heads than those of `shape`: their
     # heads and head_dim. Other files do not have this field.
     sliding_shape: dict[str, int] = field(default_factory=dict)
+    # For a model with layers that keep states: the numbers of these layers, which `layers` of the
+    # shape does not count, and shapes and dtypes of the states of each, by name, without the batch.
+    # Other files do not have these fields.
+    states: list[int] = field(default_factory=list)
+    state_shapes: dict[str, list[int]] = field(default_factory=dict)
+    state_dtypes: dict[str, str] = field(default_factory=dict)
     # For a text that ends with a folded conversation, which the next question follows directly: the
     # separator that questions have again once a text is appended. Other files do not have this
     # field.
@@ -107,6 +134,9 @@ class Manifest:
             del entries["windows"]
         if not self.sliding_shape:
             del entries["sliding_shape"]
+        if not self.states:
+            for name in ("states", "state_shapes", "state_dtypes"):
+                del entries[name]
         if self.folded_separator is None:
             del entries["folded_separator"]
         return entries
@@ -145,6 +175,14 @@ class Manifest:
         """Bytes of these pairs, which are always in the model's dtype."""
         width = self.sliding_head_dim * getattr(torch, self.dtype).itemsize
         return 2 * self.sliding_pairs * width
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all states."""
+        each = 0
+        for name, shape in self.state_shapes.items():
+            each += math.prod(shape) * getattr(torch, self.state_dtypes[name]).itemsize
+        return len(self.states) * each
 
     def for_derived_cache(self, context: Context, cache: RaggedCache, **changed: Any) -> Manifest:
         """Return the manifest of a cache that was derived from this one's cache (grown, composed).

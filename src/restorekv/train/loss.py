@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.model.cache_argument import pass_cache
-from restorekv.model.shape import compute_logits, get_backbone
+from restorekv.model.shape import compute_logits, get_backbone, list_attention_modules
 from restorekv.train.config import HIDDEN, Direction, Reduction
 
 # Logits (rows x vocabulary) that are held at a time: 64 MiB in float32.
@@ -188,9 +188,8 @@ def record_states(
 
     handles = []
     layers: Any = get_backbone(model).layers
-    for layer in layers:
-        for name in names:
-            module = layer if name == HIDDEN else layer.self_attn
+    for name in names:
+        for module in layers if name == HIDDEN else list_attention_modules(model):
             handles.append(module.register_forward_hook(make_hook(name)))
     try:
         yield states

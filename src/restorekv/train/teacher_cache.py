@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache
 from restorekv import seal
 from restorekv.cache.dense import list_dense_layers
 from restorekv.cache.sliding import RecentLayer
+from restorekv.cache.states import StateLayer
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.data.teacher import hash_tokenizer
@@ -31,11 +32,11 @@ from restorekv.errors import RestoreKVError, warn
 from restorekv.generation.decoding import get_stop_ids
 from restorekv.model import support
 from restorekv.model.identity import identify_model
-from restorekv.model.prefill import make_full_cache, prefill
+from restorekv.model.prefill import make_empty_cache, make_full_cache, prefill
 from restorekv.model.prompt import Context, encode_question, make_context
-from restorekv.model.shape import CacheShape, list_heads, list_windows
+from restorekv.model.shape import CacheShape, find_state_layers, list_heads, list_windows
 from restorekv.seal import FileKind
-from restorekv.train.config import TrainConfig
+from restorekv.train.config import ATTENTION, TrainConfig
 from restorekv.train.examples import TrainingContext
 from restorekv.train.teacher import Teacher, TeacherTarget
 
@@ -231,7 +232,15 @@ class TeacherCache:
         """Return dtype and shape of every tensor of a full cache of S + T positions, by name."""
         heads = list_heads(self.model.config)
         sizes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        states = find_state_layers(self.model.config)
+        if states:
+            for index, layer in enumerate(make_empty_cache(self.model).layers):
+                if isinstance(layer, StateLayer):
+                    for name, state in layer.named_tensors.items():
+                        sizes[f"states.{index}.{name}"] = (state.dtype, tuple(state.shape))
         for layer, window in enumerate(list_windows(self.model.config)):
+            if layer in states:
+                continue
             # A layer with a window holds its last W - 1 columns, the others all.
             columns = positions
             if window is not None:
@@ -307,10 +316,14 @@ def hash_ids(ids: Tensor) -> str:
 
 def _pack_cache(full: Cache) -> Tensors:
     """Return keys and values of every layer, (1, H, S + T, D) each; of layers with a window, the
-    last W - 1 columns.
+    last W - 1 columns, and of layers with states the states.
     """
     tensors = {}
     for index, layer in enumerate(list_dense_layers(full)):
+        if isinstance(layer, StateLayer):
+            for name, state in layer.named_tensors.items():
+                tensors[f"states.{index}.{name}"] = state
+            continue
         keys, values = layer.keys, layer.values
         if isinstance(layer, RecentLayer):
             end = layer.get_seq_length()
@@ -321,9 +334,19 @@ def _pack_cache(full: Cache) -> Tensors:
 
 
 def _unpack_cache(model: PreTrainedModel, tensors: Tensors, positions: int) -> DynamicCache:
-    """Return the cache of S + T positions whose keys and values `_pack_cache` packed."""
+    """Return the cache of S + T positions whose keys, values and states `_pack_cache` packed."""
     full = make_full_cache(model)
-    for index in range(len(tensors) // 2):
+    with_states = find_state_layers(model.config)
+    for index in with_states:
+        prefix = f"states.{index}."
+        states = {}
+        for name, tensor in tensors.items():
+            if name.startswith(prefix):
+                states[name.removeprefix(prefix)] = tensor.to(model.device)
+        full.layers[index] = StateLayer.from_tensors(states)
+    for index in range(len(list_windows(model.config))):
+        if index in with_states:
+            continue
         keys = tensors[f"keys.{index}"].to(model.device)
         values = tensors[f"values.{index}"].to(model.device)
         full.update(keys, values, index)
@@ -373,6 +396,8 @@ def _are_targets(
         sizes[f"{number}.hidden"] = (model.dtype, (tokens, shape.hidden))
         for name in record:
             layers = model.config.get_text_config().num_hidden_layers
+            if name == ATTENTION:
+                layers -= len(find_state_layers(model.config))
             state_size = (model.dtype, (layers, tokens, shape.hidden))
             sizes[f"{number}.state.{name}"] = state_size
     return seal.has_sizes(tensors, sizes)

@@ -90,6 +90,11 @@ class EngineModel:
                 f"{path} was made by a model with sliding-window layers, whose state vLLM cannot "
                 "be given; serve it with the library's own engine."
             )
+        if manifest.states:
+            raise CacheFileError(
+                f"{path} was made by a model with linear attention or convolutions, whose states "
+                "vLLM cannot be given; serve it with the library's own engine."
+            )
         found = {
             "rope": manifest.rope,
             "layers": manifest.shape["layers"],

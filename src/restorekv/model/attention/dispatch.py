@@ -392,9 +392,12 @@ def _check_positions(
     """
     # A static tail counts columns that are not written yet, and a step of it may be recorded as a
     # CUDA graph, which cannot wait for a number. torch.compile cannot, either.
+    is_compiling = torch.compiler.is_compiling()
+    if layer.refuses_padding and attention_mask is not None and not is_compiling:
+        _refuse_padding(attention_mask)
     if position_ids is None or position_ids.ndim != 2 or layer.static is not None:
         return
-    if torch.compiler.is_compiling():
+    if is_compiling:
         return
     columns = layer.columns
     first = columns - position_ids.shape[-1]  # the column of the first query
@@ -415,6 +418,17 @@ def _check_positions(
             "draft model or prompt lookup, with padding before the text, or without the ids that "
             "CompressedContext.inputs puts before a question; leave out such options, put padding "
             "between text and question, or use ask."
+        )
+
+
+def _refuse_padding(attention_mask: Tensor) -> None:
+    """Refuse a mask (B or 1, 1, Q, columns) that hides tokens of a pass for good: the states of
+    linear attention and of convolutions would read them.
+    """
+    if not bool(attention_mask[:, :, -1].all()):
+        raise ModelError(
+            "Rows with padding cannot be read over a compressed cache of a model whose layers keep "
+            "states; read rows of one length, or use ask, which needs no padding."
         )
 
 
