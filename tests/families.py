@@ -21,7 +21,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from restorekv.errors import RestoreKVError
-from restorekv.model.shape import list_windows
+from restorekv.model.shape import find_state_layers, list_windows
 from restorekv.model.support import UNLIMITED, get_support
 from tests.helpers import decoders, exactness
 
@@ -77,6 +77,9 @@ def judge_model(model: PreTrainedModel, seed: int = 0) -> tuple[str, str, list[s
         windows = list_windows(model.config)
         limited = len(windows) - windows.count(None)
         why = f"{limited} of {len(windows)} layers have a window" if limited else ""
+        states = len(find_state_layers(model.config))
+        if states:
+            why = f"{states} of {len(windows)} layers keep a state"
         return USED, why, exactness.compare(model, TEXT, QUESTION, ANSWER, RATIOS, seed)
     text = limit - QUESTION - ANSWER
     problems = (

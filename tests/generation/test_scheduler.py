@@ -7,11 +7,13 @@ import random
 import pytest
 import torch
 
+from restorekv.cache.ragged import list_tails
 from restorekv.generation import decoding, scheduler
 from restorekv.generation.sampling import SamplingConfig, make_samplers
 from restorekv.generation.scheduler import Request, Scheduler
 from restorekv.model.prompt import encode_question
 from tests.helpers.compressing import compress_with
+from tests.helpers.hybrids import WITH_STATES, build_hybrid
 from tests.helpers.models import build_model
 
 WORDS = (
@@ -31,10 +33,11 @@ OPTIONS = (
 )
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama", "gemma3"])
+@pytest.fixture(scope="module", params=["qwen3", "llama", "gemma3", *WITH_STATES[::3]])
 def world(request, tiny_tokenizer):
     """A model, its tokenizer, and documents with heads that keep different numbers of pairs."""
-    model = build_model(request.param)
+    has_states = request.param in WITH_STATES
+    model = build_hybrid(request.param) if has_states else build_model(request.param)
     texts = [" ".join(WORDS * (2 + 3 * number)) for number in range(4)]
     ratios = (0.3, 0.6, 1, 0.2)
     documents = [
@@ -314,7 +317,7 @@ def test_who_leaves_frees_memory_at_the_next_step(world):
             for each in (gone, prefilling, waits):
                 each.cancelled = True
         if step == 14:
-            widths = [group.layers[0].columns for group in engine.running]
+            widths = [list_tails(group.layers)[0].columns for group in engine.running]
             assert len(engine.active_requests) == 1 and max(widths) < 120
 
     run(engine, {0: [gone, stays], 11: [prefilling], 12: [waits]}, leave)

@@ -162,7 +162,13 @@ SPECIAL: dict[str, dict[str, object]] = {
     "mamba2": {"head_dim": 16, "expand": 2},
     "dots3_note": {"num_key_value_heads": HEADS},
     "dots3_note_text": {"num_key_value_heads": HEADS},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    **{key: {"layer_types": ["conv", "full_attention"] * 2} for key in ("lfm2", "lfm2_moe")},
+    **{
+        key: {"layer_types": ["linear_attention", "full_attention"] * 2}
+        for key in ("bailing_hybrid", "granitemoehybrid", "kimi_linear")
+    },
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     # Every sixth layer or so sees the whole text, and tiny models have four.
     **{key: {"layer_types": MIXED} for key in ("gemma3", "gemma3_text", "kolibri1")},
     "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": MIXED},

@@ -174,7 +174,7 @@ def masked(plain: PreTrainedModel, mask_of: Callable[[int, int], Tensor]) -> Ite
 
     handles = []
     for layer in get_backbone(plain).layers:
-        if hasattr(layer, "self_attn"):
+        if getattr(layer, "self_attn", None) is not None:
             hook = layer.self_attn.register_forward_pre_hook(replace_mask, with_kwargs=True)
             handles.append(hook)
     try:

@@ -73,6 +73,8 @@ if HAS_STATES:
         },
         "qwen3_next": LINEAR,
         "olmo_hybrid": LINEAR,
+        # A state-space model, without RoPE.
+        "granitemoehybrid": LINEAR,
         "lfm2": CONVOLUTIONS,
         "lfm2_moe": CONVOLUTIONS,
     }

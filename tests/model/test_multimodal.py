@@ -19,11 +19,12 @@ from transformers import (
 )
 
 from restorekv import CompressedContext, RestoreAdapter, compress
+from restorekv.cache.states import HAS_STATES
 from restorekv.compression.eviction import make_compressor
 from restorekv.errors import ModelError, RestoreKVError
 from restorekv.generation import decoding
 from restorekv.model.prompt import Context
-from restorekv.model.shape import get_backbone
+from restorekv.model.shape import find_state_layers, get_backbone
 from tests.helpers import decoders, exactness
 from tests.helpers.compressing import QUESTIONS, compress_with
 from tests.helpers.compressing import TEXT as SENTENCES
@@ -122,6 +123,26 @@ def make_qwen3():
     return Qwen3VLForConditionalGeneration(config)
 
 
+def make_qwen3_5():
+    config = AutoConfig.for_model(
+        "qwen3_5",
+        text_config={
+            **LANGUAGE,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "head_dim": 16,
+            "initializer_range": 0.1,
+            "rope_parameters": {**ROPE["rope_parameters"], "partial_rotary_factor": 0.5},
+        },
+        vision_config={**PROJECTED, "depth": 1, "num_position_embeddings": 16},
+        **IMAGE_IDS,
+    )
+    return AutoModelForImageTextToText.from_config(config)
+
+
 MODELS = {
     "Gemma 3": make_gemma,
     "Qwen2-VL": make_qwen2,
@@ -130,6 +151,8 @@ MODELS = {
 }
 if decoders.HAS_LAYER_CONFIGS:
     MODELS["Gemma 4"] = make_gemma4
+if HAS_STATES:
+    MODELS["Qwen3.5"] = make_qwen3_5
 
 
 @pytest.fixture(params=MODELS)
@@ -196,15 +219,17 @@ def test_a_question_sees_what_is_kept(model, spec):
 def test_an_adapter_is_of_the_language_model_alone(model, tmp_path):
     """A vision tower has layers of the same names, which no text trains."""
     adapter = make_adapter(model)
-    text = len(get_backbone(model).layers)
-    assert len(list(adapter.lora)) == text * 7 * 2
+    layers = len(get_backbone(model).layers)
+    # Linear attention has projections of its own, which are no targets.
+    targets = layers * 7 - len(find_state_layers(model.config)) * 4
+    assert len(list(adapter.lora)) == targets * 2
     with torch.enable_grad():
         cache = prepare(model).with_restore_cache(adapter).evict(0.4)
         read_question(model, cache, random_ids(QUESTION, 1)).square().mean().backward()
     # After the last layer's keys and values nothing of the restore pass is used.
     unused = {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     trained = [weight for weight in adapter.lora if weight.grad is not None and weight.grad.any()]
-    assert len(trained) == (text * 7 - len(unused)) * 2
+    assert len(trained) == (targets - len(unused)) * 2
     adapter.save_pretrained(tmp_path / "adapter")
     again = RestoreAdapter.from_pretrained(model, tmp_path / "adapter")
     for own, other in zip(again.parameters(), adapter.parameters(), strict=True):

@@ -458,10 +458,11 @@ def write_tokens(
     Raises:
         RestoreKVError: The logits are not finite.
     """
-    logits = forward_groups(model, groups)
+    logits, keep_states = forward_groups(model, groups)
     writing = [group for group in groups if not group.unfinished]
     rows = [row for group in writing for row in group.rows]
     if not rows:
+        keep_states()
         return []
     sizes = [len(group.rows) for group in writing]
     # Before anything advances, so that the pass can run again if this fails.
@@ -470,6 +471,7 @@ def write_tokens(
             keep_logits(group, group_logits)
     samplers = [row.sampler for row in rows if row.sampler is not None]
     ids, tokens = sample_ids(logits, samplers)
+    keep_states()
     for group, group_ids in zip(writing, ids.split(sizes), strict=True):
         group.advance(group_ids)
     for row, token in zip(rows, tokens, strict=True):
@@ -477,12 +479,18 @@ def write_tokens(
     return list(zip(rows, tokens, strict=True))
 
 
-def forward_groups(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
-    """Run one pass over the next ids of every group; return the logits (rows, V) of the groups that
-    have no more of their prompt to read.
+def forward_groups(
+    model: PreTrainedModel, groups: Sequence[Group]
+) -> tuple[Tensor, Callable[[], None]]:
+    """Run one pass over the next ids of every group.
 
     The tokens of all groups are laid end to end, so that a row with one token and one with many
     share the pass.
+
+    Returns:
+        The logits (rows, V) of the groups that have no more of their prompt to read, and a function
+        that advances the states of layers that keep them. It is called once nothing can fail any
+        more: tails can be cut, and states cannot.
     """
     # Between two pieces of a stream, the program may set another attention function or autocast.
     install_attention(model)
@@ -520,17 +528,22 @@ def forward_groups(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
     # If the program replaced the model's forward method, it may ignore `logits_to_keep` and return
     # the logits of all tokens.
     if len(last) < first and len(logits) == first:
-        return logits[last]
-    return logits[: len(last)]
+        return logits[last], _keep_nothing
+    return logits[: len(last)], _keep_nothing
 
 
-def _forward_stacked(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
+def _keep_nothing() -> None:
+    """Do nothing, for a model without states."""
+
+
+def _forward_stacked(
+    model: PreTrainedModel, groups: Sequence[Group]
+) -> tuple[Tensor, Callable[[], None]]:
     """Run passes over the next ids of every group, as `forward_groups` does, for models with
     states.
 
     The groups that read equally many tokens share a pass, in which rows are not laid end to end: a
-    layer with states computes each from its first token to its last. If a pass fails, no states
-    have changed.
+    layer with states computes each from its first token to its last.
     """
     by_length: dict[int, list[Group]] = {}
     for group in groups:
@@ -560,11 +573,14 @@ def _forward_stacked(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
         )
         for group, own in zip(together, output.logits[:, -1].split(rows), strict=True):
             logits[id(group)] = own
-    for joined, own_layers, rows in advanced:
-        hand_back(joined, own_layers, rows)
+
+    def keep_states() -> None:
+        for joined, own_layers, rows in advanced:
+            hand_back(joined, own_layers, rows)
+
     wanted = [logits[id(group)] for group in groups if not group.unfinished]
     # Without a row that writes, nobody looks at the logits.
-    return torch.cat(wanted or [next(iter(logits.values()))[:1]])
+    return torch.cat(wanted or [next(iter(logits.values()))[:1]]), keep_states
 
 
 def pad_prompts(

@@ -536,8 +536,7 @@ class Scheduler:
 def _crop_tails(groups: Sequence[Group], columns: Sequence[int]) -> None:
     """Cut the tails of groups to the columns that they had before a pass failed.
 
-    Layers that ran before the failure have grown, others have not. States advance only when all
-    passes of a step have run.
+    Layers that ran before the failure have grown, others have not. States have not advanced.
     """
     for group, before in zip(groups, columns, strict=True):
         for layer in list_tails(group.layers):

@@ -34,6 +34,7 @@ from restorekv.cache.states import StateLayer, list_state_layers
 from restorekv.errors import ModelError, RestoreKVError, summarize_error
 from restorekv.model import attention
 from restorekv.model.attention.sinks import compute_weights
+from restorekv.model.cache_argument import pass_cache
 from restorekv.model.prefill import make_full_cache, read_only_view
 from restorekv.model.probe_limits import Support, find_limit
 from restorekv.model.probe_passes import (
@@ -61,6 +62,7 @@ from restorekv.model.shape import (
 
 # Standard deviation of _check_eager's random logits: large ones show caps, sinks and biases.
 LOGIT_DEVIATION = 4.0
+OTHER_STATES = "computes other states in parts than at once"
 
 
 def probe_model(model: PreTrainedModel) -> Support:
@@ -135,6 +137,7 @@ def _run_passes(probed: ProbedModel) -> Support:
     probed.check_finite(output.last_hidden_state)
     _check_calls(probed, record, cache)
     _check_positions(probed, cache)
+    _check_numbering(probed)
     _check_ragged(probed, cache, output.last_hidden_state)
     narrowest = find_limit(probed, record, cache)
     has_sinks = any(call.options.get("s_aux") is not None for call in record.calls)
@@ -246,6 +249,27 @@ def _check_positions(probed: ProbedModel, cache: Any) -> None:
         raise probed.make_refusal("has no RoPE: it adds positions to embeddings or values")
 
 
+def _check_numbering(probed: ProbedModel) -> None:
+    """Refuse a model that, when it is not told the positions of tokens, does not number them from
+    the end of what its cache holds: texts are read in pieces, without positions.
+    """
+    results = []
+    for start in (CACHED, None):
+        cache = make_full_cache(probed.model)
+        positions = torch.arange(len(IDS), device=probed.positions.device)[None]
+        probed.read_tokens(probed.backbone, cache, slice(CACHED), positions[:, :CACHED])
+        options = {} if start is None else {"position_ids": positions[:, start:]}
+        output = probed.backbone(
+            input_ids=probed.ids[:, CACHED:],
+            use_cache=True,
+            **pass_cache(probed.backbone, cache),
+            **options,
+        )
+        results.append(output.last_hidden_state)
+    if not probed.is_close(*results, strict=True):
+        raise probed.make_refusal("numbers the tokens after those in its cache from 0 again")
+
+
 def _check_ragged(probed: ProbedModel, cache: Any, hidden: Tensor) -> None:
     """Refuse a model that computes other logits over a ragged cache than at once.
 
@@ -296,8 +320,9 @@ def _check_states(probed: ProbedModel, cache: Any) -> None:
     if not shapes[0] or any(shape != shapes[0] for shape in shapes):
         raise probed.make_refusal("has layers whose states are of different shapes")
     modules = list_modules_with_states(probed.model)
+    whole: Any = make_full_cache(probed.model)
     with trace_modules(modules) as at_once:
-        probed.read_tokens(probed.backbone, make_full_cache(probed.model))
+        probed.read_tokens(probed.backbone, whole)
     # The other tokens in one piece, and one by one, which transformers computes differently.
     for size in (len(IDS) - CACHED, 1):
         continued: Any = read_only_view(cache)
@@ -311,9 +336,15 @@ def _check_states(probed: ProbedModel, cache: Any) -> None:
                 probed.read_tokens(probed.backbone, continued, tokens)
             for (_, expected), (_, own) in zip(at_once, found, strict=True):
                 if not probed.is_close(own, expected[:, tokens], strict=True):
-                    raise probed.make_refusal(
-                        "computes other states in parts than at once, as older kernels do"
-                    )
+                    raise probed.make_refusal(OTHER_STATES)
+        # A state may be wrong although what was read from it so far is right.
+        ends = zip(
+            list_state_layers(continued.layers), list_state_layers(whole.layers), strict=True
+        )
+        for own_layer, layer in ends:
+            for name, state in layer.named_tensors.items():
+                if not probed.is_close(own_layer.named_tensors[name], state):
+                    raise probed.make_refusal(OTHER_STATES)
 
 
 def _run_ragged(probed: ProbedModel, ragged: RaggedCache) -> Tensor:

@@ -229,6 +229,9 @@ def _find_rotation_limit(probed: ProbedModel, cache: Any) -> Support:
     if keys is not None:
         pairs = zip(own, keys, strict=True)
         if all(probed.is_close(near[:, -1], far[:, -1]) for near, far in pairs):
+            # Layers with states see the order of tokens, so that some models rotate nothing.
+            if find_state_layers(probed.model.config):
+                return Support()
             raise probed.make_refusal("has no RoPE that follows the positions it is given")
         if _are_keys_unchanged(probed, own, keys):
             return Support()

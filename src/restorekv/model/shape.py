@@ -48,6 +48,11 @@ class CacheShape:
                 f"{config.model_type} has {min(unknown)} layers; "
                 "use a model in which every layer attends to the whole context."
             )
+        if kinds and not kinds - _STATE_LAYERS:
+            raise ModelError(
+                f"{config.model_type} has no layers with keys and values, of which something could "
+                "be evicted; its states have a fixed size already, so use it as it is."
+            )
         try:
             heads = list_heads(config)
             windows = list_windows(config)
@@ -59,11 +64,6 @@ class CacheShape:
             ) from error
         full = [heads[index] for index in list_full_layers(config)]
         sliding = _select_heads(heads, windows, has_window=True)
-        if not full and find_state_layers(config):
-            raise ModelError(
-                f"{config.model_type} has no layers with keys and values, of which something could "
-                "be evicted; its states have a fixed size already, so use it as it is."
-            )
         if not full:
             raise ModelError(
                 f"{config.model_type} has no layers with keys and values of their own; use the "
