@@ -60,6 +60,26 @@ GRANITE = {
     "residual_multiplier": 0.5,
     "logits_scaling": 2.0,
 }
+# Linear attention or short convolutions in every other layer, which keep a state.
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "initializer_range": 0.1,
+}
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2}
+STATE_SPACE = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "mamba_d_state": 8,
+    "mamba_d_head": 16,
+    "mamba_n_heads": 4,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "shared_intermediate_size": 48,
+    "initializer_range": 0.1,
+}
 # The name of each family, its model type, and what its config has in addition to SIZES.
 FAMILIES: dict[str, tuple[str, dict]] = {
     "Llama": ("llama", {}),
@@ -89,6 +109,13 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         },
     ),
     "Gemma 4 with shared pairs": ("gemma4_text", {**SHARING, "global_head_dim": 16}),
+    "Qwen3.5": ("qwen3_5_text", LINEAR),
+    "Qwen3.5 with experts": ("qwen3_5_moe_text", {**LINEAR, **EXPERTS}),
+    "Qwen3-Next": ("qwen3_next", {**LINEAR, **EXPERTS}),
+    "OLMo Hybrid": ("olmo_hybrid", LINEAR),
+    "LFM2": ("lfm2", CONVOLUTIONS),
+    "LFM2 with experts": ("lfm2_moe", {**CONVOLUTIONS, **EXPERTS}),
+    "Granite with state-space layers": ("granitemoehybrid", {**GRANITE, **STATE_SPACE, **EXPERTS}),
     "gpt-oss": ("gpt_oss", {**MIXED, **EXPERTS}),
     "Flint": ("flint", {**EXPERTS, "sliding_window": WINDOW}),
     "Cohere 2": ("cohere2", {"sliding_window": WINDOW}),

@@ -246,6 +246,111 @@ def test_files_that_contradict_themselves_are_refused(tiny_tokenizer, tmp_path, 
         CompressedContext.load(path, hybrid, tiny_tokenizer)
 
 
+def state(shapes=None, dtypes=None, **more):
+    """Return a function that changes the record of a file's states."""
+
+    def apply(tensors, manifest):
+        manifest["state_shapes"].update(shapes or {})
+        manifest["state_dtypes"].update(dtypes or {})
+        manifest.update(more)
+
+    return apply
+
+
+def without(name):
+    """Return a function that takes a tensor out of a file."""
+
+    def apply(tensors, manifest):
+        del tensors[name]
+
+    return apply
+
+
+def reshape(name, make):
+    """Return a function that changes a state of every layer, and its record with it."""
+
+    def apply(tensors, manifest):
+        for index in range(len(manifest["states"])):
+            tensors[f"states.{index}.{name}"] = make(tensors[f"states.{index}.{name}"])
+        changed = tensors[f"states.0.{name}"]
+        manifest["state_shapes"][name] = list(changed.shape)
+        manifest["state_dtypes"][name] = str(changed.dtype).removeprefix("torch.")
+
+    return apply
+
+
+DAMAGED_STATES = {
+    "not finite": change("states.0.recurrent.0", lambda x: x * float("nan")),
+    "huge numbers": change("states.1.conv.0", lambda x: x + 1e30),
+    "another shape": change("states.0.recurrent.0", lambda x: x[:, :-1].clone()),
+    "another dtype": change("states.1.conv.0", lambda x: x.half()),
+    "a state less": without("states.2.conv.0"),
+    "a shorter convolution, recorded": reshape("conv.0", lambda x: x[:, 1:].clone()),
+    "smaller states, recorded": reshape("recurrent.0", lambda x: x[:, :1].clone()),
+    "another dtype, recorded": reshape("recurrent.0", lambda x: x.double()),
+    "no states": record(states=[], state_shapes={}, state_dtypes={}),
+    "shapes of no layers": record(states=[]),
+    "other layers": record(states=[0, 1, 3]),
+    "a layer twice": record(states=[0, 0, 1]),
+    "a layer too many": record(states=[0, 1, 2, 3]),
+    "a negative layer": record(states=[-1, 0, 1]),
+    "a layer far away": record(states=[0, 1, 2**40]),
+    "endless layers": record(states=list(range(100_000))),
+    "a huge shape": state({"conv.0": [2**40, 2**40]}),
+    "no shape": state({"conv.0": []}),
+    "many dimensions": state({"conv.0": [1] * 9}),
+    "an unknown state": state({"other.0": [1]}, {"other.0": "float32"}),
+    "a state that is skipped": state({"conv.7": [1]}, {"conv.7": "float32"}),
+    "an unknown dtype": state(dtypes={"conv.0": "bits"}),
+    "windows besides": state(windows=[WINDOW, 0, 0, 0, 0]),
+}
+
+
+@pytest.mark.skipif(not WITH_STATES, reason="each class keeps states in its own way")
+@pytest.mark.parametrize("harm", DAMAGED_STATES)
+def test_files_with_wrong_states_are_refused(tiny_tokenizer, tmp_path, harm):
+    model = build_hybrid("qwen3_5_text")
+    small = compress_with(model, tiny_tokenizer, LONG, ratio=0.4, adapter=None)
+    path = tmp_path / "doc.rkv"
+    small.save(path)
+    metadata, tensors = read_sealed(path, KIND)
+    manifest = json.loads(metadata["manifest"])
+    DAMAGED_STATES[harm](tensors, manifest)
+    write_sealed(path, KIND, tensors, {"manifest": json.dumps(manifest)})
+    with pytest.raises(CacheFileError):
+        CompressedContext.load(path, model, tiny_tokenizer)
+
+
+@pytest.mark.parametrize("kind", WITH_STATES)
+def test_a_conversation_with_states_can_be_interrupted(kind, tiny_tokenizer):
+    """States cannot be cut back: an interrupted turn leaves those from before it."""
+    model = build_hybrid(kind)
+    chat = compress_with(model, tiny_tokenizer, LONG, ratio=1, adapter=None).chat()
+    chat.ask(QUESTIONS[0], 8)
+    other = chat.fork()
+    pieces = chat.ask(QUESTIONS[1], 20, stream=True)
+    next(pieces)
+    pieces.close()
+    assert chat.ask(QUESTIONS[1], 20) == other.ask(QUESTIONS[1], 20)
+    # A stop string takes back what was written after it.
+    text = other.turns[-1].answer.text
+    chat.undo()
+    cut = chat.ask(QUESTIONS[1], 20, stop=[text[5:8]])
+    assert text.startswith(cut)
+    chat.ask(QUESTIONS[2], 12)
+    check_turns(model, chat.document, chat)
+
+
+@pytest.mark.skipif(not WITH_STATES, reason="each class keeps states in its own way")
+def test_caches_with_states_are_not_composed(tiny_tokenizer):
+    model = build_hybrid("qwen3_5_text")
+    small = compress_with(model, tiny_tokenizer, LONG, ratio=0.4, adapter=None)
+    with pytest.raises(RestoreKVError, match="linear attention or convolutions cannot be composed"):
+        compose([small, small])
+    with pytest.raises(RestoreKVError, match="no layers with states"):
+        small.portable()
+
+
 def test_a_file_without_windows_is_not_for_a_hybrid_model(tiny_tokenizer, tmp_path):
     plain = build_model("qwen3")
     small = compress_with(plain, tiny_tokenizer, LONG, ratio=0.4, adapter=None)

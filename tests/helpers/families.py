@@ -5,6 +5,7 @@ from pathlib import Path
 
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
+from restorekv.cache.states import HAS_STATES
 from tests.helpers.decoders import HAS_LAYER_CONFIGS
 from tests.helpers.exactness import TOKENIZER
 
@@ -13,13 +14,23 @@ _spec = importlib.util.spec_from_file_location("families", PATH)
 assert _spec is not None and _spec.loader is not None
 example = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(example)
-# Those that this version of transformers has. Before configs could name a layer's own sizes, layers
-# shared pairs in a different way, which is refused.
+STATES = {"linear_attention", "conv"}
+
+
+def _is_known(kind: str, settings: dict) -> bool:
+    """Return whether this version of transformers has a family. Before configs could name a layer's
+    own sizes, layers shared pairs in a different way, and each class had its own way to keep
+    states; both are refused.
+    """
+    if kind not in CONFIG_MAPPING:
+        return False
+    if not HAS_STATES and STATES & set(settings.get("layer_types", ())):
+        return False
+    return HAS_LAYER_CONFIGS or not {"global_head_dim", "num_kv_shared_layers"} & settings.keys()
+
+
 FAMILIES: list[str] = [
-    family
-    for family, (kind, settings) in example.FAMILIES.items()
-    if kind in CONFIG_MAPPING
-    and (HAS_LAYER_CONFIGS or not {"global_head_dim", "num_kv_shared_layers"} & settings.keys())
+    family for family, (kind, settings) in example.FAMILIES.items() if _is_known(kind, settings)
 ]
 
 

@@ -284,7 +284,7 @@ def test_every_evictor_evicts_the_layers_that_see_everything(kind, spec):
         assert measure_error(read_question(model, cache, asked), expected) < CLOSE
 
 
-@pytest.mark.parametrize("name", ["qwen3", *GEMMAS[1:]])
+@pytest.mark.parametrize("name", ["qwen3", *GEMMAS[1:], *WITH_STATES[:1]])
 @pytest.mark.parametrize("kind", ["fastkvzip", "kvzap-linear"])
 def test_gates_are_trained_for_the_layers_that_see_everything(kind, name, tmp_path):
     model = build_hybrid(name)
@@ -317,12 +317,12 @@ def test_windows_stay_whole_between_parts_of_a_stream(chunk, kind, tmp_path, mon
     assert len(held) > 2 and held == [{WINDOW - 1}] * len(held)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss", *GEMMAS[1:]])
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss", *GEMMAS[1:], *WITH_STATES[1:]])
 def test_attention_matching_fits_the_layers_that_see_everything(kind):
     """A head that keeps all its pairs is left alone, so nothing is lost at ratio 1."""
     model = build_hybrid(kind)
     cache = prepare(model, "am-fast:queries=400").evict(0.4)
-    assert len(cache.full_attention) == len(cache.sliding) == 2
+    assert len(cache.full_attention) == len(cache.sliding) + len(cache.with_states) == 2
     whole = prepare(model, "am-fast:queries=400").evict(1)
     plain = prepare(model, "random").evict(1)
     asked = random_ids(QUESTION, 1)
@@ -445,7 +445,7 @@ def test_the_restore_pass_and_its_gradients_are_those_of_a_dense_model(kind, off
         assert float((gradients[name] - weight.grad).abs().max()) <= 1e-4 * float(size) + 1e-9, name
 
 
-@pytest.mark.parametrize("kind", GEMMAS)
+@pytest.mark.parametrize("kind", [*GEMMAS, *WITH_STATES[:1]])
 def test_8_bits_hold_what_is_evicted_and_not_the_windows(kind):
     model = build_hybrid(kind)
     asked = random_ids(QUESTION, 1)
@@ -488,7 +488,7 @@ def test_a_window_that_a_mask_does_not_show_is_refused():
         get_support(model)
 
 
-@pytest.mark.parametrize("kind", GEMMAS)
+@pytest.mark.parametrize("kind", [*GEMMAS, *WITH_STATES])
 def test_threads_share_one_cache(kind):
     model = build_hybrid(kind)
     cache = prepare(model).evict(0.4)
@@ -509,6 +509,41 @@ def test_threads_share_one_cache(kind):
     for each in threads:
         each.join()
     assert [found[number] for number in range(4)] == alone
+
+
+@pytest.mark.parametrize("kind", WITH_STATES)
+def test_a_plain_cache_has_no_states(kind):
+    cache = prepare(build_hybrid(kind), allocation="per-head").evict(0.5)
+    with pytest.raises(RestoreKVError, match="no layers with states"):
+        cache.to_dynamic_cache()
+
+
+@pytest.mark.parametrize("kind", WITH_STATES)
+def test_a_copied_state_is_not_written_into(kind):
+    """A step of one token writes into the states of some models."""
+    model = build_hybrid(kind)
+    cache = prepare(model).evict(0.5)
+    before = [tensor.clone() for layer in cache.with_states for tensor in layer.list_tensors()]
+    for _ in range(2):
+        decoding.generate_ids(model, TOKENIZER, cache, [random_ids(1, 1), random_ids(7, 2)], 5)
+        model.generate(
+            torch.cat([make_context().ids, random_ids(1, 1)], -1),
+            past_key_values=cache.fork(),
+            max_new_tokens=5,
+        )
+    after = [tensor for layer in cache.with_states for tensor in layer.list_tensors()]
+    assert all(one.equal(two) for one, two in zip(before, after, strict=True))
+
+
+@pytest.mark.skipif(not WITH_STATES, reason="each class keeps states in its own way")
+def test_models_that_continue_a_text_otherwise_are_refused():
+    """Jamba reads several tokens after a state as if there were none; Bamba numbers them from 0."""
+    with pytest.raises(ModelError, match="other states in parts than at once"):
+        prepare(decoders.build("jamba"))
+    with pytest.raises(ModelError, match="numbers the tokens after those in its cache from 0"):
+        prepare(decoders.build("bamba"))
+    with pytest.raises(ModelError, match="has no layers with keys and values"):
+        prepare(decoders.build("mamba2"))
 
 
 def test_what_a_plain_cache_cannot_be_is_refused():

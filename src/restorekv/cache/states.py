@@ -140,6 +140,9 @@ class StateLayer(_TransformersLayer):
         tensors = {name: state.detach().clone() for name, state in self.named_tensors.items()}
         return type(self).from_tensors(tensors) if tensors else type(self)(self.number_of_states)
 
+    # A shallow copy would share the states, and a pass over the copy would change both.
+    __copy__ = copy
+
     def fork(self, batch: int = 1) -> StateLayer:
         """Return a layer with a copy of the states, which have one row, for each of `batch` rows.
 
