@@ -519,6 +519,24 @@ def test_a_plain_cache_has_no_states(kind):
 
 
 @pytest.mark.parametrize("kind", WITH_STATES)
+def test_beams_and_rows_have_states_of_their_own(kind):
+    model = build_hybrid(kind)
+    plain = exactness.plain_copy(model)
+    cache = prepare(model).evict(1)
+    ids = torch.cat([make_context().ids, random_ids(9, 1)], -1)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
+    several = {"num_beams": 3, "num_return_sequences": 2}
+    wanted = plain.generate(ids, **several, **options)
+    found = model.generate(ids, past_key_values=cache.fork(3), **several, **options)
+    assert found.equal(wanted)
+    rows = torch.cat([ids, torch.cat([ids[:, :-1], random_ids(1, 3)], -1)])
+    wanted = plain.generate(rows, **options)
+    assert model.generate(rows, past_key_values=cache.fork(2), **options).equal(wanted)
+    with pytest.raises(RestoreKVError, match="do not follow what the cache has seen"):
+        model.generate(ids, past_key_values=cache.fork(), use_cache=False, **options)
+
+
+@pytest.mark.parametrize("kind", WITH_STATES)
 def test_a_copied_state_is_not_written_into(kind):
     """A step of one token writes into the states of some models."""
     model = build_hybrid(kind)

@@ -80,6 +80,12 @@ if triton_attend is not None:
 # Bytes of a layer that may be copied at once: joined for SDPA, or unpacked from 8 bits.
 MAX_COPY_BYTES = 16 << 20
 
+REREADING = (
+    "The tokens do not follow what the cache has seen, as with use_cache=False, with a draft model "
+    "or prompt lookup, with padding before the text, or without the ids that "
+    "CompressedContext.inputs puts before a question; leave out such options, put padding between "
+    "text and question, or use ask."
+)
 _observer: ContextVar[Callback | None] = ContextVar("observer", default=None)
 _backend: ContextVar[str | None] = ContextVar("backend", default=None)
 _inspectors: ContextVar[tuple[Callable, Callable] | None] = ContextVar("inspectors", default=None)
@@ -303,6 +309,9 @@ def attend_layer(
         if window is not None:
             _refuse_beyond_window(key, attention_mask, window)
         if key.checks_positions and query.shape[-2] > 1:
+            # Models without RoPE pass no positions to their attention, but some pass this.
+            if kwargs.get("use_cache") is False:
+                raise RestoreKVError(REREADING)
             _check_positions(key, attention_mask, kwargs.get("position_ids"))
         return _attend_ragged(query, key, attention_mask, scale, kwargs), None
     if replacement is not None:
@@ -413,12 +422,7 @@ def _check_positions(
         is_read = sees.diagonal(offset=first, dim1=-2, dim2=-1)
         wrong = is_read & (position_ids < expected)
     if bool(wrong.any()):
-        raise RestoreKVError(
-            "The tokens do not follow what the cache has seen, as with use_cache=False, with a "
-            "draft model or prompt lookup, with padding before the text, or without the ids that "
-            "CompressedContext.inputs puts before a question; leave out such options, put padding "
-            "between text and question, or use ask."
-        )
+        raise RestoreKVError(REREADING)
 
 
 def _refuse_padding(attention_mask: Tensor) -> None:
