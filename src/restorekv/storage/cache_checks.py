@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from itertools import pairwise
 from typing import Any, get_type_hints
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -68,6 +69,8 @@ FIELD_CHOICES = {
 PAIR_PARTS = ("keys", "values")
 LARGEST_COUNT = 2**62  # of pairs or bytes
 STATE_DIMENSIONS = 4
+# What `describe_states` returns for a model; for models in memory alone.
+_states_by_model: WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = WeakKeyDictionary()
 # Texts of several lines, and how many characters they may have.
 TEXT_LIMITS = {
     "separator": AROUND_LETTERS,
@@ -284,8 +287,10 @@ def _has_same_states(manifest: Manifest, model: PreTrainedModel) -> bool:
     numbers = list(find_state_layers(model.config))
     if not numbers or manifest.states != numbers:
         return manifest.states == numbers
-    # Only a pass shows the shapes of the states.
-    own = describe_states(make_empty_cache(model))
+    if model not in _states_by_model:
+        # Only a pass shows the shapes of the states.
+        _states_by_model[model] = describe_states(make_empty_cache(model))
+    own = _states_by_model[model]
     return all(getattr(manifest, name) == value for name, value in own.items())
 
 
