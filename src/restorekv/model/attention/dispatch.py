@@ -309,8 +309,8 @@ def attend_layer(
         if window is not None:
             _refuse_beyond_window(key, attention_mask, window)
         if key.checks_positions and query.shape[-2] > 1:
-            # Models without RoPE pass no positions to their attention, but some pass this.
-            if kwargs.get("use_cache") is False:
+            # Granite's layers without RoPE get no positions, but this. Others get it always.
+            if key.refuses_padding and kwargs.get("use_cache") is False:
                 raise RestoreKVError(REREADING)
             _check_positions(key, attention_mask, kwargs.get("position_ids"))
         return _attend_ragged(query, key, attention_mask, scale, kwargs), None
