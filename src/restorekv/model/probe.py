@@ -45,7 +45,6 @@ from restorekv.model.probe_passes import (
     InstanceError,
     PassRecord,
     ProbedModel,
-    list_modules_with_states,
     make_refusal,
     record_pass,
     trace_modules,
@@ -233,7 +232,7 @@ def _check_positions(probed: ProbedModel, cache: Any) -> None:
     """Refuse a model that adds positions to embeddings: a token must have the same value in the
     first layer wherever it is.
     """
-    if find_state_layers(probed.model.config):
+    if probed.states:
         # What a layer with states has read before is in every later value, so a token is read
         # alone.
         values = []
@@ -281,7 +280,7 @@ def _check_ragged(probed: ProbedModel, cache: Any, hidden: Tensor) -> None:
     shape = probed.shape
     keep = torch.ones(shape.layers, shape.heads, CACHED, dtype=torch.bool)
     first = make_full_cache(probed.model, margin=len(IDS))
-    if find_state_layers(probed.model.config):
+    if probed.states:
         probed.read_tokens(probed.backbone, first, slice(CACHED))
         _check_states(probed, first)
     else:
@@ -319,7 +318,7 @@ def _check_states(probed: ProbedModel, cache: Any) -> None:
         shapes.append({name: (state.shape, state.dtype) for name, state in tensors.items()})
     if not shapes[0] or any(shape != shapes[0] for shape in shapes):
         raise probed.make_refusal("has layers whose states are of different shapes")
-    modules = list_modules_with_states(probed.model)
+    modules = probed.list_modules_with_states()
     whole: Any = make_full_cache(probed.model)
     with trace_modules(modules) as at_once:
         probed.read_tokens(probed.backbone, whole)

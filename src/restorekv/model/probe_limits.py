@@ -196,7 +196,7 @@ def _find_cache_limit(probed: ProbedModel) -> Support:
     # Layers that share the pairs of others may have a place in it, which stays empty.
     if len(layers) == len(probed.pair_layers):
         layers = layers[: len(probed.windows)]
-    states = find_state_layers(probed.model.config)
+    states = probed.states
     for index in states:
         # `StateLayer` stands for this class alone.
         if type(layers[index]).__name__ != "LinearAttentionLayer":
@@ -230,7 +230,7 @@ def _find_rotation_limit(probed: ProbedModel, cache: Any) -> Support:
         pairs = zip(own, keys, strict=True)
         if all(probed.is_close(near[:, -1], far[:, -1]) for near, far in pairs):
             # Layers with states see the order of tokens, so that some models rotate nothing.
-            if find_state_layers(probed.model.config):
+            if probed.states:
                 return Support()
             raise probed.make_refusal("has no RoPE that follows the positions it is given")
         if _are_keys_unchanged(probed, own, keys):

@@ -25,7 +25,6 @@ from restorekv.model.observer import HOOKS_LOCK
 from restorekv.model.shape import (
     CacheShape,
     find_state_layers,
-    get_backbone,
     get_dtype_name,
     list_pair_layers,
     list_windows,
@@ -111,9 +110,11 @@ class ProbedModel:
         self.windows = list_windows(self.model.config)
         # Of every layer, the one whose pairs it attends to.
         self.pair_layers = list_pair_layers(self.model.config)
-        # The layers that attend, and the layer whose pairs each of them attends to.
-        states = find_state_layers(self.model.config)
-        self.attending = [index for index in range(len(self.pair_layers)) if index not in states]
+        # The layers that keep a state, those that attend, and the layer whose pairs each of these
+        # attends to.
+        self.states = find_state_layers(self.model.config)
+        layers = range(len(self.pair_layers))
+        self.attending = [index for index in layers if index not in self.states]
         self.attended = [self.pair_layers[index] for index in self.attending]
         # The dtype whose rounding may explain a difference: the model's, or one of 16 bits, since
         # quantized layers do not compute more exactly whatever dtype is around them.
@@ -148,6 +149,11 @@ class ProbedModel:
             use_cache=True,
             **pass_cache(part, cache),
         )
+
+    def list_modules_with_states(self) -> list[nn.Module]:
+        """Return the layers that keep a state instead of pairs."""
+        layers: Any = self.backbone.layers
+        return [layers[index] for index in self.states]
 
     def make_refusal(self, why: str) -> ModelError:
         """Return the error of a model that `why` describes."""
@@ -185,12 +191,6 @@ def record_pass(model: PreTrainedModel) -> Iterator[PassRecord]:
 
     with attention.inspect_attention(on_call, on_mask):
         yield record
-
-
-def list_modules_with_states(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers that keep a state instead of pairs."""
-    layers: Any = get_backbone(model).layers
-    return [layers[index] for index in find_state_layers(model.config)]
 
 
 @contextmanager
