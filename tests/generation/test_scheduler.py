@@ -33,7 +33,11 @@ OPTIONS = (
 )
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama", "gemma3", *WITH_STATES[::3]])
+# Of the others, Granite's random model writes the id that ends no answer here.
+OF_STATES = [kind for kind in WITH_STATES if kind in ("qwen3_5_text", "lfm2")]
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama", "gemma3", *OF_STATES])
 def world(request, tiny_tokenizer):
     """A model, its tokenizer, and documents with heads that keep different numbers of pairs."""
     has_states = request.param in WITH_STATES

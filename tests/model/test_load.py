@@ -14,6 +14,7 @@ from restorekv.model.identity import fingerprint_model
 from restorekv.model.load import load_model
 from restorekv.model.rope import get_rope_settings
 from restorekv.model.shape import CacheShape, get_backbone
+from restorekv.model.support import get_support
 from tests.helpers.models import build_model
 
 
@@ -25,9 +26,17 @@ def test_shape(tiny_model):
 
 def test_layers_without_keys_and_values_are_refused():
     model = build_model("qwen3")
-    model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
-    with pytest.raises(ModelError, match="linear_attention"):
+    model.config.layer_types = ["full_attention", "indexed_attention", "full_attention"]
+    with pytest.raises(ModelError, match="indexed_attention"):
         CacheShape.from_model(model)
+
+
+def test_layers_that_attend_although_the_config_says_otherwise_are_refused():
+    model = build_model("qwen3")
+    kinds = ["full_attention"] * (model.config.num_hidden_layers - 1)
+    model.config.layer_types = ["linear_attention", *kinds]
+    with pytest.raises(ModelError, match=r"linear_attention|calls its attention|compressed cache"):
+        get_support(model)
 
 
 def test_save_and_load_locally(tiny_model, tiny_tokenizer, tmp_path):
