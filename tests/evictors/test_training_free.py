@@ -21,6 +21,7 @@ from restorekv.model.observer import observe_layers
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context
 from restorekv.model.shape import CacheShape
+from tests.helpers.hybrids import WITH_STATES, build_hybrid
 from tests.helpers.models import build_model
 
 T = 61
@@ -387,6 +388,15 @@ def test_the_bridge_scores_with_a_press(monkeypatch, family):
     model(context.ids, past_key_values=full)
     expected = [-layer.keys[0, :, context.prefix_length :].norm(dim=-1) for layer in full.layers]
     assert torch.allclose(scores, torch.stack(expected), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", WITH_STATES)
+def test_a_press_scores_layers_beside_those_with_states(monkeypatch, kind):
+    monkeypatch.setitem(sys.modules, "kvpress", SimpleNamespace(ScorerPress=KeyLengthPress))
+    model = build_hybrid(kind)
+    context = make_context()
+    scores = FromKVPress(KeyLengthPress()).score(model, None, context, DynamicCache())
+    assert torch.allclose(scores, score("knorm", model, context), atol=1e-5)
 
 
 class EqualPress(KeyLengthPress):

@@ -445,6 +445,33 @@ def test_the_restore_pass_and_its_gradients_are_those_of_a_dense_model(kind, off
         assert float((gradients[name] - weight.grad).abs().max()) <= 1e-4 * float(size) + 1e-9, name
 
 
+@pytest.mark.parametrize("kind", WITH_STATES)
+def test_a_restore_pass_of_one_token_has_gradients(kind):
+    """A step of one token writes into the states of some models; the gradient of the embedding is
+    the slope of the answers' logits.
+    """
+    model = build_hybrid(kind, double=True)
+    adapter = make_adapter(model)
+    prepared = prepare(model, "random", restore_from="evicted")
+    asked = random_ids(QUESTION, 1)
+
+    def measure():
+        cache = prepared.with_restore_cache(adapter).evict(0.4, 1)
+        return read_question(model, cache, asked).square().mean()
+
+    with torch.enable_grad():
+        measure().backward()
+    slope = adapter.embeddings.grad[0].clone()
+    moved = 0.001 * slope / slope.norm()
+    ends = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            adapter.embeddings[0] += sign * moved
+            ends.append(float(measure()))
+            adapter.embeddings[0] -= sign * moved
+    assert (ends[0] - ends[1]) / 0.002 == pytest.approx(float(slope.norm()), rel=1e-2)
+
+
 @pytest.mark.parametrize("kind", [*GEMMAS, *WITH_STATES[:1]])
 def test_8_bits_hold_what_is_evicted_and_not_the_windows(kind):
     model = build_hybrid(kind)

@@ -14,10 +14,12 @@ a copy, since some models write into it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import cache_utils
 
 # The first versions of transformers 5 keep such states in caches of single models.
@@ -225,6 +227,22 @@ def hand_back(joined: StateLayer, layers: Sequence[StateLayer], rows: Sequence[i
         # the joined tensor.
         own = {name: split[index] for name, split in parts.items()}
         layer.copy_from(StateLayer.from_tensors(own))
+
+
+def keep_read_states(layers: Iterable[Any]) -> AbstractContextManager[Any]:
+    """Let autograd keep copies of the states that a pass in the block reads.
+
+    Granite's step of one token writes into its recurrent state without asking for `record_past`.
+    """
+    states = set()
+    for layer in list_state_layers(layers):
+        states |= {tensor.untyped_storage().data_ptr() for tensor in layer.list_tensors()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        is_state = states and tensor.untyped_storage().data_ptr() in states
+        return tensor.clone() if is_state else tensor
+
+    return saved_tensors_hooks(keep, lambda tensor: tensor)
 
 
 def list_state_layers(layers: Iterable[Any]) -> list[StateLayer]:

@@ -24,7 +24,8 @@ from restorekv import spec
 from restorekv.errors import RestoreKVError, summarize_error
 from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
 from restorekv.model.cache_argument import find_cache, pass_cache
-from restorekv.model.shape import get_backbone, list_full_layers
+from restorekv.model.prefill import make_full_cache
+from restorekv.model.shape import find_state_layers, get_backbone, list_full_layers
 from restorekv.model.support import get_support
 
 MISSING = (
@@ -99,9 +100,12 @@ class FromKVPress(Evictor):
             attention = _use_eager_attention(model) if self.eager else nullcontext()
             with _hook_attention(model, after_layer), attention:
                 backbone = get_backbone(model)
+                # Windows are shown whole, but states need layers of their own.
+                with_states = find_state_layers(model.config)
+                cache = make_full_cache(model) if with_states else DynamicCache()
                 backbone(
                     input_ids=context.ids.to(model.device),
-                    **pass_cache(backbone, DynamicCache()),
+                    **pass_cache(backbone, cache),
                     use_cache=True,
                 )
         # A press asserts what it needs, fetches files, and reads attributes that models may lack.
@@ -124,16 +128,20 @@ class FromKVPress(Evictor):
 @contextmanager
 def _hook_attention(model: Model, after_layer: Callable[..., None]) -> Iterator[None]:
     """Call `after_layer` after every attention module, which meanwhile has a `rotary_emb`, as
-    presses expect.
+    presses expect, if the model has one.
     """
     backbone: Any = get_backbone(model)
     modules = [backbone.layers[index].self_attn for index in list_full_layers(model.config)]
     # Newer versions of transformers pass positions instead, and some presses still ask the module.
     bare = [module for module in modules if not hasattr(module, "rotary_emb")]
+    # LFM2 with experts has another name for it, and models without RoPE have none.
+    rotary = getattr(backbone, "rotary_emb", None) or getattr(backbone, "pos_emb", None)
+    if rotary is None:
+        bare = []
     handles = [module.register_forward_hook(after_layer, with_kwargs=True) for module in modules]
     try:
         for module in bare:
-            module.rotary_emb = backbone.rotary_emb
+            module.rotary_emb = rotary
         yield
     # Hooks and attributes are taken away even if the press fails.
     finally:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from restorekv.cache.states import StateLayer
+from restorekv.cache.states import StateLayer, keep_read_states
 from restorekv.cache.tail import CompressedLayer
 from restorekv.errors import AdapterError, warn
 from restorekv.model import base_weights
@@ -396,13 +396,14 @@ class RestoreAdapter(nn.Module):
         layers: list[Any] = []
         for layer in cache.layers:
             layers.append(layer.copy() if isinstance(layer, StateLayer) else layer)
-        backbone(
-            position_ids=positions[None],
-            **pass_embeddings(backbone, embeddings[None]),
-            **pass_cache(backbone, Cache(layers=layers)),
-            **skip_sharing_layers(backbone),
-            use_cache=True,
-        )
+        with keep_read_states(layers):
+            backbone(
+                position_ids=positions[None],
+                **pass_embeddings(backbone, embeddings[None]),
+                **pass_cache(backbone, Cache(layers=layers)),
+                **skip_sharing_layers(backbone),
+                use_cache=True,
+            )
 
     def record_training(
         self,
