@@ -14,7 +14,7 @@ a copy, since some models write into it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -230,17 +230,18 @@ def hand_back(joined: StateLayer, layers: Sequence[StateLayer], rows: Sequence[i
 
 
 def keep_read_states(layers: Iterable[Any]) -> AbstractContextManager[Any]:
-    """Let autograd keep copies of the states that a pass in the block reads.
+    """Let autograd keep copies of the states that a pass in the block reads, if there are any.
 
     Granite's step of one token writes into its recurrent state without asking for `record_past`.
     """
-    states = set()
+    states: set[int] = set()
     for layer in list_state_layers(layers):
         states |= {tensor.untyped_storage().data_ptr() for tensor in layer.list_tensors()}
+    if not states or not torch.is_grad_enabled():
+        return nullcontext()
 
     def keep(tensor: Tensor) -> Tensor:
-        is_state = states and tensor.untyped_storage().data_ptr() in states
-        return tensor.clone() if is_state else tensor
+        return tensor.clone() if tensor.untyped_storage().data_ptr() in states else tensor
 
     return saved_tensors_hooks(keep, lambda tensor: tensor)
 
