@@ -34,7 +34,6 @@ from restorekv.cache.states import StateLayer, list_state_layers
 from restorekv.errors import ModelError, RestoreKVError, summarize_error
 from restorekv.model import attention
 from restorekv.model.attention.sinks import compute_weights
-from restorekv.model.cache_argument import pass_cache
 from restorekv.model.prefill import make_full_cache, read_only_view
 from restorekv.model.probe_limits import Support, find_limit
 from restorekv.model.probe_passes import (
@@ -136,7 +135,6 @@ def _run_passes(probed: ProbedModel) -> Support:
     probed.check_finite(output.last_hidden_state)
     _check_calls(probed, record, cache)
     _check_positions(probed, cache)
-    _check_numbering(probed)
     _check_ragged(probed, cache, output.last_hidden_state)
     narrowest = find_limit(probed, record, cache)
     has_sinks = any(call.options.get("s_aux") is not None for call in record.calls)
@@ -246,27 +244,6 @@ def _check_positions(probed: ProbedModel, cache: Any) -> None:
         first, _, third, *_ = cache.layers[0].values[0].float().unbind(1)
     if not probed.is_close(first, third, strict=True):
         raise probed.make_refusal("has no RoPE: it adds positions to embeddings or values")
-
-
-def _check_numbering(probed: ProbedModel) -> None:
-    """Refuse a model that, when it is not told the positions of tokens, does not number them from
-    the end of what its cache holds: texts are read in pieces, without positions.
-    """
-    results = []
-    for start in (CACHED, None):
-        cache = make_full_cache(probed.model)
-        positions = torch.arange(len(IDS), device=probed.positions.device)[None]
-        probed.read_tokens(probed.backbone, cache, slice(CACHED), positions[:, :CACHED])
-        options = {} if start is None else {"position_ids": positions[:, start:]}
-        output = probed.backbone(
-            input_ids=probed.ids[:, CACHED:],
-            use_cache=True,
-            **pass_cache(probed.backbone, cache),
-            **options,
-        )
-        results.append(output.last_hidden_state)
-    if not probed.is_close(*results, strict=True):
-        raise probed.make_refusal("numbers the tokens after those in its cache from 0 again")
 
 
 def _check_ragged(probed: ProbedModel, cache: Any, hidden: Tensor) -> None:

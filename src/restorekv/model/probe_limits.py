@@ -263,6 +263,10 @@ def _find_scale_limit(probed: ProbedModel) -> Support:
     rows of a batch have one cache.
     """
     own = _compute_queries(probed, 0)
+    # Texts are read in pieces without positions, so a model has to number the tokens of a piece
+    # from the end of what its cache holds.
+    if not _are_queries_equal(probed, own, _compute_queries(probed, START, numbered=False)):
+        raise probed.make_refusal("numbers the tokens after those in its cache from 0 again")
     if _are_queries_equal(probed, own, _compute_queries(probed, FAR)):
         return Support()
     for length in sorted(_collect_integers(probed.model.config.to_dict())):
@@ -280,9 +284,11 @@ def _are_queries_equal(probed: ProbedModel, own: list[Tensor], others: list[Tens
     return all(probed.is_close(two, one, strict=True) for one, two in zip(own, others, strict=True))
 
 
-def _compute_queries(probed: ProbedModel, seen: int) -> list[Tensor]:
-    """Return every layer's query (1, H * G, 1, D) of one token, at the same position always, if
+def _compute_queries(probed: ProbedModel, seen: int, numbered: bool = True) -> list[Tensor]:
+    """Return every layer's query (1, H * G, 1, D) of one token, at the position START always, if
     its cache has seen so many tokens.
+
+    With `numbered` false, the model is not told the position.
     """
     layers = make_hybrid_layers(probed.model)
     for index, layer in enumerate(layers):
@@ -290,7 +296,7 @@ def _compute_queries(probed: ProbedModel, seen: int) -> list[Tensor]:
             layers[index] = QueryOnlyLayer(seen)
     cache = Cache(layers=layers)
     with record_pass(probed.model) as record:
-        probed.read_tokens(probed.backbone, cache, slice(1))
+        probed.read_tokens(probed.backbone, cache, slice(1), numbered=numbered)
     return [call.query.float() for call in record.calls]
 
 

@@ -132,6 +132,7 @@ class ProbedModel:
         cache: Cache,
         tokens: slice = slice(None),
         positions: Tensor | None = None,
+        numbered: bool = True,
     ) -> Any:
         """Return what a pass over some of the tokens gives.
 
@@ -140,14 +141,13 @@ class ProbedModel:
             cache: Where the pairs go.
             tokens: Which of the tokens are read; all by default.
             positions: (1, number of tokens read), if they are not the tokens' own.
+            numbered: Whether the part is told the positions.
         """
-        if positions is None:
-            positions = self.positions[:, tokens]
+        options = {}
+        if numbered:
+            options["position_ids"] = self.positions[:, tokens] if positions is None else positions
         return part(
-            input_ids=self.ids[:, tokens],
-            position_ids=positions,
-            use_cache=True,
-            **pass_cache(part, cache),
+            input_ids=self.ids[:, tokens], use_cache=True, **options, **pass_cache(part, cache)
         )
 
     def list_modules_with_states(self) -> list[nn.Module]:
