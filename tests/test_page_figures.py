@@ -9,6 +9,8 @@ from collections import Counter
 from pathlib import Path
 from statistics import median
 
+from transformers import CONFIG_MAPPING
+
 from benchmarks.vllm_memory import make_tables
 from restorekv.evaluation.tables import Table
 from restorekv.model.names import NAMES
@@ -113,3 +115,17 @@ def test_the_models_that_a_file_may_name_are_all_named():
     found = re.search(r"`compose` and `export` know (.*?), and need `--model`", text)
     assert found is not None
     assert sorted(re.findall(r"`([\w-]+)`", found[1])) == sorted(NAMES)
+
+
+def test_the_states_of_qwen3_next_take_as_many_bytes_as_the_page_says():
+    config = CONFIG_MAPPING["qwen3_next"]()
+    value_heads = config.linear_num_value_heads
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = value_heads * config.linear_value_head_dim
+    recurrent = value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+    inputs = (2 * keys + values) * config.linear_conv_kernel_dim
+    states = config.layer_types.count("linear_attention") * (4 * recurrent + 2 * inputs)
+    pairs = config.layer_types.count("full_attention") * config.num_key_value_heads
+    of_a_token = 2 * 2 * pairs * config.head_dim
+    page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    assert f"as the pairs of {states / of_a_token:,.0f} tokens" in " ".join(page.split())

@@ -203,6 +203,17 @@ def record(**fields):
     return apply
 
 
+def check_refused(small, damage, path):
+    """Check that a file of a context is refused once `damage` has changed tensors and manifest."""
+    small.save(path)
+    metadata, tensors = read_sealed(path, KIND)
+    manifest = json.loads(metadata["manifest"])
+    damage(tensors, manifest)
+    write_sealed(path, KIND, tensors, {"manifest": json.dumps(manifest)})
+    with pytest.raises(CacheFileError):
+        CompressedContext.load(path, small.model, small.tokenizer)
+
+
 SLIDING = {"heads": 2, "head_dim": 8}  # those of every layer of this model
 DAMAGE = {
     "fewer columns": change("sliding.0.keys", lambda x: x[:, 1:].clone()),
@@ -236,14 +247,7 @@ DAMAGE = {
 def test_files_that_contradict_themselves_are_refused(tiny_tokenizer, tmp_path, harm):
     hybrid = build_hybrid("qwen3")
     small = compress_with(hybrid, tiny_tokenizer, LONG, ratio=0.4, adapter=make_adapter(hybrid))
-    path = tmp_path / "doc.rkv"
-    small.save(path)
-    metadata, tensors = read_sealed(path, KIND)
-    manifest = json.loads(metadata["manifest"])
-    DAMAGE[harm](tensors, manifest)
-    write_sealed(path, KIND, tensors, {"manifest": json.dumps(manifest)})
-    with pytest.raises(CacheFileError):
-        CompressedContext.load(path, hybrid, tiny_tokenizer)
+    check_refused(small, DAMAGE[harm], tmp_path / "doc.rkv")
 
 
 def state(shapes=None, dtypes=None, **more):
@@ -311,14 +315,7 @@ DAMAGED_STATES = {
 def test_files_with_wrong_states_are_refused(tiny_tokenizer, tmp_path, harm):
     model = build_hybrid("qwen3_5_text")
     small = compress_with(model, tiny_tokenizer, LONG, ratio=0.4, adapter=None)
-    path = tmp_path / "doc.rkv"
-    small.save(path)
-    metadata, tensors = read_sealed(path, KIND)
-    manifest = json.loads(metadata["manifest"])
-    DAMAGED_STATES[harm](tensors, manifest)
-    write_sealed(path, KIND, tensors, {"manifest": json.dumps(manifest)})
-    with pytest.raises(CacheFileError):
-        CompressedContext.load(path, model, tiny_tokenizer)
+    check_refused(small, DAMAGED_STATES[harm], tmp_path / "doc.rkv")
 
 
 @pytest.mark.parametrize("kind", WITH_STATES)

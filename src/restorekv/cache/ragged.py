@@ -345,7 +345,7 @@ class RaggedCache(Cache):
         """Make the cache refuse every change from now on, also inside `model.generate`; its forks
         can change.
         """
-        for layer in self.layers:
+        for layer in self.with_tails:
             layer.locked = True
 
     def commit_tail(self) -> None:

@@ -13,7 +13,7 @@ a copy, since some models write into it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -42,7 +42,6 @@ class StateLayer(_TransformersLayer):
     is_sliding = False
     is_croppable = False
     is_initialized = True
-    locked = False
 
     def __init__(self, number_of_states: int = 1) -> None:
         super().__init__(number_of_states=number_of_states)
@@ -146,10 +145,7 @@ class StateLayer(_TransformersLayer):
     __copy__ = copy
 
     def fork(self, batch: int = 1) -> StateLayer:
-        """Return a layer with a copy of the states, which have one row, for each of `batch` rows.
-
-        Of no states at all, as before any token, the rows come with the first pass.
-        """
+        """Return a layer with a copy of the states, whose one row is repeated `batch` times."""
         layer = self.copy()
         if batch != 1:
             layer.batch_repeat_interleave(batch)
@@ -187,29 +183,27 @@ class StateLayer(_TransformersLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows."""
-        for kind in KINDS:
-            states = self._get_states(kind)
-            for number, state in states.items():
-                if state is not None:
-                    states[number] = state[indices.to(state.device)]
+        self._change_states(lambda state: state[indices.to(state.device)])
 
     reorder_cache = batch_select_indices  # transformers' name in beam search
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
+        self._change_states(lambda state: state.repeat_interleave(repeats, 0))
+
+    def _change_states(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace every state by what `change` makes of it."""
         for kind in KINDS:
             states = self._get_states(kind)
             for number, state in states.items():
                 if state is not None:
-                    states[number] = state.repeat_interleave(repeats, 0)
+                    states[number] = change(state)
 
 
 def join_states(layers: Sequence[StateLayer]) -> StateLayer:
     """Return a layer with copies of the rows of all layers, one layer after the other."""
     rows = [layer.named_tensors for layer in layers]
     joined = {name: torch.cat([each[name] for each in rows]) for name in rows[0]}
-    if not joined:  # nothing was read yet
-        return layers[0].copy()
     return StateLayer.from_tensors(joined)
 
 
