@@ -80,6 +80,18 @@ STATE_SPACE = {
     "shared_intermediate_size": 48,
     "initializer_range": 0.1,
 }
+# Blocks of experts and of an MLP are layers of their own here, which hold nothing.
+NEMOTRON = {
+    "layer_types": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"],
+    "ssm_state_size": 8,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 1,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 48,
+    "initializer_range": 0.1,
+}
 # The name of each family, its model type, and what its config has in addition to SIZES.
 FAMILIES: dict[str, tuple[str, dict]] = {
     "Llama": ("llama", {}),
@@ -116,6 +128,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "LFM2": ("lfm2", CONVOLUTIONS),
     "LFM2 with experts": ("lfm2_moe", {**CONVOLUTIONS, **EXPERTS}),
     "Granite with state-space layers": ("granitemoehybrid", {**GRANITE, **STATE_SPACE, **EXPERTS}),
+    "Nemotron-H": ("nemotron_h", NEMOTRON),
     "gpt-oss": ("gpt_oss", {**MIXED, **EXPERTS}),
     "Flint": ("flint", {**EXPERTS, "sliding_window": WINDOW}),
     "Cohere 2": ("cohere2", {"sliding_window": WINDOW}),

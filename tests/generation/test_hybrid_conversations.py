@@ -163,8 +163,11 @@ def test_a_file_holds_both_kinds_of_layers(model, tiny_tokenizer, tmp_path, opti
     own = model.config.layer_types[: len(small.cache.layers)]
     assert m.bytes_held == small.cache.nbytes
     if small.cache.with_states:
-        others = [index for index, kind in enumerate(own) if kind != "full_attention"]
-        assert m.states == others and not m.windows
+        kept = {kind: [] for kind in own}
+        for index, kind in enumerate(own):
+            kept[kind].append(index)
+        assert m.states == kept.get("linear_attention", kept.get("conv")) and not m.windows
+        assert m.empty_layers == sorted(kept.get("moe", []) + kept.get("mlp", []))
         tensors = [tensor for layer in small.cache.with_states for tensor in layer.list_tensors()]
         assert m.state_bytes == sum(tensor.nbytes for tensor in tensors)
         shown = "keep a state instead of pairs"
@@ -310,12 +313,33 @@ DAMAGED_STATES = {
 }
 
 
+# The layers 1, 3 and 6 of this model hold nothing, and the layers 0 and 4 states.
+DAMAGED_EMPTY_LAYERS = {
+    "none": record(empty_layers=[]),
+    "one too few": record(empty_layers=[1, 3]),
+    "one too many": record(empty_layers=[1, 3, 6, 7]),
+    "another": record(empty_layers=[1, 3, 5]),
+    "another order": record(empty_layers=[3, 1, 6]),
+    "one twice": record(empty_layers=[1, 1, 3]),
+    "one with states": record(empty_layers=[0, 1, 3]),
+    "a negative one": record(empty_layers=[-1, 1, 3]),
+    "one far away": record(empty_layers=[1, 3, 2**40]),
+    "endless ones": record(empty_layers=list(range(100_000))),
+    "words": record(empty_layers=["1", "3", "6"]),
+    "no states": record(states=[], state_shapes={}, state_dtypes={}),
+}
+
+
+OF_KIND = {"qwen3_5_text": DAMAGED_STATES, "nemotron_h": DAMAGED_EMPTY_LAYERS}
+
+
 @pytest.mark.skipif(not WITH_STATES, reason="each class keeps states in its own way")
-@pytest.mark.parametrize("harm", DAMAGED_STATES)
-def test_files_with_wrong_states_are_refused(tiny_tokenizer, tmp_path, harm):
-    model = build_hybrid("qwen3_5_text")
-    small = compress_with(model, tiny_tokenizer, LONG, ratio=0.4, adapter=None)
-    check_refused(small, DAMAGED_STATES[harm], tmp_path / "doc.rkv")
+@pytest.mark.parametrize(
+    ("kind", "harm"), [(kind, harm) for kind in OF_KIND for harm in OF_KIND[kind]]
+)
+def test_files_with_wrong_layers_without_pairs_are_refused(tiny_tokenizer, tmp_path, kind, harm):
+    small = compress_with(build_hybrid(kind), tiny_tokenizer, LONG, ratio=0.4, adapter=None)
+    check_refused(small, OF_KIND[kind][harm], tmp_path / "doc.rkv")
 
 
 @pytest.mark.parametrize("kind", WITH_STATES)

@@ -108,6 +108,7 @@ SIZES = {
     "state_size": 8,
     "ssm_state_size": 8,
     "conv_kernel": 4,
+    "n_groups": 1,
     "mamba_num_heads": 4,
     "mamba_head_dim": 16,
     "linear_num_key_heads": 2,

@@ -8,6 +8,7 @@ head that hides the evicted pairs.
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -163,6 +164,14 @@ def hidden(causal: Tensor, keep: Tensor, text: int, heads: int) -> Tensor:
     return torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(dtype).min)[None]
 
 
+def find_attention(layer: Any) -> Any:
+    """Return the attention of a layer, or None if it has none."""
+    own = getattr(layer, "self_attn", None)
+    # A block of Nemotron-H has one module of any kind.
+    mixer = getattr(layer, "mixer", None)
+    return mixer if own is None and hasattr(mixer, "k_proj") else own
+
+
 @contextmanager
 def masked(plain: PreTrainedModel, mask_of: Callable[[int, int], Tensor]) -> Iterator[None]:
     """Give every attention layer the mask `mask_of(layer, query heads)` in the block."""
@@ -174,9 +183,9 @@ def masked(plain: PreTrainedModel, mask_of: Callable[[int, int], Tensor]) -> Ite
 
     handles = []
     for layer in get_backbone(plain).layers:
-        if getattr(layer, "self_attn", None) is not None:
-            hook = layer.self_attn.register_forward_pre_hook(replace_mask, with_kwargs=True)
-            handles.append(hook)
+        attention = find_attention(layer)
+        if attention is not None:
+            handles.append(attention.register_forward_pre_hook(replace_mask, with_kwargs=True))
     try:
         yield
     finally:

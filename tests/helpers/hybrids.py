@@ -75,6 +75,20 @@ if HAS_STATES:
         "olmo_hybrid": LINEAR,
         # A state-space model, without RoPE.
         "granitemoehybrid": LINEAR,
+        # The same, with blocks of experts or of an MLP that hold nothing.
+        "nemotron_h": {
+            "num_hidden_layers": 7,
+            "layer_types": [
+                "linear_attention",
+                "moe",
+                "full_attention",
+                "mlp",
+                "linear_attention",
+                "full_attention",
+                "mlp",
+            ],
+            "initializer_range": 0.1,
+        },
         "lfm2": CONVOLUTIONS,
         "lfm2_moe": CONVOLUTIONS,
     }
@@ -197,10 +211,9 @@ def attention_weights(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
     found = {}
     handles = []
     for index in reading_rows(plain):
+        module = exactness.find_attention(plain.get_decoder().layers[index])
         handles.append(
-            plain.get_decoder()
-            .layers[index]
-            .self_attn.register_forward_hook(
+            module.register_forward_hook(
                 lambda module, args, output, index=index: found.update({index: output[1]})
             )
         )
@@ -209,6 +222,6 @@ def attention_weights(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
         each.remove()
     of_row: list[list[Tensor]] = [[] for _ in full_rows(plain)]
     for index, row in reading_rows(plain).items():
-        module = plain.get_decoder().layers[index].self_attn
+        module = exactness.find_attention(plain.get_decoder().layers[index])
         of_row[row].append(found[index][0].unflatten(0, (-1, module.num_key_value_groups)))
     return [torch.cat(weights, 1) for weights in of_row]

@@ -20,7 +20,7 @@ from restorekv.model import attention
 from restorekv.model.attention import cascade
 from restorekv.model.prompt import get_default_separator, make_context
 from restorekv.model.rope import count_positions
-from restorekv.model.shape import compute_logits, find_state_layers, list_windows
+from restorekv.model.shape import compute_logits, find_pairless_layers, list_windows
 from restorekv.restore.use_warnings import warn_of_other_use
 from restorekv.train import checkpoint
 from restorekv.train import teacher as teacher_module
@@ -212,7 +212,7 @@ def test_models_with_layers_of_several_kinds_are_trained(tiny_tokenizer, tmp_pat
     assert curves[0] == curves[1] and sum(curves[0][-3:]) < sum(curves[0][:3])
     own = set(range(len(list_windows(model.config))))
     if kind != "olmo_hybrid":
-        own -= set(find_state_layers(model.config))
+        own -= set(find_pairless_layers(model.config))
     learned = {
         int(re.search(r"layers\.(\d+)\.", name)[1]): bool(weight.any())
         for name, weight in adapter.trainable_state().items()

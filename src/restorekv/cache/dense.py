@@ -8,14 +8,14 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from restorekv.cache.states import StateLayer
+from restorekv.cache.states import PairlessLayer
 
 
 class DenseLayer(Protocol):
     """A layer of a filled cache of transformers or of a view of one.
 
     keys and values (B, H, columns, D) hold every position; those of a layer with a sliding window
-    (`is_sliding`) hold the last ones. A `StateLayer` has none, as if it had no heads. If
+    (`is_sliding`) hold the last ones. A `PairlessLayer` has none, as if it had no heads. If
     `is_initialized` is False, there are none yet, or they were released.
     """
 
@@ -38,11 +38,11 @@ def list_dense_layers(full: Cache) -> list[DenseLayer]:
 
 def list_full_attention(full: Cache) -> list[DenseLayer]:
     """Return the L layers of a full cache that see the whole text; only these are scored."""
-    # A hybrid model's layers with a window, and those with a state, are neither scored nor
+    # A hybrid model's layers with a window, and those without pairs, are neither scored nor
     # evicted, so they have no row in the scores (L, H, T).
     found = []
     for layer in list_dense_layers(full):
-        if not layer.is_sliding and not isinstance(layer, StateLayer):
+        if not layer.is_sliding and not isinstance(layer, PairlessLayer):
             found.append(layer)
     return found
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from restorekv.cache.multi_context import ManyContextsLayer, MultiContextLayer
 from restorekv.cache.ragged import AnyTailLayer, ContextLayer
-from restorekv.cache.states import StateLayer, join_states
+from restorekv.cache.states import EmptyLayer, PairlessLayer, StateLayer, join_states
 from restorekv.cache.tail import SPARE
 
 
@@ -101,7 +101,7 @@ def share_tail(layer: ContextLayer) -> ContextLayer:
     """Return a layer with the same context that shares the tail until either of them grows. States
     are copied.
     """
-    if isinstance(layer, StateLayer):
+    if isinstance(layer, PairlessLayer):
         return layer.copy()
     # A shallow copy shares the context. Assigning the pair drops the copy's claim on the buffers,
     # so that its next append makes new buffers instead of writing into the other's.
@@ -121,6 +121,8 @@ def gather_rows(
         widths: How many of its last columns each source keeps; its rows need no others.
         room: Columns that the tail is expected to grow by, reserved at once.
     """
+    if isinstance(sources[0][0], EmptyLayer):
+        return EmptyLayer()
     if isinstance(sources[0][0], StateLayer):
         return _gather_states(sources)
     # All rows get the width of the longest; a shorter row starts with columns of zeros, which its

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from restorekv.cache.ragged import AnyTailLayer, RaggedCache
-from restorekv.cache.states import StateLayer
+from restorekv.cache.states import PairlessLayer
 from restorekv.cache.tail import CompressedLayer
 
 
@@ -111,11 +111,11 @@ class MultiContextLayer(ManyContextsLayer):
 
 
 class SeparateStates:
-    """The states of several forks in one layer of a batch; each fork's rows are read by a pass of
-    their own (`forward_groups` in generation/decoding.py).
+    """The layers without pairs of several forks in one layer of a batch; each fork's rows are read
+    by a pass of their own (`forward_groups` in generation/decoding.py).
     """
 
-    def __init__(self, contexts: Sequence[StateLayer]) -> None:
+    def __init__(self, contexts: Sequence[PairlessLayer]) -> None:
         self.contexts = list(contexts)
 
 
@@ -137,7 +137,7 @@ def fork_caches(caches: Sequence[RaggedCache], lengths: Sequence[int]) -> Cache:
     layers: list[Any] = []
     # The layers of all forks at one depth become one layer of the batch.
     for at_depth in zip(*(fork.layers for fork in forks), strict=True):
-        if isinstance(at_depth[0], StateLayer):
+        if isinstance(at_depth[0], PairlessLayer):
             layers.append(SeparateStates(at_depth))
         else:
             layers.append(MultiContextLayer(at_depth))

@@ -27,7 +27,7 @@ from restorekv.cache.dense import (
 )
 from restorekv.cache.quantized import QuantizedRows
 from restorekv.cache.sliding import RecentLayer, SlidingLayer
-from restorekv.cache.states import StateLayer, list_state_layers
+from restorekv.cache.states import PairlessLayer, StateLayer, list_state_layers
 from restorekv.cache.tail import KeysValues, TailLayer
 from restorekv.errors import RestoreKVError
 
@@ -201,9 +201,9 @@ class ContextPairs:
         )
 
 
-# One layer of a cache with one context. All but a StateLayer have a tail.
+# One layer of a cache with one context. All but a PairlessLayer have a tail.
 AnyTailLayer = RaggedLayer | SlidingLayer
-ContextLayer = AnyTailLayer | StateLayer
+ContextLayer = AnyTailLayer | PairlessLayer
 
 
 def list_tails(layers: Iterable[Any]) -> list[AnyTailLayer]:
@@ -216,7 +216,7 @@ class RaggedCache(Cache):
     `model.generate(..., past_key_values=cache.fork())` works.
 
     Layers with a sliding window (SlidingLayer) keep all pairs of their window, layers without pairs
-    (StateLayer) their states, and no budget counts either. L is the number of the other layers.
+    (PairlessLayer) their states, and no budget counts either. L is the number of the other layers.
     """
 
     layers: list[ContextLayer]  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -265,7 +265,7 @@ class RaggedCache(Cache):
             full: The full cache, with S + T columns or more.
             keep_mask: (L, H, S + T) bool, which pairs stay.
             restore_cache: Keys and values (1, H, n, D) of every layer, those with a window
-                included; of layers with states they are ignored. None takes the columns of `full`
+                included; of layers without pairs they are ignored. None takes the columns of `full`
                 after the first S + T, where a restore pass left them.
             offset: How many positions questions are moved by (a control of the paper).
             consume: Whether to empty each layer of `full` before the next is gathered, so that
@@ -281,11 +281,11 @@ class RaggedCache(Cache):
                 f"The mask has {len(keep_mask)} layers, but {len(full_layers)} layers of the cache "
                 "see the whole text."
             )
-        # Layers with a window, and those with states, have no row in the mask.
+        # Layers with a window, and those without pairs, have no row in the mask.
         masks = iter(keep_mask)
         layers: list[ContextLayer] = []
         for dense, restore_pairs in zip(dense_layers, restore_cache, strict=True):
-            if isinstance(dense, StateLayer):
+            if isinstance(dense, PairlessLayer):
                 layers.append(dense.copy())
             elif isinstance(dense, RecentLayer):
                 layers.append(
@@ -307,7 +307,7 @@ class RaggedCache(Cache):
         """
         layers: list[ContextLayer] = []
         for layer in list_dense_layers(full):
-            if isinstance(layer, StateLayer):
+            if isinstance(layer, PairlessLayer):
                 layers.append(layer.copy())
             elif isinstance(layer, RecentLayer):
                 seen = layer.get_seq_length()
@@ -479,7 +479,7 @@ def _release_pairs(dense: Any) -> None:
     """Free keys and values of a dense layer, which is then as it was before its first update.
     States are small and stay.
     """
-    if isinstance(dense, StateLayer):
+    if isinstance(dense, PairlessLayer):
         return
     dense.keys = None
     dense.values = None

@@ -1,5 +1,7 @@
-"""Layers that keep a state of fixed size instead of pairs, in models that also have layers that see
-the whole text: linear attention (Qwen3-Next, Qwen 3.5, OLMo Hybrid) and short convolutions (LFM2).
+"""Layers without pairs, in models that also have layers that see the whole text.
+
+Most of them keep a state of fixed size: linear attention (Qwen3-Next, Qwen 3.5, OLMo Hybrid), short
+convolutions (LFM2) and state-space layers (Granite, Nemotron-H). Others keep nothing at all.
 
 A state has read the whole text, so nothing of it is evicted, and no budget counts it. A compressed
 cache holds the states as they are after the context's last token. Questions continue from there:
@@ -24,6 +26,7 @@ from transformers import cache_utils
 
 # The first versions of transformers 5 keep such states in caches of single models.
 _TransformersLayer: Any = getattr(cache_utils, "LinearAttentionLayer", object)
+_TransformersEmptyLayer: Any = getattr(cache_utils, "DummyLayer", object)
 HAS_STATES = hasattr(cache_utils.Cache, "get_conv_state")
 # What holds a layer's states, as in transformers: for every number of a state, a tensor or None.
 KINDS = ("conv", "recurrent")
@@ -198,6 +201,47 @@ class StateLayer(_TransformersLayer):
             for number, state in states.items():
                 if state is not None:
                     states[number] = change(state)
+
+
+class EmptyLayer(_TransformersEmptyLayer):
+    """One layer that holds nothing, in every kind of cache: a block of experts or of an MLP alone.
+
+    It has the methods of a `StateLayer` without states. transformers must not take it for one,
+    since it asks the last layer with states whether there has been a token.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    is_initialized = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        # As in a `StateLayer`: a layer of no heads.
+        self.keys = self.values = torch.empty(1, 0, 0, 0)
+
+    @property
+    def named_tensors(self) -> dict[str, Tensor]:
+        """No states."""
+        return {}
+
+    def list_tensors(self) -> list[Tensor]:
+        """Return every tensor of the layer: none."""
+        return []
+
+    def copy(self) -> EmptyLayer:
+        """Return a layer that holds nothing."""
+        return type(self)()
+
+    def fork(self, _batch: int = 1) -> EmptyLayer:
+        """Return a layer that holds nothing."""
+        return self.copy()
+
+    def at(self, _position: int | None) -> EmptyLayer:
+        """Return the layer as it was after any number of positions."""
+        return self.copy()
+
+
+PairlessLayer = StateLayer | EmptyLayer
 
 
 def join_states(layers: Sequence[StateLayer]) -> StateLayer:

@@ -97,9 +97,8 @@ def _list_facts(survivors: Survivors) -> dict[str, str]:
             f"{format_bytes(m.sliding_bytes)} of the bytes"
         )
     if m.states:
-        total = len(m.states) + m.shape["layers"]
         facts["states"] = (
-            f"{len(m.states)} of {total} layers keep a state instead of pairs: "
+            f"{len(m.states)} of {m.layers} layers keep a state instead of pairs: "
             f"{format_bytes(m.state_bytes)} of the bytes, outside the budget"
         )
     return facts

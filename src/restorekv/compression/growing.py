@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.cache.dense import list_dense_layers
 from restorekv.cache.ragged import ContextLayer, ContextPairs, RaggedCache, RaggedLayer
 from restorekv.cache.sliding import SlidingLayer
-from restorekv.cache.states import StateLayer
+from restorekv.cache.states import PairlessLayer
 from restorekv.cache.tail import KeysValues
 from restorekv.compression.budget import Budget
 from restorekv.compression.compressor import time_phase
@@ -219,7 +219,7 @@ class Growth:
             if prefix:
                 dense = list_dense_layers(prefill(self.model, self.context.ids[:, :prefix]))
             for index, layer in enumerate(self.cache.layers):
-                if isinstance(layer, StateLayer):
+                if isinstance(layer, PairlessLayer):
                     layers.append(layer.copy())
                     continue
                 keys, values = _make_empty_pairs(layer)
@@ -248,7 +248,7 @@ class Growth:
         seen = self.grown_context.num_tokens
         masks = iter(keep)
         for index, (old, new) in enumerate(zip(self.cache.layers, read.layers, strict=True)):
-            if isinstance(new, StateLayer):
+            if isinstance(new, PairlessLayer):
                 layers.append(new.copy())
                 continue
             if isinstance(new, SlidingLayer):

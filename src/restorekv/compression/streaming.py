@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.cache.dense import DenseLayer, list_dense_layers
 from restorekv.cache.ragged import ContextLayer, ContextPairs, RaggedCache, RaggedLayer
 from restorekv.cache.sliding import RecentLayer, SlidingLayer
-from restorekv.cache.states import StateLayer, mark_position
+from restorekv.cache.states import PairlessLayer, mark_position
 from restorekv.cache.tail import KeysValues
 from restorekv.compression.budget import Budget
 from restorekv.compression.compressor import (
@@ -243,7 +243,7 @@ class Stream:
         # One mask for each layer that sees the whole text, in their order.
         masks = iter(keep)
         for index, layer in enumerate(cache.layers):
-            if isinstance(layer, StateLayer):
+            if isinstance(layer, PairlessLayer):
                 cache.layers[index] = layer.at(part.scored_end)
                 continue
             if isinstance(layer, SlidingLayer):
@@ -311,7 +311,7 @@ def _to_compressed_layer(dense: DenseLayer) -> ContextLayer:
     """Return a RaggedLayer with an empty context and the dense layer's pairs as its tail, a
     SlidingLayer with the columns that a RecentLayer holds, or a layer with states itself.
     """
-    if isinstance(dense, StateLayer):
+    if isinstance(dense, PairlessLayer):
         return dense
     if isinstance(dense, RecentLayer):
         seen = dense.get_seq_length()

@@ -25,7 +25,12 @@ from restorekv.errors import RestoreKVError, summarize_error
 from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
 from restorekv.model.cache_argument import find_cache, pass_cache
 from restorekv.model.prefill import make_full_cache
-from restorekv.model.shape import find_state_layers, get_backbone, list_full_layers
+from restorekv.model.shape import (
+    find_attention,
+    find_pairless_layers,
+    get_backbone,
+    list_full_layers,
+)
 from restorekv.model.support import get_support
 
 MISSING = (
@@ -101,8 +106,8 @@ class FromKVPress(Evictor):
             with _hook_attention(model, after_layer), attention:
                 backbone = get_backbone(model)
                 # Windows are shown whole, but states need layers of their own.
-                with_states = find_state_layers(model.config)
-                cache = make_full_cache(model) if with_states else DynamicCache()
+                pairless = find_pairless_layers(model.config)
+                cache = make_full_cache(model) if pairless else DynamicCache()
                 backbone(
                     input_ids=context.ids.to(model.device),
                     **pass_cache(backbone, cache),
@@ -131,7 +136,8 @@ def _hook_attention(model: Model, after_layer: Callable[..., None]) -> Iterator[
     presses expect, if the model has one.
     """
     backbone: Any = get_backbone(model)
-    modules = [backbone.layers[index].self_attn for index in list_full_layers(model.config)]
+    full_attention = list_full_layers(model.config)
+    modules = [find_attention(backbone.layers[index]) for index in full_attention]
     # Newer versions of transformers pass positions instead, and some presses still ask the module.
     bare = [module for module in modules if not hasattr(module, "rotary_emb")]
     # LFM2 with experts has another name for it, and models without RoPE have none.

@@ -26,7 +26,13 @@ from transformers.cache_utils import Cache
 from restorekv.cache.flat import Block, FlatLayer, StackedLayer
 from restorekv.cache.multi_context import MultiContextLayer, SeparateStates, fork_caches
 from restorekv.cache.ragged import ContextLayer, RaggedCache, list_tails
-from restorekv.cache.states import StateLayer, hand_back, join_states, list_state_layers
+from restorekv.cache.states import (
+    EmptyLayer,
+    StateLayer,
+    hand_back,
+    join_states,
+    list_state_layers,
+)
 from restorekv.errors import RestoreKVError
 from restorekv.generation import fixed_steps, step_self_test
 from restorekv.generation.fixed_steps import (
@@ -555,7 +561,9 @@ def _forward_stacked(
         rows = [block.rows for block in blocks]
         layers: list[Any] = []
         for at_depth in zip(*(group.layers for group in together), strict=True):
-            if isinstance(at_depth[0], StateLayer):
+            if isinstance(at_depth[0], EmptyLayer):
+                layers.append(at_depth[0])
+            elif isinstance(at_depth[0], StateLayer):
                 joined = join_states(at_depth)
                 advanced.append((joined, list(at_depth), rows))
                 layers.append(joined)

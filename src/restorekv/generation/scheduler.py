@@ -414,6 +414,10 @@ class Scheduler:
         # What the others left goes to the oldest.
         sizes[oldest] = min(oldest.tokens_left, sizes[oldest] + free)
         for request, size in sizes.items():
+            # A last token is not left alone: some layers with states compute it differently then.
+            if size > 1 and request.tokens_left == size + 1:
+                sizes[request] = size - 1
+        for request, size in sizes.items():
             start = request.cache.get_seq_length() + request.tokens_prefilled
             group = request.get_group()
             chunk = request.prompt[request.tokens_prefilled : request.tokens_prefilled + size]

@@ -38,6 +38,7 @@ from restorekv.model.shape import (
     CacheShape,
     describe_sliding_heads,
     describe_windows,
+    find_empty_layers,
     find_state_layers,
     get_dtype_name,
     refuse_offloaded,
@@ -203,6 +204,9 @@ def _describe_computation(model: PreTrainedModel, shape: CacheShape) -> str:
             if name.startswith(("linear_", "conv_")) and isinstance(value, int | float)
         }
         facts.append(f"{states} {json.dumps(sizes, sort_keys=True)}")
+    empty = find_empty_layers(model.config)
+    if empty:
+        facts.append(f"nothing in {empty}")
     # The defaults of the architecture: `to_diff_dict` compares with those of all configs, and would
     # list what every Llama has.
     has_defaults = not getattr(config, "has_no_defaults_at_init", False)

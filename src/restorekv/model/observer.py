@@ -16,7 +16,12 @@ from transformers import PreTrainedModel
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.model.attention import get_observer, observe_attention
 from restorekv.model.attention.sinks import group_sinks
-from restorekv.model.shape import get_backbone, list_full_layers, list_pair_layers
+from restorekv.model.shape import (
+    find_attention,
+    get_backbone,
+    list_full_layers,
+    list_pair_layers,
+)
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,7 @@ def observe_layers(
     layers: Any = get_backbone(model).layers
     with HOOKS_LOCK:
         handles = [
-            layers[index].self_attn.register_forward_pre_hook(before_layer, with_kwargs=True)
+            find_attention(layers[index]).register_forward_pre_hook(before_layer, with_kwargs=True)
             for index in rows
         ]
     try:

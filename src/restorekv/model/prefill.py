@@ -15,11 +15,12 @@ from transformers.cache_utils import Cache, DynamicLayer
 from restorekv.cache.dense import DenseLayer, list_dense_layers, list_full_attention
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.cache.sliding import RecentLayer, SlidingLayer
-from restorekv.cache.states import StateLayer, list_state_layers
+from restorekv.cache.states import EmptyLayer, PairlessLayer, StateLayer, list_state_layers
 from restorekv.cache.tail import CompressedLayer, count_queries
 from restorekv.model.cache_argument import pass_cache
 from restorekv.model.shape import (
     count_sharing_layers,
+    find_empty_layers,
     find_state_layers,
     get_backbone,
     is_hybrid,
@@ -100,6 +101,11 @@ def _list_sizes(tokens: int, chunk: int, first: int, states: list[StateLayer]) -
     `first` is the position of the first token.
     """
     ends = set(range(chunk, tokens, chunk)) | {tokens}
+    last = tokens - 1
+    # Some classes compute the states of a token alone in another way than those of several, as
+    # Nemotron-H does, so that a last token is not left alone.
+    if states and chunk > 2 and last in ends:
+        ends ^= {last, last - 1}
     for layer in states:
         ends |= {mark - first for mark in layer.marks if 0 < mark - first < tokens}
     in_order = [0, *sorted(ends)]
@@ -134,18 +140,21 @@ def make_full_cache(model: PreTrainedModel, margin: int = 0) -> DynamicCache:
 
 
 def make_hybrid_layers(model: PreTrainedModel, margin: int = 0) -> list[Any]:
-    """Return the empty layers of a full cache, one for each layer of a model that has pairs of its
-    own or a state.
+    """Return the empty layers of a full cache, one for each layer of a model, except for those that
+    share the pairs of others.
 
     `margin` is how many more columns than W - 1 a layer with a window holds.
     """
     config = model.config.get_text_config()
     states = find_state_layers(config)
+    empty = find_empty_layers(config)
     count = getattr(config, "number_of_conv_states", 1)
     layers: list[Any] = []
     for index, window in enumerate(list_windows(config)):
         if index in states:
             layers.append(StateLayer(count))
+        elif index in empty:
+            layers.append(EmptyLayer())
         elif window is None:
             layers.append(DynamicLayer())
         else:
@@ -243,7 +252,7 @@ def read_only_view(full: Cache, columns: int | None = None) -> Cache:
         position = full.get_seq_length() - dropped
     layers: list[Any] = []
     for layer in list_dense_layers(full):
-        if isinstance(layer, StateLayer):
+        if isinstance(layer, PairlessLayer):
             layers.append(layer.at(position))
         else:
             layers.append(_make_read_only_layer(layer, columns, dropped))
@@ -310,7 +319,7 @@ def query_only_view(full: Cache) -> Cache:
     seen = full.get_seq_length()
     layers: list[Any] = []
     for layer in list_dense_layers(full):
-        if isinstance(layer, StateLayer):
+        if isinstance(layer, PairlessLayer):
             layers.append(layer.copy())
         elif layer.is_sliding:
             layers.append(_make_read_only_layer(layer, None))

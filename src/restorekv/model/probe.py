@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from restorekv.cache.dense import list_full_attention
 from restorekv.cache.ragged import RaggedCache
-from restorekv.cache.states import StateLayer, list_state_layers
+from restorekv.cache.states import KINDS, PairlessLayer, list_state_layers
 from restorekv.errors import ModelError, RestoreKVError, summarize_error
 from restorekv.model import attention
 from restorekv.model.attention.sinks import compute_weights
@@ -52,7 +52,8 @@ from restorekv.model.shape import (
     CacheShape,
     LayerHeads,
     compute_logits,
-    find_state_layers,
+    find_attention,
+    find_pairless_layers,
     get_backbone,
     list_attention_modules,
     list_heads,
@@ -93,10 +94,10 @@ def probe_model(model: PreTrainedModel) -> Support:
 def _check_layers(model: PreTrainedModel, backbone: nn.Module) -> None:
     """Refuse a model that is not a decoder, or whose layers are not where observers look."""
     layers = getattr(backbone, "layers", None)
-    states = find_state_layers(model.config)
+    pairless = find_pairless_layers(model.config)
     if isinstance(layers, nn.ModuleList):
-        attending = [layer for index, layer in enumerate(layers) if index not in states]
-        if all(hasattr(layer, "self_attn") for layer in attending):
+        attending = [layer for index, layer in enumerate(layers) if index not in pairless]
+        if all(find_attention(layer) is not None for layer in attending):
             return
     for path, module in model.named_modules():
         if _is_position_table(path, module):
@@ -279,8 +280,13 @@ def _check_ragged(probed: ProbedModel, cache: Any, hidden: Tensor) -> None:
 
 
 def _check_states(probed: ProbedModel, cache: Any) -> None:
-    """Refuse a model whose layers keep states of different shapes, or compute other things when
-    they continue from a state than at once.
+    """Refuse a model whose layers keep states of different shapes, compute other things when they
+    continue from a state than at once, or other things for a token alone than with transformers'
+    own cache.
+
+    A token alone is not compared with a pass over all tokens, because Nemotron-H raises short time
+    steps (`time_step_min`) only where it reads several tokens. Every answer that transformers
+    generates has that.
 
     Every layer gets the input that it has in a pass over all tokens, since rounding to 16 bits
     changes the inputs of deep layers.
@@ -299,27 +305,73 @@ def _check_states(probed: ProbedModel, cache: Any) -> None:
     whole: Any = make_full_cache(probed.model)
     with trace_modules(modules) as at_once:
         probed.read_tokens(probed.backbone, whole)
-    # The other tokens in one piece, and one by one, which transformers computes differently.
-    for size in (len(IDS) - CACHED, 1):
-        continued: Any = read_only_view(cache)
-        for index, layer in enumerate(cache.layers):
-            if not isinstance(layer, StateLayer):
-                continued.layers[index] = copy.copy(layer)  # an append changes the copy alone
-        for start in range(CACHED, len(IDS), size):
-            tokens = slice(start, start + size)
-            inputs = [given[:, tokens] for given, _ in at_once]
-            with trace_modules(modules, inputs) as found:
-                probed.read_tokens(probed.backbone, continued, tokens)
-            for (_, expected), (_, own) in zip(at_once, found, strict=True):
-                if not probed.is_close(own, expected[:, tokens], strict=True):
-                    raise probed.make_refusal(OTHER_STATES)
-        # A state may be wrong although what was read from it so far is right.
-        ends = zip(
-            list_state_layers(continued.layers), list_state_layers(whole.layers), strict=True
-        )
-        for own_layer, layer in ends:
-            for name, state in layer.named_tensors.items():
-                if not probed.is_close(own_layer.named_tensors[name], state):
+    given = [layer_input for layer_input, _ in at_once]
+    expected = [output[:, CACHED:] for _, output in at_once]
+    continued = _copy_cache(cache)
+    found = _continue_states(probed, continued, given, len(IDS) - CACHED)
+    _compare_states(probed, found, continued, expected, whole)
+    alone: Any = DynamicCache(config=probed.model.config)
+    probed.read_tokens(probed.backbone, alone, slice(CACHED))
+    expected = _continue_states(probed, alone, given, 1)
+    continued = _copy_cache(cache)
+    found = _continue_states(probed, continued, given, 1)
+    _compare_states(probed, found, continued, expected, alone)
+
+
+def _copy_cache(cache: Any) -> Any:
+    """Return a cache with copies of the states of a full cache, and with its pairs, that a pass may
+    append to.
+    """
+    copied: Any = read_only_view(cache)
+    for index, layer in enumerate(cache.layers):
+        if not isinstance(layer, PairlessLayer):
+            copied.layers[index] = copy.copy(layer)  # an append changes the copy alone
+    return copied
+
+
+def _continue_states(
+    probed: ProbedModel, cache: Any, given: list[Tensor], size: int
+) -> list[Tensor]:
+    """Read the tokens after the cached ones; return what the layers with states output for them.
+
+    Args:
+        probed: The model.
+        cache: The pairs and states of the first tokens.
+        given: The input (1, 7, d) of each layer with states, for all tokens.
+        size: How many tokens are read together.
+    """
+    modules = probed.list_modules_with_states()
+    pieces = []
+    for start in range(CACHED, len(IDS), size):
+        tokens = slice(start, start + size)
+        with trace_modules(modules, [layer_input[:, tokens] for layer_input in given]) as found:
+            probed.read_tokens(probed.backbone, cache, tokens)
+        pieces.append([output for _, output in found])
+    return [torch.cat(outputs, 1) for outputs in zip(*pieces, strict=True)]
+
+
+def _compare_states(
+    probed: ProbedModel, found: list[Tensor], cache: Any, expected: list[Tensor], other: Any
+) -> None:
+    """Refuse a model if what its layers with states output, or their states in two caches, differ.
+
+    Args:
+        probed: The model.
+        found: The outputs (1, tokens, d) of each layer.
+        cache: A cache with layers of this package.
+        expected: The outputs of each layer that are expected.
+        other: A cache with the expected states.
+    """
+    for own, output in zip(found, expected, strict=True):
+        if not probed.is_close(own, output, strict=True):
+            raise probed.make_refusal(OTHER_STATES)
+    # A state may be wrong although what was read from it so far is right.
+    for index in probed.states:
+        for kind in KINDS:
+            # By the number of a state, as transformers' own layers have them too.
+            own_states = getattr(cache.layers[index], f"{kind}_states")
+            for number, state in getattr(other.layers[index], f"{kind}_states").items():
+                if state is not None and not probed.is_close(own_states[number], state):
                     raise probed.make_refusal(OTHER_STATES)
 
 

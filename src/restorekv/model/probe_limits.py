@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from restorekv.cache.states import StateLayer
+from restorekv.cache.states import PairlessLayer
 from restorekv.errors import ModelError
 from restorekv.model.cache_argument import pass_cache
 from restorekv.model.prefill import QueryOnlyLayer, make_full_cache, make_hybrid_layers
@@ -36,7 +36,7 @@ from restorekv.model.probe_passes import (
     is_close,
     record_pass,
 )
-from restorekv.model.shape import find_state_layers, get_backbone, list_pair_layers
+from restorekv.model.shape import find_pairless_layers, get_backbone, list_pair_layers
 
 UNLIMITED = sys.maxsize
 FAR = 1 << 20  # a position beyond every length that configs mention
@@ -196,14 +196,15 @@ def _find_cache_limit(probed: ProbedModel) -> Support:
     # Layers that share the pairs of others may have a place in it, which stays empty.
     if len(layers) == len(probed.pair_layers):
         layers = layers[: len(probed.windows)]
-    states = probed.states
-    for index in states:
-        # `StateLayer` stands for this class alone.
-        if type(layers[index]).__name__ != "LinearAttentionLayer":
+    # `StateLayer` stands for the first class alone, and `EmptyLayer` for the second.
+    known = dict.fromkeys(probed.states, "LinearAttentionLayer")
+    known |= dict.fromkeys(probed.empty, "DummyLayer")
+    for index, name in known.items():
+        if type(layers[index]).__name__ != name:
             raise probed.make_refusal(f"keeps {type(layers[index]).__name__} of its own")
     windows = probed.windows if len(layers) == len(probed.windows) else [None] * len(layers)
     for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
-        if index in states:
+        if index in known:
             continue
         if getattr(layer, "is_sliding", False):
             if int(layer.sliding_window) != window:
@@ -292,7 +293,7 @@ def _compute_queries(probed: ProbedModel, seen: int, numbered: bool = True) -> l
     """
     layers = make_hybrid_layers(probed.model)
     for index, layer in enumerate(layers):
-        if not isinstance(layer, StateLayer):
+        if not isinstance(layer, PairlessLayer):
             layers[index] = QueryOnlyLayer(seen)
     cache = Cache(layers=layers)
     with record_pass(probed.model) as record:
@@ -325,7 +326,7 @@ def _compute_keys(probed: ProbedModel, last: int) -> list[Tensor]:
 
 def _list_with_pairs(cache: Any) -> list[Any]:
     """Return the layers of a cache that have pairs."""
-    return [layer for layer in cache.layers if not isinstance(layer, StateLayer)]
+    return [layer for layer in cache.layers if not isinstance(layer, PairlessLayer)]
 
 
 def _is_same_mask(one: Tensor | None, other: Tensor | None) -> bool:
@@ -399,7 +400,7 @@ def _run_one_token(
             **pass_cache(backbone, make_full_cache(model)),
             **options,
         )
-    layers = len(list_pair_layers(model.config)) - len(find_state_layers(model.config))
+    layers = len(list_pair_layers(model.config)) - len(find_pairless_layers(model.config))
     if len(record.calls) != layers:  # else nothing would be compared
         raise ModelError(
             f"{type(model).__name__} called its attention {len(record.calls)} times for "

@@ -24,6 +24,8 @@ from restorekv.model.linear_layers import list_quantized_layers
 from restorekv.model.observer import HOOKS_LOCK
 from restorekv.model.shape import (
     CacheShape,
+    find_empty_layers,
+    find_pairless_layers,
     find_state_layers,
     get_dtype_name,
     list_pair_layers,
@@ -110,11 +112,13 @@ class ProbedModel:
         self.windows = list_windows(self.model.config)
         # Of every layer, the one whose pairs it attends to.
         self.pair_layers = list_pair_layers(self.model.config)
-        # The layers that keep a state, those that attend, and the layer whose pairs each of these
-        # attends to.
+        # The layers that keep a state, those that keep nothing, those that attend, and the layer
+        # whose pairs each of these attends to.
         self.states = find_state_layers(self.model.config)
+        self.empty = find_empty_layers(self.model.config)
         layers = range(len(self.pair_layers))
-        self.attending = [index for index in layers if index not in self.states]
+        pairless = find_pairless_layers(self.model.config)
+        self.attending = [index for index in layers if index not in pairless]
         self.attended = [self.pair_layers[index] for index in self.attending]
         # The dtype whose rounding may explain a difference: the model's, or one of 16 bits, since
         # quantized layers do not compute more exactly whatever dtype is around them.

@@ -17,6 +17,9 @@ FULL_ATTENTION = "full_attention"
 _WHOLE_TEXT_LAYERS = {FULL_ATTENTION, "sliding_attention", "chunked_attention"}
 # These keep a state of fixed size instead of pairs (cache/states.py).
 _STATE_LAYERS = {"linear_attention", "conv"} if HAS_STATES else set()
+# These have neither: a block of experts or of an MLP alone (Nemotron-H).
+_EMPTY_LAYERS = {"moe", "mlp"} if HAS_STATES else set()
+_PAIRLESS_LAYERS = _STATE_LAYERS | _EMPTY_LAYERS
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class CacheShape:
     """L layers, H KV heads, G query heads per KV head, D head dim, d hidden.
 
     Of a hybrid model, L counts the layers that see the whole text: they alone are scored, evicted
-    and counted (see `list_windows` and `find_state_layers`).
+    and counted (see `list_windows` and `find_pairless_layers`).
     """
 
     layers: int
@@ -39,16 +42,17 @@ class CacheShape:
         config = model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ())
         known = _WHOLE_TEXT_LAYERS
-        # Layers with states beside layers with windows are in no model that was tried.
-        if kinds & _STATE_LAYERS and not kinds - _STATE_LAYERS - {FULL_ATTENTION}:
-            known = {FULL_ATTENTION} | _STATE_LAYERS
+        # Layers with states beside layers with windows are in no model that was tried, nor are
+        # layers that hold nothing in a model without states.
+        if kinds & _STATE_LAYERS and not kinds - _PAIRLESS_LAYERS - {FULL_ATTENTION}:
+            known = {FULL_ATTENTION} | _PAIRLESS_LAYERS
         unknown = kinds - known
         if unknown:
             raise ModelError(
                 f"{config.model_type} has {min(unknown)} layers; "
                 "use a model in which every layer attends to the whole context."
             )
-        if kinds and not kinds - _STATE_LAYERS:
+        if kinds and not kinds - _PAIRLESS_LAYERS:
             raise ModelError(
                 f"{config.model_type} has no layers with keys and values, of which something could "
                 "be evicted; its states have a fixed size already, so use it as it is."
@@ -219,28 +223,45 @@ def find_state_layers(config: Any) -> tuple[int, ...]:
     """Return the numbers of the layers that keep a state instead of pairs, in ascending order
     (cache/states.py); most models have none.
     """
-    kinds = list(getattr(config.get_text_config(), "layer_types", None) or ())
-    return tuple(index for index, kind in enumerate(kinds) if kind in _STATE_LAYERS)
+    return _find_layers(config, _STATE_LAYERS)
+
+
+def find_empty_layers(config: Any) -> tuple[int, ...]:
+    """Return the numbers of the layers that keep neither pairs nor a state, in ascending order."""
+    return _find_layers(config, _EMPTY_LAYERS)
+
+
+def find_pairless_layers(config: Any) -> tuple[int, ...]:
+    """Return the numbers of the layers that do not attend, in ascending order: those that keep a
+    state, and those that keep nothing.
+    """
+    return _find_layers(config, _PAIRLESS_LAYERS)
+
+
+def _find_layers(config: Any, kinds: set[str]) -> tuple[int, ...]:
+    """Return the numbers of the layers of some kinds, in ascending order."""
+    of_layers = list(getattr(config.get_text_config(), "layer_types", None) or ())
+    return tuple(index for index, kind in enumerate(of_layers) if kind in kinds)
 
 
 def list_full_layers(config: Any) -> list[int]:
     """Return the numbers of the layers that have pairs of their own and see the whole text, in
     ascending order.
     """
-    states = find_state_layers(config)
+    pairless = find_pairless_layers(config)
     found = []
     for index, window in enumerate(list_windows(config)):
-        if window is None and index not in states:
+        if window is None and index not in pairless:
             found.append(index)
     return found
 
 
 def is_hybrid(model: PreTrainedModel) -> bool:
-    """Return whether some layers of a model see the whole text, and others have a window or keep a
-    state.
+    """Return whether some layers of a model see the whole text, and others have a window or no
+    pairs.
     """
     has_windows = any(window is not None for window in list_windows(model.config))
-    return has_windows or bool(find_state_layers(model.config))
+    return has_windows or bool(find_pairless_layers(model.config))
 
 
 def get_backbone(model: PreTrainedModel) -> nn.Module:
@@ -252,11 +273,19 @@ def get_backbone(model: PreTrainedModel) -> nn.Module:
     return getattr(found, "model", found)
 
 
+def find_attention(layer: Any) -> Any:
+    """Return the attention of a layer that attends; None if it is not where the models that are
+    supported have it.
+    """
+    # A block of Nemotron-H has one module, whatever its kind.
+    return getattr(layer, "self_attn", None) or getattr(layer, "mixer", None)
+
+
 def list_attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the attention of every layer that attends: of all but those that keep a state."""
+    """Return the attention of every layer that attends: of all but those without pairs."""
     layers: Any = get_backbone(model).layers
-    states = find_state_layers(model.config)
-    return [layer.self_attn for index, layer in enumerate(layers) if index not in states]
+    pairless = find_pairless_layers(model.config)
+    return [find_attention(layer) for index, layer in enumerate(layers) if index not in pairless]
 
 
 def get_dtype_name(dtype: torch.dtype) -> str:

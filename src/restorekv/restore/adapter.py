@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from restorekv.cache.states import StateLayer, keep_read_states
+from restorekv.cache.states import PairlessLayer, keep_read_states
 from restorekv.cache.tail import CompressedLayer
 from restorekv.errors import AdapterError, warn
 from restorekv.model import base_weights
@@ -395,7 +395,7 @@ class RestoreAdapter(nn.Module):
         backbone = get_backbone(self.adapted_model)
         layers: list[Any] = []
         for layer in cache.layers:
-            layers.append(layer.copy() if isinstance(layer, StateLayer) else layer)
+            layers.append(layer.copy() if isinstance(layer, PairlessLayer) else layer)
         with keep_read_states(layers):
             backbone(
                 position_ids=positions[None],

@@ -30,7 +30,12 @@ from restorekv.model.identity import identify_model
 from restorekv.model.prefill import make_empty_cache
 from restorekv.model.prompt import Context, encode_text, hash_template, split_template
 from restorekv.model.rope import ROUNDED, describe_rotation
-from restorekv.model.shape import CacheShape, find_state_layers, get_dtype_name
+from restorekv.model.shape import (
+    CacheShape,
+    find_empty_layers,
+    find_state_layers,
+    get_dtype_name,
+)
 from restorekv.model.tokenize import hash_token_names
 from restorekv.restore.choices import RESTORE_FROM
 from restorekv.seal import largest_number
@@ -200,18 +205,21 @@ def check_windows(manifest: Manifest) -> None:
 
 
 def check_states(manifest: Manifest) -> None:
-    """Check the record of the layers that keep states; an ordinary model has none."""
+    """Check the record of the layers without pairs; an ordinary model has none."""
     states = manifest.states
     shapes = manifest.state_shapes
     dtypes = manifest.state_dtypes
+    empty = manifest.empty_layers
     if not states:
         require(not shapes and not dtypes, "records states and no layers with them")
+        require(not empty, "records layers that hold nothing, which only a model with states has")
         return
     fits = not manifest.windows and set(shapes) == set(dtypes) and bool(shapes)
-    # In ascending order, and with the other layers no more than a model has.
-    total = manifest.shape["layers"] + len(states)
-    fits = fits and total <= LAYERS and states == sorted(set(states))
-    fits = fits and states[0] >= 0 and states[-1] < total
+    # Each list in ascending order, and with the other layers no more than a model has.
+    fits = fits and manifest.layers <= LAYERS and states == sorted(states)
+    fits = fits and empty == sorted(empty) and len({*states, *empty}) == len(states) + len(empty)
+    fits = fits and min(*states, *empty, manifest.layers) >= 0
+    fits = fits and max(*states, *empty, 0) < manifest.layers
     # Each kind has the states 0, 1, ...
     for kind in KINDS:
         numbers = [name for name in shapes if name.startswith(f"{kind}.")]
@@ -283,8 +291,12 @@ def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> Non
 
 
 def _has_same_states(manifest: Manifest, model: PreTrainedModel) -> bool:
-    """Return whether a model's layers keep states as the manifest records them."""
+    """Return whether a model's layers without pairs are those that the manifest records, and keep
+    states of the same shapes.
+    """
     numbers = list(find_state_layers(model.config))
+    if manifest.empty_layers != list(find_empty_layers(model.config)):
+        return False
     if not numbers or manifest.states != numbers:
         return manifest.states == numbers
     if model not in _states_by_model:

@@ -21,7 +21,7 @@ from restorekv.cache import quantized
 from restorekv.cache.quantized import QuantizedRows
 from restorekv.cache.ragged import ContextLayer, RaggedCache, RaggedLayer
 from restorekv.cache.sliding import SlidingLayer
-from restorekv.cache.states import StateLayer
+from restorekv.cache.states import EmptyLayer, StateLayer
 from restorekv.errors import CacheFileError, RestoreKVError, reraise_as
 from restorekv.files import parse_path, parse_record
 from restorekv.model.prompt import Context
@@ -195,8 +195,8 @@ def unpack_cache(tensors: dict[str, Tensor], seen: int, manifest: Manifest) -> R
 
     `seen` is the number of positions that the context occupied, the offset included.
     """
-    # An ordinary model has neither windows nor states: every layer is of the other kind.
-    windows = manifest.windows or [0] * (len(tensors["offsets"]) + len(manifest.states))
+    # An ordinary model has neither windows nor layers without pairs.
+    windows = manifest.windows or [0] * manifest.layers
     ragged = 0
     sliding = 0
     with_states = 0
@@ -205,6 +205,8 @@ def unpack_cache(tensors: dict[str, Tensor], seen: int, manifest: Manifest) -> R
         if index in manifest.states:
             layers.append(unpack_state_layer(tensors, with_states, manifest))
             with_states += 1
+        elif index in manifest.empty_layers:
+            layers.append(EmptyLayer())
         elif window:
             layers.append(unpack_sliding_layer(tensors, sliding, window, seen, manifest))
             sliding += 1

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import torch
 
 from restorekv.cache.ragged import AnyTailLayer, RaggedCache
-from restorekv.cache.states import StateLayer
+from restorekv.cache.states import EmptyLayer, StateLayer
 from restorekv.model.prompt import Context
 from restorekv.model.shape import get_dtype_name
 
@@ -50,15 +50,16 @@ def count_pairs_and_bytes(
 
 
 def describe_states(cache: RaggedCache) -> dict[str, Any]:
-    """Return the manifest fields about the layers that keep states, which are empty for a cache
-    without such layers. The layers of one model have states of the same shapes.
+    """Return the manifest fields about the layers without pairs, which are empty for a cache
+    without such layers. The states of one model's layers have the same shapes.
     """
-    if not cache.with_states:
-        return {"states": [], "state_shapes": {}, "state_dtypes": {}}
-    tensors = cache.with_states[0].named_tensors
-    numbers = [index for index, layer in enumerate(cache.layers) if isinstance(layer, StateLayer)]
+    layers = list(enumerate(cache.layers))
+    tensors = {}
+    if cache.with_states:
+        tensors = cache.with_states[0].named_tensors
     return {
-        "states": numbers,
+        "states": [index for index, layer in layers if isinstance(layer, StateLayer)],
+        "empty_layers": [index for index, layer in layers if isinstance(layer, EmptyLayer)],
         "state_shapes": {name: list(state.shape[1:]) for name, state in tensors.items()},
         "state_dtypes": {name: get_dtype_name(state.dtype) for name, state in tensors.items()},
     }
@@ -122,6 +123,9 @@ class Manifest:
     states: list[int] = field(default_factory=list)
     state_shapes: dict[str, list[int]] = field(default_factory=dict)
     state_dtypes: dict[str, str] = field(default_factory=dict)
+    # The numbers of the layers that keep neither pairs nor states. Other files do not have this
+    # field.
+    empty_layers: list[int] = field(default_factory=list)
     # For a text that ends with a folded conversation, which the next question follows directly: the
     # separator that questions have again once a text is appended. Other files do not have this
     # field.
@@ -137,9 +141,16 @@ class Manifest:
         if not self.states:
             for name in ("states", "state_shapes", "state_dtypes"):
                 del entries[name]
+        if not self.empty_layers:
+            del entries["empty_layers"]
         if self.folded_separator is None:
             del entries["folded_separator"]
         return entries
+
+    @property
+    def layers(self) -> int:
+        """The layers of a model without windows, whatever they keep."""
+        return self.shape["layers"] + len(self.states) + len(self.empty_layers)
 
     @property
     def positions(self) -> int:

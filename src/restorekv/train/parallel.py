@@ -22,7 +22,12 @@ from restorekv.errors import RestoreKVError
 from restorekv.model.cache_argument import find_cache
 from restorekv.model.identity import remember_identity
 from restorekv.model.load import parse_device
-from restorekv.model.shape import find_state_layers, get_backbone, list_windows
+from restorekv.model.shape import (
+    find_attention,
+    find_pairless_layers,
+    get_backbone,
+    list_windows,
+)
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 LAUNCH = "`accelerate launch -m restorekv train`"
@@ -242,10 +247,10 @@ def shard_model(model: PreTrainedModel, device: torch.device) -> None:
     in_layers = set(layers.parameters())
     fully_shard(backbone, mesh=mesh, ignored_params=set(backbone.parameters()) - in_layers)
     # The hook names the layer itself, because the restore pass runs it for the layer's twin.
-    # Layers after it share the pairs of others, or keep states: a restore pass leaves nothing in
+    # Layers after it share the pairs of others, or have none: a restore pass leaves nothing in
     # them.
-    states = find_state_layers(model.config)
-    own = [index for index in range(len(list_windows(model.config))) if index not in states]
+    pairless = find_pairless_layers(model.config)
+    own = [index for index in range(len(list_windows(model.config))) if index not in pairless]
     last = layers[own[-1]]
     last.register_forward_hook(lambda _, *rest: _gather_for_pairs(last, *rest), with_kwargs=True)
     nn.Module.to(model, device)
@@ -265,7 +270,7 @@ def _gather_for_pairs(layer: Any, args: tuple, kwargs: dict, output: object) -> 
     cache = find_cache(kwargs)
     if cache is None:
         return
-    own = cache.layers[layer.self_attn.layer_idx]
+    own = cache.layers[find_attention(layer).layer_idx]
     for pairs in (own.keys, own.values):
         # A read-only view of a cache holds none.
         if pairs is not None and pairs.requires_grad:

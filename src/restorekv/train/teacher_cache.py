@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache
 from restorekv import seal
 from restorekv.cache.dense import list_dense_layers
 from restorekv.cache.sliding import RecentLayer
-from restorekv.cache.states import StateLayer
+from restorekv.cache.states import PairlessLayer, StateLayer
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.data.teacher import hash_tokenizer
@@ -34,7 +34,13 @@ from restorekv.model import support
 from restorekv.model.identity import identify_model
 from restorekv.model.prefill import make_empty_cache, make_full_cache, prefill
 from restorekv.model.prompt import Context, encode_question, make_context
-from restorekv.model.shape import CacheShape, find_state_layers, list_heads, list_windows
+from restorekv.model.shape import (
+    CacheShape,
+    find_pairless_layers,
+    find_state_layers,
+    list_heads,
+    list_windows,
+)
 from restorekv.seal import FileKind
 from restorekv.train.config import ATTENTION, TrainConfig
 from restorekv.train.examples import TrainingContext
@@ -232,14 +238,14 @@ class TeacherCache:
         """Return dtype and shape of every tensor of a full cache of S + T positions, by name."""
         heads = list_heads(self.model.config)
         sizes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        states = find_state_layers(self.model.config)
-        if states:
+        pairless = find_pairless_layers(self.model.config)
+        if pairless:
             for index, layer in enumerate(make_empty_cache(self.model).layers):
-                if isinstance(layer, StateLayer):
+                if isinstance(layer, PairlessLayer):
                     for name, state in layer.named_tensors.items():
                         sizes[f"states.{index}.{name}"] = (state.dtype, tuple(state.shape))
         for layer, window in enumerate(list_windows(self.model.config)):
-            if layer in states:
+            if layer in pairless:
                 continue
             # A layer with a window holds its last W - 1 columns, the others all.
             columns = positions
@@ -320,7 +326,7 @@ def _pack_cache(full: Cache) -> Tensors:
     """
     tensors = {}
     for index, layer in enumerate(list_dense_layers(full)):
-        if isinstance(layer, StateLayer):
+        if isinstance(layer, PairlessLayer):
             for name, state in layer.named_tensors.items():
                 tensors[f"states.{index}.{name}"] = state
             continue
@@ -336,16 +342,16 @@ def _pack_cache(full: Cache) -> Tensors:
 def _unpack_cache(model: PreTrainedModel, tensors: Tensors, positions: int) -> DynamicCache:
     """Return the cache of S + T positions whose keys, values and states `_pack_cache` packed."""
     full = make_full_cache(model)
-    with_states = find_state_layers(model.config)
-    for index in with_states:
+    for index in find_state_layers(model.config):
         prefix = f"states.{index}."
         states = {}
         for name, tensor in tensors.items():
             if name.startswith(prefix):
                 states[name.removeprefix(prefix)] = tensor.to(model.device)
         full.layers[index] = StateLayer.from_tensors(states)
+    pairless = find_pairless_layers(model.config)
     for index in range(len(list_windows(model.config))):
-        if index in with_states:
+        if index in pairless:
             continue
         keys = tensors[f"keys.{index}"].to(model.device)
         values = tensors[f"values.{index}"].to(model.device)
@@ -397,7 +403,7 @@ def _are_targets(
         for name in record:
             layers = model.config.get_text_config().num_hidden_layers
             if name == ATTENTION:
-                layers -= len(find_state_layers(model.config))
+                layers -= len(find_pairless_layers(model.config))
             state_size = (model.dtype, (layers, tokens, shape.hidden))
             sizes[f"{number}.state.{name}"] = state_size
     return seal.has_sizes(tensors, sizes)

@@ -90,7 +90,7 @@ class EngineModel:
                 f"{path} was made by a model with sliding-window layers, whose state vLLM cannot "
                 "be given; serve it with the library's own engine."
             )
-        if manifest.states:
+        if manifest.states or manifest.empty_layers:
             raise CacheFileError(
                 f"{path} was made by a model with linear attention or convolutions, whose states "
                 "vLLM cannot be given; serve it with the library's own engine."
