@@ -56,6 +56,7 @@ HYBRID = {
     "LFM2",
     "LFM2 with experts",
     "Granite with state-space layers",
+    "Nemotron-H",
     "gpt-oss",
     "Flint",
     "Cohere 2",
