@@ -285,7 +285,7 @@ def _check_states(probed: ProbedModel, cache: Any) -> None:
     own cache.
 
     A token alone is not compared with a pass over all tokens, because Nemotron-H raises short time
-    steps (to its least time step) only where it reads several tokens. Every answer that transformers
+    steps to its least time step only where it reads several tokens. Every answer that transformers
     generates has that.
 
     Every layer gets the input that it has in a pass over all tokens, since rounding to 16 bits
