@@ -92,6 +92,16 @@ NEMOTRON = {
     "moe_shared_expert_intermediate_size": 48,
     "initializer_range": 0.1,
 }
+# All query heads of a layer read one vector of each token.
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "head_dim": 8,
+}
 # The name of each family, its model type, and what its config has in addition to SIZES.
 FAMILIES: dict[str, tuple[str, dict]] = {
     "Llama": ("llama", {}),
@@ -129,6 +139,19 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "LFM2 with experts": ("lfm2_moe", {**CONVOLUTIONS, **EXPERTS}),
     "Granite with state-space layers": ("granitemoehybrid", {**GRANITE, **STATE_SPACE, **EXPERTS}),
     "Nemotron-H": ("nemotron_h", NEMOTRON),
+    "DeepSeek V2": (
+        "deepseek_v2",
+        {**LATENT, **EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+    ),
+    "DeepSeek V3": (
+        "deepseek_v3",
+        {**LATENT, **EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+    ),
+    "GLM-4.7-Flash": (
+        "glm4_moe_lite",
+        {**LATENT, **EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+    ),
+    "MiniCPM3": ("minicpm3", LATENT),
     "gpt-oss": ("gpt_oss", {**MIXED, **EXPERTS}),
     "Flint": ("flint", {**EXPERTS, "sliding_window": WINDOW}),
     "Cohere 2": ("cohere2", {"sliding_window": WINDOW}),

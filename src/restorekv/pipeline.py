@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import __version__
-from restorekv.cache.ragged import RaggedCache
+from restorekv.cache.ragged import NO_LATENT_CODES, RaggedCache
 from restorekv.compression.adapters import load_adapter
 from restorekv.compression.arguments import explain_arguments
 from restorekv.compression.budget import Budget, parse_ratio
@@ -40,7 +40,7 @@ from restorekv.model.offload import trim_heap
 from restorekv.model.position_limits import fit_context
 from restorekv.model.prompt import Context, check_system_message, make_context
 from restorekv.model.rope import describe_rotation
-from restorekv.model.shape import CacheShape
+from restorekv.model.shape import CacheShape, is_latent_config
 from restorekv.model.tokenize import check_model_and_tokenizer, hash_token_names
 from restorekv.readers.extract import DOCUMENT_ENDINGS, load_document
 from restorekv.restore.adapter import RestoreAdapter
@@ -137,6 +137,8 @@ def compress(
 
     # The budget is computed once; the restore tokens take their part of it when n is known.
     shape = CacheShape.from_model(model)
+    if config.kv_dtype != "model" and is_latent_config(model.config):
+        raise RestoreKVError(NO_LATENT_CODES)
     budget = make_budget(shape, tokenized, config, exact_ratio, tokens_per_head)
     # A hash of all weights, which takes a while: only after the budget has been checked.
     identity = identify_model(model, tokenizer)

@@ -154,6 +154,7 @@ SPECIAL: dict[str, dict[str, object]] = {
             "glm_moe_dsa",
             "longcat_flash",
             "minicpm3",
+            "sarvam_mla",
             "youtu",
         ),
         MLA,
@@ -166,8 +167,9 @@ SPECIAL: dict[str, dict[str, object]] = {
     **{key: {"layer_types": ["conv", "full_attention"] * 2} for key in ("lfm2", "lfm2_moe")},
     **{
         key: {"layer_types": ["linear_attention", "full_attention"] * 2}
-        for key in ("bailing_hybrid", "granitemoehybrid", "kimi_linear")
+        for key in ("bailing_hybrid", "granitemoehybrid")
     },
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2, **MLA},
     "bamba": {"attn_layer_indices": [1, 3]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     # Every sixth layer or so sees the whole text, and tiny models have four.

@@ -182,9 +182,12 @@ def masked(plain: PreTrainedModel, mask_of: Callable[[int, int], Tensor]) -> Ite
         return args, kwargs | {"attention_mask": mask_of(module.layer_idx, heads)}
 
     handles = []
-    for layer in get_backbone(plain).layers:
+    kinds = getattr(plain.config.get_text_config(), "layer_types", None) or ()
+    for index, layer in enumerate(get_backbone(plain).layers):
         attention = find_attention(layer)
-        if attention is not None:
+        # Kimi's linear attention has the same name.
+        has_state = index < len(kinds) and kinds[index] == "linear_attention"
+        if attention is not None and not has_state:
             handles.append(attention.register_forward_pre_hook(replace_mask, with_kwargs=True))
     try:
         yield

@@ -94,12 +94,25 @@ if HAS_STATES:
     }
     WITH_STATES = tuple(OF_STATES)
     HYBRIDS |= OF_STATES
+# Not hybrid, but with pairs of their own kind too: latent attention, with and without a projection
+# of queries of low rank. transformers caches latents since it has states.
+LATENT: tuple[str, ...] = ()
+if HAS_STATES:
+    # The last one has layers with states too.
+    LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "kimi_linear")
+OF_LATENTS: dict[str, dict[str, object]] = {
+    kind: {"initializer_range": 0.1, "sliding_window": None} for kind in LATENT
+}
 Visible = Callable[[int, int], Tensor]
 
 
 def build_hybrid(kind: str, seed: int = 0, double: bool = False) -> PreTrainedModel:
-    """Return a random model with some windows of 16 tokens."""
-    settings = {"max_position_embeddings": 4096, "sliding_window": WINDOW, **HYBRIDS[kind]}
+    """Return a random model with some windows of 16 tokens, or with latent attention."""
+    settings = {
+        "max_position_embeddings": 4096,
+        "sliding_window": WINDOW,
+        **(HYBRIDS | OF_LATENTS)[kind],
+    }
     model = decoders.build(settings.pop("model_type", kind), seed, **settings)
     model.set_experts_implementation("eager")  # the others have no float64
     return model.double() if double else model
@@ -223,5 +236,8 @@ def attention_weights(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
     of_row: list[list[Tensor]] = [[] for _ in full_rows(plain)]
     for index, row in reading_rows(plain).items():
         module = exactness.find_attention(plain.get_decoder().layers[index])
-        of_row[row].append(found[index][0].unflatten(0, (-1, module.num_key_value_groups)))
+        groups = module.num_key_value_groups
+        if hasattr(module, "kv_lora_rank"):
+            groups = len(found[index][0])  # all query heads read one latent
+        of_row[row].append(found[index][0].unflatten(0, (-1, groups)))
     return [torch.cat(weights, 1) for weights in of_row]

@@ -31,6 +31,7 @@ from tests.helpers.exactness import TOKENIZER, measure_error, random_ids, read_q
 from tests.helpers.gates import save_gate
 from tests.helpers.hybrids import (
     HYBRIDS,
+    LATENT,
     MIXED,
     WINDOW,
     WITH_STATES,
@@ -81,7 +82,7 @@ def test_layers_of_both_kinds_are_told_apart_and_tested(kind):
         assert {layer.context_columns for layer in cache.sliding} == {WINDOW - 1}
 
 
-@pytest.mark.parametrize("kind", HYBRIDS)
+@pytest.mark.parametrize("kind", [*HYBRIDS, *LATENT])
 def test_nothing_is_lost_at_ratio_1(kind):
     model = build_hybrid(kind)
     plain = exactness.plain_copy(model).double()
@@ -95,7 +96,7 @@ def test_nothing_is_lost_at_ratio_1(kind):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("kind", HYBRIDS)
+@pytest.mark.parametrize("kind", [*HYBRIDS, *LATENT])
 def test_a_question_sees_what_is_kept_and_its_window(kind, spec):
     model = build_hybrid(kind)
     context = make_context()
@@ -111,7 +112,7 @@ def test_a_question_sees_what_is_kept_and_its_window(kind, spec):
         assert measure_error(read_question(model, cache, asked), expected) < CLOSE
 
 
-@pytest.mark.parametrize("kind", HYBRIDS)
+@pytest.mark.parametrize("kind", [*HYBRIDS, *LATENT])
 def test_greedy_answers_beyond_the_window_are_those_of_generate(kind):
     model = build_hybrid(kind)
     plain = exactness.plain_copy(model)
@@ -190,7 +191,7 @@ def test_the_end_of_a_text_is_read_again_only_where_its_windows_are_held(kind):
             model(input_ids=text[:, -again:], past_key_values=view)
 
 
-WEIGHED = ["gpt_oss", *GEMMAS, *WITH_STATES]
+WEIGHED = ["gpt_oss", *GEMMAS, *WITH_STATES, *LATENT]
 
 
 @pytest.mark.parametrize("kind", WEIGHED)
@@ -271,8 +272,15 @@ EVERY = [
 ]
 
 
-@pytest.mark.parametrize("kind", WEIGHED)
-@pytest.mark.parametrize("spec", EVERY)
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [
+        (kind, spec)
+        for kind in WEIGHED
+        for spec in EVERY
+        if kind not in LATENT or spec != "expected-attention"
+    ],
+)
 def test_every_evictor_evicts_the_layers_that_see_everything(kind, spec):
     model = build_hybrid(kind)
     context = make_context()
@@ -280,7 +288,7 @@ def test_every_evictor_evicts_the_layers_that_see_everything(kind, spec):
     prepared = prepare(model, spec, context)
     shape = CacheShape.from_model(model)
     assert prepared.scores.shape == (len(full_rows(model)), shape.heads, TEXT - S)
-    offloaded = prepare(model, spec, context, offload=True)
+    offloaded = prepare(model, spec, context, offload=kind not in LATENT)
     assert offloaded.scores.equal(prepared.scores)
     cache = offloaded.evict(0.3)
     whole = torch.cat([context.ids, asked], -1)
@@ -290,7 +298,7 @@ def test_every_evictor_evicts_the_layers_that_see_everything(kind, spec):
         assert measure_error(read_question(model, cache, asked), expected) < CLOSE
 
 
-@pytest.mark.parametrize("name", ["qwen3", *GEMMAS[1:], *WITH_STATES[:1]])
+@pytest.mark.parametrize("name", ["qwen3", *GEMMAS[1:], *WITH_STATES[:1], *LATENT[1:2]])
 @pytest.mark.parametrize("kind", ["fastkvzip", "kvzap-linear"])
 def test_gates_are_trained_for_the_layers_that_see_everything(kind, name, tmp_path):
     model = build_hybrid(name)
@@ -299,9 +307,10 @@ def test_gates_are_trained_for_the_layers_that_see_everything(kind, name, tmp_pa
     config = GateConfig(kind=kind, tokens=30, **steps)
     path = tmp_path / "gate.safetensors"
     gate = train_gate(model, TOKENIZER, texts, config, path, tmp_path / "features")
-    assert len(gate.layers) == 2
+    assert len(gate.layers) == len(full_rows(model))
     scores = prepare(model, f"{kind.partition('-')[0]}:gate={path}").scores
-    assert scores.shape == (2, CacheShape.from_model(model).heads, TEXT - S)
+    heads = CacheShape.from_model(model).heads
+    assert scores.shape == (len(full_rows(model)), heads, TEXT - S)
 
 
 @pytest.mark.parametrize("kind", GEMMAS)
@@ -384,7 +393,7 @@ def make_adapter(model, n=6):
 
 
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("kind", HYBRIDS)
+@pytest.mark.parametrize("kind", [*HYBRIDS, *LATENT[:-1]])
 def test_the_restore_pass_and_its_gradients_are_those_of_a_dense_model(kind, offload):
     """The restore tokens read all there is, and questions read what is kept and the restore
     tokens; in layers with a window both see what is near, and in layers with states questions
@@ -396,7 +405,7 @@ def test_the_restore_pass_and_its_gradients_are_those_of_a_dense_model(kind, off
     asked = random_ids(QUESTION, 1)
     total = TEXT + 6 + QUESTION
     with torch.enable_grad():
-        prepared = prepare(model, "random", context, offload=offload)
+        prepared = prepare(model, "random", context, offload=offload and kind not in LATENT)
         cache = prepared.with_restore_cache(adapter).evict(0.4)
         own = read_question(model, cache, asked)
         own.square().mean().backward()

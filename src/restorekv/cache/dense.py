@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from restorekv.cache.states import PairlessLayer
 
@@ -45,6 +46,24 @@ def list_full_attention(full: Cache) -> list[DenseLayer]:
         if not layer.is_sliding and not isinstance(layer, PairlessLayer):
             found.append(layer)
     return found
+
+
+class LatentLayer(DynamicLayer):
+    """One layer of a full cache whose values are its keys, in one tensor (1, 1, columns, D), as
+    latent attention has them (model/latent.py).
+    """
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append (1, 1, Q, D) and return all columns twice."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None, "made by the line above, or by an earlier update"
+        keys = torch.cat([self.keys, key_states], -2)
+        self.keys = keys
+        self.values = keys
+        return keys, keys
 
 
 def make_plain_cache(pairs: Iterable[tuple[Tensor, Tensor]]) -> DynamicCache:

@@ -9,7 +9,7 @@ paper's Concat(retained, restore) is (context, tail[:n]). Positions count tokens
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -30,6 +30,11 @@ from restorekv.cache.sliding import RecentLayer, SlidingLayer
 from restorekv.cache.states import PairlessLayer, StateLayer, list_state_layers
 from restorekv.cache.tail import KeysValues, TailLayer
 from restorekv.errors import RestoreKVError
+
+NO_LATENT_CODES = (
+    "The pairs of latent attention are held once for keys and values, in the model's dtype, and 8 "
+    "bits for each would take as much memory; leave out kv_dtype."
+)
 
 
 class RaggedLayer(TailLayer):
@@ -77,27 +82,37 @@ class RaggedLayer(TailLayer):
     def from_full_layer(cls, dense: DenseLayer) -> RaggedLayer:
         """Return a layer with all pairs of a dense one, as views of them, and an empty tail."""
         keys = dense.keys.contiguous()
-        values = dense.values.contiguous()
+        values = keys
+        if dense.values is not dense.keys:
+            values = dense.values.contiguous()
         # Replaced in the dense layer too, so that at most one layer exists twice (after a prefill,
         # all are contiguous). An offloaded layer has no attribute to replace: it loads its keys.
         if "keys" in vars(dense):
             dense.keys = keys
             dense.values = values
-        keys = keys.detach()
-        values = values.detach()
         heads, columns = keys.shape[1:3]
+        context_keys, context_values = _map_pair(
+            keys, values, lambda states: states.detach()[0].flatten(0, 1)
+        )
         # Head h has the columns 0 to S + T - 1, one head after the other: no pair is moved.
         offsets = torch.arange(heads + 1, dtype=torch.int32, device=keys.device) * columns
         positions = torch.arange(columns, dtype=torch.int32, device=keys.device)
         return cls(
-            context_keys=keys[0].flatten(0, 1),
-            context_values=values[0].flatten(0, 1),
+            context_keys=context_keys,
+            context_values=context_values,
             offsets=offsets,
             positions=positions.repeat(heads),
             seen=columns,
-            restore_keys=keys[:, :, :0],
-            restore_values=values[:, :, :0],
+            restore_keys=keys.detach()[:, :, :0],
+            restore_values=values.detach()[:, :, :0],
         )
+
+    @property
+    def shares_pairs(self) -> bool:
+        """Whether the context's keys are its values too, in one tensor, as those of latent
+        attention are.
+        """
+        return self.context_keys is self.context_values
 
     @property
     def longest_head(self) -> int:
@@ -115,7 +130,8 @@ class RaggedLayer(TailLayer):
     def list_tensors(self) -> list[Tensor]:
         """Return every tensor of the layer."""
         tensors = quantized.list_tensors(self.context_keys)
-        tensors += quantized.list_tensors(self.context_values)
+        if not self.shares_pairs:
+            tensors += quantized.list_tensors(self.context_values)
         tensors += [self.offsets, self.positions]
         if self.bias is not None:
             tensors.append(self.bias)
@@ -136,9 +152,10 @@ class ContextPairs:
     @classmethod
     def from_layer(cls, layer: RaggedLayer) -> ContextPairs:
         """Return a layer's context, in the model's dtype."""
+        keys, values = _map_pair(layer.context_keys, layer.context_values, lambda rows: rows[:])
         return cls(
-            keys=layer.context_keys[:],
-            values=layer.context_values[:],
+            keys=keys,
+            values=values,
             heads=layer.row_heads,
             positions=layer.positions.long(),
         )
@@ -150,9 +167,10 @@ class ContextPairs:
         # The restore cache is a rectangle (H, n). Row i of the flat pairs belongs to the head
         # i // n, and is its column i % n.
         rows = torch.arange(layer.heads * count, device=layer.device)
+        keys = layer.restore_keys[0].flatten(0, 1)
         return cls(
-            keys=layer.restore_keys[0].flatten(0, 1),
-            values=layer.restore_values[0].flatten(0, 1),
+            keys=keys,
+            values=keys if layer.shares_pairs else layer.restore_values[0].flatten(0, 1),
             heads=rows // max(count, 1),
             positions=first + rows % max(count, 1),
         )
@@ -161,18 +179,21 @@ class ContextPairs:
     def concatenate(cls, parts: Iterable[ContextPairs]) -> ContextPairs:
         """Return the pairs of all parts."""
         parts = list(parts)
+        keys = torch.cat([part.keys for part in parts])
+        values = keys
+        if any(part.keys is not part.values for part in parts):
+            values = torch.cat([part.values for part in parts])
         return cls(
-            keys=torch.cat([part.keys for part in parts]),
-            values=torch.cat([part.values for part in parts]),
+            keys=keys,
+            values=values,
             heads=torch.cat([part.heads for part in parts]),
             positions=torch.cat([part.positions for part in parts]),
         )
 
     def select(self, mask: Tensor) -> ContextPairs:
         """Return the pairs that `mask` (N,) bool marks."""
-        return ContextPairs(
-            self.keys[mask], self.values[mask], self.heads[mask], self.positions[mask]
-        )
+        keys, values = _map_pair(self.keys, self.values, lambda rows: rows[mask])
+        return ContextPairs(keys, values, self.heads[mask], self.positions[mask])
 
     def to_layer(
         self, heads: int, seen: int, restore_keys: Tensor, restore_values: Tensor
@@ -190,9 +211,10 @@ class ContextPairs:
         columns = int(self.positions.max()) + 1 if len(self.heads) else 1
         order = (self.heads * columns + self.positions).argsort()
         counts = torch.bincount(self.heads, minlength=heads)
+        keys, values = _map_pair(self.keys, self.values, lambda rows: rows[order])
         return RaggedLayer(
-            context_keys=self.keys[order],
-            context_values=self.values[order],
+            context_keys=keys,
+            context_values=values,
             offsets=_make_offsets(counts),
             positions=self.positions[order].int(),
             seen=seen,
@@ -324,6 +346,8 @@ class RaggedCache(Cache):
         if kv_dtype == "model":
             return
         for layer in self.full_attention:
+            if layer.shares_pairs:
+                raise RestoreKVError(NO_LATENT_CODES)
             device = layer.device
             # `[:]` reads rows of any `kv_dtype` in the model's dtype.
             keys = layer.context_keys[:]
@@ -393,8 +417,10 @@ class RaggedCache(Cache):
         `CompressedContext.inputs(plain=True)` does. Refuses layers with a window or with states,
         heads of different lengths and a bias.
         """
-        if self.sliding or self.with_states:
+        if self.sliding or self.with_states or self.full_attention[0].shares_pairs:
             what = "a sliding window" if self.sliding else "states instead of pairs"
+            if self.full_attention[0].shares_pairs:
+                what = "latents that our caches hold joined"
             raise RestoreKVError(
                 f"A plain cache has no layers with {what}; pass `cache.fork()` instead."
             )
@@ -441,6 +467,12 @@ class RaggedCache(Cache):
         return total
 
 
+def _map_pair(keys: Any, values: Any, change: Callable[[Any], Tensor]) -> KeysValues:
+    """Return keys and values after a change; if they are one tensor, so is the result."""
+    changed = change(keys)
+    return changed, changed if values is keys else change(values)
+
+
 def _make_offsets(counts: Tensor) -> Tensor:
     """Return where every head's pairs begin and the last ones end (H + 1,) int32."""
     ends = counts.cumsum(0)
@@ -455,10 +487,13 @@ def _gather_layer(
     # `nonzero` goes row by row: by head and, within a head, by position. That is the order of a
     # layer's rows, so no sort is needed.
     heads, positions = mask.nonzero(as_tuple=True)
+    # Indexing copies, so the full cache can be released afterwards.
+    keys, values = _map_pair(
+        dense.keys, dense.values, lambda states: states.detach()[0][heads, positions]
+    )
     return RaggedLayer(
-        # Indexing copies, so the full cache can be released afterwards.
-        context_keys=dense.keys.detach()[0][heads, positions],
-        context_values=dense.values.detach()[0][heads, positions],
+        context_keys=keys,
+        context_values=values,
         offsets=_make_offsets(mask.sum(-1)),
         positions=positions.to(torch.int32),
         seen=seen,

@@ -275,6 +275,8 @@ class Growth:
             # prefix + slot of the tail (1, H, S + t, D). Rows come out sorted by head.
             heads, slots = keep_layer.to(new.device).nonzero(as_tuple=True)
             keys, values = (tail[0, heads, prefix + slots] for tail in new.keys_and_values)
+            if old.shares_pairs:
+                values = keys
             parts.append(ContextPairs(keys, values, heads, self.context.num_tokens + slots))
             tail_keys, tail_values = _make_empty_pairs(old)
             if restored:

@@ -260,9 +260,9 @@ class Stream:
             # Columns of the tail: the prefix's, then this part's. What stays moves into the
             # context.
             heads, slots = keep_layer[:, columns].nonzero(as_tuple=True)
-            new = ContextPairs(
-                layer.keys[0, heads, slots], layer.values[0, heads, slots], heads, columns[slots]
-            )
+            keys = layer.keys[0, heads, slots]
+            values = keys if layer.shares_pairs else layer.values[0, heads, slots]
+            new = ContextPairs(keys, values, heads, columns[slots])
             # What earlier parts kept competes again and may be dropped now.
             old = ContextPairs.from_layer(layer)
             rows = ContextPairs.concatenate([old.select(keep_layer[old.heads, old.positions]), new])
@@ -326,6 +326,8 @@ def _to_compressed_layer(dense: DenseLayer) -> ContextLayer:
             restore_values=values[:, :, :0],
         )
     heads = dense.keys.shape[1]
-    nothing = dense.keys[0, 0, :0]
-    offsets = torch.zeros(heads + 1, dtype=torch.int32, device=nothing.device)
-    return RaggedLayer(nothing, nothing, offsets, offsets[:0], 0, dense.keys, dense.values)
+    no_keys = dense.keys[0, 0, :0]
+    # Two tensors, unless keys and values are one (`RaggedLayer.shares_pairs`).
+    no_values = no_keys if dense.values is dense.keys else dense.values[0, 0, :0]
+    offsets = torch.zeros(heads + 1, dtype=torch.int32, device=no_keys.device)
+    return RaggedLayer(no_keys, no_values, offsets, offsets[:0], 0, dense.keys, dense.values)

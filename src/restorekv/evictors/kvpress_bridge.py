@@ -29,6 +29,7 @@ from restorekv.model.shape import (
     find_attention,
     find_pairless_layers,
     get_backbone,
+    is_latent_config,
     list_full_layers,
 )
 from restorekv.model.support import get_support
@@ -82,8 +83,14 @@ class FromKVPress(Evictor):
     ) -> Tensor:
         """Return (L, H, T) in any range.
 
-        Refuses models with learned sinks: presses compute attention weights without them.
+        Refuses models with learned sinks, since presses compute attention weights without them,
+        and latent attention, since presses expect keys and values of every head.
         """
+        if is_latent_config(model.config):
+            raise RestoreKVError(
+                f"kvpress cannot score the latent attention of {type(model).__name__}; use an "
+                "evictor of restorekv, such as snapkv."
+            )
         if get_support(model).has_sinks:
             raise RestoreKVError(
                 f"kvpress computes attention without the learned sinks of {type(model).__name__}; "

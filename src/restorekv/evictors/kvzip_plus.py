@@ -17,6 +17,7 @@ from torch import Tensor
 
 from restorekv.errors import ModelError
 from restorekv.evictors.kvzip import KVzip, find_column_maxima
+from restorekv.model.latent import is_latent, join_projections
 from restorekv.model.linear_layers import compute_matrix
 from restorekv.model.observer import LayerView
 
@@ -48,6 +49,8 @@ class KVzipPlus(KVzip):
                 f"{type(view.module).__name__} has no o_proj; use an evictor other than kvzip+."
             )
         matrix = compute_matrix(output_layer, values.dtype)
+        if is_latent(view.module, cached.values):
+            matrix = join_projections(view.module, matrix)
         norms = _compute_output_norms(matrix, values, groups=best.shape[1])
         return (best * norms).amax(1), output
 

@@ -13,7 +13,7 @@ from restorekv.evictors.base import Model
 from restorekv.model.attention.sinks import compute_weights
 from restorekv.model.observer import LayerView
 from restorekv.model.rope import compute_rotation
-from restorekv.model.shape import CacheShape, list_attention_modules
+from restorekv.model.shape import CacheShape, is_latent_config, list_attention_modules
 
 # Rotated queries that are compared, and how far they may be from the model's own, as a share of
 # their norm: bfloat16 rounds to 1 in 256, and a wrong order of the numbers is off by about 1.
@@ -34,10 +34,12 @@ class QueryMoments:
     """
 
     def __init__(self, model: Model, skip: int) -> None:
-        if not all(hasattr(module, "q_proj") for module in list_attention_modules(model)):
+        modules = list_attention_modules(model)
+        # Queries of latent attention are projected once more, after RoPE.
+        if is_latent_config(model.config) or not all(hasattr(each, "q_proj") for each in modules):
             raise ModelError(
-                f"{type(model).__name__} has no q_proj; "
-                "use an evictor other than expected-attention."
+                f"{type(model).__name__} has no queries whose moments expected-attention knows how "
+                "to rotate; use another evictor, such as snapkv."
             )
         shape = CacheShape.from_model(model)
         self.mean = torch.zeros(

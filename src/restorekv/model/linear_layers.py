@@ -89,7 +89,15 @@ def _is_quantized(layer: nn.Module) -> bool:
 
 @torch.no_grad()
 def compute_matrix(layer: nn.Module, dtype: torch.dtype) -> Tensor:
-    """Return the matrix (out, in) that a linear layer multiplies with.
+    """Return the matrix (out, in) that a linear layer multiplies with, without gradients; see
+    `compute_matrix_for_training`.
+    """
+    return compute_matrix_for_training(layer, dtype)
+
+
+def compute_matrix_for_training(layer: nn.Module, dtype: torch.dtype) -> Tensor:
+    """Return the matrix (out, in) that a linear layer multiplies with, of which autograd knows how
+    it was made.
 
     For a plain layer it is the weight itself. For others it is computed in `dtype`, with the LoRA
     that is active in the layer. Raises ModelError for a layer that does not say how wide it is.

@@ -32,11 +32,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from restorekv.cache.tail import KeysValues
-from restorekv.errors import RestoreKVError
+from restorekv.errors import ModelError, RestoreKVError
 from restorekv.model import offload_self_test
 from restorekv.model.attention import self_tests
 from restorekv.model.prefill import make_full_cache, make_hybrid_layers
-from restorekv.model.shape import CacheShape, list_full_layers
+from restorekv.model.shape import CacheShape, is_latent_config, list_full_layers
 
 
 def make_offloaded_cache(model: PreTrainedModel, columns: int, margin: int = 0) -> Cache:
@@ -45,6 +45,11 @@ def make_offloaded_cache(model: PreTrainedModel, columns: int, margin: int = 0) 
     If no store passes its self-test on the device, nothing is offloaded. Layers with a sliding
     window never are: they hold only their last W - 1 + `margin` columns. Nor are states.
     """
+    if is_latent_config(model.config):
+        raise ModelError(
+            f"The cache of {type(model).__name__} has latents, which are not offloaded; leave out "
+            "offload."
+        )
     shape = CacheShape.from_model(model)
     device = model.device
     # A CPU writes to files and needs no self-test; on other devices the store has to pass one.

@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from restorekv.cache.dense import DenseLayer, list_dense_layers, list_full_attention
+from restorekv.cache.dense import (
+    DenseLayer,
+    LatentLayer,
+    list_dense_layers,
+    list_full_attention,
+)
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.cache.sliding import RecentLayer, SlidingLayer
 from restorekv.cache.states import EmptyLayer, PairlessLayer, StateLayer, list_state_layers
@@ -23,7 +28,8 @@ from restorekv.model.shape import (
     find_empty_layers,
     find_state_layers,
     get_backbone,
-    is_hybrid,
+    has_own_layers,
+    is_latent_config,
     list_windows,
 )
 
@@ -134,7 +140,7 @@ def make_full_cache(model: PreTrainedModel, margin: int = 0) -> DynamicCache:
     last `margin` columns can be read a second time.
     """
     full = DynamicCache()
-    if is_hybrid(model):
+    if has_own_layers(model):
         full.layers += make_hybrid_layers(model, margin)
     return full
 
@@ -149,6 +155,7 @@ def make_hybrid_layers(model: PreTrainedModel, margin: int = 0) -> list[Any]:
     states = find_state_layers(config)
     empty = find_empty_layers(config)
     count = getattr(config, "number_of_conv_states", 1)
+    is_latent = is_latent_config(config)
     layers: list[Any] = []
     for index, window in enumerate(list_windows(config)):
         if index in states:
@@ -156,7 +163,7 @@ def make_hybrid_layers(model: PreTrainedModel, margin: int = 0) -> list[Any]:
         elif index in empty:
             layers.append(EmptyLayer())
         elif window is None:
-            layers.append(DynamicLayer())
+            layers.append(LatentLayer() if is_latent else DynamicLayer())
         else:
             layers.append(RecentLayer(window, margin))
     return layers

@@ -34,6 +34,7 @@ from restorekv.cache.states import KINDS, PairlessLayer, list_state_layers
 from restorekv.errors import ModelError, RestoreKVError, summarize_error
 from restorekv.model import attention
 from restorekv.model.attention.sinks import compute_weights
+from restorekv.model.latent import install_latent_attention
 from restorekv.model.prefill import make_full_cache, read_only_view
 from restorekv.model.probe_limits import Support, find_limit
 from restorekv.model.probe_passes import (
@@ -55,6 +56,7 @@ from restorekv.model.shape import (
     find_attention,
     find_pairless_layers,
     get_backbone,
+    is_latent_config,
     list_attention_modules,
     list_heads,
 )
@@ -76,6 +78,7 @@ def probe_model(model: PreTrainedModel) -> Support:
             "model, which AutoModelForCausalLM loads, or AutoModelForImageTextToText if it takes "
             "images too."
         )
+    install_latent_attention(model)
     attention.install_attention(model)
     try:
         with torch.no_grad():
@@ -136,6 +139,8 @@ def _run_passes(probed: ProbedModel) -> Support:
     probed.check_finite(output.last_hidden_state)
     _check_calls(probed, record, cache)
     _check_positions(probed, cache)
+    if is_latent_config(probed.model.config):
+        _check_latent(probed)
     _check_ragged(probed, cache, output.last_hidden_state)
     narrowest = find_limit(probed, record, cache)
     has_sinks = any(call.options.get("s_aux") is not None for call in record.calls)
@@ -157,7 +162,11 @@ def _check_calls(probed: ProbedModel, record: PassRecord, cache: Any) -> None:
             )
         raise probed.make_refusal("does not compute attention through AttentionInterface")
     all_heads = list_heads(probed.model.config)
-    for call, source in zip(record.calls, probed.attended, strict=True):
+    modules = list_attention_modules(probed.model)
+    for call, module, source in zip(record.calls, modules, probed.attended, strict=True):
+        # Observers look at the inputs of these modules.
+        if call.module is not module:
+            raise probed.make_refusal("has several attention modules in a layer")
         _check_heads(probed, call, all_heads[source])
         # A layer without pairs of its own attends to those that an earlier layer has cached.
         layer = cache.layers[source]
@@ -243,6 +252,11 @@ def _check_positions(probed: ProbedModel, cache: Any) -> None:
         first, third = values
     else:
         first, _, third, *_ = cache.layers[0].values[0].float().unbind(1)
+    if is_latent_config(probed.model.config):
+        # The value is the latent alone, which the rotated key follows.
+        latent = probed.model.config.get_text_config().kv_lora_rank
+        first = first[..., :latent]
+        third = third[..., :latent]
     if not probed.is_close(first, third, strict=True):
         raise probed.make_refusal("has no RoPE: it adds positions to embeddings or values")
 
@@ -277,6 +291,21 @@ def _check_ragged(probed: ProbedModel, cache: Any, hidden: Tensor) -> None:
         same = _is_attention_close(probed, ragged, hidden)
     if not same:
         raise probed.make_refusal("computes other logits over a compressed cache than without")
+
+
+def _check_latent(probed: ProbedModel) -> None:
+    """Refuse a model whose attention over latents is not that over the keys and values that its
+    class makes of them, which it does without a cache.
+    """
+    attending = list_attention_modules(probed.model)
+    with trace_modules(attending) as expanded:
+        probed.backbone(input_ids=probed.ids, position_ids=probed.positions, use_cache=False)
+    inputs = [given for given, _ in expanded]
+    with trace_modules(attending, inputs) as joined:
+        probed.read_tokens(probed.backbone, make_full_cache(probed.model))
+    for (_, expected), (_, found) in zip(expanded, joined, strict=True):
+        if not probed.is_close(found, expected, strict=True):
+            raise probed.make_refusal("computes its latent attention in a different way")
 
 
 def _check_states(probed: ProbedModel, cache: Any) -> None:

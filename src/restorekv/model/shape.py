@@ -106,11 +106,21 @@ def list_heads(config: Any) -> tuple[LayerHeads, ...]:
     found = []
     for own in _list_layer_configs(config):
         queries = int(own.num_attention_heads)
+        if is_latent_config(own):
+            # All query heads read one latent and one rotated key (model/latent.py).
+            found.append(LayerHeads(1, queries, own.kv_lora_rank + own.qk_rope_head_dim))
+            continue
         # Without grouped queries every query head has its own KV head.
         heads = int(getattr(own, "num_key_value_heads", None) or queries)
         head_dim = int(getattr(own, "head_dim", None) or own.hidden_size // queries)
         found.append(LayerHeads(heads, queries // heads, head_dim))
     return tuple(found)
+
+
+def is_latent_config(config: Any) -> bool:
+    """Return whether a config names the sizes of latent attention."""
+    config = config.get_text_config()
+    return all(getattr(config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
 
 
 def _select_heads(
@@ -262,6 +272,13 @@ def is_hybrid(model: PreTrainedModel) -> bool:
     """
     has_windows = any(window is not None for window in list_windows(model.config))
     return has_windows or bool(find_pairless_layers(model.config))
+
+
+def has_own_layers(model: PreTrainedModel) -> bool:
+    """Return whether a full cache of a model needs other layers than those that transformers adds
+    by itself.
+    """
+    return is_hybrid(model) or is_latent_config(model.config)
 
 
 def get_backbone(model: PreTrainedModel) -> nn.Module:

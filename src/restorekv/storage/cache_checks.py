@@ -405,8 +405,12 @@ def check_layer(
     rows = offsets[-1]
     dim = manifest.shape["head_dim"]
     kv_dtype = manifest.kv_dtype
-    names = {f"{layer}.positions", *(f"{layer}.{part}" for part in PAIR_PARTS)}
-    for part in PAIR_PARTS:
+    parts = PAIR_PARTS
+    if manifest.shares_pairs:
+        require(kv_dtype == "model", "records pairs of 8 bits that are keys and values at once")
+        parts = PAIR_PARTS[:1]
+    names = {f"{layer}.positions", *(f"{layer}.{part}" for part in parts)}
+    for part in parts:
         check_tensor(
             tensors,
             f"{layer}.{part}",

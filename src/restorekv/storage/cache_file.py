@@ -178,6 +178,8 @@ def pack_cache(cache: RaggedCache, context: Context) -> dict[str, Tensor]:
             tensors[f"states.{index}.{name}"] = state[0]
     for index, layer in enumerate(layers):
         for name, rows in (("keys", layer.context_keys), ("values", layer.context_values)):
+            if name == "values" and layer.shares_pairs:
+                continue
             parts = quantized.list_tensors(rows)
             tensors[f"layers.{index}.{name}"] = parts[0]
             # Codes of 8 bits have scales. An int8 key also has the starts of its groups, which are
@@ -261,6 +263,8 @@ def unpack_context(
 ) -> tuple[Tensor, Tensor] | tuple[QuantizedRows, QuantizedRows]:
     """Return keys and values of a layer's context."""
     keys_name = f"layers.{index}.keys"
+    if manifest.shares_pairs:
+        return tensors[keys_name], tensors[keys_name]
     values_name = f"layers.{index}.values"
     rows = tensors[keys_name], tensors[values_name]
     if manifest.kv_dtype == "model":

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from restorekv.cache.ragged import AnyTailLayer, RaggedCache
+from restorekv.cache.ragged import AnyTailLayer, RaggedCache, RaggedLayer
 from restorekv.cache.states import EmptyLayer, StateLayer
 from restorekv.model.prompt import Context
 from restorekv.model.shape import get_dtype_name
@@ -22,6 +22,7 @@ class CacheCounts(TypedDict):
     pairs_held: int
     bytes_full: int
     bytes_held: int
+    shares_pairs: bool
 
 
 def count_pairs_and_bytes(
@@ -46,6 +47,7 @@ def count_pairs_and_bytes(
         "pairs_held": cache.pairs_held,
         "bytes_full": numbers * first.dtype.itemsize + of_states,
         "bytes_held": cache.nbytes,
+        "shares_pairs": first.shares_pairs,
     }
 
 
@@ -66,8 +68,11 @@ def describe_states(cache: RaggedCache) -> dict[str, Any]:
 
 
 def _count_column_numbers(layer: AnyTailLayer) -> int:
-    """Return how many numbers one column of a layer has: keys and values of every head."""
-    return 2 * layer.heads * layer.restore_keys.shape[-1]
+    """Return how many numbers one column of a layer has: keys and values of every head, which are
+    the same numbers in latent attention.
+    """
+    shares_pairs = isinstance(layer, RaggedLayer) and layer.shares_pairs
+    return (1 if shares_pairs else 2) * layer.heads * layer.restore_keys.shape[-1]
 
 
 # To add a field: set it in `pipeline.make_manifest`, and where caches are derived from others
@@ -126,6 +131,9 @@ class Manifest:
     # The numbers of the layers that keep neither pairs nor states. Other files do not have this
     # field.
     empty_layers: list[int] = field(default_factory=list)
+    # Whether the keys of the context are its values too and are held once, as for latent attention.
+    # Files in which they are not do not have this field.
+    shares_pairs: bool = False
     # For a text that ends with a folded conversation, which the next question follows directly: the
     # separator that questions have again once a text is appended. Other files do not have this
     # field.
@@ -143,6 +151,8 @@ class Manifest:
                 del entries[name]
         if not self.empty_layers:
             del entries["empty_layers"]
+        if not self.shares_pairs:
+            del entries["shares_pairs"]
         if self.folded_separator is None:
             del entries["folded_separator"]
         return entries

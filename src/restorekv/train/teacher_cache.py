@@ -38,6 +38,7 @@ from restorekv.model.shape import (
     CacheShape,
     find_pairless_layers,
     find_state_layers,
+    is_latent_config,
     list_heads,
     list_windows,
 )
@@ -254,7 +255,8 @@ class TeacherCache:
             own = heads[layer]
             layer_size = (self.model.dtype, (1, own.heads, columns, own.head_dim))
             sizes[f"keys.{layer}"] = layer_size
-            sizes[f"values.{layer}"] = layer_size
+            if not is_latent_config(self.model.config):
+                sizes[f"values.{layer}"] = layer_size
         return sizes
 
     def load_or_compute_targets(
@@ -335,7 +337,9 @@ def _pack_cache(full: Cache) -> Tensors:
             end = layer.get_seq_length()
             keys, values = layer.take_columns(max(end - layer.window + 1, 0), end)
         tensors[f"keys.{index}"] = keys
-        tensors[f"values.{index}"] = values
+        # Those of latent attention are one tensor.
+        if values is not keys:
+            tensors[f"values.{index}"] = values
     return tensors
 
 
@@ -354,7 +358,9 @@ def _unpack_cache(model: PreTrainedModel, tensors: Tensors, positions: int) -> D
         if index in pairless:
             continue
         keys = tensors[f"keys.{index}"].to(model.device)
-        values = tensors[f"values.{index}"].to(model.device)
+        values = keys
+        if not is_latent_config(model.config):
+            values = tensors[f"values.{index}"].to(model.device)
         full.update(keys, values, index)
     for layer in list_dense_layers(full):
         if isinstance(layer, RecentLayer):

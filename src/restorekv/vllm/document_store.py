@@ -90,6 +90,11 @@ class EngineModel:
                 f"{path} was made by a model with sliding-window layers, whose state vLLM cannot "
                 "be given; serve it with the library's own engine."
             )
+        if manifest.shares_pairs:
+            raise CacheFileError(
+                f"{path} was made by a model with latent attention, whose pairs vLLM holds in "
+                "another form; serve it with the library's own engine."
+            )
         if manifest.states or manifest.empty_layers:
             raise CacheFileError(
                 f"{path} was made by a model with linear attention or convolutions, whose states "

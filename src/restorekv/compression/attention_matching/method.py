@@ -54,7 +54,7 @@ from restorekv.model import support
 from restorekv.model.observer import LayerView, observe_layers
 from restorekv.model.prefill import CHUNK, prefill
 from restorekv.model.prompt import Context, encode_text, make_context
-from restorekv.model.shape import CacheShape
+from restorekv.model.shape import CacheShape, is_latent_config
 from restorekv.model.support import refuse_beyond_exact
 from restorekv.restore.adapter import RestoreAdapter
 
@@ -138,6 +138,11 @@ class AttentionMatching(Compressor):
     ) -> MatchedContext:
         """Prefill, and read the article once more for queries, masses and outputs."""
         support.prepare_model(model)
+        if is_latent_config(model.config):
+            raise RestoreKVError(
+                f"{self.name} fits new values to the keys that stay, and latent attention has one "
+                "vector for both; use an evictor, such as kvzip."
+            )
         shape = CacheShape.from_model(model)
         # HeadShares needs L and H to know the names that a file must have.
         config = replace(

@@ -8,6 +8,8 @@ softmax too (sinks.py). dispatch.py chooses the backend of each call.
 from restorekv.model.attention.dispatch import (
     BACKENDS,
     NAME,
+    PROJECTIONS,
+    Projection,
     attend_layer,
     choose_backend,
     force_backend,
@@ -23,6 +25,8 @@ from restorekv.model.attention.packed import quantize_context
 __all__ = [
     "BACKENDS",
     "NAME",
+    "PROJECTIONS",
+    "Projection",
     "attend_layer",
     "choose_backend",
     "force_backend",

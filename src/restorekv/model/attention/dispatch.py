@@ -17,6 +17,7 @@ reference.py there. Importing this file registers "restorekv" with transformers.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -69,6 +70,25 @@ BACKENDS: dict[str, Backend] = {
 }
 if triton_attend is not None:
     BACKENDS["triton"] = triton_attend.attend_ragged
+
+
+@dataclass(frozen=True)
+class Projection:
+    """What is computed before and after the attention of a module whose class needs it.
+
+    Args:
+        applies: Returns whether a module and its keys need it.
+        project_query: Returns the query (B, H * G, Q, D) of a module for these keys.
+        project_result: Returns the module's own result (B, Q, H * G, D') of one over these values.
+    """
+
+    applies: Callable[[nn.Module, object], bool]
+    project_query: Callable[[nn.Module, Tensor], Tensor]
+    project_result: Callable[[nn.Module, Tensor], Tensor]
+
+
+# By the class of a module; model/latent.py adds those of latent attention.
+PROJECTIONS: dict[type, Projection] = {}
 # On a device that is not a CPU, the first that can answer and has passed its self-test is chosen.
 BACKENDS_BY_SPEED: dict[str, ModuleType] = {
     "cascade": cascade,
@@ -254,6 +274,28 @@ def _should_unpack_at_once(layer: RaggedLayer) -> bool:
     keys, _ = packed.get_packed_rows(layer)
     nbytes = 2 * keys.codes.numel() * layer.dtype.itemsize
     return layer.device.type != "cpu" and nbytes <= MAX_COPY_BYTES
+
+
+def attend_module(
+    module: nn.Module,
+    query: Tensor,
+    key: Any,
+    value: Any,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute a module's attention as `attend_layer` does, which describes the arguments, between
+    projections of query and result if its class has some.
+    """
+    projection = PROJECTIONS.get(type(module))
+    if projection is None or not projection.applies(module, key):
+        return attend_layer(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query = projection.project_query(module, query)
+    result, _ = attend_layer(module, query, key, value, attention_mask, dropout, scale, **kwargs)
+    return projection.project_result(module, result), None
 
 
 def attend_layer(
@@ -569,5 +611,5 @@ def make_mask(*args: Any, **options: Any) -> Tensor | None:
     return mask
 
 
-AttentionInterface.register(NAME, attend_layer)
+AttentionInterface.register(NAME, attend_module)
 AttentionMaskInterface.register(NAME, make_mask)
