@@ -92,7 +92,7 @@ def _change_class(kind: Any) -> None:
 def _takes_joined(cache: Any, index: int) -> bool:
     """Return whether a layer of a cache is one of restorekv's."""
     layers = getattr(cache, "layers", ())
-    return index < len(layers) and not type(layers[index]).__module__.startswith("transformers.")
+    return index < len(layers) and type(layers[index]).__module__.startswith("restorekv.")
 
 
 def _is_joined(module: Any, key: Any) -> bool:
