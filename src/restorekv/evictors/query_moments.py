@@ -34,12 +34,16 @@ class QueryMoments:
     """
 
     def __init__(self, model: Model, skip: int) -> None:
-        modules = list_attention_modules(model)
-        # Queries of latent attention are projected once more, after RoPE.
-        if is_latent_config(model.config) or not all(hasattr(each, "q_proj") for each in modules):
+        if is_latent_config(model.config):
+            # Its queries are projected once more, after RoPE.
             raise ModelError(
-                f"{type(model).__name__} has no queries whose moments expected-attention knows how "
-                "to rotate; use another evictor, such as snapkv."
+                f"{type(model).__name__} has latent attention, whose queries expected-attention "
+                "does not know how to rotate; use another evictor, such as snapkv."
+            )
+        if not all(hasattr(module, "q_proj") for module in list_attention_modules(model)):
+            raise ModelError(
+                f"{type(model).__name__} has no q_proj; "
+                "use an evictor other than expected-attention."
             )
         shape = CacheShape.from_model(model)
         self.mean = torch.zeros(
