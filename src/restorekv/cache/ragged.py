@@ -81,10 +81,7 @@ class RaggedLayer(TailLayer):
     @classmethod
     def from_full_layer(cls, dense: DenseLayer) -> RaggedLayer:
         """Return a layer with all pairs of a dense one, as views of them, and an empty tail."""
-        keys = dense.keys.contiguous()
-        values = keys
-        if dense.values is not dense.keys:
-            values = dense.values.contiguous()
+        keys, values = _map_pair(dense.keys, dense.values, lambda states: states.contiguous())
         # Replaced in the dense layer too, so that at most one layer exists twice (after a prefill,
         # all are contiguous). An offloaded layer has no attribute to replace: it loads its keys.
         if "keys" in vars(dense):
@@ -417,10 +414,14 @@ class RaggedCache(Cache):
         `CompressedContext.inputs(plain=True)` does. Refuses layers with a window or with states,
         heads of different lengths and a bias.
         """
-        if self.sliding or self.with_states or self.full_attention[0].shares_pairs:
-            what = "a sliding window" if self.sliding else "states instead of pairs"
-            if self.full_attention[0].shares_pairs:
-                what = "latents that our caches hold joined"
+        what = None
+        if self.sliding:
+            what = "a sliding window"
+        elif self.with_states:
+            what = "states instead of pairs"
+        elif self.full_attention[0].shares_pairs:
+            what = "latents that our caches hold joined"
+        if what is not None:
             raise RestoreKVError(
                 f"A plain cache has no layers with {what}; pass `cache.fork()` instead."
             )

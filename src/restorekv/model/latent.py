@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def install_latent_attention(model: PreTrainedModel) -> None:
             kind = type(module)
             if hasattr(kind, "expand_kv") and kind not in PROJECTIONS:
                 _change_class(kind)
-                PROJECTIONS[kind] = Projection(_is_joined, project_query, project_result)
+                PROJECTIONS[kind] = Projection(_is_joined, _attend_latents)
         _examined_models.add(type(model))
 
 
@@ -107,20 +108,18 @@ def is_latent(module: nn.Module, key: object) -> bool:
     return type(module) in PROJECTIONS and _is_joined(module, key)
 
 
-def project_query(module: Any, query: Tensor) -> Tensor:
-    """Return queries (B, H * G, Q, rank + rope) for [c; r], of queries (B, H * G, Q, nope + rope)
-    for a layer's own keys.
+def _attend_latents(module: Any, query: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the attention (B, Q, H * G, D) over a layer's own values.
+
+    Args:
+        module: The layer.
+        query: (B, H * G, Q, nope + rope), for the layer's own keys.
+        attend: Returns the average (B, Q, H * G, rank + rope) of [c; r], for a query (B, H * G, Q,
+            rank + rope).
     """
-    for_keys, _ = _split_projection(module, query.dtype)
+    for_keys, for_values = _split_projection(module, query.dtype)
     plain, rotated = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
-    return torch.cat([plain @ for_keys, rotated], -1)
-
-
-def project_result(module: Any, result: Tensor) -> Tensor:
-    """Return the attention (B, Q, H * G, D) over a layer's own values, of the average (B, Q, H * G,
-    rank + rope) of [c; r].
-    """
-    _, for_values = _split_projection(module, result.dtype)
+    result = attend(torch.cat([plain @ for_keys, rotated], -1))
     latents = result[..., : module.kv_lora_rank].transpose(1, 2)
     return (latents @ for_values.mT).transpose(1, 2).contiguous()
 

@@ -74,17 +74,16 @@ if triton_attend is not None:
 
 @dataclass(frozen=True)
 class Projection:
-    """What is computed before and after the attention of a module whose class needs it.
+    """What is computed around the attention of a module whose class needs it.
 
     Args:
         applies: Returns whether a module and its keys need it.
-        project_query: Returns the query (B, H * G, Q, D) of a module for these keys.
-        project_result: Returns the module's own result (B, Q, H * G, D') of one over these values.
+        attend: Returns a module's result (B, Q, H * G, D'), given its query (B, H * G, Q, D) and a
+            function that computes attention with the query that it makes of it.
     """
 
     applies: Callable[[nn.Module, object], bool]
-    project_query: Callable[[nn.Module, Tensor], Tensor]
-    project_result: Callable[[nn.Module, Tensor], Tensor]
+    attend: Callable[[nn.Module, Tensor, Callable[[Tensor], Tensor]], Tensor]
 
 
 # By the class of a module; model/latent.py adds those of latent attention.
@@ -293,9 +292,14 @@ def attend_module(
     if projection is None or not projection.applies(module, key):
         return attend_layer(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    query = projection.project_query(module, query)
-    result, _ = attend_layer(module, query, key, value, attention_mask, dropout, scale, **kwargs)
-    return projection.project_result(module, result), None
+
+    def attend(projected: Tensor) -> Tensor:
+        result, _ = attend_layer(
+            module, projected, key, value, attention_mask, dropout, scale, **kwargs
+        )
+        return result
+
+    return projection.attend(module, query, attend), None
 
 
 def attend_layer(
