@@ -109,6 +109,16 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "Qwen2 with windows": ("qwen2", {**MIXED, "use_sliding_window": True}),
     "Qwen3": ("qwen3", {}),
     "Qwen3 with windows": ("qwen3", {**MIXED, "use_sliding_window": True}),
+    # Caps as low as these bend most logits.
+    "Gemma 2": (
+        "gemma2",
+        {
+            **MIXED,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
     "Gemma 3": (
         "gemma3_text",
         {

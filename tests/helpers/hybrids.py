@@ -20,7 +20,8 @@ from tests.helpers import decoders, exactness
 WINDOW = 16
 MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 # Five layers with a window to one without, two kinds of RoPE, norms of queries and keys; windows on
-# the last layers alone; layers without RoPE among those that see everything; learned sinks.
+# the last layers alone; layers without RoPE among those that see everything; learned sinks;
+# a cap on logits.
 HYBRIDS: dict[str, dict[str, object]] = {
     "gemma3_text": {
         "num_hidden_layers": 6,
@@ -30,6 +31,12 @@ HYBRIDS: dict[str, dict[str, object]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
         },
+    },
+    # Low caps, which bend most logits.
+    "gemma2": {
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
     },
     "qwen2": {
         "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2,

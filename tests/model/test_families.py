@@ -29,7 +29,6 @@ CLOSE = 2e-5  # relative to the largest logit, in float32
 EVICTORS = ["kvzip:chunk=40", "snapkv:window=8"]
 # What families are refused for, or from which position on.
 REFUSED = {
-    "Gemma 2": ("gemma2", {}, "a cap on its logits"),
     "Llama 4 beyond its chunk": (
         "llama4_text",
         {"attention_chunk_size": example.WINDOW, "intermediate_size_mlp": 48, **example.EXPERTS},
@@ -45,6 +44,7 @@ REFUSED = {
 HYBRID = {
     "Qwen2 with windows",
     "Qwen3 with windows",
+    "Gemma 2",
     "Gemma 3",
     "Gemma 3n",
     "Gemma 4",
@@ -235,7 +235,7 @@ def test_sinks_that_are_computed_otherwise_are_refused(monkeypatch):
         result, weights = own(layer, query * 0.9, key, value, mask, scaling, **options)
         return result, weights
 
-    said = "in a different way, such as with a cap or a different sink"
+    said = "in a different way, such as with a different cap or sink"
     for name, eager in (("without sinks", without_sinks), ("capped", capped)):
         monkeypatch.setattr(module, "eager_attention_forward", eager)
         assert said in refuse_anew(model, name)

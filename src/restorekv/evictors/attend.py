@@ -13,6 +13,7 @@ from torch import Tensor
 from restorekv.cache.tail import KeysValues
 from restorekv.evictors import pass_self_test
 from restorekv.model.attention import blocked, reference, self_tests
+from restorekv.model.attention.caps import cap_logits
 from restorekv.model.attention.sinks import compute_weights
 
 try:
@@ -25,14 +26,20 @@ REDUCTIONS = ("max", "mean")
 
 
 def iterate_attention_blocks(
-    query: Tensor, key: Tensor, scale: float, block: int = BLOCK, sinks: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    block: int = BLOCK,
+    sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Yield (low, high, weights) for blocks of the rows of query (H, G, Q, D) over key (H, K, D),
     whose last Q columns are the queries' own.
 
-    weights (H, G, high - low, K - Q + high) float32 are the softmax of the rows [low, high), with
-    logits times the model's `scale`, over every key that any of them sees and the model's `sinks`
-    (H, G), if it has any. Rows are independent, so one pass over the blocks is exact.
+    weights (H, G, high - low, K - Q + high) float32 are the softmax of the rows [low, high) over
+    every key that any of them sees. Logits are multiplied by the model's `scale` and then capped by
+    its `cap`, if it has one; `sinks` (H, G) are its learned sinks or None. Rows are independent, so
+    one pass over the blocks is exact.
     """
     heads, groups, rows, _ = query.shape
     before = key.shape[1] - rows
@@ -47,20 +54,22 @@ def iterate_attention_blocks(
         part = query[:, :, low:high].float().flatten(1, 2)  # (H, G * rows, D)
         # Keys beyond the block's last row are seen by none of its rows.
         logits = part @ key[:, : before + high].transpose(1, 2) / divisor
-        logits = logits.unflatten(1, (groups, -1))
+        logits = cap_logits(logits, cap).unflatten(1, (groups, -1))
         # Causal among the block's own columns; it sees all earlier ones.
         later = torch.ones(high - low, high - low, dtype=torch.bool, device=logits.device).triu(1)
         logits[..., before + low :].masked_fill_(later, float("-inf"))
         yield low, high, compute_weights(logits, sinks)
 
 
-def can_use_kernels(query: Tensor, sinks: Tensor | None = None) -> bool:
+def can_use_kernels(query: Tensor, sinks: Tensor | None = None, cap: float | None = None) -> bool:
     """Return whether triton_maxima.py is installed, can take this query (H, G, Q, D) and has
     passed its self-test on the query's device.
 
-    Otherwise `attend_pass` is used. The kernels have no learned sinks.
+    Otherwise `attend_pass` is used. The kernels have no learned sinks and no cap.
     """
-    if sinks is not None or triton_maxima is None or not triton_maxima.supports_query(query):
+    if sinks is not None or cap is not None:
+        return False
+    if triton_maxima is None or not triton_maxima.supports_query(query):
         return False
     return self_tests.passed_self_test("maxima", *self_tests.get_self_test_key(query))
 
@@ -73,6 +82,7 @@ def attend_pass(
     inside: Sequence[slice],
     on_weights: blocked.OnWeights,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Return the attention of a pass, (Q, H * G, D), and show its weights to `on_weights`.
 
@@ -84,6 +94,7 @@ def attend_pass(
         inside: The cached columns that share a softmax with the pass's own.
         on_weights: Gets the weights of that softmax in blocks; see blocked.py.
         sinks: (H, G), logits that the model adds to every softmax, or None.
+        cap: The model's cap on the logits, or None.
     """
     # On a CPU the operations are known. On another device the blocked ones have to pass their
     # self-test first, and those of reference.py are used where they fail it.
@@ -91,7 +102,7 @@ def attend_pass(
         "blocked", *self_tests.get_self_test_key(query)
     )
     attend = blocked.attend_pass if is_trusted else reference.attend_pass
-    return attend(query, own, cached, scale, inside, on_weights, sinks)
+    return attend(query, own, cached, scale, inside, on_weights, sinks, cap)
 
 
 def reduce_groups(values: Tensor, reduction: str) -> Tensor:

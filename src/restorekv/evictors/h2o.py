@@ -60,7 +60,7 @@ class ColumnMaxima:
         before = view.key.shape[1] - view.query.shape[2]
         cached = view.key[:, :before], view.value[:, :before]
         own = view.key[:, before:], view.value[:, before:]
-        if can_use_kernels(view.query, view.sinks):
+        if can_use_kernels(view.query, view.sinks, view.cap):
             return self._attend_with_kernels(view, own, cached)
 
         def get_pairs(head: int) -> KeysValues:
@@ -76,7 +76,9 @@ class ColumnMaxima:
             torch.maximum(best, weights.amax(1), out=best)
 
         inside = [slice(0, before)]
-        return attend_pass(view.query, own, get_pairs, view.scale, inside, on_weights, view.sinks)
+        return attend_pass(
+            view.query, own, get_pairs, view.scale, inside, on_weights, view.sinks, view.cap
+        )
 
     def _attend_with_kernels(self, view: LayerView, own: KeysValues, cached: KeysValues) -> Tensor:
         """Do the same with the kernels of triton_maxima.py."""

@@ -83,15 +83,22 @@ class FromKVPress(Evictor):
     ) -> Tensor:
         """Return (L, H, T) in any range.
 
-        Refuses models with learned sinks, since presses compute attention weights without them,
-        and latent attention, since presses expect keys and values of every head.
+        Refuses models with learned sinks or a cap on logits, since presses compute attention
+        weights without them, and latent attention, since presses expect keys and values of every
+        head.
         """
         if is_latent_config(model.config):
             raise RestoreKVError(
                 f"kvpress cannot score the latent attention of {type(model).__name__}; use an "
                 "evictor of restorekv, such as snapkv."
             )
-        if get_support(model).has_sinks:
+        support = get_support(model)
+        if support.has_cap:
+            raise RestoreKVError(
+                "kvpress computes attention without the cap on the logits of "
+                f"{type(model).__name__}; use an evictor of restorekv, such as snapkv."
+            )
+        if support.has_sinks:
             raise RestoreKVError(
                 f"kvpress computes attention without the learned sinks of {type(model).__name__}; "
                 "use an evictor of restorekv, such as snapkv."

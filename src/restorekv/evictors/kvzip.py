@@ -189,7 +189,7 @@ def find_column_maxima(
         row_weight: (Q,), or None for weights of 1.
     """
     own = view.key, view.value
-    if can_use_kernels(view.query, view.sinks) and not isinstance(cached, RaggedLayer):
+    if can_use_kernels(view.query, view.sinks, view.cap) and not isinstance(cached, RaggedLayer):
         keys, values = cached.keys[0], cached.values[0]
         output, lse = triton_maxima.attend_pass(
             view.query, own, (keys, values), view.scale, sinks, start, end
@@ -216,7 +216,9 @@ def find_column_maxima(
         torch.maximum(maxima[head], columns.amax(1), out=maxima[head])
 
     inside = [slice(0, sinks), slice(start, end)]
-    output = attend_pass(view.query, own, get_pairs, view.scale, inside, on_weights, view.sinks)
+    output = attend_pass(
+        view.query, own, get_pairs, view.scale, inside, on_weights, view.sinks, view.cap
+    )
     return maxima, output
 
 

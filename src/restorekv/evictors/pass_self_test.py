@@ -4,7 +4,8 @@ weights in float64.
 The pass's own pairs, the first columns (`sinks`) and the columns from `start` to `end` share a
 softmax, whose highest weights are compared; the output is compared over all columns. A third of the
 queries is random; the others point at one column each, at the edges of tiles and of that softmax.
-In one pass the model adds learned sinks to both, which the kernels of triton_maxima.py do not have.
+In one pass the model adds learned sinks to both, in another it caps the logits; the kernels of
+triton_maxima.py do neither.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from restorekv.model.attention.self_tests import (
 @dataclass(frozen=True)
 class ScoringPass:
     """Q rows over K cached columns; keys and values lie columns first, as an offloaded layer does,
-    if `transposed`. `learned` says that the model has a logit of each query head in every softmax.
+    if `transposed`. `learned` says that the model has a logit of each query head in every softmax;
+    `cap` is the cap on its logits.
     """
 
     name: str
@@ -49,6 +51,7 @@ class ScoringPass:
     end: int
     transposed: bool = False
     learned: bool = False
+    cap: float | None = None
 
 
 PASSES = (
@@ -56,6 +59,7 @@ PASSES = (
     ScoringPass("a prefill", rows=33, held=65, sinks=0, start=0, end=65, transposed=True),
     ScoringPass("the first rows", rows=20, held=0, sinks=0, start=0, end=0),
     ScoringPass("a model with sinks", rows=40, held=90, sinks=4, start=21, end=60, learned=True),
+    ScoringPass("a model with a cap", rows=40, held=90, sinks=4, start=21, end=60, cap=5.0),
 )
 
 
@@ -114,7 +118,10 @@ def make_inputs(target: Target, each: ScoringPass) -> PassInputs:
     # The definition in float64: the output over all columns.
     scale = target.dim**-0.5
     later = torch.arange(columns)[None] > each.held + torch.arange(rows)[:, None]
-    logits = (query.double() @ keys[:, None].mT * scale).masked_fill(later, -math.inf)
+    logits = query.double() @ keys[:, None].mT * scale
+    if each.cap is not None:
+        logits = each.cap * (logits / each.cap).tanh()
+    logits = logits.masked_fill(later, -math.inf)
     learned = None
     if each.learned:
         learned = (draw(heads, target.groups) * 4).to(dtype)
@@ -212,6 +219,7 @@ def measure_blocked(target: Target) -> Iterator[Measurement]:
             [slice(0, each.sinks), slice(each.start, each.end)],
             on_weights,
             None if inputs.learned is None else inputs.learned.to(target.device),
+            each.cap,
         )
         yield from compare_results(each.name, inputs, output, best, inputs.weights.amax(2))
 
@@ -221,7 +229,7 @@ def measure_maxima(kernels: Any, target: Target) -> Iterator[Measurement]:
     weighted rows.
     """
     for each in PASSES:
-        if each.learned:
+        if each.learned or each.cap is not None:
             continue  # such models are not scored by the kernels (attend.py)
         inputs = make_inputs(target, each)
         device = target.device

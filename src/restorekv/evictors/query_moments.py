@@ -14,6 +14,7 @@ from restorekv.model.attention.sinks import compute_weights
 from restorekv.model.observer import LayerView
 from restorekv.model.rope import compute_rotation
 from restorekv.model.shape import CacheShape, is_latent_config, list_attention_modules
+from restorekv.model.support import get_support
 
 # Rotated queries that are compared, and how far they may be from the model's own, as a share of
 # their norm: bfloat16 rounds to 1 in 256, and a wrong order of the numbers is off by about 1.
@@ -39,6 +40,12 @@ class QueryMoments:
             raise ModelError(
                 f"{type(model).__name__} has latent attention, whose queries expected-attention "
                 "does not know how to rotate; use another evictor, such as snapkv."
+            )
+        if get_support(model).has_cap:
+            # Under a cap the mean of the exponentials of Gaussian logits has no formula.
+            raise ModelError(
+                f"{type(model).__name__} caps the logits of its attention, for which "
+                "expected-attention has no formula; use another evictor, such as snapkv."
             )
         if not all(hasattr(module, "q_proj") for module in list_attention_modules(model)):
             raise ModelError(

@@ -128,7 +128,9 @@ class SnapKV(Evictor):
             heads, groups, end - start, dtype=torch.float32, device=view.query.device
         )
         # Sums over blocks of the window's rows; dividing by the rows gives their mean.
-        blocks = iterate_attention_blocks(view.query, view.key, view.scale, sinks=view.sinks)
+        blocks = iterate_attention_blocks(
+            view.query, view.key, view.scale, sinks=view.sinks, cap=view.cap
+        )
         for _, _, weights in blocks:
             total += weights[..., start:end].sum(2)
         return reduce_groups(total / rows, self.groups)

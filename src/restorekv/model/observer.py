@@ -31,7 +31,8 @@ class LayerView:
     `layer` counts the layers that see the whole text: it is the row of the scores (L, H, T).
     hidden (Q, d) is the input of the attention module, after the input norm; query (H, G, Q, D) is
     after QK-norm and RoPE; key and value (H, K, D) are those of the tail if the layer is `ragged`;
-    mask (1, 1, Q, K) or None = causal; sinks (H, G) are logits in every softmax, or None.
+    mask (1, 1, Q, K) or None = causal; sinks (H, G) are logits in every softmax, or None; cap is
+    that on the logits (attention/caps.py), or None.
 
     A layer that shares the pairs of an earlier one (shape.py) has the `layer` of that one, and the
     same key and value.
@@ -49,6 +50,7 @@ class LayerView:
     # The cosines and sines (1, Q, R) that the module was given, if it was given any.
     rotation: tuple[Tensor, Tensor] | None = None
     sinks: Tensor | None = None
+    cap: float | None = None
 
 
 OnLayer = Callable[[LayerView], Tensor | None]
@@ -109,6 +111,7 @@ def observe_layers(
         mask: Tensor | None,
         scale: float,
         sinks: Tensor | None,
+        cap: float | None,
     ) -> Tensor | None:
         # A layer with a window has no row of scores.
         if module.layer_idx not in rows:
@@ -132,6 +135,7 @@ def observe_layers(
             mask=mask,
             rotation=rotations[0],
             sinks=group_sinks(sinks, key.shape[1]),
+            cap=cap,
         )
         output = on_layer(view)
         return None if output is None else output[None]

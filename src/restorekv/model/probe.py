@@ -8,7 +8,8 @@ passes:
 1. all of them by transformers alone: every layer has to call the registered attention function
    once, with plain keys and values and without anything that the ragged attention lacks; the
    class's own eager attention, given random queries and keys, has to give their causal softmax,
-   with the layer's sinks if it has any; and values of the first layer must not depend on positions;
+   with the layer's sinks and cap if it has any; and values of the first layer must not depend on
+   positions;
 2. the last three of them over a ragged cache of the first four, which has to give the same logits
    or, if layers compute in 16 bits or are quantized, the same attention in every layer from the
    same input, because rounding changes the logits of a deep model too much; where layers keep
@@ -33,6 +34,7 @@ from restorekv.cache.ragged import RaggedCache
 from restorekv.cache.states import KINDS, PairlessLayer, list_state_layers
 from restorekv.errors import ModelError, RestoreKVError, summarize_error
 from restorekv.model import attention
+from restorekv.model.attention.caps import cap_logits
 from restorekv.model.attention.sinks import compute_weights
 from restorekv.model.latent import install_latent_attention
 from restorekv.model.prefill import make_full_cache, read_only_view
@@ -144,7 +146,8 @@ def _run_passes(probed: ProbedModel) -> Support:
     _check_ragged(probed, cache, output.last_hidden_state)
     narrowest = find_limit(probed, record, cache)
     has_sinks = any(call.options.get("s_aux") is not None for call in record.calls)
-    return replace(narrowest, has_sinks=has_sinks)
+    has_cap = any(call.options.get("softcap") is not None for call in record.calls)
+    return replace(narrowest, has_sinks=has_sinks, has_cap=has_cap)
 
 
 def _check_calls(probed: ProbedModel, record: PassRecord, cache: Any) -> None:
@@ -224,7 +227,7 @@ def _check_eager(probed: ProbedModel, call: AttentionCall) -> None:
     groups = query.shape[1] // key.shape[1]
     keys = key.repeat_interleave(groups, 1)
     values = value.repeat_interleave(groups, 1)
-    logits = query @ keys.mT * call.scale + bias
+    logits = cap_logits(query @ keys.mT * call.scale, call.options.get("softcap")) + bias
     sinks = call.options.get("s_aux")
     if sinks is not None:
         sinks = sinks.float()
@@ -232,7 +235,7 @@ def _check_eager(probed: ProbedModel, call: AttentionCall) -> None:
     weights = compute_weights(logits, sinks)
     if not torch.allclose(result.float(), (weights @ values).transpose(1, 2), atol=1e-3):
         raise probed.make_refusal(
-            "computes its attention in a different way, such as with a cap or a different sink"
+            "computes its attention in a different way, such as with a different cap or sink"
         )
 
 

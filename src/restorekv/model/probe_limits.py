@@ -56,12 +56,14 @@ class Support:
         changes_keys: Whether a pass beyond them changes how the model rotates, until a shorter pass
             changes it back.
         has_sinks: Whether layers have learned sinks (attention/sinks.py).
+        has_cap: Whether layers have a cap on their logits (attention/caps.py).
     """
 
     positions: int = UNLIMITED
     beyond: str = ""
     changes_keys: bool = False
     has_sinks: bool = False
+    has_cap: bool = False
 
 
 def find_limit(probed: ProbedModel, record: PassRecord, cache: Any) -> Support:

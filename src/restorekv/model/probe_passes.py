@@ -52,6 +52,7 @@ KNOWN_OPTIONS = {
     "return_dict",
     "is_causal",
     "s_aux",  # learned sinks, which probe.py compares
+    "softcap",  # a cap on logits, which it compares too
     "sliding_window",
     "logits_to_keep",
     "num_items_in_batch",
@@ -63,10 +64,6 @@ KNOWN_OPTIONS = {
     "deterministic",
     "labels",
     "input_ids",
-}
-# How a refusal describes an option that is not supported.
-OPTION_PHRASES = {
-    "softcap": "a cap on its logits (softcap)",
 }
 REMEDY = "use a decoder with RoPE and layers that attend to the whole text"
 
@@ -246,7 +243,7 @@ def _check_options(model: PreTrainedModel, call: AttentionCall) -> None:
     others = []
     for name, value in call.options.items():
         if name not in KNOWN_OPTIONS and value is not None:
-            others.append(OPTION_PHRASES.get(name, name))
+            others.append(name)
     if others:
         raise make_refusal(model, f"computes its attention with {', '.join(sorted(others))}")
     sinks = call.options.get("s_aux")
@@ -254,6 +251,9 @@ def _check_options(model: PreTrainedModel, call: AttentionCall) -> None:
         not isinstance(sinks, Tensor) or tuple(sinks.shape) != (call.query.shape[1],)
     ):
         raise make_refusal(model, "has sinks that are not one logit of each query head (s_aux)")
+    cap = call.options.get("softcap")
+    if cap is not None and (isinstance(cap, Tensor) or not 0 < cap < float("inf")):
+        raise make_refusal(model, f"has a cap on its logits that is not above 0 (softcap: {cap})")
     if call.options.get("is_causal") is False:
         raise make_refusal(model, "has layers that see later tokens")
     if call.mask is not None and call.mask.dtype != torch.bool:

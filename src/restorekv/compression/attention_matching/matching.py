@@ -4,15 +4,16 @@ the two fits.
 With the reference queries q_i, i < n, and the article's keys and values k_j, v_j, j < T, of one KV
 head,
 
-    l_ij = q_i k_j * scale     m_i = max_j l_ij     A_ij = softmax_j(l_ij)
+    l_ij = c(q_i k_j * scale)  m_i = max_j l_ij     A_ij = softmax_j(l_ij)
     y_i = sum_j exp(l_ij - m_i)     Y_i = sum_j A_ij v_j     score_j = sqrt(mean_i A_ij^2)
 
-are the mass y, the output Y and the score of the full cache. For kept keys c_1 ... c_t, which stay
+are the mass y, the output Y and the score of the full cache, where c is the model's cap on logits,
+if it has one. For kept keys c_1 ... c_t, which stay
 as they are,
 
-    bias    min_B |M B - y|^2,  M_is = exp(q_i c_s * scale - m_i),  bias = log B,
+    bias    min_B |M B - y|^2,  M_is = exp(c(q_i c_s * scale) - m_i),  bias = log B,
             e^-box <= B_s <= e^box
-    values  min_C |X C - Y|^2,  X = softmax_s(q_i c_s * scale + bias_s)
+    values  min_C |X C - Y|^2,  X = softmax_s(c(q_i c_s * scale) + bias_s)
 
 Everything is float32 of model-dtype queries and keys. On the tiny model double precision changes
 neither fit (condition numbers up to 2e4), so it is left to the fallback.
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from restorekv.evictors.attend import BLOCK
+from restorekv.model.attention.caps import cap_logits
 
 POWER_STEPS = 3
 RIDGE = 1e-6
@@ -41,10 +43,16 @@ class Targets:
     mass: Tensor
     output: Tensor
     scale: float
+    cap: float | None = None
 
 
 def observe_layer(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, block: int = BLOCK
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    block: int = BLOCK,
+    cap: float | None = None,
 ) -> tuple[Targets, Tensor]:
     """Return targets and scores (H, T) of query (H, n, D), key and value (H, T, D), `block` logits
     at a time.
@@ -61,7 +69,7 @@ def observe_layer(
     # As many rows at once as keep a block of logits at the size of a scoring block.
     step = max(block // (heads * key.shape[1]), 1)
     for rows in (slice(low, low + step) for low in range(0, count, step)):
-        logits = query[:, rows].float() @ keys.transpose(1, 2) * scale
+        logits = cap_logits(query[:, rows].float() @ keys.transpose(1, 2) * scale, cap)
         highest[:, rows] = logits.amax(-1)
         raised = (logits - highest[:, rows, None]).exp()
         mass[:, rows] = raised.sum(-1)
@@ -69,7 +77,7 @@ def observe_layer(
         weights = raised / mass[:, rows, None]
         output[:, rows] = weights @ values
         squares += weights.square().sum(1)
-    return Targets(query, highest, mass, output, scale), (squares / count).sqrt()
+    return Targets(query, highest, mass, output, scale, cap), (squares / count).sqrt()
 
 
 def fit_head(
@@ -83,6 +91,7 @@ def fit_head(
     # Only the kept columns of the full matrix, with the full matrix's own peak: M of the
     # definition.
     logits = targets.query[head].float() @ key.float().T * targets.scale
+    logits = cap_logits(logits, targets.cap)
     raised = (logits - targets.highest[head, :, None]).exp()
     bias = solve_in_box(raised, targets.mass[head], steps, box).log().to(key.dtype)
     # The bias as it is stored: rounding it costs the fitted values nothing.

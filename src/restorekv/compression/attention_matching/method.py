@@ -168,8 +168,14 @@ class AttentionMatching(Compressor):
             # Targets depend on the article's keys and values alone, since only the article is
             # compressed.
             observed = [
-                observe_layer(query, layer.keys[0, :, columns], layer.values[0, :, columns], scale)
-                for (query, scale), layer in zip(
+                observe_layer(
+                    query,
+                    layer.keys[0, :, columns],
+                    layer.values[0, :, columns],
+                    scale,
+                    cap=cap,
+                )
+                for (query, scale, cap), layer in zip(
                     collect_reference_queries(model, full, ids, chosen),
                     list_full_attention(full),
                     strict=True,
@@ -246,9 +252,9 @@ class MatchedContext(ScoredContext):
 
 def collect_reference_queries(
     model: PreTrainedModel, full: Cache, ids: Tensor, chosen: Tensor
-) -> list[tuple[Tensor, float]]:
+) -> list[tuple[Tensor, float, float | None]]:
     """Read ids (1, Q) over `full`, which stays as it is; return each layer's queries (H, n, D)
-    after RoPE and scale.
+    after RoPE, its scale and its cap.
 
     Queries are counted row by row, the G heads of a group within a row; `chosen` (n,) of these Q *
     G are kept.
@@ -265,6 +271,7 @@ def collect_reference_queries(
     layers = len(list_full_attention(full))
     queries: list[list[Tensor]] = [[] for _ in range(layers)]
     scales = [0.0] * layers
+    caps: list[float | None] = [None] * layers
     chosen = chosen.to(model.device)
     columns = full.get_seq_length()
 
@@ -276,10 +283,12 @@ def collect_reference_queries(
         here = chosen - (view.key.shape[1] - view.query.shape[2] - columns) * view.query.shape[1]
         queries[view.layer].append(pool[:, here[(here >= 0) & (here < pool.shape[1])]])
         scales[view.layer] = view.scale
+        caps[view.layer] = view.cap
 
     with observe_layers(model, on_layer):
         prefill(model, ids, CHUNK, into=reading)
-    return [(torch.cat(pieces, 1), scale) for pieces, scale in zip(queries, scales, strict=True)]
+    joined = [torch.cat(pieces, 1) for pieces in queries]
+    return list(zip(joined, scales, caps, strict=True))
 
 
 def sample_numbers(count: int, most: int, seed: int) -> Tensor:

@@ -3,12 +3,13 @@
 With logits s, weights p = softmax(s) over context and tail, output o = p v and its gradient do,
     dp = do v^T,    ds = p * (dp - rowsum(p * dp)),    dq = ds k,    dk = ds^T q,    dv = p^T do,
 and the frozen context needs neither dk nor dv. A model's sinks (sinks.py) take a share of p and
-have no value, so the same equations hold; they belong to the frozen model and get no gradients. The
+have no value, so the same equations hold; they belong to the frozen model and get no gradients. A
+cap c (caps.py) makes the logit c tanh(s / c) of s, so ds is multiplied by 1 - tanh(s / c)^2. The
 backward pass recomputes p, as FlashAttention does (arXiv:2205.14135). A row has its whole softmax
 in one block, so nothing has to be merged.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -31,10 +32,12 @@ def attend_ragged(
     tail_mask: Tensor | None,
     scale: float,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Return the attention (B, H, G, Q, D) of query (B, H, G, Q, D) to a layer's context and tail.
 
-    tail_mask is (B, 1, Q, n + q) bool, or None for a causal mask; sinks are (H, G) or None.
+    tail_mask is (B, 1, Q, n + q) bool, or None for a causal mask; sinks are (H, G) or None; cap is
+    that of caps.py or None.
     """
     if tail_mask is None:
         causal = make_causal_mask(query.shape[-2], layer.keys.shape[-2], query.device)
@@ -50,6 +53,7 @@ def attend_ragged(
         sinks,
         layer.bounds,
         scale,
+        cap,
     )
 
 
@@ -58,11 +62,11 @@ class AutogradAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        *tensors, ctx.bounds, ctx.scale = inputs
+        *tensors, ctx.bounds, ctx.scale, ctx.cap = inputs
         ctx.save_for_backward(*tensors)
         query = tensors[0]
         output = torch.empty_like(query)
-        for head, rows, _, _, values, weights in iterate_blocks(*inputs):
+        for head, rows, _, _, values, weights, _ in iterate_blocks(*inputs):
             output[:, head, :, rows] = _mix_pairs(weights, values)
         return output
 
@@ -73,18 +77,20 @@ class AutogradAttention(torch.autograd.Function):
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        inputs: tuple[Any, ...] = (*ctx.saved_tensors, ctx.bounds, ctx.scale)
+        inputs: tuple[Any, ...] = (*ctx.saved_tensors, ctx.bounds, ctx.scale, ctx.cap)
         query, tail_keys, tail_values, mask = inputs[:4]
         exact = torch.promote_types(query.dtype, torch.float32)
         for_query = torch.empty_like(query)
         for_keys = torch.zeros_like(tail_keys, dtype=exact)
         for_values = torch.zeros_like(tail_values, dtype=exact)
-        for head, rows, scaled, keys, values, weights in iterate_blocks(*inputs):
+        for head, rows, scaled, keys, values, weights, slope in iterate_blocks(*inputs):
             arriving = gradient[:, head, :, rows].to(exact)
             count = len(keys[0])  # pairs of the context; those of the tail follow
             slopes = _multiply_pairs(arriving, values)
             slopes.sub_((weights * slopes).sum(-1, keepdim=True)).mul_(weights)
             slopes[..., count:].masked_fill_(~mask[:, :, rows], 0)
+            if slope is not None:
+                slopes.mul_(slope)
             for_query[:, head, :, rows] = _mix_pairs(slopes, keys) * ctx.scale
             for_keys[:, head] += slopes[..., count:].flatten(1, 2).mT @ scaled.flatten(1, 2)
             for_values[:, head] += weights[..., count:].flatten(1, 2).mT @ arriving.flatten(1, 2)
@@ -92,17 +98,29 @@ class AutogradAttention(torch.autograd.Function):
             for_query,
             for_keys.to(tail_keys.dtype),
             for_values.to(tail_values.dtype),
-            *(None,) * 7,  # for what is not trained
+            *(None,) * 8,  # for what is not trained
         )
 
 
 def iterate_blocks(
-    query, tail_keys, tail_values, mask, context_keys, context_values, bias, sinks, bounds, scale
+    query: Tensor,
+    tail_keys: Tensor,
+    tail_values: Tensor,
+    mask: Tensor,
+    context_keys: Tensor,
+    context_values: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    bounds: Sequence[int],
+    scale: float,
+    cap: float | None,
 ) -> Iterator[tuple]:
-    """Yield (head, rows, scaled query, keys, values, weights) for every head, in blocks of queries.
+    """Yield (head, rows, scaled query, keys, values, weights, slope of the cap) for every head, in
+    blocks of queries.
 
-    Scaled query (B, G, q, D) and weights (B, G, q, N + t) are float32, or the query's dtype if that
-    is wider. With sinks (H, G) the weights of a row sum to less than 1.
+    Scaled query (B, G, q, D), weights and slope (B, G, q, N + t) are float32, or the query's dtype
+    if that is wider; the slope is None without a cap. With sinks (H, G) the weights of a row sum to
+    less than 1.
     """
     batch, _, groups, queries, _ = query.shape
     exact = torch.promote_types(query.dtype, torch.float32)
@@ -115,10 +133,15 @@ def iterate_blocks(
             rows = slice(low, low + step)
             scaled = query[:, head, :, rows].to(exact) * scale
             logits = _multiply_pairs(scaled, keys)
+            slope = None
+            if cap is not None:
+                bent = (logits / cap).tanh()
+                logits = bent * cap
+                slope = 1 - bent.square()
             if bias is not None:
                 logits[..., : end - start] += bias[start:end]
             logits[..., end - start :].masked_fill_(~mask[:, :, rows], torch.finfo(exact).min)
-            yield head, rows, scaled, keys, values, compute_weights(logits, of_head)
+            yield head, rows, scaled, keys, values, compute_weights(logits, of_head), slope
 
 
 def _multiply_pairs(rows: Tensor, pairs: ContextAndTail) -> Tensor:

@@ -5,7 +5,8 @@ Heads keep unequal numbers of pairs around the edges of tiles, some none. A thir
 random; the others point at one pair each, the first or last of a head or a tile, of the tail or
 just after what the query may see, so that a pair that is missed or seen too early changes a row by
 as much as its values are long. What no query may see holds values a hundred times as large. Some
-cases have learned sinks about as large as the largest logits.
+cases have learned sinks about as large as the largest logits, and some, for the backends that take
+one, a cap that bends large logits.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +49,7 @@ _POINTED_LOGIT = 8.0
 _PACKED_CASES = 4
 # How much longer values are that no query may see.
 _HIDDEN_FACTOR = 100.0
-Attend = Callable[..., Tensor]  # from query, layer, mask, scale and perhaps sinks
+Attend = Callable[..., Tensor]  # from query, layer, mask, scale and perhaps sinks and cap
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class AttentionCase:
     With `masked`, questions are padded on the left after the first column. The buffer has `spare`
     more columns, which a `fixed` tail shows and its mask hides, as for steps of fixed work.
     `first_length` is where in LENGTHS the first head starts, or None for empty heads. `sinks` says
-    that the model has a logit of each query head in every softmax.
+    that the model has a logit of each query head in every softmax, `cap` is the cap on its logits.
     """
 
     name: str
@@ -71,6 +73,7 @@ class AttentionCase:
     spare: int = 0
     fixed: bool = False
     sinks: bool = False
+    cap: float | None = None
 
 
 def _iterate_forms() -> Iterator[AttentionCase]:
@@ -180,17 +183,40 @@ CASES = (
         "empty heads and sinks", batch=2, queries=2, tail=6, first_length=None, sinks=True
     ),
 )
+# Only for the backends that take a cap.
+CAPPED_CASES = (
+    AttentionCase(
+        "padded questions under a cap",
+        batch=3,
+        queries=3,
+        tail=70,
+        first_length=3,
+        masked=True,
+        bias=True,
+        cap=6.0,
+    ),
+    AttentionCase(
+        "one token under a cap, with sinks",
+        batch=1,
+        queries=1,
+        tail=5,
+        first_length=0,
+        sinks=True,
+        cap=3.0,
+    ),
+)
 
 
 def _find_case(name: str) -> AttentionCase:
     """Return the case of that name."""
-    return next(case for case in CASES if case.name == name)
+    return next(case for case in (*CASES, *CAPPED_CASES) if case.name == name)
 
 
 # The cases with gradients that are compared.
 GRADIENT_CASES = (
     _find_case("padded answers with a bias"),
     _find_case("padded questions with a bias and sinks"),
+    _find_case("padded questions under a cap"),
 )
 
 
@@ -207,16 +233,22 @@ class CaseInputs:
     scale: float
     largest: float
     sinks: Tensor | None = None
+    cap: float | None = None
 
-    def move_sinks(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Return the sinks (H, G) on a device as the last argument of a backend, or no argument."""
-        return () if self.sinks is None else (self.sinks.to(device),)
+    def list_more(self, device: torch.device) -> tuple[Any, ...]:
+        """Return the last arguments of a backend on a device: sinks (H, G) and cap, or the sinks
+        alone, or none.
+        """
+        sinks = None if self.sinks is None else self.sinks.to(device)
+        if self.cap is not None:
+            return (sinks, self.cap)
+        return () if sinks is None else (sinks,)
 
     def compute_definition(self) -> Tensor:
         """Return the definition's result in float64."""
         layer = _convert_to_float64(self.layer)
         return reference.attend_ragged(
-            self.query.double(), layer, self.mask, self.scale, self.sinks
+            self.query.double(), layer, self.mask, self.scale, self.sinks, self.cap
         )
 
     def compute_sizes(self) -> Tensor:
@@ -234,7 +266,7 @@ class CaseInputs:
             layer.context_keys, context, list(layer.bounds), layer.keys, tail, layer.bias
         )
         means = reference.attend_ragged(
-            self.query.double(), absolute, self.mask, self.scale, self.sinks
+            self.query.double(), absolute, self.mask, self.scale, self.sinks, self.cap
         )
         pairs = layer.columns + max(end - start for start, end in pairwise(layer.bounds))
         return means + torch.finfo(self.query.dtype).tiny * pairs * largest
@@ -252,7 +284,8 @@ def make_sample(target: Target, case: AttentionCase, seed: int | None = None) ->
     The default seed is the case's place in CASES.
     """
     if seed is None:
-        seed = CASES.index(case) if case in CASES else 99
+        known = (*CASES, *CAPPED_CASES)
+        seed = known.index(case) if case in known else 99
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -301,7 +334,7 @@ def make_sample(target: Target, case: AttentionCase, seed: int | None = None) ->
     if case.sinks:
         sinks = (draw(heads, groups) * _POINTED_LOGIT / 2).to(dtype)
         largest = max(largest, float(sinks.abs().max()))
-    return CaseInputs(query, layer, mask, scale, largest, sinks)
+    return CaseInputs(query, layer, mask, scale, largest, sinks, case.cap)
 
 
 def _make_visible_columns(case: AttentionCase) -> Tensor:
@@ -387,19 +420,19 @@ def _copy_to_device(layer: RaggedLayer, device: torch.device) -> RaggedLayer:
 
 
 def _measure_backend(
-    attend: Callable[[], Attend], target: Target, products: bool = True
+    attend: Callable[[], Attend], target: Target, products: bool = True, takes_cap: bool = False
 ) -> Iterator[Measurement]:
     """Compare a backend with the definition in every case.
 
     `attend` returns the backend when a case needs it, because tests replace it.
     """
-    for case in CASES:
+    for case in (*CASES, *CAPPED_CASES) if takes_cap else CASES:
         sample = make_sample(target, case)
         device = target.device
         mask = None if sample.mask is None else sample.mask.to(device)
         layer = _copy_to_device(sample.layer, device)
-        sinks = sample.move_sinks(device)
-        found = attend()(sample.query.to(device), layer, mask, sample.scale, *sinks)
+        more = sample.list_more(device)
+        found = attend()(sample.query.to(device), layer, mask, sample.scale, *more)
         allowed = compute_tolerance(target.dtype, sample.largest, products)
         yield Measurement(
             case.name, sample.measure_error(found, sample.compute_definition()), allowed
@@ -408,9 +441,9 @@ def _measure_backend(
 
 def _measure_autograd(target: Target) -> Iterator[Measurement]:
     """Compare `autograd` with the definition, and its gradients with those of the definition."""
-    yield from _measure_backend(lambda: autograd.attend_ragged, target)
+    yield from _measure_backend(lambda: autograd.attend_ragged, target, takes_cap=True)
     for case in GRADIENT_CASES:
-        ending = " with sinks" if case.sinks else ""
+        ending = " with sinks" if case.sinks else " under a cap" if case.cap else ""
         sample = make_sample(target, case)
         wanted_gradients = _compute_gradients(
             reference.attend_ragged,
@@ -418,7 +451,7 @@ def _measure_autograd(target: Target) -> Iterator[Measurement]:
             _convert_to_float64(sample.layer),
             sample.mask,
             sample.scale,
-            *sample.move_sinks(torch.device("cpu")),
+            *sample.list_more(torch.device("cpu")),
         )
         layer = _copy_to_device(sample.layer, target.device)
         query = sample.query.to(target.device)
@@ -429,7 +462,7 @@ def _measure_autograd(target: Target) -> Iterator[Measurement]:
             layer,
             mask,
             sample.scale,
-            *sample.move_sinks(target.device),
+            *sample.list_more(target.device),
         )
         names = ("queries", "keys", "values")
         for name, found, wanted in zip(names, found_gradients, wanted_gradients, strict=True):
@@ -445,14 +478,14 @@ def _compute_gradients(
     layer: RaggedLayer,
     mask: Tensor | None,
     scale: float,
-    *sinks: Tensor,
+    *more: Any,
 ) -> tuple[Tensor, ...]:
     """Return the gradients that reach the query and the tail's keys and values."""
     leaves = [x.detach().clone().requires_grad_() for x in (query, *layer.keys_and_values)]
     layer = copy.copy(layer)
     layer.keys, layer.values = leaves[1:]
     with torch.enable_grad():
-        result = attend(leaves[0], layer, mask, scale, *sinks)
+        result = attend(leaves[0], layer, mask, scale, *more)
         pattern = torch.linspace(-1, 1, result.shape[-1], dtype=result.dtype, device=result.device)
         return torch.autograd.grad((result * pattern).sum(), leaves)
 
@@ -460,7 +493,7 @@ def _compute_gradients(
 def _measure_quantization(kv_dtype: str, target: Target) -> Iterator[Measurement]:
     """Check what packing, unpacking and attention over a packed context compute on the device."""
     allowed = compute_tolerance(target.dtype, 0.0)
-    for number, case in enumerate(CASES):
+    for number, case in enumerate((*CASES, *CAPPED_CASES)):
         sample = make_sample(target, case)
         plain = sample.layer
         bounds = sample.layer.bounds
@@ -486,7 +519,7 @@ def _measure_quantization(kv_dtype: str, target: Target) -> Iterator[Measurement
         )
         exact = _convert_to_float64(layer)
         wanted = reference.attend_ragged(
-            sample.query.double(), exact, sample.mask, sample.scale, sample.sinks
+            sample.query.double(), exact, sample.mask, sample.scale, sample.sinks, sample.cap
         )
         mask = None if sample.mask is None else sample.mask.to(target.device)
         found = packed.attend_ragged(
@@ -494,7 +527,7 @@ def _measure_quantization(kv_dtype: str, target: Target) -> Iterator[Measurement
             _copy_to_device(layer, target.device),
             mask,
             sample.scale,
-            *sample.move_sinks(target.device),
+            *sample.list_more(target.device),
         )
         yield Measurement(
             case.name,
@@ -566,7 +599,7 @@ register_component(
         "PyTorch's own operations",
         "Nothing else is there to answer",
         explain_no_obstacle,
-        lambda target: _measure_backend(lambda: reference.attend_ragged, target),
+        lambda target: _measure_backend(lambda: reference.attend_ragged, target, takes_cap=True),
     )
 )
 register_component(

@@ -25,10 +25,12 @@ import torch
 from torch import Tensor
 
 from restorekv.cache.tail import KeysValues
+from restorekv.model.attention.caps import cap_logits
 from restorekv.model.attention.sinks import add_sinks
 
 BLOCK = 1 << 20  # logits of a block
 TILE = 2048  # cached pairs of a tile
+LOG2E = math.log2(math.e)
 Part = tuple[Tensor, Tensor]  # averages (..., R, D) and log-sum-exps (..., R, 1)
 OnWeights = Callable[[int, int, int, Tensor], None]
 
@@ -41,6 +43,7 @@ def attend_pass(
     inside: Sequence[slice] = (),
     on_weights: OnWeights = lambda *_: None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Compute what `reference.attend_pass` defines.
 
@@ -54,6 +57,7 @@ def attend_pass(
             the rows [low, high), a softmax over the columns `inside` and the own pairs up to
             `high`. It may change them.
         sinks: (H, G), logits that are in every softmax, or None.
+        cap: The model's cap on the logits (caps.py), or None.
 
     Returns:
         (Q, H * G, D).
@@ -69,14 +73,20 @@ def attend_pass(
         )
         keys = keys.to(exact)
         others = [tuple(x[part] for x in pairs) for part in split_outside(inside, len(pairs[0]))]
-        scaled = query[head].to(exact) * (scale * math.log2(math.e))
+        scaled = query[head].to(exact) * (scale * LOG2E)
+        cap_of_powers = None if cap is None else cap * LOG2E
         step = max(BLOCK // (groups * max(len(keys), TILE if others else 1)), 1)
         for low in range(0, rows, step):
             high = min(low + step, rows)
             part = scaled[:, low:high].flatten(0, 1)
             last = len(keys) - rows + high
-            weights, near = _average_values(part, keys[:last], values[:last], high - low)
-            far = (_average_values(part, key.to(exact), value)[1] for key, value in others)
+            weights, near = _average_values(
+                part, keys[:last], values[:last], cap_of_powers, high - low
+            )
+            far = (
+                _average_values(part, key.to(exact), value, cap_of_powers)[1]
+                for key, value in others
+            )
             mean, lse = reduce(merge_parts, far, near)
             if sinks is not None:
                 of_rows = sinks[head].repeat_interleave(high - low)[:, None]
@@ -89,13 +99,14 @@ def attend_pass(
 
 
 def _average_values(
-    rows: Tensor, keys: Tensor, values: Tensor, own: int = 0
+    rows: Tensor, keys: Tensor, values: Tensor, cap: float | None, own: int = 0
 ) -> tuple[Tensor, Part]:
     """Return the weights (G * r, K) of rows (G * r, D) over K pairs, their average and log-sum-exp.
 
-    The last `own` = r pairs are the rows' own and are seen causally.
+    The last `own` = r pairs are the rows' own and are seen causally. Rows, and `cap` if there is
+    one, are in units of log 2.
     """
-    weights = rows @ keys.mT
+    weights = cap_logits(rows @ keys.mT, cap)
     if own:
         later = torch.ones(own, own, dtype=torch.bool, device=rows.device).triu(1)
         weights.unflatten(0, (-1, own))[..., -own:].masked_fill_(later, -torch.inf)

@@ -24,12 +24,15 @@ _LEAST_ROWS = 512  # rows of a piece, as many as the kernel reads at a time
 _QUERY_BLOCK = 32  # queries for one thread
 
 
-def can_answer(query: Tensor, layer: RaggedLayer) -> bool:
-    """Return whether this backend can answer: on a CPU, with one dtype, without gradients."""
+def can_answer(query: Tensor, layer: RaggedLayer, cap: float | None = None) -> bool:
+    """Return whether this backend can answer: on a CPU, with one dtype, without gradients or a
+    cap.
+    """
     tensors = query, layer.keys, layer.values
     learning = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return (
         query.device.type == "cpu"
+        and cap is None
         and query.dtype == layer.keys.dtype == layer.context_keys.dtype
         and not learning
     )
@@ -41,15 +44,16 @@ def attend_ragged(
     tail_mask: Tensor | None,
     scale: float,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Return the attention (B, H, G, Q, D) of query (B, H, G, Q, D) to a layer's context and tail.
 
     tail_mask is (B, 1, Q, n + q) bool, or None for a causal mask; sinks are (H, G) or None. No
-    gradients are recorded.
+    gradients are recorded, and `cap` has to be None.
     """
-    if not can_answer(query, layer):
+    if not can_answer(query, layer, cap):
         raise RestoreKVError(
-            "The backend 'cascade' runs on a CPU without gradients; "
+            "The backend 'cascade' runs on a CPU without gradients and without a cap on logits; "
             "leave out attention.force_backend(...)."
         )
     batch, heads, groups, queries, width = query.shape

@@ -5,7 +5,7 @@ holds both. The type of the keys decides what computes the attention:
 
 | key and value | computed by |
 |---|---|
-| dense tensors (B, H, K, D) | PyTorch's SDPA, or sinks.py in models with sinks |
+| dense tensors (B, H, K, D) | PyTorch's SDPA, or sinks.py or caps.py in models that need them |
 | `RaggedLayer` | a backend of this folder (`choose_backend`) |
 | `SlidingLayer` | sliding.py |
 | `MultiContextLayer`, `FlatLayer` | each document's layer by itself, as above |
@@ -46,6 +46,7 @@ from restorekv.model.attention import (
 
 # Importing the self-test registers the backends as components that have to pass it.
 from restorekv.model.attention import backend_self_test as _backend_self_test  # noqa: F401
+from restorekv.model.attention.caps import attend_with_cap
 from restorekv.model.attention.sinks import attend_with_sinks, group_sinks
 
 try:
@@ -56,12 +57,22 @@ except ImportError:  # an extra: pip install 'restorekv[triton]'
 NAME = "restorekv"
 AttentionInput = Tensor | RaggedLayer
 Callback = Callable[
-    [nn.Module, Tensor, AttentionInput, AttentionInput, Tensor | None, float, Tensor | None],
+    [
+        nn.Module,
+        Tensor,
+        AttentionInput,
+        AttentionInput,
+        Tensor | None,
+        float,
+        Tensor | None,
+        float | None,
+    ],
     Tensor | None,
 ]
-# Called with query, layer, mask, scale and, if the model has them, sinks. Add a new backend here,
-# so that `force_backend` knows it. To have it chosen on a GPU, add it to BACKENDS_BY_SPEED and to
-# the components in backend_self_test.py; to have it chosen on a CPU, name it in `choose_backend`.
+# Called with query, layer, mask, scale and, if the model has them, sinks and cap. Add a new backend
+# here, so that `force_backend` knows it. To have it chosen on a GPU, add it to BACKENDS_BY_SPEED
+# and to the components in backend_self_test.py; to have it chosen on a CPU, name it in
+# `choose_backend`.
 Backend = Callable[..., Tensor]
 BACKENDS: dict[str, Backend] = {
     "reference": reference.attend_ragged,
@@ -115,14 +126,15 @@ _open_variable_names: list[str] = []
 
 @contextmanager
 def observe_attention(callback: Callback) -> Iterator[None]:
-    """Call callback(module, query, key, value, mask, scale, sinks) before the attention of every
-    dense or ragged layer; a `SlidingLayer` is not shown. `observe_layers` is easier to use.
+    """Call callback(module, query, key, value, mask, scale, sinks, cap) before the attention of
+    every dense or ragged layer; a `SlidingLayer` is not shown. `observe_layers` is easier to use.
 
     Args:
-        callback: Gets the module, the query (B, H*G, Q, D), key and value, the mask, the scale, and
-            the logits of sinks (H*G,), or None in models without them. Dense key and value are (B,
-            H, K, D), and a tensor (B, Q, H*G, D) that the callback returns replaces the result.
-            For a ragged layer both are that layer, and its result is computed in any case.
+        callback: Gets the module, the query (B, H*G, Q, D), key and value, the mask, the scale, the
+            logits of sinks (H*G,) and the cap on the logits, both None in models without them.
+            Dense key and value are (B, H, K, D), and a tensor (B, Q, H*G, D) that the callback
+            returns replaces the result. For a ragged layer both are that layer, and its result is
+            computed in any case.
     """
     with _set_variable(_observer, callback):
         yield
@@ -193,8 +205,9 @@ def get_observer() -> Callback | None:
     return _get_variable(_observer)
 
 
-def choose_backend(query: Tensor, layer: RaggedLayer) -> Backend:
-    """Return the function that answers a query (B, H, G, Q, D) from a layer.
+def choose_backend(query: Tensor, layer: RaggedLayer, cap: float | None = None) -> Backend:
+    """Return the function that answers a query (B, H, G, Q, D) from a layer, under `cap` if the
+    model has one.
 
     The first rule that applies: the backend that an open `force_backend` block names; `packed` for
     a layer of 8-bit codes; on a device that needs self-tests, the fastest of BACKENDS_BY_SPEED
@@ -209,17 +222,17 @@ def choose_backend(query: Tensor, layer: RaggedLayer) -> Backend:
     if packed.is_packed(layer):
         return packed.attend_ragged
     if self_tests.needs_self_test(query.device):
-        return _choose_tested(query, layer)
-    if cascade.can_answer(query, layer):
+        return _choose_tested(query, layer, cap)
+    if cascade.can_answer(query, layer, cap):
         return cascade.attend_ragged
     return autograd.attend_ragged
 
 
-def _choose_tested(query: Tensor, layer: RaggedLayer) -> Backend:
+def _choose_tested(query: Tensor, layer: RaggedLayer, cap: float | None) -> Backend:
     """Return the fastest backend that can answer and has passed its self-test on that device."""
     for name, module in BACKENDS_BY_SPEED.items():
         can_answer = getattr(module, "can_answer", None)  # backends without it always can
-        if can_answer is not None and not can_answer(query, layer):
+        if can_answer is not None and not can_answer(query, layer, cap):
             continue
         if self_tests.passed_self_test(name, *self_tests.get_self_test_key(query)):
             return module.attend_ragged
@@ -324,21 +337,20 @@ def attend_layer(
         dropout: Only for dense keys and values.
         scaling: The factor of the logits, D^-0.5 by default.
         **kwargs: What the module hands to transformers' own functions. Of these, `s_aux` (H*G,) are
-            the logits of the model's sinks.
+            the logits of the model's sinks, and `softcap` is the cap on its logits.
 
     Returns:
         (B, Q, H*G, D), and None in place of the weights.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    sinks = kwargs.get("s_aux")
     if isinstance(key, FlatLayer):
-        return _attend_flat(module, query, key, scale, sinks), None
+        return _attend_flat(module, query, key, scale, kwargs), None
     inspectors = _get_variable(_inspectors)
     if inspectors is not None:
         on_call, _ = inspectors
         on_call(module, query, key, value, attention_mask, scale, kwargs)
     if isinstance(key, MultiContextLayer):
-        return _attend_multi_context(module, query, key, attention_mask, scale, sinks), None
+        return _attend_multi_context(module, query, key, attention_mask, scale, kwargs), None
     if isinstance(key, SlidingLayer | RaggedLayer) and attention_mask is not None:
         _check_mask(key, attention_mask)
     if isinstance(key, SlidingLayer):
@@ -346,7 +358,9 @@ def attend_layer(
     callback = _get_variable(_observer)
     replacement = None
     if callback is not None:
-        replacement = callback(module, query, key, value, attention_mask, scale, sinks)
+        sinks = kwargs.get("s_aux")
+        cap = kwargs.get("softcap")
+        replacement = callback(module, query, key, value, attention_mask, scale, sinks, cap)
     # Over a ragged layer the callback observes, and replaces nothing.
     if isinstance(key, RaggedLayer):
         # Llama 4 has chunks instead of windows, and does not pass their size.
@@ -367,14 +381,14 @@ def attend_layer(
 
 
 def _attend_flat(
-    module: nn.Module, query: Tensor, layer: FlatLayer, scale: float, sinks: Tensor | None
+    module: nn.Module, query: Tensor, layer: FlatLayer, scale: float, options: dict[str, Any]
 ) -> Tensor:
     """Return the attention (1, Q, H*G, D) of rows that lie end to end, each of them to the cache of
     its own document.
     """
     results = []
     for own_layer, own_query, mask in layer.split_query(query):
-        result = _attend_one_context(module, own_query, own_layer, mask, scale, sinks)
+        result = _attend_one_context(module, own_query, own_layer, mask, scale, options)
         results.append(result.flatten(0, 1))
     joined = results[0] if len(results) == 1 else torch.cat(results)
     return joined[None]
@@ -386,12 +400,12 @@ def _attend_multi_context(
     layer: MultiContextLayer,
     attention_mask: Tensor | None,
     scale: float,
-    sinks: Tensor | None,
+    options: dict[str, Any],
 ) -> Tensor:
     """Return the attention (B, Q, H*G, D) of a batch whose rows belong to several documents."""
     results = []
     for own_layer, own_query, mask in layer.split_query(query, attention_mask):
-        results.append(_attend_one_context(module, own_query, own_layer, mask, scale, sinks))
+        results.append(_attend_one_context(module, own_query, own_layer, mask, scale, options))
     return torch.cat(results)
 
 
@@ -490,13 +504,18 @@ def _attend_ragged(
     options: dict[str, Any],
 ) -> Tensor:
     """Return the attention (B, Q, H*G, D) of a ragged layer, which a backend computes."""
-    sinks = options.get("s_aux")
+    sinks = group_sinks(options.get("s_aux"), layer.heads)
+    cap = options.get("softcap")
     grouped = query.unflatten(1, (layer.heads, -1))
     unpacked = _unpack_for_call(grouped, layer)
-    backend = choose_backend(grouped, unpacked)
-    # Few models have sinks, and a backend is called without them otherwise.
-    sink_arguments = () if sinks is None else (group_sinks(sinks, layer.heads),)
-    result = backend(grouped, unpacked, attention_mask, scale, *sink_arguments)
+    if cap is not None:
+        backend = choose_backend(grouped, unpacked, cap)
+        result = backend(grouped, unpacked, attention_mask, scale, sinks, cap)
+    else:
+        backend = choose_backend(grouped, unpacked)
+        # Few models have sinks, and a backend is called without them otherwise.
+        sink_arguments = () if sinks is None else (sinks,)
+        result = backend(grouped, unpacked, attention_mask, scale, *sink_arguments)
     return result.flatten(1, 2).transpose(1, 2).contiguous()
 
 
@@ -512,10 +531,17 @@ def _attend_dense(
 ) -> Tensor:
     """Return the attention (B, Q, H*G, D) of dense keys and values, as transformers computes it."""
     sinks = options.get("s_aux")
-    if sinks is not None:
-        if attention_mask is None and query.shape[-2] > 1:
-            causal = reference.make_causal_mask(query.shape[-2], key.shape[-2], query.device)
+    cap = options.get("softcap")
+    if sinks is not None or cap is not None:
+        queries, keys = query.shape[-2], key.shape[-2]
+        if attention_mask is None and (queries > 1 or cap is not None):
+            causal = reference.make_causal_mask(queries, keys, query.device)
             attention_mask = causal[None, None]
+    if cap is not None:
+        assert attention_mask is not None, "made above"
+        result = attend_with_cap(query, key, value, attention_mask, scale, cap, sinks, dropout)
+        return result.transpose(1, 2).contiguous()
+    if sinks is not None:
         result = attend_with_sinks(query, key, value, attention_mask, scale, sinks, dropout)
         return result.transpose(1, 2).contiguous()
     if attention_mask is not None and _can_use_grouped_sdpa(query, dropout, options):
@@ -533,13 +559,17 @@ def _attend_one_context(
     layer: RaggedLayer | SlidingLayer,
     mask: Tensor | None,
     scale: float,
-    sinks: Tensor | None,
+    options: dict[str, Any],
 ) -> Tensor:
     """Return the attention (B, Q, H*G, D) of one document's rows, under a mask that we made."""
+    sinks = options.get("s_aux")
+    cap = options.get("softcap")
     if isinstance(layer, SlidingLayer):
-        result = sliding.attend_rows(query, layer, mask, scale, sinks)
+        result = sliding.attend_rows(query, layer, mask, scale, sinks, cap)
         return result.transpose(1, 2).contiguous()
-    result, _ = attend_layer(module, query, layer, layer, mask, scaling=scale, s_aux=sinks)
+    result, _ = attend_layer(
+        module, query, layer, layer, mask, scaling=scale, s_aux=sinks, softcap=cap
+    )
     return result
 
 
@@ -555,7 +585,7 @@ def _attend_sliding(
         )
     # Only our own loops have a static tail, with a mask that says which columns are written.
     attend = sliding.attend_rows if layer.static else sliding.attend_sequence
-    result = attend(query, layer, mask, scale, options.get("s_aux"))
+    result = attend(query, layer, mask, scale, options.get("s_aux"), options.get("softcap"))
     return result.transpose(1, 2).contiguous()
 
 
@@ -565,7 +595,7 @@ def _can_use_grouped_sdpa(query: Tensor, dropout: float, options: dict[str, obje
     Its CPU kernel can, with the same result; transformers would copy keys and values for every
     query head.
     """
-    if options.get("softcap") is not None or options.get("position_bias") is not None:
+    if options.get("position_bias") is not None:
         return False
     return query.device.type == "cpu" and not torch.is_grad_enabled() and not dropout
 

@@ -15,6 +15,7 @@ from restorekv.cache.quantized import QuantizedRows
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.model.attention import self_tests
 from restorekv.model.attention.blocked import Part, merge_parts
+from restorekv.model.attention.caps import cap_logits
 from restorekv.model.attention.reference import make_causal_mask
 from restorekv.model.attention.sinks import add_sinks
 
@@ -70,45 +71,48 @@ def attend_ragged(
     tail_mask: Tensor | None,
     scale: float,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Return the attention (B, H, G, Q, D) of query (B, H, G, Q, D) to a layer's context and tail.
 
-    tail_mask is (B, 1, Q, n + q) bool, or None for a causal mask; sinks are (H, G) or None.
+    tail_mask is (B, 1, Q, n + q) bool, or None for a causal mask; sinks are (H, G) or None; cap is
+    that of caps.py or None.
     """
     batch, heads, groups, queries, dim = query.shape
     exact = query.to(torch.promote_types(query.dtype, torch.float32)) * scale
     rows = exact.transpose(0, 1).reshape(heads, -1, dim)  # (H, B*G*Q, D)
-    output, lse = _attend_tail(exact, layer, tail_mask)
+    output, lse = _attend_tail(exact, layer, tail_mask, cap)
     output, lse = (x.transpose(0, 1).reshape(heads, len(rows[0]), -1) for x in (output, lse))
     step = max(BLOCK // max(len(rows[0]), dim), 1)
     for head, (start, end) in enumerate(pairwise(layer.bounds)):
         for low in range(start, end, step):
-            part = _attend_tile(rows[head], layer, slice(low, min(low + step, end)))
+            part = _attend_tile(rows[head], layer, slice(low, min(low + step, end)), cap)
             output[head], lse[head] = merge_parts((output[head], lse[head]), part)
     output, lse = (x.view(heads, batch, groups, queries, -1).transpose(0, 1) for x in (output, lse))
     of_rows = None if sinks is None else sinks[None, :, :, None, None]
     return add_sinks(output, lse, of_rows).to(query.dtype)
 
 
-def _attend_tile(rows: Tensor, layer: RaggedLayer, tile: slice) -> Part:
+def _attend_tile(rows: Tensor, layer: RaggedLayer, tile: slice, cap: float | None) -> Part:
     """Return averages (R, D) and log-sum-exps (R, 1) of scaled rows (R, D) over some pairs of one
     head.
     """
     keys, values = get_packed_rows(layer)
-    logits = rows @ keys.dequantize(tile, rows.dtype).T
+    logits = cap_logits(rows @ keys.dequantize(tile, rows.dtype).T, cap)
     if layer.bias is not None:
         logits += layer.bias[tile]
     lse = logits.logsumexp(-1, keepdim=True)
     return logits.sub_(lse).exp_() @ values.dequantize(tile, rows.dtype), lse
 
 
-def _attend_tail(query: Tensor, layer: RaggedLayer, mask: Tensor | None) -> Part:
+def _attend_tail(query: Tensor, layer: RaggedLayer, mask: Tensor | None, cap: float | None) -> Part:
     """Return averages (B, H, G, Q, D) and log-sum-exps (..., 1) of a scaled query (B, H, G, Q, D)
     over the tail.
     """
     keys, values = (x[:, :, None].to(query.dtype) for x in layer.keys_and_values)
     if mask is None:
         mask = make_causal_mask(query.shape[-2], keys.shape[-2], query.device)[None, None]
-    logits = (query @ keys.mT).masked_fill_(~mask[:, :, None], torch.finfo(query.dtype).min)
+    logits = cap_logits(query @ keys.mT, cap)
+    logits = logits.masked_fill_(~mask[:, :, None], torch.finfo(query.dtype).min)
     lse = logits.logsumexp(-1, keepdim=True)
     return logits.sub_(lse).exp_() @ values, lse

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from restorekv.cache.ragged import RaggedLayer
+from restorekv.model.attention.caps import cap_logits
 from restorekv.model.attention.sinks import compute_weights
 
 ROWS = 64  # rows of a pass whose weights exist at once
@@ -26,10 +27,12 @@ def attend_ragged(
     tail_mask: Tensor | None,
     scale: float,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Return the attention (B, H, G, Q, D) of query (B, H, G, Q, D) to a layer's context and tail.
 
-    tail_mask is (B, 1, Q, n + q) bool, or None for a causal mask; sinks are (H, G) or None.
+    tail_mask is (B, 1, Q, n + q) bool, or None for a causal mask; sinks are (H, G) or None; cap is
+    that of caps.py or None.
     """
     batch, heads, _, queries, _ = query.shape
     tail = layer.keys.shape[-2]
@@ -48,6 +51,7 @@ def attend_ragged(
         )
         # (B, G, Q, K)
         logits = query[:, head].to(exact) @ keys[:, None].transpose(-1, -2).to(exact) * scale
+        logits = cap_logits(logits, cap)
         if layer.bias is not None:
             logits = logits + torch.cat([layer.bias[rows].to(exact), logits.new_zeros(tail)])
         hidden = torch.cat([tail_mask.new_zeros(batch, 1, queries, count), ~tail_mask], -1)
@@ -67,6 +71,7 @@ def attend_pass(
     inside: Sequence[slice] = (),
     on_weights: Callable[[int, int, int, Tensor], None] = lambda *_: None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Return a pass's attention (Q, H * G, D) over the pairs of a cache and its own.
 
@@ -80,6 +85,7 @@ def attend_pass(
             the rows [low, high), a softmax over the columns `inside` and the own pairs up to
             `high`. It may change them.
         sinks: (H, G), logits that are in every softmax, or None.
+        cap: The model's cap on the logits (caps.py), or None.
     """
     heads, _, rows, _ = query.shape
     exact = torch.promote_types(query.dtype, torch.float32)
@@ -96,6 +102,7 @@ def attend_pass(
         for low in range(0, rows, ROWS):
             high = min(low + ROWS, rows)
             logits = query[head, :, low:high].to(exact) @ keys.T * scale  # (G, high - low, K + Q)
+            logits = cap_logits(logits, cap)
             later = columns[None] > columns[held + low : held + high, None]
             logits = logits.masked_fill(later, -torch.inf)
             parts.append(compute_weights(logits, of_head) @ values)

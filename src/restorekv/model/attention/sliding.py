@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from restorekv.cache.sliding import SlidingLayer
 from restorekv.errors import ModelError
+from restorekv.model.attention.caps import attend_with_cap
 from restorekv.model.attention.reference import make_causal_mask
 from restorekv.model.attention.sinks import attend_with_sinks
 
@@ -25,14 +26,15 @@ def attend_rows(
     tail_mask: Tensor | None,
     scale: float,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Return (B, H*G, Q, D) for query (B, H*G, Q, D) of our own loops.
 
     tail_mask (B, 1, Q, columns) says what each query sees of its row, however far away; None says
-    that no row has padding. sinks (H*G,) are in every softmax.
+    that no row has padding. sinks (H*G,) are in every softmax; cap is that of caps.py or None.
     """
     if tail_mask is None:
-        return attend_sequence(query, layer, None, scale, sinks)
+        return attend_sequence(query, layer, None, scale, sinks, cap)
     sees = tail_mask[:, 0]  # (B, Q, columns)
     queries = layer.seen - 1 + sees.sum(-1)  # (B, Q)
     tail = layer.seen - 1 + sees[:, -1].cumsum(-1)  # (B, columns), right for those that are seen
@@ -45,7 +47,7 @@ def attend_rows(
     visible = visible | ~visible.any(-1, keepdim=True)
     keys = _join(layer.context_keys, layer.keys)
     values = _join(layer.context_values, layer.values)
-    return _attend(query, keys, values, visible[:, None], scale, sinks)
+    return _attend(query, keys, values, visible[:, None], scale, sinks, cap)
 
 
 def attend_sequence(
@@ -54,11 +56,13 @@ def attend_sequence(
     mask: Tensor | None,
     scale: float,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Return (B, H*G, Q, D) for query (B, H*G, Q, D), the last Q columns of a tail without padding.
 
     `mask` (B or 1, 1, Q, columns) is transformers' own for these columns, or None; it is refused if
-    it hides more than the window does. sinks (H*G,) are in every softmax.
+    it hides more than the window does. sinks (H*G,) are in every softmax; cap is that of caps.py or
+    None.
     """
     count = query.shape[-2]
     columns = layer.columns
@@ -79,7 +83,7 @@ def attend_sequence(
     visible = torch.cat([in_context, window[:, tail_start:]], -1)
     keys = _join(layer.context_keys[:, :, start:], layer.keys[:, :, tail_start:])
     values = _join(layer.context_values[:, :, start:], layer.values[:, :, tail_start:])
-    return _attend(query, keys, values, visible[None, None], scale, sinks)
+    return _attend(query, keys, values, visible[None, None], scale, sinks, cap)
 
 
 def _join(context: Tensor, tail: Tensor) -> Tensor:
@@ -94,8 +98,11 @@ def _attend(
     visible: Tensor,
     scale: float,
     sinks: Tensor | None,
+    cap: float | None,
 ) -> Tensor:
     """Return the softmax average (B, H*G, Q, D) of what is visible, (B or 1, 1, Q, K)."""
+    if cap is not None:
+        return attend_with_cap(query, keys, values, visible, scale, cap, sinks)
     if sinks is not None:
         return attend_with_sinks(query, keys, values, visible, scale, sinks)
     if torch.is_grad_enabled():

@@ -54,14 +54,16 @@ STAGE = 16 << 10  # bytes of keys, and of values, that a program loads at once
 MERGED = 32  # partial results that `merge` reads at once
 
 
-def can_answer(query: Tensor, layer: RaggedLayer) -> bool:
-    """Return whether this backend can answer: on a GPU, with one of DTYPES, without gradients."""
+def can_answer(query: Tensor, layer: RaggedLayer, cap: float | None = None) -> bool:
+    """Return whether this backend can answer: on a GPU, with one of DTYPES, without gradients or a
+    cap.
+    """
     learning = torch.is_grad_enabled() and any(
         x.requires_grad for x in (query, layer.keys, layer.values)
     )
     reachable = query.is_cuda or (INTERPRETED and query.device.type == "cpu")
     fitting = query.dtype in DTYPES and query.dtype == layer.context_keys.dtype == layer.keys.dtype
-    return reachable and fitting and not learning
+    return reachable and fitting and not learning and cap is None
 
 
 def attend_ragged(
@@ -70,16 +72,17 @@ def attend_ragged(
     tail_mask: Tensor | None,
     scale: float,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Return the attention (B, H, G, Q, D) of query (B, H, G, Q, D) to a layer's context and tail.
 
     tail_mask is (B, 1, Q, n + q) bool, or None for a causal mask; sinks are (H, G) or None. No
-    gradients are recorded.
+    gradients are recorded, and `cap` has to be None.
     """
-    if not can_answer(query, layer):
+    if not can_answer(query, layer, cap):
         raise RestoreKVError(
             "The backend 'triton' needs float16, bfloat16 or float32 on a CUDA device and gives "
-            "no gradients; leave out attention.force_backend(...)."
+            "no gradients and no cap on logits; leave out attention.force_backend(...)."
         )
     plan = tiles.get_tiles(layer)
     result = attend_tiles(
