@@ -169,7 +169,12 @@ SPECIAL: dict[str, dict[str, object]] = {
         key: {"layer_types": ["linear_attention", "full_attention"] * 2}
         for key in ("bailing_hybrid", "granitemoehybrid")
     },
-    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2, **MLA},
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_heads": 4,
+        "linear_head_dim": 8,
+        **MLA,
+    },
     "bamba": {"attn_layer_indices": [1, 3]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     # Every sixth layer or so sees the whole text, and tiny models have four.
