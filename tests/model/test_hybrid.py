@@ -594,6 +594,20 @@ def test_beams_and_rows_have_states_of_their_own(kind):
 
 
 @pytest.mark.parametrize("kind", WITH_STATES)
+def test_padding_that_is_fed_alone_is_refused(kind):
+    """A pass of one token reads its padding into the states as a longer one does."""
+    model = build_hybrid(kind)
+    cache = prepare(model).evict(0.5).fork(2)
+    rows = torch.cat([random_ids(1, 1), random_ids(1, 2)])
+    seen = torch.ones(2, TEXT + 1, dtype=torch.long)
+    with torch.no_grad():
+        model(input_ids=rows, attention_mask=seen, past_key_values=cache, use_cache=True)
+        seen = torch.cat([seen, torch.tensor([[0], [1]])], -1)
+        with pytest.raises(ModelError, match="Rows with padding"):
+            model(input_ids=rows, attention_mask=seen, past_key_values=cache, use_cache=True)
+
+
+@pytest.mark.parametrize("kind", WITH_STATES)
 def test_a_copied_state_is_not_written_into(kind):
     """A step of one token writes into the states of some models."""
     model = build_hybrid(kind)

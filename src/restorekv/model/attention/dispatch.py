@@ -373,6 +373,8 @@ def attend_layer(
             if key.refuses_padding and kwargs.get("use_cache") is False:
                 raise RestoreKVError(REREADING)
             _check_positions(key, attention_mask, kwargs.get("position_ids"))
+        if key.refuses_padding and query.shape[-2] == 1 and attention_mask is not None:
+            _refuse_padding_token(key, attention_mask)
         return _attend_ragged(query, key, attention_mask, scale, kwargs), None
     if replacement is not None:
         return replacement, None
@@ -494,6 +496,15 @@ def _refuse_padding(attention_mask: Tensor) -> None:
             "Rows with padding cannot be read over a compressed cache of a model whose layers keep "
             "states; read rows of one length, or use ask, which needs no padding."
         )
+
+
+def _refuse_padding_token(layer: RaggedLayer, attention_mask: Tensor) -> None:
+    """Refuse a pass of one token (B, 1, 1, columns) that does not see itself in some row, for the
+    same reason. Earlier columns may be hidden: our own loops pad the tails of a batch.
+    """
+    if layer.static is not None or torch.compiler.is_compiling():
+        return
+    _refuse_padding(attention_mask[..., -1:])
 
 
 def _attend_ragged(
