@@ -175,6 +175,10 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "Granite": ("granite", GRANITE),
     "Granite with windows": ("granite_swa", {**GRANITE, "sliding_window": WINDOW}),
     "Mistral within its window": ("mistral", {"sliding_window": 1024}),
+    "GPT-NeoX (Pythia)": (
+        "gpt_neox",
+        {"num_key_value_heads": 4, "rotary_pct": 0.25, "max_position_embeddings": 4096},
+    ),
     "StableLM": ("stablelm", {"use_qkv_bias": True}),
     "SmolLM3": ("smollm3", {}),
     "Starcoder 2": ("starcoder2", {"sliding_window": None, "use_bias": True}),

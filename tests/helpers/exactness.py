@@ -39,8 +39,12 @@ def random_ids(count: int, seed: int = 0) -> Tensor:
 
 
 def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy that RestoreKV never touches."""
-    return copy.deepcopy(model)
+    """Return a copy that RestoreKV never touches, with attention that computes all of it."""
+    plain = copy.deepcopy(model)
+    if getattr(plain.config.get_text_config(), "attn_logit_softcapping", None):
+        # In transformers 5.2 the default is SDPA, which leaves the cap out.
+        plain.set_attn_implementation("eager")
+    return plain
 
 
 @torch.no_grad()
@@ -166,7 +170,7 @@ def hidden(causal: Tensor, keep: Tensor, text: int, heads: int) -> Tensor:
 
 def find_attention(layer: Any) -> Any:
     """Return the attention of a layer, or None if it has none."""
-    own = getattr(layer, "self_attn", None)
+    own = getattr(layer, "self_attn", None) or getattr(layer, "attention", None)
     # A block of Nemotron-H has one module of any kind.
     mixer = getattr(layer, "mixer", None)
     return mixer if own is None and hasattr(mixer, "k_proj") else own

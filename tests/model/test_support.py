@@ -20,7 +20,7 @@ from restorekv.cli import execute
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import ModelError, RestoreKVError
 from restorekv.generation.decoding import generate_ids
-from restorekv.model import support
+from restorekv.model import probe, support
 from restorekv.model.cache_argument import find_cache
 from restorekv.model.position_limits import count_usable_positions
 from restorekv.model.prompt import Context
@@ -195,6 +195,15 @@ def test_sinks_that_only_the_class_knows_are_seen(monkeypatch):
         ModelError, match="in a different way, such as with a different cap or sink"
     ):
         support.get_support(with_eager(monkeypatch, change))
+
+
+def test_latent_attention_that_caches_keys_of_every_head_is_refused(monkeypatch):
+    """As the classes of older versions of transformers do."""
+    monkeypatch.setattr(probe, "install_latent_attention", lambda model: None)
+    monkeypatch.setattr(probe.attention, "PROJECTIONS", {})
+    monkeypatch.setattr(support, "_support_by_key", {})
+    with pytest.raises(ModelError, match=r"use transformers 5\.24 or later"):
+        support.get_support(decoders.build("deepseek_v3"))
 
 
 def test_a_class_that_breaks_over_a_ragged_layer_gets_a_sentence(monkeypatch):

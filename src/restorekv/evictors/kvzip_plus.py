@@ -21,7 +21,8 @@ from restorekv.model.latent import is_latent, join_projections
 from restorekv.model.linear_layers import compute_matrix
 from restorekv.model.observer import LayerView
 
-OUTPUT_NAMES = ("o_proj", "out_proj")  # the second is LFM2's
+# The second is the name in LFM2, the third in GPT-NeoX and Phi.
+OUTPUT_NAMES = ("o_proj", "out_proj", "dense")
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class KVzipPlus(KVzip):
         output_layer = next((layer for layer in found if layer is not None), None)
         if output_layer is None:
             raise ModelError(
-                f"{type(view.module).__name__} has no o_proj; use an evictor other than kvzip+."
+                f"{type(view.module).__name__} has no output projection named "
+                f"{' or '.join(OUTPUT_NAMES)}; use an evictor other than kvzip+."
             )
         matrix = compute_matrix(output_layer, values.dtype)
         if is_latent(view.module, cached.values):

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 
 NEW_NAME = "cache"
 OLD_NAME = "past_key_values"
+NEOX_NAME = "layer_past"  # of the layers of GPT-NeoX and of their attention
 
 
 def pass_cache(model: Any, cache: Cache) -> dict[str, Cache]:
@@ -31,8 +32,10 @@ def pass_cache_to_generate(cache: Cache) -> dict[str, Cache]:
 
 def find_cache(arguments: Mapping[str, Any]) -> Cache | None:
     """Return the cache among the keyword arguments of a module's call; None if there is none."""
-    found = arguments.get(NEW_NAME)
-    return arguments.get(OLD_NAME) if found is None else found
+    for name in (NEW_NAME, OLD_NAME, NEOX_NAME):
+        if arguments.get(name) is not None:
+            return arguments[name]
+    return None
 
 
 # A process meets few classes of models; a test run meets some hundred.

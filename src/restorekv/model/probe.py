@@ -81,6 +81,7 @@ def probe_model(model: PreTrainedModel) -> Support:
             "images too."
         )
     install_latent_attention(model)
+    _check_latent_class(model)
     attention.install_attention(model)
     try:
         with torch.no_grad():
@@ -96,6 +97,19 @@ def probe_model(model: PreTrainedModel) -> Support:
         raise InstanceError(str(refusal)) from error
 
 
+def _check_latent_class(model: PreTrainedModel) -> None:
+    """Refuse latent attention of a class that caches the keys and values of every head, as those of
+    older versions of transformers do.
+    """
+    if not is_latent_config(model.config):
+        return
+    if not any(type(module) in attention.PROJECTIONS for module in model.modules()):
+        raise ModelError(
+            f"{type(model).__name__} has latent attention, but caches keys and values of every "
+            "head; use transformers 5.24 or later, whose classes cache latents."
+        )
+
+
 def _check_layers(model: PreTrainedModel, backbone: nn.Module) -> None:
     """Refuse a model that is not a decoder, or whose layers are not where observers look."""
     layers = getattr(backbone, "layers", None)
@@ -109,7 +123,7 @@ def _check_layers(model: PreTrainedModel, backbone: nn.Module) -> None:
             raise make_refusal(model, f"has no RoPE: it adds positions to embeddings ({path})")
     if any("alibi" in name for name in vars(sys.modules[type(model).__module__])):
         raise make_refusal(model, "is a class for ALiBi, not for RoPE alone")
-    raise make_refusal(model, "has no decoder layers with a module 'self_attn' each")
+    raise make_refusal(model, "has no decoder layers with an attention module each")
 
 
 def _check_config(model: PreTrainedModel) -> None:

@@ -20,6 +20,9 @@ _STATE_LAYERS = {"linear_attention", "conv"} if HAS_STATES else set()
 # These have neither: a block of experts or of an MLP alone (Nemotron-H).
 _EMPTY_LAYERS = {"moe", "mlp"} if HAS_STATES else set()
 _PAIRLESS_LAYERS = _STATE_LAYERS | _EMPTY_LAYERS
+# What layers call their attention. The second name is GPT-NeoX's; a block of Nemotron-H has one
+# module, a mixer, whatever its kind.
+_ATTENTION_NAMES = ("self_attn", "attention", "mixer")
 
 
 @dataclass(frozen=True)
@@ -294,8 +297,11 @@ def find_attention(layer: Any) -> Any:
     """Return the attention of a layer that attends; None if it is not where the models that are
     supported have it.
     """
-    # A block of Nemotron-H has one module, whatever its kind.
-    return getattr(layer, "self_attn", None) or getattr(layer, "mixer", None)
+    for name in _ATTENTION_NAMES:
+        attention = getattr(layer, name, None)
+        if isinstance(attention, nn.Module):
+            return attention
+    return None
 
 
 def list_attention_modules(model: PreTrainedModel) -> list[nn.Module]:

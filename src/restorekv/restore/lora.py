@@ -194,7 +194,7 @@ def attach_lora(
     except (ValueError, TypeError) as error:
         raise AdapterError(
             f"The adapter's LoRA does not fit {type(model).__name__} ({summarize_error(error)}); "
-            "name linear layers that the model has."
+            f"name linear layers that the model has: {_list_linear_names(model)}."
         ) from error
     # Subclasses of LoraLayer, which are modules; PEFT's LoraLayer itself is not. That of embeddings
     # has no `lora_A`.
@@ -211,6 +211,15 @@ def attach_lora(
         for part in (layer.lora_A[NAME], layer.lora_B[NAME]):
             part.float().requires_grad_(True)
     return adapted, {drop_wrappers(path): layer for path, layer in layers.items()}
+
+
+def _list_linear_names(model: PreTrainedModel) -> str:
+    """Return the names of the linear layers in a model's decoder, with commas between them."""
+    names = set()
+    for path, module in get_backbone(model).named_modules():
+        if isinstance(module, nn.Linear):
+            names.add(path.rpartition(".")[2])
+    return ", ".join(sorted(names))
 
 
 @contextmanager
