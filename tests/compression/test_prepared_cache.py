@@ -11,6 +11,7 @@ from restorekv import CompressionConfig, compress
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.prepared_cache import PreparedContextCache
 from tests.helpers.compressing import TEXT, compress_with, make_adapter
+from tests.helpers.hybrids import LATENT, build_hybrid
 from tests.helpers.models import build_model
 
 PLENTY = 1 << 30
@@ -99,8 +100,10 @@ def test_a_template_that_ends_otherwise_is_read(tiny_tokenizer, preparations):
     assert all(a.equal(b) for a, b in zip(list_bits(kept), list_bits(anew), strict=True))
 
 
-def test_what_does_not_fit_is_not_kept(tiny_tokenizer):
-    model = build_model("qwen3")
+@pytest.mark.parametrize("kind", ["qwen3", *LATENT[:-1]])
+def test_what_does_not_fit_is_not_kept(kind, tiny_tokenizer):
+    """Latents are held once and counted once. Of the last kind states are not counted."""
+    model = build_hybrid(kind) if kind in LATENT else build_model(kind)
     options = {"ratio": 0.4, "evictor": "kvzip", "adapter": None}
     whole = compress(model, tiny_tokenizer, TEXT, **options).manifest.bytes_full
     for limit, held in ((whole - 1, 0), (whole, whole)):

@@ -19,7 +19,7 @@ from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import ScoredContext
 from restorekv.model.identity import ModelIdentity
 from restorekv.model.prompt import Context
-from restorekv.model.shape import CacheShape
+from restorekv.model.shape import CacheShape, is_latent_config
 from restorekv.model.tokenize import hash_token_names
 
 
@@ -76,9 +76,14 @@ class PreparedContextCache:
         if kept is None:
             return 0
         layers = list_dense_layers(kept[1].full)
-        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
-        for layer in list_state_layers(layers):
-            held += sum(tensor.nbytes for tensor in layer.list_tensors())
+        held = 0
+        for layer in layers:
+            held += layer.keys.nbytes
+            # Latent attention has one tensor for both.
+            if layer.values is not layer.keys:
+                held += layer.values.nbytes
+        for state_layer in list_state_layers(layers):
+            held += sum(tensor.nbytes for tensor in state_layer.list_tensors())
         return held
 
     def clear(self) -> None:
@@ -113,7 +118,8 @@ class PreparedContextCache:
             The prepared context. If the kept one was used, its `seconds` are those of the restore
             pass alone, since nothing was prefilled or scored.
         """
-        bytes_each = model.dtype.itemsize
+        # Keys and values, or latents that are both.
+        bytes_each = model.dtype.itemsize * (1 if is_latent_config(model.config) else 2)
         if not isinstance(compressor, Eviction) or not self._can_keep(
             identity.shape, bytes_each, context, compressor.config
         ):
@@ -152,9 +158,11 @@ class PreparedContextCache:
     def _can_keep(
         self, shape: CacheShape, bytes_each: int, context: Context, config: CompressionConfig
     ) -> bool:
-        """Return whether a context's full cache is held in memory and is small enough to keep."""
-        # Keys and values of every pair. Layers with a window or a state hold little, and are left
-        # out.
-        numbers = 2 * context.num_tokens * shape.layers * shape.heads * shape.head_dim
+        """Return whether a context's full cache is held in memory and is small enough to keep.
+
+        `bytes_each` is what a pair takes for each number of its key.
+        """
+        # Layers with a window or a state hold little, and are left out.
+        numbers = context.num_tokens * shape.layers * shape.heads * shape.head_dim
         fits = numbers * bytes_each <= self.max_bytes
         return fits and config.streaming_chunk is None and not config.offload
