@@ -2,14 +2,16 @@
 
 import pytest
 
-from restorekv.errors import RestoreKVWarning, TextTooLongError
+from restorekv.errors import RestoreKVWarning, TextTooLongError, UnlikeContextsError
 from restorekv.generation.sampling import SamplingConfig
 from restorekv.serve import caches, embedded
 from restorekv.serve.caches import CompressionJob
+from restorekv.serve.document_checks import compose_documents
 from restorekv.serve.embedded import SHARE, SLICE, EmbeddedEngine
 from restorekv.serve.engine import CacheState, ServedQuestion
 from restorekv.serve.store import Store
 from tests.helpers.compressing import TEXT, compress_with, make_adapter
+from tests.helpers.hybrids import LATENT, WITH_STATES, build_hybrid
 
 
 @pytest.fixture
@@ -55,6 +57,16 @@ def test_a_short_text_is_asked_together_with_a_restored_one(
     tokens = short.manifest.tokens + restored.manifest.tokens
     assert active.context.text_tokens == tokens
     assert active.cache.restore_length == restored.manifest.restore_tokens
+
+
+@pytest.mark.parametrize("kind", ["qwen3", *WITH_STATES[:1], *LATENT[1:2]])
+def test_documents_that_the_model_cannot_join_are_refused(kind, tiny_tokenizer):
+    """The sentence says what a client can do; the library's own names its calls."""
+    model = build_hybrid(kind)
+    small = compress_with(model, tiny_tokenizer, TEXT, evictor="knorm", ratio=0.5, adapter=None)
+    assert compose_documents([small]) is small
+    with pytest.raises(UnlikeContextsError, match="one at a time, or upload the texts as one file"):
+        compose_documents([small, small])
 
 
 def test_answers_wait_for_a_compression_and_for_nothing_else(engine, monkeypatch):

@@ -414,13 +414,7 @@ class RaggedCache(Cache):
         `CompressedContext.inputs(plain=True)` does. Refuses layers with a window or with states,
         heads of different lengths and a bias.
         """
-        what = None
-        if self.sliding:
-            what = "a sliding window"
-        elif self.with_states:
-            what = "states instead of pairs"
-        elif self.full_attention[0].shares_pairs:
-            what = "latents that our caches hold joined"
+        what = self.find_unlike_plain()
         if what is not None:
             raise RestoreKVError(
                 f"A plain cache has no layers with {what}; pass `cache.fork()` instead."
@@ -443,6 +437,18 @@ class RaggedCache(Cache):
                 )
             )
         return make_plain_cache(pairs)
+
+    def find_unlike_plain(self) -> str | None:
+        """Return what some layers have that those of a plain cache cannot; None if there is no such
+        layer.
+        """
+        if self.sliding:
+            return "a sliding window"
+        if self.with_states:
+            return "states instead of pairs"
+        if self.full_attention[0].shares_pairs:
+            return "latents that our caches hold joined"
+        return None
 
     @property
     def pairs_held(self) -> int:

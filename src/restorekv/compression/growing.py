@@ -38,7 +38,13 @@ from restorekv.compression.compressor import time_phase
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.full_cache import prefill_and_score, prefill_unscored
 from restorekv.compression.streaming import run_restore_pass
-from restorekv.errors import BudgetError, RestoreKVError, UnlikeContextsError, check_choice
+from restorekv.errors import (
+    BudgetError,
+    ModelError,
+    RestoreKVError,
+    UnlikeContextsError,
+    check_choice,
+)
 from restorekv.model import support
 from restorekv.model.position_limits import refuse_beyond_positions
 from restorekv.model.prefill import prefill
@@ -308,15 +314,20 @@ def compose_caches(
                 "system text, and without blank lines at the beginning of a text."
             )
         if cache.sliding:
-            raise RestoreKVError(
+            raise ModelError(
                 "Caches of a model with sliding-window layers cannot be composed: those layers "
                 "hold the end of each text alone; compress the texts as one, or append them."
             )
         if cache.with_states:
-            raise RestoreKVError(
-                "Caches of a model with linear attention or convolutions cannot be composed: the "
-                "states of such layers have read one text alone; compress the texts as one, or "
-                "append them."
+            raise ModelError(
+                "Caches of a model with linear attention, convolutions or state-space layers "
+                "cannot be composed: the states of such layers have read one text alone; compress "
+                "the texts as one, or append them."
+            )
+        if cache.full_attention[0].shares_pairs:
+            raise ModelError(
+                "Caches of a model with latent attention cannot be composed: restorekv does not "
+                "move its keys; compress the texts as one, or append them."
             )
         has_bias = any(layer.bias is not None for layer in cache.full_attention)
         if has_bias or cache.seen != context.num_tokens:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from restorekv.errors import RestoreKVError
+from restorekv.errors import ModelError, RestoreKVError
 from restorekv.model import support
 from restorekv.model.shape import FULL_ATTENTION, get_backbone, get_dtype_name
 
@@ -189,7 +189,7 @@ def shift_keys(model: PreTrainedModel, keys: Tensor, positions: int) -> Tensor:
     rotary: Any = getattr(get_backbone(model), "rotary_emb", None)
     kind = getattr(rotary, "rope_type", None)
     if kind not in SHIFTABLE:
-        raise RestoreKVError(
+        raise ModelError(
             f"Keys of a model with RoPE of the kind {kind!r} cannot be moved; "
             f"use one of {', '.join(SHIFTABLE)}."
         )
@@ -233,7 +233,7 @@ def _check_layout(model: PreTrainedModel, rotary: Any) -> None:
         expected = apply_rope(keys, keys, cos, sin)[1]
     ours = _rotate_pairs(keys, rotary.inv_freq.double() * 3)
     if expected is None or not torch.allclose(expected, ours, atol=1e-4):
-        raise RestoreKVError(
+        raise ModelError(
             f"{type(model).__name__} rotates keys in an order that restorekv does not know, "
-            "so they cannot be moved."
+            "so they cannot be moved; compress the whole text at once."
         )

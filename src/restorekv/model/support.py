@@ -204,7 +204,7 @@ def check_keys_movable(model: PreTrainedModel, rotate: Callable[[Tensor, int], T
     if key not in _moves:
         _moves[key] = keys_follow_rope(model, rotate)
     if not _moves[key]:
-        raise RestoreKVError(
+        raise ModelError(
             f"{type(model).__name__} has layers that do not rotate keys and queries by RoPE alone, "
             "so its keys cannot be moved; compress the whole text at once, or use a model that "
             "rotates all of them alike."

@@ -12,7 +12,7 @@ from functools import lru_cache
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.context import CompressedContext
-from restorekv.errors import TextTooLongError, UnlikeContextsError
+from restorekv.errors import ModelError, TextTooLongError, UnlikeContextsError
 from restorekv.many_contexts import compose
 
 
@@ -53,8 +53,8 @@ def compose_documents(contexts: Sequence[CompressedContext]) -> CompressedContex
     """Return the context of a question's documents, composed if there are several.
 
     Raises:
-        UnlikeContextsError: They were not compressed in the same way. The library's own message
-            names settings of other commands.
+        UnlikeContextsError: They were not compressed in the same way, or the model's caches cannot
+            be joined. The library's own messages name what clients cannot do.
     """
     if len(contexts) == 1:
         return contexts[0]
@@ -62,6 +62,11 @@ def compose_documents(contexts: Sequence[CompressedContext]) -> CompressedContex
         return compose(contexts)
     except UnlikeContextsError:
         raise make_unlike_error() from None
+    except ModelError:
+        raise UnlikeContextsError(
+            "Several documents cannot be asked together with this server's model, whose caches "
+            "cannot be joined; ask about one at a time, or upload the texts as one file."
+        ) from None
 
 
 def check_size(text: str, tokenizer: Tokenizer, positions: int) -> None:

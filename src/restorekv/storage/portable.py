@@ -179,9 +179,15 @@ class Portable:
 def make_portable(
     model: PreTrainedModel, context: Context, cache: RaggedCache, manifest: Manifest
 ) -> Portable:
-    """Return the cache as a prefix of m tokens; refuse heads of different lengths, a bias, and
-    kinds of RoPE that do not allow keys to be moved.
+    """Return the cache as a prefix of m tokens; refuse layers that no plain cache has, heads of
+    different lengths, a bias, and kinds of RoPE that do not allow keys to be moved.
     """
+    what = cache.find_unlike_plain()
+    if what is not None:
+        raise RestoreKVError(
+            f"A portable cache has no layers with {what}, so caches of {type(model).__name__} "
+            "cannot be exported; answer from the cache file itself, with restorekv."
+        )
     # Refuses heads of different lengths and a bias, which no plain cache can hold.
     plain = cache.to_dynamic_cache()
     keys, values = (
