@@ -317,6 +317,18 @@ def test_reading_in_pieces_or_from_a_subset(tiny_tokenizer, monkeypatch):
     assert [layer.keys.shape[-2] for layer in whole.full.layers] == [whole.context.num_tokens] * 3
 
 
+def test_heads_whose_queries_attend_almost_alike_can_be_saved(tiny_tokenizer, tmp_path):
+    """The matrix of their weights has almost not full rank, and files have a largest number."""
+    model = build_model("qwen3")
+    for name, weight in model.named_parameters():
+        if "q_norm" in name:
+            weight.data *= 0.02
+    made = compress(model, tiny_tokenizer, 4 * TEXT, evictor="am-fast", ratio=0.3)
+    made.save(tmp_path / "doc.rkv")
+    again = CompressedContext.load(tmp_path / "doc.rkv", model, tiny_tokenizer)
+    assert again.digest == made.digest
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_save_load_and_ask(tiny_tokenizer, tmp_path, dtype):
     model = build_model("qwen3").to(dtype)

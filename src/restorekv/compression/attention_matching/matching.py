@@ -26,6 +26,7 @@ from torch import Tensor
 
 from restorekv.evictors.attend import BLOCK
 from restorekv.model.attention.caps import cap_logits
+from restorekv.size_limits import LARGEST_NUMBER
 
 POWER_STEPS = 3
 RIDGE = 1e-6
@@ -96,7 +97,13 @@ def fit_head(
     bias = solve_in_box(raised, targets.mass[head], steps, box).log().to(key.dtype)
     # The bias as it is stored: rounding it costs the fitted values nothing.
     weights = (logits + bias.float()).softmax(-1)
-    return bias, solve_least_squares(weights, targets.output[head]).to(key.dtype)
+    output = targets.output[head]
+    values = solve_least_squares(weights, output)
+    # Where all queries attend almost alike, X has almost not full rank, and numbers of C may be
+    # larger than those of a cache file.
+    if values.abs().amax() > LARGEST_NUMBER:
+        values = _solve_ridge(weights, output)
+    return bias, values.to(key.dtype)
 
 
 def solve_in_box(matrix: Tensor, target: Tensor, steps: int, box: float) -> Tensor:
