@@ -14,17 +14,27 @@ from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError, RestoreKVWarning, TextTooLongError
 from restorekv.many_contexts import compose
 from restorekv.model.load import load_model
-from restorekv.model.position_limits import RESERVED_POSITIONS, fit_context
+from restorekv.model.position_limits import (
+    RESERVED_POSITIONS,
+    PositionLimit,
+    fit_context,
+    refuse_beyond_limit,
+)
 from restorekv.model.prompt import encode_question, make_context
 from restorekv.model.rope import NO_LIMIT, count_positions, get_rope_settings
 from restorekv.storage.portable import load_portable
+from tests.helpers import decoders
 from tests.helpers.cli_world import cli
 from tests.helpers.compressing import compress_with
+from tests.helpers.hybrids import HYBRIDS
 from tests.helpers.models import build_model
 
 POSITIONS = 512
 TEXT = "the code of the red house is seven. " * 80
 SMALL = {"evictor": "knorm", "ratio": 0.3, "adapter": None}
+UNSTRETCHABLE = [
+    kind for kind in ("nemotron_h", "granitemoehybrid", "gemma4_text") if kind in HYBRIDS
+]
 
 
 @pytest.fixture(scope="module")
@@ -261,6 +271,23 @@ def test_yarn_needs_a_plain_model(model, tiny_tokenizer, tmp_path):
     stretched.save_pretrained(tmp_path)
     with pytest.raises(RestoreKVError, match="stretched already"):
         load_model(str(tmp_path), rope=2)
+
+
+@pytest.mark.parametrize("kind", UNSTRETCHABLE)
+def test_yarn_is_for_plain_rope(kind, tiny_tokenizer, tmp_path):
+    """Layers without RoPE, and those with Gemma 4's kind, would not be stretched."""
+    settings = {**HYBRIDS[kind], "max_position_embeddings": POSITIONS, "sliding_window": 16}
+    plain = decoders.build(kind, **settings)
+    plain.save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(RestoreKVError, match="YaRN does not stretch; leave out rope"):
+        load_model(str(tmp_path), rope=4)
+    context = make_context(tiny_tokenizer, "the code of the red house " * POSITIONS)
+    with pytest.raises(TextTooLongError, match="or use another model"):
+        fit_context(plain, context)
+    limit = PositionLimit.from_config(plain.config)
+    with pytest.raises(TextTooLongError, match="or compress all of it with another model"):
+        refuse_beyond_limit(limit, POSITIONS + 1, "The conversation", "fold it first")
 
 
 def test_the_kind_of_a_rope_may_be_named_as_in_older_configs(model, tiny_tokenizer, tmp_path):

@@ -23,7 +23,12 @@ from restorekv.errors import (
     warn,
 )
 from restorekv.model.prompt import Context, check_vocabulary
-from restorekv.model.rope import NO_LIMIT, count_positions, count_unstretched_positions
+from restorekv.model.rope import (
+    NO_LIMIT,
+    count_positions,
+    count_unstretched_positions,
+    explain_unstretchable,
+)
 from restorekv.model.support import get_support, refuse_beyond_exact
 
 # For restore tokens, a question and its answer after the longest context.
@@ -40,15 +45,21 @@ class PositionLimit:
     Args:
         positions: The positions of its RoPE as it is now.
         unstretched: The positions that the factor of a YaRN multiplies.
+        can_stretch: Whether there is a RoPE that a YaRN stretches.
     """
 
     positions: int = NO_LIMIT
     unstretched: int = NO_LIMIT
+    can_stretch: bool = True
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> PositionLimit:
         """Return the limit of a model with this config."""
-        return cls(count_positions(config), count_unstretched_positions(config))
+        return cls(
+            positions=count_positions(config),
+            unstretched=count_unstretched_positions(config),
+            can_stretch=explain_unstretchable(config) is None,
+        )
 
 
 def fit_context(
@@ -112,10 +123,12 @@ def _explain_long_text(
         )
     # The factor of a YaRN multiplies the positions that the model had before any stretching.
     factor = math.ceil(needed / count_unstretched_positions(model.config))
+    other_fix = f"stretch the model's RoPE ({STRETCH_ROPE.format(factor)})"
+    if explain_unstretchable(model.config) is not None:
+        other_fix = "use another model"
     return (
         f"The context has {tokens:,} tokens, and the model's {limit:,} positions have room for "
-        f"{room:,} and a question; shorten it, cut its end ({CUT_END}) or stretch the model's RoPE "
-        f"({STRETCH_ROPE.format(factor)})."
+        f"{room:,} and a question; shorten it, cut its end ({CUT_END}) or {other_fix}."
     )
 
 
@@ -163,10 +176,12 @@ def refuse_beyond_limit(limit: PositionLimit, positions: int, what: str, fix: st
     """
     if positions > limit.positions:
         factor = math.ceil(positions / limit.unstretched)
+        other_fix = f"with the model's RoPE stretched ({STRETCH_ROPE.format(factor)})"
+        if not limit.can_stretch:
+            other_fix = "with another model"
         raise TextTooLongError(
             f"{what} needs {positions:,} positions, and the model has {limit.positions:,}; {fix}, "
-            "or compress all of it with the model's RoPE stretched "
-            f"({STRETCH_ROPE.format(factor)})."
+            f"or compress all of it {other_fix}."
         )
 
 

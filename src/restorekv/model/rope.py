@@ -106,6 +106,26 @@ def _multiply_positions(rope: Mapping[str, Any], configured: int) -> int:
     return max(configured, int(stretched)) or NO_LIMIT
 
 
+def explain_unstretchable(config: PretrainedConfig) -> str | None:
+    """Return why no YaRN stretches a model's RoPE, as part of a sentence; None if one can."""
+    text = config.get_text_config()
+    if not _has_rope(text):
+        return f"{text.model_type} has no RoPE"
+    settings = get_rope_settings(text)
+    kind = settings.get(FULL_ATTENTION, settings).get("rope_type") or "default"
+    # In Gemma 4, for example, only some numbers of a head are rotated, and YaRN is for all.
+    if kind != "default" and kind not in STRETCHED:
+        return f"{text.model_type} has a RoPE of the kind {kind!r}"
+    return None
+
+
+def _has_rope(text: PretrainedConfig) -> bool:
+    """Return whether a config names a RoPE that its model uses."""
+    # Granite with state-space layers names one in any case, and then whether it is used.
+    used = getattr(text, "position_embedding_type", "rope") not in (None, "nope")
+    return used and bool(get_rope_settings(text))
+
+
 def stretch_rope(config: PretrainedConfig, rope: Mapping[str, object] | float) -> None:
     """Change the RoPE of a config and its number of positions.
 
@@ -113,6 +133,13 @@ def stretch_rope(config: PretrainedConfig, rope: Mapping[str, object] | float) -
     positions.
     """
     text = config.get_text_config()
+    unstretchable = explain_unstretchable(text)
+    # All settings of another kind may be given, but not those of a RoPE that is not there.
+    if unstretchable is not None and not (isinstance(rope, Mapping) and _has_rope(text)):
+        raise ModelError(
+            f"{unstretchable}, which YaRN does not stretch; leave out rope (in the shell --yarn), "
+            "or use another model."
+        )
     settings = get_rope_settings(text)
     # Models with a RoPE for each kind of layers have settings by the kind's name. Layers with a
     # window never see far, so only the others are stretched.
