@@ -296,7 +296,7 @@ def _check_targets(model: PreTrainedModel, config: LoraConfig, layers: dict[str,
             such = f", such as {', '.join(found)}" if found else ""
             raise AdapterError(
                 f"{type(model).__name__} has no linear layer {name!r} for LoRA; "
-                f"name layers that it has{such}."
+                f"name layers that it has (--targets in the shell){such}."
             )
 
 
