@@ -266,8 +266,11 @@ def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> Non
         raise CacheFileError(
             f"{path} holds {manifest.dtype}; load the model with dtype={manifest.dtype!r}."
         )
+    recorded = manifest.shape, manifest.windows, manifest.sliding_shape
+    own = vars(identity.shape), identity.windows, identity.sliding_shape
     rope = describe_rotation(model)
-    if manifest.rope != rope:
+    # A model of another shape is another model, whose RoPE says nothing.
+    if manifest.rope != rope and recorded == own:
         fix = "load the model with the same RoPE configuration"
         if manifest.rope.get(ROUNDED) != rope.get(ROUNDED):
             fix = "load the model with dtype=..., since model.to(...) rounds its RoPE"
@@ -282,8 +285,6 @@ def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> Non
             f"{path} was made with a different model{name}, or the same with other weights; load "
             "that one."
         )
-    recorded = manifest.shape, manifest.windows, manifest.sliding_shape
-    own = vars(identity.shape), identity.windows, identity.sliding_shape
     if recorded != own or not _has_same_states(manifest, model):
         raise CacheFileError(
             f"{path} records a shape that is not the model's; compress the context again."
