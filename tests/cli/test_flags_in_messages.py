@@ -35,6 +35,7 @@ ELSEWHERE = {
     "--max-new-tokens": "FLAGS in cli/errors.py, which words a warning of ask",
     "--allocation": "FLAGS in cli/errors.py, which words a refusal of export",
     "--restore-from": "FLAGS in cli/errors.py, which words a refusal of compress",
+    "--targets": "making an adapter, which no server does",
 }
 TREES = {module_name(path): ast.parse(path.read_text()) for path in FILES}
 
