@@ -99,7 +99,8 @@ def test_adapters_are_trained_and_restore(model, tiny_tokenizer, tmp_path):
 
 def test_default_targets_say_what_the_model_has(model, tiny_tokenizer, tmp_path):
     with pytest.raises(
-        RestoreKVError, match="has: dense, dense_4h_to_h, dense_h_to_4h, query_key_value"
+        RestoreKVError,
+        match=r"in the shell\): dense, dense_4h_to_h, dense_h_to_4h, query_key_value",
     ):
         train_adapter(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
 

@@ -194,7 +194,8 @@ def attach_lora(
     except (ValueError, TypeError) as error:
         raise AdapterError(
             f"The adapter's LoRA does not fit {type(model).__name__} ({summarize_error(error)}); "
-            f"name linear layers that the model has: {_list_linear_names(model)}."
+            "name linear layers that the model has (--targets in the shell): "
+            f"{_list_linear_names(model)}."
         ) from error
     # Subclasses of LoraLayer, which are modules; PEFT's LoraLayer itself is not. That of embeddings
     # has no `lora_A`.

@@ -21,7 +21,8 @@ from restorekv.cache.ragged import RaggedLayer
 from restorekv.model.attention.reference import make_causal_mask
 from restorekv.model.attention.sinks import compute_weights
 
-BLOCK = 1 << 22  # logits of a block; three such tensors exist at once, 48 MiB in float32
+# Logits of a block. Three such tensors exist at once, five under a cap: 16 MiB each in float32.
+BLOCK = 1 << 22
 # One head's keys, or its values: context (N, D) and tail (B, t, D).
 ContextAndTail = tuple[Tensor, Tensor]
 
