@@ -70,15 +70,18 @@ LINEAR = {
     "initializer_range": 0.1,
 }
 CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2}
-STATE_SPACE = {
-    "layer_types": ["linear_attention", "full_attention"] * 2,
+MAMBA = {
     "mamba_d_state": 8,
     "mamba_d_head": 16,
     "mamba_n_heads": 4,
     "mamba_expand": 2,
     "mamba_n_groups": 1,
-    "shared_intermediate_size": 48,
     "initializer_range": 0.1,
+}
+STATE_SPACE = {
+    **MAMBA,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "shared_intermediate_size": 48,
 }
 # Blocks of experts and of an MLP are layers of their own here, which hold nothing.
 NEMOTRON = {
@@ -149,6 +152,8 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "LFM2 with experts": ("lfm2_moe", {**CONVOLUTIONS, **EXPERTS}),
     "Granite with state-space layers": ("granitemoehybrid", {**GRANITE, **STATE_SPACE, **EXPERTS}),
     "Nemotron-H": ("nemotron_h", NEMOTRON),
+    # Pairs and a state in every layer.
+    "Falcon-H1": ("falcon_h1", {**MAMBA, "mamba_d_ssm": 64}),
     "DeepSeek V2": (
         "deepseek_v2",
         {**LATENT, **EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},

@@ -79,7 +79,8 @@ def judge_model(model: PreTrainedModel, seed: int = 0) -> tuple[str, str, list[s
         why = f"{limited} of {len(windows)} layers have a window" if limited else ""
         states = len(find_state_layers(model.config))
         if states:
-            why = f"{states} of {len(windows)} layers keep a state"
+            layers = model.config.get_text_config().num_hidden_layers
+            why = f"{states} of {layers} layers keep a state"
         return USED, why, exactness.compare(model, TEXT, QUESTION, ANSWER, RATIOS, seed)
     text = limit - QUESTION - ANSWER
     problems = (

@@ -26,7 +26,8 @@ def _is_known(kind: str, settings: dict) -> bool:
         return False
     if not HAS_STATES and STATES & set(settings.get("layer_types", ())):
         return False
-    if not HAS_STATES and "kv_lora_rank" in settings:  # whole keys and values were cached then
+    if not HAS_STATES and {"kv_lora_rank", "mamba_d_ssm"} & settings.keys():
+        # Latent attention cached whole keys and values then, and Falcon-H1 had its own cache.
         return False
     return HAS_LAYER_CONFIGS or not {"global_head_dim", "num_kv_shared_layers"} & settings.keys()
 

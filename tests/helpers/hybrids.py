@@ -96,6 +96,8 @@ if HAS_STATES:
             ],
             "initializer_range": 0.1,
         },
+        # Pairs and a state in every layer.
+        "falcon_h1": {"mamba_d_ssm": 64, "initializer_range": 0.1},
         "lfm2": CONVOLUTIONS,
         "lfm2_moe": CONVOLUTIONS,
     }
@@ -142,7 +144,8 @@ def full_rows(model: PreTrainedModel) -> dict[int, int]:
     if not kinds or set(kinds) == {"sliding_attention"}:
         return {index: index for index in range(config.num_hidden_layers)}
     own = len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)
-    full = [index for index, kind in enumerate(kinds[:own]) if kind == "full_attention"]
+    whole = ("full_attention", "hybrid")
+    full = [index for index, kind in enumerate(kinds[:own]) if kind in whole]
     return {index: row for row, index in enumerate(full)}
 
 

@@ -57,6 +57,7 @@ HYBRID = {
     "LFM2 with experts",
     "Granite with state-space layers",
     "Nemotron-H",
+    "Falcon-H1",
     "gpt-oss",
     "Flint",
     "Cohere 2",

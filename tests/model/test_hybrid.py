@@ -21,7 +21,7 @@ from restorekv.generation import decoding
 from restorekv.model import attention
 from restorekv.model.prefill import make_full_cache, prefill, read_only_view
 from restorekv.model.prompt import Context
-from restorekv.model.shape import CacheShape
+from restorekv.model.shape import CacheShape, list_windows
 from restorekv.model.support import UNLIMITED, get_support
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.gate import train_gate
@@ -65,19 +65,20 @@ def test_layers_of_both_kinds_are_told_apart_and_tested(kind):
     full = list(full_rows(model))
     layer_types = model.config.layer_types
     assert get_support(model).positions == UNLIMITED
-    assert CacheShape.from_model(model).layers == len(full) < model.config.num_hidden_layers
+    assert CacheShape.from_model(model).layers == len(full) < len(list_windows(model.config))
     cache = prepare(model).evict(0.5)
     kinds = [type(layer) for layer in cache.layers]
     assert [index for index, each in enumerate(kinds) if each is RaggedLayer] == full
     assert cache.lengths.shape[0] == len(full)
     if kind in WITH_STATES:
         states = [index for index, each in enumerate(kinds) if each is StateLayer]
-        assert states == [
-            i for i, each in enumerate(layer_types) if each in ("linear_attention", "conv")
-        ]
+        own = [i for i, each in enumerate(layer_types) if each in ("linear_attention", "conv")]
+        # States beside pairs are in layers of their own, behind all others.
+        beside = [len(kinds) - len(full) + i for i in full if layer_types[i] == "hybrid"]
+        assert states == own + beside
         empty = [index for index, each in enumerate(kinds) if each is EmptyLayer]
         assert empty == [i for i, each in enumerate(layer_types) if each in ("moe", "mlp")]
-        assert len(states) + len(empty) + len(full) == model.config.num_hidden_layers
+        assert len(states) + len(empty) + len(full) - len(beside) == len(layer_types)
     else:
         assert {layer.context_columns for layer in cache.sliding} == {WINDOW - 1}
 
@@ -337,7 +338,8 @@ def test_attention_matching_fits_the_layers_that_see_everything(kind):
     """A head that keeps all its pairs is left alone, so nothing is lost at ratio 1."""
     model = build_hybrid(kind)
     cache = prepare(model, "am-fast:queries=400").evict(0.4)
-    assert len(cache.full_attention) == len(cache.sliding) + len(cache.with_states) == 2
+    pairless = len(cache.sliding) + len(cache.with_states)
+    assert len(cache.full_attention) == pairless == len(full_rows(model))
     whole = prepare(model, "am-fast:queries=400").evict(1)
     plain = prepare(model, "random").evict(1)
     asked = random_ids(QUESTION, 1)
@@ -441,6 +443,9 @@ def test_the_restore_pass_and_its_gradients_are_those_of_a_dense_model(kind, off
         for index, layer in enumerate(after_text):
             if not hasattr(layer, "keys"):
                 dense.layers[index] = layer
+            elif hasattr(layer, "conv_states"):  # pairs and states
+                dense.layers[index].conv_states = layer.conv_states
+                dense.layers[index].recurrent_states = layer.recurrent_states
         masks = make_masks(model, total, [(TEXT + 6, total, keep)], first=TEXT + 6)
         with exactness.masked(plain, masks):
             expected = plain(

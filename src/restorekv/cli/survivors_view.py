@@ -97,10 +97,12 @@ def _list_facts(survivors: Survivors) -> dict[str, str]:
             f"{format_bytes(m.sliding_bytes)} of the bytes"
         )
     if m.states:
-        facts["states"] = (
-            f"{len(m.states)} of {m.layers} layers keep a state instead of pairs: "
-            f"{format_bytes(m.state_bytes)} of the bytes, outside the budget"
-        )
+        with_pairs = m.shape["layers"]
+        kept = f"{len(m.states)} of {m.layers} layers keep a state instead of pairs"
+        # In such a file the states of layers that have pairs too come behind all pairs.
+        if m.states == list(range(with_pairs, 2 * with_pairs)):
+            kept = f"all {with_pairs} layers keep a state beside pairs"
+        facts["states"] = f"{kept}: {format_bytes(m.state_bytes)} of the bytes, outside the budget"
     return facts
 
 

@@ -62,6 +62,7 @@ from restorekv.model.shape import (
     list_attention_modules,
     list_heads,
 )
+from restorekv.model.states_beside import install_states_beside
 
 # Standard deviation of _check_eager's random logits: large ones show caps, sinks and biases.
 LOGIT_DEVIATION = 4.0
@@ -82,6 +83,7 @@ def probe_model(model: PreTrainedModel) -> Support:
         )
     install_latent_attention(model)
     _check_latent_class(model)
+    install_states_beside(model)
     attention.install_attention(model)
     try:
         with torch.no_grad():
@@ -416,7 +418,8 @@ def _compare_states(
         for kind in KINDS:
             # By the number of a state, as transformers' own layers have them too.
             own_states = getattr(cache.layers[index], f"{kind}_states")
-            for number, state in getattr(other.layers[index], f"{kind}_states").items():
+            found_states = getattr(probed.get_state_layer(other, index), f"{kind}_states")
+            for number, state in found_states.items():
                 if state is not None and not probed.is_close(own_states[number], state):
                     raise probed.make_refusal(OTHER_STATES)
 

@@ -36,7 +36,7 @@ from restorekv.model.probe_passes import (
     is_close,
     record_pass,
 )
-from restorekv.model.shape import find_pairless_layers, get_backbone, list_pair_layers
+from restorekv.model.shape import get_backbone, list_attention_modules
 
 UNLIMITED = sys.maxsize
 FAR = 1 << 20  # a position beyond every length that configs mention
@@ -201,8 +201,10 @@ def _find_cache_limit(probed: ProbedModel) -> Support:
     # `StateLayer` stands for the first class alone, and `EmptyLayer` for the second.
     known = dict.fromkeys(probed.states, "LinearAttentionLayer")
     known |= dict.fromkeys(probed.empty, "DummyLayer")
+    # A state that is beside pairs is in the same layer here.
+    known |= dict.fromkeys(probed.double, "LinearAttentionAndFullAttentionLayer")
     for index, name in known.items():
-        if type(layers[index]).__name__ != name:
+        if index < len(layers) and type(layers[index]).__name__ != name:
             raise probed.make_refusal(f"keeps {type(layers[index]).__name__} of its own")
     windows = probed.windows if len(layers) == len(probed.windows) else [None] * len(layers)
     for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
@@ -402,7 +404,7 @@ def _run_one_token(
             **pass_cache(backbone, make_full_cache(model)),
             **options,
         )
-    layers = len(list_pair_layers(model.config)) - len(find_pairless_layers(model.config))
+    layers = len(list_attention_modules(model))
     if len(record.calls) != layers:  # else nothing would be compared
         raise ModelError(
             f"{type(model).__name__} called its attention {len(record.calls)} times for "

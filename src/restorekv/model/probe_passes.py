@@ -28,6 +28,7 @@ from restorekv.model.shape import (
     find_pairless_layers,
     find_state_layers,
     get_dtype_name,
+    list_layers_beside,
     list_pair_layers,
     list_windows,
 )
@@ -112,6 +113,10 @@ class ProbedModel:
         # The layers that keep a state, those that keep nothing, those that attend, and the layer
         # whose pairs each of these attends to.
         self.states = find_state_layers(self.model.config)
+        # Of a layer of a cache with a state beside pairs, the layer of the model.
+        beside = list_layers_beside(self.model.config)
+        self._owners = {number: index for index, number in beside.items()}
+        self.double = tuple(beside)
         self.empty = find_empty_layers(self.model.config)
         layers = range(len(self.pair_layers))
         pairless = find_pairless_layers(self.model.config)
@@ -152,9 +157,17 @@ class ProbedModel:
         )
 
     def list_modules_with_states(self) -> list[nn.Module]:
-        """Return the layers that keep a state instead of pairs."""
+        """Return the layers of the model that keep a state."""
         layers: Any = self.backbone.layers
-        return [layers[index] for index in self.states]
+        return [layers[self._owners.get(index, index)] for index in self.states]
+
+    def get_state_layer(self, cache: Cache, index: int) -> Any:
+        """Return the layer of a cache that has a state, of which `index` is the number in a cache
+        of restorekv. transformers' own have it in the layer of the model.
+        """
+        if index < len(cache.layers):
+            return cache.layers[index]
+        return cache.layers[self._owners[index]]
 
     def make_refusal(self, why: str) -> ModelError:
         """Return the error of a model that `why` describes."""

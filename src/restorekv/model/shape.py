@@ -20,6 +20,8 @@ _STATE_LAYERS = {"linear_attention", "conv"} if HAS_STATES else set()
 # These have neither: a block of experts or of an MLP alone (Nemotron-H).
 _EMPTY_LAYERS = {"moe", "mlp"} if HAS_STATES else set()
 _PAIRLESS_LAYERS = _STATE_LAYERS | _EMPTY_LAYERS
+# These have pairs and a state; only models in which all layers do are used (Falcon-H1).
+_DOUBLE_LAYERS = {"hybrid"} if HAS_STATES else set()
 # What layers call their attention. The second name is GPT-NeoX's; a block of Nemotron-H has one
 # module, a mixer, whatever its kind.
 _ATTENTION_NAMES = ("self_attn", "attention", "mixer")
@@ -49,6 +51,8 @@ class CacheShape:
         # layers that hold nothing in a model without states.
         if kinds & _STATE_LAYERS and not kinds - _PAIRLESS_LAYERS - {FULL_ATTENTION}:
             known = {FULL_ATTENTION} | _PAIRLESS_LAYERS
+        if kinds == _DOUBLE_LAYERS:
+            known = _DOUBLE_LAYERS
         unknown = kinds - known
         if unknown:
             raise ModelError(
@@ -132,7 +136,7 @@ def _select_heads(
     """Return the heads of the layers that have a window, or of those that have none."""
     return [
         each
-        for each, window in zip(heads, windows, strict=True)
+        for each, window in zip(heads, windows[: len(heads)], strict=True)
         if (window is not None) == has_window
     ]
 
@@ -173,8 +177,8 @@ def count_sharing_layers(config: Any) -> int:
 
 
 def list_windows(config: Any) -> tuple[int | None, ...]:
-    """Return the window W of every layer that has pairs of its own, None for a layer that sees the
-    whole text.
+    """Return the window W of every layer of a full cache, None for a layer that sees the whole text
+    or has no pairs. Layers of the model that share the pairs of others have none in the cache.
 
     A token in a layer with a window sees itself and the W - 1 tokens before it. A hybrid model has
     both kinds of layers. A model with a window in every layer counts as one without windows here:
@@ -184,7 +188,7 @@ def list_windows(config: Any) -> tuple[int | None, ...]:
     own = _list_layer_configs(config)
     kinds = list(getattr(config, "layer_types", None) or ())[: len(own)]
     if set(kinds) != {FULL_ATTENTION, "sliding_attention"}:
-        return (None,) * len(own)
+        return (None,) * (len(own) + len(list_layers_beside(config)))
     windows: list[int | None] = []
     for kind, layer_config in zip(kinds, own, strict=True):
         window = None
@@ -232,11 +236,20 @@ def describe_windows(config: Any) -> list[int]:
     return windows if any(windows) else []
 
 
-def find_state_layers(config: Any) -> tuple[int, ...]:
-    """Return the numbers of the layers that keep a state instead of pairs, in ascending order
-    (cache/states.py); most models have none.
+def list_layers_beside(config: Any) -> dict[int, int]:
+    """Return, by the number of each layer of the model that has pairs and a state, the number of
+    the layer of a cache that has its state (states_beside.py); most models have no such layers.
     """
-    return _find_layers(config, _STATE_LAYERS)
+    first = int(config.get_text_config().num_hidden_layers)
+    double = _find_layers(config, _DOUBLE_LAYERS)
+    return {index: first + place for place, index in enumerate(double)}
+
+
+def find_state_layers(config: Any) -> tuple[int, ...]:
+    """Return the numbers of the layers of a cache that keep a state instead of pairs, in ascending
+    order (cache/states.py); most models have none.
+    """
+    return _find_layers(config, _STATE_LAYERS) + tuple(list_layers_beside(config).values())
 
 
 def find_empty_layers(config: Any) -> tuple[int, ...]:
@@ -245,10 +258,10 @@ def find_empty_layers(config: Any) -> tuple[int, ...]:
 
 
 def find_pairless_layers(config: Any) -> tuple[int, ...]:
-    """Return the numbers of the layers that do not attend, in ascending order: those that keep a
-    state, and those that keep nothing.
+    """Return the numbers of the layers of a cache that have no pairs, in ascending order: those
+    that keep a state, and those that keep nothing.
     """
-    return _find_layers(config, _PAIRLESS_LAYERS)
+    return _find_layers(config, _PAIRLESS_LAYERS) + tuple(list_layers_beside(config).values())
 
 
 def _find_layers(config: Any, kinds: set[str]) -> tuple[int, ...]:

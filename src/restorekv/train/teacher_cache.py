@@ -39,6 +39,7 @@ from restorekv.model.shape import (
     find_pairless_layers,
     find_state_layers,
     is_latent_config,
+    list_attention_modules,
     list_heads,
     list_windows,
 )
@@ -409,7 +410,7 @@ def _are_targets(
         for name in record:
             layers = model.config.get_text_config().num_hidden_layers
             if name == ATTENTION:
-                layers -= len(find_pairless_layers(model.config))
+                layers = len(list_attention_modules(model))
             state_size = (model.dtype, (layers, tokens, shape.hidden))
             sizes[f"{number}.state.{name}"] = state_size
     return seal.has_sizes(tensors, sizes)
