@@ -193,9 +193,7 @@ def watch_attention(model: PreTrainedModel, see: See, last: int | None = None) -
         see(
             view.layer,
             layer,
-            _compute_weights(
-                query[..., first:, :], layer, mask[..., first:, :], view.scale, view.sinks
-            ),
+            _compute_weights(query[..., first:, :], layer, mask[..., first:, :], view),
         )
 
     with attention.force_backend("autograd"), observe_layers(model, on_layer):
@@ -203,17 +201,28 @@ def watch_attention(model: PreTrainedModel, see: See, last: int | None = None) -
 
 
 def _compute_weights(
-    query: Tensor, layer: RaggedLayer, mask: Tensor, scale: float, sinks: Tensor | None
+    query: Tensor, layer: RaggedLayer, mask: Tensor, view: LayerView
 ) -> Iterator[Tensor]:
     """Yield the weights (G, Q, N + t) of each head, on the CPU.
 
-    `query` is (1, H, G, Q, D), `mask` (1, 1, Q, t) bool.
+    `query` is (1, H, G, Q, D), `mask` (1, 1, Q, t) bool; `view` has the model's scale, sinks and
+    cap.
     """
     # Apple's GPUs have no float64.
     exact = query.dtype if query.device.type == "mps" else torch.float64
-    context = (layer.context_keys, layer.context_values, layer.bias, sinks)
     blocks = autograd.iterate_blocks(
-        query.to(exact), layer.keys, layer.values, mask, *context, layer.bounds, scale
+        query.to(exact),
+        layer.keys,
+        layer.values,
+        mask,
+        layer.context_keys[:],
+        layer.context_values[:],
+        layer.bias,
+        view.sinks,
+        layer.bounds,
+        view.scale,
+        view.cap,
     )
     for _, found in groupby(blocks, key=lambda block: block[0]):
-        yield torch.cat([block[-1][0] for block in found], 1).double().cpu()
+        weights = [of_block[0] for _, _, _, _, _, of_block, _ in found]
+        yield torch.cat(weights, 1).double().cpu()

@@ -442,6 +442,7 @@ def test_the_definition_of_a_pass_is_what_blocks_compute(dtype):
             inside,
             on_weights,
             inputs.learned,
+            each.cap,
         )
         for _, error, allowed in pass_self_test.compare_results(
             each.name, inputs, output, best, inputs.weights.amax(2)
