@@ -235,7 +235,7 @@ class CaseInputs:
     sinks: Tensor | None = None
     cap: float | None = None
 
-    def list_more(self, device: torch.device) -> tuple[Any, ...]:
+    def list_softmax_arguments(self, device: torch.device) -> tuple[Any, ...]:
         """Return the last arguments of a backend on a device: sinks (H, G) and cap, or the sinks
         alone, or none.
         """
@@ -431,7 +431,7 @@ def _measure_backend(
         device = target.device
         mask = None if sample.mask is None else sample.mask.to(device)
         layer = _copy_to_device(sample.layer, device)
-        more = sample.list_more(device)
+        more = sample.list_softmax_arguments(device)
         found = attend()(sample.query.to(device), layer, mask, sample.scale, *more)
         allowed = compute_tolerance(target.dtype, sample.largest, products)
         yield Measurement(
@@ -451,7 +451,7 @@ def _measure_autograd(target: Target) -> Iterator[Measurement]:
             _convert_to_float64(sample.layer),
             sample.mask,
             sample.scale,
-            *sample.list_more(torch.device("cpu")),
+            *sample.list_softmax_arguments(torch.device("cpu")),
         )
         layer = _copy_to_device(sample.layer, target.device)
         query = sample.query.to(target.device)
@@ -462,7 +462,7 @@ def _measure_autograd(target: Target) -> Iterator[Measurement]:
             layer,
             mask,
             sample.scale,
-            *sample.list_more(target.device),
+            *sample.list_softmax_arguments(target.device),
         )
         names = ("queries", "keys", "values")
         for name, found, wanted in zip(names, found_gradients, wanted_gradients, strict=True):
@@ -527,7 +527,7 @@ def _measure_quantization(kv_dtype: str, target: Target) -> Iterator[Measurement
             _copy_to_device(layer, target.device),
             mask,
             sample.scale,
-            *sample.list_more(target.device),
+            *sample.list_softmax_arguments(target.device),
         )
         yield Measurement(
             case.name,

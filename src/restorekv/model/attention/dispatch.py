@@ -499,8 +499,9 @@ def _refuse_padding(attention_mask: Tensor) -> None:
 
 
 def _refuse_padding_token(layer: RaggedLayer, attention_mask: Tensor) -> None:
-    """Refuse a pass of one token (B, 1, 1, columns) that does not see itself in some row, for the
-    same reason. Earlier columns may be hidden: our own loops pad the tails of a batch.
+    """Refuse a pass of one token whose mask (B, 1, 1, columns) hides the token itself in some row:
+    the states would read it. Earlier columns may be hidden, since our own loops pad the tails of a
+    batch.
     """
     if layer.static is not None or torch.compiler.is_compiling():
         return
@@ -544,9 +545,9 @@ def _attend_dense(
     sinks = options.get("s_aux")
     cap = options.get("softcap")
     if sinks is not None or cap is not None:
-        queries, keys = query.shape[-2], key.shape[-2]
+        queries = query.shape[-2]
         if attention_mask is None and (queries > 1 or cap is not None):
-            causal = reference.make_causal_mask(queries, keys, query.device)
+            causal = reference.make_causal_mask(queries, key.shape[-2], query.device)
             attention_mask = causal[None, None]
     if cap is not None:
         assert attention_mask is not None, "made above"
