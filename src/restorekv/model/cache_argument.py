@@ -6,7 +6,7 @@ asked. Passing the old name where the new one is expected works until 5.40, with
 call.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from inspect import signature
 from typing import Any
@@ -36,6 +36,15 @@ def find_cache(arguments: Mapping[str, Any]) -> Cache | None:
         if arguments.get(name) is not None:
             return arguments[name]
     return None
+
+
+def replace_cache(arguments: dict[str, Any], change: Callable[[Cache], Any]) -> None:
+    """Replace the cache among the keyword arguments of a module's call, if there is one, by what
+    `change` makes of it.
+    """
+    for name in (NEW_NAME, OLD_NAME):
+        if arguments.get(name) is not None:
+            arguments[name] = change(arguments[name])
 
 
 # A process meets few classes of models; a test run meets some hundred.

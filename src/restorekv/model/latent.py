@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from restorekv.model.attention import PROJECTIONS, Projection
-from restorekv.model.cache_argument import NEW_NAME, OLD_NAME
+from restorekv.model.cache_argument import replace_cache
 from restorekv.model.linear_layers import compute_matrix_for_training
 
 _lock = threading.Lock()
@@ -80,10 +80,10 @@ def _change_class(kind: Any) -> None:
 
     @functools.wraps(forward_any)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for name in (NEW_NAME, OLD_NAME):
-            cache = kwargs.get(name)
-            if cache is not None and _takes_joined(cache, self.layer_idx):
-                kwargs[name] = _JoiningCache(cache)
+        def join(cache: Cache) -> Any:
+            return _JoiningCache(cache) if _takes_joined(cache, self.layer_idx) else cache
+
+        replace_cache(kwargs, join)
         return forward_any(self, *args, **kwargs)
 
     kind.expand_kv = expand_kv

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 
 from restorekv.cache.states import StateLayer
 from restorekv.errors import ModelError
-from restorekv.model.cache_argument import NEW_NAME, OLD_NAME
+from restorekv.model.cache_argument import replace_cache
 from restorekv.model.shape import find_attention, get_backbone, list_layers_beside
 
 _lock = threading.Lock()
@@ -101,13 +101,11 @@ def _change_class(kind: Any) -> None:
 
     @functools.wraps(forward_any)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for name in (NEW_NAME, OLD_NAME):
-            cache = kwargs.get(name)
-            if cache is None:
-                continue
+        def show_states(cache: Cache) -> Any:
             number = _find_state_layer(cache, self.layer_idx)
-            if number is not None:
-                kwargs[name] = _CacheOfStates(cache, number)
+            return cache if number is None else _CacheOfStates(cache, number)
+
+        replace_cache(kwargs, show_states)
         return forward_any(self, *args, **kwargs)
 
     kind.forward = forward

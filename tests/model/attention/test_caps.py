@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from restorekv.cache import quantized
-from restorekv.cache.sliding import SlidingLayer
 from restorekv.compression.attention_matching.matching import fit_head, observe_layer
 from restorekv.errors import ModelError, RestoreKVError
 from restorekv.evictors import attend
@@ -16,7 +15,16 @@ from restorekv.model import attention
 from restorekv.model.attention import BACKENDS, blocked, caps, packed, reference, sliding
 from restorekv.model.attention.caps import attend_with_cap
 from restorekv.model.support import get_support
-from tests.helpers.attention import GROUPS, HEADS, WIDTH, build, make_layer
+from tests.helpers.attention import (
+    GROUPS,
+    HEADS,
+    WIDTH,
+    build,
+    draw,
+    make_layer,
+    make_window_case,
+    run_scoring_pass,
+)
 from tests.helpers.compressing import compress_with
 from tests.helpers.hybrids import build_hybrid
 
@@ -25,11 +33,6 @@ CAP = 1.5
 WITHOUT_CAP = [name for name in BACKENDS if name in ("cascade", "triton")]
 WITH_CAP = [name for name in BACKENDS if name not in WITHOUT_CAP]
 CLOSE = {"rtol": 0, "atol": 1e-10}
-
-
-def draw(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def bend(logits):
@@ -169,18 +172,8 @@ def test_a_layer_without_a_cache_is_causal(queries):
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_layers_with_a_window_have_it(masked):
-    window, context, tail, queries = 6, 5, 7, 4
-    keys, values = draw(2, 3, context + tail, WIDTH), draw(2, 3, context + tail, WIDTH, seed=1)
-    keys[1, :, :context], values[1, :, :context] = keys[0, :, :context], values[0, :, :context]
-    first = keys[:1, :, :context], values[:1, :, :context]
-    nothing = keys[:1, :, :0]
-    layer = SlidingLayer(*first, 15, window, 20, nothing, nothing)
-    layer.keys, layer.values = keys[:, :, context:], values[:, :, context:]
-    query = draw(2, 6, queries, WIDTH, seed=2)
-    mask = reference.make_causal_mask(queries, tail, query.device)[None, None].expand(2, -1, -1, -1)
+    query, layer, mask, keys, values, visible = make_window_case()
     found = sliding.attend_rows(query, layer, mask if masked else None, SCALE, None, CAP)
-    visible = reference.make_causal_mask(queries, context + tail, query.device)
-    visible = visible & ~visible.tril(context + tail - queries - window)
     exact = dense(query.unflatten(1, (3, 2)), keys, values, visible[None, None]).flatten(1, 2)
     torch.testing.assert_close(found, exact, **CLOSE)
 
@@ -189,23 +182,9 @@ def test_layers_with_a_window_have_it(masked):
 def test_passes_of_scorers_have_it_in_output_and_weights(attend_pass, monkeypatch):
     monkeypatch.setattr(blocked, "TILE", 8)
     monkeypatch.setattr(reference, "ROWS", 4)
-    rows, held = 9, 30
-    query = draw(HEADS, GROUPS, rows, WIDTH)
-    keys, values = (draw(HEADS, held + rows, WIDTH, seed=seed) for seed in (1, 2))
-    own = keys[:, held:], values[:, held:]
-    inside = [slice(0, 2), slice(5, 11)]
-    columns = [0, 1, *range(5, 11), *range(held, held + rows)]
-    weights = torch.zeros(HEADS, GROUPS, rows, len(columns), dtype=torch.float64)
-
-    def note(head, low, high, found):
-        weights[head, :, low:high, : found.shape[-1]] = found.double()
-
-    def get_pairs(head):
-        return keys[head, :held], values[head, :held]
-
-    output = attend_pass(query, own, get_pairs, SCALE, inside, note, None, CAP)
-    later = ~reference.make_causal_mask(rows, held + rows, query.device)
-    logits = bend(query @ keys[:, None].mT * SCALE).masked_fill(later, -torch.inf)
+    case = run_scoring_pass(attend_pass, SCALE, None, CAP)
+    output, weights, products, later, values, columns = case
+    logits = bend(products).masked_fill(later, -torch.inf)
     exact = (logits.softmax(-1) @ values[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
     torch.testing.assert_close(output, exact, **CLOSE)
     torch.testing.assert_close(weights, logits[..., columns].softmax(-1), **CLOSE)

@@ -9,21 +9,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from restorekv.cache import quantized
-from restorekv.cache.sliding import SlidingLayer
 from restorekv.evictors import attend
 from restorekv.evictors.query_moments import compute_expected_weights
 from restorekv.model import attention
 from restorekv.model.attention import BACKENDS, blocked, packed, reference, sliding
 from restorekv.model.attention.sinks import attend_with_sinks
-from tests.helpers.attention import EXACT, GROUPS, HEADS, SEEN, WIDTH, build, make_layer
+from tests.helpers.attention import (
+    EXACT,
+    GROUPS,
+    HEADS,
+    SEEN,
+    WIDTH,
+    build,
+    draw,
+    make_layer,
+    make_window_case,
+    run_scoring_pass,
+)
 
 WITHOUT_GRADIENTS = {"cascade"}
 SCALE = 0.3
-
-
-def draw(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def with_column(logits, sinks):
@@ -173,19 +178,9 @@ def test_a_sink_is_not_rounded_to_16_bits(dtype):
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_layers_with_a_window_have_them(masked):
-    window, context, tail, queries = 6, 5, 7, 4
-    keys, values = draw(2, 3, context + tail, WIDTH), draw(2, 3, context + tail, WIDTH, seed=1)
-    keys[1, :, :context], values[1, :, :context] = keys[0, :, :context], values[0, :, :context]
-    first = keys[:1, :, :context], values[:1, :, :context]
-    nothing = keys[:1, :, :0]
-    layer = SlidingLayer(*first, 15, window, 20, nothing, nothing)
-    layer.keys, layer.values = keys[:, :, context:], values[:, :, context:]
-    query = draw(2, 6, queries, WIDTH, seed=2)
+    query, layer, mask, keys, values, visible = make_window_case()
     sinks = draw(6, seed=3) * 3
-    mask = reference.make_causal_mask(queries, tail, query.device)[None, None].expand(2, -1, -1, -1)
     found = sliding.attend_rows(query, layer, mask if masked else None, SCALE, sinks)
-    visible = reference.make_causal_mask(queries, context + tail, query.device)
-    visible = visible & ~visible.tril(context + tail - queries - window)
     grouped = query.unflatten(1, (3, 2))
     exact = dense(grouped, keys, values, visible[None, None], sinks.view(3, 2)).flatten(1, 2)
     torch.testing.assert_close(found, exact, rtol=0, atol=1e-6)
@@ -196,29 +191,8 @@ def test_passes_of_scorers_have_them_in_output_and_weights(attend_pass, monkeypa
     """The output is over all columns; the weights are a softmax over some columns and the sink."""
     monkeypatch.setattr(blocked, "TILE", 8)
     monkeypatch.setattr(reference, "ROWS", 4)
-    rows, held = 9, 30
-    query = draw(HEADS, GROUPS, rows, WIDTH)
-    keys, values = (draw(HEADS, held + rows, WIDTH, seed=seed) for seed in (1, 2))
     sinks = draw(HEADS, GROUPS, seed=3) * 3
-    own = keys[:, held:], values[:, held:]
-    inside = [slice(0, 2), slice(5, 11)]
-    columns = [0, 1, *range(5, 11), *range(held, held + rows)]
-    weights = torch.zeros(HEADS, GROUPS, rows, len(columns), dtype=torch.float64)
-
-    def note(head, low, high, found):
-        weights[head, :, low:high, : found.shape[-1]] = found.double()
-
-    output = attend_pass(
-        query,
-        own,
-        lambda head: (keys[head, :held], values[head, :held]),
-        SCALE,
-        inside,
-        note,
-        sinks,
-    )
-    logits = query @ keys[:, None].mT * SCALE
-    later = ~reference.make_causal_mask(rows, held + rows, query.device)
+    output, weights, logits, later, values, columns = run_scoring_pass(attend_pass, SCALE, sinks)
     logits = logits.masked_fill(later, -torch.inf)
     exact = with_column(logits, sinks) @ values[:, None]
     torch.testing.assert_close(output, exact.permute(2, 0, 1, 3).flatten(1, 2), rtol=0, atol=1e-10)

@@ -4,16 +4,15 @@ the two fits.
 With the reference queries q_i, i < n, and the article's keys and values k_j, v_j, j < T, of one KV
 head,
 
-    l_ij = c(q_i k_j * scale)  m_i = max_j l_ij     A_ij = softmax_j(l_ij)
+    l_ij = f(q_i k_j * scale)  m_i = max_j l_ij     A_ij = softmax_j(l_ij)
     y_i = sum_j exp(l_ij - m_i)     Y_i = sum_j A_ij v_j     score_j = sqrt(mean_i A_ij^2)
 
-are the mass y, the output Y and the score of the full cache, where c is the model's cap on logits,
-if it has one. For kept keys c_1 ... c_t, which stay
-as they are,
+are the mass y, the output Y and the score of the full cache. f(l) = l, or the capped logit in a
+model with a cap (attention/caps.py). For kept keys c_1 ... c_t, which stay as they are,
 
-    bias    min_B |M B - y|^2,  M_is = exp(c(q_i c_s * scale) - m_i),  bias = log B,
+    bias    min_B |M B - y|^2,  M_is = exp(f(q_i c_s * scale) - m_i),  bias = log B,
             e^-box <= B_s <= e^box
-    values  min_C |X C - Y|^2,  X = softmax_s(c(q_i c_s * scale) + bias_s)
+    values  min_C |X C - Y|^2,  X = softmax_s(f(q_i c_s * scale) + bias_s)
 
 Everything is float32 of model-dtype queries and keys. On the tiny model double precision changes
 neither fit (condition numbers up to 2e4), so it is left to the fallback.

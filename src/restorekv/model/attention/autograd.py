@@ -21,7 +21,8 @@ from restorekv.cache.ragged import RaggedLayer
 from restorekv.model.attention.reference import make_causal_mask
 from restorekv.model.attention.sinks import compute_weights
 
-# Logits of a block. Three such tensors exist at once, five under a cap: 16 MiB each in float32.
+# Logits of a block. Three such tensors exist at once, four under a cap, and one more in the
+# backward pass: 16 MiB each in float32.
 BLOCK = 1 << 22
 # One head's keys, or its values: context (N, D) and tail (B, t, D).
 ContextAndTail = tuple[Tensor, Tensor]
@@ -84,14 +85,14 @@ class AutogradAttention(torch.autograd.Function):
         for_query = torch.empty_like(query)
         for_keys = torch.zeros_like(tail_keys, dtype=exact)
         for_values = torch.zeros_like(tail_values, dtype=exact)
-        for head, rows, scaled, keys, values, weights, slope in iterate_blocks(*inputs):
+        for head, rows, scaled, keys, values, weights, bent in iterate_blocks(*inputs):
             arriving = gradient[:, head, :, rows].to(exact)
             count = len(keys[0])  # pairs of the context; those of the tail follow
             slopes = _multiply_pairs(arriving, values)
             slopes.sub_((weights * slopes).sum(-1, keepdim=True)).mul_(weights)
             slopes[..., count:].masked_fill_(~mask[:, :, rows], 0)
-            if slope is not None:
-                slopes.mul_(slope)
+            if bent is not None:
+                slopes.mul_(1 - bent.square())
             for_query[:, head, :, rows] = _mix_pairs(slopes, keys) * ctx.scale
             for_keys[:, head] += slopes[..., count:].flatten(1, 2).mT @ scaled.flatten(1, 2)
             for_values[:, head] += weights[..., count:].flatten(1, 2).mT @ arriving.flatten(1, 2)
@@ -116,12 +117,12 @@ def iterate_blocks(
     scale: float,
     cap: float | None,
 ) -> Iterator[tuple]:
-    """Yield (head, rows, scaled query, keys, values, weights, slope of the cap) for every head, in
+    """Yield (head, rows, scaled query, keys, values, weights, bent logits) for every head, in
     blocks of queries.
 
-    Scaled query (B, G, q, D), weights and slope (B, G, q, N + t) are float32, or the query's dtype
-    if that is wider; the slope is None without a cap. With sinks (H, G) the weights of a row sum to
-    less than 1.
+    Scaled query (B, G, q, D), weights and bent logits (B, G, q, N + t) are float32, or the query's
+    dtype if that is wider. Bent logits are tanh(s / c) under a cap c, else None. With sinks (H, G)
+    the weights of a row sum to less than 1.
     """
     batch, _, groups, queries, _ = query.shape
     exact = torch.promote_types(query.dtype, torch.float32)
@@ -134,15 +135,14 @@ def iterate_blocks(
             rows = slice(low, low + step)
             scaled = query[:, head, :, rows].to(exact) * scale
             logits = _multiply_pairs(scaled, keys)
-            slope = None
+            bent = None
             if cap is not None:
                 bent = (logits / cap).tanh()
                 logits = bent * cap
-                slope = 1 - bent.square()
             if bias is not None:
                 logits[..., : end - start] += bias[start:end]
             logits[..., end - start :].masked_fill_(~mask[:, :, rows], torch.finfo(exact).min)
-            yield head, rows, scaled, keys, values, compute_weights(logits, of_head), slope
+            yield head, rows, scaled, keys, values, compute_weights(logits, of_head), bent
 
 
 def _multiply_pairs(rows: Tensor, pairs: ContextAndTail) -> Tensor:
