@@ -380,9 +380,7 @@ def test_a_compiled_model_answers_alike_in_one_graph(family, monkeypatch):
     keep = torch.rand(1, 2, 30, generator=generator) < 0.5
     cache = RaggedCache.from_kept_pairs(full, keep)
     tiles.plan_tiles(cache.layers)
-    monkeypatch.setattr(
-        dispatch, "choose_backend", lambda query, layer: triton_attend.attend_ragged
-    )
+    monkeypatch.setattr(dispatch, "choose_backend", lambda *_: triton_attend.attend_ragged)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     forks, ids = (cache.fork(), cache.fork()), torch.tensor([[5, 6, 7]], device=DEVICE)

@@ -236,13 +236,11 @@ class CaseInputs:
     cap: float | None = None
 
     def list_softmax_arguments(self, device: torch.device) -> tuple[Any, ...]:
-        """Return the last arguments of a backend on a device: sinks (H, G) and cap, or the sinks
-        alone, or none.
+        """Return the last arguments of a backend on a device: sinks (H, G) and cap, or none if the
+        case has neither.
         """
         sinks = None if self.sinks is None else self.sinks.to(device)
-        if self.cap is not None:
-            return (sinks, self.cap)
-        return () if sinks is None else (sinks,)
+        return () if sinks is None and self.cap is None else (sinks, self.cap)
 
     def compute_definition(self) -> Tensor:
         """Return the definition's result in float64."""

@@ -520,14 +520,10 @@ def _attend_ragged(
     cap = options.get("softcap")
     grouped = query.unflatten(1, (layer.heads, -1))
     unpacked = _unpack_for_call(grouped, layer)
-    if cap is not None:
-        backend = choose_backend(grouped, unpacked, cap)
-        result = backend(grouped, unpacked, attention_mask, scale, sinks, cap)
-    else:
-        backend = choose_backend(grouped, unpacked)
-        # Few models have sinks, and a backend is called without them otherwise.
-        sink_arguments = () if sinks is None else (sinks,)
-        result = backend(grouped, unpacked, attention_mask, scale, *sink_arguments)
+    backend = choose_backend(grouped, unpacked, cap)
+    # Few models have sinks or a cap, and a backend is called without them otherwise.
+    softmax_arguments = () if sinks is None and cap is None else (sinks, cap)
+    result = backend(grouped, unpacked, attention_mask, scale, *softmax_arguments)
     return result.flatten(1, 2).transpose(1, 2).contiguous()
 
 
