@@ -272,9 +272,13 @@ def keep_read_states(layers: Iterable[Any]) -> AbstractContextManager[Any]:
 
     Granite's step of one token writes into its recurrent state without asking for `record_past`.
     """
-    states: set[int] = set()
+    # The tensors themselves are held, not only their addresses: the pass replaces states, and an
+    # activation at the address of a freed one would be copied too. A copy of a slice is laid out
+    # differently, and kernels may round differently then.
+    states: dict[int, Tensor] = {}
     for layer in list_state_layers(layers):
-        states |= {tensor.untyped_storage().data_ptr() for tensor in layer.list_tensors()}
+        for tensor in layer.list_tensors():
+            states[tensor.untyped_storage().data_ptr()] = tensor
     if not states or not torch.is_grad_enabled():
         return nullcontext()
 
