@@ -7,6 +7,9 @@ from transformers import PreTrainedModel
 from restorekv.context import CompressedContext
 from restorekv.tiny.world import WorldDocument
 
+# So many that an answer is longer than the windows of the families.
+ANSWER_TOKENS = 128
+
 
 def count_agreement(
     on_cpu: PreTrainedModel,
@@ -28,7 +31,11 @@ def count_agreement(
         if found.kept.shape == kept.shape:
             counts["pairs equal"] += int((found.kept.cpu() == kept).sum())
         questions = [question.text for question in document.questions]
-        answers = zip(expected.ask(questions), found.ask(questions), strict=True)
+        answers = zip(
+            expected.ask(questions, ANSWER_TOKENS),
+            found.ask(questions, ANSWER_TOKENS),
+            strict=True,
+        )
         counts["answers"] += len(questions)
         counts["answers equal"] += sum(one == other for one, other in answers)
     return counts

@@ -1,5 +1,6 @@
 """Tiny random models of both families and a tokenizer made in memory: nothing is downloaded."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -14,6 +15,19 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tests.helpers.models import FAMILIES, build_model, build_tokenizer
+
+
+def pytest_collection_finish() -> None:
+    """Take the tests themselves and all modules out of later garbage collections, which took longer
+    than many a test.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Let the interpreter free everything when it ends; Triton's bindings complain otherwise."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

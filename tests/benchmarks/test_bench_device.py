@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import device, device_families
+from benchmarks import agreement, device, device_families
 from benchmarks.device import Options, format_tables, run_device
 from restorekv.errors import RestoreKVError
 
@@ -17,6 +17,7 @@ SMALL = Options(
 
 def test_the_cpu_agrees_with_itself_in_everything(monkeypatch):
     monkeypatch.setattr(device, "METHODS", ("kvzip", "random"))
+    monkeypatch.setattr(agreement, "ANSWER_TOKENS", 8)
     families = {"gemma3_text", "gpt_oss"}
     monkeypatch.setattr(
         device_families,

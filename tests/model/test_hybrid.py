@@ -120,20 +120,21 @@ def test_greedy_answers_beyond_the_window_are_those_of_generate(kind):
     context = make_context()
     lengths = (1, 5, WINDOW, QUESTION)
     asked = [random_ids(length, length) for length in lengths]
+    answer = WINDOW + 8
     wanted = []
     for each in asked:
         ids = torch.cat([context.ids, each], -1)
         written = plain.generate(
-            ids, max_new_tokens=3 * WINDOW, do_sample=False, eos_token_id=2, pad_token_id=0
+            ids, max_new_tokens=answer, do_sample=False, eos_token_id=2, pad_token_id=0
         )
         wanted.append(written[0, ids.shape[-1] :].tolist())
     cache = prepare(model, context=context).evict(1)
     for graph in (False, True):  # rows of one batch with padding, and steps of fixed work
-        written = decoding.generate_ids(model, TOKENIZER, cache, asked, 3 * WINDOW, graph=graph)
+        written = decoding.generate_ids(model, TOKENIZER, cache, asked, answer, graph=graph)
         assert [each.tolist() for each in written] == wanted
     other = prepare(model, context=make_context(50, 7)).evict(1)
     caches = [cache, other, cache, other]
-    written = decoding.generate_ids(model, TOKENIZER, caches, asked, 3 * WINDOW)
+    written = decoding.generate_ids(model, TOKENIZER, caches, asked, answer)
     assert [written[0].tolist(), written[2].tolist()] == [wanted[0], wanted[2]]
 
 
@@ -556,12 +557,12 @@ def test_threads_share_one_cache(kind):
     cache = prepare(model).evict(0.4)
     asked = [random_ids(length, length) for length in (3, 9, 20, 33)]
     alone = [
-        decoding.generate_ids(model, TOKENIZER, cache, [each], 24)[0].tolist() for each in asked
+        decoding.generate_ids(model, TOKENIZER, cache, [each], 12)[0].tolist() for each in asked
     ]
     found: dict[int, list[int]] = {}
 
     def ask(number):
-        found[number] = decoding.generate_ids(model, TOKENIZER, cache, [asked[number]], 24)[
+        found[number] = decoding.generate_ids(model, TOKENIZER, cache, [asked[number]], 12)[
             0
         ].tolist()
 

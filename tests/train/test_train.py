@@ -201,15 +201,22 @@ def test_models_with_layers_of_several_kinds_are_trained(tiny_tokenizer, tmp_pat
     config = replace(
         CONFIG, steps=24, targets=list_targets(model), hidden_weight=0.1, attention_weight=0.1
     )
-    curves = []
-    for run in ("filling", "filled"):
-        folder = tmp_path / run
-        store = tmp_path / "store"
-        adapter = train_adapter(
-            model, tiny_tokenizer, EXAMPLES, config, folder, store=store, store_prefill=True
-        )
-        curves.append(losses(folder))
-    assert curves[0] == curves[1] and sum(curves[0][-3:]) < sum(curves[0][:3])
+
+    def train(name, progress=lambda *_: None):
+        folder = tmp_path / name
+        given = {"store": tmp_path / "store", "store_prefill": True, "progress": progress}
+        return train_adapter(model, tiny_tokenizer, EXAMPLES, config, folder, **given)
+
+    def interrupt(step, *_):
+        if step == 6:  # by the third, every text has been read
+            raise KeyboardInterrupt
+
+    adapter = train("filling")
+    curve = losses(tmp_path / "filling")
+    assert sum(curve[-3:]) < sum(curve[:3])
+    with pytest.raises(KeyboardInterrupt):
+        train("filled", interrupt)
+    assert losses(tmp_path / "filled") == curve[:6]
     own = set(range(len(list_windows(model.config))))
     if kind != "olmo_hybrid":
         own -= set(find_pairless_layers(model.config))
