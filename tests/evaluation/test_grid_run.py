@@ -30,6 +30,7 @@ from restorekv.model.prompt import encode_question
 from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.compressing import compress_with
 from tests.helpers.grid_world import WORDS, Plain, contents, grid, save_world
+from tests.helpers.hybrids import LATENT, build_hybrid
 from tests.helpers.models import build_model
 
 RATIOS = ("0.8", "0.6", "0.5", "0.4", "0.3")
@@ -96,7 +97,51 @@ def test_every_context_evictor_and_adapter_costs_once(world, counted, tmp_path):
         grid(model_of(world), "plain:contexts=3", ("kvzip", "kvzip:chunk=32"), RATIOS[:2], both),
         tmp_path,
     )
-    assert counted == {"prefill": 6, "score": 6, "restore": 12}
+    # The second method reads one more text first, to find out whether it works on the model.
+    assert counted == {"prefill": 7, "score": 7, "restore": 12}
+
+
+def save_model(kind, folder, tokenizer):
+    """Save a small model of a kind with a tokenizer; return its name."""
+    build_hybrid(kind).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+LATE_REFUSALS = {
+    "fitted values": ("deepseek_v2", "am-fast", {"prefix_policy": "free"}, "has one vector"),
+    "rotated queries": ("deepseek_v2", "expected-attention", {}, "does not know how to rotate"),
+    "a cap": ("gemma2", "expected-attention", {}, "caps the logits"),
+    "no gate": ("gemma2", "fastkvzip", {}, "No fastkvzip gate ships"),
+    "codes": ("deepseek_v2", "snapkv", {"kv_dtype": "int8"}, "in the model's dtype"),
+    "no adapter": ("gemma2", "snapkv", {"adapter": "auto"}, "No adapter for snapkv ships"),
+}
+
+
+@pytest.mark.parametrize("case", LATE_REFUSALS)
+def test_what_a_model_cannot_do_is_refused_before_the_first_cell(case, tiny_tokenizer, tmp_path):
+    kind, evictor, fields, message = LATE_REFUSALS[case]
+    if kind == "deepseek_v2" and not LATENT:
+        pytest.skip("transformers caches latents since it has states")
+    name = save_model(kind, tmp_path / "model", tiny_tokenizer)
+    cells = grid(name, "plain", ("knorm",), ("0.5",))
+    cells.append(Cell(name, "plain", evictor, "0.5", **fields))
+    with pytest.raises(RestoreKVError, match=message):
+        run_grid(cells, tmp_path / "out")
+    assert not list((tmp_path / "out").rglob("*.json*"))
+
+
+def test_a_grid_that_is_finished_but_for_one_job_reads_nothing_twice(world, counted, tmp_path):
+    cells = grid(model_of(world), "plain:contexts=1", ("kvzip", "kvzip:chunk=32"), ("0.5",))
+    run_grid(cells[:2], tmp_path)
+    run_grid(cells, tmp_path)
+    assert counted == {"prefill": 2, "score": 2, "restore": 0}
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tiny_tokenizer, tmp_path):
+    name = save_model("gemma2", tmp_path / "model", load_model("tiny")[1])
+    with pytest.raises(RestoreKVError, match="pass the tokenizer that belongs to the model"):
+        run_grid(grid(name, "plain"), tmp_path / "out")
 
 
 def test_the_full_cache_alone_is_not_scored(world, counted, tmp_path):
@@ -293,8 +338,8 @@ def test_a_further_ratio_and_evictor_reuse_what_is_there(world, counted, tmp_pat
     run_grid(more, tmp_path)
     after = contents(tmp_path)
     assert before.items() <= after.items() and len(after) == 3 * len(more)
-    assert counted == {"prefill": 4, "score": 2, "restore": 0}, (
-        "two contexts for kvzip at 0.2, two for knorm"
+    assert counted == {"prefill": 5, "score": 2, "restore": 0}, (
+        "two contexts for kvzip at 0.2, two for knorm, and one to find out whether knorm works"
     )
 
 

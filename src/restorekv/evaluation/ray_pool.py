@@ -201,6 +201,11 @@ class RayPool(RayWorkers):
         super().__init__(RayWorker, (), workers, address, device, threads)
         self.identities: Identities = {}  # of the cells of the job that was opened last
 
+    def check_jobs(self, jobs: Sequence[Job]) -> None:
+        """Check the jobs on a worker: this machine may have no room for the model."""
+        if jobs:
+            next(self.run_calls([("check_jobs", (jobs,))]))
+
     def open_job(self, job: Job) -> tuple[Identities, Digests]:
         """Open the job on a worker: this machine may have no room for the model."""
         opened, messages = next(self.run_calls([("open_with_warnings", (job,))]))

@@ -208,6 +208,11 @@ def _check_types(path: Path, value: object, hints: dict[str, Any]) -> None:
         )
 
 
+def is_finished(folder: Path, cell: Cell) -> bool:
+    """Return whether the folder of a run has all answers of a cell."""
+    return (folder / CELLS / cell.name / SUMMARY).exists()
+
+
 def open_result(folder: Path, cell: Cell, identity: dict, set_aside: bool = False) -> Result:
     """Open the cell's folder, or create it.
 

@@ -5,6 +5,7 @@ A job is the cells with the same model, questions and evictor, which share prefi
 sample is a context with its questions.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,14 @@ from restorekv import spec, tasks
 from restorekv.cache import quantized
 from restorekv.compression.budget import parse_ratio
 from restorekv.compression.eviction import make_compressor
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.evaluation import protocols
 from restorekv.evaluation.grid import FULL, Cell, Job, group_jobs
 from restorekv.evaluation.results import (
     SUMMARY,
     Result,
     identify_setup,
+    is_finished,
     load_readable_cells,
     open_result,
 )
@@ -70,6 +72,12 @@ class GridProgress:
 class WorkerPool(Protocol):
     """Runs jobs, in this process or in others."""
 
+    def check_jobs(self, jobs: Sequence[Job]) -> None:
+        """Raise RestoreKVError if the model of a job lacks what its cells need, or its method
+        refuses the model.
+        """
+        ...
+
     def open_job(self, job: Job) -> tuple[Identities, Digests]:
         """Return the identity of every cell, and the digests of the samples in order."""
         ...
@@ -92,6 +100,17 @@ class LocalPool:
             self.worker = None  # frees the last job before the next one loads
             self.worker = Worker(job, self.device)
         return self.worker
+
+    def check_jobs(self, jobs: Sequence[Job]) -> None:
+        checked: set[tuple[str, ...]] = set()
+        # The last ones first, so that the first job finds its model loaded.
+        for job in reversed(jobs):
+            worker = self._get_worker(job)
+            first = job.representative
+            key = (first.model, first.dtype, first.protocol, first.evictor)
+            if key not in checked:
+                worker.check_method()
+                checked.add(key)
 
     def open_job(self, job: Job) -> tuple[Identities, Digests]:
         worker = self._get_worker(job)
@@ -167,15 +186,28 @@ def run_grid(
         Every cell's result, in the order of `cells`.
 
     Raises:
-        RestoreKVError: A cell names something that does not exist (raised before any cell runs),
-            a cell of the folder has another identity or answers about other contexts, or another
-            process is filling the folder.
+        RestoreKVError: A cell names something that does not exist, or a method refuses a model
+            (both are raised before any cell runs), a cell of the folder has another identity or
+            answers about other contexts, or another process is filling the folder.
     """
     check_cells(cells)
     # A second run would add every answer again.
     with folder_lock(folder):
-        results = _run_jobs(group_jobs(cells), folder, pool or LocalPool(), on_progress, set_aside)
+        jobs = group_jobs(cells)
+        pool = pool or LocalPool()
+        _check_unfinished(jobs, folder, pool)
+        results = _run_jobs(jobs, folder, pool, on_progress, set_aside)
     return [results[cell] for cell in cells]
+
+
+def _check_unfinished(jobs: Sequence[Job], folder: Path, pool: WorkerPool) -> None:
+    """Refuse what jobs that are not finished would refuse only after the first of them has run."""
+    unfinished = [job for job in jobs if any(not is_finished(folder, cell) for cell in job.cells)]
+    with warnings.catch_warnings():
+        # Opening the jobs warns again.
+        warnings.simplefilter("ignore", RestoreKVWarning)
+        # The first job refuses before it has an answer.
+        pool.check_jobs(unfinished[1:])
 
 
 def _run_jobs(

@@ -13,12 +13,13 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.cache_utils import Cache
 
 from restorekv import tasks
-from restorekv.cache.ragged import RaggedCache
+from restorekv.cache.ragged import NO_LATENT_CODES, RaggedCache
 from restorekv.compression.adapters import load_adapter
 from restorekv.compression.compressor import Compressor, PreparedContext, time_phase
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor
 from restorekv.compression.full_cache import ScoredContext
+from restorekv.compression.method_check import check_method
 from restorekv.data.teacher import hash_tokenizer
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
@@ -37,6 +38,8 @@ from restorekv.model.identity import identify_model
 from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context
+from restorekv.model.shape import is_latent_config
+from restorekv.model.tokenize import check_model_and_tokenizer
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks import Sample
 
@@ -74,7 +77,8 @@ class Worker:
         device: Where the model runs.
 
     Raises:
-        RestoreKVError: The model, the benchmark or an adapter cannot be opened.
+        RestoreKVError: The model, the benchmark or an adapter cannot be opened, or the model has
+            no codes of a cell's `kv_dtype`.
     """
 
     def __init__(self, job: Job, device: str = "cpu") -> None:
@@ -84,6 +88,12 @@ class Worker:
         self.benchmark = tasks.make_benchmark(first.benchmark)
         self.model, self.tokenizer = open_model(first.model, first.dtype, device, first.protocol)
         support.prepare_model(self.model)
+        # A wrong tokenizer is refused here, not by the first text that has a token too many.
+        check_model_and_tokenizer(self.model, self.tokenizer)
+        if is_latent_config(self.model.config):
+            for cell in job.cells:
+                if cell.kv_dtype != "model":
+                    raise RestoreKVError(NO_LATENT_CODES)
         self.identity = identify_model(self.model)  # once, as it reads every weight
         self.adapters = {cell: self._load_adapter(cell) for cell in job.cells}
         # Some compressors fix the config, so all their cells need the same one.
@@ -136,6 +146,25 @@ class Worker:
                 "evaluate the evictor without one."
             )
         return adapter
+
+    def check_method(self) -> None:
+        """Raise RestoreKVError if the job's method refuses the model."""
+        first = self.job.representative
+        if first.evictor == FULL:
+            return
+
+        def make_first_context() -> Context:
+            context, _ = self.protocol.make_context(
+                first.model, self.tokenizer, self.samples[0].context, first.max_context
+            )
+            return context
+
+        check_method(
+            self.model,
+            self.tokenizer,
+            self._make_compressor(first),
+            make_first_context if self.samples else None,
+        )
 
     def answer_sample(self, sample_id: str, cells: Sequence[Cell]) -> Iterator[AnsweredCell]:
         """Ask a sample's questions of every cell; expensive steps are done once, and only if
