@@ -138,6 +138,16 @@ def test_a_grid_that_is_finished_but_for_one_job_reads_nothing_twice(world, coun
     assert counted == {"prefill": 2, "score": 2, "restore": 0}
 
 
+def test_an_offset_with_an_adapter_is_refused_before_a_model_is_loaded(world, tmp_path):
+    """The cells of the evictor alone can have an offset, and would run first."""
+    both = (None, str(world / "adapter"))
+    cells = grid(model_of(world), "plain", ("knorm",), ("0.5",), both)
+    cells = [cells[0], *(replace(cell, offset=8) for cell in cells[1:])]
+    with pytest.raises(RestoreKVError, match="evaluate knorm without an adapter"):
+        run_grid(cells, tmp_path / "out")
+    assert not worker.OPEN_MODELS and not (tmp_path / "out").exists()
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tiny_tokenizer, tmp_path):
     name = save_model("gemma2", tmp_path / "model", load_model("tiny")[1])
     with pytest.raises(RestoreKVError, match="pass the tokenizer that belongs to the model"):

@@ -291,6 +291,11 @@ def check_cells(cells: Sequence[Cell]) -> None:
         parse_ratio(cell.ratio)
         quantized.check_kv_dtype(cell.kv_dtype)
         check_dtype(cell.dtype)
+        if cell.offset and cell.restored:
+            raise RestoreKVError(
+                f"An offset is a control without restoring; evaluate {cell.evictor} without an "
+                "adapter (@none on the command line), or leave out the offset."
+            )
         if cell.evictor != FULL:
             config = cell.config(protocols.make_protocol(cell.protocol).prefix_policy)
             make_compressor(cell.evictor, config)
