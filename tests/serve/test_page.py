@@ -15,7 +15,8 @@ openai = pytest.importorskip("openai")
 
 from restorekv import compress  # noqa: E402
 from restorekv.compression import adapters  # noqa: E402
-from restorekv.errors import RestoreKVError  # noqa: E402
+from restorekv.compression.presets import resolve_preset  # noqa: E402
+from restorekv.errors import ModelError, RestoreKVError  # noqa: E402
 from restorekv.model.tokenize import split_into_pieces, tokenize_text  # noqa: E402
 from restorekv.serve import (  # noqa: E402
     caches,
@@ -24,6 +25,7 @@ from restorekv.serve import (  # noqa: E402
 from restorekv.serve.run import Settings, build_app  # noqa: E402
 from restorekv.serve.variants import Variant  # noqa: E402
 from tests.helpers.compressing import make_adapter  # noqa: E402
+from tests.helpers.hybrids import LATENT, build_hybrid  # noqa: E402
 from tests.helpers.models import build_model  # noqa: E402
 from tests.helpers.serving import (  # noqa: E402
     KEY,
@@ -239,6 +241,29 @@ def test_variants_go_by_the_whole_base_name_and_ratio():
         for ratio in ("0.10", "1", "0.12345678", "0.12345699")
     ]
     assert names == ["t:fast-0.1", "t:fast-1", "t:fast-0.12345678", "t:fast-0.12345699"]
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gemma2"])
+def test_methods_that_the_model_refuses_are_not_listed(kind, tiny_tokenizer, tmp_path):
+    """Latent attention and capped logits have no formula for some methods, and no gates ship for
+    either model.
+    """
+    if kind == "deepseek_v3" and not LATENT:
+        pytest.skip("transformers caches latents since it has states")
+    model = build_hybrid(kind)
+    with serving(model, tiny_tokenizer, tmp_path / "store") as url:
+        methods = json.loads(fetch(url, "/v1/variants")[2])["methods"]
+    assert "best" in methods and "snapkv" in methods
+    for method in page.METHODS:
+        options = {"evictor": resolve_preset(method), "ratio": 0.5, "adapter": None}
+        if method in methods:
+            compress(model, tiny_tokenizer, TEXT, **options)
+        else:
+            with pytest.raises(RestoreKVError):
+                compress(model, tiny_tokenizer, TEXT, **options)
+    refused = Settings(tmp_path / "other", "tiny", "tiny:expected-attention-0.5")
+    with pytest.raises(ModelError, match="use another evictor"):
+        build_app(model, tiny_tokenizer, refused)
 
 
 def test_methods_and_progress(url, file):

@@ -20,6 +20,7 @@ from restorekv import __version__
 from restorekv.compression.adapters import name_model_with_adapters
 from restorekv.compression.compressor import Compressor
 from restorekv.compression.eviction import make_compressor
+from restorekv.compression.method_check import check_before_reading
 from restorekv.compression.presets import resolve_preset
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import EVICTORS
@@ -32,6 +33,8 @@ from restorekv.restore.adapter_file import CARD
 from restorekv.restore.shipped import find_shipped_adapter
 from restorekv.seal import short_hash
 from restorekv.serve.variants import Variant
+
+REFUSED = ("", "")  # instead of the digests of an evictor that refuses the model
 
 
 @dataclass(frozen=True)
@@ -77,13 +80,20 @@ class CacheOrigin:
         # Once, and not for each evictor: it may read the weights.
         model_name = name_model_with_adapters(identity)
         named = None if adapter == "auto" else _digest_named_adapter(adapter)
-        evictors = {name: _describe_evictor(name, model, model_name, named) for name in EVICTORS}
+        evictors = {
+            name: _describe_evictor(name, model, tokenizer, model_name, named) for name in EVICTORS
+        }
         return cls(common, evictors)
 
     @cached_property
     def digest(self) -> str:
         """A hash that distinguishes this origin from others."""
         return short_hash(json.dumps([*self.common, dict(self.evictors)], sort_keys=True))
+
+    def has_method(self, name: str) -> bool:
+        """Return whether an evictor or a preset works on the model."""
+        evictor = resolve_preset(name)
+        return tuple(self.evictors.get(evictor, REFUSED)) != REFUSED
 
     def make_key(self, sha256: str, variant: Variant) -> str:
         """Return the name of a cache: 32 hex digits of a hash of document, variant and origin."""
@@ -97,24 +107,30 @@ class CacheOrigin:
 
 
 def _describe_evictor(
-    name: str, model: PreTrainedModel, model_name: str, named: str | None
+    name: str,
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    model_name: str,
+    named: str | None,
 ) -> tuple[str, str]:
     """Return the identity of an evictor's scores, and a digest of its adapter.
 
     Args:
         name: The name of the evictor.
         model: What reads the documents.
+        tokenizer: Its tokenizer.
         model_name: The name of the model that adapters ship for.
         named: The digest of the adapter for all evictors; None takes the one that ships.
     """
     try:
         compressor = make_compressor(name)
+        check_before_reading(model, tokenizer, compressor)
         scores = f"{compressor.identity(model)} {compressor.digest_code()}"
         adapter = _digest_adapter(compressor, model_name) if named is None else named
         return scores, adapter
     except RestoreKVError:
         # It has no gate for this model, say. A request for it gets the error, and no cache.
-        return "", ""
+        return REFUSED
 
 
 def _digest_named_adapter(adapter: RestoreAdapter | str | None) -> str:

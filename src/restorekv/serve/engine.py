@@ -25,6 +25,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.generation.answers import Answer
 from restorekv.generation.sampling import SamplingConfig
 from restorekv.model.prompt import Context
+from restorekv.serve.cache_origin import CacheOrigin
 from restorekv.serve.variants import Variant
 
 # Errors of an operating system that lacks something now and may have it again later.
@@ -226,6 +227,7 @@ class Engine(ABC):
 
     tokenizer: Tokenizer
     stop_ids: set[int]  # ids that end an answer
+    origin: CacheOrigin  # what the caches are made with
     # Seconds that the engine needs to shut down after all requests have ended, if that is more than
     # a moment.
     shutdown_grace: float = 0.0

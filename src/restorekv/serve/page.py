@@ -1,7 +1,7 @@
 """The page at `/`: its static files, and the three endpoints that it needs besides OpenAI's.
 
-`/v1/variants` says which methods there are, `/v1/files/{id}/progress` how far a compression is, and
-`/v1/files/{id}/kept` which tokens survive it.
+`/v1/variants` says which methods work on the model, `/v1/files/{id}/progress` how far a compression
+is, and `/v1/files/{id}/kept` which tokens survive it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def add_page(app: FastAPI, service: Service) -> None:
         return {
             "base": service.model_name,
             "default": {"method": default.method, "ratio": float(default.ratio)},
-            "methods": METHODS,
+            "methods": [name for name in METHODS if service.engine.origin.has_method(name)],
             "max_tokens": service.limits.tokens,
         }
 

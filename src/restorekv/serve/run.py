@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.compression.adapters import locate_adapter
-from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor
+from restorekv.compression.method_check import check_before_reading
 from restorekv.compression.presets import DEFAULT_EVICTOR, resolve_preset
 from restorekv.context import CompressedContext
 from restorekv.errors import GateError, RestoreKVError
@@ -112,7 +112,7 @@ def find_engine_class(name: str) -> type[CacheEngine]:
 def build_app(model: PreTrainedModel, tokenizer: Tokenizer, settings: Settings) -> FastAPI:
     """Return the application with the engine that the settings name."""
     default = Variant.parse(settings.default, settings.base)
-    check_default_method(model, default)
+    check_default_method(model, tokenizer, default)
     adapter = open_adapter(model, settings.adapter, default)
     store = open_store(settings)
     engine = find_engine_class(settings.engine)(
@@ -172,13 +172,12 @@ def build_engine_app(
     return app
 
 
-def check_default_method(model: PreTrainedModel, default: Variant) -> None:
-    """Refuse a model without the gate that the method of uploads needs."""
+def check_default_method(model: PreTrainedModel, tokenizer: Tokenizer, default: Variant) -> None:
+    """Refuse a model on which the method of uploads does not work, as without its gate."""
     if not default.method:
         return
     try:
-        # The identity of an evictor with a gate has the gate's hash, so it loads the gate.
-        make_compressor(resolve_preset(default.method), CompressionConfig()).identity(model)
+        check_before_reading(model, tokenizer, make_compressor(resolve_preset(default.method)))
     except GateError as error:
         raise GateError(f"{error} Or serve with --preset best, which needs no gate.") from error
 
