@@ -12,7 +12,7 @@ import torch
 
 from restorekv.errors import AdapterError, RestoreKVWarning
 from restorekv.model.load import load_model
-from restorekv.restore import publish
+from restorekv.restore import adapter_file, publish
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.restore.adapter_file import read_adapter
 from tests.helpers.cards import adapter_of, rows
@@ -303,6 +303,30 @@ def test_results_get_into_the_folder_and_its_card(measured, own, hub):
     assert json.loads(hub.files(REPO)["restorekv.json"])["results"] == results
     assert "| tiny | 0.5 |" in hub.files(REPO)["README.md"].decode() and "| tiny |" in dry.out
     assert rows((own / "README.md").read_text(), "Results")
+
+
+def test_results_say_which_weights_were_measured(tmp_path):
+    """Published in another dtype, the adapter is not quite the one whose figures the card has."""
+    row = {"benchmark": "b", "ratio": 0.1, "restored": 50.0}
+    adapter = adapter_of()
+    adapter.card = replace(adapter.card, results=[row, row | {"ratio": 0.2}])
+    folder = tmp_path / "own"
+    adapter.save_pretrained(folder)
+    same = cli("push", folder, REPO, "--dry-run", "--dtype", "float32").out
+    assert same == cli("push", folder, REPO, "--dry-run").out and "lora dtype" not in same
+    half = cli("push", folder, REPO, "--dry-run", "--dtype", "float16").out
+    assert "| b | 0.1 | 50.0 | float32 |" in half and "| b | 0.2 | 50.0 | float32 |" in half
+    assert "lora dtype: the type of the LoRA weights when this was measured" in half
+    assert "in the file they are float16." in half
+    # What was measured in float32 stays so when the weights change once more.
+    card = read_adapter(folder).card
+    for dtype in ("float16", "bfloat16"):
+        card = adapter_file.change_lora_dtype(card, dtype)
+    assert [row["lora_dtype"] for row in card.results] == ["float32", "float32"]
+    # In Python as well.
+    published = adapter.to_stored(torch.float16).card.results
+    assert [row["lora_dtype"] for row in published] == ["float32", "float32"]
+    assert adapter.to_stored().card.results == adapter.card.results
 
 
 def test_results_replace_older_ones_of_their_kind(measured, own):

@@ -73,7 +73,7 @@ def run(
     stored = replace(stored, card=card)
     if dtype != "auto":
         lora = {name: tensor.to(getattr(torch, dtype)) for name, tensor in stored.lora.items()}
-        stored = replace(stored, lora=lora, card=replace(card, dtype=dtype))
+        stored = replace(stored, lora=lora, card=adapter_file.change_lora_dtype(card, dtype))
     path = folder / adapter_file.README
     readme = None
     if not model_card.is_generated_card(path):  # a person wrote it

@@ -536,7 +536,8 @@ class RestoreAdapter(nn.Module):
             name: value.detach().to("cpu", dtype) for name, value in self.lora_parameters.items()
         }
         dtype_name = get_dtype_name(dtype)
-        card = replace(self.card, dtype=dtype_name, knows_ratio=self.knows_ratio)
+        card = adapter_file.change_lora_dtype(self.card, dtype_name)
+        card = replace(card, knows_ratio=self.knows_ratio)
         vectors = None
         if self.ratio_vectors is not None:
             vectors = self.ratio_vectors.detach().cpu()

@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,17 @@ class AdapterCard:
         lowest, highest = self.find_helpful_ratios(evictor)
         # As decimals, not as the nearest doubles: 0.1 is the ratio 1/10.
         return Fraction(str(lowest)) <= ratio <= Fraction(str(highest))
+
+
+def change_lora_dtype(card: AdapterCard, dtype: str) -> AdapterCard:
+    """Return the card for LoRA weights of another dtype. Results then say with which one they were
+    measured.
+    """
+    results = card.results
+    if results and dtype != card.dtype:
+        # What was measured before an earlier change keeps that dtype.
+        results = [{**row, "lora_dtype": row.get("lora_dtype", card.dtype)} for row in results]
+    return replace(card, dtype=dtype, results=results)
 
 
 @dataclass(frozen=True)

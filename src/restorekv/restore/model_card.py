@@ -112,6 +112,7 @@ def render_card(card: AdapterCard, config: LoraConfig, name: str = PLACEHOLDER) 
         license_rows=count_by_license(card.data),
         many_genres=any(MANY_GENRES in str(row.get("source")) for row in card.data or ()),
         with_intervals=any("low" in row for row in card.results or ()),
+        with_lora_dtype=any("lora_dtype" in row for row in card.results or ()),
         with_small_budget=any("on_small_budget" in row for row in card.results or ()),
         license=normalize_license(card.license or UNKNOWN),
         non_commercial=find_noncommercial_license(card),
