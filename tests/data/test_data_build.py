@@ -518,6 +518,24 @@ def test_a_foreign_folder_is_left_as_it_is(
     assert contents(tmp_path / "theirs") == {name: b"{}"}
 
 
+@pytest.mark.parametrize("read_as", ["source", "exclude"])
+def test_a_folder_among_the_texts_that_are_read_is_refused(
+    read_as, model, tiny_tokenizer, tmp_path
+):
+    """Its files are JSON and Parquet, as texts are: a second build would read the first one's."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    source = write_jsonl(mine / "flan.jsonl", [{"id": "a", "text": text("a", 40)}])
+    if read_as == "source":
+        source = mine
+    config = settings({"flan": str(source)}, documents=0, books=0, examples=1)
+    exclude = [str(mine)] if read_as == "exclude" else []
+    for out in (mine / "data", mine / "deeper" / "data"):
+        with pytest.raises(RestoreKVError, match="whose files are read"):
+            build_mixture(model, tiny_tokenizer, config, out, exclude)
+    assert [path.name for path in mine.iterdir()] == ["flan.jsonl"]
+
+
 def test_what_a_kill_before_the_first_record_leaves_is_gone_on_with(
     model, tiny_tokenizer, tmp_path
 ):

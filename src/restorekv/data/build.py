@@ -80,6 +80,8 @@ def build_mixture(
     """
     # Everything that can be refused is refused before the teacher works for hours.
     build_folder.check_build_folder(out, resume)
+    places = [getattr(config, source.name) for source in select_sources(config)]
+    build_folder.check_outside_sources(out, [*places, *exclude])
     earlier_build = build_folder.read_earlier_build(out)
     # The settings are compared first, since describing the sources may ask a hub.
     build_folder.check_same_build(out, earlier_build, {"config": asdict(config)})

@@ -7,6 +7,7 @@ manifest comes last and replaces them, so a folder with a manifest is complete.
 
 import hashlib
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,16 @@ def check_build_folder(out: Path, resume: bool) -> None:
         raise RestoreKVError(
             f"{out} already holds a data set; continue with --resume or choose another folder."
         )
+
+
+def check_outside_sources(out: Path, places: Sequence[str]) -> None:
+    """Refuse a folder inside one that the build reads: its files would be read as texts."""
+    for place in places:
+        folder = Path(place)
+        if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
+            raise RestoreKVError(
+                f"{out} is in {place}, whose files are read; choose a folder outside of it."
+            )
 
 
 def _is_empty_parts(path: Path) -> bool:
