@@ -84,6 +84,15 @@ CONTEXTS = {
     "texts": (["One.", "Two."], "The context is one text, not a list of 2; pass each by itself"),
     "messages of no text": ([{"role": "user"}], "Message 1 has no text"),
     "a message": ({"content": "x"}, 'not dict; of a message pass the text: message["content"].'),
+    "encoded text": ({"input_ids": [[1, 2]]}, 'not dict; pass its ids of one text: ["input_ids"]'),
+    "a batch of one": (
+        torch.ones(1, 3).long(),
+        "not a tensor of shape (1, 3) and torch.int64; of a batch of one pass the row: ids[0].",
+    ),
+    "a tensor of fractions": (
+        torch.ones(3),
+        "not a tensor of shape (3,) and torch.float32; pass one row of whole numbers.",
+    ),
     "bytes": (b"abc", "not bytes; decode the bytes: value.decode()."),
     "nothing": (None, "not None; pass a string."),
     "a number": (5, "not int; pass a string."),

@@ -169,7 +169,7 @@ def check_token_ids(tokenizer: Tokenizer, ids: Sequence[int] | Tensor) -> Tensor
     if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.is_floating_point() or ids.is_complex():
         raise RestoreKVError(
             f"The context must be text or a 1-D sequence of token ids, not {describe_type(ids)}; "
-            f"{explain_text(ids)}."
+            f"{_explain_ids(ids)}."
         )
     # Beyond the tokenizer's ids the embeddings have padding, or nothing.
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(tokenizer):
@@ -211,8 +211,22 @@ def encode_question(
     )
 
 
+def _explain_ids(value: object) -> str:
+    """Return, as a clause, how to get a text or token ids from what was passed as a context."""
+    if isinstance(value, Tensor):
+        if value.dim() == 2 and len(value) == 1:
+            return "of a batch of one pass the row: ids[0]"
+        return "pass one row of whole numbers"
+    # What a tokenizer returns.
+    if isinstance(value, Mapping) and "input_ids" in value:
+        return 'pass its ids of one text: ["input_ids"], or ["input_ids"][0] of a batch'
+    return explain_text(value)
+
+
 def describe_type(value: object) -> str:
     """Return how a sentence names the type of a value that was passed instead of a text."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
     if isinstance(value, list | tuple) and value:
         return f"a {type(value).__name__} of {type(value[0]).__name__}"
     return "None" if value is None else type(value).__name__
