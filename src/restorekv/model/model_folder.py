@@ -28,6 +28,7 @@ from restorekv.size_limits import JSON_BYTES, JSON_ELEMENTS, TEXT_BYTES
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
 _SAFE = ".safetensors"
 ADAPTER = "adapter_config.json"
+CONFIG = "config.json"
 # The only folder in it from which transformers reads.
 _TEMPLATE_FOLDER = "additional_chat_templates"
 _SUFFIXES_READ_WHOLE = (".json", ".jinja", ".txt", ".model")
@@ -44,7 +45,7 @@ def check_model_folder(folder: Path, weights: bool = True) -> None:
     """Refuse a folder that transformers must not read.
 
     That is one with special files, with an adapter, with a file that names files elsewhere and, if
-    `weights` are to be loaded, one that has its weights only as pickles.
+    `weights` are to be loaded, one that has no config or has its weights only as pickles.
     """
     names = []
     for directory in (folder, folder / _TEMPLATE_FOLDER):
@@ -54,6 +55,11 @@ def check_model_folder(folder: Path, weights: bool = True) -> None:
                 names += _check_file(path)
     if ADAPTER in names:
         raise ModelError(explain_adapter(str(folder)))
+    if weights and CONFIG not in names:
+        raise ModelError(
+            f"Cannot load the model {str(folder)!r}: the folder has no {CONFIG}, so it is not a "
+            "model's; give one that save_pretrained of a model wrote."
+        )
     if TOKENIZER_CONFIG in names:
         _check_tokenizer(folder)
     if weights and INDEX in names:
