@@ -48,6 +48,9 @@ class Scripted:
     def make_key(self, sha256, variant):
         return "0" * 32
 
+    def has_method(self, name):
+        return True
+
     async def get_document(self, sha256, variant, content):
         text = content()
         if "unreadable" in str(text):

@@ -332,6 +332,9 @@ class CacheEngine(Engine, Generic[Active]):
     def make_key(self, sha256: str, variant: Variant) -> str:
         return self.origin.make_key(sha256, variant)
 
+    def has_method(self, name: str) -> bool:
+        return self.origin.has_method(name)
+
     async def get_document(self, sha256: str, variant: Variant, content: Content) -> ServedDocument:
         """Return a document from memory or disk, else have it compressed."""
         # A document that is already there skips the queue of documents to compress.

@@ -25,7 +25,6 @@ from restorekv.errors import RestoreKVError
 from restorekv.generation.answers import Answer
 from restorekv.generation.sampling import SamplingConfig
 from restorekv.model.prompt import Context
-from restorekv.serve.cache_origin import CacheOrigin
 from restorekv.serve.variants import Variant
 
 # Errors of an operating system that lacks something now and may have it again later.
@@ -227,7 +226,6 @@ class Engine(ABC):
 
     tokenizer: Tokenizer
     stop_ids: set[int]  # ids that end an answer
-    origin: CacheOrigin  # what the caches are made with
     # Seconds that the engine needs to shut down after all requests have ended, if that is more than
     # a moment.
     shutdown_grace: float = 0.0
@@ -291,6 +289,10 @@ class Engine(ABC):
     @abstractmethod
     def make_key(self, sha256: str, variant: Variant) -> str:
         """Return the name of a cache: 32 hex digits of all that decides what is in it."""
+
+    @abstractmethod
+    def has_method(self, name: str) -> bool:
+        """Return whether an evictor or a preset works on the model."""
 
     @abstractmethod
     async def get_document(self, sha256: str, variant: Variant, content: Content) -> ServedDocument:

@@ -51,7 +51,7 @@ def add_page(app: FastAPI, service: Service) -> None:
         return {
             "base": service.model_name,
             "default": {"method": default.method, "ratio": float(default.ratio)},
-            "methods": [name for name in METHODS if service.engine.origin.has_method(name)],
+            "methods": [name for name in METHODS if service.engine.has_method(name)],
             "max_tokens": service.limits.tokens,
         }
 

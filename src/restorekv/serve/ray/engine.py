@@ -81,6 +81,9 @@ class RayEngine(Engine):
     def make_key(self, sha256: str, variant: Variant) -> str:
         return self.origin.make_key(sha256, variant)
 
+    def has_method(self, name: str) -> bool:
+        return self.origin.has_method(name)
+
     # Documents.
 
     async def get_document(self, sha256: str, variant: Variant, content: Content) -> ServedDocument:
