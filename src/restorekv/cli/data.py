@@ -11,11 +11,7 @@ from restorekv.cli import options
 from restorekv.cli.errors import explain_interrupt
 from restorekv.cli.inputs import check_json_output, check_outputs_apart
 from restorekv.cli.terminal import output, print_written, show_progress_bar, write_figures
-from restorekv.data.build_folder import (
-    check_build_folder,
-    check_outside_sources,
-    read_manifest,
-)
+from restorekv.data.build_folder import check_build_folder, check_outside_sources, read_manifest
 from restorekv.data.config import BuildConfig
 from restorekv.errors import RestoreKVError, import_extra
 

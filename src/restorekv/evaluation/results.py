@@ -117,7 +117,7 @@ class Result:
 
     @property
     def done(self) -> bool:
-        return (self.folder / SUMMARY).exists()
+        return _has_summary(self.folder)
 
     @cached_property
     def summary(self) -> dict:
@@ -210,7 +210,17 @@ def _check_types(path: Path, value: object, hints: dict[str, Any]) -> None:
 
 def is_finished(folder: Path, cell: Cell) -> bool:
     """Return whether the folder of a run has all answers of a cell."""
-    return (folder / CELLS / cell.name / SUMMARY).exists()
+    return _has_summary(_find_cell_folder(folder, cell))
+
+
+def _find_cell_folder(folder: Path, cell: Cell) -> Path:
+    """Return the folder of a cell in the folder of a run."""
+    return folder / CELLS / cell.name
+
+
+def _has_summary(path: Path) -> bool:
+    """Return whether a cell's folder has the summary, which is written after the last answer."""
+    return (path / SUMMARY).exists()
 
 
 def open_result(folder: Path, cell: Cell, identity: dict, set_aside: bool = False) -> Result:
@@ -225,7 +235,7 @@ def open_result(folder: Path, cell: Cell, identity: dict, set_aside: bool = Fals
     Raises:
         RestoreKVError: The cell has a different identity, and may not be set aside.
     """
-    path = folder / CELLS / cell.name
+    path = _find_cell_folder(folder, cell)
     # A link would lead the answers into some other folder.
     for each in (folder / CELLS, path):
         check_not_link(each)
