@@ -14,7 +14,15 @@ from restorekv.model.prompt import encode_question
 from tests.helpers import exactness
 from tests.helpers.compressing import QUESTIONS, TEXT, compress_with, make_adapter
 from tests.helpers.damage import change, check_refused, record
-from tests.helpers.hybrids import HYBRIDS, LATENT, WINDOW, WITH_STATES, build_hybrid, dense_logits
+from tests.helpers.hybrids import (
+    HYBRIDS,
+    LATENT,
+    WINDOW,
+    WITH_STATES,
+    build_hybrid,
+    dense_logits,
+    mark_alike,
+)
 from tests.helpers.models import build_model
 
 LONG = TEXT * 3
@@ -24,7 +32,10 @@ CLOSE = 2e-5
 GEMMAS = [kind for kind in HYBRIDS if kind.startswith("gemma")]  # 3, and what it became
 
 
-@pytest.fixture(scope="module", params=[*GEMMAS, "qwen2", "gpt_oss", *WITH_STATES, *LATENT])
+KINDS = mark_alike([*GEMMAS, "qwen2", "gpt_oss", *WITH_STATES, *LATENT])
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def model(request):
     return build_hybrid(request.param)
 

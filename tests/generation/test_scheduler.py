@@ -37,7 +37,12 @@ OPTIONS = (
 OF_STATES = [kind for kind in WITH_STATES if kind in ("qwen3_5_text", "lfm2", "nemotron_h")]
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama", "gemma3", *OF_STATES])
+# A model with pairs alone, one with windows, and one with states; the others at night.
+MODELS = ["qwen3", "gemma3", *OF_STATES[:1]]
+OTHERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", *OF_STATES[1:])]
+
+
+@pytest.fixture(scope="module", params=[*MODELS, *OTHERS])
 def world(request, tiny_tokenizer):
     """A model, its tokenizer, and documents with heads that keep different numbers of pairs."""
     has_states = request.param in WITH_STATES

@@ -4,10 +4,11 @@ The oracle is the class's own eager attention in one dense pass in float64. Its 
 and head is made here, directly from the config.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -113,6 +114,25 @@ OF_LATENTS: dict[str, dict[str, object]] = {
     kind: {"initializer_range": 0.1, "sliding_window": None} for kind in LATENT
 }
 Visible = Callable[[int, int], Tensor]
+# Models whose layers are like those of another one: the longest tests ask them in `make nightly`
+# alone. tests/model/test_families.py compares the answers of every class each time.
+ALIKE = {
+    "qwen2": "qwen3",
+    "gemma3n_sharing": "gemma4_sharing",
+    "gemma4_text": "gemma4_sharing",
+    "granitemoehybrid": "nemotron_h",
+    "qwen3_next": "qwen3_5_text",
+    "olmo_hybrid": "qwen3_5_text",
+    "lfm2_moe": "lfm2",
+    "deepseek_v2": "deepseek_v3",
+    "glm4_moe_lite": "deepseek_v3",
+    "minicpm3": "deepseek_v3",
+}
+
+
+def mark_alike(kinds: Iterable[str]) -> list[Any]:
+    """Return kinds for `pytest.mark.parametrize`, with those in ALIKE marked as slow."""
+    return [pytest.param(kind, marks=pytest.mark.slow) if kind in ALIKE else kind for kind in kinds]
 
 
 def build_hybrid(kind: str, seed: int = 0, double: bool = False) -> PreTrainedModel:

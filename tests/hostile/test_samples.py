@@ -29,9 +29,9 @@ def test_harmed_adapters_gates_checkpoints_stores_data_and_grids():
 
 @pytest.mark.filterwarnings("ignore")
 def test_random_configs_of_decoders():
-    counts, failures = models.run(12, 2)
+    counts, failures = models.run(6, 2)
     assert not failures
-    assert sum(counts.values()) == 12 and counts["not built"] < 6
+    assert sum(counts.values()) == 6 and counts["not built"] < 3
 
 
 @pytest.mark.slow
@@ -50,8 +50,8 @@ def test_sudden_death():
 
 
 def test_broken_kernels():
-    counts, failures = kernels.run(20, 3)
+    counts, failures = kernels.run(10, 3)
     assert not failures
-    assert sum(number for (_, verdict), number in counts.items() if verdict == "caught") > 8
+    assert sum(number for (_, verdict), number in counts.items() if verdict == "caught") > 3
     _, failures = kernels.harm_files(200, 1)
     assert not failures

@@ -30,6 +30,7 @@ from tests.helpers import decoders, exactness
 from tests.helpers.exactness import TOKENIZER, measure_error, random_ids, read_question
 from tests.helpers.gates import save_gate
 from tests.helpers.hybrids import (
+    ALIKE,
     HYBRIDS,
     LATENT,
     MIXED,
@@ -42,6 +43,7 @@ from tests.helpers.hybrids import (
     keep_old_states,
     list_targets,
     make_masks,
+    mark_alike,
 )
 
 S, TEXT, QUESTION = 3, 90, 40  # the question alone is longer than the window
@@ -113,7 +115,7 @@ def test_a_question_sees_what_is_kept_and_its_window(kind, spec):
         assert measure_error(read_question(model, cache, asked), expected) < CLOSE
 
 
-@pytest.mark.parametrize("kind", [*HYBRIDS, *LATENT])
+@pytest.mark.parametrize("kind", mark_alike([*HYBRIDS, *LATENT]))
 def test_greedy_answers_beyond_the_window_are_those_of_generate(kind):
     model = build_hybrid(kind)
     plain = exactness.plain_copy(model)
@@ -138,7 +140,7 @@ def test_greedy_answers_beyond_the_window_are_those_of_generate(kind):
     assert [written[0].tolist(), written[2].tolist()] == [wanted[0], wanted[2]]
 
 
-@pytest.mark.parametrize("kind", HYBRIDS)
+@pytest.mark.parametrize("kind", mark_alike(HYBRIDS))
 def test_transformers_own_generate_reads_a_fork(kind):
     model = build_hybrid(kind)
     context = make_context()
@@ -274,10 +276,19 @@ EVERY = [
 ]
 
 
+# One evictor for each way to score; these are asked on every kind each time, the others at night.
+WAYS = ("kvzip+:chunk=32", "contrastkv:chunk=32", "snapkv", "h2o", "expected-attention", "keydiff")
+
+
+def list_marks(kind, spec):
+    whole = kind in ("gemma3_text", "gpt_oss", "deepseek_v3")
+    return [] if whole or (spec in WAYS and kind not in ALIKE) else [pytest.mark.slow]
+
+
 @pytest.mark.parametrize(
     ("kind", "spec"),
     [
-        (kind, spec)
+        pytest.param(kind, spec, marks=list_marks(kind, spec))
         for kind in WEIGHED
         for spec in EVERY
         if kind not in (*LATENT, "gemma2") or spec != "expected-attention"
@@ -396,7 +407,7 @@ def make_adapter(model, n=6):
 
 
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("kind", [*HYBRIDS, *LATENT[:-1]])
+@pytest.mark.parametrize("kind", mark_alike([*HYBRIDS, *LATENT[:-1]]))
 def test_the_restore_pass_and_its_gradients_are_those_of_a_dense_model(kind, offload):
     """The restore tokens read all there is, and questions read what is kept and the restore
     tokens; in layers with a window both see what is near, and in layers with states questions
@@ -551,7 +562,7 @@ def test_a_window_that_a_mask_does_not_show_is_refused():
         get_support(model)
 
 
-@pytest.mark.parametrize("kind", [*GEMMAS, *WITH_STATES])
+@pytest.mark.parametrize("kind", mark_alike([*GEMMAS, *WITH_STATES]))
 def test_threads_share_one_cache(kind):
     model = build_hybrid(kind)
     cache = prepare(model).evict(0.4)

@@ -45,7 +45,13 @@ from restorekv.train.loss import compute_answer_logits, compute_divergence
 from restorekv.train.teacher_cache import KIND, TeacherCache
 from tests.helpers.cli_world import cli
 from tests.helpers.gates import save_gate
-from tests.helpers.hybrids import HYBRIDS, WITH_STATES, build_hybrid, list_targets
+from tests.helpers.hybrids import (
+    HYBRIDS,
+    WITH_STATES,
+    build_hybrid,
+    list_targets,
+    mark_alike,
+)
 from tests.helpers.models import ONE_FAMILY, SHAPE, build_model
 from tests.helpers.training import CONFIG, EXAMPLES, TEXT, losses
 
@@ -190,9 +196,10 @@ def test_every_adapter_weight_that_can_learn_does(tiny_tokenizer, tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    "kind", [*(kind for kind in HYBRIDS if kind.startswith("gemma")), *WITH_STATES]
-)
+GEMMAS = [kind for kind in HYBRIDS if kind.startswith("gemma")]
+
+
+@pytest.mark.parametrize("kind", mark_alike([*GEMMAS, *WITH_STATES]))
 def test_models_with_layers_of_several_kinds_are_trained(tiny_tokenizer, tmp_path, kind):
     """Layers that share the pairs of earlier ones leave nothing, so they have no LoRA. Of layers
     that keep states, those of OLMo have queries and keys for it.
