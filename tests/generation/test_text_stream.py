@@ -11,7 +11,12 @@ from restorekv.generation.decoding import decode_answer
 from restorekv.generation.sampling import SamplingConfig, TokenSampler, find_first_stop
 from restorekv.model import gguf
 from restorekv.model.load import load_tokenizer
-from restorekv.model.tokenize import TextStream, _can_stream, decode_continuation
+from restorekv.model.tokenize import (
+    TextStream,
+    _can_stream,
+    decode_continuation,
+    find_byte_ids,
+)
 from tests.helpers.chat_templates import build_chat_tokenizer
 from tests.helpers.models import build_tokenizer
 
@@ -170,7 +175,7 @@ def test_a_text_is_what_decoding_all_ids_gives(tokenizer):
 
 def test_pieces_together_are_the_answer(tokenizer):
     """Pieces come no later than from a text that is decoded from its start, unless the text ends in
-    a stop string.
+    a stop string or in tokens for bytes.
     """
 
     @settings(max_examples=300, deadline=None)
@@ -182,13 +187,55 @@ def test_pieces_together_are_the_answer(tokenizer):
         pieces = [(ours.push(token), naive.push(token)) for token in ids]
         pieces.append((ours.rest(), naive.rest()))
         said = ["".join(each) for each in zip(*pieces, strict=True)]
-        assert said[0] == said[1]
-        if tokenizer.is_exact:
+        # Pieces that were sent too early differ from the whole text.
+        if tokenizer.is_exact or find_byte_ids(tokenizer):
             assert said[0] == naive.text()
-        if not stop:
+        else:
+            assert said[0] == said[1]
+        if not stop and not find_byte_ids(tokenizer):
             assert all(own == other for own, other in pieces)
 
     check()
+
+
+def test_pieces_are_the_whole_answer_wherever_it_is_cut(tokenizer):
+    """Also if tokens for bytes make replacements of characters that were complete before."""
+    stops = {tokenizer.eos_token_id}
+
+    @settings(max_examples=300, deadline=None)
+    @given(
+        ids=tokenizer.ids.filter(bool),
+        stop=st.sampled_from([*STOPS, ("x\ufffd",)]),
+        keep=st.booleans(),
+    )
+    def check(ids: list[int], stop: tuple[str, ...], keep: bool) -> None:
+        row = TokenSampler(SamplingConfig(stop=stop), tokenizer, None, 0)
+        growing = GrowingText(tokenizer, stops, stop, keep)
+        said = ""
+        for token in ids:
+            row.answer.append(token)
+            said += growing.push(token)
+            if token in stops or row.ends():
+                break
+        said += growing.rest()
+        assert said == make_answer(tokenizer, row.answer, stops, 1, row, keep).text
+
+    check()
+
+
+@pytest.mark.parametrize("more", ["", "\x20the"])
+def test_an_emoji_waits_for_the_bytes_of_the_next_one(more):
+    """A tokenizer with byte fallback decodes a run of bytes as a whole or not at all."""
+    tokenizer = byte_fallback()
+    emoji = [2 + byte for byte in "\U0001f600".encode()]
+    ids = [*emoji, *emoji[:2]]
+    if more:
+        ids = [*emoji, *emoji, *tokenizer.convert_tokens_to_ids(["\u2581the"])]
+    growing = GrowingText(tokenizer, set())
+    pieces = [growing.push(token) for token in ids]
+    assert "".join(pieces) + growing.rest() == tokenizer.decode(ids)
+    if more:
+        assert pieces[-1] == "\U0001f600\U0001f600 the"
 
 
 def test_a_stop_string_may_begin_with_the_space_before_the_answer():

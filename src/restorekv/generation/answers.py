@@ -428,7 +428,7 @@ class GrowingText:
         self.end = token if token in self.eos_ids else None
         if self.end is None:
             self.add(token)
-        written = self.stream.certain
+        written = self.stream.settled
         written = written[: find_first_stop(self.stop_strings, written)]
         # What may become a stop string is held back until the next token decides. It may include
         # the leading space that `strip` removes.

@@ -43,6 +43,7 @@ _SAFE_TOKENIZERS: "Memory[SafeTokenizer]" = WeakKeyDictionary()
 _CONTROL_TOKENS: Memory[dict[int, str]] = WeakKeyDictionary()
 _ADDS_SPACE: Memory[bool] = WeakKeyDictionary()
 _TEXT_START_IDS: Memory[list[int]] = WeakKeyDictionary()
+_BYTE_IDS: Memory[frozenset[int]] = WeakKeyDictionary()
 
 
 def check_model_and_tokenizer(model: object, tokenizer: object) -> None:
@@ -226,6 +227,8 @@ class TextStream:
         self.decoded = ""  # the text up to the last id with which all its characters were whole
         self.start = 0  # characters at its start that are not of this text
         self.pending = False  # whether ids after that have added nothing to it yet
+        self.settled_end = 0  # where what no later id can change ends in `decoded`
+        self.byte_ids = find_byte_ids(tokenizer)
         self.stream: DecodeStream | None = None
         if _can_stream(tokenizer):
             self.stream = DecodeStream(skip_special_tokens=skip_special_tokens)
@@ -239,6 +242,13 @@ class TextStream:
         """The text up to the last id with which all its characters were whole."""
         return self.decoded[self.start :]
 
+    @property
+    def settled(self) -> str:
+        """The text that no later id can change. After a token for a byte it ends where the run of
+        such tokens began: one byte that fits no character would make replacements of all of them.
+        """
+        return self.decoded[self.start : self.settled_end]
+
     def push(self, token: int) -> str:
         """Add an id and return the text so far, without an incomplete character at its end."""
         self.ids.append(token)
@@ -250,7 +260,20 @@ class TextStream:
             self.pending = text.endswith(REPLACEMENT)
             if not self.pending:
                 self.decoded = text
+        if not self.byte_ids or not self._may_be_in_bytes(token):
+            self.settled_end = len(self.decoded)
         return self.certain
+
+    def _may_be_in_bytes(self, token: int) -> bool:
+        """Return whether a run of tokens for bytes may go on after this id: it is one of them, or
+        decoding leaves it out.
+        """
+        if token in self.byte_ids:
+            return True
+        backend: Any = self.tokenizer.backend_tokenizer
+        added = backend.get_added_tokens_decoder().get(token)
+        is_special = added is not None and added.special
+        return (is_special and self.skip_special_tokens) or backend.id_to_token(token) is None
 
     def _step(self, stream: DecodeStream, token: int) -> None:
         """Add what this id adds to the text according to the library's stream.
@@ -288,6 +311,24 @@ def _can_stream(tokenizer: Tokenizer) -> bool:
         and kind._decode is PreTrainedTokenizerFast._decode
         and not tokenizer.clean_up_tokenization_spaces
     )
+
+
+def find_byte_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the ids of tokens such as <0xF0> for a byte, if the tokenizer decodes a run of them as
+    a whole (byte fallback).
+    """
+
+    def find() -> frozenset[int]:
+        backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None or backend.decoder is None:
+            return frozenset()
+        # Pickled, a decoder is the JSON of tokenizer.json.
+        if b'"ByteFallback"' not in backend.decoder.__getstate__():
+            return frozenset()
+        ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        return frozenset(each for each in ids if each is not None)
+
+    return _remember(_BYTE_IDS, tokenizer, find)
 
 
 def decode_ids(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
