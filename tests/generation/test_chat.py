@@ -15,6 +15,7 @@ from restorekv import Chat, CompressedContext, compose, compress
 from restorekv.errors import CacheFileError, RestoreKVError, RestoreKVWarning
 from restorekv.generation.chat import encode_conversation
 from restorekv.generation.decoding import get_stop_ids
+from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.chat_templates import build_chat_tokenizer
 from tests.helpers.compressing import QUESTIONS, TEXT, compress_with, make_small
 from tests.helpers.dictating import Dictate
@@ -195,8 +196,26 @@ def test_foreign_and_damaged_conversations_are_refused(small, tiny_tokenizer, tm
         {"turns": [{**content["turns"][0], "question": 1}]},
     ):
         path.write_text(json.dumps({**content, **change}))
-        with pytest.raises(CacheFileError, match=r"no conversation|damaged"):
+        with pytest.raises(CacheFileError, match=r"not a conversation|damaged"):
             Chat.load(path, small)
+
+
+def test_other_files_are_refused_as_what_they_are(small, tmp_path):
+    """Whatever their names are."""
+    small.save(tmp_path / "doc.rkv")
+    RestoreAdapter.create(small.model, 2).save_pretrained(tmp_path / "adapter")
+    files = {
+        "the cache of a document": (tmp_path / "doc.rkv").read_bytes(),
+        "a text or another kind of file": b"Ada lives in the red house.",
+        "empty": b"",
+    }
+    for what, content in files.items():
+        (tmp_path / "chat.json").write_bytes(content)
+        with pytest.raises(CacheFileError, match=f"is {what}, not a conversation; give"):
+            Chat.load(tmp_path / "chat.json", small)
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    with pytest.raises(CacheFileError, match="another kind of file, not a conversation"):
+        Chat.load(weights, small)
 
 
 def test_folding_frees_the_tail(small, tiny_tokenizer, tmp_path):

@@ -8,6 +8,7 @@ templates change earlier turns later on, for example drop their thoughts; here t
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,15 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import CacheFileError, RestoreKVError
-from restorekv.files import check_replaceable, matches_type, parse_path, read_json, write_json
+from restorekv.files import (
+    START_BYTES,
+    check_replaceable,
+    matches_type,
+    open_with_size,
+    parse_path,
+    read_json,
+    write_json,
+)
 from restorekv.generation import decoding
 from restorekv.generation.answers import (
     Answer,
@@ -617,7 +626,7 @@ class Chat:
                 f"{type(document).__name__}; load that first."
             )
         file = parse_path(path)
-        refuse_cache_file(file)
+        refuse_other_file(file)
         content = read_json(file, str(file))
         check_saved_turns(path, content, document)
         chat = cls(document, content["system"])
@@ -684,13 +693,25 @@ def _count_common(first: Sequence[int], second: Sequence[int]) -> int:
     return common
 
 
-def refuse_cache_file(path: Path) -> None:
-    """Refuse a cache file that was given as a conversation; the two are often kept together."""
-    if path.suffix == ".rkv":
-        raise CacheFileError(
-            f"{path} is the cache of a document, not a conversation; give a file that /save or "
-            "chat.save wrote."
-        )
+def refuse_other_file(path: Path) -> None:
+    """Refuse a file that cannot be a conversation, and say what it is: a cache file, which is often
+    kept next to it, another file of restorekv or a text.
+    """
+    with open_with_size(path, str(path)) as (file, _):
+        start = file.read(START_BYTES)
+    if start.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
+        return
+    kind = re.search(rb'"format": ?"restorekv-([a-z-]+)"', start)
+    what = "a text or another kind of file"
+    if kind is not None and kind[1] == b"cache":
+        what = "the cache of a document"
+    elif kind is not None:
+        what = f"a restorekv {kind[1].decode()} file"
+    elif not start:
+        what = "empty"
+    raise CacheFileError(
+        f"{path} is {what}, not a conversation; give a file that /save or chat.save wrote."
+    )
 
 
 def check_saved_turns(path: str | Path, content: object, document: ChatContext) -> None:
@@ -717,7 +738,7 @@ def check_form(path: str | Path, content: object) -> dict[str, Any]:
         or content.get("version") != VERSION
     ):
         raise CacheFileError(
-            f"{path} is no conversation of this restorekv; give a file that /save or chat.save "
+            f"{path} is not a conversation of this restorekv; give a file that /save or chat.save "
             "wrote."
         )
     system = content.get("system")
