@@ -10,7 +10,7 @@ import torch
 
 from restorekv import compress, load_model
 from restorekv.errors import RestoreKVError, RestoreKVWarning
-from restorekv.generation.constraint import Constraint, close_objects
+from restorekv.generation.constraint import Constraint, close_objects, refuse_leaking_bounds
 from restorekv.generation.sampling import SamplingConfig
 from tests.helpers.models import build_model, build_tokenizer
 
@@ -277,6 +277,52 @@ def test_an_excluded_number_that_llguidance_would_accept_is_refused(tokenizer, b
     sentence = f"the keyword {keyword} cannot be enforced if .*; use {keyword[9:].lower()}"
     with pytest.raises(RestoreKVError, match=sentence):
         is_allowed(tokenizer, "{", schema)
+
+
+SHARES = {"$defs": {"small": {"maximum": 0.5}, "a/b": {"$ref": "#/$defs/small"}}}
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]},
+        {"exclusiveMinimum": 0, "allOf": [{"type": "number", "maximum": 0.5}]},
+        {"exclusiveMinimum": 0, "$ref": "#/$defs/small"},
+        {"exclusiveMinimum": 0, "$ref": "#/$defs/a~1b"},
+        {"exclusiveMinimum": 0, "anyOf": [{"type": "number", "maximum": 0.5}]},
+        {"exclusiveMinimum": 0, "anyOf": [{"allOf": [{"$ref": "#/$defs/small"}]}]},
+    ],
+)
+def test_bounds_of_one_number_may_be_in_several_schemas(tokenizer, bounds):
+    schema = {"type": "object", "properties": {"a": {"type": "number", **bounds}}, **SHARES}
+    with pytest.raises(RestoreKVError, match="exclusiveMinimum cannot be enforced"):
+        is_allowed(tokenizer, "{", schema)
+
+
+def test_bounds_of_different_numbers_do_not_meet(tokenizer):
+    """Nor do those of alternatives, and a reference that leads back to itself ends."""
+    positive = {"type": "number", "exclusiveMinimum": 0}
+    small = {"type": "number", "maximum": 0.5, "exclusiveMinimum": -5}
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": positive,
+            "b": small,
+            "c": {"anyOf": [{**positive, "maximum": 10}, small]},
+            "d": {"$ref": "#"},
+        },
+    }
+    assert is_allowed(tokenizer, '{"a":1}', schema)
+
+
+def test_many_alternatives_are_joined_rather_than_multiplied():
+    choices = [{"maximum": number} for number in range(2, 40)]
+    refuse_leaking_bounds({"allOf": [{"anyOf": choices} for _ in range(40)]})
+    shared = {"$defs": {"0": {"maximum": 3}}}
+    for number in range(1, 60):
+        twice = [{"$ref": f"#/$defs/{number - 1}"}] * 2
+        shared["$defs"][str(number)] = {"allOf": twice}
+    refuse_leaking_bounds({**shared, "$ref": "#/$defs/59"})
 
 
 @pytest.mark.parametrize(

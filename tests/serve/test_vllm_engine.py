@@ -20,6 +20,7 @@ httpx2 = pytest.importorskip("httpx2")
 from restorekv import compose, compress, load_model  # noqa: E402
 from restorekv.errors import RestoreKVError  # noqa: E402
 from restorekv.generation.decoding import get_stop_ids  # noqa: E402
+from restorekv.generation.sampling import SamplingConfig  # noqa: E402
 from restorekv.model.identity import fingerprint_model  # noqa: E402
 from restorekv.model.prompt import encode_question  # noqa: E402
 from restorekv.serve import vllm_client, vllm_engine  # noqa: E402
@@ -50,6 +51,13 @@ from tests.helpers.serving import (  # noqa: E402
 )
 
 TOO_LONG = "Documents and question are longer than the model's 512 positions; shorten them"
+
+
+def test_a_bound_that_vllm_would_let_through_is_refused():
+    """vLLM has the same library look after schemas."""
+    share = {"type": "number", "allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]}
+    with pytest.raises(RestoreKVError, match="exclusiveMinimum cannot be enforced"):
+        vllm_engine.check_supported(SamplingConfig(json_schema=share))
 
 
 @pytest.fixture(scope="module", params=["ragged", "portable"])

@@ -5,11 +5,11 @@ next.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import unquote
 from weakref import WeakKeyDictionary
 
 import regex as regex_library
@@ -30,6 +30,10 @@ WHITESPACE = {"whitespace_pattern": r"( |\n {0,16})?"}
 NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 # Keywords with values that are not schemas, whatever keys they have.
 VALUES = {"const", "enum", "default", "examples", "required"}
+# Keywords with the bounds of a number, and such keywords with their values.
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+Bounds = frozenset[tuple[str, float]]
+MOST_ALTERNATIVES = 1000  # sets of bounds that are distinguished in one schema
 # What `str.strip` takes from the start of an answer: spaces of all widths, line and page breaks.
 WHITE_SPACE = "".join(each for each in map(chr, range(0x3001)) if each.isspace())
 # A number of repetitions in a regular expression, such as {2,5}.
@@ -100,7 +104,7 @@ class Constraint:
                 raise _make_regex_error(regex, wrong)
             raise _make_schema_error(wrong)
         if schema is not None:
-            _refuse_leaking_bounds(schema if isinstance(schema, dict) else json.loads(schema))
+            refuse_leaking_bounds(schema)
         return cls(kind(vocabulary, grammar), vocabulary.vocab_size, ends)
 
     @property
@@ -207,28 +211,98 @@ def _is_accepted(schema: str) -> bool:
         return False
 
 
-def _refuse_leaking_bounds(schema: Any) -> None:
+def refuse_leaking_bounds(schema: str | dict[str, Any]) -> None:
     """Refuse a schema with an exclusive bound that llguidance would let through.
 
     That is a whole number whose other bound is less than 1 away: it would accept 0 as a number
-    above 0 and at most 0.5.
+    above 0 and at most 0.5. The other bound may be in another schema that the same value has to
+    match, by allOf or $ref for example.
+
+    Args:
+        schema: A JSON schema, or its JSON.
+
+    Raises:
+        OptionError: It has such a bound.
     """
-    if isinstance(schema, dict):
-        # Below 0 it compares numbers without their signs, so that the bounds change places.
-        for sign, near, far in ((1, "Minimum", "Maximum"), (-1, "Maximum", "Minimum")):
-            bounds = []
-            for name in (f"exclusive{near}", f"exclusive{far}", far.lower()):
-                value: Any = schema.get(name)
-                bounds.append(sign * value if type(value) in (int, float) else math.nan)
-            start, *ends = bounds
-            if start >= 0 and start % 1 == 0 and any(start < end < start + 1 for end in ends):
+    parsed = schema if isinstance(schema, dict) else json.loads(schema)
+    merged: dict[int, list[Bounds]] = {}
+    unchecked = [parsed]
+    while unchecked:
+        each = unchecked.pop()
+        for bounds in _list_bounds(each, parsed, merged):
+            _refuse_leak(bounds)
+        unchecked += _list_inner_schemas(each)
+
+
+def _refuse_leak(bounds: Bounds) -> None:
+    """Refuse bounds of one value if llguidance would not enforce an exclusive one."""
+    # Below 0 it compares numbers without their signs, so that the bounds change places.
+    for sign, near, far in ((1, "Minimum", "Maximum"), (-1, "Maximum", "Minimum")):
+        starts = [sign * value for name, value in bounds if name == f"exclusive{near}"]
+        ends = [sign * value for name, value in bounds if name in (f"exclusive{far}", far.lower())]
+        for start in starts:
+            is_whole = start >= 0 and start % 1 == 0
+            if is_whole and any(start < end < start + 1 for end in ends):
                 raise OptionError(
                     f"The JSON schema cannot be used: the keyword exclusive{near} cannot be "
                     f"enforced if the other bound is less than 1 away; use {near.lower()}.",
                     "json_schema",
                 )
-    for inner in _list_inner_schemas(schema):
-        _refuse_leaking_bounds(inner)
+
+
+def _list_bounds(schema: Any, root: Any, merged: dict[int, list[Bounds]]) -> list[Bounds]:
+    """Return the bounds that a value has to meet to match a schema: one set for each choice among
+    its alternatives.
+
+    Args:
+        schema: A schema inside `root`.
+        root: The whole schema, which references name parts of.
+        merged: What was found for schemas so far, by their id.
+    """
+    if not isinstance(schema, dict):
+        return [frozenset()]
+    if id(schema) in merged:
+        return merged[id(schema)]
+    merged[id(schema)] = [frozenset()]  # for a reference that leads back here
+    own = {(name, schema[name]) for name in BOUNDS if type(schema.get(name)) in (int, float)}
+    # Each part is a list of alternatives, and a value matches one of every part.
+    parts = [[each] for each in _get_list(schema, "allOf")]
+    parts += [_get_list(schema, name) for name in ("anyOf", "oneOf")]
+    parts.append([_follow_reference(schema.get("$ref"), root)])
+    found: list[Bounds] = [frozenset(own)]
+    for part in filter(None, parts):
+        others = [bounds for each in part for bounds in _list_bounds(each, root, merged)]
+        both = [one | other for one in found for other in others]
+        found = list(dict.fromkeys(both))
+        # Rather refuse too much than take long.
+        if len(found) > MOST_ALTERNATIVES:
+            found = [frozenset().union(*found)]
+    merged[id(schema)] = found
+    return found
+
+
+def _get_list(schema: dict[str, Any], name: str) -> list[Any]:
+    """Return the list that a keyword of a schema has; empty if it has none."""
+    value = schema.get(name)
+    return value if isinstance(value, list) else []
+
+
+def _follow_reference(reference: object, root: Any) -> Any:
+    """Return the part of a schema that a reference such as "#/$defs/share" names, None if there is
+    none.
+    """
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    part = root
+    for step in unquote(reference[1:]).split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(part, list) and name.isdecimal() and int(name) < len(part):
+            part = part[int(name)]
+        elif isinstance(part, dict):
+            part = part.get(name)
+        else:
+            return None
+    return part
 
 
 def _combines_schemas(schema: Any) -> bool:

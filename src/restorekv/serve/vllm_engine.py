@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError, TextTooLongError
-from restorekv.generation.constraint import close_objects
+from restorekv.generation.constraint import close_objects, refuse_leaking_bounds
 from restorekv.generation.sampling import SamplingConfig, TokenSampler
 from restorekv.model import gguf
 from restorekv.model.identity import fingerprint_model
@@ -378,6 +378,8 @@ def check_supported(sampling: SamplingConfig) -> None:
         raise RestoreKVError(
             f"The engine vllm does not support {', '.join(lacking)}; leave {pronoun} out."
         )
+    if sampling.json_schema is not None:
+        refuse_leaking_bounds(sampling.json_schema)
 
 
 def refuse_seed(question: ServedQuestion) -> None:
