@@ -244,6 +244,17 @@ def test_a_changed_template_is_noticed(tiny_tokenizer):
     assert identify_model(model).template is None
 
 
+def test_a_base_is_the_same_as_a_whole_number_and_as_a_float():
+    fingerprints = set()
+    for base in (500, 500.0):
+        rope = {"rope_type": "default", "rope_theta": base}
+        model = build_model("qwen3", rope_parameters=rope)
+        # A config may hold what its file says.
+        model.config.rope_parameters = rope
+        fingerprints.add(fingerprint_model(model))
+    assert len(fingerprints) == 1
+
+
 def test_the_identity_says_what_its_parts_say(tiny_tokenizer):
     model = build_model("qwen3")
     found = identify_model(model, tiny_tokenizer)

@@ -33,7 +33,7 @@ from restorekv.model.linear_layers import (
 )
 from restorekv.model.names import get_model_name
 from restorekv.model.prompt import hash_template
-from restorekv.model.rope import get_rope_settings
+from restorekv.model.rope import get_rope_settings, write_rope_settings
 from restorekv.model.shape import (
     CacheShape,
     describe_sliding_heads,
@@ -186,7 +186,7 @@ def _describe_computation(model: PreTrainedModel, shape: CacheShape) -> str:
         config.vocab_size,
         getattr(config, "intermediate_size", None),
         repr(shape),
-        json.dumps(get_rope_settings(model.config), sort_keys=True),
+        write_rope_settings(model.config),
     ]
     windows = describe_windows(model.config)
     if windows:

@@ -24,6 +24,7 @@ SHIFTABLE = ("default", "linear", "yarn", "llama3")
 STRETCHED = ("yarn", "longrope", "dynamic", "linear", "llama3")
 MOST_YARN = 64  # the largest factor of YaRN that is accepted
 ROUNDED = "rounded_to"
+COUNTS = ("original_max_position_embeddings",)  # settings that are whole numbers
 NO_LIMIT = sys.maxsize  # positions of a model that names no limit
 
 
@@ -37,6 +38,26 @@ def get_rope_settings(config: PretrainedConfig) -> dict[str, Any]:
         rope |= getattr(config, "rope_scaling", None) or {}
     plain = {key: value for key, value in rope.items() if value is not None}
     return json.loads(json.dumps(plain, sort_keys=True, default=str))
+
+
+def write_rope_settings(config: PretrainedConfig) -> str:
+    """Return the RoPE settings as JSON in which equal numbers are written alike: a config may name
+    the base as 10000 or as 10000.0.
+    """
+    return json.dumps(_unify_numbers(get_rope_settings(config)), sort_keys=True)
+
+
+def _unify_numbers(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with whole numbers as floats, except for numbers of positions."""
+    unified = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            unified[name] = _unify_numbers(value)
+        elif type(value) is int and name not in COUNTS:
+            unified[name] = float(value)
+        else:
+            unified[name] = value
+    return unified
 
 
 def describe_rotation(model: PreTrainedModel) -> dict[str, Any]:
