@@ -6,7 +6,7 @@ import pytest
 
 from restorekv.errors import RestoreKVError
 from restorekv.readers.charsets import decode_page
-from restorekv.readers.extract import extract_text
+from restorekv.readers.extract import extract_text, load_document
 from restorekv.readers.html_text import extract_html
 
 
@@ -279,3 +279,11 @@ def test_bytes_that_are_no_text_are_refused(content, message):
 def test_a_page_is_read_by_its_program():
     page = "<meta charset=windows-1252><table><tr><td>Zoë<td>10<sup>6</sup></table>"
     assert extract_text("a.html", page.encode("cp1252")) == "Zoë\t10^6"
+
+
+def test_lines_of_windows_end_as_python_reads_them(tmp_path):
+    """The same text is the same cache from a command, an upload and a program."""
+    file = tmp_path / "register.txt"
+    file.write_bytes(b"Ada\r\nBo\rCy\n")
+    assert load_document(file) == file.open().read() == "Ada\nBo\nCy\n"
+    assert extract_text("register.txt", file.read_bytes()) == "Ada\nBo\nCy\n"

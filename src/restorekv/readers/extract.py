@@ -156,13 +156,14 @@ def read_document(name: str, content: bytes) -> Extraction:
 
 
 def decode_plain_text(content: bytes, name: str) -> str:
-    """Decode plain text. Refuse other kinds of files by their first bytes, because some would
-    decode to nonsense instead of failing.
+    """Decode plain text; its lines end as Python's `open` reads them, also those of Windows. Refuse
+    other kinds of files by their first bytes, because some would decode to nonsense instead of
+    failing.
     """
     for start, what in SIGNATURES.items():
         if content.startswith(start):
             raise RestoreKVError(f"{name} {what}.")
-    return decode_text(content, name)
+    return decode_text(content, name).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _describe_unread(notices: dict[str, Any]) -> str:
