@@ -3,6 +3,7 @@ tells.
 """
 
 import json
+import re
 
 import pytest
 import torch
@@ -55,6 +56,11 @@ def test_a_healthy_machine(tmp_path):
         for name, row in rows.items()
     )
     assert all(name in result.out for name in rows)
+    # Cells of the table are broken into lines.
+    printed = "".join(re.findall(r"\w", result.out))
+    for name in ("maxima", "offload-plain"):
+        remark = f"{COMPONENTS[name].title}: {rows[name]['why']}"
+        assert "".join(re.findall(r"\w", remark)) in printed
     assert (
         rows["reference"]["self_test"]["error"]
         <= rows["reference"]["self_test"]["tolerance"]

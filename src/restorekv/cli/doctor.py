@@ -214,7 +214,9 @@ def _tabulate_checks(target: Target, rows: list[dict[str, Any]]) -> Table:
         ]
         used = "yes" if row["used"] else "no" if self_test else "-"
         here = ON_CPU.get(row["component"]) if target.device.type == "cpu" else None
-        remark = row["why"] or (f"{row['title']} ({here})" if here else row["title"])
+        remark = f"{row['title']} ({here})" if here else row["title"]
+        if row["why"]:
+            remark = f"{row['title']}: {row['why']}"
         cells = [row["component"], used, *numbers, str(self_test.get("cases", "")), remark]
         table.add_row(*map(Text, cells))
     return table
