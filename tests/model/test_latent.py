@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
 
 from restorekv import CompressedContext, compose
@@ -18,6 +19,7 @@ from tests.helpers.compressing import QUESTIONS, compress_with, make_adapter
 from tests.helpers.damage import check_refused, record
 from tests.helpers.exactness import measure_error, plain_copy, random_ids
 from tests.helpers.hybrids import LATENT, build_hybrid
+from tests.helpers.models import build_model
 from tests.helpers.training import CONFIG, EXAMPLES, losses
 
 LONG = "The code of the red house is seven, and nobody lives there. " * 4
@@ -78,6 +80,13 @@ def test_texts_that_are_read_in_parts_have_their_pairs_once(model, tiny_tokenize
         for layer in context.cache.full_attention:
             assert layer.shares_pairs and layer.context_keys.shape[0]
     assert grown.manifest.earlier
+
+
+def test_what_wraps_a_model_may_have_wrapped_another_kind_before(tiny_tokenizer):
+    """PEFT's class is the same around a Llama and around a model with latent attention."""
+    for inner in (build_model("llama"), build_hybrid("glm4_moe_lite")):
+        wrapped = get_peft_model(inner, LoraConfig(r=2, target_modules=["o_proj"])).eval()
+        compress_with(wrapped, tiny_tokenizer, LONG, ratio=0.4, adapter=None, evictor="knorm")
 
 
 @pytest.mark.parametrize("ratio", [1, 0.4])

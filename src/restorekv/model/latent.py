@@ -34,7 +34,6 @@ from restorekv.model.cache_argument import replace_cache
 from restorekv.model.linear_layers import compute_matrix_for_training
 
 _lock = threading.Lock()
-_examined_models: set[type] = set()
 
 
 class _JoiningCache:
@@ -56,15 +55,14 @@ class _JoiningCache:
 
 def install_latent_attention(model: PreTrainedModel) -> None:
     """Let the layers of a model with latent attention use caches of restorekv."""
+    # Every module is looked at each time: PEFT's and torch.compile's classes, and those that also
+    # take images, are the same around text models with and without latent attention.
     with _lock:
-        if type(model) in _examined_models:
-            return
         for module in model.modules():
             kind = type(module)
             if hasattr(kind, "expand_kv") and kind not in PROJECTIONS:
                 _change_class(kind)
                 PROJECTIONS[kind] = Projection(_is_joined, _attend_latents)
-        _examined_models.add(type(model))
 
 
 def _change_class(kind: Any) -> None:
