@@ -36,7 +36,11 @@ from restorekv.generation.sampling import (
     SamplingOptions,
     take_limit,
 )
-from restorekv.generation.transformers_generate import generate_answer, make_generate_inputs
+from restorekv.generation.transformers_generate import (
+    generate_answer,
+    make_generate_inputs,
+    number_positions,
+)
 from restorekv.model import attention, support
 from restorekv.model.position_limits import check_question_positions
 from restorekv.model.prompt import (
@@ -443,17 +447,18 @@ class CompressedContext:
 
         The ids are placeholders, then the ids of text and question. With plain=True there are
         placeholders instead of the text, so transformers' penalties count question and answer
-        alone.
+        alone. Some models that take images too also get `position_ids`.
         """
         inputs = make_generate_inputs(
             self.tokenizer, self.context, self.cache, question, answer_prefix, plain
         )
-        # The same check as in `ask`. Without position_ids, ids span all that the cache has seen.
+        # The same check as in `ask`. Unless plain, ids span all that the cache has seen.
         end = inputs["input_ids"].shape[1]
         if plain:
             end = int(inputs["position_ids"][0, -1]) + 1
         first = self.cache.get_seq_length()
         check_question_positions(self.model, [first], [end - first], [0])
+        inputs |= number_positions(self.model, inputs)
         return {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
 
     def generate(self, question: str, answer_prefix: str = "", **options: Any) -> str:

@@ -23,6 +23,7 @@ from restorekv.cache.states import HAS_STATES
 from restorekv.compression.eviction import make_compressor
 from restorekv.errors import ModelError, RestoreKVError
 from restorekv.generation import decoding
+from restorekv.model.cache_argument import pass_cache_to_generate
 from restorekv.model.prompt import Context
 from restorekv.model.shape import find_state_layers, get_backbone
 from tests.helpers import decoders, exactness
@@ -249,6 +250,24 @@ def test_another_attention_of_the_language_model_alone_changes_nothing(model):
     for part in (model.get_decoder(), model):
         part.set_attn_implementation({"text_config": "sdpa"} if part is model else "sdpa")
         assert small.ask(QUESTIONS[0], 4) == wanted
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name in ("Qwen2.5-VL", "Qwen3.5")])
+def test_an_earlier_image_moves_no_question(name):
+    """Its prompt leaves in the model how far its last position is from the number of its tokens."""
+    model = MODELS[name]().eval()
+    model.generation_config.eos_token_id = None
+    small = compress(model, TOKENIZER, SENTENCES, ratio=0.5, evictor="knorm", adapter=None)
+    answer = small.ask(QUESTIONS[0], 8, details=True)
+    model.model.rope_deltas = torch.tensor([[-30]])
+    assert small.generate(QUESTIONS[0], max_new_tokens=8) == answer.text
+    inputs = small.inputs(QUESTIONS[0])
+    rows = {name: tensor.expand(2, -1) for name, tensor in inputs.items()}
+    own = {"max_new_tokens": 8, "pad_token_id": 0, "do_sample": False}
+    written = model.generate(**rows, **pass_cache_to_generate(small.cache.fork(2)), **own)
+    for row in written:
+        assert row[inputs["input_ids"].shape[1] :].tolist() == list(answer.ids)
+    assert model.model.rope_deltas.tolist() == [[-30]]
 
 
 @pytest.mark.parametrize("name", ["Gemma 3", "Qwen3-VL"])

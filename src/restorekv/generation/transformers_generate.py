@@ -218,6 +218,7 @@ def generate_answer(
     """
     checked = GenerateOptions.check(options or {}, model)
     inputs = make_generate_inputs(tokenizer, context, cache, question, answer_prefix)
+    inputs |= number_positions(model, inputs)
     input_ids = inputs["input_ids"]
     check_vocabulary(model, input_ids)
     attention.install_attention(model)
@@ -320,6 +321,20 @@ def make_generate_inputs(
     placeholders = context.ids[:, :1].expand(-1, count_placeholders(context, cache))
     ids = torch.cat([placeholders, context.ids, prompt_ids], -1)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def number_positions(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the `position_ids` of inputs from `make_generate_inputs` for models that also take
+    images as Qwen2-VL does; nothing for other models.
+
+    Without them, such a model moves the tokens after a cache by `rope_deltas`, which the last
+    prompt with an image has left in it.
+    """
+    if not any(hasattr(module, "rope_deltas") for module in model.modules()):
+        return {}
+    if "position_ids" in inputs:
+        return {}
+    return {"position_ids": torch.arange(inputs["input_ids"].shape[1])[None]}
 
 
 def count_placeholders(context: Context, cache: RaggedCache) -> int:
