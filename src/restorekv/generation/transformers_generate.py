@@ -327,7 +327,7 @@ def number_positions(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> di
     """Return the `position_ids` of inputs from `make_generate_inputs` for models that also take
     images as Qwen2-VL does; nothing for other models.
 
-    Without them, such a model moves the tokens after a cache by `rope_deltas`, which the last
+    Without them, such a model moves the tokens after a cache by its rope_deltas, which the last
     prompt with an image has left in it.
     """
     if not any(hasattr(module, "rope_deltas") for module in model.modules()):
