@@ -113,13 +113,16 @@ vllm: $(VLLM)/ready
 oldest: $(KVPRESS)/ready
 	$(KVPRESS)/bin/python -m pytest -m "not slow"
 
-# Models that bitsandbytes, torchao, quanto and compressed-tensors quantized, beside the numbers that codes stand for.
+# Models that bitsandbytes, torchao, quanto, compressed-tensors, GPTQ and AWQ quantized, beside the numbers that codes stand
+# for. GPTQModel, which reads the last two, asks for a newer torch than vLLM has, and runs with this one.
 $(QUANTIZED)/ready: pyproject.toml
 	test -x $(QUANTIZED)/bin/python || $(PYTHON) -m venv $(QUANTIZED)
 	$(QUANTIZED)/bin/python -m pip install --quiet $(CPU) "$(TORCH)" 2>/dev/null \
 		|| $(QUANTIZED)/bin/python -m pip install --quiet "$(TORCH)"
 	$(QUANTIZED)/bin/python -m pip install --quiet "$(TORCH)" bitsandbytes==0.50.2 torchao==0.18.0 optimum-quanto==0.2.7 \
-		compressed-tensors==0.20.1 accelerate pytest -e '.[train]'
+		compressed-tensors==0.20.1 accelerate pytest -e '.[train]' optimum==2.3.0 defuser device-smi logbar ninja pillow protobuf \
+		pypcre requests threadpoolctl tokenicer
+	BUILD_CUDA_EXT=0 $(QUANTIZED)/bin/python -m pip install --quiet --no-deps gptqmodel==7.7.0
 	touch $@
 
 quantized: $(QUANTIZED)/ready

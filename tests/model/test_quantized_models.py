@@ -4,6 +4,7 @@ A stand-in library is always tested, the real ones where they are installed (`ma
 """
 
 import importlib.util
+import warnings
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from restorekv.model.linear_layers import (
 from restorekv.model.support import UNLIMITED, get_support
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.loop import train_adapter
+from tests.helpers import decoders, quantized_files
 from tests.helpers.models import build_model, build_tokenizer
 from tests.helpers.training import CONFIG, EXAMPLES
 
@@ -109,6 +111,14 @@ def pack(folder, packed):
 
 def load_quantized(library, folder):
     """Load a saved model through transformers with a library's 4 or 8 bits."""
+    if library in ("gptq", "awq"):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        write = {"gptq": quantized_files.write_gptq, "awq": quantized_files.write_awq}[library]
+        write(model, folder / library)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            folder / library, dtype=torch.float32, device_map="cpu"
+        )
+        return loaded.eval().requires_grad_(False)
     if library == "compressed-tensors":
         pack(folder, folder / "packed")
         # It has no weights until the whole model is called.
@@ -143,6 +153,8 @@ for name, package in (
     ("torchao", "torchao"),
     ("quanto", "optimum.quanto"),
     ("compressed-tensors", "compressed_tensors"),
+    ("gptq", "gptqmodel"),
+    ("awq", "gptqmodel"),
 ):
     parent = package.partition(".")[0]
     missing = not importlib.util.find_spec(parent) or not importlib.util.find_spec(package)
@@ -188,7 +200,8 @@ def test_the_same_pairs_are_kept(quantized, evictor):
     assert found.ask(QUESTION, 6) == expected.ask(QUESTION, 6)
 
 
-def test_an_adapter_of_the_plain_model_restores_the_quantized_one(quantized):
+def test_an_adapter_of_the_plain_model_restores_the_quantized_one(quantized, tmp_path):
+    """Its file names layers: optimum, which loads GPTQ, lists them in another order."""
     model, plain = quantized
     tokenizer = build_tokenizer()
     adapter = RestoreAdapter.create(plain, 4, rank=2)
@@ -196,11 +209,46 @@ def test_an_adapter_of_the_plain_model_restores_the_quantized_one(quantized):
         for parameter in adapter.parameters():
             parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
     expected = compress(plain, tokenizer, TEXT, ratio=0.3, adapter=adapter)
-    copy = RestoreAdapter.create(model, 4, rank=2)
-    copy.load_state_dict(adapter.state_dict())
+    adapter.save_pretrained(tmp_path / "adapter")
+    with warnings.catch_warnings():
+        # Most copies count as other weights, of which a warning tells.
+        warnings.simplefilter("ignore", RestoreKVWarning)
+        copy = RestoreAdapter.from_pretrained(model, tmp_path / "adapter")
     found = compress(model, tokenizer, TEXT, ratio=0.3, adapter=copy)
     for one, other in zip(found.cache.layers, expected.cache.layers, strict=True):
         torch.testing.assert_close(one.context_keys, other.context_keys, rtol=0, atol=1e-3)
+
+
+# Where there is a kernel for them, transformers leaves such weights as they are.
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+@pytest.mark.parametrize(
+    ("kind", "write"),
+    [("qwen3", quantized_files.write_fp8), ("gpt_oss", quantized_files.write_mxfp4)],
+)
+def test_formats_that_transformers_unpacks_on_a_cpu(kind, write, tmp_path):
+    """FP8 in blocks, as DeepSeek and Qwen publish it, and the MXFP4 of gpt-oss."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
+    sizes |= {"num_key_value_heads": 4, "max_position_embeddings": 4096}  # whole blocks
+    plain = decoders.build(kind, **sizes)
+    twin = write(plain, tmp_path / "packed")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32).eval()
+    tokenizer = build_tokenizer()
+    found, expected, other = (
+        compress(each, tokenizer, TEXT, ratio=0.3, adapter=None) for each in (model, twin, plain)
+    )
+    assert found.ask(QUESTION, 6) == expected.ask(QUESTION, 6)
+    for one, same, unlike in zip(
+        *(each.cache.full_attention for each in (found, expected, other)), strict=True
+    ):
+        torch.testing.assert_close(one.context_keys, same.context_keys, rtol=0, atol=1e-4)
+        torch.testing.assert_close(one.context_values, same.context_values, rtol=0, atol=1e-4)
+        if one.context_keys.shape == unlike.context_keys.shape:
+            assert not torch.allclose(one.context_values, unlike.context_values, atol=1e-3)
+    found.save(tmp_path / "made.rkv")
+    again = CompressedContext.load(tmp_path / "made.rkv", model, tokenizer)
+    assert again.ask(QUESTION, 6) == found.ask(QUESTION, 6)
+    with pytest.raises(CacheFileError, match="other weights"):
+        CompressedContext.load(tmp_path / "made.rkv", plain, tokenizer)
 
 
 def test_adapters_know_a_quantized_copy_of_their_model(tmp_path):
@@ -214,6 +262,12 @@ def test_adapters_know_a_quantized_copy_of_their_model(tmp_path):
         RestoreAdapter.from_pretrained(round_layers(build_model("qwen3", seed=1)), folder)
     similar = measure_similarity(describe_weights(original), describe_weights(copy))
     assert LEAST_SIMILARITY < 0.99 < similar <= 1 + 1e-6
+
+
+def test_layers_of_an_adapter_that_a_quantized_model_lacks_are_answered_with_its_own(quantized):
+    model, _ = quantized
+    with pytest.raises(AdapterError, match=r"linear layers that the model has .*: down_proj, "):
+        RestoreAdapter.create(model, 4, rank=2, targets=("query_key_value",))
 
 
 def test_a_fingerprint_counts_codes_and_scales_and_survives_the_first_call(quantized):

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from restorekv.errors import AdapterError, summarize_error
 from restorekv.files import matches_type
-from restorekv.model.linear_layers import drop_wrappers
+from restorekv.model.linear_layers import drop_wrappers, list_quantized_layers
 from restorekv.model.shape import get_backbone, list_windows
 from restorekv.restore.choices import LARGEST_ALPHA
 
@@ -216,10 +216,10 @@ def attach_lora(
 
 def _list_linear_names(model: PreTrainedModel) -> str:
     """Return the names of the linear layers in a model's decoder, with commas between them."""
-    names = set()
-    for path, module in get_backbone(model).named_modules():
-        if isinstance(module, nn.Linear):
-            names.add(path.rpartition(".")[2])
+    backbone = get_backbone(model)
+    paths = list(list_quantized_layers(backbone))
+    paths += [path for path, module in backbone.named_modules() if isinstance(module, nn.Linear)]
+    names = {path.rpartition(".")[2] for path in paths}
     return ", ".join(sorted(names))
 
 
