@@ -44,6 +44,7 @@ _CONTROL_TOKENS: Memory[dict[int, str]] = WeakKeyDictionary()
 _ADDS_SPACE: Memory[bool] = WeakKeyDictionary()
 _TEXT_START_IDS: Memory[list[int]] = WeakKeyDictionary()
 _BYTE_IDS: Memory[frozenset[int]] = WeakKeyDictionary()
+_SPECIAL_IDS: Memory[frozenset[int]] = WeakKeyDictionary()
 
 
 def check_model_and_tokenizer(model: object, tokenizer: object) -> None:
@@ -229,6 +230,9 @@ class TextStream:
         self.pending = False  # whether ids after that have added nothing to it yet
         self.settled_end = 0  # where what no later id can change ends in `decoded`
         self.byte_ids = find_byte_ids(tokenizer)
+        self.left_out_ids: frozenset[int] = frozenset()
+        if self.byte_ids and skip_special_tokens:
+            self.left_out_ids = _find_special_ids(tokenizer)
         self.stream: DecodeStream | None = None
         if _can_stream(tokenizer):
             self.stream = DecodeStream(skip_special_tokens=skip_special_tokens)
@@ -268,12 +272,10 @@ class TextStream:
         """Return whether a run of tokens for bytes may go on after this id: it is one of them, or
         decoding leaves it out.
         """
-        if token in self.byte_ids:
+        if token in self.byte_ids or token in self.left_out_ids:
             return True
         backend: Any = self.tokenizer.backend_tokenizer
-        added = backend.get_added_tokens_decoder().get(token)
-        is_special = added is not None and added.special
-        return (is_special and self.skip_special_tokens) or backend.id_to_token(token) is None
+        return backend.id_to_token(token) is None
 
     def _step(self, stream: DecodeStream, token: int) -> None:
         """Add what this id adds to the text according to the library's stream.
@@ -329,6 +331,17 @@ def find_byte_ids(tokenizer: Tokenizer) -> frozenset[int]:
         return frozenset(each for each in ids if each is not None)
 
     return _remember(_BYTE_IDS, tokenizer, find)
+
+
+def _find_special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the ids that a fast tokenizer leaves out if it decodes without special tokens."""
+
+    def find() -> frozenset[int]:
+        backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+        added = backend.get_added_tokens_decoder()
+        return frozenset(each for each, token in added.items() if token.special)
+
+    return _remember(_SPECIAL_IDS, tokenizer, find)
 
 
 def decode_ids(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
