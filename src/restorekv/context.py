@@ -195,6 +195,7 @@ class CompressedContext:
         """
         max_new_tokens = take_limit(options, max_new_tokens)
         sampling = SamplingConfig.make(**options)
+        support.refuse_cast_model(self.model, self.manifest.dtype)
         answers.refuse_other_eos(options.get("config"), self.model, self.tokenizer)
         single = isinstance(question, str)
         rows = [(self.context, self.cache, each) for each in answers.list_questions(question)]
@@ -449,6 +450,7 @@ class CompressedContext:
         placeholders instead of the text, so transformers' penalties count question and answer
         alone. Some models that take images too also get `position_ids`.
         """
+        support.refuse_cast_model(self.model, self.manifest.dtype)
         inputs = make_generate_inputs(
             self.tokenizer, self.context, self.cache, question, answer_prefix, plain
         )
@@ -467,6 +469,7 @@ class CompressedContext:
         It is greedy and has at most 128 tokens, unless the options or their generation_config say
         otherwise. All other options that they leave out come from the model's generation_config.
         """
+        support.refuse_cast_model(self.model, self.manifest.dtype)
         return generate_answer(
             self.model,
             self.tokenizer,

@@ -24,6 +24,7 @@ from restorekv.generation.sampling import (
 from restorekv.model import attention
 from restorekv.model.prompt import hash_template
 from restorekv.model.shape import CacheShape
+from restorekv.model.support import refuse_cast_model
 from restorekv.model.tokenize import hash_token_names
 from restorekv.storage.manifest import Manifest
 
@@ -112,6 +113,8 @@ def ask_many(
     if not rows:
         return [[] for _ in pairs]
     first = _check_one_model([context for context, _ in pairs])
+    for context, _ in pairs:
+        refuse_cast_model(context.model, context.manifest.dtype)
     answers.refuse_other_eos(options.get("config"), first.model, first.tokenizer)
     answers.warn_about_unused_options(first.model, sampling, details)
     written = answers.answer_questions(

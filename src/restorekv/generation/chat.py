@@ -69,7 +69,7 @@ from restorekv.model.prompt import (
 )
 from restorekv.model.rope import count_positions
 from restorekv.model.shape import get_vocabulary_size
-from restorekv.model.support import refuse_beyond_exact
+from restorekv.model.support import refuse_beyond_exact, refuse_cast_model
 from restorekv.model.tokenize import decode_continuation, decode_ids
 from restorekv.size_limits import POSITIONS, SYSTEM_LETTERS
 
@@ -104,7 +104,7 @@ class ChatContext(Protocol):
 
     @property
     def manifest(self) -> Any:
-        """The record of the cache; its `system` is read."""
+        """The record of the cache; its `system` and `dtype` are read."""
 
     @property
     def digest(self) -> str:
@@ -234,6 +234,7 @@ class Chat:
             options["stop_repeats"] = DEFAULT_REPEATS
         sampling = SamplingConfig.make(**options)
         document = self.document
+        refuse_cast_model(document.model, document.manifest.dtype)
         refuse_other_eos(options.get("config"), document.model, document.tokenizer)
         if stream and details:
             raise RestoreKVError(

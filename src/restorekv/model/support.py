@@ -24,7 +24,7 @@ from restorekv.model.linear_layers import settle_quantized_layers
 from restorekv.model.probe import probe_model
 from restorekv.model.probe_limits import UNLIMITED, Support, keys_follow_rope
 from restorekv.model.probe_passes import REMEDY, InstanceError
-from restorekv.model.shape import refuse_default_device, refuse_offloaded
+from restorekv.model.shape import get_dtype_name, refuse_default_device, refuse_offloaded
 
 __all__ = [
     "UNLIMITED",
@@ -97,6 +97,24 @@ def refuse_autocast(kind: str) -> None:
         raise ModelError(
             "torch.autocast is on, which would mix dtypes in a cache; call restorekv outside "
             "it, with the model in the dtype that you want."
+        )
+
+
+def refuse_cast_model(model: PreTrainedModel, dtype_name: str) -> None:
+    """Refuse a model that was cast to another dtype since a cache was made with it.
+
+    Args:
+        model: The model, which is to read the cache.
+        dtype_name: The dtype of the model when the cache was made, as the manifest names it.
+
+    Raises:
+        ModelError: The model has another dtype now.
+    """
+    now = get_dtype_name(model.dtype)
+    if now != dtype_name:
+        raise ModelError(
+            f"The cache was made with the model in {dtype_name}, and the model was cast to {now} "
+            "since; compress the text again."
         )
 
 
